@@ -1,0 +1,50 @@
+# Every target sets up .venv by itself when it is missing or older than pyproject.toml.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUNS ?= runs
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: demo test test-all check ui parity bench interop gpu-check schema clean
+
+demo: .venv
+	$(BIN)/python launch.py --headless presets/quickstart.yaml --runs $(RUNS)
+
+test: .venv
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: .venv
+	$(BIN)/python -m pytest -m "not gpu" --timeout 1200
+
+check: .venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+ui: .venv
+	$(BIN)/python launch.py
+
+parity: .venv
+	$(BIN)/python -m pytest tests/distributed/test_parity.py tests/distributed/test_resume.py --timeout 1200
+
+bench: .venv
+	$(BIN)/python -m tests.benchmarks.step_time
+
+gpu-check:
+	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) -m tests.benchmarks.gpu_check
+
+schema: .venv
+	$(BIN)/python -m trainer.configfile
+
+# A file, so that make sees when pyproject.toml is newer.
+.venv: $(VENV)/.installed
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ShardStudio needs Python 3.11 or newer; make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

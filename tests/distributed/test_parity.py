@@ -1,0 +1,81 @@
+"""Any number of ranks and any strategy train what one process trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import run_ranks
+from tests.runs import Outcome, alone, difference, make_pictures, make_run, run_config, train
+
+TOLERANCE = 1e-6
+ADAPTER = {"adapter__type": "lora"}
+FULL = {"adapter__type": "none"}
+TRAINED = {"lora": ADAPTER, "full": FULL}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "full": {"parallel__strategy": "full"},
+    "grad_op": {"parallel__strategy": "grad_op"},
+    "ddp": {"parallel__strategy": "ddp"},
+    "offload": {"parallel__strategy": "full", "parallel__cpu_offload": True},
+    "prefetch": {"parallel__strategy": "full", "parallel__prefetch_forward": 2, "parallel__prefetch_backward": 2},
+    "checkpointing": {"parallel__strategy": "full", "train__checkpointing": "full"},
+    "every_second_block": {"parallel__strategy": "full", "train__checkpointing": 2},
+    "compile": {"parallel__strategy": "full", "train__compile": True, "train__compile_backend": "aot_eager"},
+}
+HYBRID = {"parallel__strategy": "hybrid", "parallel__shard_size": 2}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Runs of this module: one folder, one cache, one reference per kind of training."""
+
+    root: Path
+    pictures: Path
+    references: dict[str, Outcome]
+
+    def config(self, trained: str, **changes: Any) -> Any:
+        return run_config(self.pictures, **TRAINED[trained], **changes)
+
+    def reference(self, trained: str) -> Outcome:
+        if trained not in self.references:
+            cfg = self.config(trained, parallel__strategy="none")
+            self.references[trained] = train(alone(), cfg, make_run(self.root, cfg, f"reference-{trained}"))
+        return self.references[trained]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    root = tmp_path_factory.mktemp("parity")
+    return Bench(root, make_pictures(root / "pictures"), {})
+
+
+def compare(bench: Bench, ranks: int, trained: str, name: str, changes: dict[str, Any]) -> Outcome:
+    cfg = bench.config(trained, parallel__devices=ranks, **changes)
+    run = make_run(bench.root, cfg, f"{name}-{trained}-{ranks}")
+    found = run_ranks(ranks, train, cfg, run)
+    expected = bench.reference(trained)
+    assert found[0].losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0)
+    assert difference(found[0].weights, expected.weights) <= TOLERANCE
+    return found[0]
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("name", ["full", "ddp"])
+def test_two_ranks_train_what_one_process_trains(bench: Bench, name: str, trained: str) -> None:
+    compare(bench, 2, trained, name, STRATEGIES[name])
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+def test_four_ranks_in_hybrid_groups_train_what_one_process_trains(bench: Bench, trained: str) -> None:
+    compare(bench, 4, trained, "hybrid", HYBRID)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_trains_what_one_process_trains(bench: Bench, name: str, ranks: int, trained: str) -> None:
+    compare(bench, ranks, trained, f"matrix-{name}", STRATEGIES[name])

@@ -1,0 +1,111 @@
+"""Small real runs for tests: pictures on disk, a tiny model, a trainer in this process or on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import Tensor
+
+from trainer.config import RunConfig
+from trainer.events import AnyEvent, StepEvent
+from trainer.rundir import RunDir
+from trainer.train import Trainer
+from trainer.world import World, joined
+
+SIZES = ((64, 64), (96, 48), (48, 96))
+
+
+def make_pictures(folder: Path, count: int = 8) -> Path:
+    """`count` captioned pictures of three aspect ratios, each of its own colours."""
+    folder.mkdir(parents=True)
+    numbers = torch.Generator().manual_seed(0)
+    for i in range(count):
+        width, height = SIZES[i % len(SIZES)]
+        blocks = (torch.rand(height // 16, width // 16, 3, generator=numbers) * 255).byte()
+        Image.fromarray(blocks.numpy()).resize((width, height)).save(folder / f"{i:02d}.png")
+        (folder / f"{i:02d}.txt").write_text(f"picture number {i}", encoding="utf-8")
+    return folder
+
+
+def run_config(pictures: Path, **changes: Any) -> RunConfig:
+    """A run of seconds: tiny FLUX.2, fp32, lr 1e-4. changes: dotted fields with __ for the dot."""
+    values: dict[str, Any] = {
+        "name": "tiny",
+        "adapter": {"type": "lora", "rank": 4},
+        "data": {"path": str(pictures), "resolution": 64},
+        "train": {"steps": 5, "batch_size": 4, "micro_batch": 1, "precision": "fp32", "seed": 3},
+        "optim": {"lr": 1e-4},
+        "parallel": {"device": "cpu"},
+        "checkpoint": {"every": 0},
+    }
+    for field, value in changes.items():
+        section = values
+        *parents, leaf = field.split("__")
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[leaf] = value
+    if values["adapter"].get("type") == "none":
+        values["adapter"] = {"type": "none"}
+    return RunConfig.model_validate(values)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to. weights: as exported, on rank 0.  local_bytes, full_bytes: of all parameters."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    weights: dict[str, Tensor]
+    events: list[AnyEvent]
+    local_bytes: int
+    full_bytes: int
+
+
+def alone() -> World:
+    """The one rank of a process group of this process."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return joined(torch.device("cpu"), 0, 1)
+
+
+def make_run(root: Path, cfg: RunConfig, name: str) -> RunDir:
+    """A run folder below `root`, which also holds the cache that runs share."""
+    return RunDir.create(root, cfg, at=root / name)
+
+
+def train(world: World, cfg: RunConfig, run: RunDir) -> Outcome:
+    """Run the trainer to its end in a run folder that exists; the cache lies beside it."""
+    from trainer.parallel.memory import full_bytes, local_bytes
+
+    events: list[AnyEvent] = []
+    trainer = Trainer(cfg, run, world, run.path.parent / "cache", events.append)
+    parameters = list(trainer.model.parameters())
+    try:
+        trainer.train()
+        return Outcome(
+            [event.loss for event in steps_of(events)],
+            [event.grad_norm for event in steps_of(events)],
+            trainer.trained_weights(),
+            events,
+            local_bytes(parameters),
+            full_bytes(parameters),
+        )
+    finally:
+        trainer.close()
+
+
+def steps_of(events: Sequence[AnyEvent]) -> list[StepEvent]:
+    """The step events."""
+    return [event for event in events if isinstance(event, StepEvent)]
+
+
+def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Largest absolute difference of two sets of tensors with equal names."""
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)

@@ -1,0 +1,220 @@
+"""launch.py as a person uses it: what it prints, and the code it exits with."""
+
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import launch as command_line
+from trainer import headless
+from trainer.config import DataConfig, RunConfig
+from trainer.doctor import gpus, package, requirements, shared_memory
+from trainer.events import CheckpointEvent, SampleEvent, StatusEvent, StepEvent, WarningEvent
+from trainer.rundir import RunDir
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_command(argv: list[str], capsys) -> tuple[int, str]:
+    """Exit code and stderr of launch.py."""
+    try:
+        code = command_line.main(argv)
+    except SystemExit as exit_:
+        code = exit_.code
+    return code, capsys.readouterr().err
+
+
+def test_help_names_every_mode_and_imports_neither_torch_nor_gradio():
+    script = (
+        "import sys, launch\n"
+        "try: launch.main(['--headless', '--help'])\n"
+        "except SystemExit as exit_: assert exit_.code == 0\n"
+        "import trainer.headless, trainer.doctor, trainer.report, trainer.data.images\n"
+        "assert not {'torch', 'numpy', 'diffusers', 'gradio', 'ipywidgets'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    for mode in ("--headless [PRESET]", "--resume [RUN_DIR]", "--export [RUN_DIR]", "--doctor", "key=value"):
+        assert mode in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "the page is not in this version; train with: python launch.py --headless PRESET.yaml\n"),
+        (["--resume", "nowhere"], "nowhere: not a run folder (it has no config.yaml); name a folder below runs/\n"),
+        (["--export", "nowhere"], "nowhere: not a run folder (it has no config.yaml); name a folder below runs/\n"),
+    ],
+    ids=["page", "resume", "export"],
+)
+def test_what_cannot_be_done_is_said_with_exit_code_2(argv, message, capsys):
+    assert run_command(argv, capsys) == (2, message)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--headless"], "--headless needs PRESET"),
+        (["--resume"], "--resume needs RUN_DIR"),
+        (["--doctor", "train.steps=3"], "train.steps=3: only --headless and --resume take key=value"),
+        (["--headless", "a.yaml", "--doctor"], "argument --doctor: not allowed with argument --headless"),
+    ],
+)
+def test_a_command_line_that_makes_no_sense_is_refused_in_one_line(argv, message, capsys):
+    code, err = run_command(argv, capsys)
+    assert code == 2
+    assert err.splitlines()[-1] == f"launch.py: error: {message}"
+
+
+def test_options_may_stand_between_overrides(tmp_path, capsys):
+    preset = tmp_path / "preset.yaml"
+    preset.write_text("name: fox\n")
+    argv = ["--headless", str(preset), "train.steps=x", "--run-dir", str(tmp_path / "run"), "optim.lr=y"]
+    code, err = run_command(argv, capsys)
+    assert code == 2
+    assert "train.steps" in err
+    assert "optim.lr" in err
+
+
+def test_a_wrong_preset_starts_nothing_and_writes_nothing(tmp_path, capsys):
+    preset = tmp_path / "preset.yaml"
+    preset.write_text("data:\n  path: photos\n")
+    code, err = run_command(["--headless", str(preset), "--runs", str(tmp_path / "runs")], capsys)
+    assert code == 2
+    assert f"{preset}:2: data.path" in err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.fixture
+def run(tmp_path) -> RunDir:
+    (tmp_path / "photos").mkdir()
+    cfg = RunConfig(name="fox", data=DataConfig(path=str(tmp_path / "photos")))
+    return RunDir.create(tmp_path, cfg, at=tmp_path / "fox")
+
+
+def test_resuming_with_a_wrong_override_leaves_the_config_as_it_was(run, capsys):
+    before = run.config_file.read_text()
+    code, err = run_command(["--resume", str(run.path), "train.steps=0"], capsys)
+    assert code == 2
+    assert "train.steps" in err
+    assert run.config_file.read_text() == before
+    assert not list(run.path.glob("config-*.yaml"))
+
+
+def step_event(step: int) -> StepEvent:
+    return StepEvent(
+        step=step,
+        loss=0.5,
+        lr=1e-4,
+        grad_norm=2.0,
+        seconds=2.0,
+        seconds_data=0.1,
+        seconds_forward=0.6,
+        seconds_backward=0.9,
+        seconds_optimizer=0.2,
+        seconds_communication=0.2,
+        images_per_second=4.0,
+    )
+
+
+STORY = (
+    StatusEvent(state="encoding", total=36),
+    StatusEvent(state="encoding", done=1, total=36),
+    StatusEvent(state="encoding", done=36, total=36),
+    StatusEvent(state="loading", message="loaded 32.2 GiB in 41 s"),
+    WarningEvent(message="fox.png is smaller than 64 pixels"),
+    StatusEvent(state="training"),
+    StatusEvent(state="training"),
+    step_event(1),
+    step_event(2),
+    step_event(3),
+    CheckpointEvent(step=3, path="checkpoints/step-000003"),
+    SampleEvent(step=3, prompt="a fox", index=0, path="samples/step-000003-0.png"),
+)
+
+
+def test_a_log_file_gets_a_line_per_change_and_the_last_step_before_each_result(capsys):
+    with headless.PlainFace(num_steps=10) as face:
+        face.figures.peaks.update({1: 300 * 2**20, 0: 200 * 2**20})
+        for event in STORY:
+            face.show(event)
+    assert capsys.readouterr().out.splitlines() == [
+        "encoding  0/36",
+        "encoding  1/36",
+        "encoding  36/36",
+        "loading  loaded 32.2 GiB in 41 s",
+        "warning: fox.png is smaller than 64 pixels",
+        "training",
+        "step 3/10  loss 0.5000  4.00 images/s  ETA 0:00:14  peak 200 300 MiB",
+        "step 3: checkpoint checkpoints/step-000003",
+        "step 3: sample samples/step-000003-0.png",
+    ]
+
+
+def test_a_terminal_keeps_results_above_a_bar_with_the_figures(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    with headless.BarFace(num_steps=10) as face:
+        for event in STORY:
+            face.show(event)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:4] == [
+        "loading  loaded 32.2 GiB in 41 s",
+        "warning: fox.png is smaller than 64 pixels",
+        "step 3: checkpoint checkpoints/step-000003",
+        "step 3: sample samples/step-000003-0.png",
+    ]
+    assert lines[-1].split() == ["training", "━━━━━━", "3/10", "loss", "0.5000", "4.00", "images/s", "ETA", "0:00:14"]
+
+
+def test_the_doctor_reports_each_requirement_of_the_project_and_a_remedy():
+    assert {"torch", "diffusers", "peft", "transformers"} <= {requirement.name for requirement in requirements()}
+    assert str(package(Requirement("pydantic>=99"))) == (
+        f"fail  pydantic: {metadata.version('pydantic')} is not >=99; pip install 'pydantic>=99'"
+    )
+    assert str(package(Requirement("no-such-package"))) == (
+        "fail  no-such-package: not installed; pip install 'no-such-package'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "lines"),
+    [
+        (
+            "echo 'NVIDIA H200, 143771 MiB, 12 MiB'; echo 'NVIDIA H200, 143771 MiB, 9 MiB'",
+            [
+                "ok    gpu 0: NVIDIA H200, 143771 MiB, 12 MiB in use",
+                "ok    gpu 1: NVIDIA H200, 143771 MiB, 9 MiB in use",
+            ],
+        ),
+        (
+            "echo 'Driver/library version mismatch'; exit 18",
+            [
+                "fail  gpu: nvidia-smi says: Driver/library version mismatch; "
+                "reinstall the driver, or restart the machine"
+            ],
+        ),
+    ],
+    ids=["two", "broken"],
+)
+def test_the_doctor_reports_each_gpu_or_why_it_cannot(script, lines, tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert [str(check) for check in gpus()] == lines
+
+
+def test_the_doctor_warns_of_a_container_with_little_shared_memory(tmp_path):
+    assert str(shared_memory(tmp_path / "shm")) == (
+        f"warn  shared memory: no {tmp_path}/shm; mount it; in a container: --shm-size=8g"
+    )
+
+
+def test_the_doctor_finds_this_machine_fit(tmp_path, capsys):
+    assert command_line.main(["--doctor", "--runs", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith(("ok    ", "warn  ")) for line in lines)
+    assert any(line.startswith("ok    torch: ") for line in lines)

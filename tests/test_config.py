@@ -1,0 +1,219 @@
+"""The rules between fields, each with its whole text, and what the config derives from its fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from trainer.config import LoraAdapter, RuleError, RunConfig, Section, family_names
+from trainer.fields import all_names
+
+ADAPTER_NONE = {"type": "none"}
+
+
+def problems_of(sections: dict[str, Any]) -> list[str]:
+    """What the rules say about a config whose fields are each valid."""
+    try:
+        RunConfig.model_validate({"data": {"path": "photos"}, **sections})
+    except ValidationError as error:
+        cause = error.errors()[0]["ctx"]["error"]
+        assert isinstance(cause, RuleError)
+        return [str(problem) for problem in cause.problems]
+    return []
+
+
+RULES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"model": {"family": "flux22"}},
+        f"model.family: 'flux22' is not one of {', '.join(family_names())}; did you mean 'flux2'?",
+    ),
+    ({"model": {"path": ""}}, "model.path: is empty; name a model, or tiny for random weights"),
+    (
+        {"model": {"train": {"transformer": "frozen", "vae": "frozen"}}},
+        "model.train: freezes every component, so nothing is trained; set one to adapter or full",
+    ),
+    (
+        {"model": {"train": {"transformer": "full"}}},
+        "model.train: gives no component the lora adapter; set one to adapter, or set adapter.type: none",
+    ),
+    (
+        {"model": {"train": {"transformer": "adapter"}}, "adapter": ADAPTER_NONE},
+        "model.train.transformer: adapter needs adapter.type, which is none; use full or set a type",
+    ),
+    (
+        {"export": {"what": "merged"}, "adapter": ADAPTER_NONE},
+        "export.what: merged needs an adapter, but adapter.type is none; use full",
+    ),
+    (
+        {"export": {"what": "full"}},
+        "export.what: full needs adapter.type none, not lora; use merged for base + adapter",
+    ),
+    (
+        {"adapter": {"type": "lora", "targets": ["attn.(to_q"]}},
+        "adapter.targets: 'attn.(to_q' is not a layer name or regular expression: "
+        "missing ), unterminated subpattern at position 5",
+    ),
+    (
+        {"adapter": {"type": "lora", "rank_pattern": {"*": 4}}},
+        "adapter.rank_pattern: '*' is not a layer name or regular expression: nothing to repeat at position 0",
+    ),
+    (
+        {"train": {"checkpointing": 0}},
+        "train.checkpointing: 0 is not none, full or n >= 1 for every n-th block",
+    ),
+    (
+        {"optim": {"schedule": "cosine", "warmup": 20}, "train": {"steps": 20}},
+        "optim.warmup: 20 steps leave none of train.steps 20; lower it",
+    ),
+    (
+        {"optim": {"type": "schedulefree", "schedule": "linear"}},
+        "optim.schedule: linear cannot be combined with optim.type schedulefree; use constant",
+    ),
+    (
+        {"parallel": {"strategy": "ddp", "cpu_offload": True}},
+        "parallel.cpu_offload: true needs parallel.strategy full, grad_op or hybrid, not ddp",
+    ),
+    (
+        {"parallel": {"strategy": "none", "cpu_offload": True}},
+        "parallel.cpu_offload: true needs parallel.strategy full, grad_op or hybrid, not none",
+    ),
+    (
+        {"parallel": {"strategy": "none", "devices": 2}},
+        "parallel.strategy: none is for one rank, but there are 2; use full, or ddp for copies",
+    ),
+    ({"parallel": {"nodes": 2}}, "parallel.rendezvous: 2 nodes need host:port of the first one"),
+    (
+        {"parallel": {"nodes": 2, "rendezvous": "node0"}},
+        "parallel.rendezvous: 'node0' is not host:port, as node0:29400",
+    ),
+    (
+        {"parallel": {"strategy": "hybrid", "devices": 4, "shard_size": 3}},
+        "parallel.shard_size: 3 does not divide the 4 ranks; use a divisor of 4",
+    ),
+    (
+        {"parallel": {"strategy": "full", "devices": 4, "shard_size": 2}},
+        "parallel.shard_size: needs parallel.strategy hybrid, not full; leave it empty",
+    ),
+    (
+        {"parallel": {"strategy": "grad_op", "reshard_after_forward": True}},
+        "parallel.reshard_after_forward: needs parallel.strategy full or hybrid, not grad_op; leave it empty",
+    ),
+    (
+        {"parallel": {"strategy": "full", "devices": 4, "reshard_after_forward": 3}},
+        "parallel.reshard_after_forward: 3 is not true, false or a divisor above 1 of the 4 ranks that share a copy",
+    ),
+    (
+        {"parallel": {"strategy": "hybrid", "devices": 4, "shard_size": 2, "reshard_after_forward": 4}},
+        "parallel.reshard_after_forward: 4 is not true, false or a divisor above 1 of the 2 ranks that share a copy",
+    ),
+    ({"data": {}}, "data.path: no images given; name a folder"),
+    (
+        {"data": {"path": "photos", "validation": -1}},
+        "data.validation: -1 is not a folder or a number of images >= 0",
+    ),
+    (
+        {"sample": {"every": 10}},
+        "sample.prompts: sample.every is 10 but there is no prompt; add one or set every: 0",
+    ),
+    (
+        {"sample": {"prompts": ["a photo of [trigger]"]}},
+        "sample.prompts: [trigger] stands for data.trigger, which is empty; set it or remove [trigger]",
+    ),
+    ({"quantize": {"format": "nf4"}}, "quantize: a quantized base is not in this version; remove the section"),
+    ({"stages": [{"name": "warm"}]}, "stages: runs in stages are not in this version; start one run per stage"),
+]
+
+
+@pytest.mark.parametrize(("sections", "text"), RULES, ids=[text.partition(":")[0] for _, text in RULES])
+def test_fields_that_do_not_go_together_are_refused_with_the_way_out(sections: dict[str, Any], text: str) -> None:
+    assert problems_of(sections) == [text]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"parallel": {"strategy": "full", "cpu_offload": True}},
+        {"parallel": {"strategy": "hybrid", "devices": 2, "nodes": 2, "rendezvous": "[::1]:29400"}},
+        {"parallel": {"strategy": "full", "devices": 4, "reshard_after_forward": 2}},
+        {"model": {"train": {"transformer": "full"}}, "adapter": ADAPTER_NONE, "export": {"what": "full"}},
+        {"data": {"path": "photos", "trigger": "sks"}, "sample": {"every": 1, "prompts": ["a [trigger]"]}},
+        {"optim": {"type": "schedulefree", "warmup": 5}},
+    ],
+)
+def test_what_goes_together_is_accepted(sections: dict[str, Any]) -> None:
+    assert problems_of(sections) == []
+
+
+def test_all_broken_rules_are_named_at_once() -> None:
+    assert problems_of({"data": {}, "parallel": {"nodes": 2}, "sample": {"every": 1}}) == [
+        "parallel.rendezvous: 2 nodes need host:port of the first one",
+        "data.path: no images given; name a folder",
+        "sample.prompts: sample.every is 1 but there is no prompt; add one or set every: 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("section", "field"),
+    [("train", "steps"), ("train", "checkpointing"), ("optim", "lr"), ("data", "validation"), ("adapter", "alpha")],
+)
+def test_true_is_not_read_as_the_number_one(section: str, field: str) -> None:
+    values = {field: True, **({"type": "lora"} if section == "adapter" else {})}
+    with pytest.raises(ValidationError, match="true and false are no numbers"):
+        RunConfig.model_validate({"data": {"path": "photos"}, section: values})
+
+
+def test_a_config_cannot_be_changed() -> None:
+    cfg = RunConfig.model_validate({"data": {"path": "photos"}})
+    with pytest.raises(ValidationError, match="frozen"):
+        cfg.train.steps = 5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "micro_batch", "devices", "nodes", "micro_steps"),
+    [(1, 1, 1, 1, 1), (8, 1, 4, 1, 2), (8, 2, 2, 2, 1), (7, 2, 2, 1, 2), (1, 1, 4, 1, 1)],
+)
+def test_passes_per_step_cover_the_batch(
+    batch_size: int, micro_batch: int, devices: int, nodes: int, micro_steps: int
+) -> None:
+    cfg = RunConfig.model_validate(
+        {
+            "data": {"path": "photos"},
+            "train": {"batch_size": batch_size, "micro_batch": micro_batch},
+            "parallel": {"devices": devices, "nodes": nodes, "rendezvous": "node0:29400"},
+        }
+    )
+    assert cfg.micro_steps == micro_steps
+
+
+@pytest.mark.parametrize(
+    ("adapter", "what", "written"),
+    [
+        ({"type": "lora"}, "auto", "adapter"),
+        (ADAPTER_NONE, "auto", "full"),
+        ({"type": "lora"}, "merged", "merged"),
+        (ADAPTER_NONE, "none", "none"),
+    ],
+)
+def test_export_auto_is_the_adapter_or_the_whole_model(adapter: dict[str, str], what: str, written: str) -> None:
+    cfg = RunConfig.model_validate({"data": {"path": "photos"}, "adapter": adapter, "export": {"what": what}})
+    assert cfg.export_what == written
+
+
+def test_an_adapter_without_alpha_has_scale_one() -> None:
+    assert LoraAdapter(rank=8).scale_numerator / 8 == 1.0
+    assert LoraAdapter(rank=8, alpha=4.0).scale_numerator / 8 == 0.5
+
+
+def test_every_field_says_what_it_is() -> None:
+    def undescribed(section: type[Section]) -> list[str]:
+        return [
+            f"{section.__name__}.{name}"
+            for name, field in section.model_fields.items()
+            if not field.description and name not in RunConfig.model_fields and name != "options"
+        ]
+
+    assert [field for section in Section.__subclasses__() for field in undescribed(section)] == []
+    assert len(list(all_names())) == len(set(all_names()))

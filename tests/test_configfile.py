@@ -1,0 +1,499 @@
+"""Config files and overrides: what is read, and the whole text of what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer import foreign
+from trainer.config import LoraAdapter, NoAdapter, RunConfig, family_names
+from trainer.configfile import SCHEMA, ConfigError, ConfigFile, check_files, dump, load, write_schema
+from trainer.fields import all_names
+
+DATA = "data: {path: /photos}\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, so that a preset's path is short and the same everywhere."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def read(text: str, *overrides: str) -> ConfigFile:
+    preset = Path("preset.yaml")
+    preset.write_text(text, encoding="utf-8")
+    return load(preset, overrides)
+
+
+def refusal(text: str, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        read(text, *overrides)
+    return str(caught.value).splitlines()
+
+
+@pytest.mark.usefixtures("folder")
+class TestErrors:
+    def test_all_mistakes_of_file_and_command_line_are_reported_at_once_in_order(self) -> None:
+        text = """\
+name: my run
+model:
+  family: flux22
+  options: {text_layers: [9, true]}
+adapter:
+  rnk: 8
+  rank: 0
+  rank_pattern: {attn.to_q: many}
+data:
+  folders:
+    - weight: 0
+    - {path: /photos, wieght: 2}
+train:
+  steps: abc
+  precision: fp8
+  checkpointing: sometimes
+  batch_size:
+parallel:
+  nodes: 2
+  cpu_offload: [yes]
+steps: 100
+sample: 3
+"""
+        assert refusal(text, "train.stps=5", "parallel.timeout=1", "sample.every=2", "trackers.tensorboard=1.5") == [
+            "preset.yaml:1: name: 'my run' is not 1 to 64 letters, digits, '_', '.' or '-', the first no '.' or '-'",
+            f"preset.yaml:3: model.family: 'flux22' is not one of {', '.join(family_names())}; did you mean 'flux2'?",
+            "preset.yaml:4: model.options.text_layers[1]: needs a whole number, not true",
+            "preset.yaml:6: adapter.rnk: unknown field; did you mean 'rank'?",
+            "preset.yaml:7: adapter.rank: is 0, must be >= 1 and <= 1024",
+            "preset.yaml:8: adapter.rank_pattern.attn.to_q: needs a whole number, not 'many'",
+            "preset.yaml:11: data.folders[0].path: is needed: Folder of images with captions.",
+            "preset.yaml:11: data.folders[0].weight: is 0, must be > 0 and <= 1000",
+            "preset.yaml:12: data.folders[1].wieght: unknown field; did you mean 'weight'?",
+            "preset.yaml:14: train.steps: needs a whole number, not 'abc'",
+            "preset.yaml:15: train.precision: 'fp8' is not one of fp32, bf16",
+            "preset.yaml:16: train.checkpointing: needs none, full or a whole number, not 'sometimes'",
+            "preset.yaml:17: train.batch_size: is empty; give it a whole number, or remove it",
+            "preset.yaml:19: parallel.rendezvous: 2 nodes need host:port of the first one",
+            "preset.yaml:20: parallel.cpu_offload: needs true or false, not a list",
+            "preset.yaml:21: steps: unknown field; did you mean 'train.steps'?",
+            "preset.yaml:22: sample: needs a section of fields, not 3",
+            "command line: parallel.timeout: is 1, must be >= 10 and <= 86400 seconds",
+            "command line: trackers.tensorboard: needs true or false, not 1.5",
+            "command line: train.stps: unknown field; did you mean 'steps'?",
+        ]
+
+    @pytest.mark.parametrize(
+        ("line", "text"),
+        [
+            ("train: {steps: true}", "train.steps: needs a whole number, not true"),
+            ("train: {steps: 0}", "train.steps: is 0, must be >= 1 and <= 10000000 steps"),
+            ("train: {steps: 1.5}", "train.steps: needs a whole number, not 1.5"),
+            ("optim: {lr: .inf}", "optim.lr: is inf, must be > 0 and <= 10"),
+            ("optim: {clip_norm: .nan}", "optim.clip_norm: is nan, must be > 0"),
+            ("sample: {size: 512}", "sample.size: needs a list of 2, each a whole number, not 512"),
+            ("sample: {size: [64, 64, 64]}", "sample.size: needs a list of 2, each a whole number, not a list"),
+            ("sample: {size: [64, 8]}", "sample.size[1]: is 8, must be >= 16 and <= 8192"),
+            ("sample: {prompts: a cat}", "sample.prompts: needs a list, each text, not 'a cat'"),
+            ("name: 2024", "name: needs text, not 2024; put it in quotes"),
+            ("model: {train: full}", "model.train: needs a section, each value frozen, adapter or full, not 'full'"),
+            (
+                "model: {train: {vae: ful}}",
+                "model.train.vae: 'ful' is not one of frozen, adapter, full; did you mean 'full'?",
+            ),
+            ("adapter:", "adapter: is empty; give it a section with type: lora or none, or remove it"),
+            ("adapter: lora", "adapter: needs a section with type: lora or none, not 'lora'"),
+            ("adapter: {type: lorra}", "adapter.type: 'lorra' is not one of lora, none; did you mean 'lora'?"),
+            ("adapter: {type: }", "adapter.type: is empty; give it lora or none, or remove it"),
+            (
+                "adapter: {type: none, rank: 8}",
+                "adapter.rank: is no field of adapter.type none; remove it or change the type",
+            ),
+            ("adapter: {lora: {rank: 8}}", "adapter.lora: unknown field"),
+            ("trian: {steps: 5, seed: 1}", "trian: unknown field; did you mean 'train'?"),
+            ("extra: {}", "extra: unknown field"),
+            ("lr: 1e-4", "lr: unknown field; did you mean 'optim.lr'?"),
+            (
+                "parallel: {strategy: fsdp}",
+                "parallel.strategy: 'fsdp' is not one of auto, full, grad_op, hybrid, ddp, none",
+            ),
+            ("name: a\nname: b", "name: is given twice, first in line 2; remove one"),
+        ],
+    )
+    def test_one_mistake_gives_one_line(self, line: str, text: str) -> None:
+        where = 3 if "twice" in text else 2
+        assert refusal(f"{DATA}{line}\n") == [f"preset.yaml:{where}: {text}"]
+
+    def test_a_wrong_type_of_adapter_does_not_hide_what_is_wrong_with_its_fields(self) -> None:
+        assert refusal(f"{DATA}adapter:\n  type: dorra\n  rank: 0\n") == [
+            "preset.yaml:3: adapter.type: 'dorra' is not one of lora, none; did you mean 'lora'?",
+            "preset.yaml:4: adapter.rank: is 0, must be >= 1 and <= 1024",
+        ]
+
+    def test_a_rule_is_silent_while_a_field_it_depends_on_is_unknown(self) -> None:
+        text = f"{DATA}parallel: {{strategy: hybrid, shard_size: 2, %s: 4}}\n"
+        assert refusal(text % "devics") == ["preset.yaml:2: parallel.devics: unknown field; did you mean 'devices'?"]
+        assert read(text % "devices").config.parallel.world_size == 4
+
+    def test_a_rule_points_at_the_field_it_follows_from_when_its_own_is_not_given(self) -> None:
+        assert refusal("train: {steps: 5}\nparallel:\n  devices: 2\n  nodes: 2\n") == [
+            "preset.yaml: data.path: no images given; name a folder",
+            "preset.yaml:4: parallel.rendezvous: 2 nodes need host:port of the first one",
+        ]
+
+    @pytest.mark.parametrize(
+        ("override", "text"),
+        [
+            ("train.steps", "'train.steps': is no override; write field=value, as train.steps=100"),
+            ("=5", "'=5': is no override; write field=value, as train.steps=100"),
+            ("name.first=x", "name.first: unknown field"),
+            (
+                "train.steps=[1",
+                "train.steps: not YAML: while parsing a flow sequence, expected ',' or ']', but got '<stream end>'",
+            ),
+            (
+                "parallel.strategy=none",
+                "parallel.strategy: none is for one rank, but there are 2; use full, or ddp for copies",
+            ),
+            ("data.folders=[{weight: 2}]", "data.folders[0].path: is needed: Folder of images with captions."),
+            ("train=fast", "train: needs a section of fields, not 'fast'"),
+        ],
+    )
+    def test_a_wrong_override_is_reported_for_the_command_line(self, override: str, text: str) -> None:
+        assert refusal(f"{DATA}parallel: {{devices: 2}}\n", override) == [f"command line: {text}"]
+
+
+class TestFiles:
+    @pytest.mark.parametrize(
+        ("content", "text"),
+        [
+            (b"", "preset.yaml: is empty; name at least data.path"),
+            (b"# nothing yet\n", "preset.yaml: is empty; name at least data.path"),
+            (b"- a\n- b\n", "preset.yaml:1: needs lines of field: value, not a list"),
+            (b"steps\n", "preset.yaml:1: needs lines of field: value, not 'steps'"),
+            (b"train:\n\tsteps: 5\n", "preset.yaml:2: a tab where only spaces may stand; indent with spaces"),
+            (b"name: a\ntrain: b: c\n", "preset.yaml:2: not YAML: mapping values are not allowed here"),
+            (
+                b"name: a\n---\nname: b\n",
+                "preset.yaml:2: not YAML: expected a single document in the stream, but found another document",
+            ),
+            (b"name: a\ntrigger: \xe9t\xe9\n", "preset.yaml:2: not UTF-8; save the file as UTF-8"),
+            (b"name: a\x00\n", "preset.yaml:1: a control character, which YAML does not allow; remove it"),
+            (b"a: &x {b: c}\nd: *x\n", "preset.yaml:2: an alias (*name) is not read here; write the value again"),
+            (b"{[a]: 3}\n", "preset.yaml:1: a key that is a list or a mapping; keys are words"),
+            (b"a:\n " + b"[" * 5000, "preset.yaml:2: nested deeper than 20 levels"),
+        ],
+    )
+    def test_a_file_that_is_no_config_is_refused_with_its_line(self, folder: Path, content: bytes, text: str) -> None:
+        (folder / "preset.yaml").write_bytes(content)
+        with pytest.raises(ConfigError) as caught:
+            load(Path("preset.yaml"))
+        assert str(caught.value) == text
+
+    def test_a_missing_file_is_answered_with_the_nearest_name(self, folder: Path) -> None:
+        (folder / "preset.yaml").write_text(DATA)
+        with pytest.raises(ConfigError) as caught:
+            load(Path("prest.yaml"))
+        assert str(caught.value) == "prest.yaml: no such file; did you mean 'preset.yaml'?"
+        with pytest.raises(ConfigError) as caught:
+            load(folder)
+        assert str(caught.value) == f"{folder}: is a folder; name a YAML file in it"
+
+    def test_every_folder_and_model_that_does_not_exist_is_named_with_its_line(self, folder: Path) -> None:
+        (folder / "photos").mkdir()
+        (folder / "notes.txt").touch()
+        loaded = read(
+            "model: {path: /models/flux2, base: org/name}\n"
+            "data:\n  path: photo\n  validation: notes.txt\n  folders: [{path: photos}, {path: /none}]\n"
+        )
+        with pytest.raises(ConfigError) as caught:
+            check_files(loaded)
+        assert str(caught.value).splitlines() == [
+            f"preset.yaml:3: data.path: no folder '{folder}/photo'; did you mean '{folder}/photos'?",
+            "preset.yaml:5: data.folders[1].path: no folder '/none'; name one that holds the images",
+            f"preset.yaml:4: data.validation: '{folder}/notes.txt' is a file; name the folder that holds the images",
+            "preset.yaml:1: model.path: no file or folder '/models/flux2'; "
+            "name a diffusers folder, a .safetensors file or a hub id as org/name",
+        ]
+
+    def test_a_config_whose_files_exist_passes(self, folder: Path) -> None:
+        (folder / "photos").mkdir()
+        for model in ("tiny", "demo", "org/name", str(folder)):
+            check_files(read("data: {path: photos, validation: photos}\n", f"model.path={model}"))
+
+
+@pytest.mark.usefixtures("folder")
+class TestValues:
+    def test_numbers_and_words_are_read_as_people_write_them(self) -> None:
+        loaded = read(
+            "data: {path: /photos, trigger: on, validation: /held_out}\n"
+            "optim: {lr: 1e-4, eps: 1.e-8}\n"
+            "train: {steps: 1e3, compile: yes}\n"
+            "parallel: {nodes: 2, rendezvous: 10:20}\n"
+            "model:\n"
+        )
+        assert (loaded.config.optim.lr, loaded.config.optim.eps, loaded.config.train.steps) == (1e-4, 1e-8, 1000)
+        assert (loaded.config.train.compile, loaded.config.data.trigger) == (True, "on")
+        assert (loaded.config.parallel.rendezvous, loaded.config.data.validation) == ("10:20", "/held_out")
+
+    def test_an_override_wins_over_the_file_and_over_earlier_ones(self) -> None:
+        loaded = read(
+            f"{DATA}name: photos\ntrain: {{steps: 5, seed: 7}}\nsample: {{prompts: [a, b]}}\n",
+            "train.steps=10",
+            "train.steps=20",
+            "data.validation=3",
+            "name=2024",
+            "data.trigger=",
+            "sample.prompts=[c]",
+            "model.base=null",
+            "optim={lr: 1e-3, ema: 0.9}",
+        )
+        assert (loaded.config.train.steps, loaded.config.train.seed) == (20, 7)
+        assert (loaded.config.data.validation, loaded.config.name) == (3, "2024")
+        assert (loaded.config.data.trigger, loaded.config.sample.prompts) == ("", ("c",))
+        assert (loaded.config.model.base, loaded.config.optim.lr, loaded.config.optim.ema) == (None, 1e-3, 0.9)
+
+    def test_an_override_of_one_key_keeps_the_others(self) -> None:
+        loaded = read(f"{DATA}adapter: {{rank_pattern: {{to_q: 4}}}}\n", "adapter.rank_pattern.attn.to_k=8")
+        assert isinstance(loaded.config.adapter, LoraAdapter)
+        assert loaded.config.adapter.rank_pattern == {"to_q": 4, "attn.to_k": 8}
+
+    def test_an_adapter_without_type_is_lora(self) -> None:
+        assert read(f"{DATA}adapter: {{rank: 4}}\n").config.adapter == LoraAdapter(rank=4)
+        assert read(f"{DATA}", "adapter.rank=4").config.adapter == LoraAdapter(rank=4)
+
+    def test_an_adapter_type_on_the_command_line_leaves_out_the_file_s_fields_of_the_other_type(self) -> None:
+        loaded = read(f"{DATA}adapter:\n  type: lora\n  rank: 4\n", "adapter.type=none")
+        assert loaded.config.adapter == NoAdapter()
+        assert loaded.notes == ("preset.yaml:4: adapter.rank is left out: adapter.type is none",)
+
+    def test_where_names_the_line_of_a_field_the_command_line_or_the_file(self) -> None:
+        loaded = read(f"{DATA}train:\n  steps: 5\n  seed: 1\n", "train.seed=2", "data.folders=[{path: /more}]")
+        assert loaded.where("train.steps") == "preset.yaml:3"
+        assert loaded.where("train.seed") == "command line"
+        assert loaded.where("data.folders[0].path") == "command line"
+        assert loaded.where("train.precision") == "preset.yaml"
+
+
+class TestPaths:
+    def test_paths_of_a_file_are_relative_to_it_and_those_of_the_command_line_to_the_current_folder(
+        self, folder: Path
+    ) -> None:
+        presets = folder / "presets"
+        (presets / "model").mkdir(parents=True)
+        preset = presets / "preset.yaml"
+        preset.write_text(
+            "model: {path: model}\n"
+            "data: {path: ../photos, cache: cache, validation: held_out, folders: [{path: more}, {path: /far}]}\n"
+        )
+        cfg = load(Path("presets/preset.yaml"), ["model.base=presets/model"]).config
+        assert (cfg.model.path, cfg.model.base) == (str(presets / "model"), str(presets / "model"))
+        assert (cfg.data.path, cfg.data.cache) == (str(folder / "photos"), str(presets / "cache"))
+        assert cfg.data.validation == str(presets / "held_out")
+        assert [more.path for more in cfg.data.folders] == [str(presets / "more"), "/far"]
+        assert load(preset, ["data.path=photos"]).config.data.path == str(folder / "photos")
+
+    def test_the_name_of_a_model_is_not_taken_for_a_path(self, folder: Path) -> None:
+        (folder / "tiny").mkdir()
+        assert read(DATA).config.model.path == "tiny"
+        assert read(f"{DATA}model: {{path: tiny}}\n").config.model.path == "tiny"
+        assert read(f"{DATA}model: {{path: ./tiny}}\n").config.model.path == str(folder / "tiny")
+        assert read(DATA, "model.path=org/name").config.model.path == "org/name"
+
+
+FOREIGN = [
+    ("parallel: {sharding_strategy: FULL_SHARD}", {"strategy": "full"}),
+    ("parallel: {strategy: Shard_Grad_Op}", {"strategy": "grad_op"}),
+    ("parallel: {strategy: HYBRID_SHARD}", {"strategy": "hybrid"}),
+    ("sharding_strategy: NO_SHARD", {"strategy": "ddp"}),
+    ("parallel: {strategy: _HYBRID_SHARD_ZERO2}", {"strategy": "hybrid", "reshard_after_forward": False}),
+    (
+        "parallel: {strategy: _HYBRID_SHARD_ZERO2, reshard_after_forward: true}",
+        {"strategy": "hybrid", "reshard_after_forward": True},
+    ),
+    (
+        "fsdp: {fsdp_sharding_strategy: FULL_SHARD, fsdp_forward_prefetch: true}",
+        {"strategy": "full", "prefetch_forward": 1},
+    ),
+    ("parallel: {forward_prefetch: true}", {"prefetch_forward": 1}),
+    ("parallel: {forward_prefetch: false}", {"prefetch_forward": 0}),
+    ("parallel: {backward_prefetch: BACKWARD_PRE}", {"prefetch_backward": 1}),
+    ("parallel: {backward_prefetch: BACKWARD_POST}", {"prefetch_backward": 0}),
+    ("parallel: {backward_prefetch: NONE}", {"prefetch_backward": 0}),
+    ("parallel: {backward_prefetch: null}", {"prefetch_backward": 0}),
+    ("parallel: {num_gpus: 4}", {"devices": 4}),
+    ("gpus: 2", {"devices": 2}),
+    ("train: {precision: bf16-mixed}", {"precision": "bf16"}),
+    ("train: {precision: bf16-true}", {"precision": "bf16"}),
+    ("mixed_precision: bfloat16", {"precision": "bf16"}),
+    ("train: {precision: BF16}", {"precision": "bf16"}),
+    ("train: {precision: 32}", {"precision": "fp32"}),
+    ("train: {precision: 32-true}", {"precision": "fp32"}),
+    ("train: {precision: float32}", {"precision": "fp32"}),
+    ("train: {gradient_checkpointing: true}", {"checkpointing": "full"}),
+    ("train: {gradient_checkpointing: false}", {"checkpointing": "none"}),
+    ("train: {learning_rate: 2e-4}", {"lr": 2e-4}),
+    ("optim: {type: adamw_8bit}", {"type": "adamw8bit"}),
+    ("adapter: {type: LoRA}", {"type": "lora"}),
+]
+
+
+@pytest.mark.usefixtures("folder")
+class TestForeignSpellings:
+    @pytest.mark.parametrize(("line", "meaning"), FOREIGN, ids=[line for line, _ in FOREIGN])
+    def test_a_spelling_with_a_meaning_is_understood_and_noted(self, line: str, meaning: dict[str, object]) -> None:
+        loaded = read(f"{DATA}{line}\n")
+        cfg = loaded.config
+        sections = (cfg.parallel, cfg.train, cfg.optim, cfg.adapter)
+        for field, value in meaning.items():
+            assert value in [getattr(section, field) for section in sections if field in type(section).model_fields]
+        assert loaded.notes
+        assert all(note.startswith("preset.yaml:2: ") for note in loaded.notes)
+
+    def test_a_note_says_what_was_read_as_what(self) -> None:
+        loaded = read(f"{DATA}fsdp: {{sharding_strategy: FULL_SHARD}}\n", "learning_rate=1e-3")
+        assert loaded.notes == (
+            "preset.yaml:2: fsdp.sharding_strategy 'FULL_SHARD' is read as parallel.strategy 'full'",
+            "command line: learning_rate 0.001 is read as optim.lr 0.001",
+        )
+        assert loaded.where("parallel.strategy") == "preset.yaml:2"
+
+    def test_a_foreign_override_wins_over_our_field_in_the_file(self) -> None:
+        assert read(f"{DATA}optim: {{lr: 1e-4}}\n", "learning_rate=1e-3").config.optim.lr == 1e-3
+
+    def test_two_spellings_of_one_field_in_one_file_are_refused(self) -> None:
+        assert refusal(f"{DATA}optim: {{lr: 1e-4}}\nlearning_rate: 1e-3\n") == [
+            "preset.yaml:3: learning_rate: means optim.lr, which is given too; remove one of them"
+        ]
+
+    @pytest.mark.parametrize(
+        ("line", "text"),
+        [
+            (
+                "parallel: {limit_all_gathers: true}",
+                "parallel.limit_all_gathers: FSDP2 limits its gathers by itself; remove it",
+            ),
+            ("use_orig_params: true", "use_orig_params: FSDP2 always keeps the original parameters; remove it"),
+            (
+                "fsdp: {fsdp_use_orig_params: 1}",
+                "fsdp.fsdp_use_orig_params: FSDP2 always keeps the original parameters; remove it",
+            ),
+            ("sync_module_states: true", "sync_module_states: every rank reads only its own slices; remove it"),
+            ("train: {sync_batchnorm: true}", "train.sync_batchnorm: no batch norm is trained; remove it"),
+            (
+                "train: {precision: fp16}",
+                "train.precision: 'fp16' overflows above 65504 and needs loss scaling; use bf16",
+            ),
+            ("train: {precision: 16}", "train.precision: 16 overflows above 65504 and needs loss scaling; use bf16"),
+            ("mixed_precision: fp16", "mixed_precision: 'fp16' overflows above 65504 and needs loss scaling; use bf16"),
+            (
+                "optim: {type: Muon}",
+                "optim.type: 'Muon' differs by 1.5e-3 from one process when its weights are sharded; use adamw",
+            ),
+            (
+                "optim: {type: adafactor}",
+                "optim.type: 'adafactor' raises on sharded weights (DTensors) in torch; use adamw8bit",
+            ),
+            (
+                "optim: {type: prodigy}",
+                "optim.type: 'prodigy' is not built in; use schedulefree, which needs no schedule either",
+            ),
+            ("optim: {type: lion}", "optim.type: 'lion' is not built in; use adamw, or adamw8bit for smaller state"),
+        ],
+    )
+    def test_a_spelling_without_a_meaning_is_answered_with_one_sentence(self, line: str, text: str) -> None:
+        assert refusal(f"{DATA}{line}\n") == [f"preset.yaml:2: {text}"]
+
+    @pytest.mark.parametrize(
+        "key",
+        [
+            "blocks_to_swap",
+            "block_swap",
+            "low_vram",
+            "lowvram",
+            "split_model_over_gpus",
+            "layer_offloading",
+            "swap_blocks",
+        ],
+    )
+    def test_block_swapping_and_low_vram_switches_are_answered_with_what_to_use(self, key: str) -> None:
+        answer = (
+            "not with FSDP; use parallel.cpu_offload: true with parallel.strategy: full, or train.checkpointing: full"
+        )
+        assert refusal(f"{DATA}{key}: 20\n") == [f"preset.yaml:2: {key}: {answer}"]
+        assert refusal(f"{DATA}model: {{{key}: true}}\n") == [f"preset.yaml:2: model.{key}: {answer}"]
+        assert refusal(DATA, f"train.{key}=5") == [f"command line: train.{key}: {answer}"]
+
+    def test_the_table_names_only_fields_that_exist_and_no_key_of_ours(self) -> None:
+        fields = set(all_names())
+        assert {*foreign.KEYS.values(), *foreign.VALUES, *foreign.REFUSED_VALUES} <= fields
+        keys = {part for field in fields for part in field.split(".")}
+        assert not keys & set(foreign.KEYS)
+        assert [key for key in sorted(keys) if foreign.refused_key(key)] == []
+
+
+class TestDump:
+    @pytest.mark.parametrize(
+        "trigger",
+        [
+            "",
+            "yes",
+            "null",
+            "1e-4",
+            "007",
+            "1_000",
+            ".5",
+            "10:20",
+            "- a",
+            "a: b #c",
+            "'\"",
+            "*x",
+            "é\n\tz",
+            "2024-01-01",
+            "\u2028 \x07",
+        ],
+    )
+    def test_what_is_dumped_loads_as_an_equal_config(self, folder: Path, trigger: str) -> None:
+        cfg = RunConfig.model_validate(
+            {
+                "data": {"path": "/photos", "trigger": trigger, "folders": [{"path": "/more", "weight": 0.5}]},
+                "adapter": {"type": "lora", "rank_pattern": {"attn.to_q": 4}, "targets": ["to_q", "to_k"]},
+                "model": {"options": {"text_layers": [9, 18]}, "train": {"transformer": "adapter"}},
+                "optim": {"eps": 1e-20},
+                "parallel": {"reshard_after_forward": False},
+                "sample": {"size": [64, 128], "prompts": [trigger, "b"]},
+            }
+        )
+        loaded = read(dump(cfg))
+        assert loaded.config == cfg
+        assert loaded.notes == ()
+        assert dump(loaded.config) == dump(cfg)
+
+    def test_a_dump_names_every_field_once(self, folder: Path) -> None:
+        loaded = read(dump(read(DATA).config))
+        assert [field for field in all_names() if loaded.where(field) == "preset.yaml"] == []
+
+
+class TestSchema:
+    def test_the_committed_schema_is_that_of_the_config(self, tmp_path: Path) -> None:
+        write_schema(tmp_path / "schema.json")
+        assert SCHEMA.read_bytes() == (tmp_path / "schema.json").read_bytes(), "run python -m trainer.configfile"
+
+    def test_it_tells_editors_type_range_unit_default_and_meaning(self) -> None:
+        assert RunConfig.model_json_schema()["$defs"]["TrainConfig"]["properties"]["steps"] == {
+            "type": "integer",
+            "title": "Steps",
+            "minimum": 1,
+            "maximum": 10_000_000,
+            "default": 1000,
+            "unit": "steps",
+            "description": "Optimizer steps.",
+        }
+
+
+def test_reading_a_config_imports_nothing_heavy() -> None:
+    code = "import sys, trainer.configfile; print({'torch', 'numpy', 'gradio', 'diffusers'} & set(sys.modules))"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed == "set()\n"

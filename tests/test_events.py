@@ -1,0 +1,213 @@
+"""Events as lines of a file: what is written is read back, and damage stays where it is."""
+
+import json
+import math
+import multiprocessing
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from trainer.events import (
+    CheckpointEvent,
+    ErrorEvent,
+    EventReader,
+    EventWriter,
+    ExportEvent,
+    RankLine,
+    RankReader,
+    SampleEvent,
+    StatusEvent,
+    StepEvent,
+    ValidationEvent,
+    WarningEvent,
+    last_state,
+    latest_steps,
+    smoothed,
+)
+
+WARNING = WarningEvent(time=1.0, message="ok")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "events.jsonl"
+
+
+def step_event(step: int, loss: float = 0.5) -> StepEvent:
+    return StepEvent(
+        step=step,
+        time=100.0 + step,
+        loss=loss,
+        lr=1e-4,
+        grad_norm=2.0,
+        seconds=0.5,
+        seconds_data=0.01,
+        seconds_forward=0.1,
+        seconds_backward=0.2,
+        seconds_optimizer=0.04,
+        seconds_communication=0.05,
+        images_per_second=8.0,
+    )
+
+
+def write(file: Path, *records: object) -> None:
+    with EventWriter(file) as writer:
+        for record in records:
+            writer.write(record)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        StatusEvent(time=1.0, state="encoding", message="captions", done=3, total=36),
+        step_event(7),
+        SampleEvent(time=1.0, step=100, prompt="a »fox«\n", index=1, path="samples/step-000100-1.png"),
+        ValidationEvent(time=1.0, step=100, loss=0.25),
+        CheckpointEvent(time=1.0, step=100, path="checkpoints/step-000100"),
+        ExportEvent(time=1.0, step=100, path="export/run.safetensors", what="adapter", format="diffusers"),
+        WARNING,
+        ErrorEvent(time=1.0, step=9, message="boom", remedy="rest", rank=1, log="logs/1", exit_code=2),
+    ],
+    ids=lambda event: event.type,
+)
+def test_an_event_is_read_back_as_it_was_written(file, event):
+    write(file, event)
+    assert EventReader(file).read() == [event]
+
+
+def test_a_step_line_has_the_documented_fields_and_no_others(file):
+    write(file, step_event(7))
+    assert json.loads(file.read_text()) == {
+        "type": "step",
+        "step": 7,
+        "time": 107.0,
+        "loss": 0.5,
+        "lr": 1e-4,
+        "grad_norm": 2.0,
+        "seconds": 0.5,
+        "seconds_data": 0.01,
+        "seconds_forward": 0.1,
+        "seconds_backward": 0.2,
+        "seconds_optimizer": 0.04,
+        "seconds_communication": 0.05,
+        "images_per_second": 8.0,
+    }
+
+
+def test_a_rank_line_has_the_documented_fields_and_is_read_back(file):
+    line = RankLine(rank=1, step=3, time=5.0, phase="backward", allocated=10, reserved=20, peak=15, limit=100)
+    write(file, line)
+    assert json.loads(file.read_text()) == {
+        "rank": 1,
+        "step": 3,
+        "time": 5.0,
+        "phase": "backward",
+        "allocated": 10,
+        "reserved": 20,
+        "peak": 15,
+        "limit": 100,
+    }
+    assert RankReader(file).read() == [line]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_is_null_in_the_file_and_nan_when_read(file, loss):
+    write(file, step_event(1, loss))
+    assert json.loads(file.read_text())["loss"] is None
+    [event] = EventReader(file).read()
+    assert math.isnan(event.loss)
+
+
+def test_each_line_is_read_once_and_a_second_reader_sees_them_all(file):
+    reader = EventReader(file)
+    assert reader.read() == []
+    write(file, step_event(1))
+    assert reader.read() == [step_event(1)]
+    write(file, step_event(2))
+    assert reader.read() == [step_event(2)]
+    assert reader.read() == []
+    assert EventReader(file).read() == [step_event(1), step_event(2)]
+
+
+def test_a_half_written_last_line_waits_for_its_end(file):
+    write(file, WARNING)
+    whole = file.read_bytes()
+    reader = EventReader(file)
+    file.write_bytes(whole[:20])
+    assert reader.read() == []
+    file.write_bytes(whole)
+    assert reader.read() == [WARNING]
+
+
+def test_a_line_torn_by_a_crash_is_passed_over_and_the_next_writer_starts_a_new_one(file):
+    write(file, WARNING)
+    file.write_bytes(file.read_bytes() + b'{"type": "ste')
+    write(file, WARNING)
+    assert EventReader(file).read() == [WARNING, WARNING]
+
+
+def test_types_and_fields_of_a_later_version_are_passed_over(file):
+    lines = [
+        {"type": "telemetry", "time": 1.0, "step": 0},
+        {"type": "warning", "time": 1.0, "step": 0, "message": "ok", "severity": 3},
+        {"type": "warning", "time": 1.0, "step": 0},
+        ["no", "object"],
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert EventReader(file).read() == [WARNING]
+
+
+def write_many(file: Path, name: str) -> None:
+    write(file, *[WarningEvent(message=name * 2000) for _ in range(200)])
+
+
+def test_lines_of_two_processes_never_mix(file):
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=write_many, args=(file, name)) for name in "ab"]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    messages = [event.message for event in EventReader(file).read()]
+    assert sorted(messages) == ["a" * 2000] * 200 + ["b" * 2000] * 200
+
+
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_an_error_and_spoils_no_line_before_or_after(file):
+    with EventWriter(file) as writer:
+        writer.write(WARNING)
+        with (
+            file_size_limit(file.stat().st_size + 10),
+            pytest.raises(OSError, match=r"^\[Errno 28\] No space left on device$"),
+        ):
+            writer.write(WARNING)
+        writer.write(WARNING)
+    assert len(file.read_bytes().splitlines()) == 3
+    assert EventReader(file).read() == [WARNING, WARNING]
+
+
+def test_steps_repeated_after_a_resume_count_once_with_their_last_values():
+    events = [step_event(1, 0.9), step_event(2, 0.8), step_event(3, 0.7), WARNING, step_event(2, 0.6)]
+    assert latest_steps(events) == [step_event(1, 0.9), step_event(2, 0.6)]
+
+
+def test_the_last_status_is_the_state_and_a_run_without_one_is_created():
+    assert last_state([StatusEvent(state="loading"), StatusEvent(state="training"), WARNING]) == "training"
+    assert last_state([WARNING]) == "created"
+
+
+def test_the_smoothed_loss_starts_at_the_first_value_and_leaves_nan_out():
+    assert smoothed([2.0, 4.0, math.nan], decay=0.5) == pytest.approx([2.0, 10 / 3, 10 / 3], abs=1e-12)
+    assert math.isnan(smoothed([math.nan])[0])

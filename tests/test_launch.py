@@ -1,0 +1,393 @@
+"""Runs as processes: started once, watched from outside, ended on request, and what is said when one breaks."""
+
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from trainer import launch
+from trainer.config import DataConfig, InputError, ParallelConfig, RunConfig
+from trainer.events import ErrorEvent, EventReader, EventWriter, StatusEvent
+from trainer.headless import explain, watch
+from trainer.rundir import RunDir
+
+WORKER = '''
+"""A rank that does what the run is named after. It imports no torch but for the decorator every rank has."""
+import os, signal, sys, time
+from pathlib import Path
+from torch.distributed.elastic.multiprocessing.errors import record
+from trainer.events import *
+from trainer.rundir import RunDir
+
+@record
+def main():
+    run, rank = RunDir.open(Path(sys.argv[1])), int(os.environ["RANK"])
+    events = EventWriter(run.events_file)
+    if rank == 0:
+        events.write(StatusEvent(state="training"))
+    globals()[run.config().name](run, rank, events)
+
+def good(run, rank, events):
+    if rank == 0:
+        events.write(ExportEvent(step=3, path="export/good.safetensors", what="adapter", format="diffusers"))
+        events.write(StatusEvent(state="finished", step=3))
+
+def raising(run, rank, events):
+    if rank == 1:
+        events.write(StatusEvent(state="training", step=12))
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    time.sleep(60)
+
+def killed(run, rank, events):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.05)
+    raise RuntimeError("[gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:4321")
+
+def patient(run, rank, events):
+    while not run.requested("stop"):
+        time.sleep(0.02)
+    if rank == 0:
+        events.write(StatusEvent(state="stopped", step=5))
+
+def stubborn(run, rank, events):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (run.path / f"ready{rank}").touch()
+    time.sleep(60)
+
+main()
+'''
+
+
+@pytest.fixture
+def make_run(tmp_path, monkeypatch):
+    """Make a run of two ranks that executes the function of WORKER it is named after."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def make(name: str) -> tuple[RunConfig, RunDir]:
+        cfg = RunConfig(name=name, data=DataConfig(path=str(tmp_path)), parallel=ParallelConfig(devices=2))
+        return cfg, RunDir.create(tmp_path / "runs", cfg)
+
+    return make
+
+
+@pytest.fixture
+def start(make_run):
+    """Start such a run; every one is gone when the test ends."""
+    handles = []
+
+    def start(name: str) -> tuple[RunConfig, RunDir]:
+        cfg, run = make_run(name)
+        handles.append(launch.start(cfg, run, module="worker"))
+        return cfg, run
+
+    yield start
+    for handle in handles:
+        launch.terminate(handle.run, grace_s=0.5)
+        handle.process.wait(10)
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def errors_and_end(run: RunDir) -> list[object]:
+    """The error events and the last event, without their time."""
+    events = EventReader(run.events_file).read()
+    return [vars(event) | {"time": 0} for event in events if isinstance(event, ErrorEvent) or event is events[-1]]
+
+
+def test_two_runs_at_once_end_each_in_its_own_way(start, capsys):
+    cfg, good = start("good")
+    _, raising = start("raising")
+    assert watch(cfg, good, EventReader(good.events_file)) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"run folder: {good.path}",
+        "starting",
+        "training",
+        "exported adapter (diffusers): export/good.safetensors",
+        "finished",
+        f"{good.path}/export/good.safetensors",
+    ]
+    assert good.report.is_file()
+    assert launch.wait(raising, timeout_s=30) == "failed"
+    readers = [threading.Thread(target=launch.settle, args=(raising,)) for _ in range(4)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    [log] = raising.logs.glob("*/attempt_0/1/stderr.log")
+    error = ErrorEvent(
+        time=0,
+        step=12,
+        message="RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB",
+        remedy="lower train.micro_batch or data.resolution, set train.checkpointing: full, or use more ranks",
+        rank=1,
+        log=str(log.relative_to(raising.path)),
+    )
+    assert errors_and_end(raising) == [vars(error), vars(StatusEvent(time=0, step=12, state="failed"))]
+
+
+def test_a_killed_rank_is_the_cause_although_another_rank_complained_first(start, capsys):
+    cfg, run = start("killed")
+    assert watch(cfg, run, EventReader(run.events_file)) == 1
+    [log] = run.logs.glob("*/attempt_0/1/stderr.log")
+    assert capsys.readouterr().err == (
+        "error: rank 1, step 0: killed by SIGKILL\n"
+        "  what to do: probably the machine ran out of memory, or somebody killed it: use fewer ranks per machine, "
+        "lower train.micro_batch, or give it more memory; the system log tells\n"
+        f"  log: {log}\n"
+    )
+
+
+def test_a_run_is_started_once_in_its_own_session_and_ctrl_c_stops_it(start, capsys):
+    cfg, run = start("patient")
+    pid = launch.Launch.read(run).pid
+    assert os.getsid(pid) == pid
+    with pytest.raises(InputError) as error:
+        launch.start(cfg, run, module="worker")
+    assert str(error.value) == f"{run.path}: is running already; stop it first, or start a new run"
+    wait_for(lambda: launch.status(run) == "training")
+    launch.settle(run)  # a run under way is left alone
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    assert watch(cfg, run, EventReader(run.events_file)) == 130
+    told = capsys.readouterr()
+    assert told.out.splitlines() == [
+        f"run folder: {run.path}",
+        "starting",
+        "training",
+        "stopping after this step, with a checkpoint; Ctrl-C again ends it at once, without one",
+        "stopped",
+    ]
+    assert told.err == f"stopped; continue with --resume {run.path}\n"
+    assert errors_and_end(run) == [vars(StatusEvent(time=0, step=5, state="stopped"))]
+
+
+def test_terminating_ends_ranks_that_ignore_it_and_is_no_failure(start):
+    _, run = start("stubborn")
+    wait_for(lambda: all((run.path / f"ready{rank}").exists() for rank in range(2)))
+    ranks = psutil.Process(launch.Launch.read(run).pid).children()
+    launch.terminate(run, grace_s=0.5)
+    assert not any(rank.is_running() for rank in ranks)
+    assert launch.wait(run) == "stopped"
+    end = StatusEvent(time=0, state="stopped", message="terminated; the last checkpoint remains")
+    assert errors_and_end(run) == [vars(end)]
+
+
+def test_ranks_of_a_killed_torchrun_do_not_train_on(start):
+    _, run = start("stubborn")
+    wait_for(lambda: all((run.path / f"ready{rank}").exists() for rank in range(2)))
+    torchrun = psutil.Process(launch.Launch.read(run).pid)
+    ranks = torchrun.children()
+    torchrun.kill()
+    assert launch.wait(run, timeout_s=10) == "failed"
+    psutil.wait_procs(ranks, timeout=10)
+    assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+    [error, _] = errors_and_end(run)
+    assert (error["message"], error["remedy"]) == (
+        "torchrun ended without a message",
+        "it was killed, or the machine ran out of memory: continue with --resume",
+    )
+
+
+def test_the_command_takes_a_free_port_on_one_node_and_the_rendezvous_on_several(make_run):
+    cfg, run = make_run("good")
+    assert launch.torchrun_argv(cfg, run) == [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"),
+        *("--rdzv-id", f"{run.path.name}-1", "--max-restarts", "0", "--shutdown-timeout", "600"),
+        *("--redirects", "3", "--log-dir", str(run.logs), "-m", "trainer", str(run.path)),
+    ]
+    nodes = cfg.model_copy(update={"parallel": ParallelConfig(devices=8, nodes=2, rendezvous="gpu01:29500")})
+    assert launch.torchrun_argv(nodes, run)[3:11] == [
+        *("--nnodes", "2", "--nproc-per-node", "8", "--rdzv-backend", "c10d", "--rdzv-endpoint", "gpu01:29500")
+    ]
+
+
+def test_a_process_id_that_belongs_to_somebody_else_by_now_is_not_the_run(make_run):
+    _, run = make_run("good")
+    assert launch.status(run) == "created"
+    pretend_it_ran(run, "Killed\n")
+    assert not launch.alive(run)
+    assert launch.status(run) == "failed"
+
+
+def test_a_run_that_does_not_run_cannot_be_stopped(make_run):
+    _, run = make_run("good")
+    with pytest.raises(InputError) as error:
+        launch.stop(run)
+    assert str(error.value) == f"{run.path}: is not running; continue it with --resume"
+    assert not run.requested("stop")
+
+
+def test_the_users_mistake_is_told_once_although_every_rank_finds_it(make_run):
+    _, run = make_run("good")
+    pretend_it_ran(run, TABLE)
+    message = "model.path /m: no transformer/config.json; download it"
+    launch.record_mistake(run, 1, message)
+    launch.record_mistake(run, 0, message)
+    launch.settle(run)
+    mistake = ErrorEvent(time=0, message=message, rank=1, exit_code=2)
+    assert explain(mistake, run) == f"error: {message}"
+    assert errors_and_end(run) == [vars(mistake), vars(StatusEvent(time=0, state="failed"))]
+
+
+def test_an_error_of_an_earlier_start_does_not_hide_that_of_the_latest(make_run):
+    _, run = make_run("good")
+    with EventWriter(run.events_file) as events:
+        events.write(StatusEvent(state="starting"))
+        events.write(ErrorEvent(message="first", step=40))
+        events.write(StatusEvent(state="failed", step=40))
+    pretend_it_ran(run, "OSError: second\n")
+    launch.settle(run)
+    assert [error["message"] for error in errors_and_end(run)[:-1]] == ["first", "OSError: second"]
+
+
+TABLE = """
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+trainer FAILED
+------------------------------------------------------------
+Failures:
+[1]:
+  time      : 2026-11-20_05:48:16
+  host      : localhost
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 6372)  (SIGTERM)
+  error_file: <N/A>
+  traceback : Signal 15 (SIGTERM) received by PID 6372
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-20_05:48:16
+  host      : localhost
+  rank      : 3 (local_rank: 1)
+  exitcode  : 1 (pid: 6373)
+  error_file: <N/A>
+  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html
+============================================================
+"""
+
+
+def pretend_it_ran(run: RunDir, output: str) -> None:
+    """Leave what a run leaves whose torchrun printed `output` and is gone. Its process id is that of this test."""
+    (run.logs / "launch-1.log").write_text(output)
+    run.launch_file.write_text(
+        json.dumps({"pid": os.getpid(), "create_time": 1.0, "argv": ["-m", "trainer", str(run.path)]})
+    )
+    with EventWriter(run.events_file) as events:
+        events.write(StatusEvent(state="starting"))
+
+
+def rank_log(run: RunDir, attempt: int, text: str, error: str | None = None) -> str:
+    """Leave the log of local rank 1, and its error file. Returns the log's path."""
+    folder = run.logs / f"{run.path.name}-1_abc" / f"attempt_{attempt}" / "1"
+    folder.mkdir(parents=True)
+    (folder / "stderr.log").write_text(text)
+    if error is not None:
+        (folder / "error.json").write_text(error)
+    return f"{folder}/stderr.log"
+
+
+def error_of(run: RunDir) -> str:
+    launch.settle(run)
+    [error, _] = [event for event in EventReader(run.events_file).read() if event.type in ("error", "status")][1:]
+    return explain(error, run)
+
+
+def test_a_rank_that_ended_before_it_could_record_an_error_speaks_by_its_last_line(make_run):
+    _, run = make_run("good")
+    pretend_it_ran(run, TABLE)
+    log = rank_log(run, 0, "Traceback:\nModuleNotFoundError: No module named 'peft'\n\n")
+    assert error_of(run) == (
+        "error: rank 3, step 0: ModuleNotFoundError: No module named 'peft'\n"
+        f"  what to do: the environment is incomplete: run --doctor\n  log: {log}"
+    )
+
+
+def test_after_restarts_the_last_attempt_counts(make_run):
+    _, run = make_run("good")
+    pretend_it_ran(run, TABLE)
+    for attempt in range(11):
+        log = rank_log(run, attempt, f"RuntimeError: attempt {attempt}\n")
+    assert error_of(run) == (
+        f"error: rank 3, step 0: RuntimeError: attempt 10\n  what to do: read the end of the log\n  log: {log}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "remedy"),
+    [
+        (
+            "OSError: [Errno 28] No space left on device",
+            "free some disk space, then continue with --resume; finished checkpoints are intact",
+        ),
+        (
+            "DistNetworkError: The server socket has failed to listen: EADDRINUSE, Address already in use",
+            "another program holds the port: start again, or change parallel.rendezvous",
+        ),
+        (
+            "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error",
+            "run --doctor; if the GPUs are fine, set NCCL_DEBUG=INFO and continue with --resume",
+        ),
+    ],
+    ids=["disk", "port", "nccl"],
+)
+def test_a_known_error_comes_with_its_remedy(make_run, message, remedy):
+    _, run = make_run("good")
+    pretend_it_ran(run, "")
+    recorded = {"message": {"message": message, "extraInfo": {"py_callstack": "...", "timestamp": "1795153696"}}}
+    log = rank_log(run, 0, "", error=json.dumps(recorded))
+    assert error_of(run) == f"error: {message}\n  what to do: {remedy}\n  log: {log}"
+
+
+def test_an_error_file_cut_short_by_a_full_disk_gives_way_to_the_log(make_run):
+    _, run = make_run("good")
+    pretend_it_ran(run, "")
+    log = rank_log(run, 0, "OSError: [Errno 28] No space left on device\n", error='{"message": {"mess')
+    assert error_of(run) == (
+        "error: OSError: [Errno 28] No space left on device\n"
+        "  what to do: free some disk space, then continue with --resume; finished checkpoints are intact\n"
+        f"  log: {log}"
+    )
+
+
+def test_torchrun_that_fails_by_itself_is_told_without_a_rank(make_run):
+    _, run = make_run("good")
+    pretend_it_ran(run, "Traceback:\ntorch.distributed.elastic.rendezvous.api.RendezvousConnectionError: no store\n")
+    assert error_of(run) == (
+        "error: torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: no store\n"
+        "  what to do: no meeting of the nodes: check that parallel.rendezvous is host:port of the first node\n"
+        f"  log: {run.logs}/launch-1.log"
+    )
+
+
+def test_a_full_disk_does_not_hide_why_the_run_failed(make_run, capsys):
+    cfg, run = make_run("good")
+    pretend_it_ran(run, "OSError: [Errno 28] No space left on device\n")
+    before = run.events_file.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before), hard))
+    try:
+        code = watch(cfg, run, EventReader(run.events_file))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 1
+    assert capsys.readouterr().err == (
+        f"warning: {run.events_file} could not be written: File too large\n"
+        f"warning: {run.report} could not be written: File too large\n"
+        "error: OSError: [Errno 28] No space left on device\n"
+        "  what to do: free some disk space, then continue with --resume; finished checkpoints are intact\n"
+        f"  log: {run.logs}/launch-1.log\n"
+    )
+    assert run.events_file.read_bytes() == before

@@ -1,0 +1,125 @@
+import math
+
+import pytest
+import torch
+from diffusers.training_utils import compute_density_for_timestep_sampling
+
+from trainer.config import ObjectiveConfig
+from trainer.objectives import (
+    add_noise,
+    draw_sigma,
+    empirical_mu,
+    linear_mu,
+    shift_factor,
+    shift_sigma,
+    sigma_at,
+    squared_error,
+    velocity,
+)
+from trainer.rng import SampleRng
+
+DENSITIES = ["logit_normal", "uniform", "mode", "cosmap"]
+QUANTILES = torch.linspace(0, 1, 1002)[1:-1]
+
+
+def test_logit_normal_quantiles_are_those_of_the_normal_through_a_sigmoid():
+    sigma = sigma_at(ObjectiveConfig(logit_mean=0.5, logit_std=2.0), torch.tensor([0.15865525, 0.5, 0.84134475]))
+    torch.testing.assert_close(sigma, torch.sigmoid(torch.tensor([0.5 - 2, 0.5, 0.5 + 2])), atol=1e-6, rtol=0)
+
+
+def test_uniform_density_is_the_drawn_number_itself():
+    assert sigma_at(ObjectiveConfig(density="uniform"), QUANTILES).equal(QUANTILES)
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.0, 1.29, 1.75])
+def test_mode_density_equals_that_of_diffusers(scale):
+    drawn = torch.rand(500, generator=torch.Generator().manual_seed(0))
+    expected = compute_density_for_timestep_sampling(
+        "mode", 500, mode_scale=scale, generator=torch.Generator().manual_seed(0)
+    )
+    ours = sigma_at(ObjectiveConfig(density="mode", mode_scale=scale), drawn)
+    torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
+
+
+def test_cosmap_density_has_the_log_signal_to_noise_ratio_of_the_cosine_schedule():
+    quantile = QUANTILES.double()
+    sigma = sigma_at(ObjectiveConfig(density="cosmap"), quantile)
+    cosine = 2 * torch.log(torch.cos(math.pi / 2 * quantile) / torch.sin(math.pi / 2 * quantile))
+    torch.testing.assert_close(2 * torch.log((1 - sigma) / sigma), cosine, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("density", DENSITIES)
+def test_timesteps_stay_within_0_and_1_up_to_the_last_number_that_can_be_drawn(density):
+    quantile = torch.tensor([0.0, 2**-24, 0.5, 1 - 2**-24])
+    sigma = shift_sigma(sigma_at(ObjectiveConfig(density=density), quantile), 7.5)
+    assert sigma.isfinite().all() and sigma.min() >= 0 and sigma.max() <= 1
+
+
+@pytest.mark.parametrize(("tokens", "factor"), [(1024, 1.88), (2304, 2.33), (4096, 3.16), (9216, 7.51)])
+def test_linear_shift_of_512_768_1024_and_1536_pixels_is_the_measured_one(tokens, factor):
+    assert round(shift_factor(ObjectiveConfig(shift="linear"), tokens), 2) == factor
+
+
+@pytest.mark.parametrize(("tokens", "factor"), [(1024, 5.48), (2304, 6.27), (4096, 7.56), (9216, 7.51)])
+def test_empirical_shift_of_512_768_1024_and_1536_pixels_is_the_measured_one(tokens, factor):
+    assert round(shift_factor(ObjectiveConfig(shift="empirical"), tokens), 2) == factor
+
+
+def test_linear_mu_runs_through_its_two_published_points():
+    assert linear_mu(256) == 0.5
+    assert linear_mu(4096) == pytest.approx(1.15, abs=1e-12)
+
+
+def test_empirical_mu_of_more_than_4300_tokens_ignores_the_number_of_steps():
+    assert empirical_mu(4301, 4) == empirical_mu(4301, 200)
+    assert empirical_mu(4300, 4) > empirical_mu(4300, 200)
+
+
+def test_constant_shift_is_the_configured_factor_and_none_is_1():
+    assert shift_factor(ObjectiveConfig(shift="constant", shift_factor=2.5), 4096) == 2.5
+    assert shift_factor(ObjectiveConfig(shift="none"), 4096) == 1.0
+
+
+def test_shift_by_3_moves_one_half_to_three_quarters_and_leaves_the_ends():
+    assert shift_sigma(torch.tensor([0.0, 0.5, 1.0]), 3.0).tolist() == [0.0, 0.75, 1.0]
+
+
+def test_a_timestep_depends_on_the_sample_index_and_not_on_the_batch_it_is_drawn_in():
+    cfg = ObjectiveConfig()
+    together = draw_sigma(cfg, 1024, SampleRng(7, [10, 11, 12]))
+    alone = torch.cat([draw_sigma(cfg, 1024, SampleRng(7, [index])) for index in (10, 11, 12)])
+    assert together.equal(alone)
+    assert together.dtype == torch.float32
+    assert len(set(together.tolist())) == 3
+
+
+def test_drawn_timesteps_follow_the_shifted_density():
+    sigma = draw_sigma(ObjectiveConfig(), 4096, SampleRng(0, range(4000)))
+    assert sigma.median().item() == pytest.approx(math.exp(1.15) / (1 + math.exp(1.15)), abs=0.02)
+
+
+def test_one_euler_step_along_the_exact_velocity_recovers_the_data():
+    latents, noise = torch.randn(2, 5, 4, 3, 3, generator=torch.Generator().manual_seed(0)).unbind()
+    sigma = torch.tensor([0.0, 0.1, 0.5, 0.9, 1.0])
+    step = sigma.view(5, 1, 1, 1) * velocity(latents, noise)
+    torch.testing.assert_close(add_noise(latents, noise, sigma) - step, latents, atol=1e-6, rtol=0)
+
+
+def test_sigma_0_is_data_and_sigma_1_is_noise():
+    latents, noise = torch.full((2, 1, 2, 2), 3.0), torch.full((2, 1, 2, 2), 5.0)
+    noisy = add_noise(latents, noise, torch.tensor([0.0, 1.0]))
+    assert noisy.flatten(1).tolist() == [[3.0] * 4, [5.0] * 4]
+
+
+def test_squared_error_averages_within_an_item_and_sums_over_items_by_weight():
+    prediction = torch.tensor([[1.0, 3.0], [2.0, 2.0], [9.0, 9.0]])
+    loss = squared_error(prediction, torch.zeros(3, 2), torch.tensor([1.0, 0.5, 0.0]))
+    assert loss.total.item() == 1.0 * 5.0 + 0.5 * 4.0
+    assert loss.weight.item() == 1.5
+
+
+def test_squared_error_of_bf16_predictions_is_computed_in_fp32():
+    prediction = torch.full((1, 4096), 1.0, dtype=torch.bfloat16)
+    loss = squared_error(prediction, torch.full((1, 4096), 1e-3), torch.ones(1))
+    assert loss.total.dtype == torch.float32
+    assert loss.total.item() == pytest.approx(0.999**2, abs=1e-6)

@@ -1,0 +1,180 @@
+"""The report is one file with everything in it, whatever the run went through."""
+
+import math
+from xml.etree import ElementTree
+
+import pytest
+
+from trainer.config import DataConfig, ParallelConfig, RunConfig
+from trainer.events import (
+    ErrorEvent,
+    EventWriter,
+    RankLine,
+    SampleEvent,
+    StatusEvent,
+    StepEvent,
+    ValidationEvent,
+    WarningEvent,
+)
+from trainer.report import Line, chart, thin, write_report
+from trainer.rundir import RunDir
+
+PIXEL = bytes.fromhex(
+    "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c6360f8cf000001010100"
+    "1a36e1c50000000049454e44ae426082"
+)
+PROMPT = "a <script>alert(1)</script> fox"
+
+
+def step_event(step: int, loss: float = 0.5) -> StepEvent:
+    return StepEvent(
+        step=step,
+        time=1000.0 + step,
+        loss=loss,
+        lr=1e-4,
+        grad_norm=2.0,
+        seconds=1.0,
+        seconds_data=0.1,
+        seconds_forward=0.3,
+        seconds_backward=0.4,
+        seconds_optimizer=0.1,
+        seconds_communication=0.1,
+        images_per_second=4.0,
+    )
+
+
+@pytest.fixture
+def run(tmp_path) -> RunDir:
+    cfg = RunConfig(name="fox", data=DataConfig(path=str(tmp_path)), parallel=ParallelConfig(devices=2))
+    return RunDir.create(tmp_path, cfg, at=tmp_path / "fox")
+
+
+def record(run: RunDir, *events) -> None:
+    with EventWriter(run.events_file) as writer:
+        for event in events:
+            writer.write(event)
+
+
+def page(run: RunDir) -> ElementTree.Element:
+    """The report, parsed: it is well-formed but for the void tags of HTML."""
+    text = write_report(run).read_text(encoding="utf-8").removeprefix("<!doctype html>")
+    for void in ("meta", "img", "br"):
+        pieces = text.split(f"<{void}")
+        text = f"<{void}".join([pieces[0], *(piece.replace(">", "/>", 1) for piece in pieces[1:])])
+    return ElementTree.fromstring(text)
+
+
+def text_of(element: ElementTree.Element) -> str:
+    return "".join(element.itertext())
+
+
+def test_the_report_of_a_run_shows_its_facts_curves_samples_and_config(run):
+    (run.samples / "1.png").write_bytes(PIXEL)
+    record(
+        run,
+        StatusEvent(time=1000.0, state="starting"),
+        *(step_event(step) for step in range(1, 11)),
+        ValidationEvent(step=10, time=1010.0, loss=0.25),
+        SampleEvent(step=10, time=1010.0, prompt=PROMPT, index=0, path="samples/1.png"),
+        StatusEvent(step=10, time=1060.0, state="finished"),
+    )
+    with EventWriter(run.rank_file(1)) as writer:
+        line = RankLine(rank=1, step=10, phase="step", allocated=2**30, reserved=2**31, peak=2**31, limit=2**34)
+        writer.write(line)
+    report = page(run)
+    facts = {text_of(row[0]): text_of(row[1]) for row in report.find(".//table")}
+    assert facts.pop("Started").startswith("1970-01-01")
+    assert facts == {
+        "State": "finished",
+        "Steps": "10 of 1000",
+        "Duration": "0:01:00",
+        "Ranks": "2",
+        "Loss, smoothed": "0.5",
+        "Images per second": "4",
+    }
+    titles = [text_of(title) for title in report.iterfind(".//svg/title")]
+    assert titles == [
+        "Loss by step. Last: each step 0.5, smoothed 0.5",
+        "Validation loss by step. Last: held-out images 0.25",
+        "Learning rate by step. Last: learning rate 0.0001",
+        "Gradient norm by step. Last: before clipping 2",
+        "Seconds per step by step. Last: whole step 1, data 0.1, forward 0.3, backward 0.4, optimizer 0.1, "
+        "communication 0.1",
+        "Memory allocated, GiB by step. Last: rank 1 1",
+    ]
+    assert report.find(".//pre").text == run.config_file.read_text()
+    [picture] = report.iterfind(".//img")
+    assert picture.get("src").startswith("data:image/png;base64,iVBORw0KGgo")
+    assert picture.get("alt") == f"{PROMPT}, step 10"
+
+
+def test_the_report_asks_no_server_and_runs_no_script(run):
+    record(run, SampleEvent(prompt=PROMPT, index=0, path="samples/none.png"), WarningEvent(message=PROMPT))
+    report = page(run)
+    assert {element.tag for element in report.iter()}.isdisjoint({"script", "link", "iframe", "object"})
+    assert not [value for element in report.iter() for value in element.attrib.values() if "://" in value]
+    assert "url(" not in report.find(".//style").text
+    assert text_of(report.find(".//p[@class='warning']")) == f"Warning, step 0: {PROMPT}"
+
+
+def test_a_failed_run_says_why_in_its_report(run):
+    error = ErrorEvent(step=7, rank=1, message="RuntimeError: <boom>", remedy="rest")
+    record(run, error, StatusEvent(state="failed"))
+    assert text_of(page(run).find(".//p[@class='error']")) == "Error, rank 1, step 7: RuntimeError: <boom>rest"
+
+
+def test_a_run_that_never_started_has_a_report_without_charts(run):
+    report = page(run)
+    assert report.find(".//svg") is None
+    assert text_of(report.find(".//table/tr/td")) == "created"
+
+
+def test_pauses_between_two_starts_do_not_count_as_duration(run):
+    record(
+        run,
+        StatusEvent(time=100.0, state="starting"),
+        StatusEvent(time=160.0, state="stopped"),
+        StatusEvent(time=9000.0, state="starting"),
+        StatusEvent(time=9060.0, state="finished"),
+    )
+    facts = {text_of(row[0]): text_of(row[1]) for row in page(run).find(".//table")}
+    assert facts["Duration"] == "0:02:00"
+
+
+def test_samples_are_a_matrix_of_prompts_and_at_most_eight_steps(run):
+    for step in range(0, 200, 10):
+        for index in range(2):
+            (run.samples / f"{step}-{index}.png").write_bytes(PIXEL)
+            record(
+                run, SampleEvent(step=step, prompt=f"prompt {index}", index=index, path=f"samples/{step}-{index}.png")
+            )
+    report = page(run)
+    columns = [text_of(head) for head in report.iterfind(".//th[@scope='col']")]
+    assert columns == [f"step {step}" for step in (0, 30, 50, 80, 110, 140, 160, 190)]
+    assert [picture.get("alt") for picture in report.iterfind(".//img")] == [
+        f"prompt {index}, {step}" for index in range(2) for step in columns
+    ]
+
+
+def test_a_long_line_keeps_its_spike_in_at_most_600_points():
+    points = [(step, 1.0) for step in range(100_000)]
+    points[77_777] = (77_777, 9.0)
+    thinned = thin(points)
+    assert len(thinned) <= 600
+    assert (77_777, 9.0) in thinned
+    assert thinned == sorted(thinned)
+
+
+def test_a_chart_scales_its_points_between_the_axes_and_leaves_a_gap_at_nan():
+    svg = ElementTree.fromstring(chart("Loss", [Line("loss", [(0, 0.0), (50, 1.0), (75, math.nan), (100, 0.5)])]))
+    [path] = [path.get("d") for path in svg.iterfind(".//path") if path.get("class") == "c0"]
+    assert path == "M64.0 202.9h0L346.0 21.1M628.0 112.0h0"
+
+
+def test_a_chart_of_one_constant_value_is_drawn():
+    svg = ElementTree.fromstring(chart("Learning rate", [Line("lr", [(3, 1e-4)])]))
+    assert [path.get("d") for path in svg.iterfind(".//path") if path.get("class") == "c0"] == ["M64.0 112.0h0"]
+
+
+def test_a_chart_without_a_finite_value_is_left_out():
+    assert chart("Loss", [Line("loss", [(0, math.nan)]), Line("none", [])]) == ""

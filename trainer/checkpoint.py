@@ -1,0 +1,274 @@
+"""Checkpoints: every rank writes its shards in the background; the folder gets its name only when it is complete.
+
+`checkpoints/.step-000100/` is being written. When all ranks are done, rank 0 writes `manifest.json` into it and renames
+it to `step-000100`. A folder without the dot is therefore complete, whatever moment the run was killed at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
+
+from trainer.config import InputError
+from trainer.world import World
+
+MANIFEST = "manifest.json"
+TRAINABLE_ONLY = StateDictOptions(ignore_frozen_params=True)
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """What a run needs to go on as if it had never stopped.
+
+    trainables: sharded parameters by name.  evaluation: the weights to sample and export with, where they are not
+    the trainables themselves (moving average, schedule-free).  The data position and all random numbers follow from
+    the step.
+    """
+
+    model: nn.Module
+    trainables: Mapping[str, nn.Parameter]
+    optimizer: Optimizer
+    evaluation: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Pending:
+    step: int
+    folder: Path
+    future: Future[Any]
+
+
+class Checkpointer:
+    """Saves and finds the checkpoints of one run. Every method but `newest` is collective."""
+
+    def __init__(self, folder: Path, world: World, keep: int) -> None:
+        self._folder = folder
+        self._world = world
+        self._keep = keep
+        self._pending: _Pending | None = None
+
+    def save(self, step: int, state: TrainState) -> Path | None:
+        """Begin to write the state after `step` steps; training may go on at once.
+
+        Returns the checkpoint that was still being written before, now complete, if there was one.
+        """
+        finished = self.wait()
+        target = self._folder / f".step-{step:06d}"
+        if self._world.rank == 0:
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir(parents=True)
+        self._world.barrier()
+        future = dcp.async_save(
+            _tensors(state),
+            checkpoint_id=target,
+            process_group=self._world.background,
+            async_stager=_SnapshotStager(),
+        )
+        assert isinstance(future, Future)
+        self._pending = _Pending(step, target, future)
+        return finished
+
+    def wait(self) -> Path | None:
+        """Wait for the checkpoint being written and give it its name. Returns it, None if there was none.
+
+        Raises OSError on every rank, naming the folder, when a rank could not write (disk full).
+        """
+        if self._pending is None:
+            return None
+        pending, self._pending = self._pending, None
+        failures = [f for f in self._world.gather(_failure(pending.future)) if f]
+        if failures:
+            raise OSError(
+                f"{pending.folder}: checkpoint of step {pending.step} could not be written ({failures[0]}); "
+                "free disk space; the checkpoints before it are untouched"
+            )
+        final = pending.folder.with_name(pending.folder.name[1:])
+        if self._world.rank == 0:
+            _complete(pending.folder, final, pending.step, self._world.size)
+            self._retire()
+        self._world.barrier()
+        return final
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank's part of the checkpoint being written is on disk; True if none is being written."""
+        return self._pending is None or self._pending.future.done()
+
+    @property
+    def writing(self) -> bool:
+        """Whether a checkpoint was begun that has not been waited for."""
+        return self._pending is not None
+
+    def _retire(self) -> None:
+        for old in complete(self._folder)[: -self._keep]:
+            shutil.rmtree(old)
+
+
+def complete(folder: Path) -> list[Path]:
+    """The complete checkpoints in a run's `checkpoints` folder, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if (path / MANIFEST).is_file())
+
+
+def restore(checkpoint: Path, state: TrainState) -> int:
+    """Load a checkpoint into the state, resharding as needed. Returns the number of steps it holds. Collective.
+
+    Raises InputError when the checkpoint holds other tensors than the run trains.
+    """
+    tensors = _tensors(state)
+    _check_same_tensors(checkpoint, tensors)
+    settings = [{k: v for k, v in group.items() if k in _CONFIGURED} for group in state.optimizer.param_groups]
+    dcp.load(tensors, checkpoint_id=checkpoint)
+    set_optimizer_state_dict(state.model, state.optimizer, tensors["optimizer"], options=TRAINABLE_ONLY)
+    for group, values in zip(state.optimizer.param_groups, settings, strict=True):
+        group.update(values)
+    return steps_in(checkpoint)
+
+
+def steps_in(checkpoint: Path) -> int:
+    """Optimizer steps that a checkpoint holds."""
+    return int(json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["step"])
+
+
+class StoredWeights(Mapping[str, Tensor]):
+    """The trained weights of a checkpoint that are to be exported, by name: each read whole when it is asked for.
+
+    One process, no collectives; nothing is kept, so that a model larger than memory can be walked through.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
+        stored = _stored_tensors(checkpoint)
+        self._part = "evaluation" if stored["evaluation"] else "trainables"
+        self._entries = stored[self._part]
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load({self._part: {name: tensor}}, checkpoint_id=self._checkpoint, no_dist=True)
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+# Of an optimizer's group, what the config decides: a changed setting must win over the stored one on resume.
+_CONFIGURED = frozenset({"lr", "betas", "eps", "weight_decay"})
+
+
+def _tensors(state: TrainState) -> dict[str, Any]:
+    return {
+        "trainables": {name: parameter.detach() for name, parameter in state.trainables.items()},
+        "evaluation": dict(state.evaluation),
+        "optimizer": get_optimizer_state_dict(state.model, state.optimizer, options=TRAINABLE_ONLY),
+    }
+
+
+def _stored_tensors(checkpoint: Path) -> dict[str, dict[str, TensorStorageMetadata]]:
+    """{"trainables" | "evaluation": {name: size and type}}."""
+    stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    return {
+        part: {
+            name.removeprefix(f"{part}."): entry
+            for name, entry in stored.items()
+            if name.startswith(f"{part}.") and isinstance(entry, TensorStorageMetadata)
+        }
+        for part in ("trainables", "evaluation")
+    }
+
+
+def _check_same_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
+    for part, entries in _stored_tensors(checkpoint).items():
+        sizes = {name: tuple(entry.size) for name, entry in entries.items()}
+        wanted = {name: tuple(tensor.shape) for name, tensor in tensors[part].items()}
+        if sizes != wanted:
+            name = next(n for n in sorted(sizes.keys() | wanted.keys()) if sizes.get(n) != wanted.get(n))
+            raise InputError(
+                f"{checkpoint}: holds {len(sizes)} {part} tensors, the config needs {len(wanted)}; first difference "
+                f"'{name}' ({sizes.get(name)} stored, {wanted.get(name)} needed); "
+                "resume with the adapter and optimizer settings of the run, or start a new run"
+            )
+
+
+class _SnapshotStager(BlockingAsyncStager):
+    """Copies the state to the host before training changes it.
+
+    torch's own stager clones each shard, which 8-bit optimizer states (a tensor subclass of torchao) do not support.
+    """
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        copy: dict[str, Any] = tree_map_only(Tensor, _snapshot, state_dict)
+        return copy
+
+
+def _snapshot(tensor: Tensor) -> Tensor:
+    """A copy on the host: of a plain tensor, of a DTensor's shard, of the tensors inside another wrapper."""
+    if isinstance(tensor, DTensor):
+        # from_local would move the shard back to the mesh's device.
+        shard: Tensor = DTensor(_snapshot(tensor.to_local()), tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return shard
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.detach().to("cpu", copy=True)
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: _snapshot(getattr(tensor, name)) for name in names}
+    copy: Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+    return copy
+
+
+def _failure(future: Future[Any]) -> str | None:
+    error = future.exception()
+    if error is None:
+        return None
+    causes = getattr(error, "failures", None)  # torch's CheckpointException: {rank: (error, traceback)}
+    first = next(iter(causes.values()))[0] if causes else error
+    return f"{type(first).__name__}: {first}"
+
+
+def _complete(folder: Path, final: Path, step: int, world_size: int) -> None:
+    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    for name in files:
+        _flush(folder / name)
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps({"step": step, "world_size": world_size, "files": files}, indent=1), "utf-8")
+    _flush(manifest)
+    if final.exists():
+        shutil.rmtree(final)
+    folder.rename(final)
+    _flush(final.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

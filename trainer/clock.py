@@ -1,0 +1,109 @@
+"""Where the time of a step goes."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+from trainer.world import World
+
+DATA, FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "backward", "optimizer"
+
+Mark = float | torch.cuda.Event
+
+
+class StepClock:
+    """Splits the seconds of each step. On CUDA by events, so that measuring makes nobody wait.
+
+    `communication` is the time this rank's compute stood still for other ranks: exact where collectives block the
+    host (gloo). NaN on CUDA with several ranks, where the wait happens inside streams that torch does not expose.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._cuda = world.device.type == "cuda"
+        self._hidden = self._cuda and world.size > 1
+        self._marks: list[tuple[str, Mark]] = []
+        self._start: Mark = 0.0
+        self._communication = 0.0
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._marks.clear()
+        self._communication = 0.0
+        self._start = self._now()
+
+    def mark(self, phase: str) -> None:
+        """What happened since the last mark was `phase`."""
+        self._marks.append((phase, self._now()))
+
+    @contextmanager
+    def communication(self) -> Iterator[None]:
+        """What happens inside is waiting for other ranks."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._communication += time.perf_counter() - begin
+
+    def read(self) -> dict[str, float]:
+        """Seconds per phase since `start`, with `communication` (which is part of the others)."""
+        seconds: dict[str, float] = defaultdict(float)
+        before = self._start
+        for phase, mark in self._marks:
+            seconds[phase] += _elapsed(before, mark)
+            before = mark
+        seconds["communication"] = float("nan") if self._hidden else self._communication
+        return seconds
+
+    def watch(self, model: nn.Module) -> None:
+        """Count the collectives of a sharded model as communication. Does nothing on CUDA."""
+        if self._cuda:
+            return
+        gather, scatter = _TimedAllGather(self), _TimedReduceScatter(self)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(gather)
+                module.set_custom_reduce_scatter(scatter)
+
+    def _now(self) -> Mark:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+class _TimedAllGather(DefaultAllGather):
+    def __init__(self, clock: StepClock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def __call__(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # torch's own signature, passed through
+        with self._clock.communication():
+            return super().__call__(*args, **kwargs)
+
+
+class _TimedReduceScatter(DefaultReduceScatter):
+    def __init__(self, clock: StepClock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def __call__(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # torch's own signature, passed through
+        with self._clock.communication():
+            return super().__call__(*args, **kwargs)
+
+
+def _elapsed(before: Mark, after: Mark) -> float:
+    if isinstance(after, torch.cuda.Event):
+        assert isinstance(before, torch.cuda.Event)
+        after.synchronize()
+        return float(before.elapsed_time(after)) / 1000
+    assert isinstance(before, float)
+    return after - before

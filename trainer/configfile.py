@@ -1,0 +1,456 @@
+"""A config file and `key=value` overrides, to a RunConfig, and back.
+
+Everything that is wrong is reported at once, sorted by line, as `file:line: field: reason; did you mean 'x'?`.
+`python -m trainer.configfile` writes presets/schema.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from trainer import foreign, yamltext
+from trainer.config import MODEL_WORDS, NAME_HELP, InputError, Problem, RuleError, RunConfig
+from trainer.fields import ROOT, Slot, name, nearest, shown, slot
+from trainer.yamltext import Loc
+
+SCHEMA = Path(__file__).parents[1] / "presets" / "schema.json"
+HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(?<!\.safetensors)")
+
+
+class ConfigError(InputError):
+    """All that is wrong with a config file and its overrides, one problem per line."""
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """A loaded config. source: the file as given.
+
+    notes: a sentence per foreign spelling that was understood and per field that was left out.
+    """
+
+    config: RunConfig
+    source: Path
+    notes: tuple[str, ...]
+    places: Mapping[str, str] = dataclasses.field(repr=False)
+    """{name of a field that was given: where}"""
+
+    def where(self, field: str) -> str:
+        """`presets/x.yaml:6`, `command line` for an override, the file alone for a default."""
+        return self.places.get(field, str(self.source))
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> ConfigFile:
+    """Read a YAML file, apply `key=value` overrides (dotted keys, YAML values), validate.
+
+    Relative paths in the file are relative to its folder, those in overrides to the current folder.
+    Raises ConfigError with every problem there is.
+    """
+    draft = _Draft(str(path))
+    draft.add(_read_file(path, draft), Path(os.path.abspath(path)).parent)
+    for text in overrides:
+        _add_override(text, draft)
+    draft.leave_out_other_types()
+    config = _validate(draft)
+    if draft.findings or config is None:
+        raise ConfigError("\n".join(str(finding) for finding in sorted(draft.findings)))
+    places = {name(loc): str(place) for loc, place in draft.places.items()}
+    return ConfigFile(config, path, tuple(draft.notes), places)
+
+
+def check_files(loaded: ConfigFile) -> None:
+    """Raises ConfigError for every dataset folder and model that is named and does not exist."""
+    problems = [*_missing_folders(loaded.config), *_missing_models(loaded.config)]
+    if problems:
+        raise ConfigError("\n".join(f"{loaded.where(problem.field)}: {problem}" for problem in problems))
+
+
+def dump(config: RunConfig) -> str:
+    """The config as YAML, complete with all defaults. `load` of it gives an equal config."""
+    return yamltext.dump(config.model_dump(mode="json"))
+
+
+def write_schema(path: Path) -> None:
+    """Write the JSON Schema of a config file: types, ranges, defaults, units and descriptions, for editors."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
+    path.write_text(json.dumps(schema, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+class Place(NamedTuple):
+    """Where something was given; line 0 for a source as a whole. The command line sorts after the file."""
+
+    override: bool
+    line: int
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}" if self.line else self.source
+
+
+COMMAND_LINE = Place(True, 0, "command line")
+
+
+class Finding(NamedTuple):
+    """A problem and its place. Sorts by place."""
+
+    place: Place
+    field: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.field}: {self.message}"
+
+
+class _Draft:
+    """A config while it is read: what was given, where, and what is wrong with it so far.
+
+    values: {field: value}; a list or mapping that is the value of one field is kept whole.
+    places: {location: place} of all that was written, sections and list items too.
+    broken: names of fields whose value is unknown: it is wrong, or a misspelt key was perhaps meant to give it.
+    """
+
+    def __init__(self, source: str) -> None:
+        self.file = Place(False, 0, source)
+        self.values: dict[Loc, Any] = {}
+        self.places: dict[Loc, Place] = {}
+        self.broken: set[str] = set()
+        self.findings: list[Finding] = []
+        self.notes: list[str] = []
+
+    def add(self, tree: Mapping[str, Any], folder: Path) -> None:
+        """Take over what a source gives. folder: what its relative paths are relative to."""
+        leaves = dict(_leaves(tree, self))
+        given: dict[Loc, Any] = {}
+        implied: dict[Loc, Any] = {}
+        for loc in sorted(leaves, key=lambda loc: slot(loc) is None):  # ours first: a foreign key must not repeat one
+            target = loc if slot(loc) else self._foreign_target(loc, given)
+            meant = self._translated(loc, target, leaves[loc]) if target else {}
+            implied.update(meant)
+            given.update({key: value for key, value in meant.items() if key == target})
+            self.places.update({key: self.place(name(loc)) for key in meant if key not in leaves})
+        for loc, value in (implied | given).items():
+            self.values[loc] = _resolved(slot(loc), value, folder)
+
+    def report(self, loc: Loc, message: str) -> None:
+        """Note a problem at `loc`, and that its value is unknown."""
+        self.broken.add(name(loc))
+        self.findings.append(Finding(self.place(name(loc)), name(loc), message))
+
+    def report_unknown(self, loc: Loc) -> None:
+        """Note a field that does not exist, once for all that is below it."""
+        first = next(loc[:end] for end in range(1, len(loc) + 1) if slot(loc[:end]) is None)
+        if name(first) in self.broken:
+            return
+        meant = nearest(first)
+        hint = ""
+        if meant:
+            self.broken.add(name(meant))
+            hint = f"; did you mean '{meant[-1] if meant[:-1] == first[:-1] else name(meant)}'?"
+        self.report(first, f"unknown field{hint}")
+
+    def place(self, *fields: str) -> Place:
+        """Where the first of the fields that was given stands, else the nearest section above the first."""
+        places = {name(loc): place for loc, place in self.places.items()}
+        given = next((places[field] for field in fields if field in places), None)
+        above = fields[0]
+        while given is None and above:
+            above = above[: max(above.rfind("."), above.rfind("["), 0)]
+            given = places.get(above)
+        return given or self.file
+
+    def tree(self) -> dict[str, Any]:
+        """The values as nested sections. A section whose `type` is not given gets that of the default."""
+        root: dict[str, Any] = {}
+        for (*above, key), value in self.values.items():
+            section = root
+            for part in above:
+                section = section.setdefault(str(part), {})
+            section[str(key)] = value
+        for key in _typed_sections():
+            if key in root:
+                root[key].setdefault("type", RunConfig.model_fields[key].default.type)
+        return root
+
+    def drop(self, loc: Loc) -> None:
+        """Forget the value at `loc`, or the field it is part of."""
+        for given in list(self.values):
+            if given[: len(loc)] == loc or loc[: len(given)] == given:
+                del self.values[given]
+
+    def leave_out_other_types(self) -> None:
+        """When the command line changes a section's `type`, the file's fields for the old type go with it."""
+        for key, tags in _typed_sections().items():
+            tag = self.values.get((key, "type"))
+            if not isinstance(tag, str) or tag not in tags or not self.place(f"{key}.type").override:
+                continue
+            for loc in [loc for loc in self.values if loc[0] == key and loc[1] not in tags[tag].model_fields]:
+                if not self.places[loc].override:
+                    self.notes.append(f"{self.places[loc]}: {name(loc)} is left out: {key}.type is {tag}")
+                    del self.values[loc]
+
+    def _foreign_target(self, loc: Loc, given: Mapping[Loc, Any]) -> Loc | None:
+        """The field that a key of another trainer means; reports a key that means nothing here."""
+        refusal = next((why for key in loc if (why := foreign.refused_key(str(key)))), None)
+        meant = foreign.field_of(str(loc[-1]))
+        if refusal:
+            self.report(loc, refusal)
+        elif not meant:
+            self.report_unknown(loc)
+        elif tuple(meant.split(".")) in given:
+            self.report(loc, f"means {meant}, which is given too; remove one of them")
+        else:
+            return tuple(meant.split("."))
+        return None
+
+    def _translated(self, loc: Loc, target: Loc, value: Any) -> dict[Loc, Any]:
+        """{field: value}: what `value`, written at `loc` for the field `target`, means in our words."""
+        field = name(target)
+        refusal = foreign.refused_value(field, value)
+        if refusal:
+            self.report(loc, f"{shown(value)} {refusal}")
+            return {}
+        meant = foreign.values_of(field, value) or {field: _same_word(slot(target), value)}
+        if loc == target and meant == {field: value}:
+            return {loc: value}
+        words = " and ".join(f"{key} {shown(word)}" for key, word in meant.items())
+        self.notes.append(f"{self.place(name(loc))}: {name(loc)} {shown(value)} is read as {words}")
+        return {tuple(key.split(".")): word for key, word in meant.items()}
+
+
+def _leaves(
+    tree: Mapping[str, Any], draft: _Draft, here: Slot | None = ROOT, loc: Loc = ()
+) -> Iterator[tuple[Loc, Any]]:
+    """(field, value) of all that is given below `loc`; reports what stands where a section belongs."""
+    for key, value in tree.items():
+        at, below = (*loc, key), here.child(key) if here else None
+        if isinstance(value, dict) and (below.sections if below else value):
+            yield from _leaves(value, draft, below, at)
+        elif below is None or not below.sections:
+            yield at, value
+        elif value is not None or below.tags:
+            draft.report(at, below.reason(value))
+
+
+def _typed_sections() -> dict[str, dict[str, Any]]:
+    """{key of a section of which there are several types: {type: class}}"""
+    tags = {key: here.tags for key in RunConfig.model_fields if (here := slot((key,)))}
+    return {key: found for key, found in tags.items() if found}
+
+
+def _same_word(here: Slot | None, value: Any) -> Any:
+    """The word that is written in other letter case where only some words may stand."""
+    if here and isinstance(value, str) and value not in here.words and value.lower() in here.words:
+        return value.lower()
+    return value
+
+
+def _resolved(here: Slot | None, value: Any, folder: Path) -> Any:
+    """The value with its paths made absolute. What may also be a model's name stays when it is no path."""
+    if isinstance(value, list):
+        return [_resolved(here.child(0) if here else None, item, folder) for item in value]
+    if isinstance(value, dict):
+        return {key: _resolved(here.child(key) if here else None, item, folder) for key, item in value.items()}
+    if here is None or not here.path or not isinstance(value, str) or not value:
+        return value
+    path = os.path.normpath(folder / os.path.expanduser(value))
+    if here.path == "model" and (value in MODEL_WORDS or not os.path.exists(path)):
+        return value
+    return path
+
+
+def _read_file(path: Path, draft: _Draft) -> dict[str, Any]:
+    """The file as nested mappings; its lines go into the draft. Raises ConfigError when it is no YAML mapping."""
+    try:
+        parsed = yamltext.parse(_read_text(path))
+    except yamltext.YamlError as error:
+        raise ConfigError(f"{path}:{error.line}: {error}") from error
+    if not parsed.value:
+        raise ConfigError(f"{path}: is empty; name at least data.path")
+    if not isinstance(parsed.value, dict):
+        raise ConfigError(f"{path}:1: needs lines of field: value, not {shown(parsed.value)}")
+    draft.places.update({loc: draft.file._replace(line=line) for loc, line in parsed.lines.items()})
+    for loc, line in parsed.repeated:
+        message = f"is given twice, first in line {parsed.lines[loc]}; remove one"
+        draft.findings.append(Finding(draft.file._replace(line=line), name(loc), message))
+    return parsed.value
+
+
+def _read_text(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such file{_similar(path)}") from error
+    except IsADirectoryError as error:
+        raise ConfigError(f"{path}: is a folder; name a YAML file in it") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}:{line}: not UTF-8; save the file as UTF-8") from error
+
+
+def _similar(path: Path) -> str:
+    """Hint at the file or folder beside `path` whose name is nearest."""
+    beside = sorted(entry.name for entry in path.parent.glob("*"))
+    near = difflib.get_close_matches(path.name, beside, 1)
+    return f"; did you mean '{path.with_name(near[0])}'?" if near else ""
+
+
+def _add_override(text: str, draft: _Draft) -> None:
+    key, equals, raw = text.partition("=")
+    if not equals or not key.strip():
+        message = "is no override; write field=value, as train.steps=100"
+        draft.findings.append(Finding(COMMAND_LINE, f"'{text}'", message))
+        return
+    loc = _override_loc(key.strip())
+    for stale in [given for given in draft.places if given[: len(loc)] == loc]:
+        del draft.places[stale]
+    draft.places[loc] = COMMAND_LINE
+    above = slot(loc[:-1])
+    if above and not above.sections and not above.child(loc[-1]):
+        draft.report_unknown(loc)
+        return
+    try:
+        value = _override_value(raw, loc, draft)
+    except yamltext.YamlError as error:
+        draft.report(loc, str(error))
+        return
+    draft.add(_nested(loc, value, draft), Path.cwd())
+
+
+def _override_loc(key: str) -> Loc:
+    """The dotted key as a location. What follows a field of free keys is one key: `adapter.rank_pattern.attn.to_q`."""
+    parts = key.split(".")
+    for end in range(1, len(parts)):
+        here = slot(tuple(parts[:end]))
+        if here and not here.sections:
+            return (*parts[:end], ".".join(parts[end:]))
+    return tuple(parts)
+
+
+def _override_value(raw: str, loc: Loc, draft: _Draft) -> Any:
+    """The YAML value. A field of text takes `2024` as it is: a shell removes the quotes that YAML would need."""
+    parsed = yamltext.parse(raw)
+    draft.places.update({(*loc, *below): COMMAND_LINE for below in parsed.lines})
+    here, value = slot(loc), parsed.value
+    if not here or not here.is_text or isinstance(value, str | list | dict) or (value is None and here.may_be_empty):
+        return value
+    return raw.strip()
+
+
+def _nested(loc: Loc, value: Any, draft: _Draft) -> dict[str, Any]:
+    """The value in the sections above it. One key of a field of free keys keeps the others."""
+    above = slot(loc[:-1])
+    if above and not above.sections:
+        others = draft.values.get(loc[:-1])
+        loc, value = loc[:-1], {**(others if isinstance(others, dict) else {}), loc[-1]: value}
+    for key in reversed(loc):
+        value = {key: value}
+    tree: dict[str, Any] = value
+    return tree
+
+
+def _validate(draft: _Draft) -> RunConfig | None:
+    """The config, or None where it is wrong; the draft holds what is.
+
+    What is invalid is left out and the rest is tried again, so that one mistake hides no other.
+    """
+    while True:
+        try:
+            return RunConfig.model_validate(draft.tree())
+        except ValidationError as error:
+            errors = error.errors()
+        rule = errors[0].get("ctx", {}).get("error")
+        if isinstance(rule, RuleError):
+            _report_rules(rule.problems, draft)
+            return None
+        problems = {_own_loc(error): error for error in errors}
+        for loc, invalid in problems.items():
+            _report_invalid(loc, invalid, draft)
+        count = len(draft.values)
+        for loc in problems:
+            draft.drop(loc)
+        assert len(draft.values) < count, "pydantic reports a field that was not given"
+
+
+def _own_loc(error: Mapping[str, Any]) -> Loc:
+    """The location of what is wrong, without the types of sections and the members of unions that pydantic tried."""
+    plain: Loc = ()
+    for key in error["loc"]:
+        here = slot(plain)
+        if here and key in here.tags:
+            continue
+        if here and not here.sections and not here.child(key):
+            break
+        plain = (*plain, key)
+    return (*plain, "type") if error["type"] == "union_tag_invalid" else plain
+
+
+def _report_invalid(loc: Loc, error: Mapping[str, Any], draft: _Draft) -> None:
+    here, value = slot(loc), error["input"]
+    match error["type"]:
+        case "extra_forbidden" if here:
+            section, tag = str(loc[0]), draft.tree()[str(loc[0])]["type"]
+            draft.report(loc, f"is no field of {section}.type {tag}; remove it or change the type")
+        case "extra_forbidden":
+            draft.report_unknown(loc)
+        case "missing" if here:
+            draft.report(loc, f"is needed: {here.help}")
+        case "union_tag_invalid" if here:
+            draft.report(loc, here.reason(value["type"]))
+        case "string_pattern_mismatch":
+            draft.report(loc, f"{shown(value)} is not {NAME_HELP}")
+        case _ if here:
+            draft.report(loc, here.reason(value))
+
+
+def _report_rules(problems: Sequence[Problem], draft: _Draft) -> None:
+    """Report what does not go together, except where a field it depends on is itself unknown."""
+    for problem in problems:
+        fields = (problem.field, *problem.depends_on)
+        if not any(_overlap(one, other) for one in fields for other in draft.broken):
+            draft.findings.append(Finding(draft.place(*fields), problem.field, problem.message))
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether two fields are the same, or one holds the other."""
+    short, long = sorted((one, other), key=len)
+    return long == short or long.startswith((f"{short}.", f"{short}["))
+
+
+def _missing_folders(cfg: RunConfig) -> Iterator[Problem]:
+    folders = {"data.path": cfg.data.path} if cfg.data.path else {}
+    folders |= {f"data.folders[{index}].path": folder.path for index, folder in enumerate(cfg.data.folders)}
+    if isinstance(cfg.data.validation, str):
+        folders["data.validation"] = cfg.data.validation
+    for field, folder in folders.items():
+        if os.path.isfile(folder):
+            yield Problem(field, f"'{folder}' is a file; name the folder that holds the images")
+        elif not os.path.isdir(folder):
+            hint = _similar(Path(folder)) or "; name one that holds the images"
+            yield Problem(field, f"no folder '{folder}'{hint}")
+
+
+def _missing_models(cfg: RunConfig) -> Iterator[Problem]:
+    models = {"model.path": cfg.model.path} if cfg.model.path not in MODEL_WORDS else {}
+    if cfg.model.base:
+        models["model.base"] = cfg.model.base
+    for field, model in models.items():
+        if not os.path.exists(model) and not HUB_ID.fullmatch(model):
+            hint = _similar(Path(model)) or "; name a diffusers folder, a .safetensors file or a hub id as org/name"
+            yield Problem(field, f"no file or folder '{model}'{hint}")
+
+
+if __name__ == "__main__":
+    write_schema(SCHEMA)

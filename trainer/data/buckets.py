@@ -1,0 +1,36 @@
+"""Image sizes a run trains at: one area, several aspect ratios."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from trainer.config import InputError
+
+
+def bucket_sizes(resolution: int, multiple: int, max_aspect: float) -> tuple[tuple[int, int], ...]:
+    """(width, height) of all buckets, from tall to wide.
+
+    Sides are multiples of `multiple` pixels, areas are at most resolution^2 and longest : shortest side is at most
+    `max_aspect`. Widths grow by about resolution / 16: finer steps would crop a few percent less, but leave small
+    datasets with a bucket per image, so that a batch held the same image several times.
+    Raises InputError when the resolution is smaller than one multiple.
+    """
+    square = resolution // multiple * multiple
+    if square == 0:
+        raise InputError(f"data.resolution: {resolution} is below the {multiple} pixels this model works in; raise it")
+    step = max(1, resolution // 16 // multiple) * multiple
+    wide: list[tuple[int, int]] = []
+    width, height = square, square
+    while width <= max_aspect * height:
+        wide.append((width, height))
+        width += step
+        height = resolution**2 // width // multiple * multiple
+    tall = [(height, width) for width, height in wide[:0:-1]]
+    return (*tall, *wide)
+
+
+def choose_bucket(width: int, height: int, sizes: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """The size whose aspect ratio is nearest to width : height, in the logarithm, so that tall and wide are alike."""
+    aspect = math.log(width / height)
+    return min(sizes, key=lambda size: (abs(math.log(size[0] / size[1]) - aspect), size))

@@ -1,0 +1,170 @@
+"""Which sample is trained when, and the examples of each step read ahead.
+
+The position is the optimizer step alone: nothing has to be saved, and a run continues at any step on any number of
+ranks with what the uninterrupted one would have read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from types import TracebackType
+
+import torch
+
+from trainer.config import InputError
+from trainer.objectives import Example
+from trainer.rng import derived_seed, generator
+
+GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True)
+class Item:
+    """One occurrence of a photo. photo: its place in the dataset.  dropped: trained with an empty caption."""
+
+    photo: int
+    dropped: bool
+
+
+class BatchPlan:
+    """An endless sequence of full batches whose items share a batch key: a function of the arguments and the step.
+
+    batch_key(item): what may share a batch.  weights: occurrences of each photo per epoch, > 0; of 1.5 the half is an
+    occurrence in every second epoch, in turns with other photos.  batch_size: items per batch, all ranks together.
+    caption_dropout: share of the items that are dropped.
+
+    Each epoch is shuffled. An item waits until a batch of its key is full, over the end of an epoch if need be:
+    nothing is left out, and odd bucket sizes make no short batch. Raises InputError when there is no photo.
+    """
+
+    def __init__(
+        self,
+        batch_key: Callable[[Item], Hashable],
+        weights: Sequence[float],
+        batch_size: int,
+        seed: int,
+        caption_dropout: float = 0.0,
+    ) -> None:
+        if not weights:
+            raise InputError("data.path: no image is left to train on; see the warnings above")
+        self.batch_size = batch_size
+        self._batch_key = batch_key
+        self._weights = weights
+        self._seed = seed
+        self._dropout_limit = int(caption_dropout * 2**63)
+        self._batches = self._all_batches()
+        self._batch: tuple[Item, ...] = ()
+        self._step = -1
+
+    def batch(self, step: int) -> tuple[Item, ...]:
+        """The items of an optimizer step, counted from 0. Fast for the same and the next step, else it counts up."""
+        if step < self._step:
+            self._batches = self._all_batches()
+            self._step = -1
+        while self._step < step:
+            self._batch = next(self._batches)
+            self._step += 1
+        return self._batch
+
+    def _all_batches(self) -> Iterator[tuple[Item, ...]]:
+        waiting: defaultdict[Hashable, list[Item]] = defaultdict(list)
+        for item in self._all_items():
+            queue = waiting[self._batch_key(item)]
+            queue.append(item)
+            if len(queue) == self.batch_size:
+                yield tuple(queue)
+                queue.clear()
+
+    def _all_items(self) -> Iterator[Item]:
+        for epoch in count():
+            occurrences = [
+                (photo, copy) for photo in range(len(self._weights)) for copy in range(self._num_copies(photo, epoch))
+            ]
+            order = torch.randperm(len(occurrences), generator=generator(self._seed, "order", epoch))
+            for position in order.tolist():
+                photo, copy = occurrences[position]
+                yield Item(photo, self._is_dropped(epoch, photo, copy))
+
+    def _num_copies(self, photo: int, epoch: int) -> int:
+        """Occurrences in this epoch. Over the epochs they add up to epochs x weight, rounded up or down."""
+        whole, part = divmod(self._weights[photo], 1)
+        # Multiples of the golden ratio are evenly spread: each epoch takes its share of any run of equal weights.
+        phase = photo * GOLDEN_RATIO % 1
+        return int(whole) + math.floor((epoch + 1) * part + phase) - math.floor(epoch * part + phase)
+
+    def _is_dropped(self, epoch: int, photo: int, copy: int) -> bool:
+        # The seed is itself uniform over 63 bits; seeding a generator with it to draw one number takes 4x as long.
+        return derived_seed(self._seed, "caption_dropout", epoch, photo, copy) < self._dropout_limit
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The part of a step that one rank trains in one pass; all examples share a batch key.
+
+    indices: global sample index of each example (step x batch size + position).  weights: 1, or 0 for padding.
+    """
+
+    examples: tuple[Example, ...]
+    indices: tuple[int, ...]
+    weights: tuple[float, ...]
+
+
+class Loader:
+    """The examples of each step for one rank. The next step is read by a thread while this one is trained.
+
+    fetch(item): its example, called on that thread.  micro_batch: most examples per pass.
+
+    The batch is split contiguously over the ranks, and each part into equal passes, as few as `micro_batch` allows.
+    Number and size of the passes are the same on every rank; the last positions repeat the last item with weight 0
+    where the batch size does not divide. Use as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self, plan: BatchPlan, fetch: Callable[[Item], Example], rank: int, world_size: int, micro_batch: int
+    ) -> None:
+        self._plan = plan
+        self._fetch = fetch
+        self._rank = rank
+        per_rank = math.ceil(plan.batch_size / world_size)
+        self._num_passes = math.ceil(per_rank / micro_batch)
+        self._pass_size = math.ceil(per_rank / self._num_passes)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
+        self._ahead: dict[int, Future[list[MicroBatch]]] = {}
+
+    def micro_batches(self, step: int) -> list[MicroBatch]:
+        """This rank's passes of an optimizer step, counted from 0. Raises what `fetch` raises for them."""
+        current = self._ahead.get(step) or self._thread.submit(self._load, step)
+        self._ahead = {step + 1: self._thread.submit(self._load, step + 1)}
+        return current.result()
+
+    def close(self) -> None:
+        """Wait for the thread to finish what it reads, and end it."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _load(self, step: int) -> list[MicroBatch]:
+        batch = self._plan.batch(step)
+        first_pass = self._rank * self._num_passes
+        starts = [(first_pass + number) * self._pass_size for number in range(self._num_passes)]
+        return [self._load_pass(step, batch, range(start, start + self._pass_size)) for start in starts]
+
+    def _load_pass(self, step: int, batch: tuple[Item, ...], positions: range) -> MicroBatch:
+        last = len(batch) - 1
+        present = [min(position, last) for position in positions]
+        return MicroBatch(
+            examples=tuple(self._fetch(batch[position]) for position in present),
+            indices=tuple(step * len(batch) + position for position in present),
+            weights=tuple(1.0 if position <= last else 0.0 for position in positions),
+        )

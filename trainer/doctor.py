@@ -1,0 +1,137 @@
+"""Is this machine fit to train? Facts about it, each with a verdict and a remedy. No torch: it answers at once."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from packaging.requirements import Requirement
+
+GIB = 2**30
+DISTRIBUTION = "shardstudio"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One fact. remedy: what to do about it when the verdict is not ok."""
+
+    verdict: Literal["ok", "warn", "fail"]
+    what: str
+    fact: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.verdict:4}  {self.what}: {self.fact}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+def examine(runs: Path) -> int:
+    """Print one line per check. runs: where run folders will lie. Returns 1 when something fails, else 0."""
+    failed = False
+    for check in checks(runs):
+        print(check, flush=True)
+        failed |= check.verdict == "fail"
+    return int(failed)
+
+
+def checks(runs: Path) -> Iterator[Check]:
+    """All checks, cheap ones first."""
+    yield Check("ok", "python", platform.python_version())
+    for requirement in requirements():
+        yield package(requirement)
+    yield from gpus()
+    yield cores_and_memory()
+    yield shared_memory(Path("/dev/shm"))
+    yield disk(runs)
+    yield port()
+
+
+def requirements() -> list[Requirement]:
+    """What this version needs: from the installed distribution, or from the checkout's pyproject.toml."""
+    project = Path(__file__).parent.parent / "pyproject.toml"
+    if project.is_file():
+        lines = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
+    else:
+        lines = importlib.metadata.requires(DISTRIBUTION) or []
+    wanted = [Requirement(line) for line in lines]
+    return [requirement for requirement in wanted if requirement.marker is None or requirement.marker.evaluate()]
+
+
+def package(requirement: Requirement) -> Check:
+    """Whether the installed version is in the range."""
+    remedy = f"pip install '{requirement}'"
+    try:
+        version = importlib.metadata.version(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        return Check("fail", requirement.name, "not installed", remedy)
+    if not requirement.specifier.contains(version, prereleases=True):
+        return Check("fail", requirement.name, f"{version} is not {requirement.specifier}", remedy)
+    return Check("ok", requirement.name, version)
+
+
+def gpus() -> Iterator[Check]:
+    """One check per GPU. None is fine: everything also runs on CPUs."""
+    if shutil.which("nvidia-smi") is None:
+        yield Check("ok", "gpu", "no NVIDIA driver found; training runs on the CPU")
+        return
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.used", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
+    if answer.returncode:
+        first = (answer.stdout + answer.stderr).strip().split("\n")[0]
+        yield Check("fail", "gpu", f"nvidia-smi says: {first}", "reinstall the driver, or restart the machine")
+        return
+    for index, line in enumerate(answer.stdout.strip().split("\n")):
+        name, total, used = (part.strip() for part in line.split(","))
+        yield Check("ok", f"gpu {index}", f"{name}, {total}, {used} in use")
+
+
+def cores_and_memory() -> Check:
+    cores = len(os.sched_getaffinity(0))
+    memory = psutil.virtual_memory()
+    fact = f"{cores} cores, {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB memory free"
+    if memory.available < 2 * GIB:
+        return Check("warn", "machine", fact, "close other programs: a run needs 2 GiB and more")
+    return Check("ok", "machine", fact)
+
+
+def shared_memory(folder: Path) -> Check:
+    """NCCL and data loaders exchange data there; containers often have 64 MiB."""
+    if not folder.is_dir():
+        return Check("warn", "shared memory", f"no {folder}", "mount it; in a container: --shm-size=8g")
+    free = shutil.disk_usage(folder).free
+    fact = f"{free / GIB:.1f} GiB free in {folder}"
+    if free < GIB:
+        return Check("warn", "shared memory", fact, "several GPUs need 1 GiB; in a container: --shm-size=8g")
+    return Check("ok", "shared memory", fact)
+
+
+def disk(runs: Path) -> Check:
+    """Room for checkpoints, where the run folders will lie."""
+    existing = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(existing).free
+    fact = f"{free / GIB:.1f} GiB free for {runs}"
+    if not os.access(existing, os.W_OK):
+        return Check("fail", "disk", f"{existing} is not writable", "name another place with --runs DIR")
+    if free < GIB:
+        return Check("fail", "disk", fact, "free some space, or name another place with --runs DIR")
+    if free < 20 * GIB:
+        return Check("warn", "disk", fact, "enough for adapters; a full model's checkpoint needs more")
+    return Check("ok", "disk", fact)
+
+
+def port() -> Check:
+    """Whether ranks on this machine can find each other."""
+    try:
+        with socket.create_server(("localhost", 0)) as server:
+            return Check("ok", "port", f"localhost:{server.getsockname()[1]} can be used")
+    except OSError as error:
+        return Check("fail", "port", f"localhost: {error.strerror}", "allow connections on the loopback interface")

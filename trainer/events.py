@@ -1,0 +1,273 @@
+"""What happens in a run, as lines of JSON that are appended by the trainer and followed by any number of readers.
+
+`events.jsonl` holds the events below, written by rank 0 and by the launcher; `ranks/rank<k>.jsonl` holds RankLines.
+Paths in events are relative to the run folder. A number that is not finite is `null` in the file and NaN in Python.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Generic, Literal, Self, TypeVar
+
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+
+State = Literal[
+    "created",  # the folder exists, nothing was started
+    "starting",  # torchrun is on its way
+    "encoding",  # captions and images go through the encoders; done / total count them
+    "loading",  # weights are read, adapters made, everything sharded
+    "training",
+    "sampling",
+    "saving",
+    "exporting",
+    "finished",  # all steps done, export written and read back
+    "stopped",  # asked to stop
+    "failed",
+]
+ENDS: frozenset[State] = frozenset({"finished", "stopped", "failed"})
+
+Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """step: optimizer steps finished so far.  time: unix seconds."""
+
+    step: int = 0
+    time: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusEvent(Event):
+    """The run enters a state, or moves on in it. done, total: progress of a state that can count."""
+
+    state: State
+    message: str = ""
+    done: int = 0
+    total: int = 0
+    type: Literal["status"] = "status"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEvent(Event):
+    """One optimizer step. grad_norm: global norm before clipping.  seconds: whole step, then its split.
+
+    seconds_communication: time the compute waited for other ranks.  images_per_second: of all ranks together.
+    """
+
+    loss: Number
+    lr: Number
+    grad_norm: Number
+    seconds: Number
+    seconds_data: Number
+    seconds_forward: Number
+    seconds_backward: Number
+    seconds_optimizer: Number
+    seconds_communication: Number
+    images_per_second: Number
+    type: Literal["step"] = "step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleEvent(Event):
+    """A sample image was written. index: position of the prompt in `sample.prompts`."""
+
+    prompt: str
+    index: int
+    path: str
+    type: Literal["sample"] = "sample"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationEvent(Event):
+    """Loss on the held-out images."""
+
+    loss: Number
+    type: Literal["validation"] = "validation"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointEvent(Event):
+    """A checkpoint is complete on disk."""
+
+    path: str
+    type: Literal["checkpoint"] = "checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportEvent(Event):
+    """An export was written and read back. what: adapter, merged or full."""
+
+    path: str
+    what: str
+    format: str
+    type: Literal["export"] = "export"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarningEvent(Event):
+    """Something the user should know although the run goes on."""
+
+    message: str
+    type: Literal["warning"] = "warning"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorEvent(Event):
+    """Why the run ended. rank: the first that failed, None when it was none of them.
+
+    log: file with the details.  exit_code: 2 for the user's mistake, 1 for anything else.
+    """
+
+    message: str
+    remedy: str = ""
+    rank: int | None = None
+    log: str | None = None
+    exit_code: int = 1
+    type: Literal["error"] = "error"
+
+
+AnyEvent = (
+    StatusEvent | StepEvent | SampleEvent | ValidationEvent | CheckpointEvent | ExportEvent | WarningEvent | ErrorEvent
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLine:
+    """Heartbeat of one rank. allocated, reserved, peak, limit: bytes of device memory (of the process on a CPU)."""
+
+    rank: int
+    step: int
+    phase: str
+    allocated: int
+    reserved: int
+    peak: int
+    limit: int
+    time: float = field(default_factory=time.time)
+
+
+class EventWriter:
+    """Appends events or RankLines to a file, each by one write, so that lines of several processes never mix."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        self._torn = self._ends_inside_a_line()
+
+    def write(self, record: AnyEvent | RankLine) -> None:
+        """Append one line. Raises OSError when the disk is full; what was torn by that never spoils the next line."""
+        line = (b"\n" if self._torn else b"") + _encode(record)
+        self._torn = True
+        if os.write(self._file, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._torn = False
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _ends_inside_a_line(self) -> bool:
+        size = os.fstat(self._file).st_size
+        return size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+
+
+def _encode(record: AnyEvent | RankLine) -> bytes:
+    values = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in vars(record).items()
+    }
+    return json.dumps(values, allow_nan=False).encode() + b"\n"
+
+
+T = TypeVar("T")
+
+
+class _Follower(Generic[T]):
+    """Yields each whole line of a growing file once, from where the last `read` ended.
+
+    A half-written last line waits for its end. A line that is damaged, or of a type this version does not know, is
+    passed over: one bad line must not take the view of the whole run away.
+    """
+
+    def __init__(self, path: Path, kind: TypeAdapter[T]) -> None:
+        self._path = path
+        self._kind = kind
+        self._offset = 0
+
+    def read(self) -> list[T]:
+        """What was appended since the last call; nothing while the file does not exist."""
+        records = []
+        for line in self._new_lines():
+            try:
+                records.append(self._kind.validate_json(line))
+            except ValidationError:
+                continue
+        return records
+
+    def _new_lines(self) -> list[bytes]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return whole.splitlines()
+
+
+_EVENT: TypeAdapter[AnyEvent] = TypeAdapter(Annotated[AnyEvent, Field(discriminator="type")])
+_RANK_LINE = TypeAdapter(RankLine)
+
+
+class EventReader(_Follower[AnyEvent]):
+    """Follows `events.jsonl`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, _EVENT)
+
+
+class RankReader(_Follower[RankLine]):
+    """Follows `ranks/rank<k>.jsonl`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, _RANK_LINE)
+
+
+def latest_steps(events: Iterable[AnyEvent]) -> list[StepEvent]:
+    """The steps in order, each once: a resumed run repeats steps, and what it did last is what counts."""
+    steps: list[StepEvent] = []
+    for event in events:
+        if isinstance(event, StepEvent):
+            while steps and steps[-1].step >= event.step:
+                steps.pop()
+            steps.append(event)
+    return steps
+
+
+def last_state(events: Iterable[AnyEvent]) -> State:
+    """State of the last status event, `created` without one."""
+    return next((event.state for event in reversed(list(events)) if isinstance(event, StatusEvent)), "created")
+
+
+def smoothed(values: Iterable[float], decay: float = 0.9) -> list[float]:
+    """Exponential moving average, corrected for its start (as in Adam, arXiv 1412.6980); NaN is left out of it."""
+    mean = weight = 0.0
+    means = []
+    for value in values:
+        if math.isfinite(value):
+            mean = decay * mean + (1 - decay) * value
+            weight = decay * weight + (1 - decay)
+        means.append(mean / weight if weight else math.nan)
+    return means

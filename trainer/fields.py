@@ -1,0 +1,225 @@
+"""The schema of RunConfig by location: what may stand there, and a sentence for a value that may not.
+
+A location is a tuple of keys and list positions, `("data", "folders", 0, "path")`; its name is
+`data.folders[0].path`. Nothing here knows of files.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import operator
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+from trainer.config import RunConfig, Section, not_one_of
+from trainer.yamltext import Loc
+
+SCALARS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A bound of a number, as `>= 1`."""
+
+    symbol: str
+    bound: Any
+
+    def allows(self, value: float) -> bool:
+        return bool(COMPARE[self.symbol](value, self.bound))
+
+    def __str__(self) -> str:
+        return f"{self.symbol} {self.bound}"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What may stand at one location.
+
+    annotation: its type, without Annotated.  unit: of a number.  path: "folder", "model" or nothing, as in
+    `config.option`.  help: the field's description.
+    """
+
+    annotation: Any
+    limits: tuple[Limit, ...] = ()
+    unit: str = ""
+    path: str = ""
+    help: str = ""
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """The members of a union, None aside; of anything else the type itself."""
+        members = get_args(self.annotation) if get_origin(self.annotation) in (Union, types.UnionType) else ()
+        return tuple(_bare(member) for member in members if member is not type(None)) or (self.annotation,)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether text may stand here and nothing else."""
+        return self.options == (str,)
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether nothing (null) may stand here."""
+        return type(None) in get_args(self.annotation)
+
+    @property
+    def sections(self) -> tuple[type[Section], ...]:
+        """The section that stands here, several where `type` selects one, none where a value stands."""
+        return tuple(kind for kind in self.options if isinstance(kind, type) and issubclass(kind, Section))
+
+    @property
+    def tags(self) -> dict[str, type[Section]]:
+        """{value of `type`: section} where `type` selects one of several sections."""
+        return {kind.model_fields["type"].default: kind for kind in self.sections if len(self.sections) > 1}
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of the sections that may stand here."""
+        return tuple(dict.fromkeys(key for kind in self.sections for key in kind.model_fields))
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words of a Literal."""
+        return tuple(word for kind in self.options if get_origin(kind) is Literal for word in get_args(kind))
+
+    def child(self, key: str | int) -> Slot | None:
+        """What may stand at `key` below this, or None when nothing may."""
+        if key == "type" and self.tags:
+            return Slot(functools.reduce(operator.or_, (Literal[tag] for tag in self.tags)))
+        for kind in self.sections:
+            if isinstance(key, str) and key in kind.model_fields:
+                return _slot_of(kind.model_fields[key])
+        arguments = get_args(self.options[0])
+        if get_origin(self.options[0]) is (dict if isinstance(key, str) else tuple):
+            item = arguments[1] if isinstance(key, str) else arguments[0]
+            return Slot(_bare(item), _limits(_metadata(item)))
+        return None
+
+    def reason(self, value: object) -> str:
+        """Why `value`, which may not stand here, may not."""
+        if value is None:
+            return f"is empty; give it {self.needs}, or remove it"
+        if _is_number(value) and not all(limit.allows(value) for limit in self.limits):
+            return f"is {value}, must be {' and '.join(map(str, self.limits))} {self.unit}".rstrip()
+        if isinstance(value, str) and self.words and all(get_origin(kind) is Literal for kind in self.options):
+            return not_one_of(value, self.words)
+        quotes = "; put it in quotes" if self.is_text and isinstance(value, int | float) else ""
+        return f"needs {self.needs}, not {shown(value)}{quotes}"
+
+    @property
+    def needs(self) -> str:
+        """What a value is called here: `none, full or a whole number`."""
+        if self.tags:
+            return f"a section with type: {' or '.join(self.tags)}"
+        kinds = [_kind(kind) for kind in self.options if get_origin(kind) is not Literal]
+        *first, last = [*self.words, *kinds]
+        return f"{', '.join(first)} or {last}" if first else last
+
+
+ROOT = Slot(RunConfig)
+
+
+def slot(loc: Loc) -> Slot | None:
+    """What may stand at `loc` in a config, or None when there is no such field.
+
+    Where `type` selects a section, the fields of each of them are found.
+    """
+    here: Slot | None = ROOT
+    for key in loc:
+        here = here.child(key) if here else None
+    return here
+
+
+def name(loc: Loc) -> str:
+    """The location as it is written: `data.folders[0].path`."""
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in loc).removeprefix(".")
+
+
+def nearest(loc: Loc) -> Loc | None:
+    """The field that the unknown field `loc` was probably meant to be: of this name elsewhere, or spelled like it."""
+    above, key = slot(loc[:-1]), str(loc[-1])
+    elsewhere = [tuple(field.split(".")) for field in all_names() if field.rpartition(".")[2] == key]
+    beside = [(*loc[:-1], near) for near in difflib.get_close_matches(key, above.keys if above else (), 1, cutoff=0.7)]
+    return next(iter([*elsewhere, *beside]), None)
+
+
+def all_names() -> Iterator[str]:
+    """The name of every field that is not inside a list."""
+    return _names_below(ROOT, ())
+
+
+def shown(value: object) -> str:
+    """A value as a config file shows it, shortened."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "a section"
+    if isinstance(value, list):
+        return "a list"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _slot_of(field: FieldInfo) -> Slot:
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    return Slot(
+        annotation=_bare(field.annotation),
+        limits=_limits(field.metadata),
+        unit=str(extra.get("unit", "")),
+        path=str(extra.get("path", "")),
+        help=field.description or "",
+    )
+
+
+def _bare(annotation: Any) -> Any:
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def _metadata(annotation: Any) -> list[Any]:
+    entries = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    return [item for entry in entries for item in (entry.metadata if isinstance(entry, FieldInfo) else [entry])]
+
+
+def _limits(metadata: Iterable[Any]) -> tuple[Limit, ...]:
+    limits = []
+    for item in metadata:
+        match item:
+            case Ge(bound):
+                limits.append(Limit(">=", bound))
+            case Gt(bound):
+                limits.append(Limit(">", bound))
+            case Le(bound):
+                limits.append(Limit("<=", bound))
+            case Lt(bound):
+                limits.append(Limit("<", bound))
+    return tuple(limits)
+
+
+def _kind(annotation: Any) -> str:
+    """What a value of this type is called."""
+    arguments = get_args(annotation)
+    if get_origin(annotation) is dict:
+        return f"a section, each value {Slot(_bare(arguments[1])).needs}"
+    if get_origin(annotation) is tuple:
+        length = "" if Ellipsis in arguments else f" of {len(arguments)}"
+        return f"a list{length}, each {Slot(_bare(arguments[0])).needs}"
+    return SCALARS.get(annotation, "a section of fields")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _names_below(here: Slot, loc: Loc) -> Iterator[str]:
+    for key in here.keys:
+        below = here.child(key)
+        if below and below.sections:
+            yield from _names_below(below, (*loc, key))
+        else:
+            yield name((*loc, key))

@@ -1,0 +1,363 @@
+"""Train from the command line: check everything, start the run, show how it goes, say how it ended."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Protocol, Self
+
+from trainer import configfile, launch
+from trainer.config import RunConfig
+from trainer.events import (
+    AnyEvent,
+    CheckpointEvent,
+    ErrorEvent,
+    EventReader,
+    ExportEvent,
+    RankReader,
+    SampleEvent,
+    State,
+    StatusEvent,
+    StepEvent,
+    ValidationEvent,
+    WarningEvent,
+    smoothed,
+)
+from trainer.rundir import RunDir
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+EXIT_CODES: dict[State, int] = {"finished": 0, "failed": 1, "stopped": 130}
+POLL_S = 0.2
+LINE_EVERY_S = 5.0
+FIGURES_OVER_STEPS = 50
+
+Told = StatusEvent | ValidationEvent | SampleEvent | CheckpointEvent | ExportEvent | WarningEvent | ErrorEvent
+"""Every event but the steps, of which there are too many to tell each."""
+
+
+def train(preset: Path, overrides: Sequence[str], runs: Path, at: Path | None) -> int:
+    """Train a preset in a new run folder below `runs`, or in `at`. Returns 0 done, 1 or 2 failed, or 130 stopped.
+
+    Raises InputError before anything is started or written when the config, its files or its images are wrong.
+    """
+    cfg = _checked_config(preset, overrides)
+    return _run(cfg, RunDir.create(runs, cfg, at))
+
+
+def resume(path: Path, overrides: Sequence[str]) -> int:
+    """Continue a run from its newest checkpoint, with some fields changed. Returns what `train` returns.
+
+    Raises InputError as `train` does, and when the run is running.
+    """
+    run = RunDir.open(path)
+    launch.require_ended(run)
+    cfg = _checked_config(run.config_file, overrides)
+    if overrides:
+        run.replace_config(cfg)
+    return _run(cfg, run)
+
+
+def export(path: Path, what: str) -> int:
+    """Export the newest checkpoint of a run in a process of its own. Returns that process's exit code.
+
+    what: `auto` writes what the run's config says.
+    """
+    run = RunDir.open(path)
+    argv = [sys.executable, "-m", "trainer", str(run.path), "--export"]
+    argv.append(run.config().export_what if what == "auto" else what)
+    return subprocess.run(argv, env=launch.worker_environment(), check=False).returncode
+
+
+def _checked_config(file: Path, overrides: Sequence[str]) -> RunConfig:
+    from trainer.data import images  # brings Pillow
+
+    loaded = configfile.load(file, overrides)
+    configfile.check_files(loaded)
+    images.scan(loaded.config.data)
+    for note in loaded.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return loaded.config
+
+
+def _run(cfg: RunConfig, run: RunDir) -> int:
+    events = EventReader(run.events_file)
+    events.read()  # a run that continues does not tell its past again
+    handle = launch.start(cfg, run)
+    if cfg.parallel.nodes > 1:
+        print(f"on each other node: {shlex.join(handle.argv)}", flush=True)
+    code = watch(cfg, run, events)
+    handle.process.wait()
+    return code
+
+
+def watch(cfg: RunConfig, run: RunDir, events: EventReader) -> int:
+    """Show a started run until it ends; Ctrl-C stops it. Returns what `train` returns.
+
+    The last line on stdout is the path of the export, or of the run folder when nothing was to be exported.
+    """
+    print(f"run folder: {run.path}", flush=True)
+    with _CtrlC() as ctrl_c, _face(cfg.train.steps) as face:
+        told = _follow(cfg, run, events, face, ctrl_c)
+    return _conclude(run, told)
+
+
+def _follow(cfg: RunConfig, run: RunDir, events: EventReader, face: Face, ctrl_c: _CtrlC) -> list[Told]:
+    """Show what happens until the run has ended. Returns everything but the steps."""
+    ranks = [RankReader(run.rank_file(rank)) for rank in range(cfg.parallel.world_size)]
+    told: list[Told] = []
+    while launch.alive(run):
+        told += _show_new(events, ranks, face)
+        _answer(ctrl_c, run, face)
+        time.sleep(POLL_S)
+    _attempt(run.events_file, lambda: launch.settle(run))
+    return told + _show_new(events, ranks, face)
+
+
+def _show_new(events: EventReader, ranks: Sequence[RankReader], face: Face) -> list[Told]:
+    told: list[Told] = []
+    for reader in ranks:
+        for line in reader.read()[-1:]:
+            face.figures.peaks[line.rank] = line.peak
+    for event in events.read():
+        if not isinstance(event, ErrorEvent):  # told once, at the end
+            face.show(event)
+        if not isinstance(event, StepEvent):
+            told.append(event)
+    return told
+
+
+def _answer(ctrl_c: _CtrlC, run: RunDir, face: Face) -> None:
+    if ctrl_c.count >= 2:
+        launch.terminate(run)
+    elif ctrl_c.count == 1 and not run.requested("stop"):
+        run.request("stop")
+        face.say("stopping after this step, with a checkpoint; Ctrl-C again ends it at once, without one")
+
+
+def _conclude(run: RunDir, told: Sequence[Told]) -> int:
+    """Write the report, say how the run ended, and return the exit code."""
+    from trainer.report import write_report
+
+    _attempt(run.report, lambda: write_report(run))
+    state = launch.status(run)
+    if state == "failed":
+        errors = [event for event in told if isinstance(event, ErrorEvent)] or [launch.diagnose(run, told)]
+        print(explain(errors[-1], run), file=sys.stderr)
+        return errors[-1].exit_code
+    exports = [event for event in told if isinstance(event, ExportEvent)]
+    if state == "stopped":
+        print(f"stopped; continue with --resume {run.path}", file=sys.stderr)
+    else:
+        print(run.path / exports[-1].path if exports else run.path)
+    return EXIT_CODES[state]
+
+
+def _attempt(file: Path, write: Callable[[], object]) -> None:
+    """Write a file that tells about the run. A full disk must not hide what is printed after it."""
+    try:
+        write()
+    except OSError as error:
+        print(f"warning: {file} could not be written: {error.strerror}", file=sys.stderr)
+
+
+def explain(error: ErrorEvent, run: RunDir) -> str:
+    """The error as a person should read it: where, what, the remedy and the log.
+
+    The user's mistake is the same on every rank, and its message says where it is.
+    """
+    where = "" if error.rank is None or error.exit_code == 2 else f"rank {error.rank}, step {error.step}: "
+    lines = [f"error: {where}{error.message}"]
+    if error.remedy:
+        lines.append(f"  what to do: {error.remedy}")
+    if error.log:
+        lines.append(f"  log: {run.path / error.log}")
+    return "\n".join(lines)
+
+
+class _CtrlC:
+    """Counts Ctrl-C instead of raising KeyboardInterrupt in the middle of something."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> Self:
+        self._former = signal.signal(signal.SIGINT, self._add)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        signal.signal(signal.SIGINT, self._former)
+
+    def _add(self, _signal: int, _frame: FrameType | None) -> None:
+        self.count += 1
+
+
+class Figures:
+    """What one line says about the training: step, smoothed loss, speed, time left, memory per rank."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.peaks: dict[int, int] = {}
+        self._recent: deque[StepEvent] = deque(maxlen=FIGURES_OVER_STEPS)
+
+    def add(self, event: StepEvent) -> None:
+        self._recent.append(event)
+
+    @property
+    def step(self) -> int:
+        return self._recent[-1].step if self._recent else 0
+
+    def __str__(self) -> str:
+        if not self._recent:
+            return ""
+        loss = smoothed(event.loss for event in self._recent)[-1]
+        seconds = statistics.fmean(event.seconds for event in self._recent)
+        left = timedelta(seconds=round((self.num_steps - self.step) * seconds))
+        parts = [f"loss {loss:.4f}", f"{self._recent[-1].images_per_second:.2f} images/s", f"ETA {left}"]
+        if self.peaks:
+            parts.append("peak " + " ".join(f"{peak / 2**20:.0f}" for _, peak in sorted(self.peaks.items())) + " MiB")
+        return "  ".join(parts)
+
+
+class Face(Protocol):
+    """Shows events to a person."""
+
+    figures: Figures
+
+    def show(self, event: AnyEvent) -> None: ...
+    def say(self, text: str) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *exception: object) -> None: ...
+
+
+def _face(num_steps: int) -> Face:
+    return BarFace(num_steps) if sys.stdout.isatty() else PlainFace(num_steps)
+
+
+class PlainFace:
+    """Lines for a log file: every change of state and every result, steps and progress every few seconds."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.figures = Figures(num_steps)
+        self._state: State = "created"
+        self._next_line = 0.0
+        self._untold_step = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def show(self, event: AnyEvent) -> None:
+        if isinstance(event, StepEvent):
+            self.figures.add(event)
+            self._untold_step = True
+            if self._is_time():
+                self._say_step()
+            return
+        if isinstance(event, StatusEvent) and not self._is_news(event):
+            return
+        if self._untold_step:
+            self._say_step()
+        self.say(sentence(event))
+
+    def _is_news(self, event: StatusEvent) -> bool:
+        is_new_state = event.state != self._state
+        self._state = event.state
+        if is_new_state or event.done < event.total:
+            return is_new_state or self._is_time()
+        return bool(event.message or event.total)
+
+    def _say_step(self) -> None:
+        self._untold_step = False
+        self.say(f"step {self.figures.step}/{self.figures.num_steps}  {self.figures}")
+
+    def _is_time(self) -> bool:
+        now = time.monotonic()
+        if now < self._next_line:
+            return False
+        self._next_line = now + LINE_EVERY_S
+        return True
+
+
+class BarFace:
+    """A bar that stays at the bottom of the terminal; results scroll above it."""
+
+    def __init__(self, num_steps: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.table import Column
+
+        self.figures = Figures(num_steps)
+        self._bar: Progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}", markup=False, table_column=Column(no_wrap=False)),
+        )
+        self._task: TaskID = self._bar.add_task("starting", total=num_steps, figures="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def say(self, text: str) -> None:
+        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, event: AnyEvent) -> None:
+        if isinstance(event, StepEvent):
+            self.figures.add(event)
+            self._show_steps("training")
+            return
+        if isinstance(event, StatusEvent) and event.total:
+            self._bar.update(
+                self._task, description=event.state, completed=event.done, total=event.total, figures=event.message
+            )
+            return
+        if isinstance(event, StatusEvent):
+            self._show_steps(event.state)
+        if not isinstance(event, StatusEvent) or event.message:
+            self.say(sentence(event))
+
+    def _show_steps(self, state: State) -> None:
+        self._bar.update(
+            self._task,
+            description=state,
+            completed=self.figures.step,
+            total=self.figures.num_steps,
+            figures=str(self.figures),
+        )
+
+
+def sentence(event: Told) -> str:
+    """One event as a line of text."""
+    match event:
+        case StatusEvent():
+            progress = f"{event.done}/{event.total}" if event.total else ""
+            return "  ".join(part for part in (event.state, progress, event.message) if part)
+        case ValidationEvent():
+            return f"step {event.step}: validation loss {event.loss:.4f}"
+        case SampleEvent():
+            return f"step {event.step}: sample {event.path}"
+        case CheckpointEvent():
+            return f"step {event.step}: checkpoint {event.path}"
+        case ExportEvent():
+            return f"exported {event.what} ({event.format}): {event.path}"
+        case WarningEvent() | ErrorEvent():
+            return f"{event.type}: {event.message}"

@@ -1,0 +1,1 @@
+"""Sharding: ranks and meshes, what is wrapped in which order, weights by slices, memory, and checks."""

@@ -1,0 +1,56 @@
+"""Two things that must never go wrong silently: a gradient that is not reduced, and replicas that drift apart."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trainer.parallel.mesh import REPLICATE
+from trainer.world import World
+
+
+def check_reduced(trainables: Mapping[str, nn.Parameter], optimized: Iterable[nn.Parameter], world: World) -> None:
+    """Raises RuntimeError if, on several ranks, an optimized parameter is neither sharded nor reduced by FSDP.
+
+    Such a parameter would be trained by every rank for itself, and rank 0's copy saved.
+    """
+    if world.size == 1:
+        return
+    names = {id(parameter): name for name, parameter in trainables.items()}
+    for parameter in optimized:
+        name = names.get(id(parameter))
+        if name is None:
+            raise RuntimeError("the optimizer holds a parameter that the model does not train; make it after sharding")
+        if not isinstance(parameter, DTensor):
+            raise RuntimeError(  # noqa: TRY004 - not a caller's wrong type, but a model that must not be trained
+                f"{name} is neither sharded nor reduced across the {world.size} ranks; "
+                "inject it into a block before the block is sharded"
+            )
+
+
+def diverged(trainables: Mapping[str, nn.Parameter], world: World) -> str | None:
+    """Name of the first parameter whose copies differ between ranks, None if all are equal. Collective."""
+    replicated = {name: p for name, p in trainables.items() if isinstance(p, DTensor) and _is_replicated(p)}
+    if not replicated:
+        return None
+    digests = {name: _digest(p.to_local()) for name, p in replicated.items()}
+    place = next(iter(replicated.values())).device_mesh.get_local_rank(-1)
+    everyone = world.gather((place, digests))
+    copies = [other for other_place, other in everyone if other_place == place]
+    differing = [name for name in digests if any(copy[name] != digests[name] for copy in copies)]
+    found: list[str | None] = world.gather(differing[0] if differing else None)
+    return next((name for name in found if name is not None), None)
+
+
+def _is_replicated(parameter: DTensor) -> bool:
+    mesh = parameter.device_mesh
+    return REPLICATE in (mesh.mesh_dim_names or ()) and mesh[REPLICATE].size() > 1
+
+
+def _digest(tensor: Tensor) -> bytes:
+    raw = tensor.detach().cpu().contiguous().view(torch.uint8)
+    return hashlib.blake2b(raw.numpy().tobytes(), digest_size=16).digest()

@@ -1,0 +1,131 @@
+"""Wrap a model: activation checkpointing, then compile, then `fully_shard` block by block, then the root."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.utils.checkpoint import checkpoint
+
+from trainer.config import ParallelConfig, TrainConfig
+from trainer.parallel.mesh import Strategy
+
+COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def blocks_of(model: nn.Module, class_names: Sequence[str]) -> list[nn.Module]:
+    """The modules of the named classes, in the order they are defined, which is the order they run in."""
+    return [module for module in model.modules() if type(module).__name__ in class_names]
+
+
+def parallelize(
+    model: nn.Module,
+    train: TrainConfig,
+    parallel: ParallelConfig,
+    strategy: Strategy,
+    mesh: DeviceMesh | None,
+    blocks: Sequence[str],
+    methods: Sequence[str] = (),
+) -> nn.Module:
+    """The model, ready to be materialized and loaded; changed in place.
+
+    blocks: class names of the modules that are sharded one by one.  methods: entry points besides `forward`.
+    Without a mesh nothing is sharded and bf16 means autocast.
+    """
+    units = blocks_of(model, blocks)
+    _checkpoint_activations(units, train)
+    if train.compile:
+        for unit in units:
+            unit.compile(backend=train.compile_backend)
+    dtype = COMPUTE_DTYPE[train.precision]
+    if mesh is None:
+        return model if dtype == torch.float32 else _autocast(model, dtype)
+    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if parallel.cpu_offload else OffloadPolicy()
+    shard_units(model, units, mesh, reshard_after_forward(parallel, strategy), dtype, offload)
+    prefetch(units, parallel.prefetch_forward, parallel.prefetch_backward)
+    for method in methods:
+        register_fsdp_forward_method(model, method)
+    return model
+
+
+def shard_units(
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    reshard: bool | int,
+    dtype: torch.dtype,
+    offload: OffloadPolicy,
+) -> None:
+    """`fully_shard` each unit, then the root with what remains.
+
+    Blocks do not cast their inputs: rotary embeddings stay fp32, as in diffusers. The root casts what the caller
+    gives it. Gradients are reduced in fp32 whatever the compute type.
+    """
+    policy = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
+    inner = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
+    for unit in units:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=inner, offload_policy=offload)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+
+
+def reshard_after_forward(parallel: ParallelConfig, strategy: Strategy) -> bool | int:
+    """What `fully_shard` is told: the config's value, else what the strategy means."""
+    if parallel.reshard_after_forward is not None:
+        return parallel.reshard_after_forward
+    return strategy in ("full", "hybrid")
+
+
+def prefetch(units: Sequence[nn.Module], forward: int, backward: int) -> None:
+    """Gather `forward` blocks ahead in forward and `backward` in backward; 0 leaves torch's own order."""
+    sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
+    for i, unit in enumerate(sharded):
+        if forward:
+            unit.set_modules_to_forward_prefetch(sharded[i + 1 : i + 1 + forward])
+        if backward:
+            unit.set_modules_to_backward_prefetch(sharded[max(0, i - backward) : i][::-1])
+
+
+def _checkpoint_activations(units: Sequence[nn.Module], train: TrainConfig) -> None:
+    """Recompute every n-th block in backward. Inside the sharded unit, so that a recompute gathers nothing again."""
+    if train.checkpointing == "none":
+        return
+    every = 1 if train.checkpointing == "full" else train.checkpointing
+    for unit in units[::every]:
+        unit.forward = _recomputed(unit.forward)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # No dropout draws from torch's own generator here (see trainer.adapters), so its state need not be kept.
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return run
+
+
+def _autocast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """bf16 compute without FSDP: floating inputs are cast as FSDP's root does, fp32 masters are cast by autocast."""
+    forward = model.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(next(model.parameters()).device.type, dtype):
+            return forward(*(_cast(arg, dtype) for arg in args), **{key: _cast(v, dtype) for key, v in kwargs.items()})
+
+    model.forward = run
+    return model
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -1,0 +1,305 @@
+"""A page about one run that needs nothing but a browser: curves, samples, facts and config in a single HTML file.
+
+Charts are inline SVG and pictures are embedded, so the file can be mailed or archived and asks no server for anything.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+
+from trainer.config import RunConfig
+from trainer.events import (
+    AnyEvent,
+    ErrorEvent,
+    EventReader,
+    RankReader,
+    SampleEvent,
+    StatusEvent,
+    StepEvent,
+    ValidationEvent,
+    WarningEvent,
+    last_state,
+    latest_steps,
+    smoothed,
+)
+from trainer.rundir import RunDir
+
+POINTS_PER_LINE = 600
+SAMPLE_COLUMNS = 8
+WIDTH, HEIGHT = 640, 240
+LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 28
+PICTURE_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart: (step, value) in order of the steps. A value that is NaN leaves a gap."""
+
+    label: str
+    points: Sequence[Point]
+
+
+def write_report(run: RunDir) -> Path:
+    """Write `report.html` of a run in any state, replacing an earlier one. Returns its path."""
+    events = EventReader(run.events_file).read()
+    draft = run.report.with_suffix(".draft")
+    draft.write_text(_page(run, events), encoding="utf-8")
+    return draft.replace(run.report)
+
+
+def _page(run: RunDir, events: Sequence[AnyEvent]) -> str:
+    name, cfg = escape(run.path.name), run.config()
+    body = [
+        f"<h1>{name}</h1>",
+        _facts(cfg, events),
+        _messages(events),
+        *_charts(run, cfg, events),
+        _samples(run, events),
+        f"<h2>Config</h2><pre>{escape(run.config_file.read_text(encoding='utf-8'))}</pre>",
+    ]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{name}</title><style>{STYLE}</style></head><body><main>{''.join(body)}</main></body></html>\n"
+    )
+
+
+def _facts(cfg: RunConfig, events: Sequence[AnyEvent]) -> str:
+    steps = latest_steps(events)
+    facts = [
+        ("State", last_state(events)),
+        ("Steps", f"{steps[-1].step if steps else 0} of {cfg.train.steps}"),
+        ("Started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(events[0].time)) if events else "never"),
+        ("Duration", str(timedelta(seconds=round(_duration_s(events))))),
+        ("Ranks", str(cfg.parallel.world_size)),
+    ]
+    if steps:
+        facts.append(("Loss, smoothed", _short(smoothed(step.loss for step in steps)[-1])))
+        facts.append(("Images per second", _short(sum(step.images_per_second for step in steps) / len(steps))))
+    rows = "".join(f'<tr><th scope="row">{escape(what)}</th><td>{escape(fact)}</td></tr>' for what, fact in facts)
+    return f"<table>{rows}</table>"
+
+
+def _duration_s(events: Sequence[AnyEvent]) -> float:
+    """Time under way, without the pauses before a run was continued."""
+    return sum(
+        later.time - earlier.time
+        for earlier, later in pairwise(events)
+        if not (isinstance(later, StatusEvent) and later.state == "starting")
+    )
+
+
+def _messages(events: Iterable[AnyEvent]) -> str:
+    items = []
+    for event in events:
+        if isinstance(event, WarningEvent):
+            items.append(f'<p class="warning">Warning, step {event.step}: {escape(event.message)}</p>')
+        if isinstance(event, ErrorEvent):
+            rank = "" if event.rank is None else f", rank {event.rank}"
+            text = escape(f"Error{rank}, step {event.step}: {event.message}")
+            items.append(f'<p class="error" role="alert">{text}<br>{escape(event.remedy)}</p>')
+    return "".join(items)
+
+
+def _charts(run: RunDir, cfg: RunConfig, events: Sequence[AnyEvent]) -> Iterator[str]:
+    steps = latest_steps(events)
+    loss = _line("each step", steps, lambda step: step.loss)
+    means = smoothed(step.loss for step in steps)
+    yield chart("Loss", [loss, Line("smoothed", [(step.step, mean) for step, mean in zip(steps, means, strict=True)])])
+    yield chart("Validation loss", [Line("held-out images", _validation(events))])
+    yield chart("Learning rate", [_line("learning rate", steps, lambda step: step.lr)])
+    yield chart("Gradient norm", [_line("before clipping", steps, lambda step: step.grad_norm)])
+    yield chart("Seconds per step", _step_time(steps))
+    yield chart("Memory allocated, GiB", _memory(run, cfg.parallel.world_size))
+
+
+def _line(label: str, steps: Sequence[StepEvent], value: Callable[[StepEvent], float]) -> Line:
+    return Line(label, [(step.step, value(step)) for step in steps])
+
+
+def _validation(events: Iterable[AnyEvent]) -> list[Point]:
+    last_per_step = {event.step: event.loss for event in events if isinstance(event, ValidationEvent)}
+    return sorted(last_per_step.items())
+
+
+def _step_time(steps: Sequence[StepEvent]) -> list[Line]:
+    return [
+        _line("whole step", steps, lambda step: step.seconds),
+        _line("data", steps, lambda step: step.seconds_data),
+        _line("forward", steps, lambda step: step.seconds_forward),
+        _line("backward", steps, lambda step: step.seconds_backward),
+        _line("optimizer", steps, lambda step: step.seconds_optimizer),
+        _line("communication", steps, lambda step: step.seconds_communication),
+    ]
+
+
+def _memory(run: RunDir, world_size: int) -> list[Line]:
+    lines = []
+    for rank in range(world_size):
+        last_per_step = {line.step: line.allocated / 2**30 for line in RankReader(run.rank_file(rank)).read()}
+        lines.append(Line(f"rank {rank}", sorted(last_per_step.items())))
+    return lines
+
+
+def chart(title: str, lines: Sequence[Line]) -> str:
+    """A line chart over steps as a figure with inline SVG; nothing when no line has a point."""
+    drawn = [Line(line.label, thin(line.points)) for line in lines if line.points]
+    finite = [point for line in drawn for point in line.points if math.isfinite(point[1])]
+    if not finite:
+        return ""
+    axes = _Axes.around(finite)
+    last = ", ".join(f"{line.label} {_short(line.points[-1][1])}" for line in drawn)
+    paths = "".join(f'<path class="c{at % 6}" d="{axes.path(line.points)}"/>' for at, line in enumerate(drawn))
+    legend = "".join(f'<li class="c{at % 6}">{escape(line.label)}</li>' for at, line in enumerate(drawn))
+    return (
+        f"<figure><h2>{escape(title)}</h2>"
+        f'<svg role="img" viewBox="0 0 {WIDTH} {HEIGHT}"><title>{escape(f"{title} by step. Last: {last}")}</title>'
+        f"{axes.grid()}{paths}</svg><figcaption><ul>{legend}</ul></figcaption></figure>"
+    )
+
+
+def thin(points: Sequence[Point], limit: int = POINTS_PER_LINE) -> Sequence[Point]:
+    """At most `limit` of the points: the lowest and the highest of each stretch, so that no spike is lost."""
+    if len(points) <= limit:
+        return points
+    num_buckets = limit // 2
+    edges = [round(at * len(points) / num_buckets) for at in range(num_buckets + 1)]
+    return [point for start, end in pairwise(edges) for point in _extremes(points[start:end])]
+
+
+def _extremes(points: Sequence[Point]) -> list[Point]:
+    finite = [point for point in points if math.isfinite(point[1])]
+    if not finite:
+        return [points[0]]
+    return sorted({min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])})
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """From (step, value) to places in the picture."""
+
+    x_min: float
+    x_max: float
+    y_min: float
+    y_max: float
+
+    @classmethod
+    def around(cls, points: Sequence[Point]) -> _Axes:
+        """Axes that hold all points, with some room above and below."""
+        steps, values = [point[0] for point in points], [point[1] for point in points]
+        room = (max(values) - min(values)) * 0.05 or abs(values[0]) * 0.05 or 1.0
+        return cls(min(steps), max(max(steps), min(steps) + 1), min(values) - room, max(values) + room)
+
+    def place(self, step: float, value: float) -> str:
+        x = LEFT + (step - self.x_min) / (self.x_max - self.x_min) * (WIDTH - LEFT - RIGHT)
+        y = HEIGHT - BOTTOM - (value - self.y_min) / (self.y_max - self.y_min) * (HEIGHT - TOP - BOTTOM)
+        return f"{x:.1f} {y:.1f}"
+
+    def path(self, points: Sequence[Point]) -> str:
+        """SVG path with a gap where a value is not finite. `h0` makes a lone point visible."""
+        commands, pen = [], "M"
+        for step, value in points:
+            if not math.isfinite(value):
+                pen = "M"
+                continue
+            commands.append(f"{pen}{self.place(step, value)}" + ("h0" if pen == "M" else ""))
+            pen = "L"
+        return "".join(commands)
+
+    def grid(self) -> str:
+        """Lines and labels at round values of both axes."""
+        across = "".join(self._value_mark(value) for value in _round_values(self.y_min, self.y_max))
+        steps = [step for step in _round_values(self.x_min, self.x_max) if step == round(step)]
+        return across + "".join(self._step_mark(step) for step in steps)
+
+    def _value_mark(self, value: float) -> str:
+        _, y = self.place(self.x_min, value).split()
+        return (
+            f'<path class="grid" d="M{LEFT} {y}H{WIDTH - RIGHT}"/>'
+            f'<text x="{LEFT - 6}" y="{y}" dy="4" text-anchor="end">{_short(value)}</text>'
+        )
+
+    def _step_mark(self, step: float) -> str:
+        x, _ = self.place(step, self.y_min).split()
+        return f'<text x="{x}" y="{HEIGHT - 8}" text-anchor="middle">{step:.0f}</text>'
+
+
+def _round_values(low: float, high: float) -> list[float]:
+    """About five multiples of 1, 2 or 5 times a power of ten between low and high."""
+    raw = (high - low) / 5
+    power = 10.0 ** math.floor(math.log10(raw))
+    distance = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)
+    return [distance * at for at in range(math.ceil(low / distance), math.floor(high / distance) + 1)]
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _samples(run: RunDir, events: Iterable[AnyEvent]) -> str:
+    """Prompts down, steps across: the same noise at every step, so each row shows one picture change."""
+    samples = {(event.index, event.step): event for event in events if isinstance(event, SampleEvent)}
+    if not samples:
+        return ""
+    all_steps = sorted({step for _, step in samples})
+    steps = _spread(all_steps, SAMPLE_COLUMNS)
+    head = "".join(f'<th scope="col">step {step}</th>' for step in steps)
+    rows = []
+    for index in sorted({index for index, _ in samples}):
+        prompt = next(event.prompt for (row, _), event in samples.items() if row == index)
+        cells = "".join(f"<td>{_picture(run, samples.get((index, step)))}</td>" for step in steps)
+        rows.append(f'<tr><th scope="row">{escape(prompt)}</th>{cells}</tr>')
+    shown = f"{len(steps)} of {len(all_steps)} sample steps"
+    return f"<h2>Samples</h2><p>{shown}</p><div><table><tr><td></td>{head}</tr>{''.join(rows)}</table></div>"
+
+
+def _spread(steps: Sequence[int], limit: int) -> list[int]:
+    """At most `limit` steps, evenly chosen, with the first and the last."""
+    if len(steps) <= limit:
+        return list(steps)
+    return [steps[round(at * (len(steps) - 1) / (limit - 1))] for at in range(limit)]
+
+
+def _picture(run: RunDir, event: SampleEvent | None) -> str:
+    if event is None:
+        return ""
+    file = run.path / event.path
+    kind = PICTURE_TYPES.get(file.suffix.lower())
+    if kind is None or not file.is_file():
+        return escape(f"{event.path}: no picture")
+    data = base64.b64encode(file.read_bytes()).decode()
+    return f'<img src="data:{kind};base64,{data}" alt="{escape(f"{event.prompt}, step {event.step}")}">'
+
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1a1a1a; --paper: #fff; --faint: #d4d4d4; --error: #b91c1c; --warning: #92400e;
+  --c0: #1d4ed8; --c1: #c2410c; --c2: #15803d; --c3: #7e22ce; --c4: #be123c; --c5: #0e7490; }
+@media (prefers-color-scheme: dark) { :root { --ink: #ededed; --paper: #161616; --faint: #444; --error: #fca5a5;
+  --warning: #fcd34d; --c0: #93c5fd; --c1: #fdba74; --c2: #86efac; --c3: #d8b4fe; --c4: #fda4af; --c5: #67e8f9; } }
+body { margin: 0; font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); }
+main { max-width: 1320px; margin: auto; padding: 1rem; }
+h1 { overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin: 1rem 0 .25rem; }
+figure { display: inline-block; width: min(100%, 640px); margin: 0; vertical-align: top; }
+svg { width: 100%; } svg text { font-size: 12px; fill: var(--ink); }
+path { fill: none; stroke: currentColor; stroke-width: 1.5; stroke-linecap: round; stroke-linejoin: round; }
+path.grid { stroke: var(--faint); stroke-width: 1; }
+.c0 { color: var(--c0); } .c1 { color: var(--c1); stroke-dasharray: 8 3; }
+.c2 { color: var(--c2); stroke-dasharray: 2 4; } .c3 { color: var(--c3); stroke-dasharray: 12 4 2 4; }
+.c4 { color: var(--c4); stroke-dasharray: 4 4; } .c5 { color: var(--c5); }
+figcaption ul { display: flex; flex-wrap: wrap; gap: 0 1.5rem; margin: 0; padding: 0 0 0 64px; }
+figcaption li::marker { content: "\\2014  "; }
+th { text-align: left; font-weight: 600; padding: .1rem 1rem .1rem 0; vertical-align: top; }
+td { padding: .1rem .25rem; } div { overflow-x: auto; } img { width: 192px; display: block; }
+.error { color: var(--error); } .warning { color: var(--warning); }
+pre { overflow-x: auto; border: 1px solid var(--faint); padding: .75rem; }
+"""

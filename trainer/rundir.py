@@ -1,0 +1,152 @@
+"""The run folder: the only thing the trainer, the page, the notebooks and the command line share.
+
+Readers follow its files and write nothing but requests. Whether a run is alive is derived (`trainer.launch`), never
+stored.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from trainer import configfile
+from trainer.config import InputError, RunConfig
+
+Request = Literal["stop", "save", "sample"]
+"""stop: leave after this step with a checkpoint.  save: a checkpoint now.  sample: sample images now."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths and requests of one run. Made by `create` or `open`."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, root: Path, cfg: RunConfig, at: Path | None = None) -> RunDir:
+        """Make the folder of a new run, readable by its owner only, with `config.yaml` in it.
+
+        root: where the runs lie; the folder is named `<name>-<time>-<random>`.  at: this very folder instead.
+        Raises InputError when the folder holds something already or cannot be made.
+        """
+        path = at or root / f"{cfg.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        run = cls(path.absolute())
+        try:
+            run._make_folders()
+        except OSError as error:
+            raise InputError(f"{path}: cannot be made a run folder ({error.strerror}); name another place") from error
+        run.config_file.write_text(configfile.dump(cfg), encoding="utf-8")
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunDir:
+        """The run in an existing folder. Raises InputError when there is none."""
+        run = cls(path.absolute())
+        if not run.config_file.is_file():
+            raise InputError(f"{path}: not a run folder (it has no config.yaml); name a folder below runs/")
+        return run
+
+    def _make_folders(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        if any(self.path.iterdir()):
+            raise InputError(f"{self.path}: exists and is not empty; name a new folder, or continue it with --resume")
+        self.path.chmod(0o700)
+        for folder in (self.ranks, self.logs, self.samples, self.checkpoints, self.requests, self.export):
+            folder.mkdir()
+
+    def config(self) -> RunConfig:
+        """The config this run was last started with. Raises InputError when the file was damaged."""
+        return configfile.load(self.config_file, ()).config
+
+    def replace_config(self, cfg: RunConfig) -> Path:
+        """Save another config as `config.yaml` and keep the former one as `config-<n>.yaml`, whose path is returned."""
+        number = 1 + len(list(self.path.glob("config-*.yaml")))
+        former = self.path / f"config-{number}.yaml"
+        draft = self.path / "config.yaml.draft"
+        draft.write_text(configfile.dump(cfg), encoding="utf-8")
+        former.write_bytes(self.config_file.read_bytes())
+        draft.replace(self.config_file)
+        return former
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved config."""
+        return self.path / "config.yaml"
+
+    @property
+    def launch_file(self) -> Path:
+        """Process id, create time and argv of the latest start."""
+        return self.path / "launch.json"
+
+    @property
+    def events_file(self) -> Path:
+        """What happened, one JSON object per line (`trainer.events`)."""
+        return self.path / "events.jsonl"
+
+    @property
+    def ranks(self) -> Path:
+        """One file of RankLines per rank."""
+        return self.path / "ranks"
+
+    def rank_file(self, rank: int) -> Path:
+        """Memory and heartbeat of one rank."""
+        return self.ranks / f"rank{rank}.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        """Output of torchrun and of every rank."""
+        return self.path / "logs"
+
+    @property
+    def samples(self) -> Path:
+        """Sample images."""
+        return self.path / "samples"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder per checkpoint, as `step-000100`."""
+        return self.path / "checkpoints"
+
+    @property
+    def requests(self) -> Path:
+        """Files named after what is asked of the running trainer."""
+        return self.path / "requests"
+
+    @property
+    def export(self) -> Path:
+        """The exported weights."""
+        return self.path / "export"
+
+    @property
+    def report(self) -> Path:
+        """The self-contained page about the run."""
+        return self.path / "report.html"
+
+    def request(self, what: Request) -> None:
+        """Ask the running trainer for something; asking twice is asking once."""
+        (self.requests / what).touch()
+
+    def requested(self, what: Request) -> bool:
+        """Whether somebody asked for it and it was not cleared since."""
+        return (self.requests / what).exists()
+
+    def clear(self, what: Request) -> None:
+        """Forget a request: it was answered."""
+        (self.requests / what).unlink(missing_ok=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Only one process at a time starts this run, judges it or records its end. Never held for long."""
+        lock = os.open(self.events_file, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)

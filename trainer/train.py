@@ -1,0 +1,404 @@
+"""The trainer: family, adapter, parallel and data meet here, and the loop reads top to bottom."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from trainer import adapters, checkpoint, families
+from trainer.clock import BACKWARD, DATA, FORWARD, OPTIMIZER, StepClock
+from trainer.config import RunConfig
+from trainer.data.loader import BatchPlan, Loader, MicroBatch
+from trainer.encode import EncodedData, Say, batch_keys, encode_data
+from trainer.events import (
+    CheckpointEvent,
+    EventWriter,
+    RankLine,
+    SampleEvent,
+    State,
+    StatusEvent,
+    StepEvent,
+    ValidationEvent,
+    WarningEvent,
+)
+from trainer.modules import encoder_loader, load_model, reshard, sync_gradients
+from trainer.objectives import Loss
+from trainer.optim import (
+    Ema,
+    HasEvaluationWeights,
+    clip_gradients,
+    evaluation_weights,
+    learning_rate,
+    make_optimizer,
+    set_learning_rate,
+)
+from trainer.parallel.check import check_reduced, diverged
+from trainer.parallel.memory import MemoryMeter
+from trainer.rng import SampleRng, derived_seed
+from trainer.rundir import Request, RunDir
+from trainer.sampling import draw_all
+from trainer.world import World
+
+HEARTBEAT_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know after the one small reduction of a step."""
+
+    loss: float
+    weight: float
+    non_finite: int
+    stop: bool
+    save: bool
+    sample: bool
+    saved: bool
+
+
+class Trainer:
+    """One run on one rank. Every public method is collective.
+
+    cache: folder shared by runs, for encoded data and tiny models.  say: takes events; only rank 0's is heard.
+    """
+
+    def __init__(self, cfg: RunConfig, run: RunDir, world: World, cache: Path, say: Say) -> None:
+        self.cfg, self.run_dir, self.world, self.say = cfg, run, world, say
+        self.family = families.get(cfg.model.family)(cfg.model, cfg.objective, cache / "models")
+        self._load_encoder = encoder_loader(cfg, world)
+        self.data: EncodedData = encode_data(cfg, self.family, self._load_encoder, cache, world, say)
+        say(StatusEvent(state="loading"))
+        started = time.perf_counter()
+        self.loaded = load_model(cfg, self.family, world)
+        self.model = self.loaded.module
+        self.trainables = self.loaded.trainables
+        self.parameters = list(self.trainables.values())
+        self.optimizer = make_optimizer(self.parameters, cfg.optim)
+        optimized = [p for group in self.optimizer.param_groups for p in group["params"]]
+        check_reduced(self.trainables, optimized, world)
+        self.ema = Ema(self.trainables, cfg.optim.ema) if cfg.optim.ema else None
+        self.loader = self._make_loader()
+        self.checkpointer = checkpoint.Checkpointer(run.checkpoints, world, cfg.checkpoint.keep)
+        self.clock = StepClock(world)
+        self.clock.watch(self.model)
+        self.meter = MemoryMeter(world)
+        self._ranks = EventWriter(run.rank_file(world.rank))
+        self._last_heartbeat = 0.0
+        # A rank whose torchrun was killed is adopted by another process. It would train on unseen.
+        self._parent = os.getppid()
+        self.step = self._resume()
+        self._say_loaded(time.perf_counter() - started)
+
+    def train(self) -> State:
+        """Run to the last step, or to a stop request. Returns `finished` or `stopped`, with a checkpoint on disk."""
+        cfg = self.cfg
+        if self.step == 0 and cfg.sample.every:
+            self.draw_samples()
+        self._status("training")
+        while self.step < cfg.train.steps:
+            agreed = self.train_step()
+            if agreed.saved:
+                self._finish_checkpoint()
+            if self._due(cfg.train.check_replicas):
+                self._check_replicas()
+            if self.data.validation and self._due(cfg.data.validation_every):
+                self.validate()
+            if agreed.sample or (self._due(cfg.sample.every) and self.step < cfg.train.steps):
+                self.draw_samples()
+            if agreed.stop:
+                self._save_last()
+                return "stopped"
+            if agreed.save or (self._due(cfg.checkpoint.every) and self.step < cfg.train.steps):
+                self.save()
+        if cfg.sample.every:
+            self.draw_samples()
+        self._save_last()
+        return "finished"
+
+    def train_step(self) -> Agreed:
+        """One optimizer step over `train.batch_size` images of all ranks."""
+        self.clock.start()
+        began = time.perf_counter()
+        micro_batches = self.loader.micro_batches(self.step)
+        self.clock.mark(DATA)
+        total = torch.zeros((), device=self.world.device)
+        weight = torch.zeros((), device=self.world.device)
+        for i, micro_batch in enumerate(micro_batches):
+            sync_gradients(self.model, i == len(micro_batches) - 1)
+            loss = self._forward(micro_batch)
+            self.clock.mark(FORWARD)
+            # FSDP averages over ranks; the loss of the step is a sum over them.
+            (loss.total * (self.world.size / self.cfg.train.batch_size)).backward()  # type: ignore[no-untyped-call]
+            self.clock.mark(BACKWARD)
+            total += loss.total.detach()
+            weight += loss.weight
+        agreed = self._agree(float(total), float(weight))
+        self._refuse_non_finite(agreed)
+        grad_norm, lr = self._update(agreed)
+        self.clock.mark(OPTIMIZER)
+        self.step += 1
+        self._say_step(agreed.loss, lr, grad_norm, time.perf_counter() - began)
+        return agreed
+
+    def validate(self) -> float:
+        """Mean loss on the held-out images, with noise and timesteps that are the same every time."""
+        count, size = len(self.data.validation), self.world.size
+        total = weight = 0.0
+        with self._evaluating():
+            for first in range(0, count, size):
+                index = first + self.world.rank
+                example = self.data.held_out(index % count)
+                mine = 1.0 if index < count else 0.0
+                rng = SampleRng(derived_seed(self.cfg.train.seed, "validation"), (index % count,), self.world.device)
+                loss = self.family.loss(self.model, self._batch((example,), (mine,)), rng)
+                total += float(loss.total)
+                weight += float(loss.weight)
+        total, weight = self.world.sum([total, weight])
+        self.say(ValidationEvent(step=self.step, loss=total / weight))
+        return total / weight
+
+    def draw_samples(self) -> list[Path]:
+        """One picture per prompt, from the same noise at every step. Returns their paths on rank 0."""
+        self._status("sampling")
+        encoder = self.family.image_encoder(self._load_encoder)
+        cfg, cache = self.cfg.sample, self.data.cache
+        negative = cache.read(self.data.negative)
+
+        def draw(index: int) -> Image.Image:
+            rng = SampleRng(cfg.seed, (index,), self.world.device)
+            text = cache.read(self.data.prompts[index])
+            return self.family.sample(self.model, encoder, text, negative, cfg, rng)
+
+        with self._evaluating():
+            pictures = draw_all(len(self.data.prompts), draw, self.world)
+        paths = [self._write_sample(index, png) for index, png in enumerate(pictures)]
+        self._status("training")
+        return paths
+
+    def save(self) -> None:
+        """Begin a checkpoint; it is written while training goes on."""
+        self._finish_checkpoint()
+        self.checkpointer.save(self.step, self._state())
+
+    def trained_weights(self) -> dict[str, Tensor]:
+        """The trained weights as they are exported, whole, on the CPU of rank 0; empty on other ranks."""
+        weights = {}
+        with self._evaluating():
+            for name, parameter in self.trainables.items():
+                whole = parameter.detach()
+                whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+                if self.world.rank == 0:
+                    weights[name] = whole.to("cpu", copy=True)
+        return weights
+
+    def close(self) -> None:
+        """Stop reading ahead and close this rank's files."""
+        self.loader.close()
+        self._ranks.close()
+
+    def _make_loader(self) -> Loader:
+        cfg = self.cfg
+        plan = BatchPlan(
+            batch_keys(self.family, self.data),
+            [encoded.photo.weight for encoded in self.data.train],
+            cfg.train.batch_size,
+            cfg.train.seed,
+            cfg.data.caption_dropout,
+        )
+        return Loader(plan, self.data.example, self.world.rank, self.world.size, cfg.train.micro_batch)
+
+    def _forward(self, micro_batch: MicroBatch) -> Loss:
+        rng = SampleRng(self.cfg.train.seed, micro_batch.indices, self.world.device)
+        adapters.set_samples(self.model, self.cfg.train.seed, micro_batch.indices)
+        return self.family.loss(self.model, self._batch(micro_batch.examples, micro_batch.weights), rng)
+
+    def _batch(self, examples: tuple[dict[str, Tensor], ...], weights: tuple[float, ...]) -> dict[str, Tensor]:
+        batch = self.family.collate(examples)
+        batch["weight"] = torch.tensor(weights)
+        return {key: tensor.to(self.world.device, non_blocking=True) for key, tensor in batch.items()}
+
+    def _agree(self, total: float, weight: float) -> Agreed:
+        """The one reduction of a step: loss, weight, and flags that all ranks must act on together."""
+        rank0 = self.world.rank == 0
+        finite = math.isfinite(total)
+        mine = [
+            total if finite else 0.0,
+            weight,
+            float(not finite),
+            float((rank0 and self.run_dir.requested("stop")) or os.getppid() != self._parent),
+            *(float(rank0 and self.run_dir.requested(what)) for what in ("save", "sample")),
+            float(self.checkpointer.writing and self.checkpointer.done),
+        ]
+        with self.clock.communication():
+            total, weight, non_finite, stop, save, sample, saved = self.world.sum(mine)
+        if rank0:
+            self._clear_requests(stop=stop, save=save, sample=sample)
+        return Agreed(
+            total / weight, weight, int(non_finite), bool(stop), bool(save), bool(sample), saved == self.world.size
+        )
+
+    def _clear_requests(self, **asked: float) -> None:
+        """Forget the requests that are answered now; one that came since stays."""
+        for what in get_args(Request):
+            if asked[what]:
+                self.run_dir.clear(what)
+
+    def _update(self, agreed: Agreed) -> tuple[float, float]:
+        """Clip and move the weights. Returns the gradient norm before clipping and the learning rate."""
+        cfg = self.cfg.optim
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if agreed.weight != self.cfg.train.batch_size:
+            torch._foreach_mul_(gradients, self.cfg.train.batch_size / agreed.weight)
+        grad_norm = clip_gradients(self.parameters, cfg.clip_norm)
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(f"step {self.step + 1}: the gradient norm is {grad_norm}, the loss {agreed.loss}")
+        lr = learning_rate(self.step, cfg, self.cfg.train.steps)
+        set_learning_rate(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.ema:
+            self.ema.update(self.step)
+        return grad_norm, lr
+
+    def _refuse_non_finite(self, agreed: Agreed) -> None:
+        if agreed.non_finite:
+            raise FloatingPointError(
+                f"step {self.step + 1}: the loss is not finite on {agreed.non_finite} of {self.world.size} ranks"
+            )
+
+    def _check_replicas(self) -> None:
+        name = diverged(self.trainables, self.world)
+        if name:
+            raise RuntimeError(f"step {self.step}: {name} differs between ranks that must hold equal copies")
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Inside: eval mode, no gradients, the weights to evaluate with, and nothing gathered from before."""
+        reshard(self.model)
+        self.model.eval()
+        with torch.no_grad(), evaluation_weights(self.optimizer, self.parameters, self.ema):
+            yield
+            reshard(self.model)
+        self.model.train()
+
+    def _state(self) -> checkpoint.TrainState:
+        return checkpoint.TrainState(self.model, self.trainables, self.optimizer, self._evaluation_tensors())
+
+    def _evaluation_tensors(self) -> dict[str, Tensor]:
+        """Weights to evaluate with, where they are not the trained ones."""
+        if self.ema:
+            return self.ema.average
+        if not isinstance(self.optimizer, HasEvaluationWeights):
+            return {}
+        with evaluation_weights(self.optimizer, self.parameters, None):
+            return {name: parameter.detach().clone() for name, parameter in self.trainables.items()}
+
+    def _resume(self) -> int:
+        found = checkpoint.complete(self.run_dir.checkpoints)
+        if not found:
+            return 0
+        step = checkpoint.restore(found[-1], self._state())
+        self.say(StatusEvent(state="loading", step=step, message=f"resumed from {found[-1].name}"))
+        return step
+
+    def _save_last(self) -> None:
+        self._status("saving")
+        self._finish_checkpoint()
+        self.checkpointer.save(self.step, self._state())
+        self._say_checkpoint(self.checkpointer.wait())
+
+    def _finish_checkpoint(self) -> None:
+        """Name the checkpoint that is being written. One that failed is a warning: the ones before it remain."""
+        try:
+            self._say_checkpoint(self.checkpointer.wait())
+        except OSError as error:
+            self.say(WarningEvent(step=self.step, message=str(error)))
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def _write_sample(self, index: int, png: bytes) -> Path:
+        path = self.run_dir.samples / f"step-{self.step:06d}-{index}.png"
+        path.write_bytes(png)
+        self.say(
+            SampleEvent(
+                step=self.step,
+                prompt=self.cfg.sample.prompts[index],
+                index=index,
+                path=str(path.relative_to(self.run_dir.path)),
+            )
+        )
+        return path
+
+    def _status(self, state: State) -> None:
+        self.say(StatusEvent(state=state, step=self.step))
+        self._heartbeat(state)
+
+    def _say_loaded(self, seconds: float) -> None:
+        trained = sum(parameter.numel() for parameter in self.parameters)
+        self.say(
+            StatusEvent(
+                state="loading",
+                step=self.step,
+                message=f"{self.loaded.bytes_read / 2**30:.2f} GiB read by this rank in {seconds:.1f} s; "
+                f"{trained:,} trained parameters in {len(self.parameters)} tensors; "
+                f"{self.world.size} ranks, strategy {self.loaded.strategy}",
+            )
+        )
+        self._heartbeat("loading")
+
+    def _say_checkpoint(self, path: Path | None) -> None:
+        if path:
+            self.say(CheckpointEvent(step=checkpoint.steps_in(path), path=str(path.relative_to(self.run_dir.path))))
+
+    def _say_step(self, loss: float, lr: float, grad_norm: float, seconds: float) -> None:
+        split = self.clock.read()
+        self.say(
+            StepEvent(
+                step=self.step,
+                loss=loss,
+                lr=lr,
+                grad_norm=grad_norm,
+                seconds=seconds,
+                seconds_data=split[DATA],
+                seconds_forward=split[FORWARD],
+                seconds_backward=split[BACKWARD],
+                seconds_optimizer=split[OPTIMIZER],
+                seconds_communication=split["communication"],
+                images_per_second=self.cfg.train.batch_size / seconds,
+            )
+        )
+        if time.monotonic() - self._last_heartbeat >= HEARTBEAT_SECONDS:
+            self._heartbeat("training")
+
+    def _heartbeat(self, phase: str) -> None:
+        self._last_heartbeat = time.monotonic()
+        memory = self.meter.read()
+        self._ranks.write(
+            RankLine(
+                rank=self.world.rank,
+                step=self.step,
+                phase=phase,
+                allocated=memory.allocated,
+                reserved=memory.reserved,
+                peak=memory.peak,
+                limit=memory.limit,
+            )
+        )
+
+
+def speaker(run: RunDir, world: World) -> Callable[[object], None]:
+    """Rank 0's events go to the run folder, other ranks' nowhere: every rank says the same."""
+    if world.rank:
+        return lambda event: None
+    return EventWriter(run.events_file).write  # type: ignore[return-value]

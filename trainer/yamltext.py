@@ -1,0 +1,120 @@
+"""YAML text to values with line numbers, and back, by the rules of YAML 1.2 for plain words.
+
+YAML 1.1, as PyYAML reads it, takes `1e-4` for text, `1:30` for 90 and `on` for true: none is what a config means.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+Loc = tuple[str | int, ...]
+"""Keys and list positions that lead to a value: `("data", "folders", 0, "path")`."""
+
+MAX_DEPTH = 20
+INT = re.compile(r"[-+]?[0-9]{1,30}")
+FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+
+
+class YamlError(ValueError):
+    """A text is no YAML. line: counted from 1."""
+
+    def __init__(self, line: int, message: str) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """value: of dict, list, str, int, float, bool and None; keys are text.  lines: of each key and list item, from 1.
+
+    repeated: (location, line) of every key that was given before in the same mapping; the first one counts.
+    """
+
+    value: Any
+    lines: dict[Loc, int] = field(default_factory=dict)
+    repeated: tuple[tuple[Loc, int], ...] = ()
+
+
+def parse(text: str) -> Parsed:
+    """Read one YAML document. Raises YamlError."""
+    node = _compose(text)
+    if node is None:
+        return Parsed(None)
+    lines: dict[Loc, int] = {}
+    repeated: list[tuple[Loc, int]] = []
+    value = _value(node, (), lines, repeated)
+    return Parsed(value, lines, tuple(repeated))
+
+
+def dump(value: Any) -> str:
+    """The value as YAML, which `parse` reads as an equal value."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _compose(text: str) -> yaml.Node | None:
+    try:
+        _check_events(text)
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark else 1
+        if "'\\t'" in str(error.problem):
+            raise YamlError(line, "a tab where only spaces may stand; indent with spaces") from error
+        raise YamlError(line, f"not YAML: {', '.join(filter(None, [error.context, error.problem]))}") from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise YamlError(line, "a control character, which YAML does not allow; remove it") from error
+
+
+def _check_events(text: str) -> None:
+    """Refuse what lets a small file grow or recurse without bound, before anything is built from it."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        line = event.start_mark.line + 1 if event.start_mark else 1
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise YamlError(line, f"nested deeper than {MAX_DEPTH} levels")
+        if isinstance(event, yaml.AliasEvent):
+            raise YamlError(line, "an alias (*name) is not read here; write the value again")
+
+
+def _value(node: yaml.Node, loc: Loc, lines: dict[Loc, int], repeated: list[tuple[Loc, int]]) -> Any:
+    if isinstance(node, yaml.ScalarNode):
+        return _plain(node.value) if node.style is None else node.value
+    if isinstance(node, yaml.SequenceNode):
+        lines.update({(*loc, index): item.start_mark.line + 1 for index, item in enumerate(node.value)})
+        return [_value(item, (*loc, index), lines, repeated) for index, item in enumerate(node.value)]
+    mapping: dict[str, Any] = {}
+    for key, item in node.value:
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode):
+            raise YamlError(line, "a key that is a list or a mapping; keys are words")
+        at = (*loc, key.value)
+        if at in lines:
+            repeated.append((at, line))
+        else:
+            lines[at] = line
+            mapping[key.value] = _value(item, at, lines, repeated)
+    return mapping
+
+
+def _plain(word: str) -> str | int | float | bool | None:
+    """The value of a word without quotes."""
+    if word in ("", "~", "null", "Null", "NULL"):
+        return None
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    if INT.fullmatch(word):
+        return int(word)
+    return float(re.sub(r"\.(?=[a-z])", "", word.lower())) if FLOAT.fullmatch(word) else word
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts quotes around text that `_plain` would take for a number."""
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"({FLOAT.pattern})$"), list("-+.0123456789"))
