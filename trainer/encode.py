@@ -36,13 +36,21 @@ class EncodedPhoto:
 
 
 @dataclass(frozen=True)
+class EncodedPrompt:
+    """A sample prompt with its trigger filled in, and where its embeddings lie in the cache."""
+
+    text: str
+    key: str
+
+
+@dataclass(frozen=True)
 class EncodedData:
-    """Everything a run feeds to the model, by cache key. prompts: sample prompts.  empty: the empty caption."""
+    """Everything a run feeds to the model, by cache key. negative, empty: the negative and the empty caption."""
 
     cache: ExampleCache
     train: tuple[EncodedPhoto, ...]
     validation: tuple[EncodedPhoto, ...]
-    prompts: tuple[str, ...]
+    prompts: tuple[EncodedPrompt, ...]
     negative: str
     empty: str
 
@@ -100,7 +108,7 @@ def encode_data(
         cache,
         tuple(e for e in encoded[:split] if e.latents not in failures),
         tuple(e for e in encoded[split:] if e.latents not in failures),
-        tuple(text_keys[prompt] for prompt in prompts),
+        tuple(EncodedPrompt(prompt, text_keys[prompt]) for prompt in prompts),
         text_keys[cfg.sample.negative],
         text_keys[""],
     )

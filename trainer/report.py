@@ -63,7 +63,7 @@ def _page(run: RunDir, events: Sequence[AnyEvent]) -> str:
         f"<h1>{name}</h1>",
         _facts(cfg, events),
         _messages(events),
-        *_charts(run, cfg, events),
+        f"<section>{''.join(_charts(run, cfg, events))}</section>",
         _samples(run, events),
         f"<h2>Config</h2><pre>{escape(run.config_file.read_text(encoding='utf-8'))}</pre>",
     ]
@@ -289,7 +289,8 @@ STYLE = """
 body { margin: 0; font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); }
 main { max-width: 1320px; margin: auto; padding: 1rem; }
 h1 { overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin: 1rem 0 .25rem; }
-figure { display: inline-block; width: min(100%, 640px); margin: 0; vertical-align: top; }
+section { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 0 1.5rem; }
+figure { margin: 0; }
 svg { width: 100%; } svg text { font-size: 12px; fill: var(--ink); }
 path { fill: none; stroke: currentColor; stroke-width: 1.5; stroke-linecap: round; stroke-linejoin: round; }
 path.grid { stroke: var(--faint); stroke-width: 1; }

@@ -176,7 +176,7 @@ class Trainer:
 
         def draw(index: int) -> Image.Image:
             rng = SampleRng(cfg.seed, (index,), self.world.device)
-            text = cache.read(self.data.prompts[index])
+            text = cache.read(self.data.prompts[index].key)
             return self.family.sample(self.model, encoder, text, negative, cfg, rng)
 
         with self._evaluating():
@@ -333,7 +333,7 @@ class Trainer:
         self.say(
             SampleEvent(
                 step=self.step,
-                prompt=self.cfg.sample.prompts[index],
+                prompt=self.data.prompts[index].text,
                 index=index,
                 path=str(path.relative_to(self.run_dir.path)),
             )

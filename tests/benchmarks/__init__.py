@@ -1,0 +1,1 @@
+"""Measurements with limits: each module is a command, `python -m tests.benchmarks.<name>`; figures in RESULTS.md."""

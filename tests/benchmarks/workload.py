@@ -1,0 +1,200 @@
+"""What the benchmarks train: FLUX.2 transformers of any size with random weights, on generated examples.
+
+No encoder is ever built: the cache is filled with numbers of the right shapes, and the trainer finds it full.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from trainer.config import RunConfig
+from trainer.encode import EncodedData, encode_data
+from trainer.families.base import LoadModule
+from trainer.families.flux2 import Flux2
+from trainer.objectives import Example
+from trainer.rundir import RunDir
+from trainer.train import Trainer, speaker
+from trainer.world import World
+
+NUM_PICTURES = 4
+NUM_WEIGHT_FILES = 4
+TEXT_LAYERS = 3  # hidden states the published recipe stacks
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A transformer and what it is fed. heads: of `head_size` numbers.  text_width: features per text token.
+
+    double, single: number of blocks.  pixels: side of the square images.
+    """
+
+    double: int
+    single: int
+    heads: int
+    head_size: int
+    text_width: int
+    text_tokens: int
+    pixels: int
+
+    @property
+    def transformer(self) -> dict[str, Any]:
+        """Its config, as diffusers takes it."""
+        return {
+            "in_channels": 128,
+            "num_layers": self.double,
+            "num_single_layers": self.single,
+            "num_attention_heads": self.heads,
+            "attention_head_dim": self.head_size,
+            "axes_dims_rope": [self.head_size // 4] * 4,
+            "joint_attention_dim": self.text_width,
+            "guidance_embeds": False,
+        }
+
+    def build(self) -> Flux2Transformer2DModel:
+        """The transformer on the meta device."""
+        with torch.device("meta"):
+            return Flux2Transformer2DModel(**self.transformer)
+
+
+TINY = Workload(double=1, single=2, heads=2, head_size=32, text_width=96, text_tokens=16, pixels=64)
+LITTLE = Workload(double=1, single=2, heads=8, head_size=64, text_width=384, text_tokens=64, pixels=256)
+"""18.8 M parameters."""
+KLEIN_SMALL = Workload(double=2, single=4, heads=8, head_size=128, text_width=384, text_tokens=64, pixels=256)
+"""128.8 M parameters."""
+KLEIN_4B = Workload(double=5, single=20, heads=24, head_size=128, text_width=7680, text_tokens=512, pixels=1024)
+"""FLUX.2 klein-4B as published: 3.876 B parameters."""
+
+
+class GeneratedExamples(Flux2):
+    """Encodes to noise. Same fingerprint as the real family, so that what it caches is found by the trainer."""
+
+    def __init__(self, cfg: RunConfig, cache: Path, text_tokens: int) -> None:
+        super().__init__(cfg.model, cfg.objective, cache / "models")
+        self._text_tokens = text_tokens
+
+    def text_encoder(self, load: LoadModule) -> Any:
+        return None
+
+    def image_encoder(self, load: LoadModule) -> Any:
+        return None
+
+    def encode_text(self, encoder: Any, caption: str) -> Example:
+        return {"prompt_embeds": torch.randn(self._text_tokens, self._architecture.joint_attention_dim).bfloat16()}
+
+    def encode_image(self, encoder: Any, image: Image.Image) -> Example:
+        side = (self._architecture.in_channels, image.height // self.size_multiple, image.width // self.size_multiple)
+        return {"latents": torch.randn(side)}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A folder with a model, pictures and a cache that is full. Made by `prepare`."""
+
+    root: Path
+    workload: Workload
+
+    def config(self, **sections: dict[str, Any]) -> RunConfig:
+        """A rank-16 LoRA run, one image per step. sections: fields that differ, by section."""
+        values: dict[str, dict[str, Any]] = {
+            "model": {"path": str(self.model)},
+            "data": {"path": str(self.root / "pictures"), "resolution": self.workload.pixels},
+            "train": {"steps": 10_000_000},
+            "checkpoint": {"every": 0},
+        }
+        for section, changes in sections.items():
+            values[section] = values.get(section, {}) | changes
+        return RunConfig.model_validate({"name": "bench", **values})
+
+    @property
+    def model(self) -> Path:
+        """The diffusers folder."""
+        return self.root / "model"
+
+    def trainer(self, name: str, cfg: RunConfig, world: World) -> Trainer:
+        """A trainer as torchrun would start it, its events on disk in the run folder `name`. Collective."""
+        path = self.root / name
+        if world.rank == 0:
+            RunDir.create(self.root, cfg, path)
+        world.barrier()
+        run = RunDir.open(path)
+        return Trainer(cfg, run, world, self.root / "cache", speaker(run, world))
+
+
+def prepare(root: Path, workload: Workload, device: str = "cpu") -> Bench:
+    """Write everything a run needs below `root`. device: where the weights are drawn."""
+    bench = Bench(root, workload)
+    _write_model(bench.model, workload, torch.device(device))
+    _write_pictures(root / "pictures", workload.pixels)
+    return bench
+
+
+def fill_cache(bench: Bench, world: World) -> EncodedData:
+    """Cache generated examples for every picture and caption. Collective; what is there already stays."""
+    cfg = bench.config()
+    family = GeneratedExamples(cfg, bench.root / "cache", bench.workload.text_tokens)
+    return encode_data(cfg, family, _no_encoder, bench.root / "cache", world, lambda event: None)
+
+
+def _no_encoder(module: nn.Module, files: object, blocks: Sequence[str]) -> nn.Module:
+    raise AssertionError("generated examples need no encoder")
+
+
+def _write_model(folder: Path, workload: Workload, device: torch.device) -> None:
+    """A diffusers folder whose transformer has bf16 weights and whose other components are configs only."""
+    transformer = folder / "transformer"
+    transformer.mkdir(parents=True)
+    model = workload.build()
+    tensors = _random_tensors(model, device)
+    index = {}
+    for number in range(NUM_WEIGHT_FILES):
+        part = dict(list(tensors.items())[number::NUM_WEIGHT_FILES])
+        file = f"diffusion_pytorch_model-{number + 1:05d}-of-{NUM_WEIGHT_FILES:05d}.safetensors"
+        save_file(part, transformer / file, {"format": "pt"})
+        index |= dict.fromkeys(part, file)
+    total = {"total_size": sum(tensor.nbytes for tensor in tensors.values())}
+    _write_json(
+        transformer / "diffusion_pytorch_model.safetensors.index.json", {"metadata": total, "weight_map": index}
+    )
+    _write_json(transformer / "config.json", {"_class_name": type(model).__name__, **workload.transformer})
+    text_encoder = {"model_type": "qwen3", "num_hidden_layers": 28, "hidden_size": workload.text_width // TEXT_LAYERS}
+    _write_json(folder / "text_encoder/config.json", text_encoder)
+    _write_json(folder / "vae/config.json", {})
+    _write_json(folder / "scheduler/scheduler_config.json", {})
+    _write_json(folder / "tokenizer/tokenizer_config.json", {})
+
+
+def _random_tensors(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """bf16 weights on the CPU that keep the variance of their input; vectors are norms' scales, 1."""
+    numbers = torch.Generator(device).manual_seed(0)
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.dim() < 2:
+            tensors[name] = torch.ones(tensor.shape, dtype=torch.bfloat16)
+            continue
+        drawn = torch.empty(tensor.shape, dtype=torch.bfloat16, device=device)
+        drawn.normal_(0, 1 / math.sqrt(tensor.shape[1]), generator=numbers)
+        tensors[name] = drawn.cpu()
+    return tensors
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def _write_pictures(folder: Path, pixels: int) -> None:
+    folder.mkdir(parents=True)
+    for number in range(NUM_PICTURES):
+        Image.new("RGB", (pixels, pixels), (60 * number, 0, 0)).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"picture number {number}", encoding="utf-8")

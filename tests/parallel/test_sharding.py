@@ -1,0 +1,169 @@
+"""Who holds what: shards, copies, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed import run_ranks
+from tests.runs import Outcome, alone, make_pictures, make_run, run_config, train
+from trainer.config import ParallelConfig, RunConfig
+from trainer.parallel.check import check_reduced, diverged
+from trainer.parallel.mesh import device_mesh, resolve_strategy
+from trainer.parallel.shard import blocks_of, shard_units
+from trainer.rundir import RunDir
+from trainer.train import Trainer
+from trainer.world import World
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pictures(tmp_path_factory.mktemp("sharding") / "pictures", 4)
+
+
+def outcomes(pictures: Path, ranks: int, name: str, **changes: Any) -> list[Outcome]:
+    cfg = run_config(pictures, train__steps=1, parallel__devices=ranks, **changes)
+    return run_ranks(ranks, train, cfg, make_run(pictures.parent, cfg, f"{name}-{ranks}"))
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(2, 0.51), (4, 0.26)])
+def test_a_rank_holds_its_share_of_the_parameters(pictures: Path, ranks: int, most: float) -> None:
+    for found in outcomes(pictures, ranks, "share", parallel__strategy="full"):
+        assert found.local_bytes <= most * found.full_bytes
+
+
+def test_copies_hold_everything(pictures: Path) -> None:
+    for found in outcomes(pictures, 2, "copies", parallel__strategy="ddp"):
+        assert found.local_bytes == found.full_bytes
+
+
+def worst_case(parallel: ParallelConfig, size: int, local_size: int, state_gib: float, monkeypatch: Any) -> str:
+    world = World(0, size, 0, local_size, torch.device("cpu"), alone().background)
+    monkeypatch.setattr(World, "memory", property(lambda self: 100 * GIB))
+    return resolve_strategy(parallel, world, int(state_gib * GIB))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "devices", "state_gib", "offload", "expected"),
+    [
+        (1, 1, 10, False, "none"),
+        (1, 1, 10, True, "full"),
+        (1, 4, 59, False, "ddp"),
+        (1, 4, 61, False, "full"),
+        (1, 4, 10, True, "full"),
+        (2, 4, 200, False, "hybrid"),
+        (2, 4, 400, False, "full"),
+    ],
+)
+def test_auto_replicates_what_fits_shards_inside_a_node_what_fits_there_and_else_over_all_ranks(
+    nodes: int, devices: int, state_gib: float, offload: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parallel = ParallelConfig(nodes=nodes, devices=devices, cpu_offload=offload)
+    assert worst_case(parallel, nodes * devices, devices, state_gib, monkeypatch) == expected
+
+
+def test_a_strategy_that_is_named_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert worst_case(ParallelConfig(strategy="full", devices=2), 2, 2, 1, monkeypatch) == "full"
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def sharded(world: World, strategy: Any) -> nn.Module:
+    model = small_model()
+    mesh = device_mesh(ParallelConfig(devices=world.size, strategy=strategy), world, strategy)
+    assert mesh is not None
+    from torch.distributed.fsdp import OffloadPolicy
+
+    shard_units(model, blocks_of(model, ["Linear"]), mesh, True, torch.float32, OffloadPolicy())
+    return model
+
+
+def refusal_of_an_adapter_added_after_sharding(world: World) -> str:
+    model = sharded(world, "full")
+    model.late = nn.Linear(8, 8)
+    trainables = dict(model.named_parameters())
+    try:
+        check_reduced(trainables, trainables.values(), world)
+    except RuntimeError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_a_trainable_that_is_neither_sharded_nor_reduced_is_refused_by_name() -> None:
+    assert (
+        run_ranks(2, refusal_of_an_adapter_added_after_sharding)
+        == [
+            "late.weight is neither sharded nor reduced across the 2 ranks; "
+            "inject it into a block before the block is sharded"
+        ]
+        * 2
+    )
+
+
+def refusal_of_an_optimizer_made_before_sharding(world: World) -> str:
+    model = sharded(world, "full")
+    try:
+        check_reduced(dict(model.named_parameters()), small_model().parameters(), world)
+    except RuntimeError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_an_optimizer_over_other_parameters_than_the_models_is_refused() -> None:
+    assert (
+        run_ranks(2, refusal_of_an_optimizer_made_before_sharding)
+        == ["the optimizer holds a parameter that the model does not train; make it after sharding"] * 2
+    )
+
+
+def divergence(world: World, strategy: str, damaged_rank: int | None) -> str | None:
+    model = sharded(world, strategy)
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    if world.rank == damaged_rank:
+        with torch.no_grad():
+            parameters["1.weight"].to_local()[0, 0] += 1e-3
+    return diverged(parameters, world)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "damaged_rank", "expected"),
+    [("ddp", None, None), ("ddp", 0, "1.weight"), ("ddp", 1, "1.weight"), ("full", 1, None)],
+)
+def test_copies_that_drifted_apart_are_found_by_every_rank(
+    strategy: str, damaged_rank: int | None, expected: str | None
+) -> None:
+    assert run_ranks(2, divergence, strategy, damaged_rank) == [expected] * 2
+
+
+def train_with_a_drifting_copy(world: World, cfg: RunConfig, run: RunDir) -> str:
+    trainer = Trainer(cfg, run, world, run.path.parent / "cache", lambda event: None)
+    name, parameter = next(iter(trainer.trainables.items()))
+    try:
+        trainer.train_step()
+        if world.rank == 1:
+            with torch.no_grad():
+                parameter.to_local().add_(1e-3)  # type: ignore[operator]
+        trainer.train()
+    except RuntimeError as error:
+        return str(error).replace(name, "NAME")
+    finally:
+        trainer.close()
+    return "trained on"
+
+
+def test_a_run_whose_copies_drift_apart_ends_with_the_name_of_the_parameter(pictures: Path) -> None:
+    cfg = run_config(pictures, parallel__devices=2, parallel__strategy="ddp", train__check_replicas=2)
+    run = make_run(pictures.parent, cfg, "drift")
+    assert (
+        run_ranks(2, train_with_a_drifting_copy, cfg, run)
+        == ["step 2: NAME differs between ranks that must hold equal copies"] * 2
+    )

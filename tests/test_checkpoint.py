@@ -1,0 +1,111 @@
+"""Checkpoints on disk: complete or not there, the newest few kept, refused when they hold something else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runs import alone
+from trainer import checkpoint
+from trainer.checkpoint import Checkpointer, StoredWeights, TrainState
+from trainer.config import InputError
+
+
+def make_state(width: int = 8, seed: int = 0) -> TrainState:
+    torch.manual_seed(seed)
+    model = nn.Linear(width, width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.ones(1, width)).sum().backward()
+    optimizer.step()
+    return TrainState(model, dict(model.named_parameters()), optimizer, {})
+
+
+def save(folder: Path, state: TrainState, *steps: int, keep: int = 3) -> Checkpointer:
+    saver = Checkpointer(folder, alone(), keep)
+    for step in steps:
+        saver.save(step, state)
+        saver.wait()
+    return saver
+
+
+def test_a_checkpoint_has_its_name_only_when_it_is_complete(tmp_path: Path) -> None:
+    saver = Checkpointer(tmp_path, alone(), 3)
+    saver.save(5, make_state())
+    assert checkpoint.complete(tmp_path) == []
+    assert saver.writing
+    assert saver.wait() == tmp_path / "step-000005"
+    assert not saver.writing
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
+    manifest = json.loads((tmp_path / "step-000005" / "manifest.json").read_text())
+    assert manifest["step"] == 5
+    assert all((tmp_path / "step-000005" / name).stat().st_size == size for name, size in manifest["files"].items())
+
+
+def test_what_training_changes_after_save_is_not_in_the_checkpoint(tmp_path: Path) -> None:
+    state = make_state()
+    before = state.model.weight.detach().clone()
+    saver = Checkpointer(tmp_path, alone(), 3)
+    saver.save(1, state)
+    with torch.no_grad():
+        for parameter in state.trainables.values():
+            parameter.zero_()
+    path = saver.wait()
+    assert path is not None
+    assert torch.equal(StoredWeights(path)["weight"], before)
+
+
+def test_a_folder_that_was_being_written_when_the_run_was_killed_is_passed_over_and_replaced(tmp_path: Path) -> None:
+    save(tmp_path, make_state(), 1)
+    torn = tmp_path / ".step-000002"
+    torn.mkdir()
+    (torn / "__0_0.distcp").write_bytes(b"half")
+    assert [path.name for path in checkpoint.complete(tmp_path)] == ["step-000001"]
+    save(tmp_path, make_state(), 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    save(tmp_path, make_state(), 1, 2, 3, 10, keep=2)
+    assert [path.name for path in checkpoint.complete(tmp_path)] == ["step-000003", "step-000010"]
+
+
+def test_restoring_gives_weights_and_optimizer_back(tmp_path: Path) -> None:
+    saved, other = make_state(seed=1), make_state(seed=2)
+    save(tmp_path, saved, 7)
+    assert checkpoint.restore(tmp_path / "step-000007", other) == 7
+    assert all(torch.equal(saved.trainables[name], other.trainables[name]) for name in saved.trainables)
+    for mine, theirs in zip(saved.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(saved.optimizer.state[mine]["exp_avg"], other.optimizer.state[theirs]["exp_avg"])
+        assert float(other.optimizer.state[theirs]["step"]) == 1
+
+
+def test_a_learning_rate_changed_in_the_config_wins_over_the_stored_one(tmp_path: Path) -> None:
+    save(tmp_path, make_state(), 1)
+    other = make_state()
+    other.optimizer.param_groups[0]["weight_decay"] = 0.5
+    checkpoint.restore(tmp_path / "step-000001", other)
+    assert other.optimizer.param_groups[0]["weight_decay"] == 0.5
+
+
+def test_a_checkpoint_of_another_shape_is_refused_with_the_tensor_and_both_shapes(tmp_path: Path) -> None:
+    save(tmp_path, make_state(width=8), 1)
+    path = tmp_path / "step-000001"
+    with pytest.raises(InputError) as error:
+        checkpoint.restore(path, make_state(width=4))
+    assert str(error.value) == (
+        f"{path}: holds 2 trainables tensors, the config needs 2; first difference 'bias' ((8,) stored, (4,) needed); "
+        "resume with the adapter and optimizer settings of the run, or start a new run"
+    )
+
+
+def test_evaluation_weights_are_what_is_exported_where_there_are_any(tmp_path: Path) -> None:
+    state = make_state()
+    average = {name: torch.full_like(parameter, 2.0) for name, parameter in state.trainables.items()}
+    save(tmp_path, TrainState(state.model, state.trainables, state.optimizer, average), 1)
+    weights = StoredWeights(tmp_path / "step-000001")
+    assert set(weights) == {"weight", "bias"}
+    assert weights["bias"].tolist() == [2.0] * 8

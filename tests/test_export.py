@@ -1,0 +1,219 @@
+"""What a run leaves behind, read by diffusers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import Flux2KleinPipeline, Flux2Transformer2DModel
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests.runs import alone, make_pictures, make_run, run_config
+from trainer.config import InputError, RunConfig
+from trainer.export import export, verify_adapter
+from trainer.families.base import ModelFamily
+from trainer.rng import SampleRng
+from trainer.rundir import RunDir
+from trainer.train import Trainer
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished run. prediction: what its live model predicts for `inputs`."""
+
+    cfg: RunConfig
+    run: RunDir
+    cache: Path
+    family: ModelFamily
+    weights: dict[str, Tensor]
+    inputs: dict[str, Any]
+    prediction: Tensor
+
+    def export(self, what: str, **changes: Any) -> Path:
+        cfg = self.cfg.model_copy(update={"export": self.cfg.export.model_copy(update=changes)})
+        return export(cfg, self.run, what, self.cache, self.weights)
+
+
+@pytest.fixture(scope="module")
+def train_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
+    root = tmp_path_factory.mktemp("export")
+    pictures = make_pictures(root / "pictures", 3)
+    done: dict[str, Trained] = {}
+
+    def run_once(name: str, **changes: Any) -> Trained:
+        if name not in done:
+            cfg = run_config(pictures, name=name, optim__lr=1e-2, optim__clip_norm=None, **changes)
+            done[name] = finish(cfg, make_run(root, cfg, name))
+        return done[name]
+
+    return run_once
+
+
+def finish(cfg: RunConfig, run: RunDir) -> Trained:
+    cache = run.path.parent / "cache"
+    trainer = Trainer(cfg, run, alone(), cache, lambda event: None)
+    try:
+        trainer.train()
+        weights = trainer.trained_weights()
+        example = (
+            trainer.data.held_out(0) if trainer.data.validation else trainer.loader.micro_batches(0)[0].examples[0]
+        )
+        inputs = capture_inputs(trainer, example)
+        with torch.no_grad():
+            prediction = trainer.model.eval()(**inputs)[0]
+        return Trained(cfg, run, cache, trainer.family, weights, inputs, prediction)
+    finally:
+        trainer.close()
+
+
+def capture_inputs(trainer: Trainer, example: dict[str, Tensor]) -> dict[str, Any]:
+    """The arguments that the family gives the model for one example."""
+    seen: list[dict[str, Any]] = []
+    hook = trainer.model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    batch = trainer.family.collate([example]) | {"weight": torch.ones(1)}
+    with torch.no_grad():
+        trainer.family.loss(trainer.model, batch, SampleRng(0, (0,)))
+    hook.remove()
+    return seen[0]
+
+
+def predict(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    with torch.no_grad():
+        prediction: Tensor = model.eval()(**inputs)[0]
+    return prediction
+
+
+LORA = {"adapter__alpha": 2.0, "adapter__rank_pattern": {"attn.to_q": 8}}
+
+
+def test_diffusers_pipeline_with_the_exported_lora_predicts_what_the_trained_model_predicts(
+    train_run: Callable[..., Trained],
+) -> None:
+    trained = train_run("lora", **LORA)
+    file = trained.export("adapter", dtype="fp32")
+    assert file == trained.run.export / "lora.safetensors"
+    pipeline = Flux2KleinPipeline.from_pretrained(trained.family.folder)
+    base = predict(pipeline.transformer, trained.inputs)
+    pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
+    assert float((predict(pipeline.transformer, trained.inputs) - trained.prediction).abs().max()) <= 1e-5
+    assert float((base - trained.prediction).abs().max()) >= 1e-3
+
+
+def test_the_lora_file_has_diffusers_names_no_alpha_and_metadata(train_run: Callable[..., Trained]) -> None:
+    trained = train_run("lora", **LORA)
+    with safe_open(trained.export("adapter"), "pt") as stored:
+        keys, metadata = set(stored.keys()), stored.metadata()
+        types = {stored.get_tensor(key).dtype for key in keys}
+    assert len(keys) == len(trained.weights)
+    assert {key.rpartition(".lora_")[2] for key in keys} == {"A.weight", "B.weight"}
+    assert all(
+        key.startswith(("transformer.transformer_blocks.", "transformer.single_transformer_blocks.")) for key in keys
+    )
+    assert types == {torch.bfloat16}
+    assert metadata["modelspec.architecture"] == "Flux.2/lora"
+    assert metadata["ss_network_alpha"] == metadata["ss_network_dim"] == "4"
+
+
+def test_the_merged_folder_is_a_model_that_predicts_what_the_trained_model_predicts(
+    train_run: Callable[..., Trained],
+) -> None:
+    trained = train_run("lora", **LORA)
+    folder = trained.export("merged", dtype="fp32")
+    model = Flux2Transformer2DModel.from_pretrained(folder)
+    assert float((predict(model, trained.inputs) - trained.prediction).abs().max()) <= 1e-5
+
+
+def test_a_full_fine_tune_is_exported_whole(train_run: Callable[..., Trained]) -> None:
+    trained = train_run("full", adapter__type="none")
+    folder = trained.export("full", dtype="fp32")
+    assert folder == trained.run.export / "full-full"
+    assert_equal_weights(Flux2Transformer2DModel.from_pretrained(folder), trained.weights)
+
+
+def assert_equal_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    state = model.state_dict()
+    assert state.keys() == weights.keys()
+    assert all(torch.equal(state[name], weights[name]) for name in weights)
+
+
+def test_a_large_model_is_written_in_shards_with_an_index_that_diffusers_reads(
+    train_run: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.export.MAX_SHARD_BYTES", 300_000)
+    trained = train_run("full", adapter__type="none")
+    folder = trained.export("full", dtype="fp32")
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert len(shards) >= 3
+    assert shards[0] == f"diffusion_pytorch_model-00001-of-{len(shards):05d}.safetensors"
+    assert all((folder / name).stat().st_size <= 400_000 for name in shards)
+    assert_equal_weights(Flux2Transformer2DModel.from_pretrained(folder), trained.weights)
+
+
+def damaged(file: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    tensors = load_file(file)
+    change(tensors)
+    copy = file.with_name("damaged.safetensors")
+    save_file(tensors, copy)
+    return copy
+
+
+def halve(tensors: dict[str, Tensor]) -> None:
+    key = next(key for key in tensors if "lora_B" in key)
+    tensors[key] /= 2
+
+
+def drop_a_layer(tensors: dict[str, Tensor]) -> None:
+    layer = next(key for key in tensors if "lora_B" in key).removesuffix("lora_B.weight")
+    del tensors[f"{layer}lora_A.weight"], tensors[f"{layer}lora_B.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [(halve, "differs from the trained one by"), (drop_a_layer, "15 layers, 16 were trained")]
+)
+def test_a_file_that_diffusers_reads_differently_is_found_out(
+    train_run: Callable[..., Trained], change: Callable[[dict[str, Tensor]], object], message: str
+) -> None:
+    trained = train_run("lora", **LORA)
+    file = damaged(trained.export("adapter", dtype="fp32"), change)
+    with pytest.raises(RuntimeError, match=message):
+        verify_adapter(file, trained.cfg, trained.family, trained.weights)
+
+
+def test_an_export_that_differs_from_the_live_model_leaves_no_file(train_run: Callable[..., Trained]) -> None:
+    trained = train_run("lora", **LORA)
+    other = {name: tensor + 1 for name, tensor in trained.weights.items()}
+    before = sorted(trained.run.export.iterdir())
+    cfg = trained.cfg.model_copy(update={"name": "other"})
+    with pytest.raises(RuntimeError, match="as diffusers reads it differs from the trained one"):
+        export(cfg, trained.run, "adapter", trained.cache, other)
+    assert sorted(trained.run.export.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "message"),
+    [
+        ("lora", "full", "export.what: full needs adapter.type none; use merged"),
+        ("full", "merged", "export.what: merged needs an adapter; use full"),
+    ],
+)
+def test_an_export_that_does_not_fit_the_run_is_refused(
+    train_run: Callable[..., Trained], name: str, what: str, message: str
+) -> None:
+    trained = train_run(name, **(LORA if name == "lora" else {"adapter__type": "none"}))
+    with pytest.raises(InputError) as error:
+        trained.export(what)
+    assert str(error.value) == message
+
+
+def test_a_run_without_a_checkpoint_cannot_be_exported(tmp_path: Path) -> None:
+    cfg = run_config(make_pictures(tmp_path / "pictures", 1))
+    run = make_run(tmp_path, cfg, "empty")
+    with pytest.raises(InputError) as error:
+        export(cfg, run, "adapter", tmp_path / "cache")
+    assert str(error.value) == f"{run.path}: has no complete checkpoint to export; resume the run first"

@@ -1,0 +1,32 @@
+"""Sample images over several ranks."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from PIL import Image
+
+from tests.distributed import run_ranks
+from trainer.sampling import draw_all
+from trainer.world import World
+
+
+def draw_colours(world: World, count: int) -> tuple[list[tuple[int, ...]], int]:
+    """Colours of the pictures this rank gets, and how often it drew. Every drawing waits for all ranks."""
+    drawn: list[int] = []
+
+    def draw(index: int) -> Image.Image:
+        drawn.append(index)
+        world.barrier()
+        return Image.new("RGB", (2, 2), (index, 0, 0))
+
+    pictures = [Image.open(io.BytesIO(png)) for png in draw_all(count, draw, world)]
+    return [picture.getpixel((0, 0)) for picture in pictures], len(drawn)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("count", "draws"), [(1, 1), (2, 1), (3, 2), (5, 3)])
+def test_every_rank_draws_equally_often_and_rank_0_has_all_pictures_in_order(count: int, draws: int) -> None:
+    first, second = run_ranks(2, draw_colours, count)
+    assert first == ([(index, 0, 0) for index in range(count)], draws)
+    assert second == ([], draws)

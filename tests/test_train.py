@@ -1,0 +1,193 @@
+"""The loop: what a step computes, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+
+from tests.distributed import run_ranks
+from tests.runs import alone, difference, make_pictures, make_run, run_config, steps_of, train
+from trainer import adapters
+from trainer.config import RunConfig
+from trainer.events import AnyEvent, SampleEvent, ValidationEvent
+from trainer.rng import SampleRng
+from trainer.rundir import RunDir
+from trainer.train import Trainer
+from trainer.world import World
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pictures(tmp_path_factory.mktemp("train") / "pictures")
+
+
+def make_trainer(cfg: RunConfig, run: RunDir, events: list[AnyEvent] | None = None) -> Trainer:
+    say = (lambda event: None) if events is None else events.append
+    return Trainer(cfg, run, alone(), run.path.parent / "cache", say)
+
+
+def test_the_trainer_trains_what_a_hand_written_loop_trains(pictures: Path) -> None:
+    cfg = run_config(pictures, parallel__strategy="none", train__micro_batch=4, optim__lr=1e-3)
+    found = train(alone(), cfg, make_run(pictures.parent, cfg, "ours"))
+    losses, weights = hand_written(cfg, make_run(pictures.parent, cfg, "theirs"))
+    assert found.losses == pytest.approx(losses, abs=1e-6, rel=0)
+    assert difference(found.weights, weights) <= 1e-6
+
+
+def hand_written(cfg: RunConfig, run: RunDir) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """diffusers' model, peft, torch's AdamW; only the data and the family's loss are the project's."""
+    trainer = make_trainer(cfg, run)
+    model: Any = type(trainer.family.build()).from_pretrained(trainer.family.folder / "transformer")
+    model.requires_grad_(False)
+    layers = adapters.match_layers(model, trainer.family.adapter_targets, "adapter.targets", "flux2")
+    inject_adapter_in_model(LoraConfig(r=4, lora_alpha=4, target_modules=layers), model)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.copy_(adapters.initial_value(name, parameter.shape, cfg.train.seed))
+    optimizer = torch.optim.AdamW(trained.values(), lr=cfg.optim.lr, weight_decay=cfg.optim.weight_decay)
+    losses = []
+    for step in range(cfg.train.steps):
+        (part,) = trainer.loader.micro_batches(step)
+        batch = trainer.family.collate(part.examples) | {"weight": torch.ones(4)}
+        loss = trainer.family.loss(model, batch, SampleRng(cfg.train.seed, part.indices))
+        (loss.total / 4).backward()
+        torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.total.detach()) / 4)
+    trainer.close()
+    return losses, {name: parameter.detach() for name, parameter in trained.items()}
+
+
+def noise_of_a_step(world: World, cfg: RunConfig, run: RunDir) -> dict[int, tuple[float, float]]:
+    """{global sample index: (timestep draw, noise sum)} of this rank's part of step 2."""
+    trainer = Trainer(cfg, run, world, run.path.parent / "cache", lambda event: None)
+    drawn = {}
+    for part in trainer.loader.micro_batches(2):
+        rng = SampleRng(cfg.train.seed, part.indices)
+        values = zip(
+            rng.uniform("timestep").tolist(), rng.normal("noise", (16, 4, 4)).sum((1, 2, 3)).tolist(), strict=True
+        )
+        drawn.update(dict(zip(part.indices, values, strict=True)))
+    trainer.close()
+    return drawn
+
+
+def test_one_two_and_four_ranks_draw_the_same_noise(pictures: Path) -> None:
+    drawn = []
+    for ranks in (1, 2, 4):
+        cfg = run_config(pictures, parallel__devices=ranks, parallel__strategy="none" if ranks == 1 else "full")
+        parts = run_ranks(ranks, noise_of_a_step, cfg, make_run(pictures.parent, cfg, f"noise-{ranks}"))
+        drawn.append({index: value for part in parts for index, value in part.items()})
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert sorted(drawn[0]) == [8, 9, 10, 11]
+
+
+def test_a_batch_that_the_ranks_do_not_divide_trains_what_one_process_trains(pictures: Path) -> None:
+    alike = {"train__batch_size": 5, "train__steps": 3}
+    cfg = run_config(pictures, parallel__strategy="none", **alike)
+    expected = train(alone(), cfg, make_run(pictures.parent, cfg, "five-1"))
+    cfg = run_config(pictures, parallel__devices=2, parallel__strategy="full", **alike)
+    found = run_ranks(2, train, cfg, make_run(pictures.parent, cfg, "five-2"))[0]
+    assert found.losses == pytest.approx(expected.losses, abs=1e-6, rel=0)
+    assert difference(found.weights, expected.weights) <= 1e-6
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_weights_move(pictures: Path) -> None:
+    cfg = run_config(pictures, parallel__devices=2, parallel__strategy="full")
+    found = run_ranks(2, train_on_nan, cfg, make_run(pictures.parent, cfg, "nan"))
+    assert found == [("step 2: the loss is not finite on 1 of 2 ranks", 0.0)] * 2
+
+
+def train_on_nan(world: World, cfg: RunConfig, run: RunDir) -> tuple[str, float]:
+    """Rank 1's model predicts what is not a number in the second step. Returns the error and how far weights moved."""
+    trainer = Trainer(cfg, run, world, run.path.parent / "cache", lambda event: None)
+    trainer.train_step()
+    before = {name: p.detach().clone() for name, p in trainer.trainables.items()}
+    if world.rank == 1:
+        trainer.model.register_forward_hook(lambda model, arguments, output: (output[0] * float("nan"),))
+    try:
+        trainer.train_step()
+    except FloatingPointError as error:
+        moved = max(float((before[n] - p.detach()).abs().max()) for n, p in trainer.trainables.items())  # type: ignore[union-attr]
+        return str(error), moved
+    finally:
+        trainer.close()
+    return "trained on", 0.0
+
+
+def test_validation_uses_the_same_noise_every_time_and_any_number_of_ranks(pictures: Path) -> None:
+    losses = []
+    for ranks in (1, 2, 4):
+        strategy = "none" if ranks == 1 else "full"
+        cfg = run_config(
+            pictures, data__validation=3, data__validation_every=1, train__steps=2, parallel__devices=ranks,
+            parallel__strategy=strategy, optim__lr=1e-12,
+        )  # fmt: skip
+        found = run_ranks(ranks, train, cfg, make_run(pictures.parent, cfg, f"validation-{ranks}"))[0]
+        losses += [event.loss for event in found.events if isinstance(event, ValidationEvent)]
+    assert len(losses) == 6
+    assert losses == pytest.approx([losses[0]] * 6, abs=1e-6, rel=0)
+
+
+def test_samples_come_from_the_same_noise_at_every_step_and_change_with_the_weights(pictures: Path) -> None:
+    cfg = run_config(
+        pictures, sample__every=1, sample__prompts=("[trigger] one", "two"), sample__size=(32, 48), sample__steps=2,
+        data__trigger="ohwx", train__steps=1, optim__lr=1e-1,
+    )  # fmt: skip
+    run = make_run(pictures.parent, cfg, "samples")
+    events: list[AnyEvent] = []
+    trainer = make_trainer(cfg, run, events)
+    first = [path.read_bytes() for path in trainer.draw_samples()]
+    again = [path.read_bytes() for path in trainer.draw_samples()]
+    trainer.train_step()
+    later = [path.read_bytes() for path in trainer.draw_samples()]
+    trainer.close()
+    assert first == again
+    assert first != later
+    assert [event.prompt for event in events if isinstance(event, SampleEvent)] == ["ohwx one", "two"] * 3
+    assert (run.samples / "step-000001-1.png").read_bytes() == later[1]
+
+
+def test_sampling_in_the_middle_changes_nothing_of_the_training(pictures: Path) -> None:
+    alike = {"optim__ema": 0.5, "parallel__devices": 2, "parallel__strategy": "grad_op"}
+    cfg = run_config(pictures, **alike)
+    plain = run_ranks(2, train, cfg, make_run(pictures.parent, cfg, "plain"))[0]
+    cfg = run_config(
+        pictures, sample__every=2, sample__prompts=("one",), sample__size=(32, 32), sample__steps=2,
+        data__validation_every=2, checkpoint__every=2, **alike,
+    )  # fmt: skip
+    busy = run_ranks(2, train, cfg, make_run(pictures.parent, cfg, "busy"))[0]
+    assert busy.losses == plain.losses
+    assert difference(busy.weights, plain.weights) == 0.0
+
+
+def test_requests_are_answered_once(pictures: Path) -> None:
+    cfg = run_config(pictures, sample__prompts=("one",), sample__size=(32, 32), sample__steps=1)
+    run = make_run(pictures.parent, cfg, "requests")
+    trainer = make_trainer(cfg, run)
+    run.request("save")
+    run.request("sample")
+    run.request("stop")
+    assert trainer.train() == "stopped"
+    trainer.close()
+    assert trainer.step == 1
+    assert [path.name for path in run.samples.iterdir()] == ["step-000001-0.png"]
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-000001"]
+    assert list(run.requests.iterdir()) == []
+
+
+def test_a_step_event_says_where_the_time_went(pictures: Path) -> None:
+    cfg = run_config(pictures, parallel__devices=2, parallel__strategy="full", train__steps=2)
+    found = run_ranks(2, train, cfg, make_run(pictures.parent, cfg, "times"))[0]
+    for event in steps_of(found.events):
+        parts = (event.seconds_data, event.seconds_forward, event.seconds_backward, event.seconds_optimizer)
+        assert all(part > 0 for part in parts)
+        assert sum(parts) <= event.seconds
+        assert 0 < event.seconds_communication < event.seconds
+        assert event.images_per_second == pytest.approx(4 / event.seconds)
