@@ -15,6 +15,7 @@ test: .venv
 	$(BIN)/python -m pytest -m "not slow and not gpu"
 
 test-all: .venv
+	$(BIN)/python -m pip install --quiet -e '.[test,eightbit]'
 	$(BIN)/python -m pytest -m "not gpu" --timeout 1200
 
 check: .venv

@@ -118,7 +118,7 @@ def test_dropout_drops_its_share_keeps_the_mean_and_does_nothing_in_eval_mode() 
 def test_dropout_refuses_a_batch_it_was_not_told_of() -> None:
     dropout = SampleDropout(0.5, "block.to_q")
     dropout.set_samples(0, (1, 2))
-    with pytest.raises(RuntimeError, match="block.to_q: dropout of 3 items, but 2 samples are set"):
+    with pytest.raises(RuntimeError, match=r"block\.to_q: dropout of 3 items, but 2 samples are set"):
         dropout(torch.ones(3, 4))
 
 

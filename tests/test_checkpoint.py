@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.distributed import run_ranks
 from tests.runs import alone
 from trainer import checkpoint
 from trainer.checkpoint import Checkpointer, StoredWeights, TrainState
 from trainer.config import InputError
+from trainer.world import World
 
 
 def make_state(width: int = 8, seed: int = 0) -> TrainState:
@@ -71,6 +73,58 @@ def test_a_folder_that_was_being_written_when_the_run_was_killed_is_passed_over_
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     save(tmp_path, make_state(), 1, 2, 3, 10, keep=2)
     assert [path.name for path in checkpoint.complete(tmp_path)] == ["step-000003", "step-000010"]
+
+
+def test_the_newest_is_the_one_with_the_highest_number_of_steps(tmp_path: Path) -> None:
+    save(tmp_path, make_state(), 999_999, 1_000_000, keep=1)
+    assert [path.name for path in checkpoint.complete(tmp_path)] == ["step-1000000"]
+
+
+def test_what_a_killed_run_left_half_written_is_gone_when_it_starts_again(tmp_path: Path) -> None:
+    (tmp_path / ".step-000007").mkdir()
+    (tmp_path / ".step-000007" / "__0_0.distcp").write_bytes(b"half")
+    Checkpointer(tmp_path, alone(), 3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_saving_twice_at_one_step_leaves_the_first_where_it_is(tmp_path: Path) -> None:
+    save(tmp_path, make_state(), 1)
+    before = (tmp_path / "step-000001").stat().st_ino
+    save(tmp_path, make_state(), 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+    assert (tmp_path / "step-000001").stat().st_ino == before
+
+
+def save_where_a_file_is_in_the_way(world: World, folder: Path) -> tuple[str, str | None]:
+    """The error of a checkpoint that rank 0 cannot give its name, and the name of the next one."""
+    saver, state = Checkpointer(folder, world, 3), make_state()
+    saver.save(1, state)
+    with pytest.raises(OSError, match="checkpoint of step 1 could not be written") as error:
+        saver.wait()
+    saver.save(2, state)
+    path = saver.wait()
+    return str(error.value), path.name if path else None
+
+
+def test_all_ranks_hear_that_rank_0_could_not_name_a_checkpoint_and_the_next_one_is_whole(tmp_path: Path) -> None:
+    (tmp_path / "step-000001").write_text("a file in the way")
+    outcomes = run_ranks(2, save_where_a_file_is_in_the_way, tmp_path)
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][0].endswith("free disk space; the checkpoints before it are untouched")
+    assert [path.name for path in checkpoint.complete(tmp_path)] == [outcomes[0][1]] == ["step-000002"]
+    assert not (tmp_path / ".step-000001").exists()
+
+
+def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, make_state(), 1)
+    path, state = tmp_path / "step-000001", make_state()
+    other = TrainState(state.model, state.trainables, torch.optim.SGD(state.model.parameters()), {})
+    with pytest.raises(InputError) as error:
+        checkpoint.restore(path, other)
+    assert str(error.value) == (
+        f"{path}: holds the state of AdamW, the config's optimizer is SGD; "
+        "resume with the optim.type of the run, or start a new run"
+    )
 
 
 def test_restoring_gives_weights_and_optimizer_back(tmp_path: Path) -> None:

@@ -101,6 +101,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "parallel.reshard_after_forward: needs parallel.strategy full or hybrid, not grad_op; leave it empty",
     ),
     (
+        {"parallel": {"strategy": "auto", "devices": 2, "reshard_after_forward": 2}},
+        "parallel.reshard_after_forward: needs parallel.strategy full or hybrid, not auto; leave it empty",
+    ),
+    (
         {"parallel": {"strategy": "full", "devices": 4, "reshard_after_forward": 3}},
         "parallel.reshard_after_forward: 3 is not true, false or a divisor above 1 of the 4 ranks that share a copy",
     ),

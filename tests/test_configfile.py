@@ -462,7 +462,7 @@ class TestDump:
                 "adapter": {"type": "lora", "rank_pattern": {"attn.to_q": 4}, "targets": ["to_q", "to_k"]},
                 "model": {"options": {"text_layers": [9, 18]}, "train": {"transformer": "adapter"}},
                 "optim": {"eps": 1e-20},
-                "parallel": {"reshard_after_forward": False},
+                "parallel": {"strategy": "full", "reshard_after_forward": False},
                 "sample": {"size": [64, 128], "prompts": [trigger, "b"]},
             }
         )

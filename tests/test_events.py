@@ -16,6 +16,7 @@ from trainer.events import (
     EventReader,
     EventWriter,
     ExportEvent,
+    LossyWriter,
     RankLine,
     RankReader,
     SampleEvent,
@@ -196,6 +197,19 @@ def test_a_full_disk_is_an_error_and_spoils_no_line_before_or_after(file):
         writer.write(WARNING)
     assert len(file.read_bytes().splitlines()) == 3
     assert EventReader(file).read() == [WARNING, WARNING]
+
+
+def test_a_run_goes_on_while_the_disk_is_full_and_says_how_many_events_were_lost(file):
+    writer = LossyWriter(file)
+    writer.write(WARNING)
+    with file_size_limit(file.stat().st_size + 10):
+        writer.write(step_event(4))
+        writer.write(step_event(5))
+    for step in (6, 7):
+        writer.write(step_event(step))
+    said = EventReader(file).read()
+    assert [(event.type, event.step) for event in said] == [("warning", 0), ("warning", 6), ("step", 6), ("step", 7)]
+    assert said[1].message == "2 events before this found no room on the disk"
 
 
 def test_steps_repeated_after_a_resume_count_once_with_their_last_values():

@@ -200,8 +200,11 @@ def test_ranks_of_a_killed_torchrun_do_not_train_on(start):
     )
 
 
-def test_the_command_takes_a_free_port_on_one_node_and_the_rendezvous_on_several(make_run):
+def test_the_command_takes_a_free_port_on_one_node_and_the_rendezvous_on_several(make_run, monkeypatch, tmp_path):
     cfg, run = make_run("good")
+    newer = tmp_path / "run.py"
+    newer.write_text('parser.add_argument("--shutdown-timeout")', encoding="utf-8")
+    monkeypatch.setattr(launch, "_torchrun_source", lambda: newer)
     assert launch.torchrun_argv(cfg, run) == [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"),
@@ -212,6 +215,14 @@ def test_the_command_takes_a_free_port_on_one_node_and_the_rendezvous_on_several
     assert launch.torchrun_argv(nodes, run)[3:11] == [
         *("--nnodes", "2", "--nproc-per-node", "8", "--rdzv-backend", "c10d", "--rdzv-endpoint", "gpu01:29500")
     ]
+
+
+def test_a_torchrun_that_knows_no_shutdown_timeout_is_given_none(make_run, monkeypatch, tmp_path):
+    cfg, run = make_run("good")
+    older = tmp_path / "run.py"
+    older.write_text('parser.add_argument("--max-restarts")', encoding="utf-8")
+    monkeypatch.setattr(launch, "_torchrun_source", lambda: older)
+    assert "--shutdown-timeout" not in launch.torchrun_argv(cfg, run)
 
 
 def test_a_process_id_that_belongs_to_somebody_else_by_now_is_not_the_run(make_run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.distributed import run_ranks
 from tests.runs import alone, difference, make_pictures, make_run, run_config, steps_of, train
 from trainer import adapters
 from trainer.config import RunConfig
-from trainer.events import AnyEvent, SampleEvent, ValidationEvent
+from trainer.events import AnyEvent, SampleEvent, ValidationEvent, WarningEvent
 from trainer.rng import SampleRng
 from trainer.rundir import RunDir
 from trainer.train import Trainer
@@ -182,6 +183,19 @@ def test_requests_are_answered_once(pictures: Path) -> None:
     assert list(run.requests.iterdir()) == []
 
 
+def test_a_request_for_samples_without_prompts_is_answered_with_a_warning(pictures: Path) -> None:
+    cfg = run_config(pictures, train__steps=1)
+    run = make_run(pictures.parent, cfg, "no-prompts")
+    events: list[AnyEvent] = []
+    trainer = make_trainer(cfg, run, events)
+    run.request("sample")
+    assert trainer.train() == "finished"
+    trainer.close()
+    warnings = [event.message for event in events if isinstance(event, WarningEvent)]
+    assert warnings == ["no samples are drawn: sample.prompts is empty"]
+    assert list(run.requests.iterdir()) == []
+
+
 def test_a_step_event_says_where_the_time_went(pictures: Path) -> None:
     cfg = run_config(pictures, parallel__devices=2, parallel__strategy="full", train__steps=2)
     found = run_ranks(2, train, cfg, make_run(pictures.parent, cfg, "times"))[0]
@@ -191,3 +205,29 @@ def test_a_step_event_says_where_the_time_went(pictures: Path) -> None:
         assert sum(parts) <= event.seconds
         assert 0 < event.seconds_communication < event.seconds
         assert event.images_per_second == pytest.approx(4 / event.seconds)
+
+
+def test_a_run_that_cannot_draw_its_last_samples_has_saved_its_last_step(
+    pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = run_config(
+        pictures, train__steps=1, sample__every=5, sample__prompts=("one",), sample__size=(32, 32), sample__steps=1
+    )
+    run = make_run(pictures.parent, cfg, "undrawn")
+    trainer = make_trainer(cfg, run)
+
+    def out_of_memory(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("no room for the picture")
+
+    monkeypatch.setattr(trainer.family, "sample", out_of_memory)
+    trainer.train_step()
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.train()
+    trainer.close()
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-000001"]
+
+
+def test_the_time_of_copies_that_reduce_among_themselves_is_not_claimed_to_be_known(pictures: Path) -> None:
+    cfg = run_config(pictures, parallel__devices=2, parallel__strategy="ddp", train__steps=1)
+    found = run_ranks(2, train, cfg, make_run(pictures.parent, cfg, "copies"))[0]
+    assert [math.isnan(event.seconds_communication) for event in steps_of(found.events)] == [True]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from trainer import launch
-from trainer.config import InputError, RunConfig
+from trainer.config import InputError, RunConfig, TrackersConfig
 from trainer.events import EventWriter, ExportEvent, StatusEvent
 from trainer.report import write_report
 from trainer.rundir import RunDir
@@ -28,8 +28,9 @@ def main() -> int:
         else:
             _train(run)
     except InputError as error:
-        print(error, file=sys.stderr)
-        if not arguments.export:
+        if arguments.export:
+            print(error)  # stderr is full of what libraries log while they load
+        else:
             launch.record_mistake(run, int(os.environ.get("RANK", 0)), str(error))
         return 2
     return 0
@@ -42,34 +43,39 @@ def cache_folder(cfg: RunConfig, run: RunDir) -> Path:
 
 @record
 def _train(run: RunDir) -> None:
+    from trainer.trackers import following
     from trainer.train import Trainer, speaker
     from trainer.world import connect
 
     cfg = run.config()
     with connect(cfg.parallel) as world:
         say = speaker(run, world)
-        trainer = Trainer(cfg, run, world, cache_folder(cfg, run), say)
-        try:
-            end = trainer.train()
-            weights = trainer.trained_weights() if end == "finished" else {}
-        finally:
-            trainer.close()
+        trackers = cfg.trackers if world.rank == 0 else TrackersConfig()
+        with following(trackers, run, say):
+            trainer = Trainer(cfg, run, world, cache_folder(cfg, run), say)
+            try:
+                end = trainer.train()
+                weights = trainer.trained_weights() if end == "finished" else {}
+            finally:
+                trainer.close()
     if world.rank == 0:
         # The other ranks have gone: an export takes minutes for a large model, and nobody need wait for it.
         if end == "finished" and cfg.export_what != "none":
+            say(StatusEvent(state="exporting", step=trainer.step))
             _export(cfg, run, cfg.export_what, weights)
         say(StatusEvent(state=end, step=trainer.step))
         write_report(run)
 
 
 def _export(cfg: RunConfig, run: RunDir, what: str, weights: Mapping[str, Tensor] | None = None) -> Path:
+    from trainer.checkpoint import newest_step
     from trainer.export import export
 
+    path = export(cfg, run, what, cache_folder(cfg, run), weights)
+    relative = str(path.relative_to(run.path))
     with EventWriter(run.events_file) as events:
-        events.write(StatusEvent(state="exporting", step=cfg.train.steps))
-        path = export(cfg, run, what, cache_folder(cfg, run), weights)
-        relative = str(path.relative_to(run.path))
-        events.write(ExportEvent(step=cfg.train.steps, path=relative, what=what, format=cfg.export.format))
+        event = ExportEvent(step=newest_step(run.checkpoints), path=relative, what=what, format=cfg.export.format)
+        events.write(event)
     return path
 
 

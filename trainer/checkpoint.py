@@ -1,13 +1,15 @@
 """Checkpoints: every rank writes its shards in the background; the folder gets its name only when it is complete.
 
 `checkpoints/.step-000100/` is being written. When all ranks are done, rank 0 writes `manifest.json` into it and renames
-it to `step-000100`. A folder without the dot is therefore complete, whatever moment the run was killed at.
+it to `step-000100`. A folder without the dot is therefore complete, whatever moment the run was killed at, and one that
+is removed loses its name first.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
@@ -35,6 +38,7 @@ from trainer.config import InputError
 from trainer.world import World
 
 MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-\d{6,}")
 TRAINABLE_ONLY = StateDictOptions(ignore_frozen_params=True)
 
 
@@ -56,30 +60,30 @@ class TrainState:
 @dataclass(frozen=True)
 class _Pending:
     step: int
+    optimizer: str
     folder: Path
     future: Future[Any]
 
 
 class Checkpointer:
-    """Saves and finds the checkpoints of one run. Every method but `newest` is collective."""
+    """Saves the checkpoints of one run, and removes what a run that was killed left half written.
+
+    `save` and `wait` are collective.
+    """
 
     def __init__(self, folder: Path, world: World, keep: int) -> None:
         self._folder = folder
         self._world = world
         self._keep = keep
         self._pending: _Pending | None = None
+        if world.rank == 0:
+            for left in folder.glob(".step-*"):
+                shutil.rmtree(left, ignore_errors=True)
 
-    def save(self, step: int, state: TrainState) -> Path | None:
-        """Begin to write the state after `step` steps; training may go on at once.
-
-        Returns the checkpoint that was still being written before, now complete, if there was one.
-        """
-        finished = self.wait()
+    def save(self, step: int, state: TrainState) -> None:
+        """Begin to write the state after `step` steps; training may go on at once. The one before was waited for."""
+        assert self._pending is None
         target = self._folder / f".step-{step:06d}"
-        if self._world.rank == 0:
-            shutil.rmtree(target, ignore_errors=True)
-            target.mkdir(parents=True)
-        self._world.barrier()
         future = dcp.async_save(
             _tensors(state),
             checkpoint_id=target,
@@ -87,8 +91,7 @@ class Checkpointer:
             async_stager=_SnapshotStager(),
         )
         assert isinstance(future, Future)
-        self._pending = _Pending(step, target, future)
-        return finished
+        self._pending = _Pending(step, type(state.optimizer).__name__, target, future)
 
     def wait(self) -> Path | None:
         """Wait for the checkpoint being written and give it its name. Returns it, None if there was none.
@@ -98,17 +101,19 @@ class Checkpointer:
         if self._pending is None:
             return None
         pending, self._pending = self._pending, None
-        failures = [f for f in self._world.gather(_failure(pending.future)) if f]
-        if failures:
-            raise OSError(
-                f"{pending.folder}: checkpoint of step {pending.step} could not be written ({failures[0]}); "
-                "free disk space; the checkpoints before it are untouched"
-            )
         final = pending.folder.with_name(pending.folder.name[1:])
-        if self._world.rank == 0:
-            _complete(pending.folder, final, pending.step, self._world.size)
-            self._retire()
-        self._world.barrier()
+        failures = self._world.gather(_failure(pending.future))
+        if not any(failures):
+            # The manifest may not fit on the disk either: rank 0 alone would know.
+            failures = self._world.gather(self._name(pending, final))
+        if any(failures):
+            if self._world.rank == 0:
+                shutil.rmtree(pending.folder, ignore_errors=True)
+            self._world.barrier()  # now there is room for what the ranks write about the failure
+            raise OSError(
+                f"{pending.folder}: checkpoint of step {pending.step} could not be written "
+                f"({next(filter(None, failures))}); free disk space; the checkpoints before it are untouched"
+            )
         return final
 
     @property
@@ -121,22 +126,33 @@ class Checkpointer:
         """Whether a checkpoint was begun that has not been waited for."""
         return self._pending is not None
 
-    def _retire(self) -> None:
-        for old in complete(self._folder)[: -self._keep]:
-            shutil.rmtree(old)
+    def _name(self, written: _Pending, final: Path) -> str | None:
+        """On rank 0: give what all ranks have written its name, and remove what is too old. Returns what failed."""
+        if self._world.rank:
+            return None
+        try:
+            _complete(written, final, self._world.size)
+            for old in complete(self._folder)[: -self._keep]:
+                _remove(old)
+        except OSError as error:
+            return _described(error)
+        return None
 
 
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints in a run's `checkpoints` folder, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if (path / MANIFEST).is_file())
+    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
+    # By number: step-1000000 comes before step-999999 in the alphabet.
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def restore(checkpoint: Path, state: TrainState) -> int:
     """Load a checkpoint into the state, resharding as needed. Returns the number of steps it holds. Collective.
 
-    Raises InputError when the checkpoint holds other tensors than the run trains.
+    Raises InputError when the checkpoint holds other tensors than the run trains, or another optimizer's state.
     """
     tensors = _tensors(state)
+    _check_same_optimizer(checkpoint, state.optimizer)
     _check_same_tensors(checkpoint, tensors)
     settings = [{k: v for k, v in group.items() if k in _CONFIGURED} for group in state.optimizer.param_groups]
     dcp.load(tensors, checkpoint_id=checkpoint)
@@ -148,7 +164,13 @@ def restore(checkpoint: Path, state: TrainState) -> int:
 
 def steps_in(checkpoint: Path) -> int:
     """Optimizer steps that a checkpoint holds."""
-    return int(json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["step"])
+    return int(_manifest(checkpoint)["step"])
+
+
+def newest_step(folder: Path) -> int:
+    """Optimizer steps of the newest complete checkpoint in a run's `checkpoints` folder, 0 without one."""
+    found = complete(folder)
+    return steps_in(found[-1]) if found else 0
 
 
 class StoredWeights(Mapping[str, Tensor]):
@@ -219,6 +241,20 @@ def _check_same_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
             )
 
 
+def _check_same_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
+    stored, wanted = _manifest(checkpoint)["optimizer"], type(optimizer).__name__
+    if stored != wanted:
+        raise InputError(
+            f"{checkpoint}: holds the state of {stored}, the config's optimizer is {wanted}; "
+            "resume with the optim.type of the run, or start a new run"
+        )
+
+
+def _manifest(checkpoint: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    return facts
+
+
 class _SnapshotStager(BlockingAsyncStager):
     """Copies the state to the host before training changes it.
 
@@ -248,22 +284,39 @@ def _failure(future: Future[Any]) -> str | None:
     error = future.exception()
     if error is None:
         return None
-    causes = getattr(error, "failures", None)  # torch's CheckpointException: {rank: (error, traceback)}
-    first = next(iter(causes.values()))[0] if causes else error
-    return f"{type(first).__name__}: {first}"
+    if isinstance(error, CheckpointException) and error.failures:
+        error, _ = next(iter(error.failures.values()))
+    return _described(error)
 
 
-def _complete(folder: Path, final: Path, step: int, world_size: int) -> None:
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _complete(written: _Pending, final: Path, world_size: int) -> None:
+    folder = written.folder
+    if (final / MANIFEST).is_file():
+        # Saved at this step before: the state is the same, and replacing it would leave a moment without any.
+        shutil.rmtree(folder)
+        return
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     for name in files:
         _flush(folder / name)
     manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({"step": step, "world_size": world_size, "files": files}, indent=1), "utf-8")
+    facts = {"step": written.step, "optimizer": written.optimizer, "world_size": world_size, "files": files}
+    manifest.write_text(json.dumps(facts, indent=1), "utf-8")
     _flush(manifest)
-    if final.exists():
-        shutil.rmtree(final)
+    _flush(folder)
     folder.rename(final)
     _flush(final.parent)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Without its name first: killed half way, the rest must not pass for a complete checkpoint.
+
+    What cannot go because an export still reads it on a network file system goes when the run starts again.
+    """
+    shutil.rmtree(checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}")), ignore_errors=True)
 
 
 def _flush(path: Path) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
@@ -23,12 +24,14 @@ class StepClock:
     """Splits the seconds of each step. On CUDA by events, so that measuring makes nobody wait.
 
     `communication` is the time this rank's compute stood still for other ranks: exact where collectives block the
-    host (gloo). NaN on CUDA with several ranks, where the wait happens inside streams that torch does not expose.
+    host (gloo). NaN with several ranks on CUDA, where the wait happens inside streams that torch does not expose, and
+    with copies of the model, whose all-reduce torch does not let us time.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, mesh: DeviceMesh | None) -> None:
         self._cuda = world.device.type == "cuda"
-        self._hidden = self._cuda and world.size > 1
+        has_copies = mesh is not None and mesh.ndim > 1
+        self._hidden = world.size > 1 and (self._cuda or has_copies)
         self._marks: list[tuple[str, Mark]] = []
         self._start: Mark = 0.0
         self._communication = 0.0

@@ -203,7 +203,7 @@ class ObjectiveConfig(Section):
 
 class OptimConfig(Section):
     type: Literal["adamw", "adamw8bit", "schedulefree"] = "adamw"
-    """AdamW, AdamW with 8-bit state (needs torchao), or schedule-free AdamW (needs schedulefree)."""
+    """AdamW, AdamW with 8-bit state (needs the extra `eightbit`), or schedule-free AdamW."""
     lr: Number = option(1e-4, gt=0, le=10)
     """Learning rate after warm-up."""
     beta1: Number = option(0.9, ge=0, lt=1)
@@ -486,7 +486,7 @@ def _group_rules(cfg: RunConfig) -> Iterator[Problem]:
             f"needs parallel.strategy hybrid, not {strategy}; leave it empty",
             depends_on=("parallel.strategy",),
         )
-    if reshard is not None and strategy not in ("full", "hybrid", "auto"):
+    if reshard is not None and strategy not in ("full", "hybrid"):
         yield Problem(
             "parallel.reshard_after_forward",
             f"needs parallel.strategy full or hybrid, not {strategy}; leave it empty",

@@ -22,6 +22,9 @@ from trainer.families.base import LoadModule, ModelFamily
 from trainer.objectives import Example
 from trainer.world import World
 
+CACHE_VERSION = 1
+"""Part of every key: raise it when equal photos or captions are to be encoded in another way."""
+
 Say = Callable[[Any], None]
 T = TypeVar("T")
 
@@ -85,7 +88,8 @@ def encode_data(
     prompts = [prompt.replace(TRIGGER_PLACE, cfg.data.trigger) for prompt in cfg.sample.prompts]
     photos = (*dataset.train, *dataset.validation)
     captions = dict.fromkeys(["", cfg.sample.negative, *prompts, *(photo.caption for photo in photos)])
-    text_keys = {caption: _key(family, "text", caption) for caption in captions}
+    origin = f"{CACHE_VERSION} {cfg.model.family} {family.fingerprint()}"
+    text_keys = {caption: _key(origin, "text", cfg.train.precision, caption) for caption in captions}
     texts = {key: caption for caption, key in text_keys.items()}
     _encode(
         "captions", texts, cache, crew, world, say,
@@ -94,7 +98,7 @@ def encode_data(
     sizes = bucket_sizes(cfg.data.resolution, family.size_multiple, cfg.data.max_aspect)
     sized = [(photo, choose_bucket(photo.width, photo.height, sizes)) for photo in photos]
     keys = [
-        _key(family, "image", digest, size)
+        _key(origin, "image", digest, size)
         for digest, (_, size) in zip(content_keys([photo.path for photo in photos], crew), sized, strict=True)
     ]
     failures = _encode(
@@ -157,13 +161,13 @@ def _encode_with(
 
 def _report_failures(failures: Mapping[str, str], cfg: RunConfig, say: Say) -> None:
     if failures and cfg.data.bad_image == "stop":
-        raise InputError("\n".join(failures.values()))
+        raise InputError("\n".join(f"{message}, or set data.bad_image: warn" for message in failures.values()))
     for message in failures.values():
         say(WarningEvent(message=f"left out: {message}"))
 
 
-def _key(family: ModelFamily, *parts: object) -> str:
-    text = "\x1f".join(str(part) for part in (family.fingerprint(), *parts))
+def _key(*parts: object) -> str:
+    text = "\x1f".join(str(part) for part in parts)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -182,6 +182,28 @@ class EventWriter:
         return size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
 
 
+class LossyWriter:
+    """Appends to a file as EventWriter does, but a full disk costs lines and not the run that writes them.
+
+    Before the first line that finds room again stands a warning with the number of those that found none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._writer = EventWriter(path)
+        self._lost = 0
+
+    def write(self, event: AnyEvent) -> None:
+        """Append one line, or count it as lost."""
+        try:
+            if self._lost:
+                message = f"{self._lost} events before this found no room on the disk"
+                self._writer.write(WarningEvent(step=event.step, message=message))
+                self._lost = 0
+            self._writer.write(event)
+        except OSError:
+            self._lost += 1
+
+
 def _encode(record: AnyEvent | RankLine) -> bytes:
     values = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value

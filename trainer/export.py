@@ -48,7 +48,7 @@ def export(cfg: RunConfig, run: RunDir, what: str, cache: Path, reference: Mappi
     if (what == "full") != isinstance(cfg.adapter, NoAdapter):
         needed = "adapter.type none; use merged" if what == "full" else "an adapter; use full"
         raise InputError(f"export.what: {what} needs {needed}")
-    family = families.get(cfg.model.family)(cfg.model, cfg.objective, cache / "models")
+    family = families.make(cfg, cache)
     weights = checkpoint.StoredWeights(saved[-1])
     if what == "adapter":
         return _export_adapter(cfg, run, family, weights, reference or weights)

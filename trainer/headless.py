@@ -76,7 +76,16 @@ def export(path: Path, what: str) -> int:
     run = RunDir.open(path)
     argv = [sys.executable, "-m", "trainer", str(run.path), "--export"]
     argv.append(run.config().export_what if what == "auto" else what)
-    return subprocess.run(argv, env=launch.worker_environment(), check=False).returncode
+    log = run.logs / "export.log"
+    with log.open("ab") as libraries:  # what they print while they load is of no use in a terminal
+        done = subprocess.run(
+            argv, env=launch.worker_environment(), stdout=subprocess.PIPE, stderr=libraries, text=True, check=False
+        )
+    if done.returncode not in (0, 2):
+        print(f"the export failed: {launch.last_line(log)}\nlog: {log}", file=sys.stderr)
+        return 1
+    print(done.stdout, end="", file=sys.stderr if done.returncode else sys.stdout)
+    return done.returncode
 
 
 def _checked_config(file: Path, overrides: Sequence[str]) -> RunConfig:
@@ -85,6 +94,7 @@ def _checked_config(file: Path, overrides: Sequence[str]) -> RunConfig:
     loaded = configfile.load(file, overrides)
     configfile.check_files(loaded)
     images.scan(loaded.config.data)
+    launch.require_free_port(loaded.config.parallel)
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)
     return loaded.config

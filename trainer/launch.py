@@ -7,12 +7,15 @@ started it, and any of them can attach again through the run folder.
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
+import importlib.util
 import json
 import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -74,7 +77,7 @@ def torchrun_argv(cfg: RunConfig, run: RunDir, module: str = "trainer") -> list[
         "--rdzv-backend", "c10d", *_meeting_place(parallel),
         "--rdzv-id", f"{run.path.name}-{_launches(run) + 1}",
         "--max-restarts", str(parallel.max_restarts),
-        "--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S),
+        *_shutdown_timeout(_torchrun_source()),
         "--redirects", "3",
         "--log-dir", str(run.logs),
         "-m", module, str(run.path),
@@ -86,6 +89,20 @@ def _meeting_place(parallel: ParallelConfig) -> list[str]:
         return ["--rdzv-endpoint", str(parallel.rendezvous)]
     # The machine's own name is never looked up: many containers cannot resolve it.
     return ["--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
+
+
+def _torchrun_source() -> Path:
+    """The file of torchrun, found without importing torch. Raises InputError when torch is not installed."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        raise InputError("torch is not installed in this Python; run make .venv and use .venv/bin/python")
+    return Path(torch.origin).parent / "distributed" / "run.py"
+
+
+def _shutdown_timeout(torchrun: Path) -> list[str]:
+    """torch 2.11 has no such option and kills after 30 s; torchrun refuses options it does not know."""
+    option = "--shutdown-timeout"
+    return [option, str(SHUTDOWN_TIMEOUT_S)] if option in torchrun.read_text(encoding="utf-8") else []
 
 
 def start(cfg: RunConfig, run: RunDir, module: str = "trainer") -> RunHandle:
@@ -110,6 +127,26 @@ def require_ended(run: RunDir) -> None:
     """Raises InputError when the run is running."""
     if alive(run):
         raise InputError(f"{run.path}: is running already; stop it first, or start a new run")
+
+
+def require_free_port(parallel: ParallelConfig) -> None:
+    """Raises InputError when `parallel.rendezvous` is a port of this machine that another program holds.
+
+    torchrun would take that program for the first node, and wait for its answer.
+    """
+    if parallel.nodes == 1:
+        return
+    host, _, port = str(parallel.rendezvous).rpartition(":")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torchrun: a port just left is free
+            probe.bind(address)
+    except OSError as error:  # anything else: the address of another machine
+        if error.errno == errno.EADDRINUSE:
+            raise InputError(
+                f"parallel.rendezvous: another program holds {parallel.rendezvous}; end it or name another port"
+            ) from error
 
 
 def worker_environment() -> dict[str, str]:
@@ -261,7 +298,7 @@ def diagnose(run: RunDir, events: Sequence[AnyEvent]) -> ErrorEvent:
     output = _output_file(run, number)
     attempts = _last_attempts(run, number)
     failures = [*_reported(output, attempts), *_recorded(attempts)]
-    torchrun_itself = _Failure(None, _last_line(output) or "torchrun ended without a message", math.inf, output)
+    torchrun_itself = _Failure(None, last_line(output) or "torchrun ended without a message", math.inf, output)
     cause = min(failures, key=lambda failure: (failure.is_consequence, failure.when), default=torchrun_itself)
     return ErrorEvent(
         message=cause.message,
@@ -334,7 +371,7 @@ def _from_error_file(file: Path, rank: int | None) -> _Failure:
     try:
         message = json.loads(file.read_text(encoding="utf-8"))["message"]["message"]
     except (ValueError, KeyError, TypeError):  # cut short: the disk was full
-        message = _last_line(file.with_name("stderr.log")) or "ended while writing its error file"
+        message = last_line(file.with_name("stderr.log")) or "ended while writing its error file"
     return _Failure(rank, message, file.stat().st_mtime, file.with_name("stderr.log"))
 
 
@@ -342,10 +379,11 @@ def _how_it_ended(code: int, log: Path) -> str:
     if code < 0:
         names = {known.value: known.name for known in signal.Signals}
         return f"killed by {names.get(-code, f'signal {-code}')}"
-    return _last_line(log) or f"ended with exit code {code}"
+    return last_line(log) or f"ended with exit code {code}"
 
 
-def _last_line(file: Path) -> str:
+def last_line(file: Path) -> str:
+    """The last line of a log that says something, empty without one."""
     lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.exists() else []
     return next((line.strip() for line in reversed(lines) if line.strip(" =-")), "")
 

@@ -26,20 +26,24 @@ TRAINED_BYTES = 16
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """The sharded model with its weights. trainables: parameters that are trained, by name, in model order."""
+    """The sharded model with its weights. trainables: parameters that are trained, by name, in model order.
+
+    shards_gradients: whether no rank may hold the whole gradient, because it is as large as the sharded model.
+    """
 
     module: nn.Module
     strategy: Strategy
     mesh: DeviceMesh | None
     trainables: dict[str, nn.Parameter]
     bytes_read: int
+    shards_gradients: bool
 
 
 def load_model(cfg: RunConfig, family: ModelFamily, world: World) -> LoadedModel:
     """Build -> inject -> checkpointing -> compile -> shard -> load -> initialise adapters. Collective."""
     module = family.build()
     added = _make_trainable(module, cfg, family)
-    strategy = resolve_strategy(cfg.parallel, world, _state_bytes(module))
+    strategy = resolve_strategy(cfg.parallel, world, _state_bytes(module), min(world.gather(world.memory)))
     mesh = device_mesh(cfg.parallel, world, strategy)
     parallelize(module, cfg.train, cfg.parallel, strategy, mesh, family.shard_blocks, family.forward_methods)
     module.to_empty(device=torch.device("cpu") if cfg.parallel.cpu_offload else world.device)
@@ -50,7 +54,8 @@ def load_model(cfg: RunConfig, family: ModelFamily, world: World) -> LoadedModel
             fill_rows(parameters[name], adapters.initial_value(name, parameters[name].shape, cfg.train.seed))
     module.train()
     trainables = {name: p for name, p in parameters.items() if p.requires_grad}
-    return LoadedModel(module, strategy, mesh, trainables, bytes_read)
+    shards_gradients = isinstance(cfg.adapter, NoAdapter) and strategy in ("full", "grad_op", "hybrid")
+    return LoadedModel(module, strategy, mesh, trainables, bytes_read, shards_gradients)
 
 
 def encoder_loader(cfg: RunConfig, world: World) -> LoadModule:
@@ -81,10 +86,14 @@ def reshard(module: nn.Module) -> None:
             unit.reshard()
 
 
-def sync_gradients(module: nn.Module, now: bool) -> None:
-    """Whether the next backward reduces gradients over the ranks, or only adds them up here."""
-    if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(now)
+def sync_gradients(loaded: LoadedModel, last: bool) -> None:
+    """Prepare the next backward of a step: gradients are reduced over the ranks in the last one, and added up before.
+
+    Where no rank may hold the whole gradient it is reduced to shards in each backward, and only these are added up.
+    """
+    if isinstance(loaded.module, FSDPModule):
+        loaded.module.set_requires_gradient_sync(last or loaded.shards_gradients)
+        loaded.module.set_requires_all_reduce(last)
 
 
 def _make_trainable(module: nn.Module, cfg: RunConfig, family: ModelFamily) -> set[str]:

@@ -15,14 +15,17 @@ from torch.optim import Optimizer
 
 from trainer.config import InputError, OptimConfig
 
-PACKAGES = {"adamw8bit": "torchao", "schedulefree": "schedulefree"}
+# Not installed with the project: diffusers and peft import torchao wherever they find it, which takes a second.
+EXTRAS = {"adamw8bit": ("torchao", "eightbit")}
 
 
 def make_optimizer(parameters: Sequence[nn.Parameter], cfg: OptimConfig) -> Optimizer:
     """The optimizer over this rank's shards. Raises InputError when its package is not installed."""
-    package = PACKAGES.get(cfg.type)
-    if package and importlib.util.find_spec(package) is None:
-        raise InputError(f"optim.type: {cfg.type} needs the package {package}; pip install {package}, or use adamw")
+    package, extra = EXTRAS.get(cfg.type, ("torch", ""))
+    if importlib.util.find_spec(package) is None:
+        raise InputError(
+            f"optim.type: {cfg.type} needs the package {package}; pip install 'shardstudio[{extra}]', or use adamw"
+        )
     return _MAKERS[cfg.type](parameters, cfg)
 
 

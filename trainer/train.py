@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -24,6 +24,7 @@ from trainer.encode import EncodedData, Say, batch_keys, encode_data
 from trainer.events import (
     CheckpointEvent,
     EventWriter,
+    LossyWriter,
     RankLine,
     SampleEvent,
     State,
@@ -74,7 +75,7 @@ class Trainer:
 
     def __init__(self, cfg: RunConfig, run: RunDir, world: World, cache: Path, say: Say) -> None:
         self.cfg, self.run_dir, self.world, self.say = cfg, run, world, say
-        self.family = families.get(cfg.model.family)(cfg.model, cfg.objective, cache / "models")
+        self.family = families.make(cfg, cache)
         self._load_encoder = encoder_loader(cfg, world)
         self.data: EncodedData = encode_data(cfg, self.family, self._load_encoder, cache, world, say)
         say(StatusEvent(state="loading"))
@@ -89,7 +90,7 @@ class Trainer:
         self.ema = Ema(self.trainables, cfg.optim.ema) if cfg.optim.ema else None
         self.loader = self._make_loader()
         self.checkpointer = checkpoint.Checkpointer(run.checkpoints, world, cfg.checkpoint.keep)
-        self.clock = StepClock(world)
+        self.clock = StepClock(world, self.loaded.mesh)
         self.clock.watch(self.model)
         self.meter = MemoryMeter(world)
         self._ranks = EventWriter(run.rank_file(world.rank))
@@ -113,16 +114,18 @@ class Trainer:
                 self._check_replicas()
             if self.data.validation and self._due(cfg.data.validation_every):
                 self.validate()
+            # Saved before drawn: pictures take memory of their own, and running out of it must cost no steps.
+            if agreed.stop:
+                self._save_last()
+            elif agreed.save or (self._due(cfg.checkpoint.every) and self.step < cfg.train.steps):
+                self.save()
             if agreed.sample or (self._due(cfg.sample.every) and self.step < cfg.train.steps):
                 self.draw_samples()
             if agreed.stop:
-                self._save_last()
                 return "stopped"
-            if agreed.save or (self._due(cfg.checkpoint.every) and self.step < cfg.train.steps):
-                self.save()
+        self._save_last()
         if cfg.sample.every:
             self.draw_samples()
-        self._save_last()
         return "finished"
 
     def train_step(self) -> Agreed:
@@ -134,7 +137,7 @@ class Trainer:
         total = torch.zeros((), device=self.world.device)
         weight = torch.zeros((), device=self.world.device)
         for i, micro_batch in enumerate(micro_batches):
-            sync_gradients(self.model, i == len(micro_batches) - 1)
+            sync_gradients(self.loaded, last=i == len(micro_batches) - 1)
             loss = self._forward(micro_batch)
             self.clock.mark(FORWARD)
             # FSDP averages over ranks; the loss of the step is a sum over them.
@@ -147,7 +150,7 @@ class Trainer:
         grad_norm, lr = self._update(agreed)
         self.clock.mark(OPTIMIZER)
         self.step += 1
-        self._say_step(agreed.loss, lr, grad_norm, time.perf_counter() - began)
+        self._say_step(agreed.loss, lr, grad_norm, began)
         return agreed
 
     def validate(self) -> float:
@@ -169,6 +172,9 @@ class Trainer:
 
     def draw_samples(self) -> list[Path]:
         """One picture per prompt, from the same noise at every step. Returns their paths on rank 0."""
+        if not self.data.prompts:
+            self.say(WarningEvent(step=self.step, message="no samples are drawn: sample.prompts is empty"))
+            return []
         self._status("sampling")
         encoder = self.family.image_encoder(self._load_encoder)
         cfg, cache = self.cfg.sample, self.data.cache
@@ -305,10 +311,12 @@ class Trainer:
 
     def _resume(self) -> int:
         found = checkpoint.complete(self.run_dir.checkpoints)
-        if not found:
+        # A network file system may show a node what is already gone, or not yet what is there.
+        newest = self.world.gather(found[-1] if found else None)[0]
+        if newest is None:
             return 0
-        step = checkpoint.restore(found[-1], self._state())
-        self.say(StatusEvent(state="loading", step=step, message=f"resumed from {found[-1].name}"))
+        step = checkpoint.restore(newest, self._state())
+        self.say(StatusEvent(state="loading", step=step, message=f"resumed from {newest.name}"))
         return step
 
     def _save_last(self) -> None:
@@ -361,8 +369,10 @@ class Trainer:
         if path:
             self.say(CheckpointEvent(step=checkpoint.steps_in(path), path=str(path.relative_to(self.run_dir.path))))
 
-    def _say_step(self, loss: float, lr: float, grad_norm: float, seconds: float) -> None:
+    def _say_step(self, loss: float, lr: float, grad_norm: float, began: float) -> None:
         split = self.clock.read()
+        # After reading the clock, which waits for the accelerator: its optimizer step belongs to this one.
+        seconds = time.perf_counter() - began
         self.say(
             StepEvent(
                 step=self.step,
@@ -384,21 +394,21 @@ class Trainer:
     def _heartbeat(self, phase: str) -> None:
         self._last_heartbeat = time.monotonic()
         memory = self.meter.read()
-        self._ranks.write(
-            RankLine(
-                rank=self.world.rank,
-                step=self.step,
-                phase=phase,
-                allocated=memory.allocated,
-                reserved=memory.reserved,
-                peak=memory.peak,
-                limit=memory.limit,
-            )
+        line = RankLine(
+            rank=self.world.rank,
+            step=self.step,
+            phase=phase,
+            allocated=memory.allocated,
+            reserved=memory.reserved,
+            peak=memory.peak,
+            limit=memory.limit,
         )
+        with suppress(OSError):  # the disk is full: a heartbeat is not worth the run
+            self._ranks.write(line)
 
 
 def speaker(run: RunDir, world: World) -> Callable[[object], None]:
     """Rank 0's events go to the run folder, other ranks' nowhere: every rank says the same."""
     if world.rank:
         return lambda event: None
-    return EventWriter(run.events_file).write  # type: ignore[return-value]
+    return LossyWriter(run.events_file).write  # type: ignore[return-value]

@@ -63,7 +63,7 @@ class World:
 
 @contextmanager
 def connect(cfg: ParallelConfig) -> Iterator[World]:
-    """Join the ranks torchrun started, on the device `parallel.device` names; leave them at the end.
+    """Join the ranks torchrun started, on the device `parallel.device` names; leave them at a good end.
 
     Raises InputError when CUDA is asked for and absent, or has fewer devices than ranks.
     """
@@ -75,10 +75,9 @@ def connect(cfg: ParallelConfig) -> Iterator[World]:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group(backend, timeout=timeout)
-    try:
-        yield joined(device, local_rank, local_size)
-    finally:
-        dist.destroy_process_group()
+    yield joined(device, local_rank, local_size)
+    # Not after an error: NCCL would wait for the other ranks, and torchrun would hear of it only after the timeout.
+    dist.destroy_process_group()
 
 
 def joined(device: torch.device, local_rank: int, local_size: int) -> World:

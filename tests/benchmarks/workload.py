@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.config import RunConfig
-from trainer.encode import EncodedData, encode_data
+from trainer.encode import encode_data
 from trainer.families.base import LoadModule
 from trainer.families.flux2 import Flux2
 from trainer.objectives import Example
@@ -99,7 +99,7 @@ class GeneratedExamples(Flux2):
 
 @dataclass(frozen=True)
 class Bench:
-    """A folder with a model, pictures and a cache that is full. Made by `prepare`."""
+    """A folder with a model, pictures and a cache. Made by `prepare`."""
 
     root: Path
     workload: Workload
@@ -128,7 +128,12 @@ class Bench:
             RunDir.create(self.root, cfg, path)
         world.barrier()
         run = RunDir.open(path)
+        self._fill_cache(cfg, world)
         return Trainer(cfg, run, world, self.root / "cache", speaker(run, world))
+
+    def _fill_cache(self, cfg: RunConfig, world: World) -> None:
+        family = GeneratedExamples(cfg, self.root / "cache", self.workload.text_tokens)
+        encode_data(cfg, family, _no_encoder, self.root / "cache", world, lambda event: None)
 
 
 def prepare(root: Path, workload: Workload, device: str = "cpu") -> Bench:
@@ -137,13 +142,6 @@ def prepare(root: Path, workload: Workload, device: str = "cpu") -> Bench:
     _write_model(bench.model, workload, torch.device(device))
     _write_pictures(root / "pictures", workload.pixels)
     return bench
-
-
-def fill_cache(bench: Bench, world: World) -> EncodedData:
-    """Cache generated examples for every picture and caption. Collective; what is there already stays."""
-    cfg = bench.config()
-    family = GeneratedExamples(cfg, bench.root / "cache", bench.workload.text_tokens)
-    return encode_data(cfg, family, _no_encoder, bench.root / "cache", world, lambda event: None)
 
 
 def _no_encoder(module: nn.Module, files: object, blocks: Sequence[str]) -> nn.Module:

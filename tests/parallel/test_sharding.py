@@ -43,10 +43,10 @@ def test_copies_hold_everything(pictures: Path) -> None:
         assert found.local_bytes == found.full_bytes
 
 
-def worst_case(parallel: ParallelConfig, size: int, local_size: int, state_gib: float, monkeypatch: Any) -> str:
+def strategy_for(parallel: ParallelConfig, size: int, local_size: int, state_gib: float) -> str:
+    """What is chosen on ranks of 100 GiB."""
     world = World(0, size, 0, local_size, torch.device("cpu"), alone().background)
-    monkeypatch.setattr(World, "memory", property(lambda self: 100 * GIB))
-    return resolve_strategy(parallel, world, int(state_gib * GIB))
+    return resolve_strategy(parallel, world, int(state_gib * GIB), 100 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -62,14 +62,14 @@ def worst_case(parallel: ParallelConfig, size: int, local_size: int, state_gib: 
     ],
 )
 def test_auto_replicates_what_fits_shards_inside_a_node_what_fits_there_and_else_over_all_ranks(
-    nodes: int, devices: int, state_gib: float, offload: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+    nodes: int, devices: int, state_gib: float, offload: bool, expected: str
 ) -> None:
     parallel = ParallelConfig(nodes=nodes, devices=devices, cpu_offload=offload)
-    assert worst_case(parallel, nodes * devices, devices, state_gib, monkeypatch) == expected
+    assert strategy_for(parallel, nodes * devices, devices, state_gib) == expected
 
 
-def test_a_strategy_that_is_named_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert worst_case(ParallelConfig(strategy="full", devices=2), 2, 2, 1, monkeypatch) == "full"
+def test_a_strategy_that_is_named_is_taken() -> None:
+    assert strategy_for(ParallelConfig(strategy="full", devices=2), 2, 2, 1) == "full"
 
 
 def small_model() -> nn.Module:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.config import InputError, family_names
+from trainer.config import InputError, RunConfig, family_names
 
 if TYPE_CHECKING:
     from trainer.families.base import ModelFamily
@@ -20,3 +21,21 @@ def get(name: str) -> type[ModelFamily]:
     module = importlib.import_module(f"trainer.families.{name}")
     family: type[ModelFamily] = module.FAMILY
     return family
+
+
+def make(cfg: RunConfig, cache: Path) -> ModelFamily:
+    """The family of a run. cache: folder shared by runs, where tiny models are written.
+
+    Raises InputError when `model.path` holds no such model, or the config asks for what the family cannot do.
+    """
+    family = get(cfg.model.family)(cfg.model, cfg.objective, cache / "models")
+    _check_sample_size(cfg.sample.size, family.size_multiple)
+    return family
+
+
+def _check_sample_size(size: tuple[int, int], multiple: int) -> None:
+    if any(side % multiple for side in size):
+        width, height = (max(1, round(side / multiple)) * multiple for side in size)
+        raise InputError(
+            f"sample.size: {size[0]} x {size[1]} is not in multiples of {multiple} pixels; use {width} x {height}"
+        )

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from PIL import Image
 from torch import nn
 
-from trainer.config import ModelConfig, ObjectiveConfig, SampleConfig
+from trainer.config import InputError, ModelConfig, ObjectiveConfig, SampleConfig, not_one_of
 from trainer.objectives import Batch, Example, Loss
 from trainer.rng import SampleRng
 from trainer.weights import WeightFiles
@@ -29,7 +29,8 @@ class ModelFamily(ABC):
     """One kind of model. Made once per process from the config; holds no weights itself.
 
     model: the config's section.  objective: the config's section.  cache: a folder shared between runs, where a
-    `tiny` model is written as a diffusers folder.  Raises InputError when `model.path` does not hold such a model.
+    `tiny` model is written as a diffusers folder.  Raises InputError when `model.path` does not hold such a model, or
+    `model.train` names a component it does not have.
     """
 
     components: ClassVar[tuple[str, ...]]
@@ -48,6 +49,9 @@ class ModelFamily(ABC):
     """Name of the model in the metadata of exported files (modelspec.architecture)."""
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
+        for component in model.train:
+            if component not in self.components:
+                raise InputError(f"model.train: {not_one_of(component, self.components)}")
         self.config = model
         self.objective = objective
         self.cache = cache

@@ -44,14 +44,14 @@ def check_weights(wanted: dict[str, tuple[int, ...]], files: WeightFiles) -> Non
         where = next(iter(files.entries.values())).file.parent if len(files) else "the weight files"
         raise InputError(
             f"{where}: {len(missing)} of {len(wanted)} tensors are missing, first '{missing[0]}'; "
-            "the weights belong to another model, or the download is incomplete"
+            "the weights belong to another model, or the download is incomplete: download the folder again"
         )
     for name, shape in wanted.items():
         entry = files.entries[name]
         if entry.shape != shape:
             raise InputError(
                 f"{entry.file}: '{entry.key}' has shape {list(entry.shape)}, the model needs {list(shape)}; "
-                "the weights and the config.json beside them belong to different models"
+                "the weights and the config.json beside them belong to different models: download the folder again"
             )
 
 

@@ -16,17 +16,18 @@ REPLICATE, SHARD = "replicate", "shard"
 RESIDENT_SHARE = 0.6
 
 
-def resolve_strategy(cfg: ParallelConfig, world: World, state_bytes: int) -> Strategy:
+def resolve_strategy(cfg: ParallelConfig, world: World, state_bytes: int, memory: int) -> Strategy:
     """`parallel.strategy` with `auto` decided.
 
-    state_bytes: weights, gradients and optimizer state of the whole model. `auto` keeps a copy on every rank when
-    that fits (no gathers: fastest), shards inside each node when it fits there, and over all ranks otherwise.
+    state_bytes: weights, gradients and optimizer state of the whole model.  memory: bytes that the smallest rank may
+    fill; the same number on every rank, or each would decide for itself. `auto` keeps a copy on every rank when that
+    fits (no gathers: fastest), shards inside each node when it fits there, and over all ranks otherwise.
     """
     if cfg.strategy != "auto":
         return cfg.strategy
     if world.size == 1:
         return "full" if cfg.cpu_offload else "none"
-    room = RESIDENT_SHARE * world.memory
+    room = RESIDENT_SHARE * memory
     if state_bytes <= room and not cfg.cpu_offload:
         return "ddp"
     if cfg.nodes > 1 and state_bytes / world.local_size <= room:

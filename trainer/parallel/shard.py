@@ -41,16 +41,18 @@ def parallelize(
     """The model, ready to be materialized and loaded; changed in place.
 
     blocks: class names of the modules that are sharded one by one.  methods: entry points besides `forward`.
-    Without a mesh nothing is sharded and bf16 means autocast.
+    Without a mesh nothing is sharded.
     """
     units = blocks_of(model, blocks)
+    dtype = COMPUTE_DTYPE[train.precision]
+    if mesh is None and dtype != torch.float32:
+        _compute_in(model, units, dtype)
     _checkpoint_activations(units, train)
     if train.compile:
         for unit in units:
             unit.compile(backend=train.compile_backend)
-    dtype = COMPUTE_DTYPE[train.precision]
     if mesh is None:
-        return model if dtype == torch.float32 else _autocast(model, dtype)
+        return model
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if parallel.cpu_offload else OffloadPolicy()
     shard_units(model, units, mesh, reshard_after_forward(parallel, strategy), dtype, offload)
     prefetch(units, parallel.prefetch_forward, parallel.prefetch_backward)
@@ -76,7 +78,8 @@ def shard_units(
     inner = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
     for unit in units:
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=inner, offload_policy=offload)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+    # Backward begins with the root: freed after forward, it would be gathered again at once.
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
 
 
 def reshard_after_forward(parallel: ParallelConfig, strategy: Strategy) -> bool | int:
@@ -115,16 +118,42 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _autocast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """bf16 compute without FSDP: floating inputs are cast as FSDP's root does, fp32 masters are cast by autocast."""
-    forward = model.forward
+def _compute_in(model: nn.Module, units: Sequence[nn.Module], dtype: torch.dtype) -> None:
+    """What FSDP's mixed precision does, without FSDP: each unit runs on copies of its fp32 masters in `dtype`.
+
+    The root casts what the caller gives it. Every strategy thus rounds alike, and activations are `dtype` throughout:
+    autocast would keep norms and adapter inputs in fp32 besides.
+    """
+    inside = {id(module) for unit in units for module in unit.modules()}
+    for unit in units:
+        unit.forward = _on_copies(unit.forward, list(unit.modules()), dtype)
+    rest = [module for module in model.modules() if id(module) not in inside]
+    forward = _on_copies(model.forward, rest, dtype)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(next(model.parameters()).device.type, dtype):
-            return forward(*(_cast(arg, dtype) for arg in args), **{key: _cast(v, dtype) for key, v in kwargs.items()})
+        return forward(*(_cast(arg, dtype) for arg in args), **{key: _cast(v, dtype) for key, v in kwargs.items()})
 
     model.forward = run
-    return model
+
+
+def _on_copies(forward: Callable[..., Any], modules: Sequence[nn.Module], dtype: torch.dtype) -> Callable[..., Any]:
+    """`forward` while the modules' trained parameters are replaced by copies, through which gradients flow back."""
+    # By place: the parameters themselves are replaced when the model leaves the meta device.
+    places = [
+        (m._parameters, name) for m in modules for name, p in m._parameters.items() if p is not None and p.requires_grad
+    ]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        masters = [parameters[name] for parameters, name in places]
+        for (parameters, name), master in zip(places, masters, strict=True):
+            parameters[name] = master.to(dtype)  # type: ignore[assignment, union-attr]
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for (parameters, name), master in zip(places, masters, strict=True):
+                parameters[name] = master
+
+    return run
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -1,0 +1,286 @@
+"""One command, under ten minutes, for a machine with a GPU: does everything work there, how fast, in how much memory.
+
+    python -m tests.benchmarks.gpu_check                        needs CUDA, 12 GB of disk, no network and no weights
+    python -m tests.benchmarks.gpu_check --device cpu --tiny    the same way on any machine, in small
+
+Each measurement is a process of its own: one that fails is a row that says so, and the others go on. The table comes
+last; as JSON it is written to the folder that the environment's OUT names, if it names one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from tests.benchmarks.step_time import hand_written
+from tests.benchmarks.workload import KLEIN_4B, TINY, Bench, Workload, prepare
+from trainer import families
+from trainer.config import ParallelConfig
+from trainer.launch import worker_environment
+from trainer.modules import load_model
+from trainer.parallel.memory import MemoryMeter
+from trainer.world import World, connect
+
+TOTAL_S = 570
+PART_S = 240
+WARM_UP, STEPS = 3, 15
+GIB = 2**30
+# Forward and backward of one 1024 px image with 512 text tokens, rank 16, recomputation not counted.
+KLEIN_4B_TFLOP = 76.3
+# Dense bf16 TFLOP/s of the data sheets.
+PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "RTX 4090": 165, "RTX 5090": 210}
+
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. limit: as text; empty where there is none."""
+
+    name: str
+    figure: str
+    limit: str = ""
+    passed: bool = True
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where to measure and what."""
+
+    device: str
+    tiny: bool
+    folder: Path
+
+    @property
+    def workload(self) -> Workload:
+        return TINY if self.tiny else KLEIN_4B
+
+    @property
+    def bench(self) -> Bench:
+        return Bench(self.folder, self.workload)
+
+    def figures(self, part: str) -> Path:
+        """Where a part leaves what it measured."""
+        return self.folder / f"{part}.json"
+
+
+def main() -> int:
+    """Returns 0 when every part ran and every figure is within its limit."""
+    options = _parser().parse_args()
+    if options.part:
+        place = Place(options.device, options.tiny, options.folder)
+        place.figures(options.part).write_text(json.dumps(PARTS[options.part](place)), encoding="utf-8")
+        return 0
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device: torch.cuda.is_available() is false; see launch.py --doctor", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory() as folder:
+        rows = _check(Place(options.device, options.tiny, Path(folder)))
+    _tell(rows)
+    return int(not all(row.passed for row in rows))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.gpu_check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a model of a megabyte instead of FLUX.2 klein-4B")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+def _check(place: Place) -> list[Row]:
+    deadline = time.monotonic() + TOTAL_S
+    rows = [Row("machine", _machine(place.device))]
+    rows.append(_tests(place, deadline))
+    found: dict[str, Figures] = {}
+    for part in PARTS:
+        outcome = _run_part(part, place, deadline)
+        if isinstance(outcome, Row):
+            rows.append(outcome)
+        else:
+            found[part] = outcome
+    return [*rows, *_rows(found, place)]
+
+
+def _machine(device: str) -> str:
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    if device == "cpu":
+        return f"CPU, {os.cpu_count()} cores, {versions}"
+    properties = torch.cuda.get_device_properties(0)
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, {versions}, NCCL {nccl}"
+
+
+def _tests(place: Place, deadline: float) -> Row:
+    """The tests that need a device."""
+    argv = ["-m", "pytest", "-m", "gpu", "--device", place.device, "-q", "-p", "no:cacheprovider", "tests/test_device.py"]
+    lines, failure = _run("tests", argv, deadline)
+    summary = next((line for line in reversed(lines) if line.strip()), "no output")
+    return failure or Row("tests", summary.strip("= "))
+
+
+def _run_part(part: str, place: Place, deadline: float) -> Figures | Row:
+    """The figures of a part, or the row that says why there are none."""
+    argv = ["-m", "tests.benchmarks.gpu_check", "--part", part, "--device", place.device, "--folder", str(place.folder)]
+    _, failure = _run(part, argv + ["--tiny"] * place.tiny, deadline)
+    if failure:
+        return failure
+    figures: Figures = json.loads(place.figures(part).read_text(encoding="utf-8"))
+    return figures
+
+
+def _run(name: str, argv: list[str], deadline: float) -> tuple[list[str], Row | None]:
+    """Run a process, its output shown as it comes. Returns its lines that are not empty, and the row of a failure."""
+    left = min(PART_S, deadline - time.monotonic())
+    if left < 1:
+        return [], Row(name, f"not run: {TOTAL_S} s are over", passed=False)
+    print(f"--- {name}", flush=True)
+    command = ["timeout", "--kill-after", "10", f"{left:.0f}", sys.executable, *argv]
+    process = subprocess.Popen(
+        command, env=worker_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+    assert process.stdout
+    lines = []
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        lines += [line.strip()] if line.strip() else []
+    code = process.wait()
+    if code == 0:
+        return lines, None
+    reason = f"longer than {left:.0f} s" if code in (124, 137) else (lines or ["no output"])[-1]
+    return lines, Row(name, f"FAILED: {reason}", passed=False)
+
+
+def _prepare(place: Place) -> Figures:
+    """Draw the model's weights on the device and write them to disk."""
+    began = time.perf_counter()
+    bench = prepare(place.folder, place.workload, place.device)
+    seconds = time.perf_counter() - began
+    return {"seconds": seconds, "bytes": sum(file.stat().st_size for file in bench.model.rglob("*.safetensors"))}
+
+
+def _load(place: Place) -> Figures:
+    """Read the model from files that the page cache still holds."""
+    cfg = place.bench.config(parallel={"device": place.device, "strategy": "none"})
+    with connect(cfg.parallel) as world:
+        family = families.make(cfg, place.folder / "cache")
+        began = time.perf_counter()
+        loaded = load_model(cfg, family, world)
+        _synchronize(world)
+        return {"seconds": time.perf_counter() - began, "bytes": loaded.bytes_read}
+
+
+def _by_hand(place: Place) -> Figures:
+    """The loop of `step_time`."""
+    cfg = place.bench.config(parallel={"device": place.device})
+    with connect(cfg.parallel) as world:
+        step = hand_written(place.bench, place.bench.examples(cfg, world), world, "bf16", sharded=False)
+        return _time(step, world)
+
+
+def _ours(name: str, strategy: str, checkpointing: str) -> Callable[[Place], Figures]:
+    def measure(place: Place) -> Figures:
+        parallel = {"device": place.device, "strategy": strategy}
+        cfg = place.bench.config(train={"steps": 10_000, "checkpointing": checkpointing}, parallel=parallel)
+        with connect(cfg.parallel) as world:
+            trainer = place.bench.trainer(name, cfg, world)
+            try:
+                return _time(trainer.train_step, world)
+            finally:
+                trainer.close()
+
+    return measure
+
+
+def _time(step: Callable[[], object], world: World) -> Figures:
+    """Median seconds of a step, and the peak of memory in bytes."""
+    for _ in range(WARM_UP):
+        step()
+    seconds = []
+    for _ in range(STEPS):
+        _synchronize(world)
+        began = time.perf_counter()
+        step()
+        _synchronize(world)
+        seconds.append(time.perf_counter() - began)
+    return {"seconds": statistics.median(seconds), "bytes": MemoryMeter(world).read().peak}
+
+
+def _synchronize(world: World) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+
+
+STEP_PARTS: dict[str, Callable[[Place], Figures]] = {
+    "by-hand": _by_hand,
+    "plain": _ours("plain", "none", "none"),
+    "checkpointing": _ours("checkpointing", "none", "full"),
+    "sharded": _ours("sharded", "full", "none"),
+}
+PARTS: dict[str, Callable[[Place], Figures]] = {"prepare": _prepare, "load": _load, **STEP_PARTS}
+# A part, what it is compared with, and how much longer it may take.
+LIMITS = (("plain", "by-hand", 1.03), ("sharded", "plain", 1.03))
+
+
+def _rows(found: Mapping[str, Figures], place: Place) -> Iterator[Row]:
+    for part, verb in (("prepare", "drawn and written"), ("load", "loaded")):
+        if part in found:
+            size, seconds = found[part]["bytes"] / GIB, found[part]["seconds"]
+            yield Row(part, f"{size:.2f} GiB {verb} in {seconds:.1f} s, {size / seconds:.2f} GiB/s")
+    for part in STEP_PARTS:
+        if part in found:
+            yield Row(part, _speed(found[part], place))
+    for part, other, limit in LIMITS:
+        if part in found and other in found:
+            ratio = found[part]["seconds"] / found[other]["seconds"]
+            # Steps of a tiny model are all overhead.
+            yield Row(f"{part} : {other}", f"{ratio:.3f}", f"<= {limit}", place.tiny or ratio <= limit)
+
+
+def _speed(figures: Figures, place: Place) -> str:
+    seconds = figures["seconds"]
+    parts = [f"{seconds:.4f} s/step", f"{1 / seconds:.2f} images/s", f"peak {figures['bytes'] / GIB:.2f} GiB"]
+    peak = _peak_tflops(place)
+    if peak:
+        parts.append(f"MFU {KLEIN_4B_TFLOP / seconds / peak:.1%}")
+    return ", ".join(parts)
+
+
+def _peak_tflops(place: Place) -> float | None:
+    """Of a known device with the model whose operations are known."""
+    if place.tiny or place.device == "cpu":
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
+
+
+def _tell(rows: list[Row]) -> None:
+    width = max(len(row.name) for row in rows)
+    print("---", flush=True)
+    for row in rows:
+        print(f"{row.name:{width}}  {row.figure}  {row.limit}{'' if row.passed else '  OVER' * bool(row.limit)}".rstrip())
+    out = os.environ.get("OUT")
+    if out:
+        report = json.dumps([asdict(row) for row in rows], indent=1)
+        (Path(out) / "gpu_check.json").write_text(report, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

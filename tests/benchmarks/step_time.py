@@ -1,0 +1,219 @@
+"""Our training step, with everything it records, against the loop a good engineer writes by hand.
+
+Both live in one process and take turns, so that the noise of a shared machine meets both. What counts is CPU seconds
+of the whole process, threads included: wall time on shared cores tells more of the neighbours than of the code.
+
+    python -m tests.benchmarks.step_time        about 5 minutes; exit code 1 when a limit is exceeded
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
+from peft import LoraConfig
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from tests.benchmarks.workload import KLEIN_SMALL, Bench, prepare
+from trainer.config import ParallelConfig
+from trainer.encode import EncodedData
+from trainer.families.flux2 import Flux2, image_ids, text_ids
+from trainer.launch import worker_environment
+from trainer.world import World, connect
+
+PAIRS = 11
+WARM_UP = 3
+RANK = 16
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LIMITS = {1: 1.03, 2: 1.05}
+"""Largest ratio, by number of ranks."""
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Medians of interleaved pairs of steps. ours, by_hand: CPU seconds of one rank.
+
+    cpu, wall: median over the pairs of our seconds / theirs.
+    """
+
+    ours: float
+    by_hand: float
+    cpu: float
+    wall: float
+
+
+@dataclass(frozen=True)
+class Seconds:
+    cpu: float
+    wall: float
+
+
+def compare(ours: Step, by_hand: Step, world: World, pairs: int = PAIRS) -> Ratio:
+    """Run both in turns, each first in every second pair, and compare. Collective; seconds are means of the ranks."""
+    for _ in range(WARM_UP):
+        ours()
+        by_hand()
+    measured: list[tuple[Seconds, Seconds]] = []
+    for pair in range(pairs):
+        if pair % 2:
+            hand, mine = _time(by_hand, world), _time(ours, world)
+        else:
+            mine, hand = _time(ours, world), _time(by_hand, world)
+        measured.append((mine, hand))
+    return Ratio(
+        statistics.median(mine.cpu for mine, _ in measured),
+        statistics.median(hand.cpu for _, hand in measured),
+        statistics.median(mine.cpu / hand.cpu for mine, hand in measured),
+        statistics.median(mine.wall / hand.wall for mine, hand in measured),
+    )
+
+
+def _time(step: Step, world: World) -> Seconds:
+    cpu, wall = time.process_time(), time.perf_counter()
+    step()
+    spent = world.sum([time.process_time() - cpu, time.perf_counter() - wall])
+    return Seconds(*(seconds / world.size for seconds in spent))
+
+
+def compare_with_hand_written(world: World, bench: Bench, precision: str, pairs: int = PAIRS) -> Ratio:
+    """Our trainer and the loop by hand on these ranks: sharded fully on several, not at all on one. Collective."""
+    sharded = world.size > 1
+    cfg = bench.config(
+        train={"steps": 10_000_000, "batch_size": world.size, "precision": precision},
+        parallel={"device": "cpu", "devices": world.size, "strategy": "full" if sharded else "none"},
+    )
+    trainer = bench.trainer(f"{precision}-{world.size}", cfg, world)
+    try:
+        return compare(trainer.train_step, hand_written(bench, trainer.data, precision, sharded), world, pairs)
+    finally:
+        trainer.close()
+
+
+def hand_written(bench: Bench, data: EncodedData, precision: str, sharded: bool) -> Step:
+    """One step of the minimal loop: batch in memory, diffusers' model, peft, fused AdamW; autocast or `fully_shard`."""
+    dtype = DTYPES[precision]
+    model = lora_model(bench, dtype)
+    if sharded:
+        shard(model, dtype)
+    model.train()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    examples = [data.cache.read(photo.latents) | data.cache.read(photo.text) for photo in data.train]
+    batches = [{key: tensor.unsqueeze(0) for key, tensor in example.items()} for example in examples]
+    side = bench.workload.pixels // 16
+    image_positions, text_positions = image_ids(side, side), text_ids(bench.workload.text_tokens)
+    mixed = dtype != torch.float32 and not sharded
+    count = 0
+
+    def step() -> float:
+        nonlocal count
+        batch = batches[count % len(batches)]
+        count += 1
+        latents = batch["latents"].flatten(2).transpose(1, 2)
+        noise = torch.randn_like(latents)
+        sigma = torch.sigmoid(torch.randn(1))
+        noisy = (1 - sigma) * latents + sigma * noise
+        with torch.autocast("cpu", dtype) if mixed else nullcontext():
+            prediction = model(
+                hidden_states=noisy.to(dtype),
+                encoder_hidden_states=batch["prompt_embeds"].to(dtype),
+                timestep=sigma.to(dtype),
+                guidance=None,
+                img_ids=image_positions,
+                txt_ids=text_positions,
+                return_dict=False,
+            )[0]
+        loss = nn.functional.mse_loss(prediction.float(), noise - latents)
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def lora_model(bench: Bench, dtype: torch.dtype) -> Flux2Transformer2DModel:
+    """The transformer as diffusers loads it, frozen in `dtype`, with fp32 adapters on the layers that we adapt."""
+    model = Flux2Transformer2DModel.from_pretrained(bench.model, subfolder="transformer", torch_dtype=dtype)
+    model.requires_grad_(False)
+    targets = "|".join(f"(?:{pattern})" for pattern in Flux2.adapter_targets)
+    model.add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=targets))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return model
+
+
+def shard(model: Flux2Transformer2DModel, dtype: torch.dtype) -> None:
+    """`fully_shard` block by block with the mixed precision that our strategy `full` has."""
+    root, inner = MixedPrecisionPolicy(), MixedPrecisionPolicy(cast_forward_inputs=False)
+    if dtype != torch.float32:
+        root = MixedPrecisionPolicy(dtype, torch.float32)
+        inner = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    for block in (*model.transformer_blocks, *model.single_transformer_blocks):
+        fully_shard(block, mp_policy=inner)
+    fully_shard(model, mp_policy=root)
+
+
+def main() -> int:
+    """Print one row per comparison. Returns 1 when one is over its limit."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.step_time", description=__doc__)
+    parser.add_argument("--rank-of", nargs=2, metavar=("FOLDER", "PRECISION"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_of:
+        _measure(Path(options.rank_of[0]), options.rank_of[1])
+        return 0
+    print(
+        f"{'':16}{'ours':>9}{'by hand':>9}{'ratio':>8}{'limit':>7}{'wall':>8}   (CPU s per step and rank)", flush=True
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(Path(folder), KLEIN_SMALL)
+        rows = [
+            _row(ranks, precision, _launch(ranks, Path(folder), precision), limit)
+            for ranks, limit in LIMITS.items()
+            for precision in DTYPES
+        ]
+    return int(not all(rows))
+
+
+def _launch(ranks: int, folder: Path, precision: str) -> Ratio:
+    """Compare on as many ranks, in processes of their own."""
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    argv += ["-m", "tests.benchmarks.step_time", "--rank-of", str(folder), precision]
+    output = subprocess.run(argv, env=worker_environment(), stdout=subprocess.PIPE, check=True, text=True).stdout
+    return Ratio(**json.loads(output.splitlines()[-1]))
+
+
+def _measure(folder: Path, precision: str) -> None:
+    torch.set_num_threads(1)
+    with connect(ParallelConfig(device="cpu")) as world:
+        ratio = compare_with_hand_written(world, Bench(folder, KLEIN_SMALL), precision)
+    if world.rank == 0:
+        print(json.dumps(asdict(ratio)))
+
+
+def _row(ranks: int, precision: str, ratio: Ratio, limit: float) -> bool:
+    """Print a comparison; whether it is within its limit."""
+    within = ratio.cpu <= limit
+    figures = f"{ratio.ours:>9.3f}{ratio.by_hand:>9.3f}{ratio.cpu:>8.3f}{limit:>7.2f}{ratio.wall:>8.3f}"
+    print(f"{ranks} x {precision:12}{figures}{'' if within else '   over'}", flush=True)
+    return within
+
+
+if __name__ == "__main__":
+    sys.exit(main())

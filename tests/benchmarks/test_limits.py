@@ -1,0 +1,57 @@
+"""The benchmarks in small, with room for a busy machine: what fails here is a real loss, not noise."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks import memory, startup, step_time
+from tests.benchmarks.workload import KLEIN_SMALL, LITTLE, TINY, prepare
+from tests.distributed import run_ranks
+from tests.runs import alone
+from trainer import launch
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_step_costs_at_most_15_percent_more_than_one_written_by_hand(tmp_path: Path, precision: str) -> None:
+    bench = prepare(tmp_path, LITTLE)
+    ratio = step_time.compare_with_hand_written(alone(), bench, precision, pairs=7)
+    assert ratio.cpu <= 1.15, ratio
+
+
+@pytest.mark.slow
+def test_a_step_on_two_ranks_costs_at_most_15_percent_more_than_one_written_by_hand(tmp_path: Path) -> None:
+    bench = prepare(tmp_path, LITTLE)
+    ratio = run_ranks(2, step_time.compare_with_hand_written, bench, "fp32", 7)[0]
+    assert ratio.cpu <= 1.15, ratio
+
+
+def test_loading_on_two_ranks_takes_at_most_60_percent_of_the_memory_of_loading_whole(tmp_path: Path) -> None:
+    prepare(tmp_path, KLEIN_SMALL)
+    whole, halves = (memory.load(tmp_path, KLEIN_SMALL, ranks) for ranks in (1, 2))
+    assert whole.peak >= 2 * 128_845_824  # bf16
+    assert halves.peak <= memory.PEAK_LIMIT * whole.peak
+    assert halves.share <= memory.SHARE_LIMITS[2]
+
+
+def test_the_run_folder_and_its_first_event_are_there_at_once(tmp_path: Path) -> None:
+    started, seconds = startup.wait_for_run_folder(startup.make_preset(tmp_path), "run")
+    launch.terminate(started.run)
+    started.end()
+    assert seconds <= 3 * startup.FIRST_EVENT_LIMIT_S
+
+
+@pytest.mark.slow
+def test_the_check_for_gpus_runs_to_its_end_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path))
+    argv = [sys.executable, "-m", "tests.benchmarks.gpu_check", "--device", "cpu", "--tiny"]
+    done = subprocess.run(argv, env=launch.worker_environment(), capture_output=True, text=True, check=False)
+    rows = json.loads((tmp_path / "gpu_check.json").read_text(encoding="utf-8"))
+    assert done.returncode == 0, done.stdout
+    names = ["machine", "tests", "prepare", "load", "by-hand", "plain", "checkpointing", "sharded"]
+    assert [row["name"] for row in rows] == [*names, "plain : by-hand", "sharded : plain"]
+    assert "skipped" not in rows[1]["figure"]

@@ -1,0 +1,24 @@
+"""What a config asks of its family, and the family does not have, is refused before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.runs import run_config
+from trainer import families
+from trainer.config import InputError
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__train": {"vae": "adapter"}}, "model.train: 'vae' is not one of transformer"),
+        ({"sample__size": (100, 70)}, "sample.size: 100 x 70 is not in multiples of 16 pixels; use 96 x 64"),
+    ],
+)
+def test_what_the_family_does_not_have_is_refused(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as error:
+        families.make(run_config(tmp_path, **changes), tmp_path)
+    assert str(error.value) == message

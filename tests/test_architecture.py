@@ -1,0 +1,386 @@
+"""The rules of the code base that no reader should have to check: who imports whom, and what the style counts.
+
+A rule is a function from a module to what is wrong with it. The code keeps each of them, and each is shown to find
+what it forbids.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from pydantic import ValidationError
+
+from trainer import families
+from trainer.config import RunConfig, Section
+from trainer.fields import all_names, slot
+
+ROOT = Path(__file__).parents[1]
+
+# A module imports only from rows above its own. Modules of one row never import each other; those of one package may.
+ROWS = (
+    "config yamltext",
+    "events fields foreign",
+    "configfile",
+    "rundir",
+    "doctor launch report rng weights world",
+    "clock objectives",
+    "adapters checkpoint data families optim parallel quantize sampling trackers",
+    "encode export headless modules",
+    "train",
+    "__main__",
+)
+LEVEL_0 = frozenset(" ".join(ROWS[:4]).split())
+LEVEL_0_NEEDS = frozenset({"annotated_types", "pydantic", "pydantic_core", "yaml"})
+APP_SEES = frozenset({"config", "configfile", "events", "launch", "plan", "rundir"})
+NEVER = frozenset({"accelerate", "deepspeed", "lightning", "pytorch_lightning", "torchvision"})
+# What takes seconds to import, or belongs to the page: a command that only checks and starts must not pay for it.
+HEAVY = frozenset({"diffusers", "gradio", "ipywidgets", "numpy", "peft", "safetensors", "torch", "transformers"})
+READS_ENVIRONMENT = frozenset({"trainer.__main__", "trainer.launch", "trainer.world"})
+MAX_LINES = 60
+
+
+@dataclass(frozen=True)
+class Module:
+    """A source file. name: as it is imported; that of a package's `__init__.py` is the package's."""
+
+    name: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    def nodes(self, *kinds: type) -> Iterator[ast.AST]:
+        return (node for node in ast.walk(self.tree) if isinstance(node, kinds))
+
+    def imports(self) -> Iterator[tuple[int, str]]:
+        """(line, name) of every import anywhere in the file; `from a import b` is `a.b`."""
+        for node in self.nodes(ast.Import, ast.ImportFrom):
+            above = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            yield from ((node.lineno, above + alias.name) for alias in node.names)
+
+    def without_type_checking(self) -> Module:
+        """The module as it runs: without what only a type checker imports."""
+        lines = self.text.splitlines()
+        for node in self.nodes(ast.If):
+            if ast.unparse(node.test) == "TYPE_CHECKING":
+                lines[node.lineno - 1 : node.end_lineno] = ["pass"] + [""] * (node.end_lineno - node.lineno)
+        return Module(self.name, "\n".join(lines))
+
+
+def part(name: str) -> str:
+    """The module or package directly below `trainer`: `data` for `trainer.data.images`."""
+    return name.split(".")[1]
+
+
+def row(name: str) -> int:
+    """The row of ROWS that `name`, imported from trainer, stands in. An unknown one must be given a place first."""
+    return next(number for number, names in enumerate(ROWS) if part(name) in names.split())
+
+
+def third_parties(module: Module) -> Iterator[tuple[int, str]]:
+    for line, name in module.imports():
+        root = name.partition(".")[0]
+        if root not in sys.stdlib_module_names and root not in ("trainer", "app"):
+            yield line, root
+
+
+def imports_upward(module: Module) -> Iterator[str]:
+    if not module.name.startswith("trainer."):
+        return
+    for line, name in module.imports():
+        if name.startswith("app.") or name == "app":
+            yield f"{line}: imports {name}, but the trainer knows no page"
+        inside = name.startswith("trainer.") and part(name) != part(module.name)
+        if inside and row(name) >= row(module.name):
+            yield f"{line}: imports {name}, which does not stand above {part(module.name)}"
+
+
+def page_knows_the_trainer_from_inside(module: Module) -> Iterator[str]:
+    if module.name.partition(".")[0] == "app":
+        for line, name in module.imports():
+            if name.startswith("trainer.") and part(name) not in APP_SEES:
+                yield f"{line}: imports {name}"
+
+
+def needs_too_much(module: Module) -> Iterator[str]:
+    is_level_0 = module.name.startswith("trainer.") and part(module.name) in LEVEL_0
+    for line, root in third_parties(module):
+        if root in NEVER or (is_level_0 and root not in LEVEL_0_NEEDS):
+            yield f"{line}: imports {root}"
+
+
+def names_a_family(module: Module) -> Iterator[str]:
+    names = "|".join(families.names())
+    for number, line in enumerate(module.text.splitlines(), 1):
+        found = re.search(rf"(?i)(?<![a-z])({names})", line)
+        own_file = found and module.name == f"trainer.families.{found[0].lower()}"
+        # The one place: a config that names no family means this one.
+        default = module.name == "trainer.config" and re.fullmatch(r'    family: str = "\w+"', line)
+        if found and not own_file and not default:
+            yield f"{number}: names {found[0]}"
+
+
+def is_too_long(module: Module) -> Iterator[str]:
+    for node in module.nodes(ast.FunctionDef, ast.AsyncFunctionDef):
+        lines = node.end_lineno - node.lineno + 1
+        if lines > MAX_LINES:
+            yield f"{node.lineno}: {node.name} has {lines} lines"
+
+
+def silences_errors(module: Module) -> Iterator[str]:
+    for node in module.nodes(ast.ExceptHandler):
+        caught = ast.unparse(node.type) if node.type else "everything"
+        is_broad = caught in ("everything", "Exception", "BaseException")
+        is_empty = all(ast.unparse(statement) in ("pass", "...") for statement in node.body)
+        is_told = node.name and any(name.id == node.name for name in ast.walk(node) if isinstance(name, ast.Name))
+        if is_empty or (is_broad and not is_told and not isinstance(node.body[-1], ast.Raise)):
+            yield f"{node.lineno}: catches {caught}"
+    for node in module.nodes(ast.Call):
+        if ast.unparse(node.func).endswith("suppress") and "Exception" in {ast.unparse(kind) for kind in node.args}:
+            yield f"{node.lineno}: suppresses Exception"
+
+
+def guesses_attributes(module: Module) -> Iterator[str]:
+    for node in module.nodes(ast.Call):
+        if ast.unparse(node.func) == "getattr" and len(node.args) == 3:
+            yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def reads_environment(module: Module) -> Iterator[str]:
+    for node in module.nodes(ast.Attribute):
+        if ast.unparse(node) in ("os.environ", "os.getenv") and module.name not in READS_ENVIRONMENT:
+            yield f"{node.lineno}: reads {ast.unparse(node)}"
+
+
+RULES: tuple[Callable[[Module], Iterator[str]], ...] = (
+    imports_upward,
+    page_knows_the_trainer_from_inside,
+    needs_too_much,
+    names_a_family,
+    is_too_long,
+    silences_errors,
+    guesses_attributes,
+    reads_environment,
+)
+
+
+def read_modules() -> dict[str, Module]:
+    """Every source file of the project but the tests, by name."""
+    files = [ROOT / "launch.py", *(ROOT / "trainer").rglob("*.py"), *(ROOT / "app").rglob("*.py")]
+    names = [".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files]
+    return {name: Module(name, file.read_text(encoding="utf-8")) for name, file in zip(names, files, strict=True)}
+
+
+MODULES = read_modules()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_code_keeps_the_rule(rule):
+    assert [f"{module.name}:{finding}" for module in MODULES.values() for finding in rule(module)] == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "text", "findings"),
+    [
+        (
+            imports_upward,
+            "trainer.data.cache",
+            "import os\nfrom trainer.config import A\nfrom trainer.data import b\nfrom trainer.families.base import C",
+            ["4: imports trainer.families.base.C, which does not stand above data"],
+        ),
+        (
+            imports_upward,
+            "trainer.events",
+            "def f():\n    from trainer import config, rundir",
+            ["2: imports trainer.rundir, which does not stand above events"],
+        ),
+        (
+            imports_upward,
+            "trainer.launch",
+            "import app.monitor",
+            ["1: imports app.monitor, but the trainer knows no page"],
+        ),
+        (
+            page_knows_the_trainer_from_inside,
+            "app.form",
+            "from trainer import config\nfrom trainer.train import Trainer",
+            ["2: imports trainer.train.Trainer"],
+        ),
+        (needs_too_much, "trainer.events", "import json\nimport pydantic\nimport torch", ["3: imports torch"]),
+        (needs_too_much, "trainer.train", "import torch\nfrom accelerate import A", ["2: imports accelerate"]),
+        (names_a_family, "trainer.train", "x = 1\nif f == 'flux2':\n    ...", ["2: names flux2"]),
+        (names_a_family, "trainer.export", "from d import Flux2Pipeline", ["1: names Flux2"]),
+        (names_a_family, "trainer.config", '    family: str = "flux2"\n    path = "flux2"', ["2: names flux2"]),
+        (names_a_family, "trainer.families.flux2", "FLUX2 = 1", []),
+        (is_too_long, "trainer.train", "def f():\n" + "    x = 1\n" * MAX_LINES, ["1: f has 61 lines"]),
+        (silences_errors, "trainer.train", "try:\n    f()\nexcept OSError:\n    pass", ["3: catches OSError"]),
+        (silences_errors, "trainer.train", "try:\n    f()\nexcept:\n    g()", ["3: catches everything"]),
+        (silences_errors, "trainer.train", "try:\n    f()\nexcept Exception:\n    g()\n    raise", []),
+        (silences_errors, "trainer.train", "try:\n    f()\nexcept Exception as error:\n    say(error)", []),
+        (silences_errors, "trainer.train", "with contextlib.suppress(Exception): f()", ["1: suppresses Exception"]),
+        (guesses_attributes, "trainer.train", "getattr(a, b)\ngetattr(a, b, 0)", ["2: getattr(a, b, 0)"]),
+        (reads_environment, "trainer.optim", "import os\nos.environ['A']", ["2: reads os.environ"]),
+        (reads_environment, "trainer.world", "import os\nos.getenv('A')", []),
+    ],
+)
+def test_each_rule_finds_what_it_forbids(rule, name, text, findings):
+    assert list(rule(Module(name, text))) == findings
+
+
+def third_parties_behind(start: str, modules: Mapping[str, Module]) -> set[str]:
+    """What `start` can come to import besides the standard library: by any function, through any module of ours."""
+    found: set[str] = set()
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        name = waiting.pop()
+        if name in modules and name not in seen:
+            seen.add(name)
+            module = modules[name].without_type_checking()
+            found.update(root for _, root in third_parties(module))
+            for _, imported in module.imports():
+                keys = imported.split(".")
+                waiting += [".".join(keys[:end]) for end in range(1, len(keys) + 1)]
+    return found
+
+
+def test_the_command_line_never_comes_to_import_torch():
+    assert third_parties_behind("launch", MODULES) & HEAVY == set()
+    assert third_parties_behind("trainer.__main__", MODULES) >= {"torch", "peft"}
+
+
+def test_a_lazy_import_two_modules_away_is_seen_but_not_one_for_type_checking():
+    modules = {
+        "launch": Module("launch", "def f():\n    from trainer import a"),
+        "trainer": Module("trainer", ""),
+        "trainer.a": Module("trainer.a", "def f():\n    import torch\nif TYPE_CHECKING:\n    import numpy"),
+    }
+    assert third_parties_behind("launch", modules) == {"torch"}
+
+
+# Counts and ratios. Every other number of a config has a unit.
+WITHOUT_UNIT = [
+    "model.options.text_layers",
+    "adapter.rank",
+    "adapter.alpha",
+    "adapter.dropout",
+    "data.max_aspect",
+    "data.repeats",
+    "data.caption_dropout",
+    "data.validation",
+    "objective.logit_mean",
+    "objective.logit_std",
+    "objective.mode_scale",
+    "objective.shift_factor",
+    "objective.guidance",
+    "optim.lr",
+    "optim.beta1",
+    "optim.beta2",
+    "optim.eps",
+    "optim.weight_decay",
+    "optim.clip_norm",
+    "optim.ema",
+    "train.seed",
+    "train.checkpointing",
+    "parallel.nodes",
+    "parallel.reshard_after_forward",
+    "parallel.max_restarts",
+    "sample.steps",
+    "sample.guidance",
+    "sample.seed",
+    "checkpoint.keep",
+]
+
+
+def test_every_number_of_the_config_has_a_unit_but_counts_and_ratios():
+    unitless = []
+    for name in all_names():
+        field = slot(tuple(name.split(".")))
+        item = field.child(0) or field
+        if {int, float} & set(item.options) and not field.unit:
+            unitless.append(name)
+    assert unitless == WITHOUT_UNIT
+
+
+def is_section(annotation: object) -> bool:
+    """A section is described by its fields, and needs no sentence of its own."""
+    kinds = get_args(annotation) or (annotation,)
+    return all(isinstance(kind, type) and issubclass(kind, Section) for kind in kinds)
+
+
+def test_every_field_of_the_config_says_what_it_is():
+    silent = [
+        f"{section.__name__}.{name}"
+        for section in Section.__subclasses__()
+        for name, field in section.model_fields.items()
+        if not field.description and not is_section(field.annotation)
+    ]
+    assert silent == []
+
+
+# What is in the schema because its place is fixed, and refused because this version does not do it.
+NOT_BUILT = {
+    "quantize.format": {"quantize": {"format": "nf4"}},
+    "quantize.keep": {"quantize": {"keep": ["norm"]}},
+    "quantize.encoders": {"quantize": {"encoders": True}},
+    "stages": {"stages": [{"name": "second"}]},
+}
+
+
+def attributes(module: Module) -> Iterator[str]:
+    """What a module reads as `owner.attribute`, methods aside. Of config.py only properties; its rules just judge."""
+    roots: list[ast.AST] = [module.tree]
+    if module.name == "trainer.config":
+        roots = [node for node in module.nodes(ast.FunctionDef) if "property" in map(ast.unparse, node.decorator_list)]
+    nodes = [node for root in roots for node in ast.walk(root)]
+    called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and id(node) not in called:
+            owner = ast.unparse(node.value).rpartition(".")[2]
+            is_section = owner == "config" or (owner == "self" and module.name == "trainer.config")
+            yield f"{'cfg' if is_section else owner}.{node.attr}"
+
+
+def is_read(field: str, read: Set[str]) -> bool:
+    """Whether a field of the config is used: as `section.field`, or as `cfg.field` of a section that was passed on."""
+    above, _, leaf = f"cfg.{field}".rpartition(".")
+    is_a_sections_name = leaf in RunConfig.model_fields
+    return f"{above.rpartition('.')[2]}.{leaf}" in read or (f"cfg.{leaf}" in read and not is_a_sections_name)
+
+
+def test_every_field_of_the_config_is_read_or_refused():
+    read = {attribute for module in MODULES.values() for attribute in attributes(module)}
+    assert sorted(name for name in all_names() if not is_read(name, read)) == sorted(NOT_BUILT)
+
+
+@pytest.mark.parametrize("field", NOT_BUILT)
+def test_a_field_that_is_not_read_is_refused(field):
+    with pytest.raises(ValidationError) as error:
+        RunConfig.model_validate({"data": {"path": "photos"}, **NOT_BUILT[field]})
+    [problem] = error.value.errors()[0]["ctx"]["error"].problems
+    assert problem.field == field.partition(".")[0]
+    assert "not in this version" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("trainer.train", "self.cfg.train.steps", True),
+        ("trainer.optim", "cfg.steps", True),
+        ("trainer.train", "self.step.steps", False),
+        ("trainer.train", "cfg.train.steps()", False),
+        ("trainer.config", "def rule(cfg):\n    cfg.train.steps", False),
+        ("trainer.config", "class A:\n    @property\n    def b(self):\n        return self.steps", True),
+    ],
+)
+def test_a_field_is_read_where_its_section_or_config_is_asked_for_it(name, text, expected):
+    assert is_read("train.steps", set(attributes(Module(name, text)))) is expected

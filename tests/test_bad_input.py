@@ -1,0 +1,182 @@
+"""Bad input through the real command: one message that names file or field and the remedy, and exit code 2."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.commands import PRESET, launch_py
+from tests.runs import make_pictures
+from trainer.config import ModelConfig, ObjectiveConfig
+from trainer.families import get
+
+
+def preset_with(old: str, new: str) -> Callable[[Path], None]:
+    assert old in PRESET
+    return lambda folder: (folder / "preset.yaml").write_text(PRESET.replace(old, new))
+
+
+def picture(name: str, content: bytes | None) -> Callable[[Path], None]:
+    """Damage a file of the dataset; None removes it."""
+
+    def damage(folder: Path) -> None:
+        file = folder / "pictures" / name
+        file.unlink() if content is None else file.write_bytes(content)
+
+    return damage
+
+
+def empty(folder: Path) -> None:
+    for file in (folder / "pictures").iterdir():
+        file.unlink()
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pictures(tmp_path_factory.mktemp("bad_input") / "pictures", count=4)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, pictures: Path) -> Path:
+    """A folder with a preset and its dataset, both sound."""
+    shutil.copytree(pictures, tmp_path / "pictures")
+    (tmp_path / "preset.yaml").write_text(PRESET)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (preset_with("rank: 4", "rnk: 4"), "preset.yaml:6: adapter.rnk: unknown field; did you mean 'rank'?"),
+        (preset_with("steps: 2", "steps: many"), "preset.yaml:11: train.steps: needs a whole number, not 'many'"),
+        (preset_with("steps: 2", "steps: 0"), "preset.yaml:11: train.steps: is 0, must be >= 1 and <= 10000000 steps"),
+        (
+            preset_with("strategy: full", "strategy: ddp\n  cpu_offload: true"),
+            "preset.yaml:18: parallel.cpu_offload: true needs parallel.strategy full, grad_op or hybrid, not ddp",
+        ),
+        (
+            lambda folder: (folder / "preset.yaml").rename(folder / "presets.yaml"),
+            "preset.yaml: no such file; did you mean 'presets.yaml'?",
+        ),
+        (
+            preset_with("path: pictures", "path: picture"),
+            "preset.yaml:8: data.path: no folder '{folder}/picture'; did you mean '{folder}/pictures'?",
+        ),
+        (empty, "data.path: {folder}/pictures: the folder is empty; put images with captions into it"),
+        (
+            picture("01.txt", None),
+            "{folder}/pictures/01.png: no caption; write it into 01.txt, or set data.missing_caption: empty",
+        ),
+        (
+            picture("01.txt", "ein Gemälde".encode("latin-1")),
+            "{folder}/pictures/01.txt: byte 7 (0xe4) is not UTF-8; save the file as UTF-8",
+        ),
+        (
+            picture("01.png", b"no picture"),
+            "{folder}/pictures/01.png: cannot be read (no image of a known format); replace or remove it, "
+            "or set data.bad_image: warn",
+        ),
+    ],
+    ids=["key", "type", "value", "rule", "preset", "dataset", "empty", "caption", "utf8", "header"],
+)
+def test_what_is_found_before_a_rank_is_started_leaves_nothing_behind(folder, damage, message):
+    damage(folder)
+    before = sorted(folder.rglob("*"))
+    done = launch_py(folder, "--headless", "preset.yaml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == message.format(folder=folder) + "\n"
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_all_that_is_wrong_is_told_at_once(folder):
+    preset_with("rank: 4", "rnk: 4")(folder)
+    done = launch_py(folder, "--headless", "preset.yaml", "optim.lr=fast", "train.steps=0")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "preset.yaml:6: adapter.rnk: unknown field; did you mean 'rank'?",
+        "command line: optim.lr: needs a number, not 'fast'",
+        "command line: train.steps: is 0, must be >= 1 and <= 10000000 steps",
+    ]
+
+
+def test_a_rendezvous_port_that_another_program_holds_is_told_before_anybody_waits_for_it(folder):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        place = f"127.0.0.1:{other.getsockname()[1]}"
+        done = launch_py(folder, "--headless", "preset.yaml", "parallel.nodes=2", f"parallel.rendezvous={place}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"parallel.rendezvous: another program holds {place}; end it or name another port\n"
+    assert not (folder / "runs").exists()
+
+
+@pytest.fixture
+def truncated(folder) -> Path:
+    """A picture of the dataset with a whole header and half of its pixels."""
+    file = folder / "pictures" / "01.png"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) * 2 // 3])
+    return file
+
+
+def test_a_truncated_image_that_only_a_rank_can_find_stops_the_run(folder, truncated):
+    done = launch_py(folder, "--headless", "preset.yaml", "--run-dir", "runs/fox")
+    assert done.returncode == 2
+    assert done.stdout.splitlines()[-1] == "failed"
+    assert done.stderr == (
+        f"error: {truncated}: cannot be read (image file is truncated); replace or remove it, "
+        "or set data.bad_image: warn\n"
+    )
+
+
+@pytest.mark.slow
+def test_a_truncated_image_is_left_out_with_a_warning_where_that_is_asked_for(folder, truncated):
+    assert launch_py(folder, "--headless", "preset.yaml", "--run-dir", "runs/fox").returncode == 2
+    done = launch_py(folder, "--resume", "runs/fox", "data.bad_image=warn")
+    assert (done.returncode, done.stderr) == (0, "")
+    told = done.stdout.splitlines()
+    warning = f"warning: left out: {truncated}: cannot be read (image file is truncated); replace or remove it"
+    assert told.count(warning) == 1
+    assert told[-1] == f"{folder}/runs/fox/export/fox.safetensors"
+
+
+def missing(tensors: dict) -> None:
+    del tensors["x_embedder.weight"]
+
+
+def of_another_shape(tensors: dict) -> None:
+    tensors["x_embedder.weight"] = tensors["x_embedder.weight"][:-1].contiguous()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            missing,
+            "error: {folder}/model/transformer: 1 of 33 tensors are missing, first 'x_embedder.weight'; "
+            "the weights belong to another model, or the download is incomplete: download the folder again\n",
+        ),
+        pytest.param(
+            of_another_shape,
+            "error: {folder}/model/transformer/diffusion_pytorch_model.safetensors: 'x_embedder.weight' has shape "
+            "[63, 16], the model needs [64, 16]; the weights and the config.json beside them belong to different "
+            "models: download the folder again\n",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["missing", "shape"],
+)
+def test_weights_that_are_not_those_of_the_model_stop_the_run(folder, damage, message):
+    tiny = get("flux2")(ModelConfig(path="tiny"), ObjectiveConfig(), folder).folder.rename(folder / "model")
+    weights = tiny / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(weights)
+    damage(tensors)
+    save_file(tensors, weights)
+    changes = ("parallel.devices=1", "model.path=model", "model.options.text_layers=[1,2,3]")
+    done = launch_py(folder, "--headless", "preset.yaml", *changes)
+    assert done.returncode == 2
+    assert done.stdout.splitlines()[-1] == "failed"
+    assert done.stderr == message.format(folder=folder)

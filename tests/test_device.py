@@ -1,0 +1,119 @@
+"""A whole run on an accelerator: `pytest -m gpu`; with `--device cpu` the same tests say that they themselves work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.commands import PRESET, launch_py
+from tests.runs import make_pictures, steps_of
+from trainer.events import EventReader, ExportEvent, RankReader, StepEvent
+from trainer.rundir import RunDir
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 6
+EVERY_RUN = (f"train.steps={STEPS}", "parallel.devices=1", "parallel.strategy=none", "optim.lr=1e-3")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run that ended well."""
+
+    run: RunDir
+    steps: list[StepEvent]
+
+    @property
+    def losses(self) -> list[float]:
+        return [step.loss for step in self.steps]
+
+
+Run = Callable[..., Trained]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A preset with its pictures; all runs share its cache."""
+    folder = tmp_path_factory.mktemp("device")
+    make_pictures(folder / "pictures", 4)
+    (folder / "fox.yaml").write_text(PRESET, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path, device: str) -> Run:
+    """run(name, overrides): train on the device to the end."""
+    return lambda name, *overrides: train(folder, name, f"parallel.device={device}", *overrides)
+
+
+@pytest.fixture(scope="module")
+def plain(run: Run) -> Trained:
+    """The fp32 run without anything special."""
+    return run("plain")
+
+
+def train(folder: Path, name: str, *overrides: str) -> Trained:
+    done = launch_py(folder, "--headless", "fox.yaml", "--run-dir", name, *EVERY_RUN, *overrides)
+    assert done.returncode == 0, done.stderr
+    return finished(folder / name)
+
+
+def finished(path: Path) -> Trained:
+    return Trained(RunDir.open(path), steps_of(EventReader(path / "events.jsonl").read()))
+
+
+def test_the_losses_are_those_of_the_cpu(folder: Path, plain: Trained) -> None:
+    on_cpu = train(folder, "cpu", "parallel.device=cpu")
+    assert plain.losses == pytest.approx(on_cpu.losses, rel=1e-4)
+
+
+def test_a_run_ends_with_an_export_that_diffusers_reads_back(plain: Trained) -> None:
+    exports = [e for e in EventReader(plain.run.events_file).read() if isinstance(e, ExportEvent)]
+    assert [(plain.run.path / export.path).is_file() for export in exports] == [True]
+
+
+def test_the_phases_of_a_step_fill_it(plain: Trained) -> None:
+    for step in plain.steps:
+        phases = step.seconds_data + step.seconds_forward + step.seconds_backward + step.seconds_optimizer
+        assert 0.5 * step.seconds <= phases <= 1.05 * step.seconds
+
+
+def test_the_memory_of_the_device_is_recorded(plain: Trained) -> None:
+    last = RankReader(plain.run.rank_file(0)).read()[-1]
+    assert 0 < last.allocated <= last.peak <= last.limit
+
+
+def test_bf16_trains_with_almost_the_losses_of_fp32(run: Run, plain: Trained) -> None:
+    losses = run("bf16", "train.precision=bf16").losses
+    assert losses == pytest.approx(plain.losses, rel=2e-2)
+    assert losses != plain.losses
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("train.checkpointing=full",),
+        ("parallel.strategy=full",),
+        ("parallel.strategy=full", "parallel.cpu_offload=true"),
+    ],
+    ids=["checkpointing", "sharded", "offloaded"],
+)
+def test_what_saves_memory_changes_no_loss(run: Run, plain: Trained, changes: tuple[str, ...]) -> None:
+    losses = run("-".join(changes).replace("=", "-"), *changes).losses
+    assert losses == pytest.approx(plain.losses, rel=1e-5)
+
+
+def test_a_run_goes_on_where_it_ended(folder: Path, run: Run, plain: Trained) -> None:
+    half = run("resumed", f"train.steps={STEPS // 2}").run
+    done = launch_py(folder, "--resume", half.path, f"train.steps={STEPS}")
+    assert done.returncode == 0, done.stderr
+    again = run("again")
+    # Two runs may differ by the order in which a GPU adds numbers up: then a resumed one may, too.
+    noise = max(abs(a - b) for a, b in zip(again.losses, plain.losses, strict=True))
+    resumed = finished(half.path)
+    assert [step.step for step in resumed.steps] == list(range(1, STEPS + 1))
+    assert all(math.isclose(a, b, abs_tol=4 * noise, rel_tol=0) for a, b in zip(resumed.losses, plain.losses, strict=True))

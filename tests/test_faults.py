@@ -1,0 +1,179 @@
+"""Ranks that die, disks that fill up and people who press Ctrl-C: one message, and what was saved goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.commands import PRESET, Started, launch_py
+from tests.runs import make_pictures
+from trainer.checkpoint import StoredWeights, complete
+from trainer.events import (
+    AnyEvent,
+    CheckpointEvent,
+    ErrorEvent,
+    EventReader,
+    StepEvent,
+    WarningEvent,
+    latest_steps,
+)
+from trainer.rundir import RunDir
+
+ENDLESS = "train.steps=1000000"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a preset and its dataset."""
+    make_pictures(tmp_path / "pictures", count=4)
+    (tmp_path / "preset.yaml").write_text(PRESET)
+    return tmp_path
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Callable[..., Started]]:
+    """Start launch.py there. What still runs at the end of the test is killed."""
+    everything: list[Started] = []
+
+    def start(*arguments: object) -> Started:
+        everything.append(Started(folder, *arguments, run=folder / "runs" / "fox"))
+        return everything[-1]
+
+    yield start
+    for started in everything:
+        started.kill()
+
+
+def events_of(run: RunDir) -> list[AnyEvent]:
+    return EventReader(run.events_file).read()
+
+
+def last_step(run: RunDir) -> int:
+    return latest_steps(events_of(run))[-1].step
+
+
+def assert_intact(checkpoint: Path) -> None:
+    """Every file has the size the manifest gives it, and all tensors can be read."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    files = {file.name: file.stat().st_size for file in checkpoint.iterdir() if file.name != "manifest.json"}
+    assert files == manifest["files"]
+    assert len([tensor for tensor in StoredWeights(checkpoint).values() if tensor.isfinite().all()]) == 32
+
+
+def limit_files(started: Started, num_bytes: int) -> None:
+    """What the ranks write to a file beyond this fails, as on a full disk."""
+    for number in range(2):
+        started.rank(number).rlimit(psutil.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+
+
+def test_a_killed_rank_is_named_and_the_run_goes_on_through_a_full_disk_until_ctrl_c(start):
+    killed = start("--headless", "preset.yaml", ENDLESS, "checkpoint.every=10", "--run-dir", "runs/fox")
+    run = killed.run
+    killed.wait_for(CheckpointEvent)
+    killed.rank(1).kill()
+    code, out, err = killed.end()
+    [log] = run.logs.glob("fox-1_*/attempt_0/1/stderr.log")
+    assert (code, out[-1]) == (1, "failed")
+    assert err == (
+        f"error: rank 1, step {last_step(run)}: killed by SIGKILL\n"
+        "  what to do: probably the machine ran out of memory, or somebody killed it: use fewer ranks per machine, "
+        "lower train.micro_batch, or give it more memory; the system log tells\n"
+        f"  log: {log}\n"
+    )
+    saved = complete(run.checkpoints)[-1]
+    assert_intact(saved)
+
+    resumed = start("--resume", "runs/fox")
+    assert f"step-{resumed.wait_for(StepEvent).step - 1:06d}" == saved.name
+    limit_files(resumed, 200_000)
+    warning = resumed.wait_for(WarningEvent).message
+    limit_files(resumed, resource.RLIM_INFINITY)
+    [step] = map(int, re.findall(r"checkpoint of step (\d+)", warning))
+    assert warning == (
+        f"{run.checkpoints}/.step-{step:06d}: checkpoint of step {step} could not be written "
+        "(OSError: [Errno 27] File too large); free disk space; the checkpoints before it are untouched"
+    )
+    assert_intact(saved)
+    assert resumed.wait_for(CheckpointEvent).step > step
+    resumed.press_ctrl_c()
+    code, out, err = resumed.end()
+    assert (code, out[-1], err) == (130, "stopped", f"stopped; continue with --resume {run.path}\n")
+    last = complete(run.checkpoints)[-1]
+    assert last.name == f"step-{last_step(run):06d}"
+    assert_intact(last)
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_is_named_and_the_run_ends_well_once_the_cause_is_gone(folder, start):
+    samples = ("sample.every=20", "sample.prompts=[a fox]", "sample.size=[64, 64]", "sample.steps=2")
+    raising = start("--headless", "preset.yaml", ENDLESS, "checkpoint.every=10", *samples, "--run-dir", "runs/fox")
+    run = raising.run
+    raising.wait_for(CheckpointEvent)
+    shutil.rmtree(run.samples)
+    code, out, err = raising.end()
+    step = last_step(run)
+    [log] = run.logs.glob("fox-1_*/attempt_0/0/stderr.log")
+    assert (code, out[-1]) == (1, "failed")
+    assert err == (
+        f"error: rank 0, step {step}: FileNotFoundError: [Errno 2] No such file or directory: "
+        f"'{run.samples}/step-{step:06d}-0.png'\n"
+        "  what to do: read the end of the log\n"
+        f"  log: {log}\n"
+    )
+    assert_intact(complete(run.checkpoints)[-1])
+
+    run.samples.mkdir()
+    done = launch_py(folder, "--resume", "runs/fox", f"train.steps={step + 3}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == f"{run.export}/fox.safetensors"
+    assert last_step(run) == step + 3
+
+
+@pytest.fixture
+def small_disk(folder) -> Iterator[Path]:
+    """A disk of 1.6 MiB at `runs`, with room for two checkpoints of 0.6 MiB and not for three."""
+    disk = folder / "runs"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1600k", "tmpfs", disk], check=False)
+    if mounted.returncode:
+        pytest.skip("a small disk can only be mounted by root")
+    yield disk
+    subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_costs_a_periodic_checkpoint_and_ends_the_run_at_the_last_one(folder, small_disk, start):
+    cache = f"data.cache={folder}/cache"
+    filling = start("--headless", "preset.yaml", "train.steps=8", "checkpoint.every=2", cache, "--run-dir", "runs/fox")
+    code, out, err = filling.end()
+    run = filling.run
+    full = "(OSError: [Errno 28] No space left on device); free disk space; the checkpoints before it are untouched"
+    events = events_of(run)
+    assert [event.message for event in events if isinstance(event, WarningEvent)] == [
+        f"{run.checkpoints}/.step-000006: checkpoint of step 6 could not be written {full}"
+    ]
+    [error] = [event for event in events if isinstance(event, ErrorEvent)]
+    assert (code, out[-1]) == (1, "failed")
+    assert err == (
+        f"error: rank {error.rank}, step 8: "
+        f"OSError: {run.checkpoints}/.step-000008: checkpoint of step 8 could not be written {full}\n"
+        "  what to do: free some disk space, then continue with --resume; finished checkpoints are intact\n"
+        f"  log: {run.path / error.log}\n"
+    )
+    saved = complete(run.checkpoints)
+    assert [checkpoint.name for checkpoint in saved] == ["step-000002", "step-000004"]
+    for checkpoint in saved:
+        assert_intact(checkpoint)
+
+    subprocess.run(["mount", "-o", "remount,size=16m", small_disk], check=True)
+    done = launch_py(folder, "--resume", "runs/fox")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == f"{run.export}/fox.safetensors"

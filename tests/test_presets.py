@@ -1,0 +1,143 @@
+"""Every preset loads, says what it is for, and trains a tiny model of its architecture with its own settings."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.runs import alone, make_run, steps_of, train
+from trainer import configfile
+from trainer.config import RunConfig
+
+ROOT = Path(__file__).parents[1]
+PRESETS = ROOT / "presets"
+QUICKSTART = PRESETS / "quickstart.yaml"
+NAMES = sorted(preset.stem for preset in PRESETS.glob("*.yaml"))
+FOR_GPUS = [name for name in NAMES if name != QUICKSTART.stem]
+GPUS = re.compile(r"-(?:(\d+)x)?(\d+)gpu$")
+SMALL = (
+    *("model.path=tiny", "parallel.device=cpu", "data.resolution=32"),
+    *("train.steps=1", "optim.warmup=0", "sample.size=[32,32]", "sample.steps=1"),
+)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of runs that share a cache, with eight of the quickstart's pictures in `pictures`."""
+    root = tmp_path_factory.mktemp("presets")
+    (root / "pictures").mkdir()
+    for picture in sorted((PRESETS / "quickstart").glob("*.png"))[:8]:
+        shutil.copy(picture, root / "pictures")
+        shutil.copy(picture.with_suffix(".txt"), root / "pictures")
+    return root
+
+
+def load(name: str, *overrides: str) -> RunConfig:
+    return configfile.load(PRESETS / f"{name}.yaml", overrides).config
+
+
+def small(root: Path, *overrides: str) -> tuple[str, ...]:
+    return (*SMALL, f"data.path={root / 'pictures'}", *overrides)
+
+
+def command(name: str, root: Path, *overrides: str) -> list[str]:
+    argv = [sys.executable, "launch.py", "--headless", f"presets/{name}.yaml", "--runs", str(root)]
+    return [*argv, *small(root, *overrides)]
+
+
+def assert_exported(output: str, num_layers: int) -> None:
+    """The last line names an adapter file of that many layers."""
+    with safe_open(output.splitlines()[-1], "pt") as file:
+        keys = list(file.keys())
+    assert len(keys) == 2 * num_layers
+    assert all(key.startswith("transformer.") for key in keys)
+
+
+def test_there_is_a_preset_for_each_kind_of_hardware() -> None:
+    assert NAMES == [
+        "flux2-dev-lora-2x8gpu",
+        "flux2-dev-lora-4gpu",
+        "flux2-dev-lora-8gpu",
+        "flux2-klein-4b-lora-1gpu",
+        "flux2-klein-9b-lora-2gpu",
+        "quickstart",
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_starts_with_the_line_by_which_editors_find_the_schema(name: str) -> None:
+    lines = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "# yaml-language-server: $schema=schema.json"
+    assert lines[1].startswith("# A LoRA of ")
+
+
+def test_the_quickstart_is_ready_to_run() -> None:
+    configfile.check_files(configfile.load(QUICKSTART))
+
+
+@pytest.mark.parametrize("name", FOR_GPUS)
+def test_a_preset_for_gpus_asks_for_the_user_s_pictures(name: str, tmp_path: Path) -> None:
+    (tmp_path / "presets").mkdir()
+    loaded = configfile.load(Path(shutil.copy(PRESETS / f"{name}.yaml", tmp_path / "presets")))
+    with pytest.raises(configfile.ConfigError) as refused:
+        configfile.check_files(loaded)
+    assert str(refused.value) == (
+        f"{loaded.where('data.path')}: data.path: no folder '{tmp_path / 'my-images'}'; name one that holds the images"
+    )
+
+
+@pytest.mark.parametrize("name", FOR_GPUS)
+def test_a_preset_for_gpus_uses_those_of_its_name_with_one_image_each(name: str) -> None:
+    cfg, found = load(name), GPUS.search(name)
+    assert found is not None
+    assert (cfg.parallel.nodes, cfg.parallel.devices) == (int(found[1] or 1), int(found[2]))
+    assert cfg.train.batch_size == cfg.parallel.world_size
+    assert cfg.train.micro_batch == 1
+    assert cfg.parallel.device == "cuda"
+    assert cfg.model.options.architecture in name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_trains_a_tiny_model_with_its_own_settings(name: str, root: Path) -> None:
+    cfg = load(name, *small(root, "parallel.devices=1", "parallel.nodes=1"))
+    outcome = train(alone(), cfg, make_run(root, cfg, name))
+    assert len(steps_of(outcome.events)) == 1
+    # The second factor of a LoRA starts at zero: what is not has been trained.
+    trained = [torch.count_nonzero(weight) for key, weight in outcome.weights.items() if ".lora_B." in key]
+    assert len(trained) == 16
+    assert all(trained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if load(name).parallel.nodes == 1 < load(name).parallel.devices]
+)
+def test_a_preset_for_several_gpus_trains_and_exports_on_two_ranks(name: str, root: Path) -> None:
+    argv = command(name, root, "parallel.devices=2")
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert_exported(done.stdout, num_layers=16)
+
+
+@pytest.mark.slow
+def test_the_preset_for_two_machines_trains_with_the_command_it_prints_for_the_other_one(root: Path) -> None:
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    argv = command("flux2-dev-lora-2x8gpu", root, "parallel.devices=1", f"parallel.rendezvous=localhost:{port}")
+    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        label, _, printed = first.stdout.readline().partition(": ")
+        assert label == "on each other node"
+        second = subprocess.run(shlex.split(printed), cwd=ROOT, capture_output=True, check=False, timeout=240)
+        output = first.stdout.read()
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert_exported(output, num_layers=16)
