@@ -116,4 +116,6 @@ def test_a_run_goes_on_where_it_ended(folder: Path, run: Run, plain: Trained) ->
     noise = max(abs(a - b) for a, b in zip(again.losses, plain.losses, strict=True))
     resumed = finished(half.path)
     assert [step.step for step in resumed.steps] == list(range(1, STEPS + 1))
-    assert all(math.isclose(a, b, abs_tol=4 * noise, rel_tol=0) for a, b in zip(resumed.losses, plain.losses, strict=True))
+    assert all(
+        math.isclose(a, b, abs_tol=4 * noise, rel_tol=0) for a, b in zip(resumed.losses, plain.losses, strict=True)
+    )

@@ -66,3 +66,13 @@ def test_the_encoders_are_fingerprinted_once_however_many_photos_there_are(
     monkeypatch.setattr(family, "fingerprint", counted)
     encoded(run_config(pictures))
     assert len(asked) == 1
+
+
+def test_a_stop_request_while_encoding_keeps_what_is_encoded(tmp_path: Path) -> None:
+    cfg = run_config(make_pictures(tmp_path / "pictures", 3))
+    world, cache, said = alone(), tmp_path / "cache", []
+    family, load = families.make(cfg, cache), encoder_loader(cfg, world)
+    with pytest.raises(encode.StopRequested):
+        encode_data(cfg, family, load, cache, world, said.append, stopping=lambda: len(said) == 3)
+    assert len(list((cache / "examples").rglob("*.safetensors"))) == 2
+    assert len(encode_data(cfg, family, load, cache, world, said.append).train) == 3

@@ -5,17 +5,22 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from trainer import launch
-from trainer.config import InputError, RunConfig, TrackersConfig
-from trainer.events import EventWriter, ExportEvent, StatusEvent
+from trainer.config import InputError, NoAdapter, RunConfig, TrackersConfig
+from trainer.events import EventWriter, ExportEvent, State, StatusEvent
 from trainer.report import write_report
 from trainer.rundir import RunDir
+
+if TYPE_CHECKING:
+    from trainer.world import World
 
 
 def main() -> int:
@@ -44,27 +49,48 @@ def cache_folder(cfg: RunConfig, run: RunDir) -> Path:
 @record
 def _train(run: RunDir) -> None:
     from trainer.trackers import following
-    from trainer.train import Trainer, speaker
+    from trainer.train import speaker
     from trainer.world import connect
 
     cfg = run.config()
     with connect(cfg.parallel) as world:
         say = speaker(run, world)
-        trackers = cfg.trackers if world.rank == 0 else TrackersConfig()
-        with following(trackers, run, say):
-            trainer = Trainer(cfg, run, world, cache_folder(cfg, run), say)
-            try:
-                end = trainer.train()
-                weights = trainer.trained_weights() if end == "finished" else {}
-            finally:
-                trainer.close()
-    if world.rank == 0:
-        # The other ranks have gone: an export takes minutes for a large model, and nobody need wait for it.
-        if end == "finished" and cfg.export_what != "none":
-            say(StatusEvent(state="exporting", step=trainer.step))
-            _export(cfg, run, cfg.export_what, weights)
-        say(StatusEvent(state=end, step=trainer.step))
-        write_report(run)
+        with following(cfg.trackers if world.rank == 0 else TrackersConfig(), run, say):
+            end = _train_on(world, cfg, run, say)
+    if world.rank:
+        return
+    # The other ranks have gone: an export takes minutes for a large model, and nobody need wait for it.
+    if end.state == "finished" and cfg.export_what != "none":
+        say(StatusEvent(state="exporting", step=end.step))
+        _export(cfg, run, cfg.export_what, end.weights)
+    say(StatusEvent(state=end.state, step=end.step))
+    write_report(run)
+
+
+@dataclass(frozen=True)
+class _End:
+    """How training ended. weights: the live model's adapter on rank 0, to compare the export with."""
+
+    state: State
+    step: int
+    weights: Mapping[str, Tensor]
+
+
+def _train_on(world: World, cfg: RunConfig, run: RunDir, say: Callable[[Any], None]) -> _End:
+    from trainer.encode import StopRequested
+    from trainer.train import Trainer
+
+    try:
+        trainer = Trainer(cfg, run, world, cache_folder(cfg, run), say)
+    except StopRequested:
+        return _End("stopped", 0, {})
+    try:
+        state = trainer.train()
+        # All weights of a full fine-tune may not fit on one host: there the checkpoint is compared with.
+        adapter_trained = state == "finished" and not isinstance(cfg.adapter, NoAdapter)
+        return _End(state, trainer.step, trainer.trained_weights() if adapter_trained else {})
+    finally:
+        trainer.close()
 
 
 def _export(cfg: RunConfig, run: RunDir, what: str, weights: Mapping[str, Tensor] | None = None) -> Path:

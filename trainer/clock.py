@@ -21,7 +21,7 @@ Mark = float | torch.cuda.Event
 
 
 class StepClock:
-    """Splits the seconds of each step. On CUDA by events, so that measuring makes nobody wait.
+    """Splits the seconds of each step. On CUDA by events; reading them waits for the step's end.
 
     `communication` is the time this rank's compute stood still for other ranks: exact where collectives block the
     host (gloo). NaN with several ranks on CUDA, where the wait happens inside streams that torch does not expose, and

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import secrets
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -73,90 +73,124 @@ class EncodedData:
         return self.cache.shapes(encoded.latents) | self.cache.shapes(self.empty if item.dropped else encoded.text)
 
 
+class StopRequested(Exception):
+    """Raised on all ranks when a stop is requested while encoding. What is encoded stays in the cache."""
+
+
 def encode_data(
-    cfg: RunConfig, family: ModelFamily, load: LoadModule, cache_folder: Path, world: World, say: Say
-) -> EncodedData:
-    """Encode what is not cached yet: each photo and each caption once, by one of the ranks. Collective.
-
-    Raises InputError on every rank for a photo that cannot be decoded, unless `data.bad_image` is warn.
-    """
-    dataset = scan(cfg.data)
-    for warning in dataset.warnings:
-        say(WarningEvent(message=warning))
-    cache = ExampleCache(cache_folder / "examples")
-    crew = _crew(world, cache_folder)
-    prompts = [prompt.replace(TRIGGER_PLACE, cfg.data.trigger) for prompt in cfg.sample.prompts]
-    photos = (*dataset.train, *dataset.validation)
-    captions = dict.fromkeys(["", cfg.sample.negative, *prompts, *(photo.caption for photo in photos)])
-    origin = f"{CACHE_VERSION} {cfg.model.family} {family.fingerprint()}"
-    text_keys = {caption: _key(origin, "text", cfg.train.precision, caption) for caption in captions}
-    texts = {key: caption for caption, key in text_keys.items()}
-    _encode(
-        "captions", texts, cache, crew, world, say,
-        lambda: family.text_encoder(load), family.encode_text,
-    )  # fmt: skip
-    sizes = bucket_sizes(cfg.data.resolution, family.size_multiple, cfg.data.max_aspect)
-    sized = [(photo, choose_bucket(photo.width, photo.height, sizes)) for photo in photos]
-    keys = [
-        _key(origin, "image", digest, size)
-        for digest, (_, size) in zip(content_keys([photo.path for photo in photos], crew), sized, strict=True)
-    ]
-    failures = _encode(
-        "images", dict(zip(keys, sized, strict=True)), cache, crew, world, say,
-        lambda: family.image_encoder(load), lambda encoder, work: family.encode_image(encoder, load_photo(*work)),
-    )  # fmt: skip
-    _report_failures(failures, cfg, say)
-    encoded = [EncodedPhoto(photo, key, text_keys[photo.caption]) for photo, key in zip(photos, keys, strict=True)]
-    split = len(dataset.train)
-    return EncodedData(
-        cache,
-        tuple(e for e in encoded[:split] if e.latents not in failures),
-        tuple(e for e in encoded[split:] if e.latents not in failures),
-        tuple(EncodedPrompt(prompt, text_keys[prompt]) for prompt in prompts),
-        text_keys[cfg.sample.negative],
-        text_keys[""],
-    )
-
-
-def _encode(
-    what: str,
-    work: Mapping[str, T],
-    cache: ExampleCache,
-    crew: Crew,
+    cfg: RunConfig,
+    family: ModelFamily,
+    load: LoadModule,
+    cache_folder: Path,
     world: World,
     say: Say,
-    make_encoder: Callable[[], Any],
-    encode: Callable[[Any, T], Example],
-) -> dict[str, str]:
-    """Encode the missing part of `work`; the encoder is made only if some rank misses something. {key: failure}."""
-    if not missing(work, cache, crew):
-        return {}
-    say(StatusEvent(state="encoding", message=f"loading the encoder of {what}"))
-    failures = _encode_with(make_encoder(), what, work, cache, crew, say, encode)
-    gc.collect()
-    if world.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return failures
+    stopping: Callable[[], bool] = lambda: False,
+) -> EncodedData:
+    """Encode what a run needs and is not cached yet: each photo and each caption once, by one of the ranks. Collective.
+
+    cache_folder: shared by runs.  stopping: whether a stop is requested, asked on rank 0 only.
+    Raises StopRequested on every rank, or InputError for a photo that cannot be decoded, unless `data.bad_image` is
+    warn.
+    """
+    return _DataEncoder(cfg, family, load, cache_folder, world, say, stopping).encode()
 
 
-@torch.no_grad()
-def _encode_with(
-    encoder: Any,
-    what: str,
-    work: Mapping[str, T],
-    cache: ExampleCache,
-    crew: Crew,
-    say: Say,
-    encode: Callable[[Any, T], Example],
-) -> dict[str, str]:
-    """The encoder dies with this call."""
-    return encode_missing(
-        work,
-        cache,
-        lambda item: encode(encoder, item),
-        crew,
-        lambda done, total: say(StatusEvent(state="encoding", message=what, done=done, total=total)),
-    )
+@dataclass(frozen=True)
+class _DataEncoder:
+    cfg: RunConfig
+    family: ModelFamily
+    load: LoadModule
+    cache_folder: Path
+    world: World
+    say: Say
+    stopping: Callable[[], bool]
+
+    def encode(self) -> EncodedData:
+        dataset = scan(self.cfg.data)
+        for warning in dataset.warnings:
+            self.say(WarningEvent(message=warning))
+        photos = (*dataset.train, *dataset.validation)
+        cache = ExampleCache(self.cache_folder / "examples")
+        crew = _crew(self.world, self.cache_folder)
+        origin = f"{CACHE_VERSION} {self.cfg.model.family} {self.family.fingerprint()}"
+        texts = self._encode_texts(photos, cache, crew, origin)
+        latents, failures = self._encode_photos(photos, cache, crew, origin)
+        encoded = [EncodedPhoto(photo, key, texts[photo.caption]) for photo, key in zip(photos, latents, strict=True)]
+        split = len(dataset.train)
+        return EncodedData(
+            cache,
+            tuple(e for e in encoded[:split] if e.latents not in failures),
+            tuple(e for e in encoded[split:] if e.latents not in failures),
+            tuple(EncodedPrompt(prompt, texts[prompt]) for prompt in self._prompts),
+            texts[self.cfg.sample.negative],
+            texts[""],
+        )
+
+    @property
+    def _prompts(self) -> list[str]:
+        return [prompt.replace(TRIGGER_PLACE, self.cfg.data.trigger) for prompt in self.cfg.sample.prompts]
+
+    def _encode_texts(self, photos: Sequence[Photo], cache: ExampleCache, crew: Crew, origin: str) -> dict[str, str]:
+        """{caption: key}, with the empty caption, the prompts and the negative prompt."""
+        captions = dict.fromkeys(["", self.cfg.sample.negative, *self._prompts, *(photo.caption for photo in photos)])
+        keys = {caption: _key(origin, "text", self.cfg.train.precision, caption) for caption in captions}
+        work = {key: caption for caption, key in keys.items()}
+        if missing(work, cache, crew):
+            self._announce("captions")
+            self._encode_with(
+                self.family.text_encoder(self.load), self.family.encode_text, "captions", work, cache, crew
+            )
+            self._release()
+        return keys
+
+    def _encode_photos(
+        self, photos: Sequence[Photo], cache: ExampleCache, crew: Crew, origin: str
+    ) -> tuple[list[str], dict[str, str]]:
+        """Keys of the photos, in order, and {key: why it cannot be used}."""
+        sizes = bucket_sizes(self.cfg.data.resolution, self.family.size_multiple, self.cfg.data.max_aspect)
+        sized = [(photo, choose_bucket(photo.width, photo.height, sizes)) for photo in photos]
+        digests = content_keys([photo.path for photo in photos], crew)
+        keys = [_key(origin, "image", digest, size) for digest, (_, size) in zip(digests, sized, strict=True)]
+        work = dict(zip(keys, sized, strict=True))
+        if not missing(work, cache, crew):
+            return keys, {}
+
+        def encode(encoder: Any, item: tuple[Photo, tuple[int, int]]) -> Example:
+            return self.family.encode_image(encoder, load_photo(*item))
+
+        self._announce("images")
+        failures = self._encode_with(self.family.image_encoder(self.load), encode, "images", work, cache, crew)
+        self._release()
+        _report_failures(failures, self.cfg, self.say)
+        return keys, failures
+
+    def _announce(self, what: str) -> None:
+        self.say(StatusEvent(state="encoding", message=f"loading the encoder of {what}"))
+
+    @torch.no_grad()
+    def _encode_with(
+        self,
+        encoder: Any,
+        encode: Callable[[Any, T], Example],
+        what: str,
+        work: Mapping[str, T],
+        cache: ExampleCache,
+        crew: Crew,
+    ) -> dict[str, str]:
+        """Encode what of `work` is missing; the encoder dies with this call. {key: why it cannot be used}."""
+
+        def progress(done: int, total: int) -> None:
+            self.say(StatusEvent(state="encoding", message=what, done=done, total=total))
+            if any(self.world.gather(self.world.rank == 0 and self.stopping())):
+                raise StopRequested
+
+        return encode_missing(work, cache, lambda item: encode(encoder, item), crew, progress)
+
+    def _release(self) -> None:
+        """Give the memory of an encoder that is gone back to the device."""
+        gc.collect()
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def _report_failures(failures: Mapping[str, str], cfg: RunConfig, say: Say) -> None:

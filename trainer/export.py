@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +62,11 @@ def _export_adapter(
     assert not isinstance(cfg.adapter, NoAdapter)
     final = run.export / f"{cfg.name}.safetensors"
     draft = run.export / f"{cfg.name}.draft.safetensors"
-    save_file(
-        diffusers_adapter(weights, cfg.adapter, family.export_prefix, DTYPES[cfg.export.dtype]),
-        draft,
-        _metadata(cfg, family),
-    )
-    try:
+    tensors = diffusers_adapter(weights, cfg.adapter, family.export_prefix, DTYPES[cfg.export.dtype])
+    with _removed_on_failure(draft):
+        save_file(tensors, draft, _metadata(cfg, family))
         verify_adapter(draft, cfg, family, reference)
-    except RuntimeError:
-        draft.unlink()
-        raise
-    return draft.replace(final)
+        return draft.replace(final)
 
 
 def verify_adapter(file: Path, cfg: RunConfig, family: ModelFamily, reference: Mapping[str, Tensor]) -> None:
@@ -120,18 +115,42 @@ def _export_model(
 ) -> Path:
     final = run.export / f"{cfg.name}-{what}"
     draft = run.export / f"{cfg.name}-{what}.draft"
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir()
     component = family.components[0]
-    shutil.copyfile(family.folder / component / "config.json", draft / "config.json")
-    _write_shards(draft, _model_tensors(cfg, family, weights), DTYPES[cfg.export.dtype])
-    try:
+    with _removed_on_failure(draft):
+        draft.mkdir()
+        shutil.copyfile(family.folder / component / "config.json", draft / "config.json")
+        _write_shards(draft, _model_tensors(cfg, family, weights), DTYPES[cfg.export.dtype])
         _verify_model(draft, cfg, family, reference)
-    except RuntimeError:
-        shutil.rmtree(draft)
+        return _replace_folder(draft, final)
+
+
+@contextmanager
+def _removed_on_failure(draft: Path) -> Iterator[None]:
+    """A draft that an earlier process left is gone before, and this one's own if anything goes wrong inside."""
+    _remove(draft)
+    try:
+        yield
+    except BaseException:
+        _remove(draft)
         raise
-    shutil.rmtree(final, ignore_errors=True)
-    return draft.rename(final)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _replace_folder(draft: Path, final: Path) -> Path:
+    """Rename `draft` to `final`; an export of that name is removed only when the new one is in its place."""
+    former = final.with_name(f"{final.name}.former")
+    _remove(former)
+    if final.exists():
+        final.rename(former)
+    draft.rename(final)
+    _remove(former)
+    return final
 
 
 def _model_tensors(cfg: RunConfig, family: ModelFamily, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

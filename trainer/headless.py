@@ -150,7 +150,8 @@ def _show_new(events: EventReader, ranks: Sequence[RankReader], face: Face) -> l
 def _answer(ctrl_c: _CtrlC, run: RunDir, face: Face) -> None:
     if ctrl_c.count >= 2:
         launch.terminate(run)
-    elif ctrl_c.count == 1 and not run.requested("stop"):
+    elif ctrl_c.count == 1 and not ctrl_c.is_answered:
+        ctrl_c.is_answered = True  # the trainer forgets the request when it begins to stop: never ask again
         run.request("stop")
         face.say("stopping after this step, with a checkpoint; Ctrl-C again ends it at once, without one")
 
@@ -200,6 +201,7 @@ class _CtrlC:
 
     def __init__(self) -> None:
         self.count = 0
+        self.is_answered = False
 
     def __enter__(self) -> Self:
         self._former = signal.signal(signal.SIGINT, self._add)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule
 
 from trainer import adapters
 from trainer.config import NoAdapter, RunConfig
@@ -16,7 +16,7 @@ from trainer.families.base import LoadModule, ModelFamily
 from trainer.parallel.load import fill_rows, load_weights
 from trainer.parallel.memory import full_bytes
 from trainer.parallel.mesh import Strategy, device_mesh, resolve_strategy
-from trainer.parallel.shard import COMPUTE_DTYPE, blocks_of, parallelize, shard_units
+from trainer.parallel.shard import COMPUTE_DTYPE, blocks_of, offload_policy, parallelize, shard_units
 from trainer.weights import WeightFiles
 from trainer.world import World
 
@@ -46,7 +46,7 @@ def load_model(cfg: RunConfig, family: ModelFamily, world: World) -> LoadedModel
     strategy = resolve_strategy(cfg.parallel, world, _state_bytes(module), min(world.gather(world.memory)))
     mesh = device_mesh(cfg.parallel, world, strategy)
     parallelize(module, cfg.train, cfg.parallel, strategy, mesh, family.shard_blocks, family.forward_methods)
-    module.to_empty(device=torch.device("cpu") if cfg.parallel.cpu_offload else world.device)
+    _materialize(module, cfg, world)
     bytes_read = load_weights(module, family.weights(), skip=added)
     parameters = dict(module.named_parameters())
     with torch.no_grad():
@@ -68,11 +68,14 @@ def encoder_loader(cfg: RunConfig, world: World) -> LoadModule:
         module.requires_grad_(False).eval()
         if blocks:
             module.to(COMPUTE_DTYPE[cfg.train.precision])
-        if blocks and world.size > 1:
+        if blocks and (world.size > 1 or cfg.parallel.cpu_offload):
             mesh = device_mesh(cfg.parallel, world, "full")
             assert mesh is not None
-            shard_units(module, blocks_of(module, blocks), mesh, True, torch.float32, OffloadPolicy())
-        module.to_empty(device=world.device)
+            offload = offload_policy(cfg.parallel)
+            shard_units(module, blocks_of(module, blocks), mesh, True, torch.float32, offload)
+            _materialize(module, cfg, world)
+        else:
+            module.to_empty(device=world.device)
         load_weights(module, files)
         return module
 
@@ -94,6 +97,14 @@ def sync_gradients(loaded: LoadedModel, last: bool) -> None:
     if isinstance(loaded.module, FSDPModule):
         loaded.module.set_requires_gradient_sync(last or loaded.shards_gradients)
         loaded.module.set_requires_all_reduce(last)
+
+
+def _materialize(module: nn.Module, cfg: RunConfig, world: World) -> None:
+    """Uninitialized storage for the meta module: parameters on the host where they are offloaded, never buffers."""
+    module.to_empty(device=torch.device("cpu") if cfg.parallel.cpu_offload else world.device)
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, buffer.to(world.device))
 
 
 def _make_trainable(module: nn.Module, cfg: RunConfig, family: ModelFamily) -> set[str]:

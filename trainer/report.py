@@ -273,9 +273,9 @@ def _spread(steps: Sequence[int], limit: int) -> list[int]:
 def _picture(run: RunDir, event: SampleEvent | None) -> str:
     if event is None:
         return ""
-    file = run.path / event.path
+    file = (run.path / event.path).resolve()
     kind = PICTURE_TYPES.get(file.suffix.lower())
-    if kind is None or not file.is_file():
+    if kind is None or not file.is_file() or not file.is_relative_to(run.path.resolve()):
         return escape(f"{event.path}: no picture")
     data = base64.b64encode(file.read_bytes()).decode()
     return f'<img src="data:{kind};base64,{data}" alt="{escape(f"{event.prompt}, step {event.step}")}">'

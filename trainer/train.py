@@ -77,7 +77,9 @@ class Trainer:
         self.cfg, self.run_dir, self.world, self.say = cfg, run, world, say
         self.family = families.make(cfg, cache)
         self._load_encoder = encoder_loader(cfg, world)
-        self.data: EncodedData = encode_data(cfg, self.family, self._load_encoder, cache, world, say)
+        self.data: EncodedData = encode_data(
+            cfg, self.family, self._load_encoder, cache, world, say, lambda: run.requested("stop")
+        )
         say(StatusEvent(state="loading"))
         started = time.perf_counter()
         self.loaded = load_model(cfg, self.family, world)

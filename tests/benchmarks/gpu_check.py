@@ -27,7 +27,6 @@ import torch
 from tests.benchmarks.step_time import hand_written
 from tests.benchmarks.workload import KLEIN_4B, TINY, Bench, Workload, prepare
 from trainer import families
-from trainer.config import ParallelConfig
 from trainer.launch import worker_environment
 from trainer.modules import load_model
 from trainer.parallel.memory import MemoryMeter
@@ -130,7 +129,18 @@ def _machine(device: str) -> str:
 
 def _tests(place: Place, deadline: float) -> Row:
     """The tests that need a device."""
-    argv = ["-m", "pytest", "-m", "gpu", "--device", place.device, "-q", "-p", "no:cacheprovider", "tests/test_device.py"]
+    argv = [
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "--device",
+        place.device,
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/test_device.py",
+    ]
     lines, failure = _run("tests", argv, deadline)
     summary = next((line for line in reversed(lines) if line.strip()), "no output")
     return failure or Row("tests", summary.strip("= "))
@@ -275,7 +285,9 @@ def _tell(rows: list[Row]) -> None:
     width = max(len(row.name) for row in rows)
     print("---", flush=True)
     for row in rows:
-        print(f"{row.name:{width}}  {row.figure}  {row.limit}{'' if row.passed else '  OVER' * bool(row.limit)}".rstrip())
+        print(
+            f"{row.name:{width}}  {row.figure}  {row.limit}{'' if row.passed else '  OVER' * bool(row.limit)}".rstrip()
+        )
     out = os.environ.get("OUT")
     if out:
         report = json.dumps([asdict(row) for row in rows], indent=1)

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.benchmarks.processes import run_ranks_afresh
-from tests.benchmarks.workload import HALF_BILLION, Bench, Workload, prepare
+from tests.benchmarks.workload import KLEIN_MEDIUM, Bench, Workload, prepare
 from trainer import families
 from trainer.config import ParallelConfig
 from trainer.modules import load_model
@@ -83,7 +83,9 @@ def anonymous_bytes() -> int:
 
 def load(root: Path, workload: Workload, ranks: int) -> Loading:
     """Load the model of a bench on fresh ranks: whole on one, fully sharded on several."""
-    return Loading(**run_ranks_afresh(ranks, "tests.benchmarks.memory", "--load", str(root), json.dumps(asdict(workload))))
+    return Loading(
+        **run_ranks_afresh(ranks, "tests.benchmarks.memory", "--load", str(root), json.dumps(asdict(workload)))
+    )
 
 
 def _load_here(root: Path, workload: Workload) -> None:
@@ -114,8 +116,8 @@ def main() -> int:
         _load_here(Path(options.load[0]), Workload(**json.loads(options.load[1])))
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        prepare(Path(folder), HALF_BILLION)
-        loadings = {ranks: load(Path(folder), HALF_BILLION, ranks) for ranks in (1, 2, 4)}
+        prepare(Path(folder), KLEIN_MEDIUM)
+        loadings = {ranks: load(Path(folder), KLEIN_MEDIUM, ranks) for ranks in (1, 2, 4)}
     whole = loadings[1].peak
     print("ranks   seconds   peak MiB   of whole   limit   local bytes   limit")
     for ranks, loading in loadings.items():

@@ -1,6 +1,6 @@
 """How long a person waits: for the run folder, for the first step with cold and warm caches, for an attached view.
 
-    python -m tests.benchmarks.startup          about 2 minutes; exit code 1 when a limit is exceeded
+python -m tests.benchmarks.startup          about 2 minutes; exit code 1 when a limit is exceeded
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def make_preset(folder: Path) -> Path:
 def wait_for_run_folder(preset: Path, name: str) -> tuple[Started, float]:
     """Start a run; the seconds until its first event is on disk."""
     began = time.perf_counter()
-    started = Started.launch_py(preset.parent, "--headless", preset, "--run-dir", preset.parent / name, run=preset.parent / name)
+    started = Started.launch_py(
+        preset.parent, "--headless", preset, "--run-dir", preset.parent / name, run=preset.parent / name
+    )
     started.wait_for(lambda event: True)
     return started, time.perf_counter() - began
 

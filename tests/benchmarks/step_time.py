@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,11 +25,11 @@ from peft import LoraConfig
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from tests.benchmarks.processes import run_ranks_afresh
 from tests.benchmarks.workload import KLEIN_SMALL, Bench, prepare
 from trainer.config import ParallelConfig
 from trainer.encode import EncodedData
 from trainer.families.flux2 import Flux2, image_ids, text_ids
-from trainer.launch import worker_environment
 from trainer.world import World, connect
 
 PAIRS = 11
@@ -39,6 +38,8 @@ RANK = 16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LIMITS = {1: 1.03, 2: 1.05}
 """Largest ratio, by number of ranks."""
+
+MODULE = "tests.benchmarks.step_time"
 
 Step = Callable[[], object]
 
@@ -98,24 +99,25 @@ def compare_with_hand_written(world: World, bench: Bench, precision: str, pairs:
     )
     trainer = bench.trainer(f"{precision}-{world.size}", cfg, world)
     try:
-        return compare(trainer.train_step, hand_written(bench, trainer.data, precision, sharded), world, pairs)
+        return compare(trainer.train_step, hand_written(bench, trainer.data, world, precision, sharded), world, pairs)
     finally:
         trainer.close()
 
 
-def hand_written(bench: Bench, data: EncodedData, precision: str, sharded: bool) -> Step:
+def hand_written(bench: Bench, data: EncodedData, world: World, precision: str, sharded: bool) -> Step:
     """One step of the minimal loop: batch in memory, diffusers' model, peft, fused AdamW; autocast or `fully_shard`."""
     dtype = DTYPES[precision]
-    model = lora_model(bench, dtype)
+    model = lora_model(bench, dtype).to(world.device)
     if sharded:
         shard(model, dtype)
     model.train()
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     examples = [data.cache.read(photo.latents) | data.cache.read(photo.text) for photo in data.train]
-    batches = [{key: tensor.unsqueeze(0) for key, tensor in example.items()} for example in examples]
+    batches = [{key: tensor.unsqueeze(0).to(world.device) for key, tensor in example.items()} for example in examples]
     side = bench.workload.pixels // 16
-    image_positions, text_positions = image_ids(side, side), text_ids(bench.workload.text_tokens)
+    image_positions = image_ids(side, side).to(world.device)
+    text_positions = text_ids(bench.workload.text_tokens).to(world.device)
     mixed = dtype != torch.float32 and not sharded
     count = 0
 
@@ -125,9 +127,9 @@ def hand_written(bench: Bench, data: EncodedData, precision: str, sharded: bool)
         count += 1
         latents = batch["latents"].flatten(2).transpose(1, 2)
         noise = torch.randn_like(latents)
-        sigma = torch.sigmoid(torch.randn(1))
+        sigma = torch.sigmoid(torch.randn(1, device=world.device))
         noisy = (1 - sigma) * latents + sigma * noise
-        with torch.autocast("cpu", dtype) if mixed else nullcontext():
+        with torch.autocast(world.device.type, dtype) if mixed else nullcontext():
             prediction = model(
                 hidden_states=noisy.to(dtype),
                 encoder_hidden_states=batch["prompt_embeds"].to(dtype),
@@ -184,19 +186,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder), KLEIN_SMALL)
         rows = [
-            _row(ranks, precision, _launch(ranks, Path(folder), precision), limit)
+            _row(ranks, precision, Ratio(**run_ranks_afresh(ranks, MODULE, "--rank-of", folder, precision)), limit)
             for ranks, limit in LIMITS.items()
             for precision in DTYPES
         ]
     return int(not all(rows))
-
-
-def _launch(ranks: int, folder: Path, precision: str) -> Ratio:
-    """Compare on as many ranks, in processes of their own."""
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    argv += ["-m", "tests.benchmarks.step_time", "--rank-of", str(folder), precision]
-    output = subprocess.run(argv, env=worker_environment(), stdout=subprocess.PIPE, check=True, text=True).stdout
-    return Ratio(**json.loads(output.splitlines()[-1]))
 
 
 def _measure(folder: Path, precision: str) -> None:

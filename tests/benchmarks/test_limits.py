@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.benchmarks import memory, startup, step_time
-from tests.benchmarks.workload import KLEIN_SMALL, LITTLE, TINY, prepare
+from tests.benchmarks.workload import KLEIN_SMALL, LITTLE, prepare
 from tests.distributed import run_ranks
 from tests.runs import alone
 from trainer import launch

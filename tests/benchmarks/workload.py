@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.config import RunConfig
-from trainer.encode import encode_data
+from trainer.encode import EncodedData, encode_data
 from trainer.families.base import LoadModule
 from trainer.families.flux2 import Flux2
 from trainer.objectives import Example
@@ -72,6 +72,8 @@ LITTLE = Workload(double=1, single=2, heads=8, head_size=64, text_width=384, tex
 """18.8 M parameters."""
 KLEIN_SMALL = Workload(double=2, single=4, heads=8, head_size=128, text_width=384, text_tokens=64, pixels=256)
 """128.8 M parameters."""
+KLEIN_MEDIUM = Workload(double=2, single=6, heads=16, head_size=128, text_width=384, text_tokens=64, pixels=256)
+"""622.6 M parameters, 1.25 GB."""
 KLEIN_4B = Workload(double=5, single=20, heads=24, head_size=128, text_width=7680, text_tokens=512, pixels=1024)
 """FLUX.2 klein-4B as published: 3.876 B parameters."""
 
@@ -128,12 +130,13 @@ class Bench:
             RunDir.create(self.root, cfg, path)
         world.barrier()
         run = RunDir.open(path)
-        self._fill_cache(cfg, world)
+        self.examples(cfg, world)
         return Trainer(cfg, run, world, self.root / "cache", speaker(run, world))
 
-    def _fill_cache(self, cfg: RunConfig, world: World) -> None:
+    def examples(self, cfg: RunConfig, world: World) -> EncodedData:
+        """What the run is fed, generated where it is not cached. Collective."""
         family = GeneratedExamples(cfg, self.root / "cache", self.workload.text_tokens)
-        encode_data(cfg, family, _no_encoder, self.root / "cache", world, lambda event: None)
+        return encode_data(cfg, family, _no_encoder, self.root / "cache", world, lambda event: None)
 
 
 def prepare(root: Path, workload: Workload, device: str = "cpu") -> Bench:
@@ -153,17 +156,15 @@ def _write_model(folder: Path, workload: Workload, device: torch.device) -> None
     transformer = folder / "transformer"
     transformer.mkdir(parents=True)
     model = workload.build()
-    tensors = _random_tensors(model, device)
-    index = {}
-    for number in range(NUM_WEIGHT_FILES):
-        part = dict(list(tensors.items())[number::NUM_WEIGHT_FILES])
-        file = f"diffusion_pytorch_model-{number + 1:05d}-of-{NUM_WEIGHT_FILES:05d}.safetensors"
-        save_file(part, transformer / file, {"format": "pt"})
-        index |= dict.fromkeys(part, file)
-    total = {"total_size": sum(tensor.nbytes for tensor in tensors.values())}
-    _write_json(
-        transformer / "diffusion_pytorch_model.safetensors.index.json", {"metadata": total, "weight_map": index}
-    )
+    numbers = torch.Generator(device).manual_seed(0)
+    parts = [list(model.state_dict().items())[number::NUM_WEIGHT_FILES] for number in range(NUM_WEIGHT_FILES)]
+    names: dict[str, str] = {}
+    for number, part in enumerate(parts, 1):
+        file = f"diffusion_pytorch_model-{number:05d}-of-{NUM_WEIGHT_FILES:05d}.safetensors"
+        save_file({name: _draw(tensor.shape, numbers) for name, tensor in part}, transformer / file, {"format": "pt"})
+        names |= {name: file for name, _ in part}
+    index = {"metadata": {"total_size": 2 * model.num_parameters()}, "weight_map": names}
+    _write_json(transformer / "diffusion_pytorch_model.safetensors.index.json", index)
     _write_json(transformer / "config.json", {"_class_name": type(model).__name__, **workload.transformer})
     text_encoder = {"model_type": "qwen3", "num_hidden_layers": 28, "hidden_size": workload.text_width // TEXT_LAYERS}
     _write_json(folder / "text_encoder/config.json", text_encoder)
@@ -172,18 +173,12 @@ def _write_model(folder: Path, workload: Workload, device: torch.device) -> None
     _write_json(folder / "tokenizer/tokenizer_config.json", {})
 
 
-def _random_tensors(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """bf16 weights on the CPU that keep the variance of their input; vectors are norms' scales, 1."""
-    numbers = torch.Generator(device).manual_seed(0)
-    tensors = {}
-    for name, tensor in model.state_dict().items():
-        if tensor.dim() < 2:
-            tensors[name] = torch.ones(tensor.shape, dtype=torch.bfloat16)
-            continue
-        drawn = torch.empty(tensor.shape, dtype=torch.bfloat16, device=device)
-        drawn.normal_(0, 1 / math.sqrt(tensor.shape[1]), generator=numbers)
-        tensors[name] = drawn.cpu()
-    return tensors
+def _draw(shape: Sequence[int], numbers: torch.Generator) -> Tensor:
+    """A bf16 weight on the CPU that keeps the variance of its input; vectors are norms' scales, 1."""
+    if len(shape) < 2:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    drawn = torch.empty(shape, dtype=torch.bfloat16, device=numbers.device)
+    return drawn.normal_(0, 1 / math.sqrt(shape[1]), generator=numbers).cpu()
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

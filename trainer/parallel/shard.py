@@ -53,7 +53,7 @@ def parallelize(
             unit.compile(backend=train.compile_backend)
     if mesh is None:
         return model
-    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if parallel.cpu_offload else OffloadPolicy()
+    offload = offload_policy(parallel)
     shard_units(model, units, mesh, reshard_after_forward(parallel, strategy), dtype, offload)
     prefetch(units, parallel.prefetch_forward, parallel.prefetch_backward)
     for method in methods:
@@ -80,6 +80,11 @@ def shard_units(
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=inner, offload_policy=offload)
     # Backward begins with the root: freed after forward, it would be gathered again at once.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
+
+
+def offload_policy(parallel: ParallelConfig) -> OffloadPolicy:
+    """Where shards live between uses. Pinned host memory needs an accelerator; without one torch refuses it."""
+    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if parallel.cpu_offload else OffloadPolicy()
 
 
 def reshard_after_forward(parallel: ParallelConfig, strategy: Strategy) -> bool | int:
