@@ -6,7 +6,7 @@ RUNS ?= runs
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-all check ui parity bench interop gpu-check schema clean
+.PHONY: demo test test-all check ui parity bench gpu-check schema clean
 
 demo: .venv
 	$(BIN)/python launch.py --headless presets/quickstart.yaml --runs $(RUNS)

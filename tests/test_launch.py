@@ -51,9 +51,11 @@ def killed(run, rank, events):
     raise RuntimeError("[gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:4321")
 
 def patient(run, rank, events):
-    while not run.requested("stop"):
-        time.sleep(0.02)
     if rank == 0:
+        while not run.requested("stop"):
+            time.sleep(0.02)
+        run.clear("stop")
+        time.sleep(0.5)  # as a trainer that saves: nobody may ask again
         events.write(StatusEvent(state="stopped", step=5))
 
 def stubborn(run, rank, events):

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Protocol, Self
 
 from trainer import configfile, launch
-from trainer.config import RunConfig
+from trainer.config import MODEL_WORDS, InputError, RunConfig
 from trainer.events import (
     AnyEvent,
     CheckpointEvent,
@@ -33,6 +33,7 @@ from trainer.events import (
     smoothed,
 )
 from trainer.rundir import RunDir
+from trainer.weights import find_folder
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -94,10 +95,23 @@ def _checked_config(file: Path, overrides: Sequence[str]) -> RunConfig:
     loaded = configfile.load(file, overrides)
     configfile.check_files(loaded)
     images.scan(loaded.config.data)
+    _check_hub_model(loaded)
     launch.require_free_port(loaded.config.parallel)
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)
     return loaded.config
+
+
+def _check_hub_model(loaded: configfile.ConfigFile) -> None:
+    """Raises InputError with the download command for a hub id that is not in the local cache."""
+    model = loaded.config.model
+    field, path = ("model.base", model.base) if model.base else ("model.path", model.path)
+    if path in MODEL_WORDS or Path(path).exists():
+        return
+    try:
+        find_folder(field, path)
+    except InputError as error:
+        raise InputError(f"{loaded.where(field)}: {error}") from error
 
 
 def _run(cfg: RunConfig, run: RunDir) -> int:

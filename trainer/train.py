@@ -362,7 +362,7 @@ class Trainer:
                 step=self.step,
                 message=f"{self.loaded.bytes_read / 2**30:.2f} GiB read by this rank in {seconds:.1f} s; "
                 f"{trained:,} trained parameters in {len(self.parameters)} tensors; "
-                f"{self.world.size} ranks, strategy {self.loaded.strategy}",
+                f"ranks: {self.world.size}, strategy {self.loaded.strategy}",
             )
         )
         self._heartbeat("loading")

@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.commands import PRESET, Started
 from tests.runs import make_pictures
 from trainer import launch
-from trainer.events import EventReader, EventWriter, StepEvent
+from trainer.events import EventReader, EventWriter, StatusEvent, StepEvent
 from trainer.rundir import RunDir
 
 FIRST_EVENT_LIMIT_S = 0.5
@@ -42,10 +42,9 @@ def make_preset(folder: Path) -> Path:
 def wait_for_run_folder(preset: Path, name: str) -> tuple[Started, float]:
     """Start a run; the seconds until its first event is on disk."""
     began = time.perf_counter()
-    started = Started.launch_py(
-        preset.parent, "--headless", preset, "--run-dir", preset.parent / name, run=preset.parent / name
-    )
-    started.wait_for(lambda event: True)
+    run = preset.parent / name
+    started = Started(preset.parent, "--headless", preset, "--run-dir", run, run=run)
+    started.wait_for(StatusEvent)
     return started, time.perf_counter() - began
 
 
@@ -53,7 +52,7 @@ def wait_for_run(preset: Path, name: str) -> Waits:
     """Start a run, and see it to its end."""
     began = time.perf_counter()
     started, run_folder = wait_for_run_folder(preset, name)
-    started.wait_for(lambda event: isinstance(event, StepEvent))
+    started.wait_for(StepEvent)
     first_step = time.perf_counter() - began
     code, _, errors = started.end()
     assert code == 0, errors

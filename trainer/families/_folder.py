@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,28 +17,7 @@ from torch import nn
 from trainer.config import InputError
 from trainer.rng import generator
 
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 DIGEST_BYTES = 1 << 20
-
-
-def find_folder(field: str, path: str) -> Path:
-    """The folder that a config field names: a local one, or a hub id's snapshot in the local Hugging Face cache.
-
-    Nothing is downloaded. Raises InputError with the download command for a hub id that is not cached; a local
-    folder that does not exist is left to `read_json`, which says what was expected in it.
-    """
-    if Path(path).exists() or not HUB_ID.fullmatch(path):
-        return Path(path)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(path, local_files_only=True))
-    except LocalEntryNotFoundError as error:
-        raise InputError(
-            f"{field} {path}: neither a folder nor in the local Hugging Face cache. "
-            f"Download it with `hf download {path}`, name a diffusers folder, or set model.path: tiny"
-        ) from error
 
 
 def read_json(field: str, folder: Path, name: str) -> dict[str, Any]:

@@ -25,11 +25,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.config import InputError, ModelConfig, ObjectiveConfig, SampleConfig
-from trainer.families._folder import digest, fill_random, find_folder, read_json, write_once
+from trainer.families._folder import digest, fill_random, read_json, write_once
 from trainer.families.base import LoadModule, ModelFamily
 from trainer.objectives import Batch, Example, Loss, add_noise, draw_sigma, empirical_mu, squared_error, velocity
 from trainer.rng import SampleRng, generator
-from trainer.weights import WeightFiles, safetensors_in
+from trainer.weights import WeightFiles, find_folder, safetensors_in
 
 
 @dataclass(frozen=True)
