@@ -122,24 +122,25 @@ def truncated(folder) -> Path:
     return file
 
 
+UNREADABLE = "{file}: cannot be read (image file is truncated); replace or remove it"
+
+
 def test_a_truncated_image_that_only_a_rank_can_find_stops_the_run(folder, truncated):
-    done = launch_py(folder, "--headless", "preset.yaml", "--run-dir", "runs/fox")
+    done = launch_py(folder, "--headless", "preset.yaml", "parallel.devices=1")
     assert done.returncode == 2
     assert done.stdout.splitlines()[-1] == "failed"
-    assert done.stderr == (
-        f"error: {truncated}: cannot be read (image file is truncated); replace or remove it, "
-        "or set data.bad_image: warn\n"
-    )
+    assert done.stderr == f"error: {UNREADABLE.format(file=truncated)}, or set data.bad_image: warn\n"
 
 
 @pytest.mark.slow
-def test_a_truncated_image_is_left_out_with_a_warning_where_that_is_asked_for(folder, truncated):
-    assert launch_py(folder, "--headless", "preset.yaml", "--run-dir", "runs/fox").returncode == 2
-    done = launch_py(folder, "--resume", "runs/fox", "data.bad_image=warn")
-    assert (done.returncode, done.stderr) == (0, "")
-    told = done.stdout.splitlines()
-    warning = f"warning: left out: {truncated}: cannot be read (image file is truncated); replace or remove it"
-    assert told.count(warning) == 1
+def test_a_truncated_image_is_told_once_for_two_ranks_and_left_out_where_that_is_asked_for(folder, truncated):
+    stopped = launch_py(folder, "--headless", "preset.yaml", "--run-dir", "runs/fox")
+    assert stopped.returncode == 2
+    assert stopped.stderr == f"error: {UNREADABLE.format(file=truncated)}, or set data.bad_image: warn\n"
+    warned = launch_py(folder, "--resume", "runs/fox", "data.bad_image=warn")
+    assert (warned.returncode, warned.stderr) == (0, "")
+    told = warned.stdout.splitlines()
+    assert told.count(f"warning: left out: {UNREADABLE.format(file=truncated)}") == 1
     assert told[-1] == f"{folder}/runs/fox/export/fox.safetensors"
 
 

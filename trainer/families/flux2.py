@@ -307,8 +307,8 @@ class Flux2(ModelFamily):
             encoder_hidden_states=prompt_embeds.to(latents.dtype),
             timestep=sigma,
             guidance=torch.full_like(sigma, guidance) if self._architecture.guidance_embeds else None,
-            img_ids=image_ids(height, width).to(latents.device),
-            txt_ids=text_ids(prompt_embeds.shape[1]).to(latents.device),
+            img_ids=image_ids(height, width).to(latents.device, non_blocking=True),
+            txt_ids=text_ids(prompt_embeds.shape[1]).to(latents.device, non_blocking=True),
             return_dict=False,
         )[0]
         return unpack(packed.float(), height, width)
