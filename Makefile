@@ -30,6 +30,8 @@ parity: .venv
 	$(BIN)/python -m pytest tests/distributed/test_parity.py tests/distributed/test_resume.py --timeout 1200
 
 bench: .venv
+	$(BIN)/python -m tests.benchmarks.startup
+	$(BIN)/python -m tests.benchmarks.memory
 	$(BIN)/python -m tests.benchmarks.step_time
 
 gpu-check:

@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.commands import PRESET, launch_py
-from tests.runs import make_pictures
-from trainer.config import ModelConfig, ObjectiveConfig
+from tests.runs import alone, make_pictures, make_run, run_config, train
+from trainer.config import InputError, ModelConfig, ObjectiveConfig
 from trainer.families import get
 
 
@@ -152,32 +152,54 @@ def of_another_shape(tensors: dict) -> None:
     tensors["x_embedder.weight"] = tensors["x_embedder.weight"][:-1].contiguous()
 
 
-@pytest.mark.parametrize(
+@pytest.fixture
+def model(folder) -> Path:
+    """A sound diffusers folder."""
+    return get("flux2")(ModelConfig(path="tiny"), ObjectiveConfig(), folder).folder.rename(folder / "model")
+
+
+def damage_weights(model: Path, damage: Callable[[dict], None]) -> None:
+    file = model / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    damage(tensors)
+    save_file(tensors, file)
+
+
+OTHER_WEIGHTS = pytest.mark.parametrize(
     ("damage", "message"),
     [
         (
             missing,
-            "error: {folder}/model/transformer: 1 of 33 tensors are missing, first 'x_embedder.weight'; "
-            "the weights belong to another model, or the download is incomplete: download the folder again\n",
+            "{model}/transformer: 1 of 33 tensors are missing, first 'x_embedder.weight'; "
+            "the weights belong to another model, or the download is incomplete: download the folder again",
         ),
-        pytest.param(
+        (
             of_another_shape,
-            "error: {folder}/model/transformer/diffusion_pytorch_model.safetensors: 'x_embedder.weight' has shape "
-            "[63, 16], the model needs [64, 16]; the weights and the config.json beside them belong to different "
-            "models: download the folder again\n",
-            marks=pytest.mark.slow,
+            "{model}/transformer/diffusion_pytorch_model.safetensors: 'x_embedder.weight' has shape [63, 16], "
+            "the model needs [64, 16]; the weights and the config.json beside them belong to different models: "
+            "download the folder again",
         ),
     ],
     ids=["missing", "shape"],
 )
-def test_weights_that_are_not_those_of_the_model_stop_the_run(folder, damage, message):
-    tiny = get("flux2")(ModelConfig(path="tiny"), ObjectiveConfig(), folder).folder.rename(folder / "model")
-    weights = tiny / "transformer" / "diffusion_pytorch_model.safetensors"
-    tensors = load_file(weights)
-    damage(tensors)
-    save_file(tensors, weights)
-    changes = ("parallel.devices=1", "model.path=model", "model.options.text_layers=[1,2,3]")
-    done = launch_py(folder, "--headless", "preset.yaml", *changes)
+
+
+@OTHER_WEIGHTS
+def test_weights_that_are_not_those_of_the_model_are_refused(folder, model, damage, message):
+    damage_weights(model, damage)
+    path = {"model__path": str(model), "model__options": {"text_layers": (1, 2, 3)}}
+    cfg = run_config(folder / "pictures", **path)
+    with pytest.raises(InputError) as error:
+        train(alone(), cfg, make_run(folder, cfg, "fox"))
+    assert str(error.value) == message.format(model=model)
+
+
+@pytest.mark.slow
+@OTHER_WEIGHTS
+def test_weights_that_are_not_those_of_the_model_stop_the_run(folder, model, damage, message):
+    damage_weights(model, damage)
+    path = ("model.path=model", "model.options.text_layers=[1,2,3]")
+    done = launch_py(folder, "--headless", "preset.yaml", *path)
     assert done.returncode == 2
     assert done.stdout.splitlines()[-1] == "failed"
-    assert done.stderr == message.format(folder=folder)
+    assert done.stderr == f"error: {message.format(model=model)}\n"

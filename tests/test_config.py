@@ -89,6 +89,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "parallel.rendezvous: 'node0' is not host:port, as node0:29400",
     ),
     (
+        {"parallel": {"nodes": 2, "rendezvous": "node0:70000"}},
+        "parallel.rendezvous: 'node0:70000' is not host:port, as node0:29400",
+    ),
+    (
         {"parallel": {"strategy": "hybrid", "devices": 4, "shard_size": 3}},
         "parallel.shard_size: 3 does not divide the 4 ranks; use a divisor of 4",
     ),

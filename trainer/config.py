@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
 NAME_HELP = "1 to 64 letters, digits, '_', '.' or '-', the first no '.' or '-'"
 MODEL_WORDS = ("tiny", "demo")
-HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[^\s:\[\]]+):\d{1,5}")
+HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[^\s:\[\]]+):(?P<port>\d{1,5})")
 
 
 def _refuse_bool(value: object) -> object:
@@ -464,7 +464,8 @@ def _strategy_rules(cfg: RunConfig) -> Iterator[Problem]:
             f"{parallel.nodes} nodes need host:port of the first one",
             depends_on=("parallel.nodes",),
         )
-    if parallel.rendezvous and not HOST_PORT.fullmatch(parallel.rendezvous):
+    place = HOST_PORT.fullmatch(parallel.rendezvous) if parallel.rendezvous else None
+    if parallel.rendezvous and not (place and 0 < int(place["port"]) < 65536):
         yield Problem("parallel.rendezvous", f"'{parallel.rendezvous}' is not host:port, as node0:29400")
 
 

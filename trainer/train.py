@@ -84,6 +84,7 @@ class Trainer:
         started = time.perf_counter()
         self.loaded = load_model(cfg, self.family, world)
         self.model = self.loaded.module
+        self._dropouts = adapters.dropouts(self.model)
         self.trainables = self.loaded.trainables
         self.parameters = list(self.trainables.values())
         self.optimizer = make_optimizer(self.parameters, cfg.optim)
@@ -139,7 +140,8 @@ class Trainer:
         total = torch.zeros((), device=self.world.device)
         weight = torch.zeros((), device=self.world.device)
         for i, micro_batch in enumerate(micro_batches):
-            sync_gradients(self.loaded, last=i == len(micro_batches) - 1)
+            if len(micro_batches) > 1:  # it visits every module, and a single pass always reduces
+                sync_gradients(self.loaded, last=i == len(micro_batches) - 1)
             loss = self._forward(micro_batch)
             self.clock.mark(FORWARD)
             # FSDP averages over ranks; the loss of the step is a sum over them.
@@ -189,7 +191,12 @@ class Trainer:
 
         with self._evaluating():
             pictures = draw_all(len(self.data.prompts), draw, self.world)
-        paths = [self._write_sample(index, png) for index, png in enumerate(pictures)]
+        paths: list[Path] = []
+        try:
+            for index, png in enumerate(pictures):
+                paths.append(self._write_sample(index, png))
+        except OSError as error:
+            self.say(WarningEvent(step=self.step, message=f"samples could not be written ({error}); free disk space"))
         self._status("training")
         return paths
 
@@ -227,7 +234,8 @@ class Trainer:
 
     def _forward(self, micro_batch: MicroBatch) -> Loss:
         rng = SampleRng(self.cfg.train.seed, micro_batch.indices, self.world.device)
-        adapters.set_samples(self.model, self.cfg.train.seed, micro_batch.indices)
+        for dropout in self._dropouts:
+            dropout.set_samples(self.cfg.train.seed, micro_batch.indices)
         return self.family.loss(self.model, self._batch(micro_batch.examples, micro_batch.weights), rng)
 
     def _batch(self, examples: tuple[dict[str, Tensor], ...], weights: tuple[float, ...]) -> dict[str, Tensor]:

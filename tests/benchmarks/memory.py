@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import math
 import re
 import sys
 import tempfile
@@ -157,13 +156,14 @@ def _largest(ranks: int, folder: str, loader: str) -> Loading:
 
 def _row(ranks: int, loader: str, loading: Loading, whole: int) -> bool:
     """Print a way of loading; whether it is within its limits."""
-    peak, peak_limit = loading.peak / whole, PEAK_LIMIT if ranks > 1 else math.inf
-    share_limit = SHARE_LIMITS.get(ranks, math.inf)
-    print(
-        f"{ranks} x {loader:12}{loading.seconds:>9.2f}{loading.peak / 2**20:>10.0f}"
-        f"{peak:>10.3f}{peak_limit:>7}{loading.share:>12.4f}{share_limit:>7}"
-    )
-    return peak <= peak_limit and loading.share <= share_limit
+    peak = loading.peak / whole
+    start = f"{ranks} x {loader:12}{loading.seconds:>9.2f}{loading.peak / 2**20:>10.0f}{peak:>10.3f}"
+    if ranks == 1:
+        print(f"{start}{'':7}{loading.share:>12.4f}")
+        return True
+    share_limit = SHARE_LIMITS[ranks]
+    print(f"{start}{PEAK_LIMIT:>7}{loading.share:>12.4f}{share_limit:>7}")
+    return peak <= PEAK_LIMIT and loading.share <= share_limit
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ from tests.benchmarks.workload import KLEIN_SMALL, Bench, prepare
 from trainer.config import ParallelConfig
 from trainer.encode import EncodedData
 from trainer.families.flux2 import Flux2, image_ids, text_ids
+from trainer.objectives import Batch
 from trainer.world import World, connect
 
 PAIRS = 11
@@ -38,7 +39,6 @@ RANK = 16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LIMITS = {1: 1.03, 2: 1.05}
 """Largest ratio, by number of ranks."""
-
 MODULE = "tests.benchmarks.step_time"
 
 Step = Callable[[], object]
@@ -59,6 +59,8 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Seconds:
+    """Of one step, mean of the ranks."""
+
     cpu: float
     wall: float
 
@@ -92,52 +94,50 @@ def _time(step: Step, world: World) -> Seconds:
 
 def compare_with_hand_written(world: World, bench: Bench, precision: str, pairs: int = PAIRS) -> Ratio:
     """Our trainer and the loop by hand on these ranks: sharded fully on several, not at all on one. Collective."""
-    sharded = world.size > 1
+    strategy = "full" if world.size > 1 else "none"
     cfg = bench.config(
-        train={"steps": 10_000_000, "batch_size": world.size, "precision": precision},
-        parallel={"device": "cpu", "devices": world.size, "strategy": "full" if sharded else "none"},
+        train={"batch_size": world.size, "precision": precision},
+        parallel={"device": "cpu", "devices": world.size, "strategy": strategy},
     )
     trainer = bench.trainer(f"{precision}-{world.size}", cfg, world)
     try:
-        return compare(trainer.train_step, hand_written(bench, trainer.data, world, precision, sharded), world, pairs)
+        return compare(trainer.train_step, hand_written(bench, trainer.data, world, precision), world, pairs)
     finally:
         trainer.close()
 
 
-def hand_written(bench: Bench, data: EncodedData, world: World, precision: str, sharded: bool) -> Step:
-    """One step of the minimal loop: batch in memory, diffusers' model, peft, fused AdamW; autocast or `fully_shard`."""
+def hand_written(bench: Bench, data: EncodedData, world: World, precision: str) -> Step:
+    """One step of the minimal loop: batch in memory, diffusers' model, peft, fused AdamW.
+
+    On several ranks `fully_shard`, on one autocast, as in diffusers' own training examples.
+    """
     dtype = DTYPES[precision]
     model = lora_model(bench, dtype).to(world.device)
-    if sharded:
+    if world.size > 1:
         shard(model, dtype)
     model.train()
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-    examples = [data.cache.read(photo.latents) | data.cache.read(photo.text) for photo in data.train]
-    batches = [{key: tensor.unsqueeze(0).to(world.device) for key, tensor in example.items()} for example in examples]
-    side = bench.workload.pixels // 16
-    image_positions = image_ids(side, side).to(world.device)
-    text_positions = text_ids(bench.workload.text_tokens).to(world.device)
-    mixed = dtype != torch.float32 and not sharded
-    count = 0
+    batches = cycle(_batches(data, world))
+    side = bench.workload.pixels // Flux2.size_multiple
+    positions = {"img_ids": image_ids(side, side), "txt_ids": text_ids(bench.workload.text_tokens)}
+    positions = {name: ids.to(world.device) for name, ids in positions.items()}
+    autocast = torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32 and world.size == 1)
 
     def step() -> float:
-        nonlocal count
-        batch = batches[count % len(batches)]
-        count += 1
+        batch = next(batches)
         latents = batch["latents"].flatten(2).transpose(1, 2)
         noise = torch.randn_like(latents)
         sigma = torch.sigmoid(torch.randn(1, device=world.device))
         noisy = (1 - sigma) * latents + sigma * noise
-        with torch.autocast(world.device.type, dtype) if mixed else nullcontext():
+        with autocast:
             prediction = model(
                 hidden_states=noisy.to(dtype),
                 encoder_hidden_states=batch["prompt_embeds"].to(dtype),
                 timestep=sigma.to(dtype),
                 guidance=None,
-                img_ids=image_positions,
-                txt_ids=text_positions,
                 return_dict=False,
+                **positions,
             )[0]
         loss = nn.functional.mse_loss(prediction.float(), noise - latents)
         loss.backward()
@@ -147,6 +147,12 @@ def hand_written(bench: Bench, data: EncodedData, world: World, precision: str, 
         return loss.item()
 
     return step
+
+
+def _batches(data: EncodedData, world: World) -> list[Batch]:
+    """Every example as a batch of one, in the device's memory."""
+    examples = [data.cache.read(photo.latents) | data.cache.read(photo.text) for photo in data.train]
+    return [{key: tensor.unsqueeze(0).to(world.device) for key, tensor in example.items()} for example in examples]
 
 
 def lora_model(bench: Bench, dtype: torch.dtype) -> Flux2Transformer2DModel:

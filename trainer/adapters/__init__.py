@@ -93,11 +93,9 @@ def initial_value(name: str, shape: Sequence[int], seed: int) -> Tensor:
     return (torch.rand(*shape, generator=generator(seed, "adapter", name)) * 2 - 1) * bound
 
 
-def set_samples(model: nn.Module, seed: int, indices: Sequence[int]) -> None:
-    """Tell the dropout layers which samples the next forward is for."""
-    for module in model.modules():
-        if isinstance(module, SampleDropout):
-            module.set_samples(seed, indices)
+def dropouts(model: nn.Module) -> list[SampleDropout]:
+    """The dropout layers of the adapter: each must be told the samples of the next forward."""
+    return [module for module in model.modules() if isinstance(module, SampleDropout)]
 
 
 def _matches(name: str, pattern: str, field: str) -> bool:
