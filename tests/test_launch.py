@@ -350,11 +350,16 @@ def test_after_restarts_the_last_attempt_counts(make_run):
             "another program holds the port: start again, or change parallel.rendezvous",
         ),
         (
+            "FloatingPointError: step 7: the loss is not finite on 1 of 2 ranks",
+            "lower optim.lr, raise optim.warmup or set train.precision: fp32, and start again from the last checkpoint "
+            "with --resume",
+        ),
+        (
             "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error",
             "run --doctor; if the GPUs are fine, set NCCL_DEBUG=INFO and continue with --resume",
         ),
     ],
-    ids=["disk", "port", "nccl"],
+    ids=["disk", "port", "nan", "nccl"],
 )
 def test_a_known_error_comes_with_its_remedy(make_run, message, remedy):
     _, run = make_run("good")

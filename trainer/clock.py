@@ -83,24 +83,24 @@ class StepClock:
         return event
 
 
-class _TimedAllGather(DefaultAllGather):
+class _Timed:
+    """Before a collective's class: its calls count as communication."""
+
     def __init__(self, clock: StepClock) -> None:
         super().__init__()
         self._clock = clock
 
     def __call__(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # torch's own signature, passed through
         with self._clock.communication():
-            return super().__call__(*args, **kwargs)
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
-class _TimedReduceScatter(DefaultReduceScatter):
-    def __init__(self, clock: StepClock) -> None:
-        super().__init__()
-        self._clock = clock
+class _TimedAllGather(_Timed, DefaultAllGather):
+    pass
 
-    def __call__(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # torch's own signature, passed through
-        with self._clock.communication():
-            return super().__call__(*args, **kwargs)
+
+class _TimedReduceScatter(_Timed, DefaultReduceScatter):
+    pass
 
 
 def _elapsed(before: Mark, after: Mark) -> float:

@@ -390,6 +390,11 @@ def last_line(file: Path) -> str:
 
 _REMEDIES = (
     (
+        r"FloatingPointError",
+        "lower optim.lr, raise optim.warmup or set train.precision: fp32, and start again from the last checkpoint "
+        "with --resume",
+    ),
+    (
         r"out of memory|OutOfMemoryError",
         "lower train.micro_batch or data.resolution, set train.checkpointing: full, or use more ranks",
     ),

@@ -364,13 +364,14 @@ class Trainer:
 
     def _say_loaded(self, seconds: float) -> None:
         trained = sum(parameter.numel() for parameter in self.parameters)
+        ranks = "1 rank" if self.world.size == 1 else f"{self.world.size} ranks"
         self.say(
             StatusEvent(
                 state="loading",
                 step=self.step,
-                message=f"{self.loaded.bytes_read / 2**30:.2f} GiB read by this rank in {seconds:.1f} s; "
+                message=f"rank 0 read {self.loaded.bytes_read / 2**20:,.1f} MiB in {seconds:.1f} s; "
                 f"{trained:,} trained parameters in {len(self.parameters)} tensors; "
-                f"ranks: {self.world.size}, strategy {self.loaded.strategy}",
+                f"{ranks}, strategy {self.loaded.strategy}",
             )
         )
         self._heartbeat("loading")

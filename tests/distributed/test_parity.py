@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import run_ranks
-from tests.runs import Outcome, alone, difference, make_pictures, make_run, run_config, train
+from tests.runs import Outcome, difference, make_pictures, make_run, run_config, train
 
 TOLERANCE = 1e-6
 ADAPTER = {"adapter__type": "lora"}
@@ -39,11 +39,13 @@ class Bench:
     def config(self, trained: str, **changes: Any) -> Any:
         return run_config(self.pictures, **TRAINED[trained], **changes)
 
-    def reference(self, trained: str) -> Outcome:
-        if trained not in self.references:
-            cfg = self.config(trained, parallel__strategy="none")
-            self.references[trained] = train(alone(), cfg, make_run(self.root, cfg, f"reference-{trained}"))
-        return self.references[trained]
+    def reference(self, trained: str, optimizer: str) -> Outcome:
+        """One process, by kind of training and optimizer."""
+        name = f"reference-{trained}-{optimizer}"
+        if name not in self.references:
+            cfg = self.config(trained, parallel__strategy="none", optim__type=optimizer)
+            (self.references[name],) = run_ranks(1, train, cfg, make_run(self.root, cfg, name))
+        return self.references[name]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,7 @@ def compare(bench: Bench, ranks: int, trained: str, name: str, changes: dict[str
     cfg = bench.config(trained, parallel__devices=ranks, **changes)
     run = make_run(bench.root, cfg, f"{name}-{trained}-{ranks}")
     found = run_ranks(ranks, train, cfg, run)
-    expected = bench.reference(trained)
+    expected = bench.reference(trained, cfg.optim.type)
     assert found[0].losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0)
     assert difference(found[0].weights, expected.weights) <= TOLERANCE
     return found[0]
@@ -79,3 +81,10 @@ def test_four_ranks_in_hybrid_groups_train_what_one_process_trains(bench: Bench,
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_trains_what_one_process_trains(bench: Bench, name: str, ranks: int, trained: str) -> None:
     compare(bench, ranks, trained, f"matrix-{name}", STRATEGIES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["full", "ddp"])
+def test_schedule_free_trains_on_two_ranks_what_it_trains_on_one(bench: Bench, strategy: str) -> None:
+    changes = {"parallel__strategy": strategy, "optim__type": "schedulefree"}
+    compare(bench, 2, "full", f"schedulefree-{strategy}", changes)

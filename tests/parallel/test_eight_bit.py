@@ -1,0 +1,52 @@
+"""8-bit AdamW on shards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from tests.distributed import run_ranks
+from trainer.config import OptimConfig, ParallelConfig
+from trainer.optim import make_optimizer
+from trainer.parallel.mesh import device_mesh
+from trainer.parallel.shard import blocks_of, shard_units
+from trainer.world import World
+
+WIDTH, STEPS, LR = 256, 5, 1e-4
+
+
+def trained(world: World) -> tuple[dict[str, Tensor], int]:
+    """Weights after some steps on this rank's half of the batch, and how many states have 8 bits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.GELU(), nn.Linear(WIDTH, WIDTH, bias=False))
+    if world.size > 1:
+        mesh = device_mesh(ParallelConfig(devices=world.size), world, "full")
+        assert mesh is not None
+        shard_units(model, blocks_of(model, ["Linear"]), mesh, True, torch.float32, OffloadPolicy())
+    parameters = dict(model.named_parameters())
+    optimizer = make_optimizer(list(parameters.values()), OptimConfig(type="adamw8bit", lr=LR))
+    for step in range(STEPS):
+        batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
+        model(batch.chunk(world.size)[world.rank]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    states = [local(state["exp_avg"]) for state in optimizer.state.values()]
+    whole = {name: p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in parameters.items()}
+    return whole, sum(type(state).__name__ == "OptimState8bit" for state in states)
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.slow  # torchao compiles its step: 30 s of C++ compiler
+def test_eight_bit_states_on_two_ranks_train_what_they_train_on_one() -> None:
+    """Where a shard is whole blocks of 256 numbers, at least 4096 of them: smaller shards keep fp32 states, and then
+    differ from one process by what 8 bits cost."""
+    (alone, quantized_alone), *_ = run_ranks(1, trained)
+    (shared, quantized_shared), *_ = run_ranks(2, trained)
+    assert quantized_alone == quantized_shared == 2
+    assert max(float((alone[name] - shared[name]).abs().max()) for name in alone) <= 1e-6
