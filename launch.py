@@ -8,7 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from trainer.config import ExportConfig, InputError
+
+def not_installed(error: ModuleNotFoundError) -> str:
+    """What a Python without the project's packages is told."""
+    return (
+        f"{sys.executable} has no module '{error.name}': it is not the Python ShardStudio is installed in. "
+        "Run `make .venv`, then .venv/bin/python launch.py"
+    )
+
+
+try:
+    from trainer.config import ExportConfig, InputError
+except ModuleNotFoundError as missing:
+    print(not_installed(missing), file=sys.stderr)
+    sys.exit(2)
 
 EPILOG = """\
 examples:
@@ -29,6 +42,9 @@ def main(argv: Sequence[str]) -> int:
         return _dispatch(options, parser)
     except InputError as error:
         print(error, file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        print(not_installed(error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

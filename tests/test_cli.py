@@ -28,6 +28,21 @@ def run_command(argv: list[str], capsys) -> tuple[int, str]:
     return code, capsys.readouterr().err
 
 
+def test_a_python_without_the_projects_packages_is_told_which_one_to_use():
+    bare = subprocess.run(
+        [sys.executable, "-S", "launch.py", "--headless", "presets/quickstart.yaml"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert bare.returncode == 2
+    assert bare.stderr == (
+        f"{sys.executable} has no module 'pydantic': it is not the Python ShardStudio is installed in. "
+        "Run `make .venv`, then .venv/bin/python launch.py\n"
+    )
+
+
 def test_help_names_every_mode_and_imports_neither_torch_nor_gradio():
     script = (
         "import sys, launch\n"
