@@ -110,6 +110,15 @@ def run(tmp_path) -> RunDir:
     return RunDir.create(tmp_path, cfg, at=tmp_path / "fox")
 
 
+def test_a_run_that_is_to_export_nothing_is_exported_only_on_request(tmp_path, capsys):
+    silent = RunConfig.model_validate({"data": {"path": str(tmp_path)}, "export": {"what": "none"}})
+    run = RunDir.create(tmp_path, silent)
+    assert run_command(["--export", str(run.path)], capsys) == (
+        2,
+        f"{run.config_file}: export.what is none; say what to write with --what\n",
+    )
+
+
 def test_resuming_with_a_wrong_override_leaves_the_config_as_it_was(run, capsys):
     before = run.config_file.read_text()
     code, err = run_command(["--resume", str(run.path), "train.steps=0"], capsys)

@@ -72,11 +72,13 @@ def resume(path: Path, overrides: Sequence[str]) -> int:
 def export(path: Path, what: str) -> int:
     """Export the newest checkpoint of a run in a process of its own. Returns that process's exit code.
 
-    what: `auto` writes what the run's config says.
+    what: `auto` writes what the run's config says. Raises InputError when that is nothing.
     """
     run = RunDir.open(path)
-    argv = [sys.executable, "-m", "trainer", str(run.path), "--export"]
-    argv.append(run.config().export_what if what == "auto" else what)
+    wanted = run.config().export_what if what == "auto" else what
+    if wanted == "none":
+        raise InputError(f"{run.config_file}: export.what is none; say what to write with --what")
+    argv = [sys.executable, "-m", "trainer", str(run.path), "--export", wanted]
     log = run.logs / "export.log"
     with log.open("ab") as libraries:  # what they print while they load is of no use in a terminal
         done = subprocess.run(
