@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.config import OptimConfig
-from trainer.optim import Ema, clip_gradients, evaluation_weights, learning_rate, make_optimizer
+from trainer.config import InputError, OptimConfig
+from trainer.optim import EXTRAS, Ema, clip_gradients, evaluation_weights, learning_rate, make_optimizer
 
 
 def rates(steps: int, **fields: object) -> list[float]:
@@ -72,6 +72,15 @@ def test_the_average_is_in_the_model_inside_and_the_trained_weights_are_back_aft
         assert module.weight.unique().tolist() == [1.0]
     assert module.weight.unique().tolist() == [3.0]
     assert ema.average["weight"].unique().tolist() == [1.0]
+
+
+def test_an_optimizer_whose_package_is_missing_names_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXTRAS, "adamw8bit", ("no_such_package", "eightbit"))
+    with pytest.raises(InputError) as error:
+        make_optimizer([layer().weight], OptimConfig(type="adamw8bit"))
+    assert str(error.value) == (
+        "optim.type: adamw8bit needs the package no_such_package; pip install 'shardstudio[eightbit]', or use adamw"
+    )
 
 
 def test_schedule_free_evaluates_other_weights_and_gives_the_trained_ones_back_bit_for_bit() -> None:

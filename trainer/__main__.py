@@ -77,13 +77,14 @@ class _End:
 
 
 def _train_on(world: World, cfg: RunConfig, run: RunDir, say: Callable[[Any], None]) -> _End:
+    from trainer.checkpoint import newest_step
     from trainer.encode import StopRequested
     from trainer.train import Trainer
 
     try:
         trainer = Trainer(cfg, run, world, cache_folder(cfg, run), say)
     except StopRequested:
-        return _End("stopped", 0, {})
+        return _End("stopped", newest_step(run.checkpoints), {})
     try:
         state = trainer.train()
         # All weights of a full fine-tune may not fit on one host: there the checkpoint is compared with.

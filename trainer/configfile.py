@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +18,11 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from trainer import foreign, yamltext
-from trainer.config import MODEL_WORDS, NAME_HELP, InputError, Problem, RuleError, RunConfig
+from trainer.config import HUB_ID, MODEL_WORDS, NAME_HELP, InputError, Problem, RuleError, RunConfig
 from trainer.fields import ROOT, Slot, name, nearest, shown, slot
 from trainer.yamltext import Loc
 
 SCHEMA = Path(__file__).parents[1] / "presets" / "schema.json"
-HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(?<!\.safetensors)")
 
 
 class ConfigError(InputError):

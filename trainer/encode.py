@@ -134,8 +134,9 @@ class _DataEncoder:
         """{caption: key}, with the empty caption, the prompts and the negative prompt."""
         captions = dict.fromkeys(["", self.cfg.sample.negative, *self._prompts, *(photo.caption for photo in photos)])
         keys = {caption: _key(origin, "text", self.cfg.train.precision, caption) for caption in captions}
-        work = {key: caption for caption, key in keys.items()}
-        if missing(work, cache, crew):
+        captions_by_key = {key: caption for caption, key in keys.items()}
+        work = {key: captions_by_key[key] for key in missing(captions_by_key, cache, crew)}
+        if work:
             self._announce("captions")
             self._encode_with(
                 self.family.text_encoder(self.load), self.family.encode_text, "captions", work, cache, crew
@@ -151,8 +152,9 @@ class _DataEncoder:
         sized = [(photo, choose_bucket(photo.width, photo.height, sizes)) for photo in photos]
         digests = content_keys([photo.path for photo in photos], crew)
         keys = [_key(origin, "image", digest, size) for digest, (_, size) in zip(digests, sized, strict=True)]
-        work = dict(zip(keys, sized, strict=True))
-        if not missing(work, cache, crew):
+        sized_by_key = dict(zip(keys, sized, strict=True))
+        work = {key: sized_by_key[key] for key in missing(keys, cache, crew)}
+        if not work:
             return keys, {}
 
         def encode(encoder: Any, item: tuple[Photo, tuple[int, int]]) -> Example:

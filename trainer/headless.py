@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Protocol, Self
 
 from trainer import configfile, launch
-from trainer.config import MODEL_WORDS, InputError, RunConfig
+from trainer.config import InputError, RunConfig
 from trainer.events import (
     AnyEvent,
     CheckpointEvent,
@@ -108,8 +108,6 @@ def _check_hub_model(loaded: configfile.ConfigFile) -> None:
     """Raises InputError with the download command for a hub id that is not in the local cache."""
     model = loaded.config.model
     field, path = ("model.base", model.base) if model.base else ("model.path", model.path)
-    if path in MODEL_WORDS or Path(path).exists():
-        return
     try:
         find_folder(field, path)
     except InputError as error:

@@ -21,11 +21,12 @@ EXTRAS = {"adamw8bit": ("torchao", "eightbit")}
 
 def make_optimizer(parameters: Sequence[nn.Parameter], cfg: OptimConfig) -> Optimizer:
     """The optimizer over this rank's shards. Raises InputError when its package is not installed."""
-    package, extra = EXTRAS.get(cfg.type, ("torch", ""))
-    if importlib.util.find_spec(package) is None:
-        raise InputError(
-            f"optim.type: {cfg.type} needs the package {package}; pip install 'shardstudio[{extra}]', or use adamw"
-        )
+    if cfg.type in EXTRAS:
+        package, extra = EXTRAS[cfg.type]
+        if importlib.util.find_spec(package) is None:
+            raise InputError(
+                f"optim.type: {cfg.type} needs the package {package}; pip install 'shardstudio[{extra}]', or use adamw"
+            )
     return _MAKERS[cfg.type](parameters, cfg)
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.config import InputError
+from trainer.config import HUB_ID, InputError
 
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 MAX_HEADER_BYTES = 100_000_000
 
 
