@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ examples:
   python launch.py --headless presets/quickstart.yaml train.steps=200 optim.lr=2e-4 --run-dir runs/second
   python launch.py --resume runs/second train.steps=400
   python launch.py --export runs/second --what merged
+  python launch.py --extract TUNED --base BASE --family FAMILY --rank 32 --to lora.safetensors
 
 exit codes: 0 done, 1 the run failed, 2 the config or the input is wrong, 130 stopped
 """
@@ -65,14 +67,26 @@ def _parser() -> argparse.ArgumentParser:
         "--resume", nargs="?", const="", metavar="RUN_DIR", help="continue a run from its newest checkpoint"
     )
     modes.add_argument("--export", nargs="?", const="", metavar="RUN_DIR", help="export a run's newest checkpoint")
+    modes.add_argument(
+        "--extract",
+        nargs="?",
+        const="",
+        metavar="TUNED",
+        help="write a lora of what a checkpoint learned over its base",
+    )
     modes.add_argument("--doctor", action="store_true", help="check Python, packages, GPUs, disk, memory and ports")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields that replace those of the config")
     parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where run folders are made")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="make this very run folder (--headless)")
     parser.add_argument("--what", choices=_choices("what"), default="auto", help="what is written (--export)")
     parser.add_argument(
-        "--format", choices=_choices("format"), default="diffusers", help="its layout; there is one so far"
+        "--format", choices=_choices("format"), help="its layout and names (--export); default: the run's own, or auto"
     )
+    parser.add_argument("--base", metavar="BASE", help="the checkpoint that TUNED was made from (--extract)")
+    parser.add_argument("--family", metavar="FAMILY", help="their kind of model (--extract)")
+    parser.add_argument("--rank", metavar="RANK", help="rank of the lora (--extract)")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="its numbers (--extract)")
+    parser.add_argument("--to", metavar="FILE.safetensors", help="where it is written (--extract)")
     return parser
 
 
@@ -81,7 +95,7 @@ def _choices(field: str) -> list[str]:
 
 
 def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    for mode, value in (("headless", "PRESET"), ("resume", "RUN_DIR"), ("export", "RUN_DIR")):
+    for mode, value in (("headless", "PRESET"), ("resume", "RUN_DIR"), ("export", "RUN_DIR"), ("extract", "TUNED")):
         if getattr(options, mode) == "":
             parser.error(f"--{mode} needs {value}")
     if options.headless is None and options.resume is None and options.overrides:
@@ -90,6 +104,8 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         from trainer import doctor
 
         return doctor.examine(options.runs)
+    if options.extract is not None:
+        return _extract(options, parser)
     if options.headless is None and options.resume is None and options.export is None:
         raise InputError("the page is not in this version; train with: python launch.py --headless PRESET.yaml")
     return _headless(options)
@@ -101,8 +117,22 @@ def _headless(options: argparse.Namespace) -> int:
     if options.resume is not None:
         return headless.resume(Path(options.resume), options.overrides)
     if options.export is not None:
-        return headless.export(Path(options.export), options.what)
+        return headless.export(Path(options.export), options.what, options.format)
     return headless.train(Path(options.headless), options.overrides, options.runs, options.run_dir)
+
+
+def _extract(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """In a process of its own, which loads torch."""
+    from trainer.launch import worker_environment
+
+    missing = [f"--{name}" for name in ("base", "family", "rank", "to") if getattr(options, name) is None]
+    if missing:
+        parser.error(f"--extract needs {', '.join(missing)}")
+    argv = [sys.executable, "-m", "trainer.extract", "--extract", options.extract, "--base", options.base]
+    argv += ["--family", options.family, "--rank", options.rank, "--format", options.format or "auto"]
+    argv += ["--dtype", options.dtype, "--to", options.to]
+    code = subprocess.run(argv, env=worker_environment(), check=False).returncode
+    return code if code in (0, 2) else 1
 
 
 if __name__ == "__main__":

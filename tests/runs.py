@@ -37,6 +37,7 @@ def run_config(pictures: Path, **changes: Any) -> RunConfig:
     """A run of seconds: tiny FLUX.2, fp32, lr 1e-4. changes: dotted fields with __ for the dot."""
     values: dict[str, Any] = {
         "name": "tiny",
+        "model": {"family": "flux2"},
         "adapter": {"type": "lora", "rank": 4},
         "data": {"path": str(pictures), "resolution": 64},
         "train": {"steps": 5, "batch_size": 4, "micro_batch": 1, "precision": "fp32", "seed": 3},

@@ -155,7 +155,9 @@ def of_another_shape(tensors: dict) -> None:
 @pytest.fixture
 def model(folder) -> Path:
     """A sound diffusers folder."""
-    return get("flux2")(ModelConfig(path="tiny"), ObjectiveConfig(), folder).folder.rename(folder / "model")
+    return get("flux2")(ModelConfig(family="flux2", path="tiny"), ObjectiveConfig(), folder).folder.rename(
+        folder / "model"
+    )
 
 
 def damage_weights(model: Path, damage: Callable[[dict], None]) -> None:

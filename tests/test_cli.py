@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 
 import launch as command_line
 from trainer import headless
-from trainer.config import DataConfig, RunConfig
+from trainer.config import DataConfig, ModelConfig, RunConfig
 from trainer.doctor import gpus, package, requirements, shared_memory
 from trainer.events import CheckpointEvent, SampleEvent, StatusEvent, StepEvent, WarningEvent
 from trainer.rundir import RunDir
@@ -96,22 +96,24 @@ def test_options_may_stand_between_overrides(tmp_path, capsys):
 
 def test_a_wrong_preset_starts_nothing_and_writes_nothing(tmp_path, capsys):
     preset = tmp_path / "preset.yaml"
-    preset.write_text("data:\n  path: photos\n")
+    preset.write_text("model:\n  family: flux2\ndata:\n  path: photos\n")
     code, err = run_command(["--headless", str(preset), "--runs", str(tmp_path / "runs")], capsys)
     assert code == 2
-    assert f"{preset}:2: data.path" in err
+    assert f"{preset}:4: data.path" in err
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.fixture
 def run(tmp_path) -> RunDir:
     (tmp_path / "photos").mkdir()
-    cfg = RunConfig(name="fox", data=DataConfig(path=str(tmp_path / "photos")))
+    cfg = RunConfig(name="fox", model=ModelConfig(family="flux2"), data=DataConfig(path=str(tmp_path / "photos")))
     return RunDir.create(tmp_path, cfg, at=tmp_path / "fox")
 
 
 def test_a_run_that_is_to_export_nothing_is_exported_only_on_request(tmp_path, capsys):
-    silent = RunConfig.model_validate({"data": {"path": str(tmp_path)}, "export": {"what": "none"}})
+    silent = RunConfig.model_validate(
+        {"model": {"family": "flux2"}, "data": {"path": str(tmp_path)}, "export": {"what": "none"}}
+    )
     run = RunDir.create(tmp_path, silent)
     assert run_command(["--export", str(run.path)], capsys) == (
         2,

@@ -13,6 +13,8 @@ from trainer.config import LoraAdapter, NoAdapter, RunConfig, family_names
 from trainer.configfile import SCHEMA, ConfigError, ConfigFile, check_files, dump, load, write_schema
 from trainer.fields import all_names
 
+ADAPTERS = "lora, locon, dora, loha, lokr, diag-oft, boft, none"
+ANY_ADAPTER = ADAPTERS.replace(", ", " or ")
 DATA = "data: {path: /photos}\n"
 
 
@@ -24,7 +26,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def read(text: str, *overrides: str) -> ConfigFile:
+    """A preset of that text; the family, which every config must name, is given where the text does not."""
     preset = Path("preset.yaml")
+    if "family:" not in text:
+        overrides = (*overrides, "model.family=flux2")
     preset.write_text(text, encoding="utf-8")
     return load(preset, overrides)
 
@@ -103,10 +108,13 @@ sample: 3
                 "model: {train: {vae: ful}}",
                 "model.train.vae: 'ful' is not one of frozen, adapter, full; did you mean 'full'?",
             ),
-            ("adapter:", "adapter: is empty; give it a section with type: lora or none, or remove it"),
-            ("adapter: lora", "adapter: needs a section with type: lora or none, not 'lora'"),
-            ("adapter: {type: lorra}", "adapter.type: 'lorra' is not one of lora, none; did you mean 'lora'?"),
-            ("adapter: {type: }", "adapter.type: is empty; give it lora or none, or remove it"),
+            ("adapter:", f"adapter: is empty; give it a section with type: {ANY_ADAPTER}, or remove it"),
+            ("adapter: lora", f"adapter: needs a section with type: {ANY_ADAPTER}, not 'lora'"),
+            ("adapter: {type: lorra}", f"adapter.type: 'lorra' is not one of {ADAPTERS}; did you mean 'lora'?"),
+            (
+                "adapter: {type: }",
+                f"adapter.type: is empty; give it {ADAPTERS.replace(', none', ' or none')}, or remove it",
+            ),
             (
                 "adapter: {type: none, rank: 8}",
                 "adapter.rank: is no field of adapter.type none; remove it or change the type",
@@ -128,7 +136,7 @@ sample: 3
 
     def test_a_wrong_type_of_adapter_does_not_hide_what_is_wrong_with_its_fields(self) -> None:
         assert refusal(f"{DATA}adapter:\n  type: dorra\n  rank: 0\n") == [
-            "preset.yaml:3: adapter.type: 'dorra' is not one of lora, none; did you mean 'lora'?",
+            f"preset.yaml:3: adapter.type: 'dorra' is not one of {ADAPTERS}; did you mean 'dora'?",
             "preset.yaml:4: adapter.rank: is 0, must be >= 1 and <= 1024",
         ]
 
@@ -218,6 +226,23 @@ class TestFiles:
             "name a diffusers folder, a .safetensors file or a hub id as org/name",
         ]
 
+    def test_what_goes_with_the_data_is_looked_for_beside_the_file_too(self, folder: Path) -> None:
+        (folder / "photos").mkdir()
+        (folder / "fox.png").touch()
+        loaded = read(
+            "data:\n  path: photos\n  masks: mask\n  regularization: others\n  references: fox.png\n"
+            "sample: {prompts: [a, b], references: [fox.png, fix.png]}\n"
+        )
+        assert loaded.config.sample.references == (f"{folder}/fox.png", f"{folder}/fix.png")
+        with pytest.raises(ConfigError) as caught:
+            check_files(loaded)
+        assert str(caught.value).splitlines() == [
+            f"preset.yaml:3: data.masks: no folder '{folder}/mask'; name one that holds the images",
+            f"preset.yaml:4: data.regularization: no folder '{folder}/others'; name one that holds the images",
+            f"preset.yaml:5: data.references: '{folder}/fox.png' is a file; name the folder that holds the images",
+            f"preset.yaml:6: sample.references[1]: no file '{folder}/fix.png'; did you mean '{folder}/fox.png'?",
+        ]
+
     def test_a_config_whose_files_exist_passes(self, folder: Path) -> None:
         (folder / "photos").mkdir()
         for model in ("tiny", "demo", "org/name", str(folder)):
@@ -285,7 +310,7 @@ class TestPaths:
         (presets / "model").mkdir(parents=True)
         preset = presets / "preset.yaml"
         preset.write_text(
-            "model: {path: model}\n"
+            "model: {family: flux2, path: model}\n"
             "data: {path: ../photos, cache: cache, validation: held_out, folders: [{path: more}, {path: /far}]}\n"
         )
         cfg = load(Path("presets/preset.yaml"), ["model.base=presets/model"]).config
@@ -460,7 +485,7 @@ class TestDump:
             {
                 "data": {"path": "/photos", "trigger": trigger, "folders": [{"path": "/more", "weight": 0.5}]},
                 "adapter": {"type": "lora", "rank_pattern": {"attn.to_q": 4}, "targets": ["to_q", "to_k"]},
-                "model": {"options": {"text_layers": [9, 18]}, "train": {"transformer": "adapter"}},
+                "model": {"family": "flux2", "options": {"text_layers": [9, 18]}, "train": {"transformer": "adapter"}},
                 "optim": {"eps": 1e-20},
                 "parallel": {"strategy": "full", "reshard_after_forward": False},
                 "sample": {"size": [64, 128], "prompts": [trigger, "b"]},
@@ -473,7 +498,12 @@ class TestDump:
 
     def test_a_dump_names_every_field_once(self, folder: Path) -> None:
         loaded = read(dump(read(DATA).config))
-        assert [field for field in all_names() if loaded.where(field) == "preset.yaml"] == []
+        of_other_adapters = {
+            field
+            for field in all_names()
+            if field.startswith("adapter.") and field.removeprefix("adapter.") not in LoraAdapter.model_fields
+        }
+        assert {field for field in all_names() if loaded.where(field) == "preset.yaml"} == of_other_adapters
 
 
 class TestSchema:

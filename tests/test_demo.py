@@ -141,4 +141,5 @@ def add_trained_updates(base: dict[str, Tensor], run: RunDir) -> None:
     for name in weights:
         layer, is_down, _ = name.partition(".lora_A.")
         if is_down:
-            base[f"{layer}.weight"] += weights[name.replace(".lora_A.", ".lora_B.")] @ weights[name]
+            parameter = base[f"{layer.removeprefix('transformer.')}.weight"]
+            parameter += weights[name.replace(".lora_A.", ".lora_B.")] @ weights[name]

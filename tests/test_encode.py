@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from tests.runs import alone, make_pictures, run_config
 from trainer import encode, families
-from trainer.config import RunConfig
+from trainer.config import InputError, RunConfig
+from trainer.data.loader import Item
+from trainer.data.pixels import load_rgb, open_picture
 from trainer.encode import EncodedData, encode_data
-from trainer.events import AnyEvent, StatusEvent
+from trainer.events import AnyEvent, StatusEvent, WarningEvent
 from trainer.families.base import ModelFamily
 from trainer.modules import encoder_loader
 
@@ -76,3 +79,73 @@ def test_a_stop_request_while_encoding_keeps_what_is_encoded(tmp_path: Path) -> 
         encode_data(cfg, family, load, cache, world, said.append, stopping=lambda: len(said) == 3)
     assert len(list((cache / "examples").rglob("*.safetensors"))) == 2
     assert len(encode_data(cfg, family, load, cache, world, said.append).train) == 3
+
+
+@pytest.fixture
+def beside(pictures: Path, tmp_path: Path) -> Path:
+    """A folder with an image named as each photo, left half black and right half white."""
+    for photo in pictures.glob("*.png"):
+        with Image.open(photo) as image:
+            width, height = image.size
+        half = Image.new("RGB", (width, height), "white")
+        half.paste("black", (0, 0, width // 2, height))
+        half.save(tmp_path / photo.name)
+    return tmp_path
+
+
+def cut_off(file: Path) -> str:
+    """Leave half of an image file. Returns what is said of it."""
+    file.write_bytes(file.read_bytes()[:-50])
+    with pytest.raises(InputError) as caught:
+        load_rgb(open_picture(file), (16, 16))
+    return str(caught.value)
+
+
+def test_another_mask_background_makes_new_masks_and_encodes_no_photo(pictures: Path, beside: Path) -> None:
+    encoded(run_config(pictures))
+    dark, said = encoded(run_config(pictures, data__masks=str(beside)))
+    grey, _ = encoded(run_config(pictures, data__masks=str(beside), data__mask_background=0.2))
+    assert {event.message for event in said if isinstance(event, StatusEvent)} == {"masks"}
+    assert [photo.latents for photo in grey.train] == [photo.latents for photo in dark.train]
+    assert {photo.mask for photo in grey.train}.isdisjoint(photo.mask for photo in dark.train)
+    assert [data.example(Item(0, False))["mask"].tolist() for data in (dark, grey)] == [
+        [[0, 0, 1, 1]] * 4,
+        [[pytest.approx(0.2), pytest.approx(0.2), 1, 1]] * 4,
+    ]
+
+
+def test_masks_and_references_are_found_again_by_content(pictures: Path, beside: Path) -> None:
+    cfg = run_config(pictures, data__masks=str(beside), data__references=str(beside))
+    first, _ = encoded(cfg)
+    again, said = encoded(cfg)
+    assert [event for event in said if isinstance(event, StatusEvent)] == []
+    (beside / "00.png").write_bytes((beside / "00.png").read_bytes() + b"more")
+    changed, _ = encoded(cfg)
+    assert again.train == first.train
+    assert [a.mask == b.mask for a, b in zip(first.train, changed.train, strict=True)] == [False, True, True]
+    assert [a.references == b.references for a, b in zip(first.train, changed.train, strict=True)] == [
+        False,
+        True,
+        True,
+    ]
+
+
+@pytest.mark.parametrize("field", ["data__masks", "data__references"])
+def test_a_photo_goes_with_what_belongs_to_it_when_that_cannot_be_decoded(
+    pictures: Path, beside: Path, field: str
+) -> None:
+    fact = cut_off(beside / "01.png")
+    with pytest.raises(InputError) as caught:
+        encoded(run_config(pictures, **{field: str(beside)}))
+    assert str(caught.value) == f"{fact}, or set data.bad_image: warn"
+    left, said = encoded(run_config(pictures, **{field: str(beside)}, data__bad_image="warn"))
+    assert [photo.photo.path.name for photo in left.train] == ["00.png", "02.png"]
+    assert [event.message for event in said if isinstance(event, WarningEvent)] == [f"left out: {fact}"]
+
+
+def test_a_sample_is_never_drawn_without_its_reference(pictures: Path, beside: Path) -> None:
+    file = beside / "01.png"
+    cut_off(file)
+    with pytest.raises(InputError) as caught:
+        encoded(run_config(pictures, data__bad_image="warn", sample__prompts=("one",), sample__references=(str(file),)))
+    assert str(caught.value) == f"sample.references: {file} cannot be read; replace it"

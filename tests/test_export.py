@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.runs import alone, make_pictures, make_run, run_config
+from trainer.adapters.layer import LayerAdapter
 from trainer.config import InputError, RunConfig
-from trainer.export import export, verify_adapter
+from trainer.export import export
+from trainer.export.adapter import verify_adapter
 from trainer.families.base import ModelFamily
 from trainer.rng import SampleRng
 from trainer.rundir import RunDir
 from trainer.train import Trainer
+from trainer.trained import BaseWeights, TrainedModel
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,18 @@ class Trained:
     inputs: dict[str, Any]
     prediction: Tensor
 
+    def config(self, what: str, **changes: Any) -> RunConfig:
+        """The run's config with another section `export`."""
+        return RunConfig.model_validate(self.cfg.model_dump() | {"export": {"what": what, **changes}})
+
+    @property
+    def layers(self) -> Mapping[str, LayerAdapter]:
+        """The trained adapter of each layer."""
+        return TrainedModel(self.cfg, BaseWeights(self.family), self.weights).layers
+
     def export(self, what: str, **changes: Any) -> Path:
-        cfg = self.cfg.model_copy(update={"export": self.cfg.export.model_copy(update=changes)})
-        return export(cfg, self.run, what, self.cache, self.weights)
+        """The main path of an export."""
+        return export(self.config(what, **changes), self.run, self.cache, self.weights)[0]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +78,7 @@ def finish(cfg: RunConfig, run: RunDir) -> Trained:
         )
         inputs = capture_inputs(trainer, example)
         with torch.no_grad():
-            prediction = trainer.model.eval()(**inputs)[0]
+            prediction = trainer.model["transformer"].eval()(**inputs)[0]
         return Trained(cfg, run, cache, trainer.family, weights, inputs, prediction)
     finally:
         trainer.close()
@@ -75,7 +87,8 @@ def finish(cfg: RunConfig, run: RunDir) -> Trained:
 def capture_inputs(trainer: Trainer, example: dict[str, Tensor]) -> dict[str, Any]:
     """The arguments that the family gives the model for one example."""
     seen: list[dict[str, Any]] = []
-    hook = trainer.model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    transformer = trainer.model["transformer"]
+    hook = transformer.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
     batch = trainer.family.collate([example]) | {"weight": torch.ones(1)}
     with torch.no_grad():
         trainer.family.loss(trainer.model, batch, SampleRng(0, (0,)))
@@ -116,8 +129,9 @@ def test_the_lora_file_has_diffusers_names_no_alpha_and_metadata(train_run: Call
         key.startswith(("transformer.transformer_blocks.", "transformer.single_transformer_blocks.")) for key in keys
     )
     assert types == {torch.bfloat16}
-    assert metadata["modelspec.architecture"] == "Flux.2/lora"
+    assert metadata["modelspec.architecture"] == "Flux.2-tiny/lora"
     assert metadata["ss_network_alpha"] == metadata["ss_network_dim"] == "4"
+    assert metadata["ss_network_module"] == "networks.lora"
 
 
 def test_the_merged_folder_is_a_model_that_predicts_what_the_trained_model_predicts(
@@ -138,14 +152,14 @@ def test_a_full_fine_tune_is_exported_whole(train_run: Callable[..., Trained]) -
 
 def assert_equal_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
     state = model.state_dict()
-    assert state.keys() == weights.keys()
-    assert all(torch.equal(state[name], weights[name]) for name in weights)
+    assert {f"transformer.{name}" for name in state} == weights.keys()
+    assert all(torch.equal(tensor, weights[f"transformer.{name}"]) for name, tensor in state.items())
 
 
 def test_a_large_model_is_written_in_shards_with_an_index_that_diffusers_reads(
     train_run: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.export.MAX_SHARD_BYTES", 300_000)
+    monkeypatch.setattr("trainer.export.model.MAX_SHARD_BYTES", 300_000)
     trained = train_run("full", adapter__type="none")
     folder = trained.export("full", dtype="fp32")
     shards = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -174,7 +188,8 @@ def drop_a_layer(tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), [(halve, "differs from the trained one by"), (drop_a_layer, "15 layers, 16 were trained")]
+    ("change", "message"),
+    [(halve, "differs from the trained one by"), (drop_a_layer, "15 layers are read back, 16 were trained")],
 )
 def test_a_file_that_diffusers_reads_differently_is_found_out(
     train_run: Callable[..., Trained], change: Callable[[dict[str, Tensor]], object], message: str
@@ -182,7 +197,7 @@ def test_a_file_that_diffusers_reads_differently_is_found_out(
     trained = train_run("lora", **LORA)
     file = damaged(trained.export("adapter", dtype="fp32"), change)
     with pytest.raises(RuntimeError, match=message):
-        verify_adapter(file, trained.cfg, trained.family, trained.weights)
+        verify_adapter(file, ("diffusers",), trained.family, trained.layers, "fp32")
 
 
 def test_an_export_that_differs_from_the_live_model_leaves_no_file(train_run: Callable[..., Trained]) -> None:
@@ -190,30 +205,14 @@ def test_an_export_that_differs_from_the_live_model_leaves_no_file(train_run: Ca
     other = {name: tensor + 1 for name, tensor in trained.weights.items()}
     before = sorted(trained.run.export.iterdir())
     cfg = trained.cfg.model_copy(update={"name": "other"})
-    with pytest.raises(RuntimeError, match="as diffusers reads it differs from the trained one"):
-        export(cfg, trained.run, "adapter", trained.cache, other)
+    with pytest.raises(RuntimeError, match="as it is read back differs from the trained one"):
+        export(cfg, trained.run, trained.cache, other)
     assert sorted(trained.run.export.iterdir()) == before
-
-
-@pytest.mark.parametrize(
-    ("name", "what", "message"),
-    [
-        ("lora", "full", "export.what: full needs adapter.type none; use merged"),
-        ("full", "merged", "export.what: merged needs an adapter; use full"),
-    ],
-)
-def test_an_export_that_does_not_fit_the_run_is_refused(
-    train_run: Callable[..., Trained], name: str, what: str, message: str
-) -> None:
-    trained = train_run(name, **(LORA if name == "lora" else {"adapter__type": "none"}))
-    with pytest.raises(InputError) as error:
-        trained.export(what)
-    assert str(error.value) == message
 
 
 def test_a_run_without_a_checkpoint_cannot_be_exported(tmp_path: Path) -> None:
     cfg = run_config(make_pictures(tmp_path / "pictures", 1))
     run = make_run(tmp_path, cfg, "empty")
     with pytest.raises(InputError) as error:
-        export(cfg, run, "adapter", tmp_path / "cache")
+        export(cfg, run, tmp_path / "cache")
     assert str(error.value) == f"{run.path}: has no complete checkpoint to export; resume the run first"

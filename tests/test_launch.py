@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from trainer import launch
-from trainer.config import DataConfig, InputError, ParallelConfig, RunConfig
+from trainer.config import DataConfig, InputError, ModelConfig, ParallelConfig, RunConfig
 from trainer.events import ErrorEvent, EventReader, EventWriter, StatusEvent
 from trainer.headless import explain, watch
 from trainer.rundir import RunDir
@@ -74,7 +74,12 @@ def make_run(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def make(name: str) -> tuple[RunConfig, RunDir]:
-        cfg = RunConfig(name=name, data=DataConfig(path=str(tmp_path)), parallel=ParallelConfig(devices=2))
+        cfg = RunConfig(
+            name=name,
+            model=ModelConfig(family="flux2"),
+            data=DataConfig(path=str(tmp_path)),
+            parallel=ParallelConfig(devices=2),
+        )
         return cfg, RunDir.create(tmp_path / "runs", cfg)
 
     return make

@@ -2,14 +2,19 @@ import math
 
 import pytest
 import torch
-from diffusers.training_utils import compute_density_for_timestep_sampling
+from diffusers import DDPMScheduler
+from diffusers.training_utils import compute_density_for_timestep_sampling, compute_snr
 
 from trainer.config import ObjectiveConfig
 from trainer.objectives import (
     add_noise,
+    diffuse,
+    diffusion_target,
     draw_sigma,
+    draw_timestep,
     empirical_mu,
     linear_mu,
+    min_snr_weight,
     shift_factor,
     shift_sigma,
     sigma_at,
@@ -85,7 +90,7 @@ def test_shift_by_3_moves_one_half_to_three_quarters_and_leaves_the_ends():
 
 
 def test_a_timestep_depends_on_the_sample_index_and_not_on_the_batch_it_is_drawn_in():
-    cfg = ObjectiveConfig()
+    cfg = ObjectiveConfig(shift="linear")
     together = draw_sigma(cfg, 1024, SampleRng(7, [10, 11, 12]))
     alone = torch.cat([draw_sigma(cfg, 1024, SampleRng(7, [index])) for index in (10, 11, 12)])
     assert together.equal(alone)
@@ -94,7 +99,7 @@ def test_a_timestep_depends_on_the_sample_index_and_not_on_the_batch_it_is_drawn
 
 
 def test_drawn_timesteps_follow_the_shifted_density():
-    sigma = draw_sigma(ObjectiveConfig(), 4096, SampleRng(0, range(4000)))
+    sigma = draw_sigma(ObjectiveConfig(shift="linear"), 4096, SampleRng(0, range(4000)))
     assert sigma.median().item() == pytest.approx(math.exp(1.15) / (1 + math.exp(1.15)), abs=0.02)
 
 
@@ -123,3 +128,49 @@ def test_squared_error_of_bf16_predictions_is_computed_in_fp32():
     loss = squared_error(prediction, torch.full((1, 4096), 1e-3), torch.ones(1))
     assert loss.total.dtype == torch.float32
     assert loss.total.item() == pytest.approx(0.999**2, abs=1e-6)
+
+
+# Discrete diffusion
+
+
+@pytest.mark.parametrize("count", [1, 3, 513, 1000, 4096])
+def test_integer_timesteps_are_uniform_over_all_there_are(count):
+    drawn = draw_timestep(count, SampleRng(0, range(2000)))
+    assert drawn.dtype == torch.int64
+    assert drawn.min() >= 0 and drawn.max() < count
+    assert drawn.float().mean() == pytest.approx((count - 1) / 2, abs=0.03 * count)
+
+
+def test_the_largest_number_that_can_be_drawn_is_the_last_timestep():
+    counts = torch.arange(1, 5000)
+    assert ((1 - 2**-24) * counts.float()).long().equal(counts - 1)
+
+
+@pytest.mark.parametrize("zero_snr", [False, True])
+def test_diffused_latents_and_targets_equal_those_of_diffusers_scheduler(zero_snr):
+    scheduler = DDPMScheduler(beta_schedule="scaled_linear", rescale_betas_zero_snr=zero_snr)
+    latents, noise = torch.randn(2, 4, 2, 3, 3, generator=torch.Generator().manual_seed(0))
+    timesteps = torch.tensor([0, 100, 500, 999])
+    alpha_bar = scheduler.alphas_cumprod[timesteps]
+    expected = scheduler.add_noise(latents, noise, timesteps)
+    torch.testing.assert_close(diffuse(latents, noise, alpha_bar), expected, atol=1e-6, rtol=0)
+    velocities = scheduler.get_velocity(latents, noise, timesteps)
+    ours = diffusion_target("v_prediction", latents, noise, alpha_bar)
+    torch.testing.assert_close(ours, velocities, atol=1e-6, rtol=0)
+    assert diffusion_target("epsilon", latents, noise, alpha_bar) is noise
+
+
+@pytest.mark.parametrize("gamma", [1.0, 5.0])
+def test_min_snr_weights_are_those_of_diffusers_signal_to_noise_ratio(gamma):
+    scheduler = DDPMScheduler(beta_schedule="scaled_linear")
+    timesteps = torch.arange(1000)
+    snr = compute_snr(scheduler, timesteps)
+    for prediction, scale in (("epsilon", snr), ("v_prediction", snr + 1)):
+        weight = min_snr_weight(prediction, scheduler.alphas_cumprod, gamma)
+        torch.testing.assert_close(weight, snr.clamp(max=gamma) / scale, atol=1e-6, rtol=1e-4)
+
+
+def test_min_snr_weight_without_any_signal_is_1_for_noise_and_0_for_velocity():
+    nothing = torch.zeros(1)
+    assert min_snr_weight("epsilon", nothing, 5.0).item() == 1.0
+    assert min_snr_weight("v_prediction", nothing, 5.0).item() == 0.0

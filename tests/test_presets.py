@@ -11,12 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors import safe_open
 
 from tests.runs import alone, make_run, steps_of, train
 from trainer import configfile
-from trainer.config import RunConfig
+from trainer.config import RunConfig, family_names
 
 ROOT = Path(__file__).parents[1]
 PRESETS = ROOT / "presets"
@@ -54,30 +53,36 @@ def command(name: str, root: Path, *overrides: str) -> list[str]:
     return [*argv, *small(root, *overrides)]
 
 
-def assert_exported(output: str, num_layers: int) -> None:
-    """The last line names an adapter file of that many layers."""
-    with safe_open(output.splitlines()[-1], "pt") as file:
-        keys = list(file.keys())
-    assert len(keys) == 2 * num_layers
-    assert all(key.startswith("transformer.") for key in keys)
+def assert_exported(output: str) -> None:
+    """The last line names an adapter file, or the folder of a model."""
+    path = Path(output.splitlines()[-1])
+    files = [path] if path.is_file() else list(path.rglob("*.safetensors"))
+    assert files
+    for name in files:
+        with safe_open(name, "pt") as file:
+            assert len(list(file.keys())) > 10
 
 
 def test_there_is_a_preset_for_each_kind_of_hardware() -> None:
-    assert NAMES == [
+    assert [name for name in NAMES if name.startswith("flux2")] == [
         "flux2-dev-lora-2x8gpu",
         "flux2-dev-lora-4gpu",
         "flux2-dev-lora-8gpu",
         "flux2-klein-4b-lora-1gpu",
         "flux2-klein-9b-lora-2gpu",
-        "quickstart",
     ]
+
+
+def test_there_is_a_preset_for_each_family() -> None:
+    assert {load(name).model.family for name in NAMES} == set(family_names())
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_starts_with_the_line_by_which_editors_find_the_schema(name: str) -> None:
     lines = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     assert lines[0] == "# yaml-language-server: $schema=schema.json"
-    assert lines[1].startswith("# A LoRA of ")
+    method = {"none": "full fine-tune", "lora": "LoRA", "locon": "LoCon"}[load(name).adapter.type]
+    assert lines[1].startswith(f"# A {method} of ")
 
 
 def test_the_quickstart_is_ready_to_run() -> None:
@@ -103,7 +108,8 @@ def test_a_preset_for_gpus_uses_those_of_its_name_with_one_image_each(name: str)
     assert cfg.train.batch_size == cfg.parallel.world_size
     assert cfg.train.micro_batch == 1
     assert cfg.parallel.device == "cuda"
-    assert cfg.model.options.architecture in name
+    architecture = cfg.model.options.architecture
+    assert architecture == "base" or architecture in name
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -112,9 +118,9 @@ def test_a_preset_trains_a_tiny_model_with_its_own_settings(name: str, root: Pat
     outcome = train(alone(), cfg, make_run(root, cfg, name))
     assert len(steps_of(outcome.events)) == 1
     # The second factor of a LoRA starts at zero: what is not has been trained.
-    trained = [torch.count_nonzero(weight) for key, weight in outcome.weights.items() if ".lora_B." in key]
-    assert len(trained) == 16
-    assert all(trained)
+    starts_at_zero = [weight for key, weight in outcome.weights.items() if ".lora_B." in key]
+    assert bool(starts_at_zero) == (cfg.adapter.type != "none")
+    assert sum(not weight.any() for weight in starts_at_zero) <= len(starts_at_zero) / 20
 
 
 @pytest.mark.slow
@@ -125,7 +131,7 @@ def test_a_preset_for_several_gpus_trains_and_exports_on_two_ranks(name: str, ro
     argv = command(name, root, "parallel.devices=2")
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
-    assert_exported(done.stdout, num_layers=16)
+    assert_exported(done.stdout)
 
 
 @pytest.mark.slow
@@ -140,4 +146,4 @@ def test_the_preset_for_two_machines_trains_with_the_command_it_prints_for_the_o
         second = subprocess.run(shlex.split(printed), cwd=ROOT, capture_output=True, check=False, timeout=240)
         output = first.stdout.read()
     assert (first.returncode, second.returncode) == (0, 0)
-    assert_exported(output, num_layers=16)
+    assert_exported(output)

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from trainer.config import DataConfig, ParallelConfig, RunConfig
+from trainer.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
 from trainer.events import (
     ErrorEvent,
     EventWriter,
@@ -45,7 +45,12 @@ def step_event(step: int, loss: float = 0.5) -> StepEvent:
 
 @pytest.fixture
 def run(tmp_path) -> RunDir:
-    cfg = RunConfig(name="fox", data=DataConfig(path=str(tmp_path)), parallel=ParallelConfig(devices=2))
+    cfg = RunConfig(
+        name="fox",
+        model=ModelConfig(family="flux2"),
+        data=DataConfig(path=str(tmp_path)),
+        parallel=ParallelConfig(devices=2),
+    )
     return RunDir.create(tmp_path, cfg, at=tmp_path / "fox")
 
 

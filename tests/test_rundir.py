@@ -4,13 +4,13 @@ import re
 
 import pytest
 
-from trainer.config import DataConfig, InputError, RunConfig
+from trainer.config import DataConfig, InputError, ModelConfig, RunConfig
 from trainer.rundir import RunDir
 
 
 @pytest.fixture
 def cfg(tmp_path):
-    return RunConfig(name="fox", data=DataConfig(path=str(tmp_path)))
+    return RunConfig(name="fox", model=ModelConfig(family="flux2"), data=DataConfig(path=str(tmp_path)))
 
 
 def test_a_new_run_folder_holds_the_config_and_every_folder_of_the_contract(tmp_path, cfg):
@@ -86,8 +86,8 @@ def test_opening_a_folder_that_is_no_run_says_so(tmp_path):
 def test_a_replaced_config_keeps_the_former_ones_beside_it(tmp_path, cfg):
     run = RunDir.create(tmp_path, cfg)
     first = run.config_file.read_text()
-    longer = RunConfig(name="fox", data=cfg.data, train={"steps": 2000})
-    longest = RunConfig(name="fox", data=cfg.data, train={"steps": 3000})
+    longer = RunConfig(name="fox", model=ModelConfig(family="flux2"), data=cfg.data, train={"steps": 2000})
+    longest = RunConfig(name="fox", model=ModelConfig(family="flux2"), data=cfg.data, train={"steps": 3000})
     assert run.replace_config(longer) == run.path / "config-1.yaml"
     assert run.replace_config(longest) == run.path / "config-2.yaml"
     assert run.config() == longest

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
 
 from tests.distributed import run_ranks
 from tests.runs import alone, difference, make_pictures, make_run, run_config, steps_of, train
@@ -42,9 +43,11 @@ def test_the_trainer_trains_what_a_hand_written_loop_trains(pictures: Path) -> N
 def hand_written(cfg: RunConfig, run: RunDir) -> tuple[list[float], dict[str, torch.Tensor]]:
     """diffusers' model, peft, torch's AdamW; only the data and the family's loss are the project's."""
     trainer = make_trainer(cfg, run)
-    model: Any = type(trainer.family.build()).from_pretrained(trainer.family.folder / "transformer")
+    kind: Any = type(trainer.family.build("transformer"))
+    model = nn.ModuleDict({"transformer": kind.from_pretrained(trainer.family.folder / "transformer")})
     model.requires_grad_(False)
-    layers = adapters.match_layers(model, trainer.family.adapter_targets, "adapter.targets", "flux2")
+    patterns = trainer.family.adapter_targets["transformer"]
+    layers = adapters.match_layers(model, patterns, "adapter.targets", "flux2")
     inject_adapter_in_model(LoraConfig(r=4, lora_alpha=4, target_modules=layers), model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with torch.no_grad():
@@ -111,7 +114,8 @@ def train_on_nan(world: World, cfg: RunConfig, run: RunDir) -> tuple[str, float]
     trainer.train_step()
     before = {name: p.detach().clone() for name, p in trainer.trainables.items()}
     if world.rank == 1:
-        trainer.model.register_forward_hook(lambda model, arguments, output: (output[0] * float("nan"),))
+        transformer = trainer.model["transformer"]
+        transformer.register_forward_hook(lambda model, arguments, output: (output[0] * float("nan"),))
     try:
         trainer.train_step()
     except FloatingPointError as error:

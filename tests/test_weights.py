@@ -3,10 +3,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from trainer.config import InputError
-from trainer.weights import TensorEntry, WeightFiles, safetensors_in
+from trainer.weights import Fused, TensorEntry, WeightFiles, read_tensor, safetensors_in
 
 
 @pytest.fixture
@@ -111,3 +112,53 @@ def test_a_file_that_is_no_safetensors_file_is_refused(tmp_path, content):
     file = tmp_path / "model.safetensors"
     file.write_bytes(content)
     assert error_of(file) == f"{file}: not a safetensors file; convert or download it again"
+
+
+@pytest.fixture
+def original(tmp_path: Path) -> Path:
+    """A file in the original layout: q and k in one tensor, a norm's scale behind its shift."""
+    tensors = {
+        "model.diffusion_model.qk.weight": torch.arange(10.0).view(5, 2),
+        "model.diffusion_model.last.weight": torch.arange(4.0),
+        "first_stage_model.conv.weight": torch.zeros(1),
+    }
+    save_file(tensors, tmp_path / "original.safetensors")
+    return tmp_path / "original.safetensors"
+
+
+LAYOUT = (
+    Fused("model.diffusion_model.qk.weight", ("q.weight", "k.weight")),
+    Fused("model.diffusion_model.last.weight", ("norm.weight",), halves_swapped=True),
+)
+SHAPES = {"q.weight": (2, 2), "k.weight": (3, 2), "norm.weight": (4,)}
+
+
+def test_tensors_of_the_original_layout_are_rows_of_those_in_the_file(original):
+    entries = WeightFiles.read([original]).by_our_names(LAYOUT, SHAPES).entries
+    assert {name: read_tensor(entry).tolist() for name, entry in entries.items()} == {
+        "q.weight": [[0, 1], [2, 3]],
+        "k.weight": [[4, 5], [6, 7], [8, 9]],
+        "norm.weight": [2, 3, 0, 1],
+    }
+
+
+def test_any_rows_of_a_tensor_with_swapped_halves_are_read_in_their_order(original):
+    entry = WeightFiles.read([original]).by_our_names(LAYOUT, SHAPES).entries["norm.weight"]
+    with safe_open(entry.file, "pt") as stream:
+        stored = stream.get_slice(entry.key)
+        found = {(i, j): entry.rows(stored, i, j).tolist() for i in range(4) for j in range(i, 5)}
+    assert found == {(i, j): [2, 3, 0, 1][i:j] for i in range(4) for j in range(i, 5)}
+
+
+def test_files_in_diffusers_layout_stay_as_they_are(file):
+    files = WeightFiles.read([file])
+    assert files.by_our_names(LAYOUT, SHAPES) is files
+
+
+def test_an_original_tensor_of_another_shape_is_refused_with_both(original):
+    with pytest.raises(InputError) as caught:
+        WeightFiles.read([original]).by_our_names(LAYOUT, {**SHAPES, "k.weight": (4, 2)})
+    assert str(caught.value) == (
+        f"{original}: 'model.diffusion_model.qk.weight' has shape [5, 2], the model needs [6, 2]; "
+        "the file and the folder's config.json belong to different models"
+    )

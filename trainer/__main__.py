@@ -29,7 +29,8 @@ def main() -> int:
     run = RunDir.open(arguments.run_dir)
     try:
         if arguments.export:
-            print(_export(run.config(), run, arguments.export))
+            for path in _export(run.config().exporting(arguments.export, arguments.format), run):
+                print(path)
         else:
             _train(run)
     except InputError as error:
@@ -62,7 +63,7 @@ def _train(run: RunDir) -> None:
     # The other ranks have gone: an export takes minutes for a large model, and nobody need wait for it.
     if end.state == "finished" and cfg.export_what != "none":
         say(StatusEvent(state="exporting", step=end.step))
-        _export(cfg, run, cfg.export_what, end.weights)
+        _export(cfg, run, end.weights)
     say(StatusEvent(state=end.state, step=end.step))
     write_report(run)
 
@@ -94,22 +95,25 @@ def _train_on(world: World, cfg: RunConfig, run: RunDir, say: Callable[[Any], No
         trainer.close()
 
 
-def _export(cfg: RunConfig, run: RunDir, what: str, weights: Mapping[str, Tensor] | None = None) -> Path:
+def _export(cfg: RunConfig, run: RunDir, weights: Mapping[str, Tensor] | None = None) -> list[Path]:
+    """Returns the paths, the main one last: what reads a command's output takes its last line."""
     from trainer.checkpoint import newest_step
     from trainer.export import export
 
-    path = export(cfg, run, what, cache_folder(cfg, run), weights)
-    relative = str(path.relative_to(run.path))
+    paths = export(cfg, run, cache_folder(cfg, run), weights)[::-1]
+    step = newest_step(run.checkpoints)
     with EventWriter(run.events_file) as events:
-        event = ExportEvent(step=newest_step(run.checkpoints), path=relative, what=what, format=cfg.export.format)
-        events.write(event)
-    return path
+        for path in paths:
+            relative = str(path.relative_to(run.path))
+            events.write(ExportEvent(step=step, path=relative, what=cfg.export_what, format=cfg.export.format))
+    return paths
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer", description=__doc__)
     parser.add_argument("run_dir", type=Path, help="a run folder")
     parser.add_argument("--export", choices=("adapter", "merged", "full"), help="export the newest checkpoint instead")
+    parser.add_argument("--format", help="layout of the export")
     return parser
 
 

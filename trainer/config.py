@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -37,6 +37,9 @@ Number = Annotated[float, BeforeValidator(_refuse_bool)]
 Rank = Annotated[Whole, Field(ge=1, le=1024)]
 Pixels = Annotated[Whole, Field(ge=16, le=8192)]
 Layer = Annotated[Whole, Field(ge=0)]
+ExportFormat = Literal["auto", "diffusers", "comfyui", "kohya", "lycoris", "peft", "single_file"]
+SINGLE_FILES = ("comfyui", "single_file")
+ADAPTER_FILES = ("auto", "diffusers", "comfyui", "kohya", "lycoris", "peft")
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def not_one_of(value: object, choices: Iterable[str]) -> str:
     return f"'{value}' is not one of {', '.join(names)}" + (f"; did you mean '{near[0]}'?" if near else "")
 
 
-def option(default: Any, *, unit: str = "", path: Literal["", "folder", "model"] = "", **limits: Any) -> Any:
+def option(default: Any, *, unit: str = "", path: Literal["", "file", "folder", "model"] = "", **limits: Any) -> Any:
     """A field with its default, its unit and pydantic's limits (`ge`, `gt`, `le`, `lt`, `pattern`).
 
     `path` marks a file or folder: a relative one in a preset is relative to the preset. A "model" may also be a hub
@@ -100,17 +103,21 @@ class ModelOptions(Section):
     """Published variant that `model.path: tiny` imitates; for weights on disk it is compared with them."""
     text_layers: tuple[Layer, ...] | None = None
     """Hidden states of the text encoder that are stacked. Empty: those of the published model."""
+    max_tokens: Whole | None = option(None, ge=8, le=4096, unit="tokens")
+    """Length captions are padded or cut to. Empty: that of the published model."""
+    without: tuple[str, ...] = ()
+    """Text encoders that are left out, where the model can do without: a large third one, as `text_encoder_3`."""
 
 
 class ModelConfig(Section):
-    family: str = "flux2"
-    """Kind of model: the name of a module in trainer/families."""
+    family: str = ""
+    """Kind of model: the name of a module in trainer/families. Needed."""
     path: str = option("tiny", path="model")
     """A diffusers folder, a single transformer file, a cached hub id, or `tiny` (random weights, seconds on a CPU)."""
     base: str | None = option(None, path="model")
     """Diffusers folder with the other components when `model.path` is a single transformer file."""
     train: dict[str, Literal["frozen", "adapter", "full"]] = option({})
-    """What is trained, per component. Empty: the adapter on the transformer, or all of it for `adapter.type: none`."""
+    """What is trained, per component; others are frozen. Empty: the denoiser, by the adapter or fully without one."""
     options: ModelOptions = ModelOptions()
 
 
@@ -119,27 +126,102 @@ class NoAdapter(Section):
     """Train the model's own weights."""
 
 
-class LoraAdapter(Section):
-    type: Literal["lora"] = "lora"
-    """Low-rank update of each target layer (arXiv 2106.09685)."""
+class AdapterSection(Section):
+    """What all adapters share."""
+
+    type: str
+    """Kind of adapter."""
+    targets: tuple[str, ...] = ()
+    """Layers by name or regular expression, as `attn.to_q`. Empty: all linear layers of the family's blocks."""
+    start: str | None = option(None, path="file")
+    """Adapter file to continue from: this program's, or one for diffusers, peft, kohya or LyCORIS."""
+
+
+class RankAdapter(AdapterSection):
+    """Adapters whose size is a rank."""
+
     rank: Whole = option(16, ge=1, le=1024)
     """Rank of the update: size and capacity of the adapter."""
     alpha: Number | None = option(None, gt=0)
     """Scale of the update is alpha / rank. Empty: alpha = rank."""
     dropout: Number = option(0.0, ge=0, lt=1)
     """Share of the adapter's inputs that is dropped while training."""
-    targets: tuple[str, ...] = ()
-    """Layers by name or regular expression, as `attn.to_q`. Empty: all linear layers of the family's blocks."""
     rank_pattern: dict[str, Rank] = option({})
     """Other ranks for some layers: {name or regular expression: rank}."""
 
     @property
-    def scale_numerator(self) -> float:
-        """alpha, or the rank where no alpha is given (scale 1)."""
-        return float(self.rank) if self.alpha is None else self.alpha
+    def scale(self) -> float:
+        """alpha / rank, the factor of the update: one number for the whole adapter, whatever a layer's own rank."""
+        return 1.0 if self.alpha is None else self.alpha / self.rank
 
 
-Adapter = Annotated[LoraAdapter | NoAdapter, Field(discriminator="type")]
+class ConvAdapter(RankAdapter):
+    """Adapters that also change convolutions."""
+
+    conv_rank: Rank | None = None
+    """Rank for the convolutions of the family's blocks, where it has any. Empty: they are left alone."""
+
+
+class LoraAdapter(RankAdapter):
+    """Low-rank update of each target layer (arXiv 2106.09685)."""
+
+    type: Literal["lora"] = "lora"
+
+
+class LoconAdapter(ConvAdapter):
+    """Low-rank update of linear layers and convolutions (LyCORIS, arXiv 2309.14859)."""
+
+    type: Literal["locon"] = "locon"
+    conv_rank: Rank | None = None
+    """Rank for the convolutions of the family's blocks, where it has any. Empty: `adapter.rank`."""
+
+
+class DoraAdapter(RankAdapter):
+    """Low-rank update of the direction of each weight row, and its length by itself (arXiv 2402.09353)."""
+
+    type: Literal["dora"] = "dora"
+
+
+class LohaAdapter(ConvAdapter):
+    """Element-wise product of two low-rank updates (arXiv 2108.06098)."""
+
+    type: Literal["loha"] = "loha"
+
+
+class LokrAdapter(ConvAdapter):
+    """Kronecker product of a small matrix and a low-rank one (arXiv 2309.14859)."""
+
+    type: Literal["lokr"] = "lokr"
+    factor: Whole = option(-1, ge=-1, le=1024)
+    """Largest size of the small matrix; -1: as near to square as the layer's sizes allow."""
+    decompose_both: bool = False
+    """Also write the small matrix as a low-rank product."""
+    full_matrix: bool = False
+    """Keep both matrices whole; the rank is not used."""
+
+
+class DiagOftAdapter(AdapterSection):
+    """Rotation of each block of a layer's outputs (arXiv 2306.07280), as LyCORIS writes it."""
+
+    type: Literal["diag-oft"] = "diag-oft"
+    block_size: Whole = option(8, ge=2, le=1024, unit="outputs")
+    """Outputs that are rotated together; a layer whose width it does not divide takes the next larger that does."""
+
+
+class BoftAdapter(AdapterSection):
+    """Several stages of block rotations, interleaved like a butterfly (arXiv 2311.06243), as LyCORIS writes it."""
+
+    type: Literal["boft"] = "boft"
+    block_size: Whole = option(8, ge=2, le=1024, unit="outputs")
+    """Outputs that are rotated together; a layer takes the smallest even size from here that leaves a power of two."""
+    num_stages: Whole | None = option(None, ge=1, le=16)
+    """Butterfly stages. Empty: as many as let every output reach every other."""
+
+
+Adapter = Annotated[
+    LoraAdapter | LoconAdapter | DoraAdapter | LohaAdapter | LokrAdapter | DiagOftAdapter | BoftAdapter | NoAdapter,
+    Field(discriminator="type"),
+]
 
 
 class QuantizeConfig(Section):
@@ -181,23 +263,46 @@ class DataConfig(Section):
     """Held-out images for the validation loss: a folder, or how many images to set aside from the data."""
     validation_every: Whole = option(100, ge=1, unit="steps")
     """Steps between two validation losses."""
+    masks: str | None = option(None, path="folder")
+    """Folder of images named as those of the data, white where to learn and black where not, or cut out by
+    transparency. An image without one is learned whole."""
+    mask_background: Number = option(0.0, ge=0, le=1)
+    """Weight of the loss where a mask is black, beside 1 where it is white."""
+    regularization: str | None = option(None, path="folder")
+    """Folder of captioned images of the same kind without what is learned, so that the model keeps what it knows of
+    them. Together they occur as often as the data, each in its turn; without trigger, masks and references."""
+    regularization_weight: Number = option(1.0, gt=0, le=100)
+    """Weight of a regularization image's loss, beside 1 for an image of the data."""
+    references: str | None = option(None, path="folder")
+    """Folder of images that those of the data are made from, for edit training: named as them, or with _0, _1 and so
+    on after the name. They are scaled to `data.resolution` in their own aspect ratio."""
     cache: str | None = option(None, path="folder")
     """Folder for encoded latents and captions, shared by all runs. Empty: `cache` beside the run folders."""
+
+    @property
+    def companions(self) -> dict[str, str | None]:
+        """{field: folder} of what is trained beside the images of the data."""
+        return {"masks": self.masks, "regularization": self.regularization, "references": self.references}
 
 
 class ObjectiveConfig(Section):
     density: Literal["logit_normal", "uniform", "mode", "cosmap"] = "logit_normal"
-    """How timesteps are drawn before the shift."""
+    """How timesteps of flow matching are drawn before the shift."""
     logit_mean: Number = option(0.0, ge=-10, le=10)
     """Mean of the logit-normal density."""
     logit_std: Number = option(1.0, gt=0, le=10)
     """Standard deviation of the logit-normal density."""
     mode_scale: Number = option(1.29, ge=-1, le=1.75)
     """Scale of the mode density."""
-    shift: Literal["linear", "empirical", "constant", "none"] = "linear"
-    """Move timesteps toward noise: by image tokens, as in the 50-step sampler, by `shift_factor`, or not."""
+    shift: Literal["auto", "linear", "empirical", "constant", "none"] = "auto"
+    """Move timesteps toward noise: by image tokens, as in the 50-step sampler, by `shift_factor`, or not. auto: as the
+    family's recipe says."""
     shift_factor: Number = option(3.0, gt=0, le=100)
     """Multiplicative shift for `shift: constant`."""
+    prediction: Literal["auto", "epsilon", "v_prediction"] = "auto"
+    """What a model of discrete diffusion predicts. auto: what its scheduler's config says."""
+    min_snr_gamma: Number | None = option(None, gt=0, le=100)
+    """Limit of the signal-to-noise weight in discrete diffusion (arXiv 2303.09556); 5 is usual. Empty: no weighting."""
     guidance: Number = option(1.0, ge=0, le=100)
     """Guidance value the model is told while training, for guidance-distilled models."""
 
@@ -293,6 +398,8 @@ class SampleConfig(Section):
     """Guidance scale of the samples."""
     seed: Whole = option(0, ge=0, le=2**31 - 1)
     """Seed of the samples' noise: the same noise at every step."""
+    references: tuple[str, ...] = option((), path="file")
+    """Image files to sample from, one per prompt in their order, for edit training."""
 
 
 class CheckpointConfig(Section):
@@ -305,10 +412,10 @@ class CheckpointConfig(Section):
 class ExportConfig(Section):
     what: Literal["auto", "none", "adapter", "merged", "full"] = "auto"
     """What is written at the end: the adapter, base + adapter, or all weights. auto: adapter, or full without one."""
-    format: Literal["diffusers"] = "diffusers"
-    """Layout and names of the file."""
-    dtype: Literal["bf16", "fp32"] = "bf16"
-    """Number type of the file."""
+    format: ExportFormat = "auto"
+    """Layout and names of the files. auto: what diffusers and ComfyUI both load, in two files where one cannot do."""
+    dtype: Literal["bf16", "fp16", "fp32", "fp8"] = "bf16"
+    """Number type of the file; fp8 (e4m3) for single files only."""
 
 
 class TrackersConfig(Section):
@@ -355,6 +462,23 @@ class RunConfig(Section):
         """`export.what` with `auto` resolved: none, adapter, merged or full."""
         if self.export.what != "auto":
             return self.export.what
+        if isinstance(self.adapter, NoAdapter):
+            return "full"
+        return "merged" if "full" in self.model.train.values() else "adapter"
+
+    def exporting(self, what: str, format: str | None) -> RunConfig:
+        """The config with another export. what: `auto` keeps the run's own.  format: None keeps the run's own where it
+        can carry `what`, else takes auto. Raises RuleError when the two do not go together."""
+        wanted = self.export_what if what == "auto" else what
+        kept = self.export.format if self.export.format in export_formats(self.adapter.type, wanted) else "auto"
+        return self.model_validate(
+            self.model_dump() | {"export": self.export.model_dump() | {"what": wanted, "format": format or kept}}
+        )
+
+    def mode(self, component: str) -> Literal["frozen", "adapter", "full"]:
+        """How a component of the model is trained: as `model.train` says, else by the adapter, or fully without one."""
+        if self.model.train:
+            return self.model.train.get(component, "frozen")
         return "full" if isinstance(self.adapter, NoAdapter) else "adapter"
 
     @property
@@ -376,11 +500,17 @@ def rules(cfg: RunConfig) -> Iterator[Problem]:
 
 
 def _model_rules(cfg: RunConfig) -> Iterator[Problem]:
-    if cfg.model.family not in family_names():
+    if not cfg.model.family:
+        yield Problem("model.family", f"is needed; name one of {', '.join(family_names())}")
+    elif cfg.model.family not in family_names():
         yield Problem("model.family", not_one_of(cfg.model.family, family_names()))
     if not cfg.model.path:
         yield Problem("model.path", "is empty; name a model, or tiny for random weights")
     yield from _trained_rules(cfg)
+    yield from _export_rules(cfg)
+
+
+def _export_rules(cfg: RunConfig) -> Iterator[Problem]:
     what, adapter = cfg.export.what, cfg.adapter.type
     if what in ("adapter", "merged") and adapter == "none":
         yield Problem(
@@ -392,6 +522,44 @@ def _model_rules(cfg: RunConfig) -> Iterator[Problem]:
             f"full needs adapter.type none, not {adapter}; use merged for base + adapter",
             depends_on=("adapter.type",),
         )
+    if what == "adapter" and "full" in cfg.model.train.values():
+        component = next(name for name, mode in cfg.model.train.items() if mode == "full")
+        yield Problem(
+            "export.what",
+            f"adapter leaves out {component}, which is trained fully; use merged",
+            depends_on=("model.train",),
+        )
+    fitting = export_formats(adapter, cfg.export_what)
+    if cfg.export.format not in fitting:
+        yield Problem(
+            "export.format",
+            f"{cfg.export.format} cannot carry {_carried(adapter, cfg.export_what)}; use {', '.join(fitting)}",
+            depends_on=("adapter.type", "export.what", "model.train"),
+        )
+    if cfg.export.dtype == "fp8" and (cfg.export_what == "adapter" or cfg.export.format not in SINGLE_FILES):
+        yield Problem(
+            "export.dtype",
+            "fp8 is for the single file of a whole model; set export.what: merged or full and "
+            "export.format: single_file, or use bf16",
+            depends_on=("adapter.type", "export.what", "export.format"),
+        )
+
+
+def export_formats(adapter: str, what: str) -> tuple[str, ...]:
+    """The formats that can carry what is exported; whether a family has a layout for each, the family knows.
+
+    adapter: its type.  what: none, adapter, merged or full.
+    """
+    if what == "none":
+        return get_args(ExportFormat)
+    if what != "adapter":
+        return ("auto", "diffusers", *SINGLE_FILES)
+    # peft and diffusers rotate a layer's inputs; diag-oft and boft rotate its outputs, as LyCORIS does.
+    return ("auto", "comfyui", "lycoris") if adapter in ("diag-oft", "boft") else ADAPTER_FILES
+
+
+def _carried(adapter: str, what: str) -> str:
+    return f"a {adapter} adapter" if what == "adapter" else "a whole model"
 
 
 def _trained_rules(cfg: RunConfig) -> Iterator[Problem]:
@@ -416,8 +584,9 @@ def _trained_rules(cfg: RunConfig) -> Iterator[Problem]:
 
 def _pattern_rules(cfg: RunConfig) -> Iterator[Problem]:
     patterns = [("quantize.keep", pattern) for pattern in cfg.quantize.keep]
-    if isinstance(cfg.adapter, LoraAdapter):
+    if isinstance(cfg.adapter, AdapterSection):
         patterns += [("adapter.targets", pattern) for pattern in cfg.adapter.targets]
+    if isinstance(cfg.adapter, RankAdapter):
         patterns += [("adapter.rank_pattern", pattern) for pattern in cfg.adapter.rank_pattern]
     for field, pattern in patterns:
         try:
@@ -508,6 +677,20 @@ def _data_rules(cfg: RunConfig) -> Iterator[Problem]:
         yield Problem("data.path", "no images given; name a folder", depends_on=("data.folders",))
     if isinstance(data.validation, int) and data.validation < 0:
         yield Problem("data.validation", f"{data.validation} is not a folder or a number of images >= 0")
+    yield from _companion_rules(data)
+
+
+def _companion_rules(data: DataConfig) -> Iterator[Problem]:
+    """What goes with the images of the data lies in folders of its own, and is not weighted where there is none."""
+    for name, folder in data.companions.items():
+        if folder and folder in (data.path, *(one.path for one in data.folders)):
+            yield Problem(f"data.{name}", f"{folder} is the folder of the data itself; name another")
+    if data.mask_background and not data.masks:
+        yield Problem("data.mask_background", "has no effect without data.masks; name the folder of masks")
+    if data.regularization_weight != 1 and not data.regularization:
+        yield Problem(
+            "data.regularization_weight", "has no effect without data.regularization; name the folder of images"
+        )
 
 
 def _sample_rules(cfg: RunConfig) -> Iterator[Problem]:
@@ -517,6 +700,12 @@ def _sample_rules(cfg: RunConfig) -> Iterator[Problem]:
             "sample.prompts",
             f"sample.every is {sample.every} but there is no prompt; add one or set every: 0",
             depends_on=("sample.every",),
+        )
+    if sample.references and len(sample.references) != len(sample.prompts):
+        yield Problem(
+            "sample.references",
+            f"{len(sample.references)} files for {len(sample.prompts)} prompts; give one for each, or none",
+            depends_on=("sample.prompts",),
         )
     if not cfg.data.trigger and any("[trigger]" in prompt for prompt in sample.prompts):
         yield Problem(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from trainer import foreign, yamltext
-from trainer.config import HUB_ID, MODEL_WORDS, NAME_HELP, InputError, Problem, RuleError, RunConfig
+from trainer.config import HUB_ID, MODEL_WORDS, NAME_HELP, InputError, NoAdapter, Problem, RuleError, RunConfig
 from trainer.fields import ROOT, Slot, name, nearest, shown, slot
 from trainer.yamltext import Loc
 
@@ -66,8 +66,9 @@ def load(path: Path, overrides: Sequence[str] = ()) -> ConfigFile:
 
 
 def check_files(loaded: ConfigFile) -> None:
-    """Raises ConfigError for every dataset folder and model that is named and does not exist."""
-    problems = [*_missing_folders(loaded.config), *_missing_models(loaded.config)]
+    """Raises ConfigError for every dataset folder, file and model that is named and does not exist."""
+    config = loaded.config
+    problems = [*_missing_folders(config), *_missing_files(config), *_missing_models(config)]
     if problems:
         raise ConfigError("\n".join(f"{loaded.where(problem.field)}: {problem}" for problem in problems))
 
@@ -428,16 +429,29 @@ def _overlap(one: str, other: str) -> bool:
 
 
 def _missing_folders(cfg: RunConfig) -> Iterator[Problem]:
-    folders = {"data.path": cfg.data.path} if cfg.data.path else {}
-    folders |= {f"data.folders[{index}].path": folder.path for index, folder in enumerate(cfg.data.folders)}
-    if isinstance(cfg.data.validation, str):
-        folders["data.validation"] = cfg.data.validation
+    data = cfg.data
+    folders = {"data.path": data.path}
+    folders |= {f"data.folders[{index}].path": folder.path for index, folder in enumerate(data.folders)}
+    folders["data.validation"] = None if isinstance(data.validation, int) else data.validation
+    folders |= {f"data.{name}": folder for name, folder in data.companions.items()}
     for field, folder in folders.items():
+        if not folder:
+            continue
         if os.path.isfile(folder):
             yield Problem(field, f"'{folder}' is a file; name the folder that holds the images")
         elif not os.path.isdir(folder):
             hint = _similar(Path(folder)) or "; name one that holds the images"
             yield Problem(field, f"no folder '{folder}'{hint}")
+
+
+def _missing_files(cfg: RunConfig) -> Iterator[Problem]:
+    for index, file in enumerate(cfg.sample.references):
+        if not os.path.isfile(file):
+            yield Problem(f"sample.references[{index}]", f"no file '{file}'{_similar(Path(file)) or '; name an image'}")
+    start = None if isinstance(cfg.adapter, NoAdapter) else cfg.adapter.start
+    if start is not None and not os.path.exists(start):
+        hint = _similar(Path(start)) or "; name an adapter's .safetensors file or a folder of peft"
+        yield Problem("adapter.start", f"no file '{start}'{hint}")
 
 
 def _missing_models(cfg: RunConfig) -> Iterator[Problem]:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import gc
 import hashlib
 import secrets
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from trainer.config import InputError, RunConfig
 from trainer.data.buckets import bucket_sizes, choose_bucket
 from trainer.data.cache import Crew, ExampleCache, content_keys, encode_missing, missing
-from trainer.data.images import TRIGGER_PLACE, Photo, load_photo, scan
+from trainer.data.images import TRIGGER_PLACE, Photo, scan
 from trainer.data.loader import Item
+from trainer.data.pixels import Picture, load_mask, load_rgb, open_picture
 from trainer.events import StatusEvent, WarningEvent
 from trainer.families.base import LoadModule, ModelFamily
 from trainer.objectives import Example
@@ -31,24 +34,31 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class EncodedPhoto:
-    """Where a photo's latents and its caption's embeddings lie in the cache."""
+    """Where a photo's latents lie in the cache, its caption's embeddings, its mask and its references' latents."""
 
     photo: Photo
     latents: str
     text: str
+    mask: str | None
+    references: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A sample prompt with its trigger filled in, and where its embeddings lie in the cache."""
+    """A sample prompt with its trigger filled in, and where its embeddings and its reference's latents lie."""
 
     text: str
     key: str
+    reference: str | None
 
 
 @dataclass(frozen=True)
 class EncodedData:
-    """Everything a run feeds to the model, by cache key. negative, empty: the negative and the empty caption."""
+    """Everything a run feeds to the model, by cache key. negative, empty: the negative and the empty caption.
+
+    Besides what the family encodes, an example holds "mask" (h, w), weights of the loss per latent pixel, where the
+    data have masks, and "reference_0", "reference_1" and so on (..., h, w), the latents of its reference images.
+    """
 
     cache: ExampleCache
     train: tuple[EncodedPhoto, ...]
@@ -59,18 +69,35 @@ class EncodedData:
 
     def example(self, item: Item) -> Example:
         """One training example: latents with the caption's embeddings, or the empty caption's where it is dropped."""
-        encoded = self.train[item.photo]
-        return self.cache.read(encoded.latents) | self.cache.read(self.empty if item.dropped else encoded.text)
-
-    def held_out(self, index: int) -> Example:
-        """One validation example."""
-        encoded = self.validation[index]
-        return self.cache.read(encoded.latents) | self.cache.read(encoded.text)
+        return self._joined(self.train[item.photo], item.dropped, self.cache.read)
 
     def shapes(self, item: Item) -> Example:
         """`example` on the meta device: shapes and types, read from the files' headers only."""
-        encoded = self.train[item.photo]
-        return self.cache.shapes(encoded.latents) | self.cache.shapes(self.empty if item.dropped else encoded.text)
+        return self._joined(self.train[item.photo], item.dropped, self.cache.shapes)
+
+    def held_out(self, index: int) -> Example:
+        """One validation example."""
+        return self._joined(self.validation[index], False, self.cache.read)
+
+    def prompt(self, index: int) -> Example:
+        """What a picture is drawn from: the prompt's embeddings, and the latents of its reference."""
+        prompt = self.prompts[index]
+        references = () if prompt.reference is None else (prompt.reference,)
+        return self.cache.read(prompt.key) | _reference_latents(references, self.cache.read)
+
+    def loss_weight(self, item: Item) -> float:
+        """The weight of an item's loss."""
+        return self.train[item.photo].photo.loss_weight
+
+    def _joined(self, encoded: EncodedPhoto, dropped: bool, read: Callable[[str], Example]) -> Example:
+        example = read(encoded.latents) | read(self.empty if dropped else encoded.text)
+        if encoded.mask is not None:
+            example |= read(encoded.mask)
+        return example | _reference_latents(encoded.references, read)
+
+
+def _reference_latents(keys: Sequence[str], read: Callable[[str], Example]) -> Example:
+    return {f"reference_{number}": read(key)["latents"] for number, key in enumerate(keys)}
 
 
 class StopRequested(Exception):
@@ -86,13 +113,22 @@ def encode_data(
     say: Say,
     stopping: Callable[[], bool] = lambda: False,
 ) -> EncodedData:
-    """Encode what a run needs and is not cached yet: each photo and each caption once, by one of the ranks. Collective.
+    """Encode what a run needs and is not cached yet: each image and each caption once, by one of the ranks. Collective.
 
     cache_folder: shared by runs.  stopping: whether a stop is requested, asked on rank 0 only.
-    Raises StopRequested on every rank, or InputError for a photo that cannot be decoded, unless `data.bad_image` is
-    warn.
+    Raises StopRequested on every rank, or InputError for an image that cannot be decoded, unless `data.bad_image` is
+    warn, and for reference images of a family that reads none.
     """
-    return _DataEncoder(cfg, family, load, cache_folder, world, say, stopping).encode()
+    _check_references(cfg, family)
+    cache = ExampleCache(cache_folder / "examples")
+    return _DataEncoder(cfg, family, load, cache, _crew(world, cache_folder), world, say, stopping).encode()
+
+
+def _check_references(cfg: RunConfig, family: ModelFamily) -> None:
+    """Refuse what the model would never see."""
+    for field, given in (("data.references", cfg.data.references), ("sample.references", cfg.sample.references)):
+        if given and not family.reads_references:
+            raise InputError(f"{field}: models of family {cfg.model.family} read no reference images; remove the field")
 
 
 @dataclass(frozen=True)
@@ -100,7 +136,8 @@ class _DataEncoder:
     cfg: RunConfig
     family: ModelFamily
     load: LoadModule
-    cache_folder: Path
+    cache: ExampleCache
+    crew: Crew
     world: World
     say: Say
     stopping: Callable[[], bool]
@@ -110,75 +147,95 @@ class _DataEncoder:
         for warning in dataset.warnings:
             self.say(WarningEvent(message=warning))
         photos = (*dataset.train, *dataset.validation)
-        cache = ExampleCache(self.cache_folder / "examples")
-        crew = _crew(self.world, self.cache_folder)
-        origin = f"{CACHE_VERSION} {self.cfg.model.family} {self.family.fingerprint()}"
-        texts = self._encode_texts(photos, cache, crew, origin)
-        latents, failures = self._encode_photos(photos, cache, crew, origin)
-        encoded = [EncodedPhoto(photo, key, texts[photo.caption]) for photo, key in zip(photos, latents, strict=True)]
-        split = len(dataset.train)
+        samples = [open_picture(Path(file)) for file in self.cfg.sample.references]
+        texts = self._encode_texts(photos)
+        latents = self._encode_pictures([*photos, *(r for photo in photos for r in photo.references), *samples])
+        masks = self._encode_masks([photo for photo in photos if photo.path in latents], latents)
         return EncodedData(
-            cache,
-            tuple(e for e in encoded[:split] if e.latents not in failures),
-            tuple(e for e in encoded[split:] if e.latents not in failures),
-            tuple(EncodedPrompt(prompt, texts[prompt]) for prompt in self._prompts),
+            self.cache,
+            _encoded_photos(dataset.train, latents, texts, masks),
+            _encoded_photos(dataset.validation, latents, texts, masks),
+            self._encoded_prompts(texts, samples, latents),
             texts[self.cfg.sample.negative],
             texts[""],
         )
+
+    @cached_property
+    def _origin(self) -> str:
+        """What the family's encodings depend on, whatever is encoded."""
+        return f"{CACHE_VERSION} {self.cfg.model.family} {self.family.fingerprint()}"
 
     @property
     def _prompts(self) -> list[str]:
         return [prompt.replace(TRIGGER_PLACE, self.cfg.data.trigger) for prompt in self.cfg.sample.prompts]
 
-    def _encode_texts(self, photos: Sequence[Photo], cache: ExampleCache, crew: Crew, origin: str) -> dict[str, str]:
+    def _encoded_prompts(
+        self, texts: Mapping[str, str], samples: Sequence[Picture], latents: Mapping[Path, str]
+    ) -> tuple[EncodedPrompt, ...]:
+        lost = [sample.path for sample in samples if sample.path not in latents]
+        if lost:
+            raise InputError(f"sample.references: {lost[0]} cannot be read; replace it")
+        references: list[str | None] = [latents[sample.path] for sample in samples]
+        references = references or [None] * len(self._prompts)
+        return tuple(
+            EncodedPrompt(prompt, texts[prompt], reference)
+            for prompt, reference in zip(self._prompts, references, strict=True)
+        )
+
+    def _encode_texts(self, photos: Sequence[Photo]) -> dict[str, str]:
         """{caption: key}, with the empty caption, the prompts and the negative prompt."""
         captions = dict.fromkeys(["", self.cfg.sample.negative, *self._prompts, *(photo.caption for photo in photos)])
-        keys = {caption: _key(origin, "text", self.cfg.train.precision, caption) for caption in captions}
+        keys = {caption: _key(self._origin, "text", self.cfg.train.precision, caption) for caption in captions}
         captions_by_key = {key: caption for caption, key in keys.items()}
-        work = {key: captions_by_key[key] for key in missing(captions_by_key, cache, crew)}
+        work = {key: captions_by_key[key] for key in missing(captions_by_key, self.cache, self.crew)}
         if work:
             self._announce("captions")
-            self._encode_with(
-                self.family.text_encoder(self.load), self.family.encode_text, "captions", work, cache, crew
-            )
+            self._encode_with(partial(self.family.encode_text, self.family.text_encoder(self.load)), "captions", work)
             self._release()
         return keys
 
-    def _encode_photos(
-        self, photos: Sequence[Photo], cache: ExampleCache, crew: Crew, origin: str
-    ) -> tuple[list[str], dict[str, str]]:
-        """Keys of the photos, in order, and {key: why it cannot be used}."""
+    def _encode_pictures(self, pictures: Sequence[Picture]) -> dict[Path, str]:
+        """{file: key} of those that can be used, each in the bucket of its own shape."""
         sizes = bucket_sizes(self.cfg.data.resolution, self.family.size_multiple, self.cfg.data.max_aspect)
-        sized = [(photo, choose_bucket(photo.width, photo.height, sizes)) for photo in photos]
-        digests = content_keys([photo.path for photo in photos], crew)
-        keys = [_key(origin, "image", digest, size) for digest, (_, size) in zip(digests, sized, strict=True)]
+        sized = [(picture, choose_bucket(picture.width, picture.height, sizes)) for picture in pictures]
+        digests = content_keys([picture.path for picture in pictures], self.crew)
+        keys = [_key(self._origin, "image", digest, size) for digest, (_, size) in zip(digests, sized, strict=True)]
         sized_by_key = dict(zip(keys, sized, strict=True))
-        work = {key: sized_by_key[key] for key in missing(keys, cache, crew)}
-        if not work:
-            return keys, {}
+        work = {key: sized_by_key[key] for key in missing(keys, self.cache, self.crew)}
+        failures: dict[str, str] = {}
+        if work:
+            self._announce("images")
+            failures = self._encode_with(
+                partial(self._load_and_encode, self.family.image_encoder(self.load)), "images", work
+            )
+            self._release()
+            _report_failures(failures, self.cfg, self.say)
+        return {picture.path: key for picture, key in zip(pictures, keys, strict=True) if key not in failures}
 
-        def encode(encoder: Any, item: tuple[Photo, tuple[int, int]]) -> Example:
-            return self.family.encode_image(encoder, load_photo(*item))
+    def _load_and_encode(self, encoder: Any, item: tuple[Picture, tuple[int, int]]) -> Example:
+        return self.family.encode_image(encoder, load_rgb(*item))
 
-        self._announce("images")
-        failures = self._encode_with(self.family.image_encoder(self.load), encode, "images", work, cache, crew)
-        self._release()
+    def _encode_masks(self, photos: Sequence[Photo], latents: Mapping[Path, str]) -> dict[Photo, str]:
+        """{photo: key} where the data have masks, of those that can be used; a photo without one is learned whole."""
+        if self.cfg.data.masks is None:
+            return {}
+        files = [photo.mask.path for photo in photos if photo.mask]
+        digests = dict(zip(files, content_keys(files, self.crew), strict=True))
+        keys, work = {}, {}
+        for photo in photos:
+            height, width = self.cache.shapes(latents[photo.path])["latents"].shape[-2:]
+            content = (digests[photo.mask.path], self.cfg.data.mask_background) if photo.mask else ("whole",)
+            keys[photo] = _key(CACHE_VERSION, "mask", width, height, *content)
+            work[keys[photo]] = (photo.mask, (width, height))
+        failures = self._encode_with(partial(_encode_mask, self.cfg.data.mask_background), "masks", work)
         _report_failures(failures, self.cfg, self.say)
-        return keys, failures
+        return {photo: key for photo, key in keys.items() if key not in failures}
 
     def _announce(self, what: str) -> None:
         self.say(StatusEvent(state="encoding", message=f"loading the encoder of {what}"))
 
     @torch.no_grad()
-    def _encode_with(
-        self,
-        encoder: Any,
-        encode: Callable[[Any, T], Example],
-        what: str,
-        work: Mapping[str, T],
-        cache: ExampleCache,
-        crew: Crew,
-    ) -> dict[str, str]:
+    def _encode_with(self, encode: Callable[[T], Example], what: str, work: Mapping[str, T]) -> dict[str, str]:
         """Encode what of `work` is missing; the encoder dies with this call. {key: why it cannot be used}."""
 
         def progress(done: int, total: int) -> None:
@@ -186,13 +243,40 @@ class _DataEncoder:
             if any(self.world.gather(self.world.rank == 0 and self.stopping())):
                 raise StopRequested
 
-        return encode_missing(work, cache, lambda item: encode(encoder, item), crew, progress)
+        return encode_missing(work, self.cache, encode, self.crew, progress)
 
     def _release(self) -> None:
         """Give the memory of an encoder that is gone back to the device."""
         gc.collect()
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _encoded_photos(
+    photos: Iterable[Photo], latents: Mapping[Path, str], texts: Mapping[str, str], masks: Mapping[Photo, str]
+) -> tuple[EncodedPhoto, ...]:
+    """The photos of which every file can be used."""
+    return tuple(
+        EncodedPhoto(
+            photo,
+            latents[photo.path],
+            texts[photo.caption],
+            masks.get(photo),
+            tuple(latents[reference.path] for reference in photo.references),
+        )
+        for photo in photos
+        if all(picture.path in latents for picture in (photo, *photo.references))
+        if photo.mask is None or photo in masks
+    )
+
+
+def _encode_mask(background: float, item: tuple[Picture | None, tuple[int, int]]) -> Example:
+    """Weights of the loss per latent pixel. background: weight where the mask is black.  item: mask, (width, height)"""
+    mask, (width, height) = item
+    if mask is None:
+        return {"mask": torch.ones(height, width)}
+    levels = torch.from_numpy(np.array(load_mask(mask, (width, height)))) / 255
+    return {"mask": levels + (1 - levels) * background}
 
 
 def _report_failures(failures: Mapping[str, str], cfg: RunConfig, say: Say) -> None:

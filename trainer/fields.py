@@ -42,7 +42,7 @@ class Limit:
 class Slot:
     """What may stand at one location.
 
-    annotation: its type, without Annotated.  unit: of a number.  path: "folder", "model" or nothing, as in
+    annotation: its type, without Annotated.  unit: of a number.  path: "file", "folder", "model" or nothing, as in
     `config.option`.  help: the field's description.
     """
 
@@ -98,7 +98,7 @@ class Slot:
         arguments = get_args(self.options[0])
         if get_origin(self.options[0]) is (dict if isinstance(key, str) else tuple):
             item = arguments[1] if isinstance(key, str) else arguments[0]
-            return Slot(_bare(item), _limits(_metadata(item)))
+            return Slot(_bare(item), _limits(_metadata(item)), path=self.path)
         return None
 
     def reason(self, value: object) -> str:

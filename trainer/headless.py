@@ -32,8 +32,8 @@ from trainer.events import (
     WarningEvent,
     smoothed,
 )
+from trainer.hub import find_folder
 from trainer.rundir import RunDir
-from trainer.weights import find_folder
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -69,16 +69,18 @@ def resume(path: Path, overrides: Sequence[str]) -> int:
     return _run(cfg, run)
 
 
-def export(path: Path, what: str) -> int:
+def export(path: Path, what: str, format: str | None) -> int:
     """Export the newest checkpoint of a run in a process of its own. Returns that process's exit code.
 
-    what: `auto` writes what the run's config says. Raises InputError when that is nothing.
+    what: `auto` writes what the run's config says.  format: None takes the run's own where it can carry that.
+    Raises InputError when that is nothing, or the two do not go together.
     """
     run = RunDir.open(path)
-    wanted = run.config().export_what if what == "auto" else what
-    if wanted == "none":
+    cfg = run.config().exporting(what, format)
+    if cfg.export_what == "none":
         raise InputError(f"{run.config_file}: export.what is none; say what to write with --what")
-    argv = [sys.executable, "-m", "trainer", str(run.path), "--export", wanted]
+    argv = [sys.executable, "-m", "trainer", str(run.path)]
+    argv += ["--export", cfg.export_what, "--format", cfg.export.format]
     log = run.logs / "export.log"
     with log.open("ab") as libraries:  # what they print while they load is of no use in a terminal
         done = subprocess.run(

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from trainer import adapters
-from trainer.config import NoAdapter, RunConfig
+from trainer.adapters import Injected
+from trainer.adapters.files import read_adapter
+from trainer.adapters.state import parameters_of
+from trainer.config import InputError, NoAdapter, RunConfig
 from trainer.families.base import LoadModule, ModelFamily
 from trainer.parallel.load import fill_rows, load_weights
 from trainer.parallel.memory import full_bytes
 from trainer.parallel.mesh import Strategy, device_mesh, resolve_strategy
 from trainer.parallel.shard import COMPUTE_DTYPE, blocks_of, offload_policy, parallelize, shard_units
+from trainer.trained import BaseWeights, layer_shapes, naming
 from trainer.weights import WeightFiles
 from trainer.world import World
 
@@ -28,34 +34,39 @@ TRAINED_BYTES = 16
 class LoadedModel:
     """The sharded model with its weights. trainables: parameters that are trained, by name, in model order.
 
-    shards_gradients: whether no rank may hold the whole gradient, because it is as large as the sharded model.
+    module: the live components by name.  shards_gradients: whether no rank may hold the whole gradient, because it is
+    as large as the sharded model.  notes: what a user should know of the adapter's choices per layer.
     """
 
-    module: nn.Module
+    module: nn.ModuleDict
     strategy: Strategy
     mesh: DeviceMesh | None
     trainables: dict[str, nn.Parameter]
     bytes_read: int
     shards_gradients: bool
+    notes: tuple[str, ...]
 
 
 def load_model(cfg: RunConfig, family: ModelFamily, world: World) -> LoadedModel:
-    """Build -> inject -> checkpointing -> compile -> shard -> load -> initialise adapters. Collective."""
-    module = family.build()
-    added = _make_trainable(module, cfg, family)
-    strategy = resolve_strategy(cfg.parallel, world, _state_bytes(module), min(world.gather(world.memory)))
+    """Build -> inject -> checkpointing -> compile -> shard -> load -> initialise adapters. Collective.
+
+    Each live component is sharded by itself, with a root of its own.
+    """
+    model = nn.ModuleDict({name: family.build(name) for name in family.live})
+    injected = _make_trainable(model, cfg, family)
+    strategy = resolve_strategy(cfg.parallel, world, _state_bytes(model), min(world.gather(world.memory)))
     mesh = device_mesh(cfg.parallel, world, strategy)
-    parallelize(module, cfg.train, cfg.parallel, strategy, mesh, family.shard_blocks, family.forward_methods)
-    _materialize(module, cfg, world)
-    bytes_read = load_weights(module, family.weights(), skip=added)
-    parameters = dict(module.named_parameters())
-    with torch.no_grad():
-        for name in added:
-            fill_rows(parameters[name], adapters.initial_value(name, parameters[name].shape, cfg.train.seed))
-    module.train()
+    for name, module in model.items():
+        methods = family.forward_methods if name == family.components[0] else ()
+        parallelize(module, cfg.train, cfg.parallel, strategy, mesh, family.shard_blocks, methods)
+    _materialize(model, cfg, world)
+    bytes_read = sum(_load(model, name, family.weights(name), injected.parameters) for name in model)
+    parameters = dict(model.named_parameters())
+    notes = injected.notes + _start_adapter(parameters, injected, cfg, family)
+    model.train()
     trainables = {name: p for name, p in parameters.items() if p.requires_grad}
-    shards_gradients = isinstance(cfg.adapter, NoAdapter) and strategy in ("full", "grad_op", "hybrid")
-    return LoadedModel(module, strategy, mesh, trainables, bytes_read, shards_gradients)
+    shards_gradients = "full" in map(cfg.mode, model) and strategy in ("full", "grad_op", "hybrid")
+    return LoadedModel(model, strategy, mesh, trainables, bytes_read, shards_gradients, notes)
 
 
 def encoder_loader(cfg: RunConfig, world: World) -> LoadModule:
@@ -94,9 +105,15 @@ def sync_gradients(loaded: LoadedModel, last: bool) -> None:
 
     Where no rank may hold the whole gradient it is reduced to shards in each backward, and only these are added up.
     """
-    if isinstance(loaded.module, FSDPModule):
-        loaded.module.set_requires_gradient_sync(last or loaded.shards_gradients)
-        loaded.module.set_requires_all_reduce(last)
+    for component in loaded.module.values():
+        if isinstance(component, FSDPModule):
+            component.set_requires_gradient_sync(last or loaded.shards_gradients)
+            component.set_requires_all_reduce(last)
+            # A frozen unit has nothing to add up, and one that no input reached (blocks for reference images) torch
+            # cannot ask for it.
+            for unit in component.modules():
+                if isinstance(unit, FSDPModule) and not any(p.requires_grad for p in unit.parameters()):
+                    unit.set_requires_gradient_sync(True, recurse=False)
 
 
 def _materialize(module: nn.Module, cfg: RunConfig, world: World) -> None:
@@ -107,16 +124,65 @@ def _materialize(module: nn.Module, cfg: RunConfig, world: World) -> None:
             setattr(part, name, buffer.to(world.device))
 
 
-def _make_trainable(module: nn.Module, cfg: RunConfig, family: ModelFamily) -> set[str]:
-    """Inject the adapter or unfreeze everything. Returns the names of parameters that no weight file holds."""
+def _make_trainable(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> Injected:
+    """Unfreeze or freeze each component and inject the adapter."""
+    for name, module in model.items():
+        module.requires_grad_(cfg.mode(name) == "full")
+        if cfg.mode(name) != "full":
+            # nn.Module's own `to`: diffusers' warns of an empty list of modules to keep in fp32.
+            nn.Module.to(module, COMPUTE_DTYPE[cfg.train.precision])
+    _freeze(model, family.never_trained)
     if isinstance(cfg.adapter, NoAdapter):
-        module.requires_grad_(True)
-        return set()
-    before = {name for name, _ in module.named_parameters()}
-    # nn.Module's own `to`: diffusers' warns of an empty list of modules to keep in fp32.
-    nn.Module.to(module, COMPUTE_DTYPE[cfg.train.precision])
-    adapters.inject(module, cfg.adapter, family.adapter_targets, cfg.model.family)
-    return {name for name, _ in module.named_parameters() if name.replace(".base_layer.", ".") not in before}
+        return Injected((), {}, ())
+    changed = nn.ModuleDict({name: module for name, module in model.items() if cfg.mode(name) == "adapter"})
+    targets = adapters.Targets(family.adapter_targets, family.conv_targets, family.halves_swapped, family.never_trained)
+    return adapters.inject(changed, cfg.adapter, targets, cfg.model.family)
+
+
+def _freeze(model: nn.ModuleDict, patterns: Sequence[str]) -> None:
+    for module in model.values():
+        for name, parameter in module.named_parameters():
+            if any(re.fullmatch(pattern, name) for pattern in patterns):
+                parameter.requires_grad_(False)
+
+
+def _load(model: nn.ModuleDict, component: str, files: WeightFiles, added: Iterable[str]) -> int:
+    prefix = f"{component}."
+    skipped = {name.removeprefix(prefix) for name in added if name.startswith(prefix)}
+    return load_weights(model[component], files, skipped)
+
+
+def _start_adapter(
+    parameters: Mapping[str, nn.Parameter], injected: Injected, cfg: RunConfig, family: ModelFamily
+) -> tuple[str, ...]:
+    """Give the adapter's parameters their values. Returns what to tell of a file they come from."""
+    values, notes = _start_values(injected, cfg, family)
+    with torch.no_grad():
+        for name in injected.parameters:
+            parameter = parameters[name]
+            drawn = adapters.initial_value(name, parameter.shape, cfg.train.seed) if name not in values else None
+            fill_rows(parameter, values[name] if drawn is None else drawn)
+    return notes
+
+
+def _start_values(injected: Injected, cfg: RunConfig, family: ModelFamily) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """{parameter: value} from the file of `adapter.start`, if there is one."""
+    if isinstance(cfg.adapter, NoAdapter) or cfg.adapter.start is None:
+        return {}, ()
+    base = BaseWeights(family)
+    found = read_adapter(Path(cfg.adapter.start), layer_shapes(family), naming(family), base.layer)
+    left_out = sorted(found.keys() - set(injected.layers))
+    if left_out:
+        raise InputError(
+            f"adapter.start {cfg.adapter.start}: changes {len(left_out)} layers that this run leaves alone, first "
+            f"'{left_out[0]}'; add them to adapter.targets, or to model.train"
+        )
+    values: dict[str, Tensor] = {}
+    for name, layer in found.items():
+        values |= parameters_of(name, layer, cfg.adapter, injected.parameters, base.layer)
+    new = len(injected.layers) - len(found)
+    rest = f"; the other {new} start unchanged" if new else ""
+    return values, (f"{len(found)} layers of the adapter go on from {cfg.adapter.start}{rest}",)
 
 
 def _state_bytes(module: nn.Module) -> int:

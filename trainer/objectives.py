@@ -1,12 +1,14 @@
-"""What a step minimizes: timestep densities, timestep shift and the flow-matching loss.
+"""What a step minimizes: timestep densities, timestep shift and the losses of flow matching and discrete diffusion.
 
-One convention everywhere: `sigma` in [0, 1] is the share of noise, 0 = data and 1 = noise.
+One convention in flow matching: `sigma` in [0, 1] is the share of noise, 0 = data and 1 = noise. Discrete diffusion
+has `alpha_bar` in [0, 1], the data's share of the variance at an integer timestep: 1 = data and 0 = noise.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +20,10 @@ Example = dict[str, Tensor]
 """One encoded sample, on the CPU, without batch dim. The family documents the keys."""
 Batch = dict[str, Tensor]
 """Stacked examples. The family documents the keys; "weight" (B,) is the weight of each item, 0 for padding."""
+
+
+Prediction = Literal["epsilon", "v_prediction"]
+"""What a model of discrete diffusion predicts, as diffusers' schedulers name it."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ def sigma_at(cfg: ObjectiveConfig, quantile: Tensor) -> Tensor:
     """Quantiles of the timestep density, before the shift: uniform numbers in, timesteps out.
 
     quantile: (B,) in [0, 1), fp32.  Returns (B,) in [0, 1]. The mode density falls where the others rise.
-    Source: SD3 paper (arXiv 2403.03206), sec. 3.1.
+    Source: Scaling Rectified Flow Transformers (arXiv 2403.03206), sec. 3.1.
     """
     match cfg.density:
         case "logit_normal":
@@ -68,13 +74,15 @@ def shift_factor(cfg: ObjectiveConfig, num_tokens: int) -> float:
             return cfg.shift_factor
         case "none":
             return 1.0
+        case "auto":
+            raise AssertionError("the family replaces auto by its own shift")
 
 
 def shift_sigma(sigma: Tensor, factor: float) -> Tensor:
     """Move timesteps toward noise (factor > 1) or data (< 1); 0 and 1 stay where they are.
 
     sigma: any shape, in [0, 1].  Returns the same shape and range.
-    Source: SD3 paper (arXiv 2403.03206), sec. 5.3.2.
+    Source: Scaling Rectified Flow Transformers (arXiv 2403.03206), sec. 5.3.2.
     """
     return factor * sigma / (1 + (factor - 1) * sigma)
 
@@ -105,7 +113,7 @@ def add_noise(latents: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
 
     latents, noise: (B, ...).  sigma: (B,).  Returns (B, ...).
     """
-    sigma = sigma.view(-1, *[1] * (latents.dim() - 1))
+    sigma = _per_item(sigma, latents)
     return (1 - sigma) * latents + sigma * noise
 
 
@@ -114,10 +122,59 @@ def velocity(latents: Tensor, noise: Tensor) -> Tensor:
     return noise - latents
 
 
-def squared_error(prediction: Tensor, target: Tensor, weight: Tensor) -> Loss:
+def squared_error(prediction: Tensor, target: Tensor, weight: Tensor, mask: Tensor | None = None) -> Loss:
     """Mean squared error of each item, in fp32 whatever the inputs' type.
 
-    prediction, target: (B, ...).  weight: (B,), 0 for padding.
+    prediction, target: (B, C, ..., h, w).  weight: (B,), 0 for padding.  mask: (B, h, w) weights of the pixels; the
+    mean stays over all of them, so that an image with a small mask counts less than one without.
     """
-    errors = (prediction.float() - target.float()).square().flatten(1).mean(dim=1)
+    errors = (prediction.float() - target.float()).square()
+    if mask is not None:
+        errors = errors * mask.view(mask.shape[0], *[1] * (errors.dim() - 3), *mask.shape[1:])
+    errors = errors.flatten(1).mean(dim=1)
     return Loss(total=(errors * weight).sum(), weight=weight.sum())
+
+
+def draw_timestep(num_timesteps: int, rng: SampleRng) -> Tensor:
+    """The training timestep of each item in discrete diffusion, uniform. Returns (B,) int64 in 0..num_timesteps-1."""
+    return (rng.uniform("timestep") * num_timesteps).long()
+
+
+def diffuse(latents: Tensor, noise: Tensor, alpha_bar: Tensor) -> Tensor:
+    """Noisy latents of unit variance, where the latents have it.
+
+    latents, noise: (B, ...).  alpha_bar: (B,).  Returns (B, ...).  Source: DDPM (arXiv 2006.11239), eq. 4.
+    """
+    alpha_bar = _per_item(alpha_bar, latents)
+    return alpha_bar.sqrt() * latents + (1 - alpha_bar).sqrt() * noise
+
+
+def diffusion_target(prediction: Prediction, latents: Tensor, noise: Tensor, alpha_bar: Tensor) -> Tensor:
+    """What the model is to predict: the noise, or the velocity on the circle from data to noise.
+
+    latents, noise: (B, ...).  alpha_bar: (B,).  Returns (B, ...).
+    Source of the velocity: progressive distillation (arXiv 2202.00512), appendix D.
+    """
+    if prediction == "epsilon":
+        return noise
+    alpha_bar = _per_item(alpha_bar, latents)
+    return alpha_bar.sqrt() * noise - (1 - alpha_bar).sqrt() * latents
+
+
+def min_snr_weight(prediction: Prediction, alpha_bar: Tensor, gamma: float) -> Tensor:
+    """Weight of each item's error, so that timesteps with little noise do not outweigh the others.
+
+    alpha_bar: (B,) in [0, 1).  gamma: the largest signal-to-noise ratio that counts.  Returns (B,) in [0, 1].
+    An error of the predicted data weighs min(snr, gamma); one of the noise is snr times as large, one of the velocity
+    snr + 1 times.  Source: arXiv 2303.09556.
+    """
+    snr = alpha_bar / (1 - alpha_bar)
+    if prediction == "epsilon":
+        # min(snr, gamma) / snr without 0 / 0 at a terminal timestep that has no signal.
+        return (gamma / snr).clamp(max=1)
+    return snr.clamp(max=gamma) / (snr + 1)
+
+
+def _per_item(values: Tensor, like: Tensor) -> Tensor:
+    """(B,) as (B, 1, ...), to be multiplied with a tensor of items."""
+    return values.view(-1, *[1] * (like.dim() - 1))

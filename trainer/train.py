@@ -33,6 +33,7 @@ from trainer.events import (
     ValidationEvent,
     WarningEvent,
 )
+from trainer.export import check_export
 from trainer.modules import encoder_loader, load_model, reshard, sync_gradients
 from trainer.objectives import Loss
 from trainer.optim import (
@@ -84,8 +85,11 @@ class Trainer:
         started = time.perf_counter()
         self.loaded = load_model(cfg, self.family, world)
         self.model = self.loaded.module
+        for note in self.loaded.notes:
+            say(StatusEvent(state="loading", message=note))
         self._dropouts = adapters.dropouts(self.model)
         self.trainables = self.loaded.trainables
+        check_export(cfg, self.family, self.trainables)
         self.parameters = list(self.trainables.values())
         self.optimizer = make_optimizer(self.parameters, cfg.optim)
         optimized = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -186,7 +190,7 @@ class Trainer:
 
         def draw(index: int) -> Image.Image:
             rng = SampleRng(cfg.seed, (index,), self.world.device)
-            text = cache.read(self.data.prompts[index].key)
+            text = self.data.prompt(index)
             return self.family.sample(self.model, encoder, text, negative, cfg, rng)
 
         with self._evaluating():
@@ -230,7 +234,8 @@ class Trainer:
             cfg.train.seed,
             cfg.data.caption_dropout,
         )
-        return Loader(plan, self.data.example, self.world.rank, self.world.size, cfg.train.micro_batch)
+        rank, size = self.world.rank, self.world.size
+        return Loader(plan, self.data.example, rank, size, cfg.train.micro_batch, self.data.loss_weight)
 
     def _forward(self, micro_batch: MicroBatch) -> Loss:
         rng = SampleRng(self.cfg.train.seed, micro_batch.indices, self.world.device)

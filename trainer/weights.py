@@ -4,24 +4,43 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.config import HUB_ID, InputError
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from trainer.config import InputError
 
 MAX_HEADER_BYTES = 100_000_000
+ORIGINAL_PREFIX = "model.diffusion_model."
+"""Before the denoiser's names in original files that hold other parts besides."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor on disk. shape: its full shape.  dtype: safetensors' name, as `BF16`."""
+    """One tensor on disk. shape: its full shape.  dtype: safetensors' name, as `BF16`.
+
+    start: row of the stored tensor with which it begins; past the last one it goes on with the first.
+    """
 
     file: Path
     key: str
     shape: tuple[int, ...]
     dtype: str
+    start: int = 0
+
+    def rows(self, stored: Any, begin: int, end: int) -> Tensor:
+        """Some of its rows. stored: safetensors' slice of the tensor `key` in `file`."""
+        total = stored.get_shape()[0]
+        first = (self.start + begin) % total
+        last = first + end - begin
+        rows: Tensor = stored[first:last] if last <= total else torch.cat([stored[first:], stored[: last - total]])
+        # The original may keep a matrix as a convolution of one pixel.
+        return rows.reshape(-1, *self.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -45,28 +64,96 @@ class WeightFiles:
                     entries[name] = TensorEntry(file, key, shape, dtype)
         return cls(entries)
 
+    def by_our_names(self, layout: Iterable[Fused], shapes: Mapping[str, tuple[int, ...]]) -> WeightFiles:
+        """The tensors of a file in its original layout by diffusers' names; files in diffusers' layout as they are.
+
+        layout: must not transpose.  shapes: those of the model's tensors, by diffusers' names.
+        Raises InputError for a tensor of another shape.
+        """
+        renamed = {fused.name.removeprefix(ORIGINAL_PREFIX): fused for fused in layout}
+        stored = {key.removeprefix(ORIGINAL_PREFIX): entry for key, entry in self._denoiser().items()}
+        if not stored.keys() & (renamed.keys() - shapes.keys()):
+            return self
+        entries = {name: entry for name, entry in stored.items() if name not in renamed}
+        for name in stored.keys() & renamed.keys():
+            entries |= _parts(renamed[name], stored[name], shapes)
+        return WeightFiles(entries)
+
+    def _denoiser(self) -> Mapping[str, TensorEntry]:
+        """Without the encoders that some original files hold besides."""
+        denoiser = {key: entry for key, entry in self.entries.items() if key.startswith(ORIGINAL_PREFIX)}
+        return denoiser or self.entries
+
     def __len__(self) -> int:
         return len(self.entries)
 
 
-def find_folder(field: str, path: str) -> Path:
-    """The folder that a config field names: a local one, or a hub id's snapshot in the local Hugging Face cache.
+@dataclass(frozen=True)
+class Fused:
+    """One tensor of a model's original layout, made of tensors of diffusers' layout.
 
-    Nothing is downloaded. Raises InputError with the download command for a hub id that is not cached; a local
-    folder that does not exist is left to `read_json`, which says what was expected in it.
+    name: in the original file.  parts: diffusers names, in the order of their rows; their rows stacked are the
+    tensor.  halves_swapped: the two halves of the rows change places (scale and shift of an output norm).
+    transposed: the original is a matrix that is multiplied from the other side.  pointwise: the original keeps a
+    linear layer as a convolution of one pixel, (out, in, 1, 1).
     """
-    if Path(path).exists() or not HUB_ID.fullmatch(path):
-        return Path(path)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    try:
-        return Path(snapshot_download(path, local_files_only=True))
-    except LocalEntryNotFoundError as error:
+    name: str
+    parts: tuple[str, ...]
+    halves_swapped: bool = False
+    transposed: bool = False
+    pointwise: bool = False
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The original tensor from its parts."""
+        whole = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+        if self.halves_swapped:
+            whole = torch.cat(whole.chunk(2)[::-1])
+        if self.pointwise:
+            return whole[:, :, None, None]
+        return whole.T if self.transposed else whole
+
+    def split(self, whole: Tensor, rows: Sequence[int]) -> tuple[Tensor, ...]:
+        """The parts of an original tensor. rows: how many each has."""
+        stacked = whole.T if self.transposed else whole
+        if self.pointwise:
+            stacked = stacked[:, :, 0, 0]
+        if self.halves_swapped:
+            stacked = torch.cat(stacked.chunk(2)[::-1])
+        return torch.split(stacked, list(rows))
+
+    def shape(self, parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """Shape of the original tensor, given those of its parts."""
+        stacked = (sum(part[0] for part in parts), *parts[0][1:])
+        if self.pointwise:
+            return (*stacked, 1, 1)
+        return stacked[::-1] if self.transposed else stacked
+
+
+def read_tensor(entry: TensorEntry) -> Tensor:
+    """The whole tensor, on the CPU, in the type it is stored in."""
+    with safe_open(entry.file, "pt") as stream:
+        if not entry.shape:
+            scalar: Tensor = stream.get_tensor(entry.key)
+            return scalar
+        return entry.rows(stream.get_slice(entry.key), 0, entry.shape[0])
+
+
+def _parts(fused: Fused, entry: TensorEntry, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorEntry]:
+    """Where the parts of an original tensor lie in it."""
+    assert not fused.transposed
+    needed = fused.shape([shapes[part] for part in fused.parts])
+    if entry.shape != needed:
         raise InputError(
-            f"{field} {path}: neither a folder nor in the local Hugging Face cache. "
-            f"Download it with `hf download {path}`, name a diffusers folder, or set model.path: tiny"
-        ) from error
+            f"{entry.file}: '{entry.key}' has shape {list(entry.shape)}, the model needs {list(needed)}; "
+            "the file and the folder's config.json belong to different models"
+        )
+    start = needed[0] // 2 if fused.halves_swapped else 0
+    parts: dict[str, TensorEntry] = {}
+    for part in fused.parts:
+        parts[part] = replace(entry, shape=shapes[part], start=start)
+        start += shapes[part][0]
+    return parts
 
 
 def safetensors_in(folder: Path, stem: str) -> list[Path]:

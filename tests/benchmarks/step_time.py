@@ -159,7 +159,7 @@ def lora_model(bench: Bench, dtype: torch.dtype) -> Flux2Transformer2DModel:
     """The transformer as diffusers loads it, frozen in `dtype`, with fp32 adapters on the layers that we adapt."""
     model = Flux2Transformer2DModel.from_pretrained(bench.model, subfolder="transformer", torch_dtype=dtype)
     model.requires_grad_(False)
-    targets = "|".join(f"(?:{pattern})" for pattern in Flux2.adapter_targets)
+    targets = "|".join(f"(?:{pattern})" for pattern in Flux2.adapter_targets["transformer"])
     model.add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=targets))
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -109,7 +109,7 @@ class Bench:
     def config(self, **sections: dict[str, Any]) -> RunConfig:
         """A rank-16 LoRA run, one image per step. sections: fields that differ, by section."""
         values: dict[str, dict[str, Any]] = {
-            "model": {"path": str(self.model)},
+            "model": {"family": "flux2", "path": str(self.model)},
             "data": {"path": str(self.root / "pictures"), "resolution": self.workload.pixels},
             "train": {"steps": 10_000_000},
             "checkpoint": {"every": 0},

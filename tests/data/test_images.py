@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 
 from trainer.config import DataConfig, InputError
-from trainer.data.images import Photo, load_photo, scan
+from trainer.data.images import scan
+from trainer.data.pixels import load_rgb, open_picture
 
 QUICKSTART = Path(__file__).parents[2] / "presets" / "quickstart"
 ON_ITS_SIDE = 6
@@ -224,17 +225,12 @@ def test_many_problems_are_counted_after_the_twentieth(tmp_path: Path) -> None:
     ]
 
 
-def photo_of(path: Path) -> Photo:
-    with Image.open(path) as image:
-        return Photo(path, "", *image.size, 1.0)
-
-
 def test_a_wide_image_is_scaled_to_cover_and_cropped_in_the_centre(tmp_path: Path) -> None:
     image = Image.new("RGB", (90, 30))
     for third, colour in enumerate(("red", "green", "blue")):
         image.paste(colour, (30 * third, 0, 30 * third + 30, 30))
     image.save(tmp_path / "a.png")
-    loaded = load_photo(photo_of(tmp_path / "a.png"), (60, 60))
+    loaded = load_rgb(open_picture(tmp_path / "a.png"), (60, 60))
     assert (loaded.mode, loaded.size) == ("RGB", (60, 60))
     assert loaded.crop((6, 0, 54, 60)).getcolors() == [(48 * 60, (0, 128, 0))]
 
@@ -245,7 +241,7 @@ def test_the_orientation_is_applied_before_the_crop(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = ON_ITS_SIDE
     image.save(tmp_path / "a.png", exif=exif)
-    loaded = load_photo(photo_of(tmp_path / "a.png"), (20, 40))
+    loaded = load_rgb(open_picture(tmp_path / "a.png"), (20, 40))
     assert (loaded.getpixel((10, 5)), loaded.getpixel((10, 35))) == ((0, 0, 255), (255, 0, 0))
 
 
@@ -263,7 +259,7 @@ def test_every_kind_of_pixel_becomes_rgb_on_white(
     tmp_path: Path, mode: str, colour: Any, expected: tuple[int, int, int]
 ) -> None:
     Image.new(mode, (8, 8), colour).save(tmp_path / "a.png")
-    loaded = load_photo(photo_of(tmp_path / "a.png"), (8, 8))
+    loaded = load_rgb(open_picture(tmp_path / "a.png"), (8, 8))
     assert (loaded.mode, loaded.getpixel((4, 4))) == ("RGB", expected)
 
 
@@ -271,7 +267,7 @@ def test_a_palette_with_a_transparent_colour_is_put_on_white(tmp_path: Path) -> 
     image = Image.new("P", (8, 8), 0)
     image.putpalette([255, 0, 0])
     image.save(tmp_path / "a.png", transparency=0)
-    assert load_photo(photo_of(tmp_path / "a.png"), (8, 8)).getpixel((4, 4)) == (255, 255, 255)
+    assert load_rgb(open_picture(tmp_path / "a.png"), (8, 8)).getpixel((4, 4)) == (255, 255, 255)
 
 
 def test_pixels_without_a_fixed_white_are_refused(tmp_path: Path) -> None:
@@ -288,7 +284,7 @@ def test_an_image_cut_off_behind_its_header_is_named_when_it_is_decoded(tmp_path
     path.write_bytes(path.read_bytes()[:-100])
     (photo,) = scan(data(tmp_path)).train
     with pytest.raises(InputError) as caught:
-        load_photo(photo, (64, 64))
+        load_rgb(photo, (64, 64))
     assert str(caught.value) == (
         f"{path}: cannot be read (image file is truncated (20 bytes not processed)); replace or remove it"
     )

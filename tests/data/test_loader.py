@@ -174,6 +174,16 @@ def test_padding_repeats_the_last_sample() -> None:
     assert [int(example["photo"]) for example in batch.examples[1:]] == [last, last]
 
 
+def test_items_weigh_what_their_photo_weighs_and_padding_nothing() -> None:
+    plan, weights = plan_of([0] * 3, 5), (1.0, 0.5, 2.0)
+    with Loader(plan, example_of, 0, 2, 3, lambda item: weights[item.photo]) as first:
+        (batch,) = first.micro_batches(0)
+    assert batch.weights == tuple(weights[item.photo] for item in plan.batch(0)[:3])
+    with Loader(plan, example_of, 1, 2, 3, lambda item: weights[item.photo]) as second:
+        (batch,) = second.micro_batches(0)
+    assert batch.weights == (*(weights[item.photo] for item in plan.batch(0)[3:]), 0.0)
+
+
 def test_the_next_step_is_read_while_this_one_is_trained() -> None:
     plan = plan_of([0] * 9, 1)
     threads: dict[int, str] = {}

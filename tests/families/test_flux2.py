@@ -5,48 +5,40 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLFlux2, Flux2KleinPipeline, Flux2Pipeline, Flux2Transformer2DModel
 from diffusers.pipelines.flux2 import pipeline_flux2
 from huggingface_hub import constants
-from PIL import Image
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoTokenizer, Mistral3ForConditionalGeneration
 
-from trainer.config import InputError, ModelConfig, ModelOptions, ObjectiveConfig, SampleConfig
+from tests.families.common import (
+    SAME,
+    assert_diffusers_reads,
+    assert_original_file_is_read,
+    assert_same_picture,
+    batch_of,
+    edit_json,
+    examples,
+    load,
+    make,
+    model_of,
+    picture,
+    recorded_decodes,
+    refusal,
+)
+from trainer.config import InputError, ObjectiveConfig, SampleConfig
 from trainer.families import get
 from trainer.families._folder import write_once
-from trainer.families.flux2 import (
-    ARCHITECTURES,
-    FAMILY,
-    Flux2,
-    image_ids,
-    pack,
-    patchify,
-    text_ids,
-    unpack,
-    unpatchify,
-    write_tiny,
-)
-from trainer.objectives import Batch, Example, add_noise, draw_sigma, empirical_mu
+from trainer.families._images import pack, patchify, unpack, unpatchify
+from trainer.families.flux2 import ARCHITECTURES, FAMILY, Flux2, image_ids, text_ids
+from trainer.objectives import add_noise, draw_sigma, empirical_mu
 from trainer.rng import SampleRng
 from trainer.weights import WeightFiles
 
-SAME = {"atol": 1e-6, "rtol": 0}
 CAPTIONS = ["a red fox", "", "a long caption " * 40, "twenty [IMG] words"]
-
-
-def load(module: nn.Module, files: WeightFiles, blocks: Sequence[str]) -> nn.Module:
-    module.to_empty(device="cpu")
-    for name, tensor in module.state_dict().items():
-        entry = files.entries[name]
-        with safe_open(entry.file, "pt") as stream:
-            tensor.copy_(stream.get_tensor(entry.key))
-    return module.eval().requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
@@ -90,40 +82,12 @@ def copied(klein, tmp_path) -> Path:
     return Path(shutil.copytree(klein.folder, tmp_path / "model"))
 
 
-def family(cache: Path, path: str = "tiny", base: str | None = None, objective=None, **options) -> Flux2:
-    model = ModelConfig(path=path, base=base, options=ModelOptions(**options))
-    return Flux2(model, objective or ObjectiveConfig(), cache)
-
-
-def transformer_of(family: Flux2) -> nn.Module:
-    return load(family.build(), family.weights(), ())
-
-
-def picture(width: int, height: int, seed: int = 0) -> Image.Image:
-    levels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(levels)
-
-
-def examples(family: Flux2, count: int) -> list[Example]:
-    vae, text = family.image_encoder(load), family.text_encoder(load)
-    return [
-        {**family.encode_image(vae, picture(64, 32, seed)), **family.encode_text(text, f"picture {seed}")}
-        for seed in range(count)
-    ]
-
-
-def batch_of(family: Flux2, items: Sequence[Example]) -> Batch:
-    return {**family.collate(items), "weight": torch.ones(len(items))}
-
-
-def edit_json(file: Path, **changes) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+def family(cache: Path, *args, **options) -> Flux2:
+    return make("flux2", cache, *args, **options)
 
 
 def error_of(cache: Path, *args, **options) -> str:
-    with pytest.raises(InputError) as caught:
-        family(cache, *args, **options)
-    return str(caught.value)
+    return refusal("flux2", cache, *args, **options)
 
 
 # Recipe: equal to diffusers' own pipelines
@@ -193,7 +157,7 @@ def test_klein_sample_equals_the_pipelines_for_the_same_noise(klein, klein_pipel
     text, negative = klein.encode_text(encoder, "a fox"), klein.encode_text(encoder, "")
     cfg, rng = SampleConfig(size=(64, 48), steps=5, guidance=guidance), SampleRng(3, [0])
     decoded = recorded_decodes(vae), recorded_decodes(klein_pipeline.vae)
-    image = klein.sample(transformer_of(klein), vae, text, negative, cfg, rng)
+    image = klein.sample(model_of(klein), vae, text, negative, cfg, rng)
     expected = klein_pipeline(
         prompt_embeds=text["prompt_embeds"].unsqueeze(0),
         negative_prompt_embeds=negative["prompt_embeds"].unsqueeze(0),
@@ -212,7 +176,7 @@ def test_dev_sample_with_guidance_embedding_equals_the_pipelines_for_the_same_no
     text, negative = dev.encode_text(encoder, "a fox"), dev.encode_text(encoder, "")
     cfg, rng = SampleConfig(size=(32, 64), steps=4, guidance=2.5), SampleRng(3, [0])
     decoded = recorded_decodes(vae), recorded_decodes(dev_pipeline.vae)
-    image = dev.sample(transformer_of(dev), vae, text, negative, cfg, rng)
+    image = dev.sample(model_of(dev), vae, text, negative, cfg, rng)
     expected = dev_pipeline(
         prompt_embeds=text["prompt_embeds"].unsqueeze(0),
         latents=rng.normal("sample", (16, 4, 2)),
@@ -225,19 +189,6 @@ def test_dev_sample_with_guidance_embedding_equals_the_pipelines_for_the_same_no
     assert_same_picture(image, expected)
 
 
-def recorded_decodes(vae: nn.Module) -> list[Tensor]:
-    """What the VAE is given to decode, from now on."""
-    seen: list[Tensor] = []
-    vae.post_quant_conv.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    return seen
-
-
-def assert_same_picture(ours: Image.Image, theirs: Image.Image) -> None:
-    difference = np.abs(np.asarray(ours, dtype=int) - np.asarray(theirs, dtype=int))
-    assert ours.size == theirs.size
-    assert difference.max() <= 1, "beyond what rounding to 8 bits explains"
-
-
 def test_a_prompt_runs_through_the_tiny_klein_folder_in_diffusers(klein_pipeline):
     arguments = {"width": 32, "height": 32, "num_inference_steps": 1, "text_encoder_out_layers": (1, 2, 3)}
     image = klein_pipeline(prompt="a fox", **arguments)
@@ -247,7 +198,7 @@ def test_a_prompt_runs_through_the_tiny_klein_folder_in_diffusers(klein_pipeline
 def test_sample_size_is_rounded_down_to_16_pixels(klein):
     text = klein.encode_text(klein.text_encoder(load), "a fox")
     cfg = SampleConfig(size=(47, 33), steps=1)
-    image = klein.sample(transformer_of(klein), klein.image_encoder(load), text, None, cfg, SampleRng(0, [0]))
+    image = klein.sample(model_of(klein), klein.image_encoder(load), text, None, cfg, SampleRng(0, [0]))
     assert image.size == (32, 32)
 
 
@@ -256,11 +207,11 @@ def test_sample_size_is_rounded_down_to_16_pixels(klein):
 
 def test_loss_is_the_error_of_the_transformers_velocity_at_the_drawn_timestep(klein):
     items = examples(klein, 2)
-    transformer, rng = transformer_of(klein), SampleRng(5, [8, 9])
-    loss = klein.loss(transformer, batch_of(klein, items), rng)
+    model, rng = model_of(klein), SampleRng(5, [8, 9])
+    loss = klein.loss(model, batch_of(klein, items), rng)
     latents = torch.stack([item["latents"] for item in items])
-    noise, sigma = rng.normal("noise", (16, 2, 4)), draw_sigma(ObjectiveConfig(), 8, rng)
-    predicted = transformer(
+    noise, sigma = rng.normal("noise", (16, 2, 4)), draw_sigma(klein.objective, 8, rng)
+    predicted = model["transformer"](
         hidden_states=Flux2Pipeline._pack_latents(add_noise(latents, noise, sigma)),
         encoder_hidden_states=torch.stack([item["prompt_embeds"] for item in items]),
         timestep=sigma,
@@ -272,32 +223,13 @@ def test_loss_is_the_error_of_the_transformers_velocity_at_the_drawn_timestep(kl
     assert loss.weight.item() == 2
 
 
-def test_loss_of_a_batch_is_the_sum_of_its_items_losses(klein):
-    items, transformer = examples(klein, 3), transformer_of(klein)
-    together = klein.loss(transformer, batch_of(klein, items), SampleRng(0, [4, 5, 6])).total
-    alone = [
-        klein.loss(transformer, batch_of(klein, [item]), SampleRng(0, [index])).total
-        for index, item in zip((4, 5, 6), items, strict=True)
-    ]
-    torch.testing.assert_close(together, torch.stack(alone).sum(), atol=1e-5, rtol=0)
-
-
-def test_padding_of_weight_0_changes_neither_loss_nor_weight(klein):
-    items, transformer = examples(klein, 2), transformer_of(klein)
-    whole = klein.loss(transformer, batch_of(klein, items), SampleRng(0, [4, 5]))
-    padded = {**klein.collate([*items, items[0]]), "weight": torch.tensor([1.0, 1.0, 0.0])}
-    loss = klein.loss(transformer, padded, SampleRng(0, [4, 5, 4]))
-    torch.testing.assert_close(loss.total, whole.total, atol=1e-5, rtol=0)
-    assert loss.weight.item() == 2
-
-
 def test_objective_guidance_reaches_dev_and_leaves_klein_alone(cache):
     def losses(architecture: str) -> list[float]:
         values = []
         for guidance in (1.0, 3.5):
             made = family(cache, objective=ObjectiveConfig(guidance=guidance), architecture=architecture)
             batch = batch_of(made, examples(made, 1))
-            values.append(made.loss(transformer_of(made), batch, SampleRng(0, [0])).total.item())
+            values.append(made.loss(model_of(made), batch, SampleRng(0, [0])).total.item())
         return values
 
     dev_losses, klein_losses = losses("dev"), losses("klein-4b")
@@ -305,24 +237,10 @@ def test_objective_guidance_reaches_dev_and_leaves_klein_alone(cache):
     assert klein_losses[0] == klein_losses[1]
 
 
-def test_a_few_steps_on_one_batch_lower_the_loss(klein):
-    transformer = transformer_of(klein).requires_grad_(True)
-    batch, rng = batch_of(klein, examples(klein, 2)), SampleRng(0, [0, 1])
-    optimizer = torch.optim.SGD(transformer.parameters(), lr=0.05)
-    losses = []
-    for _ in range(10):
-        loss = klein.loss(transformer, batch, rng)
-        losses.append(loss.total.item() / 2)
-        optimizer.zero_grad()
-        (loss.total / loss.weight).backward()
-        optimizer.step()
-    assert losses[-1] < 0.9 * losses[0]
-
-
 def test_every_weight_of_the_tiny_transformer_gets_a_gradient(dev):
-    transformer = transformer_of(dev).requires_grad_(True)
-    dev.loss(transformer, batch_of(dev, examples(dev, 1)), SampleRng(0, [0])).total.backward()
-    assert [name for name, weight in transformer.named_parameters() if not weight.grad.abs().sum() > 0] == []
+    model = model_of(dev).requires_grad_(True)
+    dev.loss(model, batch_of(dev, examples(dev, 1)), SampleRng(0, [0])).total.backward()
+    assert [name for name, weight in model.named_parameters() if not weight.grad.abs().sum() > 0] == []
 
 
 def test_examples_of_equal_image_size_and_text_length_share_a_batch(klein):
@@ -340,17 +258,19 @@ def test_family_is_found_by_name():
 
 
 def test_model_is_built_on_the_meta_device_with_the_names_of_its_weight_file_and_no_buffers(klein):
-    model = klein.build()
+    model = klein.build("transformer")
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
     assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32}
     assert list(model.named_buffers()) == []
-    assert set(klein.weights().entries) == set(model.state_dict())
+    assert set(klein.weights("transformer").entries) == set(model.state_dict())
     assert {type(module).__name__ for module in model.modules()} >= set(Flux2.shard_blocks)
 
 
 def test_adapter_targets_are_all_linear_layers_of_the_blocks_and_no_other(dev):
-    modules = dict(dev.build().named_modules())
-    matched = {name for name in modules if any(re.fullmatch(pattern, name) for pattern in Flux2.adapter_targets)}
+    modules = dict(dev.build("transformer").named_modules())
+    matched = {
+        name for name in modules if any(re.fullmatch(pattern, name) for pattern in Flux2.adapter_targets["transformer"])
+    }
     linear = {name for name, module in modules.items() if isinstance(module, nn.Linear)}
     assert matched == {name for name in linear if "transformer_blocks." in name}
     assert len(matched) == 1 * 12 + 2 * 2
@@ -384,6 +304,11 @@ def test_text_encoder_weights_are_found_under_each_known_prefix(cache, copied, k
     }
 
 
+def test_captions_are_padded_to_the_length_that_the_config_names(cache):
+    made = family(cache, max_tokens=20)
+    assert made.encode_text(made.text_encoder(load), "a fox")["prompt_embeds"].shape == (20, 96)
+
+
 def test_text_encoder_computes_in_the_type_its_config_names(cache, copied):
     edit_json(copied / "text_encoder" / "config.json", torch_dtype="bfloat16", dtype=None)
     made = family(cache, str(copied), text_layers=(1, 2, 3))
@@ -403,9 +328,19 @@ def test_a_tokenizer_folder_that_holds_a_processor_gives_its_tokenizer(cache, co
 def test_a_single_transformer_file_beside_a_base_folder_is_the_same_model(cache, copied, klein, tmp_path):
     file = shutil.move(copied / "transformer" / "diffusion_pytorch_model.safetensors", tmp_path / "mine.safetensors")
     made = family(cache, str(file), base=str(copied), text_layers=(1, 2, 3))
-    ours, expected = transformer_of(made).state_dict(), transformer_of(klein).state_dict()
+    ours, expected = model_of(made).state_dict(), model_of(klein).state_dict()
     assert made.folder == copied
     assert all(tensor.equal(ours[name]) for name, tensor in expected.items())
+
+
+def test_a_single_file_in_the_original_layout_is_the_same_model(dev, tmp_path):
+    assert_original_file_is_read(dev, tmp_path, text_layers=(1, 2, 3))
+
+
+@pytest.mark.parametrize("name", ["dev", "klein-4b"])
+def test_a_single_file_by_the_layout_is_read_by_diffusers_as_the_same_weights(cache, tmp_path, name):
+    made = family(cache, architecture=name)
+    assert_diffusers_reads(made, model_of(made)["transformer"].state_dict(), Flux2Transformer2DModel, tmp_path)
 
 
 def test_a_hub_id_in_the_local_cache_is_read_from_there(cache, klein, tmp_path, monkeypatch):
@@ -424,23 +359,15 @@ def test_architecture_of_a_folder_is_accepted_when_its_config_is_that_of_the_nam
     blocks = {"num_layers": wanted.num_layers, "num_single_layers": wanted.num_single_layers}
     edit_json(folder / "transformer" / "config.json", **blocks)
     made = family(cache, str(folder), architecture=name, text_layers=(1, 2, 3))
-    assert len(made.build().single_transformer_blocks) == wanted.num_single_layers
+    assert len(made.build("transformer").single_transformer_blocks) == wanted.num_single_layers
 
 
 # Tiny
 
 
 def test_tiny_transformer_has_less_than_half_a_million_parameters(dev, klein):
-    sizes = [sum(weight.numel() for weight in one.build().parameters()) for one in (dev, klein)]
+    sizes = [sum(weight.numel() for weight in one.build("transformer").parameters()) for one in (dev, klein)]
     assert sizes == [303_232, 297_088]
-
-
-def test_tiny_weights_are_the_same_in_every_cache(klein, tmp_path):
-    files = sorted(path.relative_to(klein.folder) for path in klein.folder.rglob("*.safetensors"))
-    other = write_tiny(tmp_path, None)
-    assert len(files) == 3
-    assert other.name == klein.folder.name
-    assert all((other / file).read_bytes() == (klein.folder / file).read_bytes() for file in files)
 
 
 def test_of_processes_that_write_a_folder_at_once_the_first_wins_and_nothing_else_stays(tmp_path):
@@ -562,8 +489,8 @@ def test_a_base_that_is_no_folder_is_named_by_its_own_field(cache, tmp_path):
     [
         (
             "double_blocks.0.img_attn.qkv.weight",
-            "has the original layout, fused q, k and v under double_blocks; diffusers' layout is needed. "
-            "Convert it once with Flux2Transformer2DModel.from_single_file(...).save_pretrained(...)",
+            "'double_blocks.0.img_attn.qkv.weight' has shape [1], the model needs [192, 64]; "
+            "the file and the folder's config.json belong to different models",
         ),
         (
             "x_embedder.scale",
@@ -572,11 +499,11 @@ def test_a_base_that_is_no_folder_is_named_by_its_own_field(cache, tmp_path):
         ),
     ],
 )
-def test_a_transformer_file_of_another_layout_is_refused(cache, copied, tmp_path, key, reason):
+def test_a_transformer_file_of_another_model_is_refused(cache, copied, tmp_path, key, reason):
     file = tmp_path / "mine.safetensors"
     save_file({key: torch.zeros(1)}, file)
     with pytest.raises(InputError) as caught:
-        family(cache, str(file), base=str(copied), text_layers=(1, 2, 3)).weights()
+        family(cache, str(file), base=str(copied), text_layers=(1, 2, 3)).weights("transformer")
     assert str(caught.value) == f"{file}: {reason}"
 
 

@@ -15,6 +15,16 @@ from trainer.config import InputError
     ("changes", "message"),
     [
         ({"model__train": {"vae": "adapter"}}, "model.train: 'vae' is not one of transformer"),
+        (
+            {"model__options": {"without": ["text_encoder_3"]}},
+            "model.options.without: 'text_encoder_3', but this model has none to leave out",
+        ),
+        (
+            {"objective__min_snr_gamma": 5},
+            "objective.min_snr_gamma: is not used by this kind of model; leave it out. It reads objective.density, "
+            "objective.guidance, objective.logit_mean, objective.logit_std, objective.mode_scale, objective.shift, "
+            "objective.shift_factor",
+        ),
         ({"sample__size": (100, 70)}, "sample.size: 100 x 70 is not in multiples of 16 pixels; use 96 x 64"),
     ],
 )

@@ -31,7 +31,7 @@ def sharded_gradients_after_a_first_pass(world: World, cfg: RunConfig, cache: Pa
     family = families.make(cfg, cache)
     loaded = load_model(cfg, family, world)
     sync_gradients(loaded, last=False)
-    config = loaded.module.config
+    config = loaded.module["transformer"].config
     batch = {
         "latents": torch.ones(1, config.in_channels, 4, 4),
         "prompt_embeds": torch.ones(1, 8, config.joint_attention_dim),

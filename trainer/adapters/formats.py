@@ -1,38 +1,551 @@
-"""Adapter tensors under the names that other programs read, always at scale 1."""
+"""Adapters as the names and tensors that other programs read, always at scale 1.
+
+alpha / rank is folded into the tensors, because the readers look for it in different places: ComfyUI ignores the
+metadata that diffusers reads, diffusers refuses the dotted alpha keys that ComfyUI reads, and each of the two would
+load an update of half the size without a word. Where a format needs an alpha key it equals the rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import torch
+from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig
+from peft.tuners.lokr.layer import factorization
+from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.config import LoraAdapter
+from trainer.adapters.layer import Kind, LayerAdapter
+from trainer.config import InputError
+from trainer.weights import ORIGINAL_PREFIX, Fused
 
-PEFT_NAME = ".default."
+Base = Callable[[str], Tensor]
+"""Name of a layer -> its weight without the adapter."""
+
+DORA_CONVENTION = "dora_scale_convention"
+"""Metadata key of ours. `comfyui`: `dora_scale` is corrected for ComfyUI, see `_comfyui_dora_scale`."""
+
+TensorsOf = Callable[[str, LayerAdapter], Mapping[str, Tensor]]
+"""(layer, its adapter at scale 1) -> {end of the name in the file: tensor}"""
+NameOf = Callable[[str], str]
+"""Layer -> its name in the file."""
+
+KEPT_EXACT = ("alpha", "dora_scale", "lora_magnitude_vector", "lokr_w1")
+"""Small tensors that are written in fp32. bf16 rounds the length of a row by up to 0.2 %, which may be more than was
+learned; each number of lokr's first factor is a factor of a block of the update; an alpha above 256 is a rank."""
+ROTATIONS: tuple[Kind, ...] = ("diag-oft", "boft")
+FOLDED: Mapping[Kind, tuple[str, ...]] = {
+    "lora": ("up",),
+    "dora": ("up",),
+    "loha": ("w1_a",),
+    "lokr": ("w1", "w1_a"),
+}
+"""Tensors that take the scale: the one of them that the adapter has."""
+LYCORIS_NAMES: Mapping[Kind, Mapping[str, str]] = {
+    "lora": {"down": "lora_down.weight", "up": "lora_up.weight"},
+    "dora": {"down": "lora_down.weight", "up": "lora_up.weight"},
+    "loha": {name: f"hada_{name}" for name in ("w1_a", "w1_b", "w2_a", "w2_b")},
+    "lokr": {name: f"lokr_{name}" for name in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b")},
+    "diag-oft": {"blocks": "oft_blocks"},
+    "boft": {"blocks": "oft_blocks"},
+}
+PEFT_NAMES: Mapping[Kind, Mapping[str, str]] = {
+    "lora": {"down": "lora_A.weight", "up": "lora_B.weight"},
+    "dora": {"down": "lora_A.weight", "up": "lora_B.weight"},
+    "loha": LYCORIS_NAMES["loha"],
+    "lokr": LYCORIS_NAMES["lokr"],
+}
 
 
-def diffusers_adapter(
-    weights: Mapping[str, Tensor], cfg: LoraAdapter, prefix: str, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """{`<prefix><layer>.lora_A.weight`: tensor}, with alpha / rank folded into lora_B.
+@dataclass(frozen=True)
+class Naming:
+    """What writing and reading adapter files takes of a family; the fields are those of the family.
 
-    No alpha is written: diffusers rejects dotted alpha keys for some families, and ComfyUI ignores the metadata that
-    diffusers reads. prefix: as `transformer.`.
+    layouts: {component: its original layout, empty where it has none}.
     """
-    scale = cfg.scale_numerator / cfg.rank
-    return {
-        prefix + name.replace(PEFT_NAME, "."): (tensor * scale if ".lora_B." in name else tensor).to(dtype).contiguous()
-        for name, tensor in weights.items()
-    }
+
+    kohya_prefixes: Mapping[str, str]
+    kohya_by_path: bool
+    layouts: Mapping[str, tuple[Fused, ...]]
+    diffusers_adapters: frozenset[str]
 
 
-def layer_update(weights: Mapping[str, Tensor], cfg: LoraAdapter) -> dict[str, tuple[Tensor, Tensor]]:
-    """{layer: (up, down)}: what the adapter adds to the layer's weight is up @ down, scale included."""
-    scale = cfg.scale_numerator / cfg.rank
-    suffix = f".lora_A{PEFT_NAME}weight"
-    return {
-        name.removesuffix(suffix): (weights[name.replace(".lora_A.", ".lora_B.")] * scale, down)
-        for name, down in weights.items()
-        if name.endswith(suffix)
+@dataclass(frozen=True)
+class AdapterFile:
+    """One file to be written.
+
+    suffix: what follows the run's name, empty for the main file.  metadata: pairs that readers need.
+    readers: which programs load it: diffusers, comfyui, kohya, lycoris, peft.
+    peft_config: for a folder of peft, which holds the file and this config.
+    component: the one whose layers it holds, where a file holds no more than one; empty for all.
+    """
+
+    suffix: str
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str]
+    readers: tuple[str, ...]
+    peft_config: PeftConfig | None = None
+    component: str = ""
+
+    def path(self, folder: Path, name: str) -> Path:
+        """Where it lies below `folder`. name: the run's."""
+        return folder / f"{name}{self.suffix}{'' if self.peft_config else '.safetensors'}"
+
+    def write(self, path: Path, metadata: Mapping[str, str]) -> None:
+        """Write the file, or peft's folder. metadata: pairs to show, beside those that readers need."""
+        file = path
+        if self.peft_config:
+            path.mkdir()
+            self.peft_config.save_pretrained(str(path))
+            file = path / "adapter_model.safetensors"
+        save_file(dict(self.tensors), file, {"format": "pt", **metadata, **self.metadata})
+
+
+def adapter_files(
+    layers: Mapping[str, LayerAdapter], format: str, naming: Naming, base: Base, dtype: torch.dtype
+) -> list[AdapterFile]:
+    """The adapter in a format of `export.format`, the main file first.
+
+    layers: by names with the component, all of one kind.  base: called only where tensors depend on the weight.
+    Raises InputError when the format cannot carry the adapter, with what can.
+    """
+    writer = _Writer(layers, naming, base, dtype)
+    write: Mapping[str, Callable[[], list[AdapterFile]]] = {
+        "auto": writer.auto,
+        "diffusers": writer.diffusers,
+        "comfyui": writer.comfyui,
+        "kohya": writer.kohya,
+        "lycoris": writer.lycoris,
+        "peft": writer.peft,
     }
+    return write[format]()
+
+
+class _Writer:
+    """One method per format."""
+
+    def __init__(self, layers: Mapping[str, LayerAdapter], naming: Naming, base: Base, dtype: torch.dtype) -> None:
+        self._layers = layers
+        self._naming = naming
+        self._base = base
+        self._dtype = dtype
+        (self._kind,) = {layer.kind for layer in layers.values()}
+
+    def auto(self) -> list[AdapterFile]:
+        """What diffusers and ComfyUI both load, in two files where one cannot do."""
+        same_names = not self._naming.kohya_by_path
+        if self._kind == "dora" and same_names:
+            return [self._dora_for_both()]
+        if self._kind == "lokr" and self._native_in_diffusers() and same_names:
+            return self.diffusers()
+        if self._kind == "lora" or not self._fits_diffusers():
+            return self.comfyui()
+        return self.comfyui() + [replace(file, suffix="-diffusers") for file in self.diffusers()]
+
+    def diffusers(self) -> list[AdapterFile]:
+        """peft's tensors under diffusers' paths, without alpha; an equal lora for what it does not know."""
+        if not self._fits_diffusers():
+            why = ""
+            if self._kind in ("loha", "lokr"):
+                ratio = self._exact_size() / self._weight_size()
+                why = f" but as a lora, and the same update has {ratio:.1f} times the numbers of the layers then"
+            raise self._refusal("diffusers", why, f"{self._others()}, or export.what: merged")
+        tensors_of = self._peft_tensors if self._native_in_diffusers() else self._exact_tensors
+        readers = ("diffusers",) if self._naming.kohya_by_path or self._kind == "dora" else ("diffusers", "comfyui")
+        tensors = self._each(self._layers, tensors_of, _dotted)
+        return [AdapterFile("", _beginning_with_a_down(tensors), {}, readers)]
+
+    def comfyui(self) -> list[AdapterFile]:
+        """What ComfyUI loads."""
+        if self._kind == "lora":
+            return self.kohya() if self._naming.kohya_by_path else self.diffusers()
+        if self._kind != "dora":
+            return [self._native(self._readers_by_name())]
+        plain = self._native(())
+        corrected = self._each(self._layers, self._comfyui_dora_tensors, self._lycoris_name)
+        return [AdapterFile("", {**plain.tensors, **corrected}, {DORA_CONVENTION: "comfyui"}, ("comfyui",))]
+
+    def kohya(self) -> list[AdapterFile]:
+        """kohya's tensors, with alpha, under its own names, which join layers where the original model does."""
+        if self._naming.kohya_by_path:
+            readers = ("diffusers", "comfyui", "kohya") if self._kind == "lora" else ("kohya",)
+            tensors_of = self._equal_alpha_tensors if self._kind == "lora" else self._lycoris_tensors
+            return [AdapterFile("", self._each(self._layers, tensors_of, self._kohya_name), {}, readers)]
+        if not any(self._naming.layouts.values()):
+            raise InputError(
+                "export.format: kohya takes its names from a model's original single file, and this kind of model has "
+                f"none; use {self._others()}"
+            )
+        if self._kind != "lora":
+            raise self._refusal("kohya", " of this model, where it joins layers", self._others())
+        return [AdapterFile("", self._joined_tensors(), {}, ("comfyui", "kohya"))]
+
+    def lycoris(self) -> list[AdapterFile]:
+        """LyCORIS's tensors under its own names."""
+        readers = ("lycoris",) if self._kind == "dora" else self._readers_by_name()
+        if "lycoris" not in readers:
+            why = " with blocks larger than their number: it takes the smaller of the two for their size"
+            raise self._refusal("lycoris", why, "auto, comfyui, or a smaller adapter.block_size")
+        return [self._native(readers)]
+
+    def peft(self) -> list[AdapterFile]:
+        """Folders for `PeftModel.from_pretrained`, one per component."""
+        if self._kind in ROTATIONS:
+            raise self._refusal("peft", "", self._others())
+        files: list[AdapterFile] = []
+        for component in dict.fromkeys(map(_component, self._layers)):
+            layers = {name: layer for name, layer in self._layers.items() if _component(name) == component}
+            tensors = self._each(layers, self._peft_tensors, lambda name: f"base_model.model.{_path(name)}")
+            config = _peft_config(layers, self._base)
+            files.append(AdapterFile(f"-{component}" if files else "", tensors, {}, ("peft",), config, component))
+        return files
+
+    def _native(self, readers: tuple[str, ...]) -> AdapterFile:
+        return AdapterFile("", self._each(self._layers, self._lycoris_tensors, self._lycoris_name), {}, readers)
+
+    def _dora_for_both(self) -> AdapterFile:
+        """diffusers takes the magnitude and drops `dora_scale` with a warning; ComfyUI the other way round."""
+        magnitudes = self._each(self._layers, self._peft_tensors, _dotted)
+        scales = self._each(self._layers, self._comfyui_dora_tensors, _dotted)
+        tensors = _beginning_with_a_down(magnitudes | scales)
+        return AdapterFile("", tensors, {DORA_CONVENTION: "comfyui"}, ("diffusers", "comfyui"))
+
+    def _each(self, layers: Mapping[str, LayerAdapter], tensors_of: TensorsOf, name_of: NameOf) -> dict[str, Tensor]:
+        """{name in the file: tensor} of all layers, in the file's type."""
+        return {
+            f"{name_of(name)}.{suffix}": self._cast(suffix, tensor)
+            for name, layer in layers.items()
+            for suffix, tensor in tensors_of(name, _at_scale_one(layer)).items()
+        }
+
+    def _cast(self, suffix: str, tensor: Tensor) -> Tensor:
+        dtype = torch.float32 if suffix.startswith(KEPT_EXACT) else self._dtype
+        # safetensors refuses tensors that share memory.
+        return tensor.detach().to(dtype).clone(memory_format=torch.contiguous_format)
+
+    def _peft_tensors(self, name: str, layer: LayerAdapter) -> dict[str, Tensor]:
+        tensors = _renamed(layer, PEFT_NAMES)
+        if layer.kind == "dora":
+            convolves = layer.tensors["down"].dim() > 2
+            magnitude = layer.tensors["magnitude"]
+            tensors["lora_magnitude_vector.weight"] = magnitude.view(1, -1, 1, 1) if convolves else magnitude
+        return tensors
+
+    def _exact_tensors(self, name: str, layer: LayerAdapter) -> dict[str, Tensor]:
+        return _renamed(_exact_lora(layer, self._base(name).shape), PEFT_NAMES)
+
+    def _lycoris_tensors(self, name: str, layer: LayerAdapter) -> dict[str, Tensor]:
+        layer = _as_lycoris_builds_it(layer)
+        tensors = _renamed(layer, LYCORIS_NAMES) | {"alpha": torch.tensor(float(_alpha(layer)))}
+        if layer.kind == "dora":
+            tensors["dora_scale"] = _as_column(layer.tensors["magnitude"], layer.tensors["down"])
+        return tensors
+
+    def _equal_alpha_tensors(self, name: str, layer: LayerAdapter) -> dict[str, Tensor]:
+        """With the most common rank as alpha of all layers: diffusers 0.42 gives attention layers of kohya's files the
+        most common alpha, whatever their own."""
+        scaled = _at_scale_one(replace(layer, scale=_alpha(layer) / self._common_alpha))
+        return _renamed(scaled, LYCORIS_NAMES) | {"alpha": torch.tensor(float(self._common_alpha))}
+
+    @cached_property
+    def _common_alpha(self) -> int:
+        return _most_common(map(_alpha, self._layers.values()))
+
+    def _comfyui_dora_tensors(self, name: str, layer: LayerAdapter) -> dict[str, Tensor]:
+        return {"dora_scale": _comfyui_dora_scale(layer, self._base(name))}
+
+    def _readers_by_name(self) -> tuple[str, ...]:
+        """Who loads LyCORIS's names: LyCORIS only where it finds the block size, the smaller of two factors."""
+        blocks = [layer.tensors["blocks"].shape for layer in self._layers.values() if layer.kind == "diag-oft"]
+        return ("comfyui",) if any(size > count for count, size, _ in blocks) else ("comfyui", "lycoris")
+
+    def _native_in_diffusers(self) -> bool:
+        return self._kind in self._naming.diffusers_adapters
+
+    def _fits_diffusers(self) -> bool:
+        """Whether diffusers can be given this adapter, and as less than the weights of the layers it changes."""
+        if self._native_in_diffusers() or self._kind not in ("loha", "lokr"):
+            return self._native_in_diffusers()
+        return self._exact_size() <= self._weight_size()
+
+    def _exact_size(self) -> int:
+        return sum(_exact_rank(layer) * sum(_size(layer)) for layer in self._layers.values())
+
+    def _weight_size(self) -> int:
+        return sum(math.prod(_size(layer)) for layer in self._layers.values())
+
+    def _lycoris_name(self, name: str) -> str:
+        return self._kohya_name(name) if _is_text_encoder(name) else f"lycoris_{_underscored(_path(name))}"
+
+    def _kohya_name(self, name: str) -> str:
+        component = _component(name)
+        if component not in self._naming.kohya_prefixes:
+            raise InputError(
+                f"export.format: no other program has names for {component} of this kind of model; "
+                "use diffusers or peft, or leave it out of model.train"
+            )
+        return f"{self._naming.kohya_prefixes[component]}_{_underscored(_path(name))}"
+
+    def _joined_tensors(self) -> dict[str, Tensor]:
+        """The denoiser's layers joined as the original model joins them; text encoders by their paths."""
+        encoders = {name: layer for name, layer in self._layers.items() if _is_text_encoder(name)}
+        tensors = self._each(encoders, self._lycoris_tensors, self._kohya_name)
+        waiting = {name: layer for name, layer in self._layers.items() if name not in encoders}
+        for name, parts, fused in self._originals():
+            taken = {part: _at_scale_one(waiting.pop(part)) for part in parts if part in waiting}
+            if taken:
+                joined = self._joined(parts, taken, fused.halves_swapped)
+                tensors |= {f"{name}.{suffix}": self._cast(suffix, tensor) for suffix, tensor in joined.items()}
+        if waiting:
+            raise InputError(
+                f"export.format: kohya has no name for '{next(iter(waiting))}', which the model's original single file "
+                f"does not have; use {self._others()}, or leave it out of adapter.targets"
+            )
+        return tensors
+
+    def _originals(self) -> Iterator[tuple[str, list[str], Fused]]:
+        """(kohya's name, our layers, entry) of the original weights that are multiplied from the usual side."""
+        for component, layout in self._naming.layouts.items():
+            for fused in layout if not _is_text_encoder(component) else ():
+                if fused.name.endswith(".weight") and not fused.transposed:
+                    stem = fused.name.removesuffix(".weight").removeprefix(ORIGINAL_PREFIX)
+                    parts = [f"{component}.{part.removesuffix('.weight')}" for part in fused.parts]
+                    yield f"{self._naming.kohya_prefixes[component]}_{_underscored(stem)}", parts, fused
+
+    def _joined(self, parts: list[str], layers: Mapping[str, LayerAdapter], swapped: bool) -> dict[str, Tensor]:
+        """One lora for stacked layers: their downs stacked, their ups along the diagonal, zeros for parts without."""
+        ups = [
+            layers[part].tensors["up"].flatten(1) if part in layers else torch.zeros(self._base(part).shape[0], 0)
+            for part in parts
+        ]
+        up: Tensor = torch.block_diag(*ups)  # type: ignore[no-untyped-call]
+        if swapped:
+            up = torch.cat(up.chunk(2)[::-1])
+        down = torch.cat([layer.tensors["down"] for layer in layers.values()])
+        joined = LayerAdapter("lora", {"down": down, "up": _as_kernel(up, down.dim())})
+        return _renamed(joined, LYCORIS_NAMES) | {"alpha": torch.tensor(float(_alpha(joined)))}
+
+    def _others(self) -> str:
+        """Formats that carry the adapter whatever the family."""
+        return "auto, comfyui, lycoris" if self._kind in ROTATIONS else "auto, comfyui, lycoris, peft"
+
+    def _refusal(self, format: str, why: str, others: str) -> InputError:
+        return InputError(f"export.format: {format} cannot carry a {self._kind} adapter{why}; use {others}")
+
+
+def _beginning_with_a_down(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """diffusers renames layers (`to_out` to `to_out.0`) in a file whose first name has no `lora_A`. safetensors puts
+    wider types first, then sorts by name: the first `lora_A` must be as wide as dora's magnitudes."""
+    first = min((name for name in tensors if name.endswith("lora_A.weight")), default=None)
+    if first is None or not any("magnitude" in name for name in tensors):
+        return tensors
+    return tensors | {first: tensors[first].float()}
+
+
+def _component(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _path(name: str) -> str:
+    return name.partition(".")[2]
+
+
+def _is_text_encoder(name: str) -> bool:
+    return name.startswith("text_encoder")
+
+
+def _underscored(path: str) -> str:
+    return path.replace(".", "_")
+
+
+def _dotted(name: str) -> str:
+    """diffusers' name. transformers 5 took `text_model` out of CLIP paths; older programs need it, newer accept it."""
+    path = _path(name)
+    shortened = _is_text_encoder(name) and path.startswith("encoder.layers.")
+    return f"{_component(name)}.{'text_model.' if shortened else ''}{path}"
+
+
+def _renamed(layer: LayerAdapter, names: Mapping[Kind, Mapping[str, str]]) -> dict[str, Tensor]:
+    return {names[layer.kind][name]: tensor for name, tensor in layer.tensors.items() if name != "magnitude"}
+
+
+def _at_scale_one(layer: LayerAdapter) -> LayerAdapter:
+    if layer.scale == 1:
+        return layer
+    (factor,) = (name for name in FOLDED[layer.kind] if name in layer.tensors)
+    scaled = layer.tensors[factor].float() * layer.scale
+    return LayerAdapter(layer.kind, {**layer.tensors, factor: scaled})
+
+
+def _alpha(layer: LayerAdapter) -> int:
+    """The alpha that means scale 1: the rank; 0 is no constraint of a rotation, whose key may not be left out."""
+    match layer.kind:
+        case "lora" | "dora":
+            return layer.tensors["down"].shape[0]
+        case "loha":
+            return layer.tensors["w1_b"].shape[0]
+        case "lokr":
+            return _lokr_rank(layer) or 1
+    return 0
+
+
+def _lokr_rank(layer: LayerAdapter) -> int | None:
+    """None when both factors are whole."""
+    return next((layer.tensors[name].shape[0] for name in ("w2_b", "w1_b") if name in layer.tensors), None)
+
+
+def _size(layer: LayerAdapter) -> tuple[int, int]:
+    """Rows and columns of the weight it changes, the kernel of a convolution flattened."""
+    tensors = layer.tensors
+    if layer.kind == "loha":
+        return tensors["w1_a"].shape[0], tensors["w1_b"].shape[1]
+    (a, b), (c, d) = _factor_shapes(layer)
+    return a * c, b * d
+
+
+def _factor_shapes(layer: LayerAdapter) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of lokr's two factors, the kernel flattened into the second."""
+
+    def shape(name: str) -> tuple[int, int]:
+        if name in layer.tensors:
+            whole = layer.tensors[name]
+            return whole.shape[0], whole[0].numel()
+        return layer.tensors[f"{name}_a"].shape[0], layer.tensors[f"{name}_b"].shape[1]
+
+    return shape("w1"), shape("w2")
+
+
+def _exact_rank(layer: LayerAdapter) -> int:
+    """Rank of the lora that is the same as a loha or lokr."""
+    if layer.kind == "loha":
+        return layer.tensors["w1_b"].shape[0] * layer.tensors["w2_b"].shape[0]
+    return math.prod(
+        layer.tensors[f"{name}_b"].shape[0] if f"{name}_b" in layer.tensors else min(shape)
+        for name, shape in zip(("w1", "w2"), _factor_shapes(layer), strict=True)
+    )
+
+
+def _exact_lora(layer: LayerAdapter, shape: torch.Size) -> LayerAdapter:
+    """The lora with the same update. shape: of the layer's weight."""
+    factors = {name: tensor.float() for name, tensor in layer.tensors.items()}
+    if layer.kind == "loha":
+        # (w1_a w1_b) * (w2_a w2_b) is a sum over pairs of ranks, each an outer product.
+        up = torch.einsum("oi,oj->oij", factors["w1_a"], factors["w2_a"]).flatten(1)
+        down = torch.einsum("in,jn->ijn", factors["w1_b"], factors["w2_b"]).flatten(0, 1)
+    else:
+        # kron(A B, C D) = kron(A, C) kron(B, D)
+        left, right = zip(*(_as_product(factors, name) for name in ("w1", "w2")), strict=True)
+        up, down = torch.kron(*left), torch.kron(*right)
+    return LayerAdapter("lora", {"down": down.view(-1, *shape[1:]), "up": _as_kernel(up, len(shape))})
+
+
+def _as_product(factors: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
+    """A factor of lokr as a product of two matrices with as few numbers between them as can be."""
+    if f"{name}_a" in factors:
+        return factors[f"{name}_a"], factors[f"{name}_b"]
+    whole = factors[name].flatten(1)
+    rows, columns = whole.shape
+    return (torch.eye(rows), whole) if rows <= columns else (whole, torch.eye(columns))
+
+
+def _as_lycoris_builds_it(layer: LayerAdapter) -> LayerAdapter:
+    """The same adapter in the shapes that LyCORIS makes of a file before it copies the tensors."""
+    tensors = dict(layer.tensors)
+    if layer.kind == "lokr" and "w2" in tensors and "w1_a" in tensors:
+        # It knows no low-rank first factor beside a whole second one.
+        tensors["w1"] = tensors.pop("w1_a").float() @ tensors.pop("w1_b").float()
+    if layer.kind == "boft":
+        tensors["blocks"] = _all_stages(tensors["blocks"])
+    return LayerAdapter(layer.kind, tensors)
+
+
+def _all_stages(blocks: Tensor) -> Tensor:
+    """Zeros, which rotate by nothing, for the stages that were not trained: LyCORIS computes their number, log2(n) + 1
+    for n blocks, and ignores what the file has."""
+    stages, n, b, _ = blocks.shape
+    missing = n.bit_length() - stages
+    return torch.cat([blocks, blocks.new_zeros(missing, n, b, b)])
+
+
+def _as_kernel(up: Tensor, dim: int) -> Tensor:
+    """(out, r) -> (out, r[, 1, 1]), as many dimensions as the layer's weight."""
+    return up.view(*up.shape, *[1] * (dim - 2))
+
+
+def _as_column(magnitude: Tensor, down: Tensor) -> Tensor:
+    """(out,) -> (out, 1[, 1, 1]): ComfyUI would spread a vector over the columns."""
+    return magnitude.view(-1, *[1] * (down.dim() - 1))
+
+
+def _comfyui_dora_scale(layer: LayerAdapter, weight: Tensor) -> Tensor:
+    """m ||W|| / ||W + dW|| by rows, shape (out, 1[, 1, 1]): ComfyUI divides by ||W|| where the definition, peft and
+    LyCORIS divide by ||W + dW||.
+
+    The only place that knows. Comfy-Org/ComfyUI pull request 15458 corrects it there: then this file's `dora_scale` is
+    wrong, which DORA_CONVENTION in its metadata tells.
+    """
+    rows = weight.float().flatten(1)
+    turned = rows + layer.update().flatten(1)
+    magnitude = layer.tensors["magnitude"].float() * rows.norm(dim=1) / turned.norm(dim=1)
+    return _as_column(magnitude, layer.tensors["down"])
+
+
+def _peft_config(layers: Mapping[str, LayerAdapter], base: Base) -> PeftConfig:
+    """The config with which peft builds the layers in the shapes of their tensors, at scale 1."""
+    kind = next(iter(layers.values())).kind
+    ranks = {_path(name): _peft_rank(layer) for name, layer in layers.items()}
+    rank = _most_common(ranks.values())
+    others = {f"^{re.escape(path)}$": other for path, other in ranks.items() if other != rank}
+    shared: dict[str, Any] = {
+        "r": rank,
+        # A list of names would also match longer names that end in one of them.
+        "target_modules": f"({'|'.join(map(re.escape, ranks))})",
+        "rank_pattern": others,
+        "alpha_pattern": others,
+        "inference_mode": True,
+    }
+    match kind:
+        case "loha":
+            return LoHaConfig(alpha=rank, **shared)
+        case "lokr":
+            both = any("w1_a" in layer.tensors for layer in layers.values())
+            return LoKrConfig(alpha=rank, decompose_both=both, decompose_factor=_peft_factor(layers, base), **shared)
+    return LoraConfig(lora_alpha=rank, use_dora=kind == "dora", **shared)
+
+
+def _most_common(numbers: Iterable[int]) -> int:
+    [(number, _)] = Counter(numbers).most_common(1)
+    return number
+
+
+def _peft_rank(layer: LayerAdapter) -> int:
+    """peft keeps a factor of lokr whole when the rank is at least half its size: so large where both are."""
+    if layer.kind == "lokr":
+        return _lokr_rank(layer) or max(_factor_shapes(layer)[1])
+    return _alpha(layer)
+
+
+def _peft_factor(layers: Mapping[str, LayerAdapter], base: Base) -> int:
+    """The one factor from which peft computes how all layers are split.
+
+    It is the first size of the layers whose sizes it divides. Raises InputError when there is none.
+    """
+    splits: set[tuple[int, int]] = set()
+    for name, layer in layers.items():
+        first, _ = _factor_shapes(layer)
+        splits.update(zip(base(name).shape[:2], first, strict=True))
+    factor: int
+    for factor in (-1, *sorted({first for _, first in splits})):
+        if all(factorization(size, factor)[0] == first for size, first in splits):
+            return factor
+    raise InputError(
+        "export.format: peft cannot carry a lokr adapter whose layers are split by different factors; "
+        "use auto, comfyui, lycoris"
+    )

@@ -1,36 +1,38 @@
-"""Finds images with their captions, and decodes them. No torch and no numpy: a dataset is checked before they load."""
+"""Finds images with their captions. No torch and no numpy: a dataset is checked before they load."""
 
 from __future__ import annotations
 
 import json
 import os
-import struct
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from typing import TypeVar
 
 from trainer.config import DataConfig, InputError
+from trainer.data.companions import Findings, Masks, References
+from trainer.data.pixels import IMAGE_SUFFIXES, Picture, files_below, open_picture
 
-IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
 OTHER_IMAGE_SUFFIXES = frozenset({".gif", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".tga", ".psd", ".exr", ".dng"})
 TRIGGER_PLACE = "[trigger]"
 MAX_SHOWN_PROBLEMS = 20
 
-# Pillow has no common base class for what its decoders raise on damaged files.
-_DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
+C = TypeVar("C", Masks, References)
 
 
 @dataclass(frozen=True)
-class Photo:
-    """One image with its caption. width, height: pixels after the EXIF orientation.  weight: occurrences per epoch."""
+class Photo(Picture):
+    """One image with its caption and what goes with it.
 
-    path: Path
+    weight: occurrences per epoch.  loss_weight: of its loss, beside 1 for an image of the data.  mask: None where the
+    whole image is learned.
+    """
+
     caption: str
-    width: int
-    height: int
     weight: float
+    loss_weight: float = 1.0
+    mask: Picture | None = None
+    references: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -43,44 +45,42 @@ class Dataset:
 
 
 def scan(cfg: DataConfig) -> Dataset:
-    """The images of `data.path`, `data.folders` and `data.validation` with their captions; only headers are read.
+    """The images of all folders of the config, with captions, masks and references; only headers are read.
 
     Folders are searched recursively. Hidden ones, `cache`, `*_cache` and `data.cache` are skipped, and a folder that
     the config lists by itself counts there only. A caption is the .txt beside the image, else a row of a
     metadata.jsonl whose `file_name` leads to it. `data.validation: n` sets aside the last n images of the order.
+    Regularization images are the last of `train`; neither masks nor references go with them.
     Raises InputError with all problems found, the first 20 of them in words.
     """
-    scanner = _Scanner(cfg, _own_places(cfg))
+    scanner = _Scanner(cfg)
     photos = [photo for source in _training_sources(cfg) for photo in scanner.photos(source)]
     held_out: list[Photo] = []
     if isinstance(cfg.validation, str):
-        held_out = scanner.photos(_Source("data.validation", _absolute(cfg.validation), 1.0))
-    scanner.raise_problems()
+        held_out = scanner.photos(_Source("data.validation", _absolute(cfg.validation)))
+    others: list[Photo] = []
+    if cfg.regularization is not None:
+        others = scanner.photos(_Source("data.regularization", _absolute(cfg.regularization), is_own=False))
+    scanner.finish()
     if isinstance(cfg.validation, int):
         photos, held_out = _set_aside(photos, cfg.validation)
-    return Dataset(tuple(photos), tuple(held_out), tuple(scanner.warnings))
-
-
-def load_photo(photo: Photo, size: tuple[int, int]) -> Image.Image:
-    """The image as RGB of exactly `size` (width, height): oriented, transparency on white, scaled to cover, cropped.
-
-    Raises InputError naming the file when its pixels cannot be decoded.
-    """
-    try:
-        with _open(photo.path) as image:
-            upright = ImageOps.exif_transpose(image)
-    except _DECODER_ERRORS as error:
-        raise _unreadable(photo.path, error) from error
-    return ImageOps.fit(_as_rgb(upright), size, Image.Resampling.LANCZOS)
+    photos += _as_frequent(others, photos, cfg.regularization_weight)
+    return Dataset(tuple(photos), tuple(held_out), tuple(scanner.found.warnings))
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A folder of images, and the field of the config that names it."""
+    """A folder of images, and the field of the config that names it.
+
+    weight: occurrences per epoch of each.  is_own: whether they show what is learned: then the trigger stands in their
+    captions, and masks and references go with them.
+    """
 
     field: str
     root: Path
-    weight: float
+    weight: float = 1.0
+    is_own: bool = True
+    holds: str = "images with captions"
 
 
 def _training_sources(cfg: DataConfig) -> Iterator[_Source]:
@@ -92,7 +92,7 @@ def _training_sources(cfg: DataConfig) -> Iterator[_Source]:
 
 def _own_places(cfg: DataConfig) -> frozenset[Path]:
     """Folders whose content does not belong to the folder around them."""
-    named = [cfg.path, cfg.cache, *(folder.path for folder in cfg.folders)]
+    named = [cfg.path, cfg.cache, *(folder.path for folder in cfg.folders), *cfg.companions.values()]
     if isinstance(cfg.validation, str):
         named.append(cfg.validation)
     return frozenset(_absolute(path).resolve() for path in named if path is not None)
@@ -111,67 +111,102 @@ def _set_aside(photos: list[Photo], count: int) -> tuple[list[Photo], list[Photo
     return photos[:border], photos[border:]
 
 
-@dataclass
+def _as_frequent(others: Sequence[Photo], photos: Sequence[Photo], loss_weight: float) -> list[Photo]:
+    """Regularization images that together occur as often as the photos, whether there are fewer or more of them."""
+    weights = sum(photo.weight for photo in photos)
+    return [replace(other, weight=weights / len(others), loss_weight=loss_weight) for other in others]
+
+
 class _Scanner:
     """Reads folders one after the other and collects what is wrong with them."""
 
-    cfg: DataConfig
-    own_places: frozenset[Path]
-    problems: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    def __init__(self, cfg: DataConfig) -> None:
+        self.cfg = cfg
+        self.found = Findings()
+        self._own_places = _own_places(cfg)
+        self._masks = self._companions(Masks, "data.masks", cfg.masks)
+        self._references = self._companions(References, "data.references", cfg.references)
 
     def photos(self, source: _Source) -> list[Photo]:
         """The usable images of one folder, by relative path."""
         files = self._files(source)
+        images = self._images(source, files)
+        rows = self._metadata([file for file in files if file.name == "metadata.jsonl"], frozenset(images))
+        photos = [photo for image in images if (photo := self._photo(image, rows, source)) is not None]
+        if images and not photos and not self.found.problems:
+            self.found.problems.append(f"{source.field}: {source.root}: none of its {len(images)} images can be read")
+        self._warn_of_open_trigger(source, photos)
+        return photos
+
+    def finish(self) -> None:
+        """To be called after the last folder. Raises InputError if anything is wrong that stops the run."""
+        for companions in (self._masks, self._references):
+            if companions:
+                companions.finish()
+        problems = self.found.problems
+        if problems:
+            hidden = len(problems) - MAX_SHOWN_PROBLEMS
+            more = [f"and {hidden} more"] if hidden > 0 else []
+            raise InputError("\n".join(problems[:MAX_SHOWN_PROBLEMS] + more))
+
+    def _companions(self, kind: type[C], field: str, folder: str | None) -> C | None:
+        if folder is None:
+            return None
+        source = _Source(field, _absolute(folder), holds="images named as those of the data")
+        images = self._images(source, self._files(source))
+        return kind(field, source.root, images, self.found) if images else None
+
+    def _files(self, source: _Source) -> list[Path]:
+        root = source.root
+        if not root.is_dir():
+            kind = "not a folder" if root.exists() else "no such folder"
+            self.found.problems.append(f"{source.field}: {root}: {kind}; give a folder of {source.holds}")
+            return []
+        files = list(files_below(root, self._own_places))
+        if not files:
+            self.found.problems.append(f"{source.field}: {root}: the folder is empty; put {source.holds} into it")
+        return sorted(files, key=lambda file: file.relative_to(root).as_posix())
+
+    def _images(self, source: _Source, files: Sequence[Path]) -> list[Path]:
         images = [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
         for file in files:
             if file.suffix.lower() in OTHER_IMAGE_SUFFIXES:
                 self._bad_image(f"{file}: {file.suffix} images are not read; convert it to png or jpg, or remove it")
         if files and not images:
             expected = " ".join(sorted(suffix.removeprefix(".") for suffix in IMAGE_SUFFIXES))
-            self.problems.append(f"{source.field}: {source.root}: no images in this folder; expected {expected}")
-        rows = self._metadata([file for file in files if file.name == "metadata.jsonl"], frozenset(images))
-        photos = [photo for image in images if (photo := self._photo(image, rows, source.weight)) is not None]
-        if images and not photos and not self.problems:
-            self.problems.append(f"{source.field}: {source.root}: none of its {len(images)} images can be read")
-        self._warn_of_unset_trigger(source, photos)
-        return photos
+            self.found.problems.append(f"{source.field}: {source.root}: no images in this folder; expected {expected}")
+        return images
 
-    def raise_problems(self) -> None:
-        """Raises InputError if anything was found wrong so far."""
-        if self.problems:
-            hidden = len(self.problems) - MAX_SHOWN_PROBLEMS
-            more = [f"and {hidden} more"] if hidden > 0 else []
-            raise InputError("\n".join(self.problems[:MAX_SHOWN_PROBLEMS] + more))
-
-    def _files(self, source: _Source) -> list[Path]:
-        root = source.root
-        if not root.is_dir():
-            kind = "not a folder" if root.exists() else "no such folder"
-            self.problems.append(f"{source.field}: {root}: {kind}; give a folder of images with captions")
-            return []
-        files = list(_walk(root, set(self.own_places)))
-        if not files:
-            self.problems.append(f"{source.field}: {root}: the folder is empty; put images with captions into it")
-        return sorted(files, key=lambda file: file.relative_to(root).as_posix())
-
-    def _photo(self, path: Path, rows: Mapping[Path, str], weight: float) -> Photo | None:
-        """None if something is wrong with the image or its caption; that is noted."""
+    def _photo(self, path: Path, rows: Mapping[Path, str], source: _Source) -> Photo | None:
+        """None if something is wrong with the image, its caption or what goes with it; that is noted."""
         caption = self._caption(path, rows)
+        name = path.relative_to(source.root).with_suffix("").as_posix()
         try:
-            width, height = _upright_size(path)
+            picture = open_picture(path)
+            mask = self._masks.of(name, picture) if self._masks and source.is_own else None
+            references = self._references.of(name, picture) if self._references and source.is_own else ()
         except InputError as error:
             self._bad_image(str(error))
             return None
         if caption is None:
             return None
-        return Photo(path, _with_trigger(caption, self.cfg.trigger), width, height, weight)
+        return Photo(
+            path=path,
+            width=picture.width,
+            height=picture.height,
+            caption=_with_trigger(caption, self.cfg.trigger) if source.is_own else caption,
+            weight=source.weight,
+            mask=mask,
+            references=references,
+        )
 
     def _caption(self, path: Path, rows: Mapping[Path, str]) -> str | None:
         beside = path.with_suffix(".txt")
         caption = self._text(beside) if beside.is_file() else rows.get(path, "")
         if caption == "" and self.cfg.missing_caption == "stop":
-            self.problems.append(f"{path}: no caption; write it into {beside.name}, or set data.missing_caption: empty")
+            self.found.problems.append(
+                f"{path}: no caption; write it into {beside.name}, or set data.missing_caption: empty"
+            )
             return None
         return caption
 
@@ -184,7 +219,7 @@ class _Scanner:
                     try:
                         image, caption = _metadata_row(line, file.parent, images)
                     except InputError as error:
-                        self.problems.append(f"{file}:{number}: {error}")
+                        self.found.problems.append(f"{file}:{number}: {error}")
                     else:
                         captions[image] = caption
         return captions
@@ -196,35 +231,24 @@ class _Scanner:
             # Windows editors put a byte order mark before the text.
             return data.decode("utf-8").removeprefix("\ufeff").strip()
         except UnicodeDecodeError as error:
-            self.problems.append(
+            self.found.problems.append(
                 f"{path}: byte {error.start} (0x{data[error.start]:02x}) is not UTF-8; save the file as UTF-8"
             )
             return None
 
     def _bad_image(self, message: str) -> None:
         if self.cfg.bad_image == "warn":
-            self.warnings.append(f"left out: {message}")
+            self.found.warnings.append(f"left out: {message}")
         else:
-            self.problems.append(f"{message}, or set data.bad_image: warn")
+            self.found.problems.append(f"{message}, or set data.bad_image: warn")
 
-    def _warn_of_unset_trigger(self, source: _Source, photos: list[Photo]) -> None:
+    def _warn_of_open_trigger(self, source: _Source, photos: list[Photo]) -> None:
         count = sum(TRIGGER_PLACE in photo.caption for photo in photos)
         if count:
-            self.warnings.append(
-                f"{source.field}: {count} captions of {source.root} hold {TRIGGER_PLACE} as it stands; set data.trigger"
+            remedy = "set data.trigger" if source.is_own else "remove it: the trigger is not for these images"
+            self.found.warnings.append(
+                f"{source.field}: {count} captions of {source.root} hold {TRIGGER_PLACE} as it stands; {remedy}"
             )
-
-
-def _walk(folder: Path, seen: set[Path]) -> Iterator[Path]:
-    """The files below a folder. Links to folders are followed, but none is entered twice."""
-    for entry in sorted(folder.iterdir()):
-        if entry.name.startswith("."):
-            continue
-        if not entry.is_dir():
-            yield entry
-        elif not (entry.name == "cache" or entry.name.endswith("_cache")) and entry.resolve() not in seen:
-            seen.add(entry.resolve())
-            yield from _walk(entry, seen)
 
 
 def _metadata_row(line: str, folder: Path, images: frozenset[Path]) -> tuple[Path, str]:
@@ -250,42 +274,3 @@ def _with_trigger(caption: str, trigger: str) -> str:
     if TRIGGER_PLACE in caption:
         return caption.replace(TRIGGER_PLACE, trigger)
     return f"{trigger}, {caption}" if caption else trigger
-
-
-def _upright_size(path: Path) -> tuple[int, int]:
-    """(width, height) as a viewer shows the image, from its header. Raises InputError."""
-    try:
-        with _open(path) as image:
-            # The PNG reader's own getexif decodes all pixels to look for an orientation behind them.
-            orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
-            width, height = image.size
-    except _DECODER_ERRORS as error:
-        raise _unreadable(path, error) from error
-    is_on_its_side = orientation in (5, 6, 7, 8)
-    return (height, width) if is_on_its_side else (width, height)
-
-
-def _open(path: Path) -> Image.Image:
-    image = Image.open(path)
-    if image.mode in ("I", "F"):
-        image.close()
-        raise ValueError("its pixels have 32 bits and no fixed white; save it with 8 or 16 bits")
-    return image
-
-
-def _as_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I;16"):
-        # convert() would clip: everything above 255 of 65535 became white.
-        return image.convert("I").point(lambda value: value * (1 / 256)).convert("L").convert("RGB")
-    if not image.has_transparency_data:
-        return image.convert("RGB")
-    layer = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
-
-
-def _unreadable(path: Path, error: Exception) -> InputError:
-    if isinstance(error, UnidentifiedImageError):
-        reason = "no image of a known format"
-    else:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    return InputError(f"{path}: cannot be read ({reason}); replace or remove it")

@@ -106,7 +106,8 @@ class BatchPlan:
 class MicroBatch:
     """The part of a step that one rank trains in one pass; all examples share a batch key.
 
-    indices: global sample index of each example (step x batch size + position).  weights: 1, or 0 for padding.
+    indices: global sample index of each example (step x batch size + position).  weights: of their losses, 0 for
+    padding.
     """
 
     examples: tuple[Example, ...]
@@ -117,7 +118,8 @@ class MicroBatch:
 class Loader:
     """The examples of each step for one rank. The next step is read by a thread while this one is trained.
 
-    fetch(item): its example, called on that thread.  micro_batch: most examples per pass.
+    fetch(item): its example, called on that thread.  micro_batch: most examples per pass.  loss_weight(item): of its
+    loss, > 0.
 
     The batch is split contiguously over the ranks, and each part into equal passes, as few as `micro_batch` allows.
     Number and size of the passes are the same on every rank; the last positions repeat the last item with weight 0
@@ -125,10 +127,17 @@ class Loader:
     """
 
     def __init__(
-        self, plan: BatchPlan, fetch: Callable[[Item], Example], rank: int, world_size: int, micro_batch: int
+        self,
+        plan: BatchPlan,
+        fetch: Callable[[Item], Example],
+        rank: int,
+        world_size: int,
+        micro_batch: int,
+        loss_weight: Callable[[Item], float] = lambda item: 1.0,
     ) -> None:
         self._plan = plan
         self._fetch = fetch
+        self._loss_weight = loss_weight
         self._rank = rank
         per_rank = math.ceil(plan.batch_size / world_size)
         self._num_passes = math.ceil(per_rank / micro_batch)
@@ -166,5 +175,5 @@ class Loader:
         return MicroBatch(
             examples=tuple(self._fetch(batch[position]) for position in present),
             indices=tuple(step * len(batch) + position for position in present),
-            weights=tuple(1.0 if position <= last else 0.0 for position in positions),
+            weights=tuple(self._loss_weight(batch[p]) if p <= last else 0.0 for p in positions),
         )

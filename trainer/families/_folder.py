@@ -1,4 +1,4 @@
-"""A model's folder on disk: found, read, fingerprinted and, for tiny models, written once."""
+"""A model's folder on disk: found, read, checked, fingerprinted and, for tiny models, written once."""
 
 from __future__ import annotations
 
@@ -6,18 +6,119 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
-from trainer.config import InputError
+from trainer.config import InputError, ModelConfig
+from trainer.hub import find_folder
 from trainer.rng import generator
+from trainer.weights import Fused, WeightFiles, safetensors_in
 
 DIGEST_BYTES = 1 << 20
+DIFFUSERS_STEM = "diffusion_pytorch_model"
+TRANSFORMERS_STEM = "model"
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A diffusers folder. field: the config field that named it, for error messages.
+
+    single: file that holds the denoiser instead of the folder's own weights.
+    """
+
+    field: str
+    path: Path
+    single: Path | None = None
+
+    def read(self, name: str) -> dict[str, Any]:
+        """One of its JSON files, as `scheduler/scheduler_config.json`.
+
+        Raises InputError when the file is missing or no JSON object.
+        """
+        return read_json(self.field, self.path, name)
+
+    def config(self, component: str, class_name: str) -> dict[str, Any]:
+        """Config of a diffusers model. Raises InputError when it describes another class."""
+        config = self.read(f"{component}/config.json")
+        kind = config.get("_class_name")
+        if kind != class_name:
+            raise InputError(
+                f"{self.field} {self.path}: {component}/config.json describes a {kind}, "
+                f"not a {class_name}; set model.family to the family of that model"
+            )
+        return config
+
+    def encoder_config(self, component: str, *model_types: str) -> dict[str, Any]:
+        """Config of a text encoder of transformers. Raises InputError when it is of another type."""
+        config = self.read(f"{component}/config.json")
+        kind = config.get("model_type")
+        if kind not in model_types:
+            raise InputError(
+                f"{self.field} {self.path}: {component}/config.json describes a {kind} text encoder, "
+                f"expected {' or '.join(model_types)}; download the folder again"
+            )
+        return config
+
+    def weights(
+        self, component: str, stem: str = DIFFUSERS_STEM, rename: Callable[[str], str | None] = lambda key: key
+    ) -> WeightFiles:
+        """A component's tensors. stem: name of its files without number and ending."""
+        return WeightFiles.read(safetensors_in(self.path / component, stem), rename)
+
+    def denoiser_weights(self, component: str, empty: nn.Module, layout: Iterable[Fused] = ()) -> WeightFiles:
+        """The tensors of `empty`, the denoiser, from its own file if there is one.
+
+        layout: of the files its publishers and other programs write, which are read as well as diffusers'.
+        Raises InputError when there are tensors that the model does not have.
+        """
+        files = [self.single] if self.single else safetensors_in(self.path / component, DIFFUSERS_STEM)
+        shapes = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items()}
+        weights = WeightFiles.read(files).by_our_names(layout, shapes)
+        unknown = sorted(weights.entries.keys() - shapes.keys())
+        if unknown:
+            raise InputError(
+                f"{files[0]}: {len(unknown)} tensors that the model does not have, first '{unknown[0]}'; "
+                f"the weights and {component}/config.json belong to different models"
+            )
+        return weights
+
+    def digest(self, *components: str) -> str:
+        """Changes when a file of the components changes."""
+        return digest(self.path / component for component in components)
+
+
+def open_folder(model: ModelConfig, architectures: Iterable[str], write_tiny: Callable[[], Path]) -> ModelFolder:
+    """The folder that the config names; for `tiny` the one that `write_tiny` returns.
+
+    architectures: allowed values of `model.options.architecture`.  Raises InputError for what cannot be found.
+    """
+    _check_paths(model, tuple(architectures))
+    if model.path == "tiny":
+        return ModelFolder("model.path", write_tiny())
+    if model.base is None:
+        return ModelFolder("model.path", find_folder("model.path", model.path))
+    return ModelFolder("model.base", find_folder("model.base", model.base), Path(model.path))
+
+
+def check_architecture(model: ModelConfig, folder: ModelFolder, published: Mapping[str, Any], found: Any) -> None:
+    """Refuse weights on disk that are not the architecture the config names; `tiny` only imitates it.
+
+    published: {name: its sizes}, which print as in "has {sizes}".  found: those of the folder.
+    """
+    name = model.options.architecture
+    if name is None or model.path == "tiny" or found == published[name]:
+        return
+    raise InputError(
+        f"model.options.architecture: {name} has {published[name]}, "
+        f"but {folder.path} has {found}; leave it empty or set {folder.field} to {name}"
+    )
 
 
 def read_json(field: str, folder: Path, name: str) -> dict[str, Any]:
@@ -77,6 +178,41 @@ def write_once(folder: Path, write: Callable[[Path], None]) -> Path:
     return folder
 
 
+def write_tiny(cache: Path, name: str, version: int, configs: Mapping[str, Any], write: Callable[[Path], None]) -> Path:
+    """The folder of a tiny model under `cache`, written on first use.
+
+    configs: part of the folder's name, as is version: raise it when equal configs are to give other files.
+    """
+    key = hashlib.sha256(json.dumps([version, configs], sort_keys=True).encode()).hexdigest()[:12]
+    return write_once(cache / f"tiny-{name}-{key}", write)
+
+
+def write_random(folder: Path, build: Callable[[], Any]) -> None:
+    """A component of diffusers or transformers with random weights. build: makes it; run on the meta device."""
+    with torch.device("meta"):
+        module = build()
+    fill_random(module, folder.name)
+    save_module(folder, module)
+
+
+def save_module(folder: Path, module: Any) -> None:
+    """What `save_pretrained` of diffusers and transformers writes."""
+    from diffusers.models.modeling_utils import ModelMixin
+
+    if isinstance(module, ModelMixin):
+        module.save_pretrained(folder)
+    else:
+        # transformers' own would draw a progress bar.
+        module.config.save_pretrained(folder)
+        save_file(module.state_dict(), folder / f"{TRANSFORMERS_STEM}.safetensors", metadata={"format": "pt"})
+
+
+def write_model_index(folder: Path, pipeline: str, **parts: tuple[str, str] | None) -> None:
+    """What diffusers needs to read the folder as a pipeline. parts: {component: (library, class)}."""
+    index = {"_class_name": pipeline} | {name: part or (None, None) for name, part in sorted(parts.items())}
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
 def fill_random(module: nn.Module, name: str) -> None:
     """Give a module on the meta device CPU weights drawn from (name, parameter name): the same on every machine.
 
@@ -90,3 +226,24 @@ def fill_random(module: nn.Module, name: str) -> None:
             else:
                 fan_in = math.prod(tensor.shape[1:])
                 tensor.copy_(torch.randn(tensor.shape, generator=generator(name, key)) / math.sqrt(fan_in))
+
+
+def _check_paths(model: ModelConfig, architectures: tuple[str, ...]) -> None:
+    architecture = model.options.architecture
+    if architecture is not None and architecture not in architectures:
+        raise InputError(f"model.options.architecture: '{architecture}' is not one of {', '.join(architectures)}")
+    if model.path == "demo":
+        raise InputError("model.path demo: not in this version; name a diffusers folder or set model.path: tiny")
+    is_file = model.path.endswith(".safetensors")
+    if is_file and not Path(model.path).is_file():
+        raise InputError(f"model.path {model.path}: no such file; name a transformer file or a diffusers folder")
+    if is_file and model.base is None:
+        raise InputError(
+            f"model.path {model.path}: holds the transformer only; "
+            "set model.base to a diffusers folder with text_encoder, tokenizer, vae and scheduler"
+        )
+    if model.base is not None and not is_file:
+        raise InputError(
+            f"model.base {model.base}: is only used with a single transformer file, "
+            f"but model.path is {model.path}; leave it empty"
+        )

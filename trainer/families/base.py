@@ -7,22 +7,43 @@ It knows nothing of sharding, adapters or files of a run; it is given a way to l
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.config import InputError, ModelConfig, ObjectiveConfig, SampleConfig, not_one_of
 from trainer.objectives import Batch, Example, Loss
 from trainer.rng import SampleRng
-from trainer.weights import WeightFiles
+from trainer.weights import Fused, WeightFiles
 
 LoadModule = Callable[[nn.Module, WeightFiles, Sequence[str]], nn.Module]
 """(module on the meta device, its weights, class names of its shardable blocks) -> the module, frozen, in eval mode,
 on this rank's device and in its own types, sharded when block names are given. Every rank must then call it equally
 often. Buffers that are in no file are undefined afterwards."""
+
+FLOW_FIELDS = frozenset({"density", "logit_mean", "logit_std", "mode_scale", "shift", "shift_factor", "guidance"})
+"""What a family trained by flow matching reads of the section `objective`."""
+DIFFUSION_FIELDS = frozenset({"prediction", "min_snr_gamma"})
+"""What a family trained by discrete diffusion reads of it."""
+
+
+@dataclass(frozen=True)
+class Shift:
+    """A family's recommended timestep shift. kind: a value of `objective.shift`.  factor: for `constant`."""
+
+    kind: Literal["linear", "empirical", "constant", "none"]
+    factor: float | None = None
+
+    def fill_in(self, objective: ObjectiveConfig) -> ObjectiveConfig:
+        """The section with `auto` replaced."""
+        if objective.shift != "auto":
+            return objective
+        factor = objective.shift_factor if self.factor is None else self.factor
+        return objective.model_copy(update={"shift": self.kind, "shift_factor": factor})
 
 
 class ModelFamily(ABC):
@@ -30,44 +51,84 @@ class ModelFamily(ABC):
 
     model: the config's section.  objective: the config's section.  cache: a folder shared between runs, where a
     `tiny` model is written as a diffusers folder.  Raises InputError when `model.path` does not hold such a model, or
-    `model.train` names a component it does not have.
+    a section asks for what the family does not have.
     """
 
     components: ClassVar[tuple[str, ...]]
-    """Names allowed in `model.train`; the first is the one that is trained by default and returned by `build`."""
+    """Names allowed in `model.train`, as diffusers names the parts of its pipeline. The first is the denoiser, which
+    is trained by default; the others are text encoders."""
     shard_blocks: ClassVar[tuple[str, ...]]
-    """Class names of the modules that are sharded one by one."""
-    adapter_targets: ClassVar[tuple[str, ...]]
-    """Regular expressions (full match on module names) of the layers an adapter changes by default."""
+    """Class names of the modules that are sharded one by one, of all components."""
+    adapter_targets: ClassVar[Mapping[str, tuple[str, ...]]]
+    """{component: regular expressions (full match on module names) of the linear layers adapters change by default}."""
+    conv_targets: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """The same for convolutions, which adapters with a `conv_rank` change besides."""
+    halves_swapped: ClassVar[tuple[str, ...]] = ()
+    """Layers (regular expressions) whose output halves stand in the other order in original files. A low-rank update
+    survives that; what depends on whole rows (dora, diag-oft, boft) does not, and leaves them alone."""
+    never_trained: tuple[str, ...] = ()
+    """Parameters (regular expressions) that get no gradient in this kind of training: frozen in a full fine-tune, and
+    left alone by adapters. Given in `__init__` where they depend on the architecture."""
     forward_methods: ClassVar[tuple[str, ...]] = ()
-    """Entry points of the model besides `forward`. Never one that `forward` calls."""
+    """Entry points of the denoiser besides `forward`. Never one that `forward` calls."""
     size_multiple: ClassVar[int]
     """Width and height of images are multiples of this many pixels."""
-    export_prefix: ClassVar[str]
-    """Prefix of adapter keys in a diffusers file, as `transformer.`."""
-    model_spec: ClassVar[str]
-    """Name of the model in the metadata of exported files (modelspec.architecture)."""
+    objective_fields: ClassVar[frozenset[str]] = FLOW_FIELDS
+    """Fields of the section `objective` that the family reads; the others must keep their defaults."""
+    shift: ClassVar[Shift] = Shift("linear")
+    """What `objective.shift: auto` means."""
+    reads_references: ClassVar[bool] = False
+    """Whether the model can be given other images to make its own from (`data.references`)."""
+    optional_encoders: ClassVar[tuple[str, ...]] = ()
+    """Text encoders that `model.options.without` may name."""
+    single_file: ClassVar[tuple[str, ...]] = ()
+    """Parts of the pipeline that the original single file holds, each with a `layout`. Empty: the denoiser alone."""
+    diffusers_adapters: ClassVar[frozenset[str]] = frozenset({"lora", "locon", "dora"})
+    """Adapter types whose own tensors diffusers' loader reads for this model."""
+
+    kohya_prefixes: ClassVar[Mapping[str, str]] = {"transformer": "lora_unet"}
+    """{component: what stands before its layers' names in kohya's files}."""
+    kohya_by_path: ClassVar[bool] = False
+    """Whether kohya's names are built from diffusers' paths (which all its readers accept), not from `layout`."""
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
-        for component in model.train:
-            if component not in self.components:
-                raise InputError(f"model.train: {not_one_of(component, self.components)}")
+        self._check_names("model.train", model.train, self.components)
+        self._check_names("model.options.without", model.options.without, self.optional_encoders)
+        self._check_objective(objective)
         self.config = model
-        self.objective = objective
+        self.objective = self.shift.fill_in(objective)
         self.cache = cache
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """Components that are part of the model in training: the denoiser, and every other that is not frozen.
+
+        A frozen text encoder is run once per caption, when data are encoded.
+        """
+        train = self.config.train
+        return tuple(c for c in self.components if c == self.components[0] or train.get(c, "frozen") != "frozen")
 
     @property
     @abstractmethod
     def folder(self) -> Path:
         """The diffusers folder with the model's configs; for `tiny` a folder under `cache`, written when missing."""
 
+    @property
     @abstractmethod
-    def build(self) -> nn.Module:
-        """The model on the meta device: architecture only, fp32 parameters."""
+    def model_spec(self) -> str:
+        """Name of the model in the metadata of exported files (modelspec.architecture), as `Flux.2-dev`."""
 
     @abstractmethod
-    def weights(self) -> WeightFiles:
-        """Where the weights of `build()` lie."""
+    def build(self, component: str) -> nn.Module:
+        """A component on the meta device: architecture only, fp32 parameters."""
+
+    @abstractmethod
+    def weights(self, component: str) -> WeightFiles:
+        """Where the weights of `build(component)` lie, by diffusers names."""
+
+    def layout(self, component: str) -> tuple[Fused, ...]:
+        """The component's tensors as its original single file has them. Empty: there is no such layout."""
+        return ()
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -75,7 +136,7 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def text_encoder(self, load: LoadModule) -> Any:
-        """The text encoder(s) with tokenizer, ready for `encode_text`. Collective when `load` shards."""
+        """The frozen text encoder(s) with tokenizer, ready for `encode_text`. Collective when `load` shards."""
 
     @abstractmethod
     def image_encoder(self, load: LoadModule) -> Any:
@@ -83,36 +144,53 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def encode_text(self, encoder: Any, caption: str) -> Example:
-        """Text embeddings of one caption, on the CPU, without batch dim. Collective when the encoder is sharded."""
+        """One caption, on the CPU, without batch dim: embeddings of frozen encoders, token ids for live ones.
+
+        Collective when the encoder is sharded.
+        """
 
     @abstractmethod
     def encode_image(self, encoder: Any, image: Image.Image) -> Example:
-        """Latents of one RGB image whose sides are multiples of `size_multiple`, on the CPU, without batch dim."""
+        """One RGB image whose sides are multiples of `size_multiple`, on the CPU, without batch dim.
+
+        "latents" (..., h, w); a mask of the loss is (h, w).
+        """
 
     @abstractmethod
     def batch_key(self, example: Example) -> Hashable:
-        """Examples with equal keys may share a batch: same image size, same text length."""
+        """Examples with equal keys may share a batch: same image size, same text length, same references."""
 
     @abstractmethod
     def collate(self, examples: Sequence[Example]) -> Batch:
         """Examples of one batch key, stacked."""
 
     @abstractmethod
-    def loss(self, model: nn.Module, batch: Batch, rng: SampleRng) -> Loss:
-        """The training loss of one micro-batch. batch["weight"]: (B,) weight of each item, 0 for padding.
+    def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
+        """The training loss of one micro-batch.
 
-        Timestep and noise come from `rng`; the model is called exactly once.
+        model: the live components by name.  batch["weight"]: (B,) weight of each item, 0 for padding;
+        batch["mask"]: (B, h, w) weights of the latent pixels, where the data have masks.
+        Timestep and noise come from `rng`; each component is called exactly once.
         """
 
     @abstractmethod
     def sample(
-        self, model: nn.Module, encoder: Any, text: Example, negative: Example | None, cfg: SampleConfig, rng: SampleRng
+        self,
+        model: nn.ModuleDict,
+        encoder: Any,
+        text: Example,
+        negative: Example | None,
+        cfg: SampleConfig,
+        rng: SampleRng,
     ) -> Image.Image:
-        """One picture. `encoder` is `image_encoder`'s. Calls the model a number of times that depends on `cfg` only."""
+        """One picture. `encoder` is `image_encoder`'s. Calls the model a number of times that depends on `cfg` only.
+
+        text, negative: what `encode_text` made; text may also hold references, as a training example does.
+        """
 
     @abstractmethod
-    def load_adapter_file(self, model: nn.Module, file: Path) -> None:
-        """Load an exported adapter into `build()`'s model through the code a diffusers user runs.
+    def load_adapter_file(self, model: nn.ModuleDict, file: Path) -> None:
+        """Load an adapter file into the components of `build` through the code a diffusers user runs.
 
         The base may stay on the meta device; the adapter's tensors are real afterwards.
         """
@@ -121,3 +199,24 @@ class ModelFamily(ABC):
     @abstractmethod
     def tiny(cls, architecture: str | None = None) -> dict[str, Any]:
         """Architecture of a model that trains in seconds on a CPU: {component: its config}."""
+
+    def _check_names(self, field: str, named: Iterable[str], choices: tuple[str, ...]) -> None:
+        for name in named:
+            if name not in choices:
+                found = not_one_of(name, choices) if choices else f"'{name}', but this model has none to leave out"
+                raise InputError(f"{field}: {found}")
+
+    def _check_objective(self, objective: ObjectiveConfig) -> None:
+        """Refuse what would be ignored."""
+        for field, value in objective:
+            if field not in self.objective_fields and value != ObjectiveConfig.model_fields[field].default:
+                raise InputError(
+                    f"objective.{field}: is not used by this kind of model; leave it out. "
+                    f"It reads {', '.join(f'objective.{name}' for name in sorted(self.objective_fields))}"
+                )
+
+
+def references_of(example: Example | Batch) -> list[Tensor]:
+    """Latents of the reference images, in order: "reference_0", "reference_1" and so on."""
+    count = sum(key.startswith("reference_") for key in example)
+    return [example[f"reference_{number}"] for number in range(count)]

@@ -2,34 +2,48 @@
 
 Example and Batch keys: "latents" (C, H/16, W/16) fp32, patchified and normalised, C = 128 for the published models;
 "prompt_embeds" (L, D), stacked hidden states in the text encoder's type, L = 512 with padding, which the model
-attends to. Both with a batch dim in front in a Batch.
+attends to; "reference_0", "reference_1" and so on, the latents of reference images. All with a batch dim in front in a
+Batch.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import re
-import unicodedata
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
 from PIL import Image
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.config import InputError, ModelConfig, ObjectiveConfig, SampleConfig
-from trainer.families._folder import digest, fill_random, read_json, write_once
-from trainer.families.base import LoadModule, ModelFamily
-from trainer.objectives import Batch, Example, Loss, add_noise, draw_sigma, empirical_mu, squared_error, velocity
+from trainer.families._flow import asked, denoise, euler_scheduler, flow_loss, guided, spaced_sigmas
+from trainer.families._folder import (
+    TRANSFORMERS_STEM,
+    check_architecture,
+    fill_random,
+    open_folder,
+    save_module,
+    write_model_index,
+    write_random,
+    write_tiny,
+)
+from trainer.families._images import device_of, pack, patchify, picture_of, pixels_of, unpack, unpatchify
+from trainer.families._layout import numbered, tensors_of
+from trainer.families._text import (
+    hidden_states,
+    language_model_config,
+    language_model_key,
+    load_language_model,
+    write_tiny_bpe,
+)
+from trainer.families.base import LoadModule, ModelFamily, references_of
+from trainer.objectives import Batch, Example, Loss, empirical_mu
 from trainer.rng import SampleRng, generator
-from trainer.weights import WeightFiles, find_folder, safetensors_in
+from trainer.weights import Fused, WeightFiles
 
 
 @dataclass(frozen=True)
@@ -52,6 +66,8 @@ ARCHITECTURES = {
     "klein-9b": Architecture(8, 24, guidance_embeds=False, encoder="qwen3"),
 }
 DEFAULT_ARCHITECTURE = "klein-4b"
+REFERENCE_TIME = 10
+"""Distance in time of each reference image from the one before, the noisy image first, as in diffusers' pipelines."""
 
 
 @dataclass(frozen=True)
@@ -107,61 +123,68 @@ class Flux2(ModelFamily):
     components = ("transformer",)
     shard_blocks = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
     # `to_out` is a ModuleList in double blocks and a Linear in single ones: full names, never suffixes.
-    adapter_targets = (
-        r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)",
-        r"transformer_blocks\.\d+\.(ff|ff_context)\.(linear_in|linear_out)",
-        r"single_transformer_blocks\.\d+\.attn\.(to_qkv_mlp_proj|to_out)",
-    )
+    adapter_targets: ClassVar = {
+        "transformer": (
+            r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)",
+            r"transformer_blocks\.\d+\.(ff|ff_context)\.(linear_in|linear_out)",
+            r"single_transformer_blocks\.\d+\.attn\.(to_qkv_mlp_proj|to_out)",
+        )
+    }
+    halves_swapped = (r"norm_out\.linear",)
     size_multiple = 16
-    export_prefix = "transformer."
-    model_spec = "Flux.2"
+    reads_references = True
+    diffusers_adapters = frozenset({"lora", "locon", "dora", "lokr"})
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
         super().__init__(model, objective, cache)
-        _check_paths(model)
-        self._field = "model.base" if model.base else "model.path"
-        self._transformer = self._read("transformer/config.json")
-        self._vae = self._read("vae/config.json")
-        self._scheduler = self._read("scheduler/scheduler_config.json")
-        self._language_model = _language_model(self._read("text_encoder/config.json"))
-        self._read("tokenizer/tokenizer_config.json")
-        self._check_transformer()
+        self._folder = open_folder(model, ARCHITECTURES, self._write_tiny)
+        self._transformer = self._folder.config("transformer", Flux2Transformer2DModel.__name__)
+        self._vae = self._folder.read("vae/config.json")
+        self._scheduler = self._folder.read("scheduler/scheduler_config.json")
+        self._language_model = language_model_config(self._folder.read("text_encoder/config.json"))
+        self._folder.read("tokenizer/tokenizer_config.json")
         self._check_text_encoder()
         # The model's own view of its config: what the file leaves out has its default.
-        self._architecture: Any = self.build().config
-        self._check_architecture()
+        self._architecture: Any = self.build("transformer").config
+        check_architecture(model, self._folder, ARCHITECTURES, self._found())
         self._text = self._text_recipe()
 
-    @cached_property
+    @property
     def folder(self) -> Path:
-        if self.config.path == "tiny":
-            return write_tiny(self.cache, self.config.options.architecture)
-        return find_folder(self._field, self.config.base or self.config.path)
+        return self._folder.path
 
-    def build(self) -> nn.Module:
+    @property
+    def model_spec(self) -> str:
+        config = self._architecture
+        names = {(a.num_layers, a.num_single_layers): name for name, a in ARCHITECTURES.items()}
+        return f"Flux.2-{names.get((config.num_layers, config.num_single_layers), 'tiny')}"
+
+    def build(self, component: str) -> nn.Module:
         with torch.device("meta"):
             model: nn.Module = Flux2Transformer2DModel.from_config(self._transformer)
         return model
 
-    def weights(self) -> WeightFiles:
-        files = [Path(self.config.path)] if self.config.base else self._files("transformer", "diffusion_pytorch_model")
-        weights = WeightFiles.read(files)
-        _check_layout(files[0], weights, self.build())
-        return weights
+    def weights(self, component: str) -> WeightFiles:
+        return self._folder.denoiser_weights(component, self.build(component), self.layout(component))
+
+    def layout(self, component: str) -> tuple[Fused, ...]:
+        model = self.build(component)
+        double = numbered("double_blocks", "transformer_blocks", model, DOUBLE_BLOCK)
+        single = numbered("single_blocks", "single_transformer_blocks", model, SINGLE_BLOCK)
+        return tensors_of(model, (*MODULES, *double, *single))
 
     def fingerprint(self) -> str:
-        files = digest(self.folder / name for name in ("text_encoder", "tokenizer", "vae"))
+        files = self._folder.digest("text_encoder", "tokenizer", "vae")
         return hashlib.sha256(f"{self._text.layers} {self._text.max_tokens} {files}".encode()).hexdigest()
 
     def text_encoder(self, load: LoadModule) -> TextEncoder:
         from transformers import AutoTokenizer
 
-        empty = _build_language_model(self._language_model, self._text.layers)
-        blocks = sorted({type(layer).__name__ for layer in empty.layers})
-        files = WeightFiles.read(self._files("text_encoder", "model"), rename=_language_model_name)
-        model: Any = load(empty, files, blocks)
-        # The rotary frequencies are in no file: what the meta device lost is computed again.
-        model.rotary_emb = type(model.rotary_emb)(model.config).to(_device(model))
+        files = self._folder.weights("text_encoder", TRANSFORMERS_STEM, language_model_key)
+        # One layer more than the last that is stacked: the deepest layer's output passes the norm.
+        depth = max(self._text.layers) + 1
+        classes = _language_model_classes(self._language_model["model_type"])
+        model = load_language_model(load, classes, self._language_model, depth, files)
         return TextEncoder(model, AutoTokenizer.from_pretrained(self.folder / "tokenizer", local_files_only=True))
 
     def image_encoder(self, load: LoadModule) -> nn.Module:
@@ -169,55 +192,62 @@ class Flux2(ModelFamily):
 
         with torch.device("meta"):
             vae = AutoencoderKLFlux2.from_config(self._vae)
-        return load(vae, WeightFiles.read(self._files("vae", "diffusion_pytorch_model")), ())
+        return load(vae, self._folder.weights("vae"), ())
 
     @torch.no_grad()
     def encode_text(self, encoder: TextEncoder, caption: str) -> Example:
         tokens = self._text.tokenize(encoder.tokenizer, caption, self._text.max_tokens)
-        states = _hidden_states(encoder.model, tokens, self._text.layers)
+        states = hidden_states(encoder.model, tokens, self._text.layers)
         stacked = torch.cat(states, dim=-1)
         return {"prompt_embeds": stacked[0].cpu()}
 
     @torch.no_grad()
     def encode_image(self, encoder: Any, image: Image.Image) -> Example:
-        pixels = torch.from_numpy(np.array(image, dtype=np.float32)[None]).permute(0, 3, 1, 2) / 255 * 2 - 1
-        latents = patchify(encoder.encode(pixels.to(_device(encoder))).latent_dist.mode())
+        latents = patchify(encoder.encode(pixels_of(image, device_of(encoder))).latent_dist.mode())
         mean, std = latent_statistics(encoder)
         return {"latents": ((latents - mean) / std)[0].cpu()}
 
     def batch_key(self, example: Example) -> Hashable:
-        return (*example["latents"].shape[-2:], example["prompt_embeds"].shape[0])
+        references = (tuple(reference.shape[-2:]) for reference in references_of(example))
+        return (*example["latents"].shape[-2:], example["prompt_embeds"].shape[0], *references)
 
     def collate(self, examples: Sequence[Example]) -> Batch:
         return {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
 
-    def loss(self, model: nn.Module, batch: Batch, rng: SampleRng) -> Loss:
-        latents = batch["latents"]
-        sigma = draw_sigma(self.objective, latents.shape[-2] * latents.shape[-1], rng)
-        noise = rng.normal("noise", latents.shape[1:])
-        noisy = add_noise(latents, noise, sigma)
-        prediction = self._predict(model, noisy, sigma, batch["prompt_embeds"], self.objective.guidance)
-        return squared_error(prediction, velocity(latents, noise), batch["weight"])
+    def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
+        def predict(noisy: Tensor, sigma: Tensor) -> Tensor:
+            return self._predict(model, noisy, sigma, batch, self.objective.guidance)
+
+        height, width = batch["latents"].shape[-2:]
+        return flow_loss(self.objective, batch, height * width, rng, predict)
 
     @torch.no_grad()
     def sample(
-        self, model: nn.Module, encoder: Any, text: Example, negative: Example | None, cfg: SampleConfig, rng: SampleRng
+        self,
+        model: nn.ModuleDict,
+        encoder: Any,
+        text: Example,
+        negative: Example | None,
+        cfg: SampleConfig,
+        rng: SampleRng,
     ) -> Image.Image:
-        device = _device(encoder)
+        device = device_of(encoder)
         width, height = (side // self.size_multiple for side in cfg.size)
-        latents = rng.normal("sample", (self._architecture.in_channels, height, width)).to(device)
-        prompts = [example["prompt_embeds"].to(device).unsqueeze(0) for example in self._prompts(text, negative, cfg)]
-        scheduler = self._sampler(height * width, cfg.steps, device)
-        for timestep in scheduler.timesteps:
-            predictions = [self._predict(model, latents, timestep.expand(1) / 1000, p, cfg.guidance) for p in prompts]
-            latents = scheduler.step(_guided(predictions, cfg.guidance), timestep, latents, return_dict=False)[0]
-        return _decode(encoder, latents)
+        examples = [text] if self._architecture.guidance_embeds else asked(text, negative, cfg.guidance)
+        # The negative prompt goes with the same reference images.
+        batches = [{key: t.to(device) for key, t in self.collate([text | e]).items()} for e in examples]
 
-    def load_adapter_file(self, model: nn.Module, file: Path) -> None:
+        def predict(latents: Tensor, sigma: Tensor) -> Tensor:
+            return guided([self._predict(model, latents, sigma, b, cfg.guidance) for b in batches], cfg.guidance)
+
+        noise = rng.normal("sample", (self._architecture.in_channels, height, width)).to(device)
+        return _decode(encoder, denoise(self._sampler(height * width, cfg.steps, device), noise, predict))
+
+    def load_adapter_file(self, model: nn.ModuleDict, file: Path) -> None:
         from diffusers.loaders.lora_pipeline import Flux2LoraLoaderMixin
 
         state = Flux2LoraLoaderMixin.lora_state_dict(str(file.parent), weight_name=file.name, local_files_only=True)
-        Flux2LoraLoaderMixin.load_lora_into_transformer(state, transformer=model, low_cpu_mem_usage=True)
+        Flux2LoraLoaderMixin.load_lora_into_transformer(state, transformer=model["transformer"], low_cpu_mem_usage=True)
 
     @classmethod
     def tiny(cls, architecture: str | None = None) -> dict[str, Any]:
@@ -230,56 +260,41 @@ class Flux2(ModelFamily):
             "scheduler": _tiny_scheduler(),
         }
 
-    def _read(self, name: str) -> dict[str, Any]:
-        return read_json(self._field, self.folder, name)
-
-    def _files(self, component: str, stem: str) -> list[Path]:
-        return safetensors_in(self.folder / component, stem)
-
-    def _check_transformer(self) -> None:
-        kind = self._transformer.get("_class_name")
-        if kind != Flux2Transformer2DModel.__name__:
-            raise InputError(
-                f"{self._field} {self.folder}: transformer/config.json describes a {kind}, "
-                f"not a {Flux2Transformer2DModel.__name__}; set model.family to the family of that model"
-            )
+    def _write_tiny(self) -> Path:
+        name = self.config.options.architecture or DEFAULT_ARCHITECTURE
+        configs = self.tiny(name)
+        return write_tiny(self.cache, f"flux2-{name}", TINY_VERSION, configs, lambda to: _write_tiny(to, configs))
 
     def _check_text_encoder(self) -> None:
         kind = self._language_model.get("model_type")
         if kind not in RECIPES:
             raise InputError(
-                f"{self._field} {self.folder}: text_encoder/config.json describes a {kind} language model, "
+                f"{self._folder.field} {self.folder}: text_encoder/config.json describes a {kind} language model, "
                 f"expected {' or '.join(RECIPES)}; download the folder again"
             )
         missing = sorted({"num_hidden_layers", "hidden_size"} - self._language_model.keys())
         if missing:
             raise InputError(
-                f"{self._field} {self.folder}: text_encoder/config.json has no {missing[0]}; download the folder again"
+                f"{self._folder.field} {self.folder}: text_encoder/config.json has no {missing[0]}; "
+                "download the folder again"
             )
 
-    def _check_architecture(self) -> None:
-        """`tiny` imitates the named architecture; anything else must be it."""
-        name = self.config.options.architecture
-        if name is None or self.config.path == "tiny":
-            return
+    def _found(self) -> Architecture:
         config = self._architecture
-        found = Architecture(
+        return Architecture(
             config.num_layers, config.num_single_layers, config.guidance_embeds, self._language_model["model_type"]
         )
-        if found != ARCHITECTURES[name]:
-            raise InputError(
-                f"model.options.architecture: {name} has {ARCHITECTURES[name]}, "
-                f"but {self.folder} has {found}; leave it empty or set {self._field} to {name}"
-            )
 
     def _text_recipe(self) -> TextRecipe:
-        """The published recipe of the folder's text encoder, with the config's own layers if it names any."""
+        """The published recipe of the folder's text encoder, with what the config names instead."""
         kind = self._language_model["model_type"]
         recipe = RECIPES[kind]
         if self.config.path == "tiny":
             recipe = replace(recipe, layers=TINY_LAYERS, max_tokens=TINY_TOKENS[kind])
         if self.config.options.text_layers:
             recipe = replace(recipe, layers=self.config.options.text_layers)
+        if self.config.options.max_tokens:
+            recipe = replace(recipe, max_tokens=self.config.options.max_tokens)
         self._check_text_layers(recipe.layers)
         return recipe
 
@@ -297,65 +312,37 @@ class Flux2(ModelFamily):
                 f"features per token, but the transformer reads {needed}; name {needed / width:g} hidden states"
             )
 
-    def _predict(
-        self, model: nn.Module, latents: Tensor, sigma: Tensor, prompt_embeds: Tensor, guidance: float
-    ) -> Tensor:
-        """The model's velocity, fp32. latents: (B, C, h, w).  sigma: (B,).  prompt_embeds: (B, L, D)."""
+    def _predict(self, model: nn.ModuleDict, latents: Tensor, sigma: Tensor, batch: Batch, guidance: float) -> Tensor:
+        """The model's velocity, fp32. latents: (B, C, h, w).  sigma: (B,).  batch: prompt_embeds and references.
+
+        Reference images follow the noisy one as further tokens; what the model predicts for them is not used.
+        """
         height, width = latents.shape[-2:]
-        packed = model(
-            hidden_states=pack(latents),
-            encoder_hidden_states=prompt_embeds.to(latents.dtype),
+        images, text = [latents, *references_of(batch)], batch["prompt_embeds"]
+        ids = torch.cat([image_ids(x.shape[-2], x.shape[-1], i * REFERENCE_TIME) for i, x in enumerate(images)])
+        packed = model["transformer"](
+            hidden_states=torch.cat([pack(image) for image in images], dim=1),
+            encoder_hidden_states=text.to(latents.dtype),
             timestep=sigma,
             guidance=torch.full_like(sigma, guidance) if self._architecture.guidance_embeds else None,
-            img_ids=image_ids(height, width).to(latents.device, non_blocking=True),
-            txt_ids=text_ids(prompt_embeds.shape[1]).to(latents.device, non_blocking=True),
+            img_ids=ids.to(latents.device, non_blocking=True),
+            txt_ids=text_ids(text.shape[1]).to(latents.device, non_blocking=True),
             return_dict=False,
         )[0]
-        return unpack(packed.float(), height, width)
-
-    def _prompts(self, text: Example, negative: Example | None, cfg: SampleConfig) -> list[Example]:
-        """What the model is asked for in each step: also the negative prompt where guidance needs its answer."""
-        if negative is None or self._architecture.guidance_embeds or cfg.guidance <= 1:
-            return [text]
-        return [text, negative]
+        return unpack(packed[:, : height * width].float(), height, width)
 
     def _sampler(self, num_tokens: int, num_steps: int, device: torch.device) -> Any:
-        from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
-
-        scheduler = FlowMatchEulerDiscreteScheduler.from_config(self._scheduler)
-        sigmas = np.linspace(1.0, 1 / num_steps, num_steps)
-        scheduler.set_timesteps(sigmas=sigmas, mu=empirical_mu(num_tokens, num_steps), device=device)
-        scheduler.set_begin_index(0)
-        return scheduler
+        mu = empirical_mu(num_tokens, num_steps)
+        return euler_scheduler(self._scheduler, num_steps, device, mu, sigmas=spaced_sigmas(num_steps))
 
 
 FAMILY = Flux2
 
 
-def patchify(latents: Tensor) -> Tensor:
-    """2 x 2 latent pixels become channels: (B, C, H, W) -> (B, 4C, H/2, W/2)."""
-    return nn.functional.pixel_unshuffle(latents, 2)
-
-
-def unpatchify(latents: Tensor) -> Tensor:
-    """(B, 4C, H, W) -> (B, C, 2H, 2W)."""
-    return nn.functional.pixel_shuffle(latents, 2)
-
-
-def pack(latents: Tensor) -> Tensor:
-    """Rows of pixels become tokens: (B, C, h, w) -> (B, h * w, C)."""
-    return latents.flatten(2).transpose(1, 2)
-
-
-def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
-    """(B, h * w, C) -> (B, C, h, w)."""
-    return tokens.transpose(1, 2).reshape(tokens.shape[0], -1, height, width)
-
-
-def image_ids(height: int, width: int) -> Tensor:
-    """Positions (time, row, column, text) of the image tokens: (h * w, 4), only row and column differ."""
+def image_ids(height: int, width: int, time: int = 0) -> Tensor:
+    """Positions (time, row, column, text) of an image's tokens: (h * w, 4), only row and column differ."""
     zero = torch.zeros(1, dtype=torch.int64)
-    return torch.cartesian_prod(zero, torch.arange(height), torch.arange(width), zero)
+    return torch.cartesian_prod(zero + time, torch.arange(height), torch.arange(width), zero)
 
 
 def text_ids(num_tokens: int) -> Tensor:
@@ -370,117 +357,51 @@ def latent_statistics(vae: Any) -> tuple[Tensor, Tensor]:
     return mean, torch.sqrt(variance + vae.config.batch_norm_eps)
 
 
-def _hidden_states(model: Any, tokens: Mapping[str, Tensor], layers: Sequence[int]) -> list[Tensor]:
-    """Hidden states of a language model, each (1, L, D): 0 is the embeddings, the last one is normalised.
-
-    Taken by hooks on the layers: transformers finds its own by the model's class, which sharding replaces.
-    """
-    outputs: dict[int, Tensor] = {}
-
-    def keep(number: int) -> Callable[..., None]:
-        return lambda module, arguments, output: outputs.update({number: output})
-
-    hooks = [model.embed_tokens.register_forward_hook(keep(0))]
-    hooks += [layer.register_forward_hook(keep(number)) for number, layer in enumerate(model.layers, 1)]
-    try:
-        device = _device(model)
-        last = model(
-            input_ids=tokens["input_ids"].to(device),
-            attention_mask=tokens["attention_mask"].to(device),
-            use_cache=False,
-        ).last_hidden_state
-    finally:
-        for hook in hooks:
-            hook.remove()
-    outputs[len(model.layers)] = last
-    return [outputs[layer] for layer in layers]
-
-
-def _guided(predictions: Sequence[Tensor], guidance: float) -> Tensor:
-    """Classifier-free guidance (arXiv 2207.12598), where the negative prompt was asked too."""
-    if len(predictions) == 1:
-        return predictions[0]
-    positive, negative = predictions
-    return negative + guidance * (positive - negative)
-
-
 def _decode(vae: Any, latents: Tensor) -> Image.Image:
     mean, std = latent_statistics(vae)
-    pixels = vae.decode(unpatchify(latents * std + mean), return_dict=False)[0][0]
-    levels = ((pixels / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
-    return Image.fromarray(levels.permute(1, 2, 0).cpu().numpy())
+    return picture_of(vae.decode(unpatchify(latents * std + mean), return_dict=False)[0])
 
 
-def _device(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device
-
-
-def _check_paths(model: ModelConfig) -> None:
-    architecture = model.options.architecture
-    if architecture is not None and architecture not in ARCHITECTURES:
-        raise InputError(f"model.options.architecture: '{architecture}' is not one of {', '.join(ARCHITECTURES)}")
-    if model.path == "demo":
-        raise InputError("model.path demo: not in this version; name a diffusers folder or set model.path: tiny")
-    is_file = model.path.endswith(".safetensors")
-    if is_file and not Path(model.path).is_file():
-        raise InputError(f"model.path {model.path}: no such file; name a transformer file or a diffusers folder")
-    if is_file and model.base is None:
-        raise InputError(
-            f"model.path {model.path}: holds the transformer only; "
-            "set model.base to a diffusers folder with text_encoder, tokenizer, vae and scheduler"
-        )
-    if model.base is not None and not is_file:
-        raise InputError(
-            f"model.base {model.base}: is only used with a single transformer file, "
-            f"but model.path is {model.path}; leave it empty"
-        )
-
-
-def _check_layout(file: Path, weights: WeightFiles, model: nn.Module) -> None:
-    """Tensors the model does not have are other names for those it has, or belong to another model."""
-    unknown = sorted(weights.entries.keys() - model.state_dict().keys())
-    if any("double_blocks." in name for name in unknown):
-        raise InputError(
-            f"{file}: has the original layout, fused q, k and v under double_blocks; diffusers' layout is needed. "
-            "Convert it once with Flux2Transformer2DModel.from_single_file(...).save_pretrained(...)"
-        )
-    if unknown:
-        raise InputError(
-            f"{file}: {len(unknown)} tensors that the model does not have, first '{unknown[0]}'; "
-            "the weights and transformer/config.json belong to different models"
-        )
-
-
-def _language_model(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of text_encoder/config.json that concerns text, with the type its weights are computed in."""
-    text: dict[str, Any] = config.get("text_config", config)
-    return text | {"dtype": config.get("dtype") or config.get("torch_dtype") or "float32"}
-
-
-def _language_model_name(key: str) -> str | None:
-    """Name without head, vision tower and the prefixes that transformers' versions put before it."""
-    found = re.fullmatch(
-        r"(?:model\.language_model\.|language_model\.model\.|model\.)?((?:embed_tokens|layers|norm)\..+)", key
-    )
-    return found[1] if found else None
-
-
-def _build_language_model(config: dict[str, Any], layers: tuple[int, ...]) -> Any:
-    """The language model on the meta device, no deeper than the hidden states of `layers` need.
-
-    One layer more than the last of them: the deepest layer's output passes the norm, which is not part of them.
-    """
+def _language_model_classes(model_type: str) -> tuple[Any, Any]:
     from transformers import MistralConfig, MistralModel, Qwen3Config, Qwen3Model
 
-    classes = {"mistral": (MistralConfig, MistralModel), "qwen3": (Qwen3Config, Qwen3Model)}
-    config_class, model_class = classes[config["model_type"]]
-    depth = min(max(layers) + 1, config["num_hidden_layers"])
-    truncated = config | {"num_hidden_layers": depth}
-    if config.get("layer_types"):
-        truncated["layer_types"] = config["layer_types"][:depth]
-    settings = config_class.from_dict(truncated)
-    with torch.device("meta"):
-        return model_class(settings).to(settings.dtype)
+    return {"mistral": (MistralConfig, MistralModel), "qwen3": (Qwen3Config, Qwen3Model)}[model_type]
+
+
+MODULES = (
+    Fused("img_in", ("x_embedder",)),
+    Fused("txt_in", ("context_embedder",)),
+    Fused("time_in.in_layer", ("time_guidance_embed.timestep_embedder.linear_1",)),
+    Fused("time_in.out_layer", ("time_guidance_embed.timestep_embedder.linear_2",)),
+    Fused("guidance_in.in_layer", ("time_guidance_embed.guidance_embedder.linear_1",)),
+    Fused("guidance_in.out_layer", ("time_guidance_embed.guidance_embedder.linear_2",)),
+    Fused("double_stream_modulation_img.lin", ("double_stream_modulation_img.linear",)),
+    Fused("double_stream_modulation_txt.lin", ("double_stream_modulation_txt.linear",)),
+    Fused("single_stream_modulation.lin", ("single_stream_modulation.linear",)),
+    Fused("final_layer.linear", ("proj_out",)),
+    Fused("final_layer.adaLN_modulation.1", ("norm_out.linear",), halves_swapped=True),
+)
+"""Modules by the names of BFL's file; then those of its blocks."""
+DOUBLE_BLOCK = {
+    "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+    "img_attn.norm.query_norm": ("attn.norm_q",),
+    "img_attn.norm.key_norm": ("attn.norm_k",),
+    "txt_attn.norm.query_norm": ("attn.norm_added_q",),
+    "txt_attn.norm.key_norm": ("attn.norm_added_k",),
+    "img_attn.proj": ("attn.to_out.0",),
+    "txt_attn.proj": ("attn.to_add_out",),
+    "img_mlp.0": ("ff.linear_in",),
+    "img_mlp.2": ("ff.linear_out",),
+    "txt_mlp.0": ("ff_context.linear_in",),
+    "txt_mlp.2": ("ff_context.linear_out",),
+}
+SINGLE_BLOCK = {
+    "linear1": ("attn.to_qkv_mlp_proj",),
+    "linear2": ("attn.to_out",),
+    "norm.query_norm": ("attn.norm_q",),
+    "norm.key_norm": ("attn.norm_k",),
+}
 
 
 # What follows writes the model of `model.path: tiny`.
@@ -505,23 +426,24 @@ TINY_CHAT_TEMPLATE = """\
 {% endif %}{% endif %}"""
 
 
-def write_tiny(cache: Path, architecture: str | None) -> Path:
-    """A diffusers folder with random weights under `cache`, written on first use. Returns the folder."""
-    name = architecture or DEFAULT_ARCHITECTURE
-    configs = Flux2.tiny(name)
-    version = hashlib.sha256(json.dumps([TINY_VERSION, configs], sort_keys=True).encode()).hexdigest()[:12]
-    return write_once(cache / f"tiny-flux2-{name}-{version}", lambda folder: _write_tiny(folder, configs))
-
-
 def _write_tiny(folder: Path, configs: dict[str, Any]) -> None:
+    from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
     from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+    from transformers import Qwen2TokenizerFast
 
-    _write_tiny_transformer(folder / "transformer", configs["transformer"])
+    write_random(folder / "transformer", lambda: Flux2Transformer2DModel(**configs["transformer"]))
     _write_tiny_vae(folder / "vae", configs["vae"])
-    _write_tiny_text_encoder(folder / "text_encoder", configs["text_encoder"])
-    _write_tiny_tokenizer(folder / "tokenizer")
+    write_random(folder / "text_encoder", lambda: _tiny_language_model(configs["text_encoder"]))
+    write_tiny_bpe(
+        folder / "tokenizer",
+        Qwen2TokenizerFast,
+        TINY_VOCABULARY,
+        TINY_SPECIAL,
+        TINY_CHAT_TEMPLATE,
+        [SYSTEM_MESSAGE] * 16,
+    )
     FlowMatchEulerDiscreteScheduler(**configs["scheduler"]).save_pretrained(folder / "scheduler")
-    _write_model_index(folder, configs["text_encoder"]["architectures"][0])
+    _write_tiny_index(folder, configs["text_encoder"]["architectures"][0])
 
 
 def _tiny_transformer(guidance_embeds: bool, text_width: int) -> dict[str, Any]:
@@ -570,13 +492,6 @@ def _tiny_scheduler() -> dict[str, Any]:
     return {"shift": 3.0, "use_dynamic_shifting": True, "time_shift_type": "exponential"}
 
 
-def _write_tiny_transformer(folder: Path, config: dict[str, Any]) -> None:
-    with torch.device("meta"):
-        transformer = Flux2Transformer2DModel(**config)
-    fill_random(transformer, "transformer")
-    transformer.save_pretrained(folder)
-
-
 def _write_tiny_vae(folder: Path, config: dict[str, Any]) -> None:
     """The batch-norm statistics are those of coloured squares, so that normalised latents have about unit variance."""
     from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
@@ -588,57 +503,28 @@ def _write_tiny_vae(folder: Path, config: dict[str, Any]) -> None:
     squares = torch.rand(16, 3, 8, 8, generator=generator("vae", "squares")) * 2 - 1
     with torch.no_grad():
         vae.bn(patchify(vae.encode(nn.functional.interpolate(squares, scale_factor=8)).latent_dist.mode()))
-    vae.save_pretrained(folder)
+    save_module(folder, vae)
 
 
-def _write_tiny_text_encoder(folder: Path, config: dict[str, Any]) -> None:
+def _tiny_language_model(config: dict[str, Any]) -> nn.Module:
     from transformers import Mistral3Config, Mistral3ForConditionalGeneration, Qwen3Config, Qwen3ForCausalLM
 
-    classes = {"mistral3": (Mistral3Config, Mistral3ForConditionalGeneration), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
-    config_class, model_class = classes[config["model_type"]]
-    with torch.device("meta"):
-        encoder = model_class(config_class.from_dict(config))
-    fill_random(encoder, "text_encoder")
-    encoder.config.save_pretrained(folder)
-    # save_pretrained of the model itself would draw a progress bar.
-    save_file(encoder.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _write_tiny_tokenizer(folder: Path) -> None:
-    """Byte-level BPE trained on dev's system message and 256 Unicode names of animals and things."""
-    from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    from transformers import Qwen2TokenizerFast
-
-    names = [unicodedata.name(chr(point)).lower() for point in range(0x1F400, 0x1F500)]
-    trained = Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=TINY_VOCABULARY,
-        special_tokens=list(TINY_SPECIAL),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    trained.train_from_iterator([SYSTEM_MESSAGE] * 16 + names, trainer)
-    model = json.loads(trained.to_str())["model"]
-    tokenizer = Qwen2TokenizerFast(
-        vocab=model["vocab"],
-        merges=[tuple(pair) for pair in model["merges"]],
-        extra_special_tokens=list(TINY_SPECIAL[1:]),
-        chat_template=TINY_CHAT_TEMPLATE,
-    )
-    tokenizer.save_pretrained(folder)
-
-
-def _write_model_index(folder: Path, encoder_class: str) -> None:
-    """What diffusers needs to read the folder as a pipeline."""
-    klein = encoder_class == "Qwen3ForCausalLM"
-    index = {
-        "_class_name": "Flux2KleinPipeline" if klein else "Flux2Pipeline",
-        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
-        "text_encoder": ["transformers", encoder_class],
-        "tokenizer": ["transformers", "Qwen2TokenizerFast"],
-        "transformer": ["diffusers", "Flux2Transformer2DModel"],
-        "vae": ["diffusers", "AutoencoderKLFlux2"],
+    classes: Any = {
+        "mistral3": (Mistral3Config, Mistral3ForConditionalGeneration),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     }
-    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    config_class, model_class = classes[config["model_type"]]
+    model: nn.Module = model_class(config_class.from_dict(config))
+    return model
+
+
+def _write_tiny_index(folder: Path, encoder_class: str) -> None:
+    write_model_index(
+        folder,
+        "Flux2KleinPipeline" if encoder_class == "Qwen3ForCausalLM" else "Flux2Pipeline",
+        scheduler=("diffusers", "FlowMatchEulerDiscreteScheduler"),
+        text_encoder=("transformers", encoder_class),
+        tokenizer=("transformers", "Qwen2TokenizerFast"),
+        transformer=("diffusers", "Flux2Transformer2DModel"),
+        vae=("diffusers", "AutoencoderKLFlux2"),
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,7 +32,8 @@ def load_weights(model: nn.Module, files: WeightFiles, skip: Iterable[str] = ())
             try:
                 with safe_open(file, "pt") as stream:
                     for name in names:
-                        total += _copy_rows(wanted[name], stream.get_slice(files.entries[name].key))
+                        entry = files.entries[name]
+                        total += _copy_rows(wanted[name], entry, stream.get_slice(entry.key))
             except (SafetensorError, OSError) as error:
                 raise InputError(f"{file}: cannot be read ({error}); download it again") from error
     return total
@@ -58,7 +60,7 @@ def check_weights(wanted: dict[str, tuple[int, ...]], files: WeightFiles) -> Non
 def fill_rows(target: Tensor, full: Tensor) -> None:
     """Copy this rank's rows of a full tensor into a parameter, sharded or not."""
     for rows, local in _own_rows(target):
-        local.copy_(full[rows])
+        local.copy_(full[rows] if target.dim() else full)
 
 
 def _by_file(files: WeightFiles, wanted: Iterable[str]) -> dict[Path, list[str]]:
@@ -69,19 +71,19 @@ def _by_file(files: WeightFiles, wanted: Iterable[str]) -> dict[Path, list[str]]
     return grouped
 
 
-def _copy_rows(target: Tensor, stored: object) -> int:
+def _copy_rows(target: Tensor, entry: TensorEntry, stored: Any) -> int:
     total = 0
     for rows, local in _own_rows(target):
-        source = stored[rows]  # type: ignore[index]
+        source = entry.rows(stored, rows.start, rows.stop) if target.dim() else stored[()]
         local.copy_(source)
         total += source.numel() * source.element_size()
     return total
 
 
-def _own_rows(target: Tensor) -> Iterator[tuple[slice | tuple[()], Tensor]]:
+def _own_rows(target: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """The rows of dim 0 that this rank holds, with the local tensor; nothing for an empty shard."""
     if not isinstance(target, DTensor):
-        yield (slice(None) if target.dim() else ()), target
+        yield slice(0, len(target) if target.dim() else 1), target
         return
     local = target.to_local()
     if local.numel() == 0:

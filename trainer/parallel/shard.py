@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -16,6 +16,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config import ParallelConfig, TrainConfig
@@ -76,10 +77,17 @@ def shard_units(
     """
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
     inner = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
+    for unit in (*units, model):
+        unit.register_forward_hook(_own_storage)
     for unit in units:
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=inner, offload_policy=offload)
     # Backward begins with the root: freed after forward, it would be gathered again at once.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
+
+
+def _own_storage(unit: nn.Module, arguments: Any, output: Any) -> Any:
+    """FSDP2's backward hooks are lost when a view that has one is changed in place: no unit returns a view."""
+    return tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor._is_view() else tensor, output)
 
 
 def offload_policy(parallel: ParallelConfig) -> OffloadPolicy:
@@ -162,4 +170,6 @@ def _on_copies(forward: Callable[..., Any], modules: Sequence[nn.Module], dtype:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_cast(item, dtype) for item in value)
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

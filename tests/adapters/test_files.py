@@ -1,0 +1,364 @@
+"""Adapter files of other programs, and files that are damaged or belong elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import Flux2Pipeline
+from lycoris import create_lycoris
+from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests.adapters import consumers
+from tests.adapters.examples import Example, cached_example, saved
+from trainer.adapters.formats import adapter_files
+from trainer.config import InputError
+
+FP32 = 5e-6
+TO_K = "transformer.transformer_blocks.0.attn.to_k"
+Tensors = dict[str, Tensor]
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def flux2(cache: Path) -> Example:
+    return cached_example("flux2", cache)
+
+
+@pytest.fixture
+def sdxl(cache: Path) -> Example:
+    return cached_example("sdxl", cache)
+
+
+def randomize(module: nn.Module, size: float = 0.3) -> nn.Module:
+    """Random values for everything that is trained."""
+    numbers = torch.Generator().manual_seed(1)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data = size * torch.randn(parameter.shape, generator=numbers)
+    return module
+
+
+PATTERN = r".*transformer_blocks\.0\.attn\.to_[qkv]"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoraConfig(r=4, lora_alpha=8, target_modules=PATTERN, rank_pattern={"to_q": 6}, alpha_pattern={"to_k": 3}),
+        LoraConfig(r=4, lora_alpha=8, target_modules=PATTERN, use_rslora=True),
+        LoraConfig(r=4, lora_alpha=8, target_modules=PATTERN, use_dora=True),
+        LoHaConfig(r=4, alpha=8, target_modules=PATTERN, rank_pattern={"to_q": 6}),
+        LoKrConfig(r=4, alpha=8, target_modules=PATTERN, decompose_factor=4),
+        LoKrConfig(r=64, alpha=8, target_modules=PATTERN),
+    ],
+    ids=["lora", "rslora", "dora", "loha", "lokr", "lokr whole"],
+)
+def test_a_folder_that_peft_saved_is_read_with_its_alpha(flux2: Example, config: PeftConfig, tmp_path: Path) -> None:
+    model = randomize(get_peft_model(flux2.model()["transformer"], config))
+    model.save_pretrained(tmp_path)
+    layers = flux2.read(tmp_path)
+    live = consumers.merged_by_peft(nn.ModuleDict({"transformer": model.get_base_model()}))
+    assert flux2.error(live, layers) <= FP32
+    assert len(layers) == 3
+
+
+def test_a_peft_file_without_its_config_is_refused(flux2: Example, tmp_path: Path) -> None:
+    (folder,) = saved(flux2.files(flux2.adapter("lora"), "peft"), tmp_path / "run")
+    file = folder / "adapter_model.safetensors"
+    (folder / "adapter_config.json").unlink()
+    assert refusal(flux2, file) == (
+        f"{file}: was saved by peft, but there is no adapter_config.json beside it, which holds its alpha"
+    )
+
+
+def test_the_alpha_in_diffusers_metadata_counts(flux2: Example, tmp_path: Path) -> None:
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=PATTERN, rank_pattern={"to_q": 6})
+    model = randomize(get_peft_model(flux2.model()["transformer"], config))
+    state = {k.replace("base_model.model.", "").replace(".default", ""): v for k, v in model.state_dict().items()}
+    Flux2Pipeline.save_lora_weights(
+        tmp_path,
+        transformer_lora_layers={key: tensor for key, tensor in state.items() if "lora_" in key},
+        transformer_lora_adapter_metadata=config.to_dict(),
+    )
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    layers = flux2.read(file)
+    assert {layer.scale for layer in layers.values()} == {2.0, 8 / 6}
+    assert flux2.error(consumers.merged_by_peft(nn.ModuleDict({"transformer": model.get_base_model()})), layers) <= FP32
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"algo": "lora"},
+        {"algo": "lora", "dora_wd": True},
+        {"algo": "loha"},
+        {"algo": "lokr", "factor": 4},
+        {"algo": "lokr", "factor": 4, "full_matrix": True},
+        {"algo": "lokr", "factor": 4, "decompose_both": True, "linear_dim": 1},
+        {"algo": "diag-oft"},
+        {"algo": "diag-oft", "constraint": 0.01},
+        {"algo": "boft"},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_a_file_that_lycoris_saved_is_what_its_live_model_computes(
+    flux2: Example, options: dict[str, object], tmp_path: Path
+) -> None:
+    model = flux2.model()["transformer"]
+    block = model.transformer_blocks[0].attn
+    network = create_lycoris(block, 1.0, **({"linear_dim": 4, "linear_alpha": 8} | options))
+    network.apply_to()
+    randomize(network)
+    file = tmp_path / "adapter.safetensors"
+    names = {key: key.replace("lycoris_", "lycoris_transformer_blocks_0_attn_") for key in network.state_dict()}
+    save_file({names[key]: tensor.contiguous() for key, tensor in network.state_dict().items()}, file)
+    layers = flux2.read(file)
+    assert len(layers) == 8
+    assert consumers.lycoris(flux2, file, layers) <= FP32
+
+
+def shared_down(tensors: Tensors) -> None:
+    """As other trainers write the fused layers of the original model: one down for q, k and v."""
+    generator = torch.Generator().manual_seed(0)
+    tensors["diffusion_model.double_blocks.0.img_attn.qkv.lora_A.weight"] = torch.randn(4, 64, generator=generator)
+    tensors["diffusion_model.double_blocks.0.img_attn.qkv.lora_B.weight"] = torch.randn(192, 4, generator=generator)
+    tensors["diffusion_model.single_blocks.1.linear2.lora_A.weight"] = torch.randn(4, 256, generator=generator)
+    tensors["diffusion_model.single_blocks.1.linear2.lora_B.weight"] = torch.randn(64, 4, generator=generator)
+
+
+def kohya(tensors: Tensors) -> None:
+    """The same with kohya's names and an alpha that is not the rank."""
+    original: Tensors = {}
+    shared_down(original)
+    for key, tensor in original.items():
+        name = key.removeprefix("diffusion_model.").replace(".lora_A.", ".lora_down.").replace(".lora_B.", ".lora_up.")
+        layer, _, end = name.partition(".lora_")
+        tensors[f"lora_unet_{layer.replace('.', '_')}.lora_{end}"] = tensor
+        tensors[f"lora_unet_{layer.replace('.', '_')}.alpha"] = torch.tensor(1.0)
+
+
+@pytest.mark.parametrize("write", [shared_down, kohya])
+def test_layers_that_a_file_joins_are_what_diffusers_takes_them_for(
+    flux2: Example, write: Callable[[Tensors], None], tmp_path: Path
+) -> None:
+    tensors: Tensors = {}
+    write(tensors)
+    file = tmp_path / "adapter.safetensors"
+    save_file(tensors, file)
+    layers = flux2.read(file)
+    assert sorted(layers) == [
+        "transformer.single_transformer_blocks.1.attn.to_out",
+        *(TO_K.replace("to_k", name) for name in ("to_k", "to_q", "to_v")),
+    ]
+    assert consumers.diffusers(flux2, file, layers) <= FP32
+
+
+def test_layers_that_we_joined_come_back_with_their_own_ranks(flux2: Example, tmp_path: Path) -> None:
+    layers = {name: layer for name, layer in flux2.adapter("lora").items() if name.endswith((".to_q", ".to_v"))}
+    (file,) = saved(flux2.files(layers, "kohya"), tmp_path / "kohya")
+    read = flux2.read(file)
+    assert {name: layer.tensors["down"].shape for name, layer in read.items()} == {
+        name: layer.tensors["down"].shape for name, layer in layers.items()
+    }
+
+
+def test_the_swapped_halves_of_the_last_norm_come_back(flux2: Example, tmp_path: Path) -> None:
+    name = "transformer.norm_out.linear"
+    layers = {name: flux2.layer("lora", name)}
+    (file,) = saved(flux2.files(layers, "kohya"), tmp_path / "kohya")
+    assert consumers.ourselves(flux2, file, layers) <= FP32
+
+
+def test_names_of_the_original_unet_are_read(sdxl: Example, tmp_path: Path) -> None:
+    layers = sdxl.adapter("locon")
+    by_original = replace(sdxl.naming, kohya_by_path=False)
+    (file,) = saved(adapter_files(layers, "kohya", by_original, sdxl.weight, torch.float32), tmp_path / "kohya")
+    assert any(key.startswith("lora_unet_middle_block_1_transformer_blocks_0_") for key in load_file(file))
+    assert consumers.ourselves(sdxl, file, layers) <= FP32
+
+
+@pytest.mark.parametrize("component", ["text_encoder", "text_encoder_2"])
+def test_text_encoders_are_read_by_the_paths_of_old_and_new_transformers(
+    sdxl: Example, component: str, tmp_path: Path
+) -> None:
+    layers = sdxl.adapter("lora", (component,))
+    (file,) = saved(sdxl.files(layers, "diffusers"), tmp_path / "diffusers")
+    old = load_file(file)
+    assert all(key.startswith(f"{component}.text_model.encoder.layers.") for key in old)
+    new = tmp_path / "new.safetensors"
+    save_file({key.replace("text_model.", ""): tensor for key, tensor in old.items()}, new)
+    if component == "text_encoder":
+        assert consumers.ourselves(sdxl, new, layers) <= FP32
+    assert consumers.ourselves(sdxl, file, layers) <= FP32
+
+
+# What is wrong with a file.
+
+
+def edited(
+    flux2: Example, adapter: str, folder: Path, edit: Callable[[Tensors], object], format: str = "lycoris"
+) -> Path:
+    """A file of ours with a change to its tensors."""
+    (file,) = saved(flux2.files(flux2.adapter(adapter), format), folder / "ours")
+    tensors = load_file(file)
+    edit(tensors)
+    save_file(tensors, file, {"format": "pt"})
+    return file
+
+
+def refusal(model: Example, file: Path) -> str:
+    with pytest.raises(InputError) as error:
+        model.read(file)
+    return str(error.value)
+
+
+LYCORIS = "lycoris_transformer_blocks_0_attn_to_k"
+
+
+def test_a_wrong_alpha_a_dropped_layer_and_a_changed_tensor_are_seen(flux2: Example, tmp_path: Path) -> None:
+    layers = flux2.adapter("lora")
+    for number, (edit, error) in enumerate(
+        [
+            (lambda tensors: tensors[f"{LYCORIS}.alpha"].mul_(0.5), 0.5),
+            (lambda tensors: tensors[f"{LYCORIS}.lora_up.weight"].mul_(-1), 2.0),
+        ]
+    ):
+        file = edited(flux2, "lora", tmp_path / str(number), edit)
+        assert consumers.ourselves(flux2, file, layers) == pytest.approx(error, abs=1e-5)
+    file = edited(flux2, "lora", tmp_path / "dropped", lambda tensors: drop(tensors, f"{LYCORIS}."))
+    assert layers.keys() - flux2.read(file).keys() == {TO_K}
+
+
+def drop(tensors: Tensors, prefix: str) -> None:
+    for key in [key for key in tensors if key.startswith(prefix)]:
+        del tensors[key]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "format", "dropped", "message"),
+    [
+        ("lora", "lycoris", f"{LYCORIS}.lora_up.weight", f"'{LYCORIS}' has lora_down.weight but no lora_up.weight"),
+        ("lora", "diffusers", f"{TO_K}.lora_A.weight", f"'{TO_K}' has lora_B.weight but no lora_A.weight"),
+        ("loha", "lycoris", f"{LYCORIS}.hada_w2_a", f"'{LYCORIS}' has hada_w1_a but no hada_w2_a"),
+        ("lokr", "lycoris", f"{LYCORIS}.lokr_w2_b", f"'{LYCORIS}' has lokr_w1 but no lokr_w2_b"),
+    ],
+)
+def test_a_tensor_without_its_partner_is_named(
+    flux2: Example, adapter: str, format: str, dropped: str, message: str, tmp_path: Path
+) -> None:
+    file = edited(flux2, adapter, tmp_path, lambda tensors: tensors.pop(dropped), format)
+    assert refusal(flux2, file) == f"{file}: {message}; the file is incomplete"
+
+
+def test_what_is_not_understood_is_named(flux2: Example, tmp_path: Path) -> None:
+    file = edited(flux2, "boft", tmp_path, lambda tensors: tensors.update({f"{LYCORIS}.rescale": torch.ones(64, 1)}))
+    assert refusal(flux2, file) == (
+        f"{file}: '{LYCORIS}.rescale' is not understood; what is read is lora, locon, dora, loha and lokr without "
+        "tucker factors, diag-oft and boft without rescaling"
+    )
+
+
+def test_a_file_for_a_wider_model_is_told_by_a_layer_and_both_shapes(flux2: Example, tmp_path: Path) -> None:
+    wider = {f"{LYCORIS}.lora_down.weight": torch.ones(4, 128), f"{LYCORIS}.lora_up.weight": torch.ones(128, 4)}
+    file = edited(flux2, "lora", tmp_path, lambda tensors: tensors.update(wider))
+    assert refusal(flux2, file) == (
+        f"{file}: the adapter of '{TO_K}' is for 128 x 128, but its weight is 64 x 64; use the file's own model"
+    )
+
+
+def test_a_file_for_another_model_is_told_by_the_nearest_layer_and_both_shapes(flux2: Example, tmp_path: Path) -> None:
+    foreign = LYCORIS.replace("to_k", "to_kk")
+
+    def rename(tensors: Tensors) -> None:
+        for end in ("lora_down.weight", "lora_up.weight", "alpha"):
+            tensors[f"{foreign}.{end}"] = tensors.pop(f"{LYCORIS}.{end}")
+
+    file = edited(flux2, "lora", tmp_path, rename)
+    assert refusal(flux2, file) == (
+        f"{file}: '{foreign}' (64 x 64) is no layer of this model, nearest: '{TO_K}' (64 x 64); "
+        "the file was made for another model"
+    )
+
+
+def test_a_rotation_of_another_width_is_told_by_its_outputs(flux2: Example, tmp_path: Path) -> None:
+    blocks = {f"{LYCORIS}.oft_blocks": torch.ones(8, 4, 4)}
+    file = edited(flux2, "diag-oft", tmp_path, lambda tensors: tensors.update(blocks))
+    assert refusal(flux2, file) == (
+        f"{file}: the adapter of '{TO_K}' is for 32 outputs, but its weight is 64 x 64; use the file's own model"
+    )
+
+
+def test_factors_that_cannot_be_multiplied_are_damage(flux2: Example, tmp_path: Path) -> None:
+    up = {f"{LYCORIS}.lora_up.weight": torch.ones(64, 5)}
+    file = edited(flux2, "lora", tmp_path, lambda tensors: tensors.update(up))
+    assert refusal(flux2, file) == (
+        f"{file}: '{LYCORIS}': up (64 x 5) and down (4 x 64) cannot be multiplied; the file is damaged"
+    )
+
+
+@pytest.mark.parametrize(
+    ("adapter", "tensors", "message"),
+    [
+        ("dora", {"dora_scale": torch.ones(32, 1)}, "32 magnitudes for 64 outputs"),
+        ("boft", {"oft_blocks": torch.ones(16, 4, 5)}, "blocks (16 x 4 x 5) has another form; the file is damaged"),
+        ("loha", {"hada_w1_a": torch.ones(64)}, "w1_a (64) has another form; the file is damaged"),
+    ],
+)
+def test_tensors_of_another_form_are_named(
+    flux2: Example, adapter: str, tensors: Tensors, message: str, tmp_path: Path
+) -> None:
+    wrong = {f"{LYCORIS}.{end}": tensor for end, tensor in tensors.items()}
+    file = edited(flux2, adapter, tmp_path, lambda tensors: tensors.update(wrong))
+    assert refusal(flux2, file) == f"{file}: '{LYCORIS}': {message}"
+
+
+def test_a_half_written_file_is_told_by_its_bytes(flux2: Example, tmp_path: Path) -> None:
+    file = edited(flux2, "lora", tmp_path, lambda tensors: None)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100])
+    assert refusal(flux2, file) == (f"{file}: truncated, {len(whole) - 100} of {len(whole)} bytes; download it again")
+
+
+def test_two_kinds_in_a_file_are_named_with_a_layer_of_each(flux2: Example, tmp_path: Path) -> None:
+    def add(tensors: Tensors) -> None:
+        drop(tensors, f"{LYCORIS}.")
+        tensors[f"{LYCORIS}.oft_blocks"] = torch.zeros(16, 4, 4)
+
+    file = edited(flux2, "lora", tmp_path, add)
+    assert refusal(flux2, file) == (
+        f"{file}: mixes kinds of adapters (lora of 'transformer.transformer_blocks.0.ff.linear_out', "
+        f"diag-oft of '{TO_K}'); only one kind can be continued"
+    )
+
+
+def test_two_kinds_in_a_layer_are_named(flux2: Example, tmp_path: Path) -> None:
+    blocks = {f"{LYCORIS}.oft_blocks": torch.zeros(16, 4, 4)}
+    file = edited(flux2, "lora", tmp_path, lambda tensors: tensors.update(blocks))
+    assert refusal(flux2, file) == f"{file}: '{LYCORIS}' has tensors of diag-oft and lora; a layer takes one adapter"
+
+
+def test_a_kind_that_cannot_be_taken_apart_is_named_with_the_layers(flux2: Example, tmp_path: Path) -> None:
+    file = tmp_path / "adapter.safetensors"
+    name = "lora_unet_double_blocks_0_img_attn_qkv"
+    save_file({f"{name}.lokr_w1": torch.ones(4, 4), f"{name}.lokr_w2": torch.ones(48, 16)}, file)
+    layers = " and ".join(TO_K.replace("to_k", end) for end in ("to_q", "to_k", "to_v"))
+    assert refusal(flux2, file) == f"{file}: '{name}' is {layers} of this model, and a lokr cannot be taken apart"
+
+
+def test_a_dora_over_the_inputs_is_refused(flux2: Example, tmp_path: Path) -> None:
+    scale = {f"{LYCORIS}.dora_scale": torch.ones(1, 64)}
+    file = edited(flux2, "dora", tmp_path, lambda tensors: tensors.update(scale))
+    assert refusal(flux2, file) == (
+        f"{file}: '{LYCORIS}.dora_scale' (1 x 64) scales the inputs of its layer; "
+        "only a dora that scales the outputs can be read"
+    )

@@ -1,0 +1,123 @@
+"""What the tests of all families need: weights loaded without sharding, pictures, batches."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from trainer.config import InputError, ModelConfig, ModelOptions, ObjectiveConfig
+from trainer.families import get
+from trainer.families.base import ModelFamily
+from trainer.objectives import Batch, Example
+from trainer.weights import WeightFiles, read_tensor
+
+SAME = {"atol": 1e-6, "rtol": 0}
+
+
+def load(module: nn.Module, files: WeightFiles, blocks: Sequence[str]) -> nn.Module:
+    """A `LoadModule` on one process: every tensor of the module whole, from disk."""
+    module.to_empty(device="cpu")
+    for name, tensor in module.state_dict().items():
+        tensor.copy_(read_tensor(files.entries[name]))
+    return module.eval().requires_grad_(False)
+
+
+def make(
+    name: str,
+    cache: Path,
+    path: str = "tiny",
+    base: str | None = None,
+    objective: ObjectiveConfig | None = None,
+    **options: Any,
+) -> Any:
+    """A family. options: those of `model.options`."""
+    model = ModelConfig(family=name, path=path, base=base, options=ModelOptions(**options))
+    return get(name)(model, objective or ObjectiveConfig(), cache)
+
+
+def refusal(name: str, cache: Path, *args: Any, **options: Any) -> str:
+    """The message with which such a family is refused."""
+    with pytest.raises(InputError) as caught:
+        make(name, cache, *args, **options)
+    return str(caught.value)
+
+
+def model_of(family: ModelFamily) -> nn.ModuleDict:
+    """The live components with their weights."""
+    return nn.ModuleDict({name: load(family.build(name), family.weights(name), ()) for name in family.live})
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    levels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(levels)
+
+
+def examples(family: ModelFamily, count: int) -> list[Example]:
+    vae, text = family.image_encoder(load), family.text_encoder(load)
+    return [
+        {**family.encode_image(vae, picture(64, 32, seed)), **family.encode_text(text, f"picture {seed}")}
+        for seed in range(count)
+    ]
+
+
+def batch_of(family: ModelFamily, items: Sequence[Example]) -> Batch:
+    return {**family.collate(items), "weight": torch.ones(len(items))}
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def recorded_decodes(vae: Any) -> list[Tensor]:
+    """What the VAE is given to decode, from now on."""
+    seen: list[Tensor] = []
+    decode = vae.decode
+    vae.decode = lambda latents, *args, **kwargs: seen.append(latents) or decode(latents, *args, **kwargs)
+    return seen
+
+
+def assert_same_picture(ours: Image.Image, theirs: Image.Image) -> None:
+    difference = np.abs(np.asarray(ours, dtype=int) - np.asarray(theirs, dtype=int))
+    assert ours.size == theirs.size
+    assert difference.max() <= 1, "beyond what rounding to 8 bits explains"
+
+
+def write_original(family: Any, state: Mapping[str, Tensor], file: Path) -> Path:
+    """The denoiser's tensors as the family's layout names and joins them."""
+    layout = family.layout(family.components[0])
+    save_file({t.name: t.join([state[part] for part in t.parts]).contiguous() for t in layout}, file)
+    return file
+
+
+def assert_diffusers_reads(family: Any, state: Mapping[str, Tensor], model_class: Any, folder: Path) -> None:
+    """A file written by the family's layout holds `state`, as diffusers reads it."""
+    read = model_class.from_single_file(
+        str(write_original(family, state, folder / "single.safetensors")),
+        config=str(family.folder),
+        subfolder=family.components[0],
+        local_files_only=True,
+        torch_dtype=next(iter(state.values())).dtype,
+    ).state_dict()
+    assert read.keys() == state.keys()
+    assert [name for name, tensor in state.items() if not tensor.equal(read[name])] == []
+
+
+def assert_original_file_is_read(family: Any, folder: Path, **options: Any) -> None:
+    """A file written by the family's layout, beside a folder without the denoiser's weights, is the same model."""
+    component = family.components[0]
+    state = model_of(family)[component].state_dict()
+    file = write_original(family, state, folder / "single.safetensors")
+    base = shutil.copytree(family.folder, folder / "base", ignore=shutil.ignore_patterns("diffusion_pytorch_model*"))
+    made = make(family.config.family, family.cache, str(file), base=str(base), **options)
+    read = load(made.build(component), made.weights(component), ()).state_dict()
+    assert [name for name, tensor in state.items() if not tensor.equal(read[name])] == []

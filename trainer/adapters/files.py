@@ -1,0 +1,390 @@
+"""Adapter files of this and other programs, read by the names of their tensors.
+
+Shares no code with the writer: it is also the check of what was written.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.utils.other import get_pattern_key
+from safetensors import safe_open
+from torch import Tensor
+
+from trainer.adapters.formats import DORA_CONVENTION, Naming
+from trainer.adapters.layer import TENSORS, Kind, LayerAdapter
+from trainer.config import InputError
+from trainer.weights import ORIGINAL_PREFIX, WeightFiles
+
+PEFT_PREFIX = "base_model.model."
+PEFT_FILE = "adapter_model.safetensors"
+PEFT_CONFIG = "adapter_config.json"
+DIFFUSERS_METADATA = "lora_adapter_metadata"
+
+TENSOR_NAMES: Mapping[str, tuple[Kind, str]] = {
+    "lora_A.weight": ("lora", "down"),
+    "lora_B.weight": ("lora", "up"),
+    "lora_down.weight": ("lora", "down"),
+    "lora_up.weight": ("lora", "up"),
+    "lora_magnitude_vector": ("lora", "magnitude"),
+    "lora_magnitude_vector.weight": ("lora", "magnitude"),
+    "dora_scale": ("lora", "dora_scale"),
+    **{f"hada_{name}": ("loha", name) for name in ("w1_a", "w1_b", "w2_a", "w2_b")},
+    **{f"lokr_{name}": ("lokr", name) for name in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b")},
+    "oft_blocks": ("diag-oft", "blocks"),
+}
+"""{end of a key: (kind, tensor)}. A lora with a magnitude is a dora, a rotation in stages a boft."""
+KEY = re.compile(rf"(?P<layer>.+)\.(?P<end>alpha|{'|'.join(map(re.escape, TENSOR_NAMES))})")
+PRODUCTS = (("up", "down"), ("w1_a", "w1_b"), ("w2_a", "w2_b"))
+"""Tensors that are multiplied: the columns of the first are the rows of the second."""
+BY_ROWS: Mapping[Kind, tuple[str, ...]] = {"lora": ("up",), "dora": ("up", "magnitude"), "loha": ("w1_a", "w2_a")}
+"""Tensors with a row per output of the layer, for kinds that can be taken apart by them."""
+
+
+def read_adapter(
+    file: Path, shapes: Mapping[str, tuple[int, ...]], naming: Naming, base: Callable[[str], Tensor]
+) -> dict[str, LayerAdapter]:
+    """{layer: its adapter} of a file of this program, diffusers, peft, ComfyUI, kohya or LyCORIS.
+
+    file: also a folder of peft.  shapes: {layer with its component: shape of its weight} of all linear layers and
+    convolutions of the model.  base: the weight of a layer, asked for only where what is stored depends on it.
+    Raises InputError for a file that is incomplete, holds what is not understood, or belongs to another model.
+    """
+    stored = _Stored.open(file / PEFT_FILE if file.is_dir() else file)
+    places = _places(shapes, naming)
+    layers: dict[str, LayerAdapter] = {}
+    for name, tensors in stored.groups().items():
+        group = _Group(stored, name, tensors)
+        whole = group.adapter()
+        if name not in places:
+            raise InputError(_unknown_layer(group, whole, places, shapes))
+        for layer, part in _parts(group, whole, places[name], shapes):
+            fitted = _fitted(group, layer, part, shapes[layer])
+            layers[layer] = _uncorrected(fitted, base(layer)) if group.is_corrected else fitted
+    _check_one_kind(stored.file, layers)
+    return layers
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A file. settings: {what layers' names begin with: peft's config for them}."""
+
+    file: Path
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str]
+    settings: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def open(cls, file: Path) -> _Stored:
+        WeightFiles.read([file])  # refuses what is missing, truncated or no safetensors file
+        with safe_open(file, "pt") as stream:
+            tensors = {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118  it is no mapping
+            metadata = stream.metadata() or {}
+        return cls(file, tensors, metadata, _settings(file, metadata))
+
+    def groups(self) -> dict[str, dict[str, Tensor]]:
+        """{layer as the file names it: {end of a key: tensor}}"""
+        groups: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in self.tensors.items():
+            found = KEY.fullmatch(key)
+            if found is None:
+                raise InputError(
+                    f"{self.file}: '{key}' is not understood; what is read is lora, locon, dora, loha and lokr without "
+                    "tucker factors, diag-oft and boft without rescaling"
+                )
+            groups.setdefault(found["layer"], {})[found["end"]] = tensor
+        return groups
+
+
+def _settings(file: Path, metadata: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
+    """peft's configs: from the file beside peft's own, or from the metadata that diffusers writes."""
+    config = file.with_name(PEFT_CONFIG)
+    settings: dict[str, Mapping[str, Any]] = {}
+    try:
+        if file.name == PEFT_FILE and config.is_file():
+            settings[PEFT_PREFIX] = json.loads(config.read_text(encoding="utf-8"))
+        for name, value in json.loads(metadata.get(DIFFUSERS_METADATA, "{}")).items():
+            component, _, field = name.partition(".")
+            prefix = f"{component}."
+            settings[prefix] = {**settings.get(prefix, {}), field: value}
+    except (ValueError, AttributeError) as error:
+        raise InputError(f"{file}: its rank and alpha cannot be read ({error}); save it again") from error
+    return settings
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The tensors of one layer in a file, by the ends of their keys. name: the layer's in the file."""
+
+    stored: _Stored
+    name: str
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def is_corrected(self) -> bool:
+        """Whether the length of rows is stored as ComfyUI needs it."""
+        only_scale = "dora_scale" in self.tensors and not any("magnitude" in end for end in self.tensors)
+        return only_scale and self.stored.metadata.get(DORA_CONVENTION) == "comfyui"
+
+    def adapter(self) -> LayerAdapter:
+        """The adapter of the file's layer, which may be several of the model's."""
+        kind, tensors = self._named()
+        self._check_complete(kind, tensors)
+        self._check_dimensions(tensors)
+        if "blocks" in tensors:
+            return LayerAdapter(kind, {"blocks": self._constrained(tensors["blocks"])})
+        return LayerAdapter(kind, tensors, self._scale(kind, tensors))
+
+    def error(self, what: str) -> InputError:
+        return InputError(f"{self.stored.file}: {what}")
+
+    def _named(self) -> tuple[Kind, dict[str, Tensor]]:
+        """The kind, and the tensors by our names."""
+        ends = [end for end in self.tensors if end != "alpha"]
+        kinds = {TENSOR_NAMES[end][0] for end in ends}
+        if len(kinds) != 1:
+            found = f"tensors of {' and '.join(sorted(kinds))}" if kinds else "an alpha and nothing else"
+            raise self.error(f"'{self.name}' has {found}; a layer takes one adapter")
+        (kind,) = kinds
+        tensors = {TENSOR_NAMES[end][1]: self.tensors[end] for end in ends}
+        scale = tensors.pop("dora_scale", None)
+        if scale is not None:
+            tensors.setdefault("magnitude", self._length_of_rows(scale))
+        if "magnitude" in tensors:
+            return "dora", tensors | {"magnitude": tensors["magnitude"].flatten()}
+        if "blocks" in tensors and tensors["blocks"].dim() == 4:
+            return "boft", tensors
+        return kind, tensors
+
+    def _length_of_rows(self, scale: Tensor) -> Tensor:
+        if scale.dim() > 1 and scale.shape[0] == 1 and scale.numel() > 1:
+            raise self.error(
+                f"'{self.name}.dora_scale' ({_sizes(scale)}) scales the inputs of its layer; "
+                "only a dora that scales the outputs can be read"
+            )
+        return scale
+
+    def _check_complete(self, kind: Kind, tensors: Mapping[str, Tensor]) -> None:
+        names = min(TENSORS[kind], key=lambda names: len(set(names) ^ tensors.keys()))
+        missing = set(names) - tensors.keys()
+        if missing:
+            ends = [end for end in self.tensors if end != "alpha"]
+            others = ("lora_A", "lora_B") if ends[0].startswith(("lora_down", "lora_up")) else ("lora_down", "lora_up")
+            wanted = next(
+                end
+                for end, (of, name) in TENSOR_NAMES.items()
+                if of == TENSOR_NAMES[ends[0]][0] and name in missing and not end.startswith(others)
+            )
+            raise self.error(f"'{self.name}' has {ends[0]} but no {wanted}; the file is incomplete")
+
+    def _check_dimensions(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            fits = (
+                tensor.dim() in (3, 4) and tensor.shape[-1] == tensor.shape[-2]
+                if name == "blocks"
+                else tensor.dim() > 1
+            )
+            if not fits and name != "magnitude":
+                raise self.error(f"'{self.name}': {name} ({_sizes(tensor)}) has another form; the file is damaged")
+
+    def _scale(self, kind: Kind, tensors: Mapping[str, Tensor]) -> float:
+        """alpha / rank, from wherever this file has it."""
+        rank = next((tensors[name].shape[0] for name in ("down", "w2_b", "w1_b") if name in tensors), None)
+        if "alpha" in self.tensors:
+            # LyCORIS knows no scale for a lokr of two whole factors.
+            return 1.0 if rank is None else float(self.tensors["alpha"]) / rank
+        for prefix, settings in self.stored.settings.items():
+            if self.name.startswith(prefix):
+                return self._scale_in(settings, self.name.removeprefix(prefix))
+        if self.name.startswith(PEFT_PREFIX):
+            raise self.error(f"was saved by peft, but there is no {PEFT_CONFIG} beside it, which holds its alpha")
+        return 1.0
+
+    def _scale_in(self, settings: Mapping[str, Any], path: str) -> float:
+        """peft's scale of a layer."""
+        ranks, alphas = (settings.get(name) or {} for name in ("rank_pattern", "alpha_pattern"))
+        try:
+            rank = ranks.get(get_pattern_key(ranks, path), settings["r"])
+            alpha = alphas.get(get_pattern_key(alphas, path), settings.get("lora_alpha", settings.get("alpha", rank)))
+            return float(alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank))
+        except (KeyError, TypeError, ZeroDivisionError) as error:
+            raise self.error(
+                f"'{self.name}': its rank and alpha cannot be read from peft's config ({error})"
+            ) from error
+
+    def _constrained(self, blocks: Tensor) -> Tensor:
+        """LyCORIS bounds the norm of the skew matrices by alpha times the number of outputs."""
+        skew = (blocks - blocks.mT).float()
+        limit = float(self.tensors.get("alpha", 0)) * blocks.shape[-3] * blocks.shape[-1]
+        norm = float(skew.norm())
+        return skew * (limit / norm / 2) if 0 < limit < norm else blocks
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What a file's layer is in the model: one layer, or several whose rows are stacked."""
+
+    layers: tuple[str, ...]
+    halves_swapped: bool = False
+
+
+def _places(shapes: Mapping[str, tuple[int, ...]], naming: Naming) -> dict[str, _Place]:
+    """{name in a file: place} for all names that any program gives a layer of the model."""
+    places: dict[str, _Place] = {}
+    # A text encoder's own paths before the older ones, which may be another encoder's own.
+    for names_of in (_names, _older_names):
+        for layer in shapes:
+            for name in names_of(layer, naming):
+                places.setdefault(name, _Place((layer,)))
+    for component, layout in naming.layouts.items():
+        for fused in layout:
+            layers = tuple(f"{component}.{part.removesuffix('.weight')}" for part in fused.parts)
+            if shapes.keys() >= set(layers) and not fused.transposed:
+                original = fused.name.removesuffix(".weight").removeprefix(ORIGINAL_PREFIX)
+                for name in (f"diffusion_model.{original}", *_kohya_names(component, original, naming)):
+                    places.setdefault(name, _Place(layers, fused.halves_swapped))
+    return places
+
+
+def _names(layer: str, naming: Naming) -> Iterator[str]:
+    """What programs call a layer that they do not join with others."""
+    component, _, path = layer.partition(".")
+    yield from (layer, f"{PEFT_PREFIX}{path}", path, *_kohya_names(component, path, naming))
+    if not component.startswith("text_encoder"):
+        yield f"lycoris_{path}".replace(".", "_")
+
+
+def _older_names(layer: str, naming: Naming) -> Iterator[str]:
+    """What a text encoder's layer was called before transformers 5 took `text_model` out of its path."""
+    component, _, path = layer.partition(".")
+    if component.startswith("text_encoder"):
+        yield from (f"{prefix}text_model.{path}" for prefix in (f"{component}.", PEFT_PREFIX, ""))
+
+
+def _kohya_names(component: str, path: str, naming: Naming) -> Iterator[str]:
+    if component in naming.kohya_prefixes:
+        yield f"{naming.kohya_prefixes[component]}_{path}".replace(".", "_")
+
+
+def _parts(
+    group: _Group, whole: LayerAdapter, place: _Place, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, LayerAdapter]]:
+    """The model's layers of a file's layer, each with its part of the adapter.
+
+    All parts of a lora share `down`; rank that is for other parts alone is left out, and so is a part without any.
+    """
+    if len(place.layers) == 1 and not place.halves_swapped:
+        yield place.layers[0], whole
+        return
+    if whole.kind not in BY_ROWS:
+        raise group.error(
+            f"'{group.name}' is {' and '.join(place.layers)} of this model, and a {whole.kind} cannot be taken apart"
+        )
+    rows = [shapes[layer][0] for layer in place.layers]
+    _check_rows(group, whole, rows, shapes[place.layers[0]])
+    by_rows = {name: torch.split(_ordered(whole.tensors[name], place), rows) for name in BY_ROWS[whole.kind]}
+    for number, layer in enumerate(place.layers):
+        part = replace(whole, tensors={**whole.tensors, **{name: split[number] for name, split in by_rows.items()}})
+        if whole.kind != "lora" or len(rows) == 1:
+            yield layer, part
+        elif part.tensors["up"].any():
+            yield layer, _without_idle_rank(part)
+
+
+def _check_rows(group: _Group, whole: LayerAdapter, rows: list[int], shape: tuple[int, ...]) -> None:
+    expected = (sum(rows), math.prod(shape[1:]))
+    if _size(whole) != expected:
+        raise group.error(_mismatch(group.name, _size(whole), expected))
+
+
+def _ordered(tensor: Tensor, place: _Place) -> Tensor:
+    return torch.cat(tensor.chunk(2)[::-1]) if place.halves_swapped else tensor
+
+
+def _without_idle_rank(part: LayerAdapter) -> LayerAdapter:
+    used = part.tensors["up"].flatten(1).any(dim=0)
+    return replace(part, tensors={"down": part.tensors["down"][used], "up": part.tensors["up"][:, used]})
+
+
+def _fitted(group: _Group, layer: str, adapter: LayerAdapter, shape: tuple[int, ...]) -> LayerAdapter:
+    """The adapter with as many dimensions as the layer's weight: some files have kernels of 1 x 1 for linear layers."""
+    tensors = dict(adapter.tensors)
+    for left, right in PRODUCTS:
+        if left in tensors and tensors[left].shape[1] != tensors[right].shape[0]:
+            ends = " and ".join(f"{name} ({_sizes(tensors[name])})" for name in (left, right))
+            raise group.error(f"'{group.name}': {ends} cannot be multiplied; the file is damaged")
+    expected = (shape[0], math.prod(shape[1:]))
+    if "magnitude" in tensors and len(tensors["magnitude"]) != shape[0]:
+        raise group.error(f"'{group.name}': {len(tensors['magnitude'])} magnitudes for {shape[0]} outputs")
+    if _size(adapter) not in (expected, (shape[0], None)):
+        raise group.error(_mismatch(layer, _size(adapter), expected))
+    if "down" in tensors:
+        tensors["down"] = tensors["down"].reshape(-1, *shape[1:])
+        tensors["up"] = tensors["up"].reshape(shape[0], -1, *[1] * (len(shape) - 2))
+    return replace(adapter, tensors=tensors)
+
+
+def _size(adapter: LayerAdapter) -> tuple[int, int | None]:
+    """Rows and columns of the weight that the adapter is for; a rotation does for any number of columns."""
+    tensors = adapter.tensors
+    match adapter.kind:
+        case "lora" | "dora":
+            return tensors["up"].shape[0], tensors["down"][0].numel()
+        case "loha":
+            return tensors["w1_a"].shape[0], tensors["w1_b"].shape[1]
+        case "lokr":
+            (a, b), (c, d) = (
+                (tensors[name].shape[0], tensors[name][0].numel())
+                if name in tensors
+                else (tensors[f"{name}_a"].shape[0], tensors[f"{name}_b"].shape[1])
+                for name in ("w1", "w2")
+            )
+            return a * c, b * d
+    return tensors["blocks"].shape[-3] * tensors["blocks"].shape[-1], None
+
+
+def _uncorrected(adapter: LayerAdapter, weight: Tensor) -> LayerAdapter:
+    """The dora whose magnitude was stored as m ||W|| / ||W + dW||."""
+    rows = weight.float().flatten(1)
+    turned = rows + adapter.update().flatten(1)
+    magnitude = adapter.tensors["magnitude"].float() * turned.norm(dim=1) / rows.norm(dim=1)
+    return replace(adapter, tensors={**adapter.tensors, "magnitude": magnitude})
+
+
+def _unknown_layer(
+    group: _Group, adapter: LayerAdapter, places: Mapping[str, _Place], shapes: Mapping[str, tuple[int, ...]]
+) -> str:
+    (near,) = difflib.get_close_matches(group.name, places, 1, cutoff=0.0)
+    layer = places[near].layers[0]
+    theirs, ours = _text(_size(adapter)), _text((shapes[layer][0], math.prod(shapes[layer][1:])))
+    return (
+        f"{group.stored.file}: '{group.name}' ({theirs}) is no layer of this model, nearest: '{layer}' ({ours}); "
+        "the file was made for another model"
+    )
+
+
+def _mismatch(layer: str, theirs: tuple[int, int | None], ours: tuple[int, int]) -> str:
+    return f"the adapter of '{layer}' is for {_text(theirs)}, but its weight is {_text(ours)}; use the file's own model"
+
+
+def _text(size: tuple[int, int | None]) -> str:
+    return f"{size[0]} outputs" if size[1] is None else f"{size[0]} x {size[1]}"
+
+
+def _sizes(tensor: Tensor) -> str:
+    return " x ".join(map(str, tensor.shape))
+
+
+def _check_one_kind(file: Path, layers: Mapping[str, LayerAdapter]) -> None:
+    examples = {adapter.kind: layer for layer, adapter in layers.items()}
+    if len(examples) > 1:
+        found = ", ".join(f"{kind} of '{layer}'" for kind, layer in examples.items())
+        raise InputError(f"{file}: mixes kinds of adapters ({found}); only one kind can be continued")

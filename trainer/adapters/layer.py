@@ -1,0 +1,119 @@
+"""The adapter of one layer as tensors, and the one formula per kind for what it makes of the layer's weight.
+
+Merging, exporting, reading files and verifying all go through `LayerAdapter`; the modules that train are elsewhere in
+this package, and are compared with it by tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["lora", "dora", "loha", "lokr", "diag-oft", "boft"]
+
+TENSORS: Mapping[Kind, tuple[tuple[str, ...], ...]] = {
+    "lora": (("down", "up"),),
+    "dora": (("down", "up", "magnitude"),),
+    "loha": (("w1_a", "w1_b", "w2_a", "w2_b"),),
+    "lokr": (("w1", "w2"), ("w1", "w2_a", "w2_b"), ("w1_a", "w1_b", "w2"), ("w1_a", "w1_b", "w2_a", "w2_b")),
+    "diag-oft": (("blocks",),),
+    "boft": (("blocks",),),
+}
+"""Names of the tensors of each kind; several sets where factors may be whole or written as a product."""
+
+
+@dataclass(frozen=True)
+class LayerAdapter:
+    """One layer's adapter, whole, on the CPU, in any floating type.
+
+    kind: `lora` also for locon.  scale: factor of the update (alpha / rank); 1 for rotations.
+    tensors, for a weight of shape (out, in) or (out, in, kh, kw), r the rank:
+      lora, dora  down (r, in[, kh, kw]), up (out, r[, 1, 1]); magnitude (out,), the length of each row of the result
+      loha        w1_a, w2_a (out, r), w1_b, w2_b (r, in * kh * kw)
+      lokr        w1 (a, b) or w1_a @ w1_b; w2 (c, d[, kh, kw]) or w2_a @ w2_b with shape (c, d * kh * kw);
+                  a * c = out, b * d = in
+      diag-oft    blocks (n, b, b), n * b = out
+      boft        blocks (stages, n, b, b), n * b = out
+    """
+
+    kind: Kind
+    tensors: Mapping[str, Tensor]
+    scale: float = 1.0
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """The layer's weight with the adapter in it, fp32, of the shape of `weight`."""
+        rows = weight.detach().float().flatten(1)
+        match self.kind:
+            case "lora" | "loha" | "lokr":
+                new = rows + self.update().flatten(1)
+            case "dora":
+                turned = rows + self.update().flatten(1)
+                new = self._fp32("magnitude").view(-1, 1) * turned / turned.norm(dim=1, keepdim=True)
+            case "diag-oft":
+                new = rotated(rows, rotation(self._fp32("blocks")))
+            case "boft":
+                new = butterfly(rows, rotation(self._fp32("blocks")))
+        return new.view(weight.shape)
+
+    def update(self) -> Tensor:
+        """What a lora, loha or lokr adds to the weight, and a dora before it scales the rows: (out, ...), fp32."""
+        match self.kind:
+            case "lora" | "dora":
+                return self.scale * (self._fp32("up").flatten(1) @ self._fp32("down").flatten(1))
+            case "loha":
+                first, second = (self._fp32(f"{w}_a") @ self._fp32(f"{w}_b") for w in ("w1", "w2"))
+                return self.scale * first * second
+            case "lokr":
+                return self.scale * kronecker(self._factor("w1"), self._factor("w2"))
+        raise ValueError(f"{self.kind} rotates a weight and adds nothing to it")
+
+    def _factor(self, name: str) -> Tensor:
+        if name in self.tensors:
+            return self._fp32(name)
+        return self._fp32(f"{name}_a") @ self._fp32(f"{name}_b")
+
+    def _fp32(self, name: str) -> Tensor:
+        return self.tensors[name].detach().float()
+
+
+def kronecker(w1: Tensor, w2: Tensor) -> Tensor:
+    """(a, b) and (c, d[, kh, kw]) -> (a * c, b * d * kh * kw): the weight of lokr, its kernel flattened."""
+    return torch.kron(w1, w2.flatten(1))
+
+
+def rotation(blocks: Tensor) -> Tensor:
+    """Orthogonal matrices (..., b, b) by the Cayley transform of the skew parts of `blocks`.
+
+    R = (I + Q) (I - Q)^-1 with Q = blocks - blocks^T, as in LyCORIS. In fp32: the solver knows no other type.
+    """
+    skew = (blocks - blocks.mT).float()
+    identity = torch.eye(blocks.shape[-1], device=blocks.device)
+    # The two factors commute, so that the inverse may stand first.
+    turns: Tensor = torch.linalg.solve(identity - skew, identity + skew)
+    return turns
+
+
+def rotated(rows: Tensor, turns: Tensor) -> Tensor:
+    """Each block of b rows turned by its matrix, transposed. rows: (n * b, ...).  turns: (n, b, b)."""
+    n, b, _ = turns.shape
+    return torch.einsum("nkm,nk...->nm...", turns, rows.reshape(n, b, *rows.shape[1:])).flatten(0, 1)
+
+
+def butterfly(rows: Tensor, turns: Tensor) -> Tensor:
+    """Stages of block rotations, each over rows that lie further apart. rows: (n * b, ...).  turns: (stages, n, b, b).
+
+    Stage i takes b / 2 rows from each of two neighbouring groups of 2^i * b / 2 rows.
+    Source: BOFT (arXiv 2311.06243), in the order of LyCORIS.
+    """
+    _, n, b, _ = turns.shape
+    for stage, turn in enumerate(turns):
+        spread = 2**stage * b // 2
+        # (groups, two halves, their rows) -> the rows of one rotation side by side
+        grouped = rows.reshape(-1, 2, spread, *rows.shape[1:]).transpose(1, 2).reshape(n, b, *rows.shape[1:])
+        turned = torch.einsum("nmk,nk...->nm...", turn, grouped).flatten(0, 1)
+        rows = turned.reshape(-1, spread, 2, *rows.shape[1:]).transpose(1, 2).flatten(0, 2)
+    return rows

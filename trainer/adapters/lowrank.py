@@ -1,0 +1,84 @@
+"""lora, locon and dora: a low-rank update beside each layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import Conv2d, Linear, LoraLayer
+from peft.tuners.lora.layer import LoraVariant
+from torch import Tensor, nn
+
+from trainer.adapters.tuner import ADAPTER, Layer
+
+
+def lora_layer(layer: Layer, rank: int, scale: float, dropout: nn.Module) -> LoraLayer:
+    """peft's own layer. The factors of a convolution are two convolutions: its kernel, and 1 x 1."""
+    kind = Linear if isinstance(layer, nn.Linear) else Conv2d
+    return _with(kind(layer, ADAPTER, LoraConfig(), r=rank), scale, dropout)
+
+
+def dora_layer(layer: Layer, rank: int, scale: float, dropout: nn.Module) -> LoraLayer:
+    """peft's layer with the magnitudes of `RowLengths`. layer: a linear one."""
+    return _with(_DoraLinear(layer, ADAPTER, LoraConfig(use_dora=True), r=rank), scale, dropout)
+
+
+def _with(layer: LoraLayer, scale: float, dropout: nn.Module) -> LoraLayer:
+    layer.scaling[ADAPTER] = scale
+    layer.lora_dropout[ADAPTER] = dropout
+    return layer
+
+
+class RowLengths(nn.Module):
+    """The trained row lengths of dora, as differences from those of the base's weight.
+
+    Under bf16 compute parameters are rounded to bf16: whole lengths would be off by up to 0.4 %, and the adapter would
+    not start as a no-op. weight: (out,).
+    """
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs))
+
+    def forward(self, base: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+        """g - 1 for the factor g of each row of V = W + scale * up @ down that gives it its trained length, fp32.
+
+        base: W (out, in).  down: (r, in).  up: (out, r).  The length of V is a constant in backward (DoRA, arXiv
+        2402.09353, sec. 4.3). V itself is never built: |V|^2 = |W|^2 + 2 scale <up, W down^T> + scale^2 <up, up G>
+        row by row, with G = down down^T.
+        """
+        with torch.no_grad():
+            length = torch.linalg.vector_norm(base, dim=1, dtype=torch.float32)
+            rows, gram = scale * up.float(), down.float() @ down.float().T
+            grown = (rows * (2 * (base @ down.to(base.dtype).T).float() + rows @ gram)).sum(dim=1)
+            new = (length.square() + grown).clamp_min(torch.finfo(torch.float32).tiny).sqrt()
+            # |W| - |V| without the cancellation.
+            shorter = -grown / (length + new)
+        excess: Tensor = (shorter + self.weight.float()) / new
+        return excess
+
+
+class _Dora(LoraVariant):  # type: ignore[misc]
+    @staticmethod
+    def init(module: Linear, adapter_name: str, **_: Any) -> None:
+        module.lora_magnitude_vector[adapter_name] = RowLengths(module.out_features)
+
+    @staticmethod
+    def forward(module: Linear, active_adapter: str, x: Tensor, result: Tensor, **_: Any) -> Tensor:
+        down, up = module.lora_A[active_adapter], module.lora_B[active_adapter]
+        scale = module.scaling[active_adapter]
+        base = module.get_base_layer()
+        excess = module.lora_magnitude_vector[active_adapter](base.weight, down.weight, up.weight, scale)
+        update: Tensor = scale * up(down(module.lora_dropout[active_adapter](x)))
+        result = result + update.to(result.dtype)
+        unbiased = result if base.bias is None else result - base.bias
+        # g * y as y + (g - 1) * y: a factor near 1 has only 8 bits in bf16, its difference from 1 as many of its own.
+        stretched: Tensor = result + excess.to(result.dtype) * unbiased
+        return stretched
+
+
+class _DoraLinear(Linear):  # type: ignore[misc]
+    @property
+    def lora_variants(self) -> dict[tuple[str, ...], type[LoraVariant]]:
+        return {("use_dora",): _Dora}

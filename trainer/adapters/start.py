@@ -1,0 +1,26 @@
+"""What an adapter's parameters start from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trainer.rng import generator
+
+ZERO = {"lora_B", "lora_magnitude_vector", "hada_w2_b", "lokr_w2", "lokr_w2_b", "oft_blocks"}
+"""Parameters that start at zero: one factor of each product, so that the adapter starts as a no-op."""
+
+
+def initial_value(name: str, shape: Sequence[int], seed: int) -> Tensor:
+    """Start value of one adapter parameter: the whole tensor, fp32, the same on every rank and for any world size.
+
+    Zero for those of `ZERO`. The others as in peft and LyCORIS, Kaiming-uniform with a = sqrt(5): uniform within
+    1 / sqrt(fan_in).
+    """
+    if not ZERO.isdisjoint(name.split(".")):
+        return torch.zeros(*shape)
+    bound = 1 / math.sqrt(math.prod(shape[1:]))
+    return (torch.rand(*shape, generator=generator(seed, "adapter", name)) * 2 - 1) * bound

@@ -1,0 +1,167 @@
+"""Between the parameters of a model in training and `LayerAdapter`, which everything else works with."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from torch import Tensor
+
+from trainer.adapters.layer import Kind, LayerAdapter
+from trainer.adapters.tuner import ADAPTER
+from trainer.config import AdapterSection, InputError, RankAdapter
+
+BaseWeight = Callable[[str], Tensor]
+"""A layer's name -> its weight without the adapter, (out, in). Asked for by dora only."""
+Shape = Sequence[int]
+
+_LOW_RANK = {"down": f"lora_A.{ADAPTER}.weight", "up": f"lora_B.{ADAPTER}.weight"}
+_BLOCKS = {"blocks": f"oft_blocks.{ADAPTER}"}
+PARAMETERS: Mapping[Kind, Mapping[str, str]] = {
+    "lora": _LOW_RANK,
+    "dora": _LOW_RANK | {"magnitude": f"lora_magnitude_vector.{ADAPTER}.weight"},
+    "loha": {name: f"hada_{name}.{ADAPTER}" for name in ("w1_a", "w1_b", "w2_a", "w2_b")},
+    "lokr": {name: f"lokr_{name}.{ADAPTER}" for name in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b")},
+    "diag-oft": _BLOCKS,
+    "boft": _BLOCKS,
+}
+"""{tensor of a LayerAdapter: the parameter's name below its layer}."""
+SCALED: Mapping[Kind, tuple[str, ...]] = {"lora": ("up",), "dora": ("up",), "loha": ("w1_a",), "lokr": ("w1", "w1_a")}
+"""The tensor, whichever there is, that takes up a factor of the update."""
+
+
+class TrainedAdapter(Mapping[str, LayerAdapter]):
+    """The adapter that trained parameters hold: {layer, component first: its tensors}, read when asked for.
+
+    weights: by parameter name; those of no adapter are ignored.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], cfg: AdapterSection, base: BaseWeight) -> None:
+        self._weights, self._cfg, self._base = weights, cfg, base
+        self._names: dict[str, dict[str, str]] = defaultdict(dict)
+        for parameter in weights:
+            for tensor, ending in PARAMETERS[kind_of(cfg)].items():
+                if parameter.endswith(f".{ending}"):
+                    self._names[parameter.removesuffix(f".{ending}")][tensor] = parameter
+
+    def __getitem__(self, layer: str) -> LayerAdapter:
+        if layer not in self._names:
+            raise KeyError(layer)
+        tensors = {tensor: self._weights[parameter] for tensor, parameter in self._names[layer].items()}
+        kind = kind_of(self._cfg)
+        if kind == "dora":
+            tensors["magnitude"] = row_lengths(self._base(layer)) + tensors["magnitude"]
+        return LayerAdapter(kind, tensors, scale_of(self._cfg))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def parameters_of(
+    layer: str, found: LayerAdapter, cfg: AdapterSection, shapes: Mapping[str, Shape], base: BaseWeight
+) -> dict[str, Tensor]:
+    """The parameters, by name, that make a layer's adapter what was read from a file.
+
+    shapes: of all parameters of this run's adapter, by name.  Raises InputError naming the layer, both shapes and the
+    setting that fits when the file's adapter is of another kind or size, or this run's does not change the layer.
+    """
+    kind = kind_of(cfg)
+    names = {tensor: f"{layer}.{ending}" for tensor, ending in PARAMETERS[kind].items()}
+    wanted = {tensor: tuple(shapes[name]) for tensor, name in names.items() if name in shapes}
+    if found.kind != kind:
+        raise InputError(
+            f"adapter.start: '{layer}' is {found.kind} in the file, but adapter.type is {cfg.type}; "
+            f"set adapter.type: {found.kind}"
+        )
+    if not wanted:
+        raise InputError(f"adapter.start: '{layer}' has an adapter in the file only; name it in adapter.targets")
+    there = {tensor: tuple(value.shape) for tensor, value in found.tensors.items()}
+    if there != wanted:
+        raise InputError(
+            f"adapter.start: '{layer}' has {_listed(there)} in the file, but {_listed(wanted)} in this run; "
+            f"{_remedy(kind, there, wanted)}"
+        )
+    tensors = {tensor: value.float() for tensor, value in found.tensors.items()}
+    for tensor in SCALED.get(kind, ()):
+        if tensor in tensors:
+            tensors[tensor] = tensors[tensor] * (found.scale / scale_of(cfg))
+    if kind == "dora":
+        tensors["magnitude"] = tensors["magnitude"] - row_lengths(base(layer))
+    return {names[tensor]: value for tensor, value in tensors.items()}
+
+
+def kind_of(cfg: AdapterSection) -> Kind:
+    """What the adapter is of one layer; locon is lora."""
+    return "lora" if cfg.type == "locon" else cfg.type  # type: ignore[return-value]
+
+
+def scale_of(cfg: AdapterSection) -> float:
+    """Factor of the update: alpha / rank, and 1 for rotations."""
+    return cfg.scale if isinstance(cfg, RankAdapter) else 1.0
+
+
+def row_lengths(weight: Tensor) -> Tensor:
+    """Length of each row, (out,), fp32."""
+    lengths: Tensor = weight.detach().float().norm(dim=1)
+    return lengths
+
+
+def _listed(shapes: Mapping[str, Shape]) -> str:
+    return ", ".join(f"{name} {' x '.join(str(size) for size in shape)}" for name, shape in sorted(shapes.items()))
+
+
+def _remedy(kind: Kind, there: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> str:
+    if _weight_size(kind, there) != _weight_size(kind, wanted):
+        return "the file belongs to another model"
+    return f"set {_settings(kind, there)}"
+
+
+def _weight_size(kind: Kind, shapes: Mapping[str, Shape]) -> tuple[int, ...]:
+    """(out, in * kernel) of the layer that tensors of these shapes fit; (out,) of a rotated one."""
+    match kind:
+        case "lora" | "dora":
+            return shapes["up"][0], math.prod(shapes["down"][1:])
+        case "loha":
+            return shapes["w1_a"][0], shapes["w1_b"][1]
+        case "lokr":
+            (a, b), (c, d) = (_factor_size(shapes, name) for name in ("w1", "w2"))
+            return a * c, b * d
+        case "diag-oft" | "boft":
+            return (shapes["blocks"][-3] * shapes["blocks"][-1],)
+
+
+def _factor_size(shapes: Mapping[str, Shape], name: str) -> tuple[int, int]:
+    if name in shapes:
+        return shapes[name][0], math.prod(shapes[name][1:])
+    return shapes[f"{name}_a"][0], shapes[f"{name}_b"][1]
+
+
+def _settings(kind: Kind, there: Mapping[str, Shape]) -> str:
+    """What gives a run an adapter of these shapes."""
+    match kind:
+        case "lora" | "dora":
+            return _rank_setting(there["down"][0], len(there["down"]) == 4)
+        case "loha":
+            return _rank_setting(there["w1_b"][0], False)
+        case "lokr":
+            return _lokr_settings(there)
+        case "diag-oft":
+            return f"adapter.block_size: {there['blocks'][-1]}"
+        case "boft":
+            return f"adapter.block_size: {there['blocks'][-1]} and adapter.num_stages: {there['blocks'][0]}"
+
+
+def _rank_setting(rank: int, conv: bool) -> str:
+    return f"adapter.conv_rank: {rank}" if conv else f"adapter.rank: {rank}, or adapter.rank_pattern for this layer"
+
+
+def _lokr_settings(there: Mapping[str, Shape]) -> str:
+    settings = [f"adapter.factor: {max(_factor_size(there, 'w1'))}"]
+    ranks = [there[name][0] for name in ("w1_b", "w2_b") if name in there]
+    settings.append(f"adapter.rank: {ranks[0]}" if ranks else "adapter.full_matrix: true")
+    settings += ["adapter.decompose_both: true"] if "w1_a" in there else []
+    return ", ".join(settings)

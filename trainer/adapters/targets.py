@@ -1,0 +1,261 @@
+"""Which layers an adapter changes, with which rank or blocks: what is decided before anything is built."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from trainer.adapters.tuner import Layer, weight_shape
+from trainer.config import (
+    AdapterSection,
+    BoftAdapter,
+    ConvAdapter,
+    DiagOftAdapter,
+    DoraAdapter,
+    InputError,
+    LoconAdapter,
+    LokrAdapter,
+    RankAdapter,
+)
+
+WHOLE_ROWS = (DoraAdapter, DiagOftAdapter, BoftAdapter)
+"""Adapters whose effect on a row of a weight depends on the row: they cannot follow rows that change places."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What a family recommends to change. linear, conv: {component: patterns of layers}.
+
+    halves_swapped: patterns of layers that adapters of whole rows must leave alone.  never_trained: patterns of
+    parameters that would get no gradient.
+    """
+
+    linear: Mapping[str, Sequence[str]]
+    conv: Mapping[str, Sequence[str]]
+    halves_swapped: Sequence[str]
+    never_trained: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """layers: those to change, by name, in model order.  notes: which of those that were asked for are left out."""
+
+    layers: dict[str, Layer]
+    notes: tuple[str, ...]
+
+
+def choose_layers(model: nn.ModuleDict, cfg: AdapterSection, targets: Targets, family: str) -> Chosen:
+    """The layers that `adapter.targets` names, or else the family's own.
+
+    Raises InputError for a pattern that matches nothing, or when there is no layer that the adapter can change.
+    """
+    layers = _layers(model)
+    named = match(layers, cfg.targets, "adapter.targets", family)
+    names = named or _family_layers(layers, cfg, targets)
+    if not names:
+        raise InputError(f"adapter.targets: {family} recommends no layers of {', '.join(model)}; name some")
+    left_out: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        reason = _reason_against(name, layers[name], cfg, targets)
+        if reason:
+            left_out[reason].append(name)
+    notes = tuple(
+        f"adapter.targets: {counted(found)} left out, as '{found[0]}': {reason}" for reason, found in left_out.items()
+    )
+    dropped = {name for found in left_out.values() for name in found}
+    if len(dropped) == len(names):
+        raise InputError("; ".join(notes) + "; no layer remains, so name others")
+    return Chosen({name: layers[name] for name in names if name not in dropped}, notes)
+
+
+def match_layers(model: nn.Module, patterns: Sequence[str], field: str, family: str) -> list[str]:
+    """Names of the linear and convolution layers that a pattern matches: as a regular expression on the whole name,
+    with or without the component before it, or as the end of it (`attn.to_q`).
+
+    Raises InputError for a pattern that is no regular expression or matches nothing.
+    """
+    return match(_layers(model), patterns, field, family)
+
+
+def match(names: Iterable[str], patterns: Sequence[str], field: str, family: str) -> list[str]:
+    """`match_layers` on names of layers, in their order."""
+    layers = list(names)
+    matched: set[str] = set()
+    for pattern in patterns:
+        found = [name for name in layers if _matches(name, pattern, field)]
+        if not found:
+            raise InputError(f"{field}: '{pattern}' matches no layer of {family}; {_nearest(pattern, layers)}")
+        matched.update(found)
+    return [name for name in layers if name in matched]
+
+
+def _layers(model: nn.Module) -> dict[str, Layer]:
+    """Linear layers and convolutions, by name. Not grouped convolutions: no family has them in its blocks."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1)
+    }
+
+
+def _family_layers(layers: Iterable[str], cfg: AdapterSection, targets: Targets) -> list[str]:
+    tables = [targets.linear]
+    if isinstance(cfg, ConvAdapter) and _conv_rank(cfg) is not None:
+        tables.append(targets.conv)
+    return [name for name in layers if any(_recommended(name, table) for table in tables)]
+
+
+def _recommended(name: str, table: Mapping[str, Sequence[str]]) -> bool:
+    component, _, inside = name.partition(".")
+    return any(re.fullmatch(pattern, inside) for pattern in table.get(component, ()))
+
+
+def _reason_against(name: str, layer: Layer, cfg: AdapterSection, targets: Targets) -> str:
+    inside = name.partition(".")[2]
+    if any(re.fullmatch(pattern, f"{inside}.weight") for pattern in targets.never_trained):
+        return "nothing in this kind of training reads its result"
+    if isinstance(cfg, WHOLE_ROWS) and any(re.fullmatch(pattern, inside) for pattern in targets.halves_swapped):
+        return f"original files swap the halves of its rows, which {cfg.type} does not survive"
+    if isinstance(layer, nn.Linear):
+        return ""
+    if isinstance(cfg, DoraAdapter):
+        return "dora changes linear layers only"
+    if isinstance(cfg, ConvAdapter) and _conv_rank(cfg) is None:
+        return "convolutions need adapter.conv_rank"
+    return ""
+
+
+def layer_ranks(layers: Mapping[str, Layer], cfg: RankAdapter) -> dict[str, int]:
+    """Each layer's rank: by `adapter.rank_pattern`, else that for convolutions or for linear layers.
+
+    Raises InputError for a pattern that matches none of the layers, or a rank that is larger than a layer; of lokr,
+    whose factors are then whole, any rank will do.
+    """
+    ranks = {name: _own_rank(layer, cfg) for name, layer in layers.items()}
+    for pattern, rank in cfg.rank_pattern.items():
+        field = "adapter.rank_pattern"
+        ranks |= dict.fromkeys(match(layers, (pattern,), field, "the adapter"), (f"{field}.{pattern}", rank))
+    if not isinstance(cfg, LokrAdapter):
+        _check_ranks(layers, ranks)
+    return {name: rank for name, (_, rank) in ranks.items()}
+
+
+def _own_rank(layer: Layer, cfg: RankAdapter) -> tuple[str, int]:
+    """(the field it stands in, the rank)."""
+    if isinstance(layer, nn.Linear) or not isinstance(cfg, ConvAdapter) or cfg.conv_rank is None:
+        return "adapter.rank", cfg.rank
+    return "adapter.conv_rank", cfg.conv_rank
+
+
+def _conv_rank(cfg: ConvAdapter) -> int | None:
+    return cfg.rank if isinstance(cfg, LoconAdapter) and cfg.conv_rank is None else cfg.conv_rank
+
+
+def _check_ranks(layers: Mapping[str, Layer], ranks: Mapping[str, tuple[str, int]]) -> None:
+    """Refuse the rank that is too large for the smallest layer."""
+    largest = {name: min(weight_shape(layer)) for name, layer in layers.items()}
+    too_large = [name for name, (_, rank) in ranks.items() if rank > largest[name]]
+    if not too_large:
+        return
+    name = min(too_large, key=lambda name: largest[name])
+    field, rank = ranks[name]
+    outputs, inputs = weight_shape(layers[name])
+    raise InputError(
+        f"{field}: {rank} is too large for '{name}', whose weight is {outputs} x {inputs}; at most {largest[name]}. "
+        "Lower it, or give such layers their own in adapter.rank_pattern"
+    )
+
+
+def diag_oft_shapes(layers: Mapping[str, Layer], cfg: DiagOftAdapter) -> dict[str, tuple[int, ...]]:
+    """Shape (n, b, b) of each layer's blocks: b the smallest divisor of its outputs that is at least the requested.
+
+    Raises InputError where that is wider than the layer.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, layer in layers.items():
+        outputs, _ = weight_shape(layer)
+        size = _block_size(name, outputs, [b for b in range(2, outputs + 1) if outputs % b == 0], cfg.block_size)
+        shapes[name] = (outputs // size, size, size)
+    return shapes
+
+
+def boft_shapes(layers: Mapping[str, Layer], cfg: BoftAdapter) -> dict[str, tuple[int, ...]]:
+    """Shape (stages, n, b, b) of each layer's blocks: b the smallest even number, at least the requested, for which n
+    is a power of two; as many stages as requested, or else as let every output reach every other: log2(n) + 1.
+
+    Raises InputError where no b fits a layer, or it has fewer stages than requested.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, layer in layers.items():
+        outputs, _ = weight_shape(layer)
+        powers = [2**p for p in range(outputs.bit_length())]
+        sizes = sorted(outputs // n for n in powers if outputs % (2 * n) == 0)
+        size = _block_size(name, outputs, sizes, cfg.block_size)
+        n = outputs // size
+        most = int(math.log2(n)) + 1
+        if cfg.num_stages is not None and cfg.num_stages > most:
+            raise InputError(
+                f"adapter.num_stages: {cfg.num_stages} is too many for '{name}': its {outputs} outputs in blocks of "
+                f"{size} have {most}; lower it or adapter.block_size, or leave it empty for as many as each layer has"
+            )
+        shapes[name] = (cfg.num_stages or most, n, size, size)
+    return shapes
+
+
+def block_notes(shapes: Mapping[str, tuple[int, ...]], requested: int) -> tuple[str, ...]:
+    """What the log says of layers with larger blocks than requested."""
+    other: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for name, shape in shapes.items():
+        size = shape[-1]
+        if size != requested:
+            other[size, shape[-3] * size].append(name)
+    return tuple(
+        f"adapter.block_size: {size} instead of {requested} in {counted(names)} with {outputs} outputs, as '{names[0]}'"
+        for (size, outputs), names in sorted(other.items())
+    )
+
+
+def counted(names: Sequence[str]) -> str:
+    """'1 layer' or '3 layers'."""
+    return f"{len(names)} layer{'s' if len(names) > 1 else ''}"
+
+
+def _block_size(name: str, outputs: int, sizes: Sequence[int], requested: int) -> int:
+    """The smallest of the sizes that is at least the requested one."""
+    fitting = [size for size in sizes if size >= requested]
+    if fitting:
+        return fitting[0]
+    if not sizes:
+        raise InputError(
+            f"adapter.block_size: '{name}' has {outputs} outputs, which no block size divides; "
+            "leave it out in adapter.targets"
+        )
+    raise InputError(
+        f"adapter.block_size: {requested} is too large for '{name}' with {outputs} outputs; "
+        f"the nearest that work are {', '.join(str(size) for size in sizes[-3:])}"
+    )
+
+
+def _matches(name: str, pattern: str, field: str) -> bool:
+    try:
+        expression = re.compile(pattern)
+    except re.error as error:
+        raise InputError(f"{field}: '{pattern}' is not a regular expression ({error})") from error
+    inside = name.partition(".")[2]
+    return any(expression.fullmatch(text) for text in (name, inside)) or name == pattern or name.endswith(f".{pattern}")
+
+
+def _nearest(pattern: str, layers: Sequence[str]) -> str:
+    """The layer name nearest to a pattern, at the pattern's depth: 'attn.to_q' for 'attn.to_qq'."""
+    depth = pattern.count(".") + 1
+    endings = [".".join(name.split(".")[-depth:]) for name in layers]
+    near = difflib.get_close_matches(pattern, sorted(set(endings)), 1, cutoff=0.0)
+    if not near:
+        return "the model has no linear layers"
+    return f"nearest: '{near[0]}' ({endings.count(near[0])} layers)"

@@ -1,0 +1,149 @@
+"""The adapter as files, each read back before it gets its name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Set
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+
+from trainer.adapters import adapted_layers
+from trainer.adapters.files import read_adapter
+from trainer.adapters.formats import adapter_files
+from trainer.adapters.layer import LayerAdapter
+from trainer.config import RunConfig
+from trainer.export.drafts import draft
+from trainer.export.metadata import adapter_metadata
+from trainer.families.base import ModelFamily
+from trainer.trained import BaseWeights, TrainedModel, component_of, layer_shapes, naming
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Rounding of up to four factors to the file's type, relative to the size of the update. One layer of few numbers may be
+# twice as far off as the whole adapter.
+TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3, "fp32": 1e-5}
+# Merging adds the update to a weight that may be 10^4 times as large: fp32 keeps that much of the weight's own size.
+ROUNDING = 2.0**-22
+ADDS = frozenset({"lora", "loha", "lokr"})
+"""Kinds whose update does not depend on the weight it is added to."""
+
+
+def export_adapter(
+    cfg: RunConfig, folder: Path, family: ModelFamily, weights: Mapping[str, Tensor], reference: Mapping[str, Tensor]
+) -> list[Path]:
+    """Write the adapter in `export.format`, one file or several, and read each back with another program's code.
+
+    Returns the paths, the main one first.
+    """
+    base = BaseWeights(family)
+    # Whole in memory: an adapter is small, and the writer looks at a layer more than once.
+    trained, expected = (dict(TrainedModel(cfg, base, of).layers) for of in (weights, reference))
+    dtype = cfg.export.dtype
+    files = adapter_files(trained, cfg.export.format, naming(family), base.layer, DTYPES[dtype])
+    paths = [file.path(folder, _stem(cfg)) for file in files]
+    with ExitStack() as drafts:
+        for file, path in zip(files, paths, strict=True):
+            written = drafts.enter_context(draft(path))
+            file.write(written, adapter_metadata(cfg, family))
+            held = {n: layer for n, layer in expected.items() if file.component in ("", component_of(n))}
+            verify_adapter(written, file.readers, family, held, dtype)
+    return paths
+
+
+def verify_adapter(
+    file: Path, readers: tuple[str, ...], family: ModelFamily, expected: Mapping[str, LayerAdapter], dtype: str
+) -> None:
+    """Load the file as its users do and compare what becomes of each layer's weight with the trained adapter.
+
+    By diffusers or peft where they read the file, by our own reader of other programs' names elsewhere. One layer at a
+    time. Raises RuntimeError naming the layer.
+    """
+    base = BaseWeights(family)
+    found = _read(file, readers, family, base, {component_of(name) for name in expected})
+    if found.keys() != expected.keys():
+        differing = sorted(found.keys() ^ expected.keys())
+        raise RuntimeError(
+            f"{file}: {len(found)} layers are read back, {len(expected)} were trained; first difference {differing[0]}"
+        )
+    errors = [_error(file, name, found[name], layer, base, 2 * TOLERANCE[dtype]) for name, layer in expected.items()]
+    error, size = (math.hypot(*parts) for parts in zip(*errors, strict=True))
+    if not error <= TOLERANCE[dtype] * size + 1e-12:
+        raise RuntimeError(
+            f"{file}: the adapter as it is read back differs from the trained one by {error:.3g}, "
+            f"the size of its update is {size:.3g}"
+        )
+
+
+Merge = Callable[[Tensor], Tensor]
+"""A layer's weight -> the weight with the adapter of a file in it."""
+
+
+def _read(
+    file: Path, readers: tuple[str, ...], family: ModelFamily, base: BaseWeights, components: Set[str]
+) -> dict[str, Merge]:
+    if "diffusers" in readers:
+        return _read_by_diffusers(file, family)
+    if "peft" in readers:
+        (component,) = components
+        return _read_by_peft(file, family, component)
+    shapes = {name: shape for name, shape in layer_shapes(family).items() if component_of(name) in components}
+    return {name: layer.merged for name, layer in read_adapter(file, shapes, naming(family), base.layer).items()}
+
+
+def _read_by_diffusers(file: Path, family: ModelFamily) -> dict[str, Merge]:
+    """The base takes no memory: only the adapter's tensors are real."""
+    model = nn.ModuleDict({name: _without_weights(family.build(name)) for name in family.live})
+    family.load_adapter_file(model, file)
+    return {name: _merge_of(layer) for name, layer in adapted_layers(model).items()}
+
+
+def _merge_of(layer: Any) -> Merge:
+    def merge(weight: Tensor) -> Tensor:
+        layer.base_layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
+        layer.float().merge()
+        merged: Tensor = layer.base_layer.weight.detach()
+        return merged
+
+    return merge
+
+
+def _read_by_peft(folder: Path, family: ModelFamily, component: str) -> dict[str, Merge]:
+    model = _without_weights(family.build(component))
+    PeftModel.from_pretrained(model, folder)
+    return {f"{component}.{name}": _merge_of(layer) for name, layer in adapted_layers(model).items()}
+
+
+def _without_weights(model: nn.Module) -> nn.Module:
+    """The meta model with parameters that lie on the CPU but share one zero: peft moves adapters to their layer's
+    device, where a meta tensor would swallow them."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            nothing = torch.zeros(()).expand(parameter.shape)
+            setattr(module, name, nn.Parameter(nothing, requires_grad=False))
+    return model
+
+
+def _error(
+    file: Path, name: str, merge: Merge, layer: LayerAdapter, base: BaseWeights, tolerance: float
+) -> tuple[float, float]:
+    """(distance, size): of the layer's weight with the file's adapter from that with the trained one, beyond what
+    merging rounds; and of the trained update."""
+    weight = base.layer(name).float()
+    start = torch.zeros_like(weight) if layer.kind in ADDS else weight
+    trained = layer.merged(start)
+    update = float((trained - start).norm())
+    error = max(0.0, float((merge(start).float() - trained).norm()) - ROUNDING * float(start.norm()))
+    if not error <= tolerance * update + 1e-12:
+        raise RuntimeError(
+            f"{file}: the update of '{name}' as it is read back differs from the trained one by {error:.3g}, "
+            f"whose norm is {update:.3g}"
+        )
+    return error, update
+
+
+def _stem(cfg: RunConfig) -> str:
+    return cfg.name if cfg.export.format == "auto" else f"{cfg.name}-{cfg.export.format}"

@@ -1,0 +1,42 @@
+"""Files and folders that get their name only when they are complete and verified."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def draft(final: Path) -> Iterator[Path]:
+    """A path to write to. It becomes `final` when the block ends well, and is removed when anything goes wrong in it.
+
+    What an earlier process left of a draft is removed first. A file or folder at `final` is replaced only at the end.
+    """
+    path = final.with_name(f"{final.stem}.draft{final.suffix}")
+    _remove(path)
+    try:
+        yield path
+    except BaseException:
+        _remove(path)
+        raise
+    _replace(path, final)
+
+
+def _replace(path: Path, final: Path) -> None:
+    if not final.is_dir():
+        path.replace(final)
+        return
+    former = final.with_name(f"{final.name}.former")
+    _remove(former)
+    final.rename(former)
+    path.rename(final)
+    _remove(former)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

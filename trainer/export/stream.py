@@ -1,0 +1,50 @@
+"""A safetensors file written tensor by tensor: its header needs only names, types and shapes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}
+ALIGNMENT = 8
+
+Plan = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""{name: (type, shape)} of the tensors of a file, in their order."""
+
+
+def write_stream(file: Path, plan: Plan, tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file, holding one tensor at a time. tensors: those of `plan`, in its order.
+
+    Source: the format's description in the safetensors repository (8 bytes of length, JSON header, bytes).
+    """
+    header = _header(plan, metadata)
+    with file.open("wb") as stream:
+        stream.write(len(header).to_bytes(8, "little"))
+        stream.write(header)
+        for (name, (dtype, shape)), tensor in zip(plan.items(), tensors, strict=True):
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"{name}: {list(tensor.shape)} was announced as {list(shape)}")
+            stream.write(as_bytes(tensor, dtype))
+
+
+def as_bytes(tensor: Tensor, dtype: torch.dtype) -> bytes:
+    """The tensor's numbers in `dtype`, row by row. Numbers beyond the range of an 8-bit float become its largest."""
+    if dtype == torch.float8_e4m3fn:
+        limit = torch.finfo(dtype).max
+        tensor = tensor.float().clamp(-limit, limit)
+    return tensor.to(dtype).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _header(plan: Plan, metadata: Mapping[str, str]) -> bytes:
+    fields: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, (dtype, shape) in plan.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        fields[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % ALIGNMENT)

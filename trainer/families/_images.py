@@ -1,0 +1,44 @@
+"""Pictures, pixels and latents."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+
+def device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
+
+
+def pixels_of(image: Image.Image, device: torch.device) -> Tensor:
+    """An RGB image as an autoencoder reads it: (1, 3, H, W) fp32 in [-1, 1]."""
+    levels = torch.from_numpy(np.array(image, dtype=np.float32)[None])
+    return levels.permute(0, 3, 1, 2).to(device) / 255 * 2 - 1
+
+
+def picture_of(pixels: Tensor) -> Image.Image:
+    """pixels: (1, 3, H, W), clamped to [-1, 1]."""
+    levels = ((pixels[0] / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+    return Image.fromarray(levels.permute(1, 2, 0).cpu().numpy())
+
+
+def patchify(latents: Tensor) -> Tensor:
+    """2 x 2 latent pixels become channels: (B, C, H, W) -> (B, 4C, H/2, W/2)."""
+    return nn.functional.pixel_unshuffle(latents, 2)
+
+
+def unpatchify(latents: Tensor) -> Tensor:
+    """(B, 4C, H, W) -> (B, C, 2H, 2W)."""
+    return nn.functional.pixel_shuffle(latents, 2)
+
+
+def pack(latents: Tensor) -> Tensor:
+    """Rows of pixels become tokens: (B, C, h, w) -> (B, h * w, C)."""
+    return latents.flatten(2).transpose(1, 2)
+
+
+def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
+    """(B, h * w, C) -> (B, C, h, w)."""
+    return tokens.transpose(1, 2).reshape(tokens.shape[0], -1, height, width)
