@@ -1,0 +1,48 @@
+"""The autoencoder that most latent diffusion models have: eight pixels per latent, scaled and shifted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from PIL import Image
+from torch import Tensor
+
+from trainer.families._images import device_of, picture_of, pixels_of
+
+
+def build_vae(config: Mapping[str, Any]) -> AutoencoderKL:
+    """The autoencoder on the meta device."""
+    with torch.device("meta"):
+        return AutoencoderKL.from_config(dict(config))
+
+
+def encode_latents(vae: Any, image: Image.Image) -> Tensor:
+    """Normalised latents of an RGB image: (1, C, H/8, W/8).
+
+    The mean of the posterior: latents are cached, and a sample would freeze one draw of its noise into them.
+    """
+    latents = vae.encode(pixels_of(image, device_of(vae))).latent_dist.mode()
+    normalised: Tensor = (latents - (vae.config.shift_factor or 0)) * vae.config.scaling_factor
+    return normalised
+
+
+def decode_latents(vae: Any, latents: Tensor) -> Image.Image:
+    """The picture of normalised latents (1, C, h, w)."""
+    latents = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0)
+    return picture_of(vae.decode(latents, return_dict=False)[0])
+
+
+def tiny_vae(latent_channels: int, scaling_factor: float, **changes: Any) -> dict[str, Any]:
+    """Config of a tiny autoencoder with the usual eight pixels per latent."""
+    return {
+        "block_out_channels": [8, 8, 16, 16],
+        "down_block_types": ["DownEncoderBlock2D"] * 4,
+        "up_block_types": ["UpDecoderBlock2D"] * 4,
+        "layers_per_block": 1,
+        "latent_channels": latent_channels,
+        "norm_num_groups": 4,
+        "scaling_factor": scaling_factor,
+    } | changes

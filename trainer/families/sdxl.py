@@ -1,0 +1,489 @@
+"""SDXL: a U-Net with two CLIP text encoders, trained by discrete diffusion, each of the three frozen or not.
+
+Example and Batch keys: "latents" (4, H/8, W/8) fp32, scaled; of each frozen text encoder `<component>.states` (L, D),
+its last hidden states but one, L = 77 with padding, and of the second one also `text_encoder_2.pooled` (P,); of each
+text encoder in training `<component>.ids` (L,) int64 instead. All with a batch dim in front in a Batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from PIL import Image
+from torch import Tensor, nn
+
+from trainer.config import InputError, ModelConfig, ObjectiveConfig, SampleConfig
+from trainer.families._clip import build_clip, clip_states, clip_tokens, tiny_clip, write_tiny_clip_tokenizer
+from trainer.families._flow import asked, guided
+from trainer.families._folder import (
+    TRANSFORMERS_STEM,
+    check_architecture,
+    open_folder,
+    write_model_index,
+    write_random,
+    write_tiny,
+)
+from trainer.families._images import device_of
+from trainer.families._ldm import UNET_PREFIX, clip_layout, open_clip_layout, unet_layout, vae_key, vae_layout
+from trainer.families._vae import build_vae, decode_latents, encode_latents, tiny_vae
+from trainer.families.base import DIFFUSION_FIELDS, LoadModule, ModelFamily
+from trainer.objectives import (
+    Batch,
+    Example,
+    Loss,
+    Prediction,
+    diffuse,
+    diffusion_target,
+    draw_timestep,
+    min_snr_weight,
+    squared_error,
+)
+from trainer.rng import SampleRng
+from trainer.weights import Fused, WeightFiles
+
+ENCODERS = ("text_encoder", "text_encoder_2")
+TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
+CLIP_LINEAR = r"(text_model\.)?encoder\.layers\.\d+\.(self_attn\.(q_proj|k_proj|v_proj|out_proj)|mlp\.(fc1|fc2))"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What tells the published U-Nets apart. widths, depths: channels and transformer layers of each level."""
+
+    widths: tuple[int, ...]
+    depths: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"levels of {list(self.widths)} channels with {list(self.depths)} transformer layers"
+
+
+ARCHITECTURES = {"base": Architecture((320, 640, 1280), (1, 2, 10))}
+
+
+@dataclass(frozen=True)
+class TextEncoders:
+    """Both tokenizers, and the encoders that are not part of the model in training, by component."""
+
+    tokenizers: Mapping[str, Any]
+    frozen: Mapping[str, nn.Module]
+
+
+class Sdxl(ModelFamily):
+    components = ("unet", *ENCODERS)
+    shard_blocks = ("BasicTransformerBlock", "ResnetBlock2D", "CLIPEncoderLayer")
+    adapter_targets: ClassVar = {
+        "unet": (
+            r".+\.transformer_blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)",
+            r".+\.transformer_blocks\.\d+\.ff\.net\.(0\.proj|2)",
+            r".+\.attentions\.\d+\.(proj_in|proj_out)",
+        ),
+        "text_encoder": (CLIP_LINEAR,),
+        "text_encoder_2": (CLIP_LINEAR,),
+    }
+    conv_targets: ClassVar = {
+        "unet": (
+            r".+\.resnets\.\d+\.(conv1|conv2|conv_shortcut)",
+            r".+\.(downsamplers|upsamplers)\.0\.conv",
+        )
+    }
+    # The first text encoder's last norm is not used; the second one's name begins with text_model. What is added to
+    # all keys of an attention changes nothing: its gradient is rounding, which Adam would make as large as any.
+    never_trained = (r"final_layer_norm\..+", r".+\.self_attn\.k_proj\.bias")
+    size_multiple = 32  # 8 pixels per latent pixel, and the U-Net halves these twice
+    objective_fields = DIFFUSION_FIELDS
+    single_file = (*components, "vae")
+    # transformers dropped the first encoder's `text_model`; files of other programs have it.
+    kohya_prefixes: ClassVar = {
+        "unet": "lora_unet",
+        "text_encoder": "lora_te1_text_model",
+        "text_encoder_2": "lora_te2",
+    }
+    kohya_by_path = True
+
+    def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
+        super().__init__(model, objective, cache)
+        self._folder = open_folder(model, ARCHITECTURES, self._write_tiny)
+        self._unet = self._folder.config("unet", UNet2DConditionModel.__name__)
+        self._vae = self._folder.read("vae/config.json")
+        # The models' own views of their configs: what the files leave out has its default.
+        self._clip: dict[str, Any] = {name: self._whole_encoder(name).config for name in ENCODERS}
+        for tokenizer in TOKENIZERS.values():
+            self._folder.read(f"{tokenizer}/tokenizer_config.json")
+        self._zero_negative = self._folder.read("model_index.json").get("force_zeros_for_empty_prompt", True)
+        self._architecture: Any = self.build("unet").config
+        self._check_unet()
+        check_architecture(model, self._folder, ARCHITECTURES, self._found())
+        self._check_options()
+        self._scheduler = self._scheduler_config()
+        self._alpha_bar = _alpha_bar(self._scheduler)
+
+    @property
+    def folder(self) -> Path:
+        return self._folder.path
+
+    @property
+    def model_spec(self) -> str:
+        return "stable-diffusion-xl-v1-base"
+
+    def build(self, component: str) -> nn.Module:
+        """Also of "vae". The first text encoder comes without its last layer, whose output nothing reads."""
+        model: Any
+        if component == "vae":
+            model = build_vae(self._vae)
+        elif component == "unet":
+            with torch.device("meta"):
+                model = UNet2DConditionModel.from_config(self._unet)
+        else:
+            model = self._whole_encoder(component)
+        if component == "text_encoder":
+            del model.encoder.layers[-1]
+        assert isinstance(model, nn.Module)
+        return model
+
+    def weights(self, component: str) -> WeightFiles:
+        if component == "unet":
+            self._refuse_original_layout()
+            return self._folder.denoiser_weights(component, self.build(component))
+        if component == "vae":
+            return self._folder.weights(component, rename=vae_key)
+
+        def rename(key: str) -> str | None:
+            # A model without projection is stored as the `text_model` it once was part of.
+            name = key.removeprefix("text_model.") if component == "text_encoder" else key
+            return None if name.endswith("position_ids") else name
+
+        return self._folder.weights(component, TRANSFORMERS_STEM, rename)
+
+    def layout(self, component: str) -> tuple[Fused, ...]:
+        """Also of "vae", which the original file holds besides."""
+        makers: Mapping[str, Callable[[], Iterator[Fused]]] = {
+            "unet": lambda: unet_layout(self.build("unet")),
+            "text_encoder": lambda: clip_layout(self.weights("text_encoder").entries),
+            "text_encoder_2": lambda: open_clip_layout(self._clip["text_encoder_2"].num_hidden_layers),
+            "vae": lambda: vae_layout(self.build("vae")),
+        }
+        return tuple(makers[component]())
+
+    def fingerprint(self) -> str:
+        files = self._folder.digest(*ENCODERS, *TOKENIZERS.values(), "vae")
+        return hashlib.sha256(f"{self.live} {files}".encode()).hexdigest()
+
+    def text_encoder(self, load: LoadModule) -> TextEncoders:
+        """Frozen encoders are small enough (3.3 GB in fp32) to be whole on every rank."""
+        from transformers import CLIPTokenizer
+
+        tokenizers = {
+            name: CLIPTokenizer.from_pretrained(self.folder / place, local_files_only=True)
+            for name, place in TOKENIZERS.items()
+        }
+        frozen = [name for name in ENCODERS if name not in self.live]
+        return TextEncoders(tokenizers, {name: load(self.build(name), self.weights(name), ()) for name in frozen})
+
+    def image_encoder(self, load: LoadModule) -> nn.Module:
+        return load(self.build("vae"), self.weights("vae"), ())
+
+    @torch.no_grad()
+    def encode_text(self, encoder: TextEncoders, caption: str) -> Example:
+        example: Example = {}
+        for name, tokenizer in encoder.tokenizers.items():
+            ids = clip_tokens(tokenizer, caption)
+            found = {f"{name}.ids": ids}
+            if name in encoder.frozen:
+                model = encoder.frozen[name]
+                found = _encoded(name, model, ids.to(device_of(model)))
+            example |= {key: tensor[0].cpu() for key, tensor in found.items()}
+        return example
+
+    @torch.no_grad()
+    def encode_image(self, encoder: Any, image: Image.Image) -> Example:
+        return {"latents": encode_latents(encoder, image)[0].cpu()}
+
+    def batch_key(self, example: Example) -> Hashable:
+        return tuple(example["latents"].shape[-2:])
+
+    def collate(self, examples: Sequence[Example]) -> Batch:
+        return {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
+
+    def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
+        latents = batch["latents"]
+        timestep = draw_timestep(len(self._alpha_bar), rng)
+        alpha_bar = self._alpha_bar.to(latents.device)[timestep]
+        noise = rng.normal("noise", latents.shape[1:])
+        states, pooled = self._conditions(model, batch)
+        prediction = self._predict(model, diffuse(latents, noise, alpha_bar), timestep, states, pooled)
+        target = diffusion_target(self._prediction, latents, noise, alpha_bar)
+        weight = batch["weight"] * self._snr_weight(alpha_bar)
+        total = squared_error(prediction, target, weight, batch.get("mask")).total
+        return Loss(total, batch["weight"].sum())
+
+    @torch.no_grad()
+    def sample(
+        self,
+        model: nn.ModuleDict,
+        encoder: Any,
+        text: Example,
+        negative: Example | None,
+        cfg: SampleConfig,
+        rng: SampleRng,
+    ) -> Image.Image:
+        device = device_of(encoder)
+        states, pooled = self._asked(model, text, negative, cfg, device)
+        scheduler = self._sampler(cfg.steps, device)
+        width, height = (side // self._pixels_per_latent for side in cfg.size)
+        latents = rng.normal("sample", (self._architecture.in_channels, height, width)).to(device)
+        latents = latents * scheduler.init_noise_sigma
+        for timestep in scheduler.timesteps:
+            scaled = scheduler.scale_model_input(latents, timestep).expand(len(states), -1, -1, -1)
+            predictions = self._predict(model, scaled, timestep.expand(len(states)), states, pooled)
+            prediction = guided(list(predictions.chunk(len(states))), cfg.guidance)
+            latents = scheduler.step(prediction, timestep, latents, return_dict=False)[0]
+        return decode_latents(encoder, latents)
+
+    def load_adapter_file(self, model: nn.ModuleDict, file: Path) -> None:
+        from diffusers.loaders.lora_pipeline import StableDiffusionXLLoraLoaderMixin as Loader
+
+        config = self._architecture
+        state, alphas = Loader.lora_state_dict(
+            str(file.parent), weight_name=file.name, local_files_only=True, unet_config=config
+        )
+        for name, module in model.items():
+            if not any(key.startswith(f"{name}.") for key in state):
+                continue
+            if name == "unet":
+                Loader.load_lora_into_unet(state, alphas, module, low_cpu_mem_usage=True)
+            else:
+                Loader.load_lora_into_text_encoder(state, alphas, module, prefix=name, low_cpu_mem_usage=True)
+
+    @classmethod
+    def tiny(cls, architecture: str | None = None) -> dict[str, Any]:
+        return {
+            "unet": _tiny_unet(),
+            # Its random weights give latents of variance 1 at this scale.
+            "vae": tiny_vae(latent_channels=4, scaling_factor=2.0),
+            # Other widths: diffusers' reader of single files tells the encoders apart by them.
+            "text_encoder": tiny_clip(16, TINY_TOKENS),
+            "text_encoder_2": tiny_clip(24, TINY_TOKENS, projection_dim=32, hidden_act="gelu"),
+            "scheduler": _tiny_scheduler(),
+        }
+
+    def _write_tiny(self) -> Path:
+        configs = self.tiny()
+        return write_tiny(self.cache, "sdxl", TINY_VERSION, configs, lambda to: _write_tiny(to, configs))
+
+    @property
+    def _pixels_per_latent(self) -> int:
+        return int(2 ** (len(self._vae["block_out_channels"]) - 1))
+
+    @property
+    def _prediction(self) -> Prediction:
+        kind: Prediction = self._scheduler["prediction_type"]
+        return kind
+
+    def _whole_encoder(self, component: str) -> Any:
+        from transformers import CLIPTextModel, CLIPTextModelWithProjection
+
+        kind: Any = CLIPTextModel if component == "text_encoder" else CLIPTextModelWithProjection
+        return build_clip(self._folder, component, kind)
+
+    def _found(self) -> Architecture:
+        widths, depths = self._architecture.block_out_channels, self._architecture.transformer_layers_per_block
+        return Architecture(tuple(widths), (depths,) * len(widths) if isinstance(depths, int) else tuple(depths))
+
+    def _check_unet(self) -> None:
+        """The class is that of many models: SDXL reads sizes and pooled text besides, its refiner one encoder only."""
+        config = self._architecture
+        width = sum(self._clip[name].hidden_size for name in ENCODERS)
+        if config.addition_embed_type != "text_time" or config.in_channels != self._vae.get("latent_channels", 4):
+            raise InputError(
+                f"{self._folder.field} {self.folder}: unet/config.json has {config.in_channels} input channels and "
+                f"addition_embed_type {config.addition_embed_type}, SDXL's has 4 and text_time; "
+                "set model.path to SDXL base or a model made from it"
+            )
+        if config.cross_attention_dim != width:
+            raise InputError(
+                f"{self._folder.field} {self.folder}: unet/config.json reads text of {config.cross_attention_dim} "
+                f"features, the text encoders give {width}; download the folder again"
+            )
+
+    def _check_options(self) -> None:
+        """Refuse what would be ignored."""
+        for field in ("text_layers", "max_tokens"):
+            if getattr(self.config.options, field) is not None:
+                raise InputError(f"model.options.{field}: is fixed in this kind of model; leave it empty")
+
+    def _scheduler_config(self) -> dict[str, Any]:
+        """The folder's, with what the model predicts decided."""
+        config = self._folder.read("scheduler/scheduler_config.json")
+        wanted = self.objective.prediction
+        kind = config.get("prediction_type", "epsilon") if wanted == "auto" else wanted
+        if kind not in ("epsilon", "v_prediction"):
+            raise InputError(
+                f"{self._folder.field} {self.folder}: scheduler/scheduler_config.json has prediction_type {kind}; "
+                "set objective.prediction to epsilon or v_prediction"
+            )
+        return config | {"prediction_type": kind}
+
+    def _refuse_original_layout(self) -> None:
+        file = self._folder.single
+        if file and any(key.startswith(UNET_PREFIX) for key in WeightFiles.read([file]).entries):
+            raise InputError(
+                f"{file}: has the original layout; diffusers' folder is needed. Convert it once with "
+                "StableDiffusionXLPipeline.from_single_file(...).save_pretrained(...) and name that folder"
+            )
+
+    def _conditions(self, model: nn.ModuleDict, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Hidden states of both encoders (B, L, D1 + D2) and the pooled text (B, P), fp32."""
+        found = dict(batch)
+        for name in ENCODERS:
+            if name in self.live:
+                found |= _encoded(name, model[name], batch[f"{name}.ids"])
+        states = torch.cat([found[f"{name}.states"].float() for name in ENCODERS], dim=-1)
+        return states, found["text_encoder_2.pooled"].float()
+
+    def _asked(
+        self,
+        model: nn.ModuleDict,
+        text: Example,
+        negative: Example | None,
+        cfg: SampleConfig,
+        device: torch.device,
+    ) -> tuple[Tensor, Tensor]:
+        """`_conditions` of the prompt, and of the negative prompt where guidance asks for it."""
+        examples = asked(text, negative, cfg.guidance)
+        texts = [{key: tensor for key, tensor in e.items() if key.startswith(ENCODERS)} for e in examples]
+        batch = {key: tensor.to(device) for key, tensor in self.collate(texts).items()}
+        states, pooled = self._conditions(model, batch)
+        if self._zero_negative and not cfg.negative:
+            states[1:], pooled[1:] = 0, 0
+        return states, pooled
+
+    def _predict(
+        self, model: nn.ModuleDict, latents: Tensor, timestep: Tensor, states: Tensor, pooled: Tensor
+    ) -> Tensor:
+        """What the U-Net predicts, fp32. latents: (B, 4, h, w).  timestep: (B,).  states, pooled: `_conditions`."""
+        prediction: Tensor = model["unet"](
+            latents,
+            timestep,
+            encoder_hidden_states=states,
+            added_cond_kwargs={"text_embeds": pooled, "time_ids": self._time_ids(latents)},
+            return_dict=False,
+        )[0]
+        return prediction.float()
+
+    def _time_ids(self, latents: Tensor) -> Tensor:
+        """(B, 6) int64: height and width of the original image, top and left of the crop, height and width.
+
+        The data have been resized and cropped before: each image is taken for an original of its own size, which is
+        what a user asks for in sampling. Whole numbers: bf16 would round many above 256.
+        """
+        height, width = (side * self._pixels_per_latent for side in latents.shape[-2:])
+        sizes = torch.tensor([height, width, 0, 0, height, width], device=latents.device)
+        return sizes.expand(latents.shape[0], 6)
+
+    def _snr_weight(self, alpha_bar: Tensor) -> Tensor:
+        gamma = self.objective.min_snr_gamma
+        return torch.ones_like(alpha_bar) if gamma is None else min_snr_weight(self._prediction, alpha_bar, gamma)
+
+    def _sampler(self, num_steps: int, device: torch.device) -> Any:
+        """Euler's method on the folder's noise schedule, whatever sampler the folder names: it draws no noise."""
+        from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
+
+        scheduler = EulerDiscreteScheduler.from_config(self._scheduler)
+        with warnings.catch_warnings():
+            # It gives numpy a tensor to copy, of which numpy 2 warns.
+            warnings.filterwarnings("ignore", message="__array__ implementation", category=DeprecationWarning)
+            scheduler.set_timesteps(num_steps, device=device)
+        scheduler.set_begin_index(0)
+        return scheduler
+
+
+FAMILY = Sdxl
+
+
+def _alpha_bar(scheduler: Mapping[str, Any]) -> Tensor:
+    """Share of the data's variance at each timestep (T,), with zero-terminal SNR where the config asks for it."""
+    from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
+
+    alpha_bar: Tensor = DDPMScheduler.from_config(dict(scheduler)).alphas_cumprod
+    return alpha_bar
+
+
+def _encoded(name: str, encoder: nn.Module, ids: Tensor) -> Batch:
+    """ids: (B, L).  The encoder's "states" (B, L, D), of the last layer but one, and the second one's "pooled" (B, P),
+    by their keys in a Batch."""
+    if name == "text_encoder":
+        # The last layer that `build` gives it is the last but one of the file.
+        return {f"{name}.states": clip_states(encoder, ids, layer=-1)[0]}
+    states, output = clip_states(encoder, ids)
+    return {f"{name}.states": states, f"{name}.pooled": output.text_embeds}
+
+
+# What follows writes the model of `model.path: tiny`.
+
+TINY_VERSION = 1
+"""Part of the folder's name: raise it when equal configs are to give other files."""
+TINY_TOKENS = 32
+
+
+def _tiny_unet() -> dict[str, Any]:
+    return {
+        "sample_size": 8,
+        "block_out_channels": [16, 24],
+        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+        "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+        "layers_per_block": 1,
+        "transformer_layers_per_block": [1, 1],
+        "attention_head_dim": [2, 3],
+        "norm_num_groups": 8,
+        "cross_attention_dim": 16 + 24,
+        "use_linear_projection": True,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 8,
+        "projection_class_embeddings_input_dim": 6 * 8 + 32,
+    }
+
+
+def _tiny_scheduler() -> dict[str, Any]:
+    """The published one."""
+    return {
+        "num_train_timesteps": 1000,
+        "beta_start": 0.00085,
+        "beta_end": 0.012,
+        "beta_schedule": "scaled_linear",
+        "prediction_type": "epsilon",
+        "timestep_spacing": "leading",
+        "steps_offset": 1,
+    }
+
+
+def _write_tiny(folder: Path, configs: Mapping[str, Any]) -> None:
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+    from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    first, second = (CLIPTextConfig.from_dict(configs[name]) for name in ENCODERS)
+    write_random(folder / "unet", lambda: UNet2DConditionModel(**configs["unet"]))
+    write_random(folder / "vae", lambda: AutoencoderKL(**configs["vae"]))
+    write_random(folder / "text_encoder", lambda: CLIPTextModel(first))
+    write_random(folder / "text_encoder_2", lambda: CLIPTextModelWithProjection(second))
+    write_tiny_clip_tokenizer(folder / "tokenizer", TINY_TOKENS)
+    write_tiny_clip_tokenizer(folder / "tokenizer_2", TINY_TOKENS, pad_token="!")
+    EulerDiscreteScheduler(**configs["scheduler"]).save_pretrained(folder / "scheduler")
+    write_model_index(
+        folder,
+        "StableDiffusionXLPipeline",
+        scheduler=("diffusers", "EulerDiscreteScheduler"),
+        text_encoder=("transformers", "CLIPTextModel"),
+        text_encoder_2=("transformers", "CLIPTextModelWithProjection"),
+        tokenizer=("transformers", "CLIPTokenizer"),
+        tokenizer_2=("transformers", "CLIPTokenizer"),
+        unet=("diffusers", "UNet2DConditionModel"),
+        vae=("diffusers", "AutoencoderKL"),
+    )
