@@ -6,7 +6,7 @@ RUNS ?= runs
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-all check ui parity bench gpu-check schema clean
+.PHONY: demo test test-all check ui parity bench interop gpu-check schema clean
 
 demo: .venv
 	$(BIN)/python launch.py --headless presets/quickstart.yaml --runs $(RUNS)
@@ -33,6 +33,10 @@ bench: .venv
 	$(BIN)/python -m tests.benchmarks.startup
 	$(BIN)/python -m tests.benchmarks.memory
 	$(BIN)/python -m tests.benchmarks.step_time
+
+# COMFYUI=path names a source tree of ComfyUI, whose loader is asked too.
+interop: .venv
+	$(BIN)/python -m tests.interop $(if $(COMFYUI),--comfyui $(COMFYUI))
 
 gpu-check:
 	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) -m tests.benchmarks.gpu_check

@@ -1,0 +1,191 @@
+"""What every method trains on every family, strategy and number of ranks, against one process.
+
+`python -m tests.distributed.matrix` runs the whole matrix and writes it to tests/benchmarks/PARITY.md.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.distributed.pool import run_ranks
+from tests.runs import difference, make_pictures, make_run, run_config
+from trainer.config import RunConfig
+from trainer.rundir import RunDir
+from trainer.train import Trainer
+from trainer.world import World
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "PARITY.md"
+STEPS = 4
+FAMILIES = ("flux2", "flux1", "sd3", "sdxl")
+METHODS: dict[str, dict[str, Any]] = {
+    "lora": {"type": "lora", "rank": 4},
+    "locon": {"type": "locon", "rank": 4},
+    "dora": {"type": "dora", "rank": 4},
+    "loha": {"type": "loha", "rank": 2, "conv_rank": 2},
+    "lokr": {"type": "lokr", "rank": 2, "conv_rank": 2, "factor": 4},
+    "diag-oft": {"type": "diag-oft", "block_size": 4},
+    "boft": {"type": "boft", "block_size": 4},
+    "full": {"type": "none"},
+}
+ON_BF16 = ("dora", "diag-oft", "boft")
+"""Methods that also run on a bf16 base: they read the base's weights, or multiply by what they made of fp32 masters."""
+STRATEGIES = {2: ("full", "grad_op", "ddp"), 4: ("full", "grad_op", "hybrid", "ddp")}
+TOLERANCE = {"sdxl": 1e-5}
+"""Largest absolute difference of a trained weight where it is not 1e-6: convolutions add up in another order."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training. precision: of the base and of the compute; trained weights are fp32."""
+
+    method: str
+    family: str
+    strategy: str
+    ranks: int
+    precision: str = "fp32"
+
+    @property
+    def reference(self) -> Cell:
+        """The same on one process."""
+        return Cell(self.method, self.family, "none", 1, self.precision)
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE.get(self.family, 1e-6)
+
+    def __str__(self) -> str:
+        base = "-bf16" if self.precision == "bf16" else ""
+        return f"{self.method}{base}-{self.family}-{self.strategy}-{self.ranks}"
+
+    def config(self, pictures: Path) -> RunConfig:
+        return run_config(
+            pictures,
+            model={"family": self.family},
+            adapter=METHODS[self.method],
+            train__steps=STEPS,
+            train__precision=self.precision,
+            parallel__strategy=self.strategy,
+            parallel__devices=self.ranks,
+            **({"parallel__shard_size": 2} if self.strategy == "hybrid" else {}),
+        )
+
+
+@dataclass(frozen=True)
+class Trained:
+    """weights: the trained ones, whole.  moved: the farthest any of them went from its start."""
+
+    weights: dict[str, Tensor]
+    moved: float
+
+
+class Matrix:
+    """Cells of one folder with its pictures and cache. Each is trained once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._pictures = make_pictures(root / "pictures", 4)
+        self._references: dict[Cell, Trained] = {}
+        self._found: dict[Cell, float] = {}
+
+    def differences(self, cells: Sequence[Cell]) -> dict[Cell, float]:
+        """Largest absolute difference of each cell's weights to its reference. One process group per number of ranks.
+
+        Raises AssertionError for a reference that did not train: it would agree with anything.
+        """
+        needed = dict.fromkeys(cell.reference for cell in cells)
+        missing = [cell for cell in needed if cell not in self._references]
+        for cell, trained in self._train(missing):
+            assert trained.moved > 1e-5, f"{cell} moved no weight"
+            self._references[cell] = trained
+        new = [cell for cell in cells if cell not in self._found]
+        for ranks in sorted({cell.ranks for cell in new}):
+            for cell, trained in self._train([cell for cell in new if cell.ranks == ranks]):
+                self._found[cell] = difference(trained.weights, self._references[cell.reference].weights)
+        return {cell: self._found[cell] for cell in cells}
+
+    def _train(self, cells: Sequence[Cell]) -> Iterable[tuple[Cell, Trained]]:
+        if not cells:
+            return ()
+        runs = [(cfg := cell.config(self._pictures), make_run(self._root, cfg, str(cell))) for cell in cells]
+        return zip(cells, run_ranks(cells[0].ranks, train_all, runs)[0], strict=True)
+
+
+def train_all(world: World, runs: Sequence[tuple[RunConfig, RunDir]]) -> list[Trained]:
+    """Train each run for STEPS steps; the weights on rank 0."""
+    return [_train(world, cfg, run) for cfg, run in runs]
+
+
+def _train(world: World, cfg: RunConfig, run: RunDir) -> Trained:
+    trainer = Trainer(cfg, run, world, run.path.parent / "cache", lambda event: None)
+    try:
+        before = trainer.trained_weights()
+        for _ in range(STEPS):
+            trainer.train_step()
+        after = trainer.trained_weights()
+        return Trained(after, difference(before, after) if after else 0.0)
+    finally:
+        trainer.close()
+
+
+def whole_matrix() -> list[Cell]:
+    """Every method, family, strategy and number of ranks; on a bf16 base what reads it."""
+    kinds = [(method, "fp32") for method in METHODS] + [(method, "bf16") for method in ON_BF16]
+    return [
+        Cell(method, family, strategy, ranks, precision)
+        for family in FAMILIES
+        for method, precision in kinds
+        for ranks, strategies in STRATEGIES.items()
+        for strategy in strategies
+    ]
+
+
+def table(found: dict[Cell, float]) -> str:
+    """Markdown: a row per family and method, a column per strategy and number of ranks."""
+    columns = list(dict.fromkeys((cell.strategy, cell.ranks) for cell in found))
+    rows = dict.fromkeys((cell.family, cell.method, cell.precision) for cell in found)
+    lines = [
+        "| family | method | " + " | ".join(f"{strategy} x {ranks}" for strategy, ranks in columns) + " |",
+        "|---" * (len(columns) + 2) + "|",
+    ]
+    for family, method, precision in rows:
+        cells = [found[Cell(method, family, strategy, ranks, precision)] for strategy, ranks in columns]
+        name = method if precision == "fp32" else f"{method}, bf16 base"
+        lines.append(f"| {family} | {name} | " + " | ".join(f"{value:.1e}" for value in cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run the matrix, write it, and return 1 if a cell is beyond its tolerance."""
+    began = time.perf_counter()
+    cells = whole_matrix()
+    with tempfile.TemporaryDirectory() as folder:
+        matrix = Matrix(Path(folder))
+        found: dict[Cell, float] = {}
+        for family in FAMILIES:
+            found |= matrix.differences([cell for cell in cells if cell.family == family])
+            print(f"{family}: {len(found)} of {len(cells)} cells, {time.perf_counter() - began:.0f} s", flush=True)
+    wrong = [cell for cell in cells if not found[cell] <= cell.tolerance]
+    RESULTS.write_text(
+        f"# Parity\n\nWritten by `make parity`: {len(cells)} cells of tiny models, torch {torch.__version__}, gloo on "
+        f"CPU, {STEPS} AdamW steps at lr 1e-4, batch 4. Each number is the largest absolute difference of a trained "
+        "weight to one process that trains the same.\nLimit 1e-6, 1e-5 for sdxl. "
+        f"{len(wrong)} cells are beyond it.\n\n{table(found)}\n",
+        encoding="utf-8",
+    )
+    for cell in wrong:
+        print(f"{cell}: {found[cell]:.2e} > {cell.tolerance:.0e}")
+    print(f"{len(cells)} cells, {len(wrong)} beyond their limit, {time.perf_counter() - began:.0f} s: {RESULTS}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""Every method trains on several ranks what it trains on one; `make parity` runs all cells."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.matrix import FAMILIES, METHODS, ON_BF16, STRATEGIES, Cell, Matrix
+
+THOROUGH = [(method, family) for method in ("lora", "dora", "boft") for family in ("flux2", "sdxl")]
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix(tmp_path_factory.mktemp("matrix"))
+
+
+def check(matrix: Matrix, cells: list[Cell]) -> None:
+    found = matrix.differences(cells)
+    assert {str(cell): value for cell, value in found.items() if not value <= cell.tolerance} == {}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_method_trains_on_two_ranks_what_it_trains_on_one(matrix: Matrix, family: str) -> None:
+    check(matrix, [Cell(method, family, "full", 2) for method in METHODS])
+
+
+@pytest.mark.parametrize("ranks", STRATEGIES)
+def test_every_strategy_trains_what_one_process_trains(matrix: Matrix, ranks: int) -> None:
+    check(matrix, [Cell(*kind, strategy, ranks) for kind in THOROUGH for strategy in STRATEGIES[ranks]])
+
+
+def test_rotations_and_dora_on_a_bf16_base_train_on_two_ranks_what_they_train_on_one(matrix: Matrix) -> None:
+    check(matrix, [Cell(method, "flux2", "full", 2, "bf16") for method in ON_BF16])

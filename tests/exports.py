@@ -1,0 +1,140 @@
+"""Trained adapters of every type on every family, and the formats that carry them: the table of the README.
+
+`python -m tests.exports` proves every cell and writes the table.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.distributed.matrix import METHODS
+from tests.runs import alone, make_pictures, make_run, run_config
+from trainer import families
+from trainer.config import ADAPTER_FILES, InputError, RunConfig
+from trainer.export import export
+from trainer.rng import generator
+from trainer.rundir import RunDir
+from trainer.train import Trainer
+
+README = Path(__file__).parents[1] / "README.md"
+ADAPTERS = tuple(method for method in METHODS if METHODS[method]["type"] != "none")
+LETTERS = {"diffusers": "D", "comfyui": "C", "kohya": "K", "lycoris": "L", "peft": "P"}
+MODEL_LETTERS = {"diffusers": "F", "single_file": "S"}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run with a checkpoint. weights: the live model's trained weights."""
+
+    cfg: RunConfig
+    run: RunDir
+    cache: Path
+    weights: dict[str, Tensor]
+
+    def export(self, what: str, format: str, dtype: str = "fp32", name: str = "") -> list[Path]:
+        """Export and verify; raises what the exporter raises."""
+        section = {"what": what, "format": format, "dtype": dtype}
+        changed = self.cfg.model_dump() | {"export": section} | ({"name": name} if name else {})
+        return export(RunConfig.model_validate(changed), self.run, self.cache, self.weights)
+
+
+class Runs:
+    """Finished runs below one folder, each made once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._pictures = make_pictures(root / "pictures", 1)
+        self._made: dict[str, Finished] = {}
+
+    def of(self, method: str, family: str, **changes: Any) -> Finished:
+        """A run whose trained weights are random numbers, far enough from the start that a mistake would show."""
+        name = f"{method}-{family}-{'-'.join(changes)}"
+        if name not in self._made:
+            settings = {
+                "model": {"family": family},
+                "adapter": METHODS[method],
+                "parallel__strategy": "none",
+                **changes,
+            }
+            cfg = run_config(self._pictures, name=method, **settings)
+            self._made[name] = _finish(cfg, make_run(self._root, cfg, name))
+        return self._made[name]
+
+
+def _finish(cfg: RunConfig, run: RunDir) -> Finished:
+    cache = run.path.parent / "cache"
+    trainer = Trainer(cfg, run, alone(), cache, lambda event: None)
+    try:
+        with torch.no_grad():
+            for name, parameter in trainer.trainables.items():
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator("trained", name))
+        trainer.train_step()  # an optimizer without state is not saved
+        trainer.save()
+        trainer.checkpointer.wait()
+        return Finished(cfg, run, cache, trainer.trained_weights())
+    finally:
+        trainer.close()
+
+
+def formats_of(runs: Runs, method: str, family: str) -> str:
+    """Letters of the formats that carry what the method trains; each is written, read back and compared."""
+    finished = runs.of(method, family)
+    if method == "full":
+        return _letters(finished, "full", MODEL_LETTERS)
+    finished.export("adapter", "auto")
+    return f"{_letters(finished, 'adapter', LETTERS)} · {_letters(finished, 'merged', MODEL_LETTERS)}"
+
+
+def _letters(finished: Finished, what: str, letters: dict[str, str]) -> str:
+    return " ".join(letter for format, letter in letters.items() if _carries(finished, what, format))
+
+
+def _carries(finished: Finished, what: str, format: str) -> bool:
+    try:
+        finished.export(what, format)
+    except (InputError, ValueError):
+        return False
+    return True
+
+
+def table(names: Iterable[str]) -> str:
+    """Markdown: a row per adapter, a column per family."""
+    columns = list(names)
+    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    with tempfile.TemporaryDirectory() as folder:
+        runs = Runs(Path(folder))
+        for method in METHODS:
+            cells = [formats_of(runs, method, family) for family in columns]
+            lines.append(f"| {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def in_readme(text: str) -> re.Match[str]:
+    """The place of the table."""
+    found = re.search(r"(?s)(<!-- formats -->\n).*?(\n<!-- end of formats -->)", text)
+    assert found is not None
+    return found
+
+
+def main() -> int:
+    """Write the table into the README."""
+    text = README.read_text(encoding="utf-8")
+    place = in_readme(text)
+    new = text[: place.end(1)] + table(families.names()) + text[place.start(2) :]
+    README.write_text(new, encoding="utf-8")
+    print(f"{README}: {'unchanged' if new == text else 'written'}")
+    return 0
+
+
+if __name__ == "__main__":
+    assert set(LETTERS) | {"auto"} == set(ADAPTER_FILES)
+    sys.exit(main())
