@@ -6,7 +6,7 @@ RUNS ?= runs
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-all check ui parity bench interop gpu-check schema clean
+.PHONY: demo test test-all check ui parity bench interop gpu-check table schema clean
 
 demo: .venv
 	$(BIN)/python launch.py --headless presets/quickstart.yaml --runs $(RUNS)
@@ -27,12 +27,14 @@ ui: .venv
 	$(BIN)/python launch.py
 
 parity: .venv
+	$(BIN)/python -m tests.distributed.matrix
 	$(BIN)/python -m pytest tests/distributed/test_parity.py tests/distributed/test_resume.py --timeout 1200
 
 bench: .venv
 	$(BIN)/python -m tests.benchmarks.startup
 	$(BIN)/python -m tests.benchmarks.memory
 	$(BIN)/python -m tests.benchmarks.step_time
+	$(BIN)/python -m tests.benchmarks.adapter_time
 
 # COMFYUI=path names a source tree of ComfyUI, whose loader is asked too.
 interop: .venv
@@ -40,6 +42,9 @@ interop: .venv
 
 gpu-check:
 	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) -m tests.benchmarks.gpu_check
+
+table: .venv
+	$(BIN)/python -m tests.exports
 
 schema: .venv
 	$(BIN)/python -m trainer.configfile
