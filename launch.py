@@ -24,6 +24,17 @@ except ModuleNotFoundError as missing:
     print(not_installed(missing), file=sys.stderr)
     sys.exit(2)
 
+TAKEN_BY = {
+    "run_dir": ("headless",),
+    "what": ("export",),
+    "format": ("export", "extract"),
+    "dtype": ("export", "extract"),
+    "base": ("extract",),
+    "family": ("extract",),
+    "rank": ("extract",),
+    "to": ("extract",),
+}
+"""{option: the modes that take it}"""
 EPILOG = """\
 examples:
   python launch.py --headless presets/quickstart.yaml
@@ -78,14 +89,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields that replace those of the config")
     parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where run folders are made")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="make this very run folder (--headless)")
-    parser.add_argument("--what", choices=_choices("what"), default="auto", help="what is written (--export)")
+    parser.add_argument("--what", choices=_choices("what"), help="what is written (--export); default: the run's own")
     parser.add_argument(
-        "--format", choices=_choices("format"), help="its layout and names (--export); default: the run's own, or auto"
+        "--format",
+        choices=_choices("format"),
+        help="its layout and names (--export, --extract); default: the run's own, or auto",
+    )
+    parser.add_argument(
+        "--dtype", choices=_choices("dtype"), help="its numbers (--export, --extract); default: the run's own, or bf16"
     )
     parser.add_argument("--base", metavar="BASE", help="the checkpoint that TUNED was made from (--extract)")
     parser.add_argument("--family", metavar="FAMILY", help="their kind of model (--extract)")
     parser.add_argument("--rank", metavar="RANK", help="rank of the lora (--extract)")
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="its numbers (--extract)")
     parser.add_argument("--to", metavar="FILE.safetensors", help="where it is written (--extract)")
     return parser
 
@@ -100,6 +115,7 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
             parser.error(f"--{mode} needs {value}")
     if options.headless is None and options.resume is None and options.overrides:
         parser.error(f"{options.overrides[0]}: only --headless and --resume take key=value")
+    _refuse_unused(options, parser)
     if options.doctor:
         from trainer import doctor
 
@@ -111,13 +127,21 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     return _headless(options)
 
 
+def _refuse_unused(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """An option that another mode takes would be passed over."""
+    for name, modes in TAKEN_BY.items():
+        if getattr(options, name) is not None and all(getattr(options, mode) is None for mode in modes):
+            option = f"--{name.replace('_', '-')}"
+            parser.error(f"{option} goes with {' or '.join(f'--{mode}' for mode in modes)} only; leave it out")
+
+
 def _headless(options: argparse.Namespace) -> int:
     from trainer import headless
 
     if options.resume is not None:
         return headless.resume(Path(options.resume), options.overrides)
     if options.export is not None:
-        return headless.export(Path(options.export), options.what, options.format)
+        return headless.export(Path(options.export), options.what or "auto", options.format, options.dtype)
     return headless.train(Path(options.headless), options.overrides, options.runs, options.run_dir)
 
 
@@ -130,7 +154,7 @@ def _extract(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
         parser.error(f"--extract needs {', '.join(missing)}")
     argv = [sys.executable, "-m", "trainer.extract", "--extract", options.extract, "--base", options.base]
     argv += ["--family", options.family, "--rank", options.rank, "--format", options.format or "auto"]
-    argv += ["--dtype", options.dtype, "--to", options.to]
+    argv += ["--dtype", options.dtype or "bf16", "--to", options.to]
     code = subprocess.run(argv, env=worker_environment(), check=False).returncode
     return code if code in (0, 2) else 1
 

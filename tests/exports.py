@@ -57,8 +57,8 @@ class Runs:
 
     def of(self, method: str, family: str, **changes: Any) -> Finished:
         """A run whose trained weights are random numbers, far enough from the start that a mistake would show."""
-        name = f"{method}-{family}-{'-'.join(changes)}"
-        if name not in self._made:
+        asked = f"{method} {family} {changes}"
+        if asked not in self._made:
             settings = {
                 "model": {"family": family},
                 "adapter": METHODS[method],
@@ -66,8 +66,8 @@ class Runs:
                 **changes,
             }
             cfg = run_config(self._pictures, name=method, **settings)
-            self._made[name] = _finish(cfg, make_run(self._root, cfg, name))
-        return self._made[name]
+            self._made[asked] = _finish(cfg, make_run(self._root, cfg, f"{method}-{family}-{len(self._made)}"))
+        return self._made[asked]
 
 
 def _finish(cfg: RunConfig, run: RunDir) -> Finished:
@@ -120,7 +120,7 @@ def table(names: Iterable[str]) -> str:
 
 def in_readme(text: str) -> re.Match[str]:
     """The place of the table."""
-    found = re.search(r"(?s)(<!-- formats -->\n).*?(\n<!-- end of formats -->)", text)
+    found = re.search(r"(?s)(<!-- formats -->\n).*?(\n?<!-- end of formats -->)", text)
     assert found is not None
     return found
 
@@ -129,7 +129,7 @@ def main() -> int:
     """Write the table into the README."""
     text = README.read_text(encoding="utf-8")
     place = in_readme(text)
-    new = text[: place.end(1)] + table(families.names()) + text[place.start(2) :]
+    new = f"{text[: place.end(1)]}{table(families.names())}\n{text[place.start(2) :].lstrip()}"
     README.write_text(new, encoding="utf-8")
     print(f"{README}: {'unchanged' if new == text else 'written'}")
     return 0

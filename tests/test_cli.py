@@ -76,6 +76,10 @@ def test_what_cannot_be_done_is_said_with_exit_code_2(argv, message, capsys):
         (["--resume"], "--resume needs RUN_DIR"),
         (["--doctor", "train.steps=3"], "train.steps=3: only --headless and --resume take key=value"),
         (["--headless", "a.yaml", "--doctor"], "argument --doctor: not allowed with argument --headless"),
+        (["--headless", "a.yaml", "--what", "merged"], "--what goes with --export only; leave it out"),
+        (["--resume", "run", "--dtype", "fp32"], "--dtype goes with --export or --extract only; leave it out"),
+        (["--export", "run", "--rank", "4"], "--rank goes with --extract only; leave it out"),
+        (["--export", "run", "--run-dir", "other"], "--run-dir goes with --headless only; leave it out"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_refused_in_one_line(argv, message, capsys):
@@ -119,6 +123,25 @@ def test_a_run_that_is_to_export_nothing_is_exported_only_on_request(tmp_path, c
         2,
         f"{run.config_file}: export.what is none; say what to write with --what\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--what", "full"], "export.what: full needs adapter.type none, not lora; use merged for base + adapter\n"),
+        (
+            ["--what", "merged", "--format", "kohya"],
+            "export.format: kohya cannot carry a whole model; use auto, diffusers, comfyui, single_file\n",
+        ),
+        (
+            ["--dtype", "fp8"],
+            "export.dtype: fp8 is for the single file of a whole model; set export.what: merged or full and "
+            "export.format: single_file, or use bf16\n",
+        ),
+    ],
+)
+def test_an_export_that_does_not_fit_the_run_is_the_users_mistake(run, options, message, capsys):
+    assert run_command(["--export", str(run.path), *options], capsys) == (2, message)
 
 
 def test_resuming_with_a_wrong_override_leaves_the_config_as_it_was(run, capsys):

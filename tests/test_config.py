@@ -151,6 +151,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
         {"sample": {"prompts": ["one", "two"], "references": ["a.png"]}},
         "sample.references: 1 files for 2 prompts; give one for each, or none",
     ),
+    (
+        {"adapter": {"type": "lokr", "factor": 0}},
+        "adapter.factor: 0 is no size; use 1 to 1024, or -1 for factors as near to square as can be",
+    ),
     ({"quantize": {"format": "nf4"}}, "quantize: a quantized base is not in this version; remove the section"),
     ({"stages": [{"name": "warm"}]}, "stages: runs in stages are not in this version; start one run per stage"),
 ]
@@ -230,6 +234,27 @@ def test_passes_per_step_cover_the_batch(
 def test_export_auto_is_the_adapter_or_the_whole_model(adapter: dict[str, str], what: str, written: str) -> None:
     cfg = RunConfig.model_validate({**MINIMAL, "adapter": adapter, "export": {"what": what}})
     assert cfg.export_what == written
+
+
+FP8 = {"what": "merged", "format": "single_file", "dtype": "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("export", "asked", "becomes"),
+    [
+        ({"format": "kohya", "dtype": "fp16"}, ("auto", None, None), ("adapter", "kohya", "fp16")),
+        ({"format": "kohya", "dtype": "fp16"}, ("merged", None, None), ("merged", "auto", "fp16")),
+        (FP8, ("auto", None, None), ("merged", "single_file", "fp8")),
+        (FP8, ("adapter", None, None), ("adapter", "auto", "bf16")),
+        ({}, ("merged", "comfyui", "fp8"), ("merged", "comfyui", "fp8")),
+    ],
+)
+def test_another_export_keeps_of_the_runs_own_what_it_can_carry(
+    export: dict[str, str], asked: tuple[str, str | None, str | None], becomes: tuple[str, str, str]
+) -> None:
+    cfg = RunConfig.model_validate({"model": {"family": "flux2"}, "data": {"path": "photos"}, "export": export})
+    changed = cfg.exporting(*asked).export
+    assert (changed.what, changed.format, changed.dtype) == becomes
 
 
 def test_an_adapter_without_alpha_has_scale_one() -> None:

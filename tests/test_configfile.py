@@ -10,7 +10,7 @@ import pytest
 
 from trainer import foreign
 from trainer.config import LoraAdapter, NoAdapter, RunConfig, family_names
-from trainer.configfile import SCHEMA, ConfigError, ConfigFile, check_files, dump, load, write_schema
+from trainer.configfile import SCHEMA, ConfigError, ConfigFile, check_files, check_start, dump, load, write_schema
 from trainer.fields import all_names
 
 ADAPTERS = "lora, locon, dora, loha, lokr, diag-oft, boft, none"
@@ -242,6 +242,18 @@ class TestFiles:
             f"preset.yaml:5: data.references: '{folder}/fox.png' is a file; name the folder that holds the images",
             f"preset.yaml:6: sample.references[1]: no file '{folder}/fix.png'; did you mean '{folder}/fox.png'?",
         ]
+
+    def test_a_new_run_needs_the_file_that_its_adapter_starts_from(self, folder: Path) -> None:
+        (folder / "fox.safetensors").touch()
+        (folder / "peft").mkdir()
+        for start in ("fox.safetensors", "peft"):
+            check_start(read(f"adapter:\n  start: {start}\ndata: {{path: photos}}\n"))
+        with pytest.raises(ConfigError) as caught:
+            check_start(read("adapter:\n  start: fix.safetensors\ndata: {path: photos}\n"))
+        assert str(caught.value) == (
+            f"preset.yaml:2: adapter.start: no file '{folder}/fix.safetensors'; "
+            f"did you mean '{folder}/fox.safetensors'?"
+        )
 
     def test_a_config_whose_files_exist_passes(self, folder: Path) -> None:
         (folder / "photos").mkdir()

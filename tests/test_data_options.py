@@ -132,7 +132,7 @@ def test_white_masks_and_none_at_all_change_nothing_but_a_warning(data: Data) ->
 # Regularization
 
 
-def test_loss_and_gradient_of_a_step_are_means_by_the_weights_of_its_images(data: Data) -> None:
+def test_loss_and_gradient_of_a_step_are_means_of_those_of_its_images_times_their_weights(data: Data) -> None:
     weighed = {"data__regularization": str(data.others), "data__regularization_weight": 0.25}
     trainer = data.trainer("weighed", **weighed, train__batch_size=6)
     parts = trainer.loader.micro_batches(0)
@@ -140,7 +140,7 @@ def test_loss_and_gradient_of_a_step_are_means_by_the_weights_of_its_images(data
     assert set(weights) == {1.0, 0.25}
     expected = 0.0
     for part, weight in zip(parts, weights, strict=True):
-        batch = trainer.family.collate(part.examples) | {"weight": torch.tensor([weight / sum(weights)])}
+        batch = trainer.family.collate(part.examples) | {"weight": torch.tensor([weight / len(weights)])}
         total = trainer.family.loss(trainer.model, batch, SampleRng(3, part.indices)).total
         total.backward()
         expected += float(total.detach())
@@ -153,6 +153,27 @@ def test_loss_and_gradient_of_a_step_are_means_by_the_weights_of_its_images(data
     (step,) = steps_of(events)
     assert step.loss == pytest.approx(expected, abs=1e-6)
     assert step.grad_norm == pytest.approx(float(norm), rel=1e-5)
+
+
+def test_a_regularization_image_counts_by_its_weight_where_it_is_alone_in_its_step_too(data: Data) -> None:
+    found = {
+        weight: data.train(
+            f"alone-{weight}",
+            data__regularization=str(data.others),
+            data__regularization_weight=weight,
+            train__batch_size=1,
+            train__steps=6,
+            optim__lr=1e-12,
+        )
+        for weight in (1, 0.25)
+    }
+    ratios = [
+        (loss / whole, norm / whole_norm)
+        for loss, norm, whole, whole_norm in zip(
+            found[0.25].losses, found[0.25].grad_norms, found[1].losses, found[1].grad_norms, strict=True
+        )
+    ]
+    assert {(round(loss, 5), round(norm, 5)) for loss, norm in ratios} == {(1.0, 1.0), (0.25, 0.25)}
 
 
 def test_regularization_images_are_half_of_what_is_trained(data: Data) -> None:

@@ -17,6 +17,7 @@ from trainer.rundir import RunDir
 pytestmark = pytest.mark.gpu
 
 STEPS = 6
+PRECISIONS = ("bf16", "fp32")
 EVERY_RUN = (f"train.steps={STEPS}", "parallel.devices=1", "parallel.strategy=none", "optim.lr=1e-3")
 
 
@@ -91,6 +92,19 @@ def test_bf16_trains_with_almost_the_losses_of_fp32(run: Run, plain: Trained) ->
     losses = run("bf16", "train.precision=bf16").losses
     assert losses == pytest.approx(plain.losses, rel=0.1)
     assert losses != plain.losses
+
+
+@pytest.mark.parametrize("adapter", ["dora", "loha", "lokr", "diag-oft", "boft"])
+def test_every_adapter_trains_in_bf16_with_almost_the_losses_of_fp32(run: Run, adapter: str) -> None:
+    kind = (f"adapter.type={adapter}", "optim.lr=1e-4", "train.steps=3")
+    losses = [run(f"{adapter}-{precision}", *kind, f"train.precision={precision}").losses for precision in PRECISIONS]
+    assert losses[0] == pytest.approx(losses[1], rel=0.1)
+
+
+def test_a_unet_trains_its_convolutions_and_text_encoders(run: Run) -> None:
+    parts = "model.train={unet: adapter, text_encoder: adapter, text_encoder_2: adapter}"
+    trained = run("unet", "model.family=sdxl", parts, "adapter.type=locon", "train.precision=bf16", "optim.lr=1e-4")
+    assert all(math.isfinite(loss) for loss in trained.losses)
 
 
 @pytest.mark.parametrize(

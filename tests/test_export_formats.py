@@ -19,6 +19,7 @@ from tests.runs import alone, difference, make_run
 from trainer import families
 from trainer.adapters import adapted_layers
 from trainer.config import InputError, RuleError, RunConfig
+from trainer.events import StatusEvent
 from trainer.export.adapter import verify_adapter
 from trainer.train import Trainer
 from trainer.trained import BaseWeights, TrainedModel
@@ -139,6 +140,22 @@ def test_the_single_file_of_a_whole_pipeline_is_read_by_diffusers(runs: Runs) ->
     assert_changed(pipeline.text_encoder, finished, "text_encoder")
 
 
+@pytest.mark.parametrize("family", ["flux2", "sd3"])
+@pytest.mark.parametrize(("method", "what"), [("dora", "merged"), ("full", "full")])
+def test_the_folder_and_the_single_file_of_a_model_are_the_same_to_diffusers(
+    runs: Runs, family: str, method: str, what: str
+) -> None:
+    finished = runs.of(method, family)
+    (file,), (folder,) = (finished.export(what, format, "bf16") for format in ("single_file", "diffusers"))
+    made = families.make(finished.cfg, finished.cache)
+    kind: Any = type(made.build("transformer"))
+    source = {"config": str(made.folder), "subfolder": "transformer", "local_files_only": True}
+    single = kind.from_single_file(str(file), torch_dtype=torch.bfloat16, **source).state_dict()
+    whole = kind.from_pretrained(folder, torch_dtype=torch.bfloat16).state_dict()
+    assert single.keys() == whole.keys()
+    assert [name for name, tensor in whole.items() if not torch.equal(tensor, single[name])] == []
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_fp8_file_holds_layers_weights_of_8_bits_and_the_rest_of_16(runs: Runs, family: str) -> None:
     (file,) = runs.of("full", family).export("full", "single_file", "fp8")
@@ -176,12 +193,16 @@ def test_a_run_continues_from_an_adapter_file(
 
 def started(finished: Finished, file: Path, folder: Path, **adapter: Any) -> tuple[Trainer, list[str]]:
     """A new run that starts from the file, before its first step, and what it said about it."""
-    section = finished.cfg.adapter.model_dump() | {"start": str(file), **adapter}
-    cfg = RunConfig.model_validate(finished.cfg.model_dump() | {"adapter": section})
+    cfg = starting(finished, file, **adapter)
     said: list[Any] = []
     trainer = Trainer(cfg, make_run(folder, cfg, "next"), alone(), finished.cache, said.append)
     trainer.close()
-    return trainer, [event.message for event in said if "go on from" in (getattr(event, "message", "") or "")]
+    return trainer, [event.message for event in said if isinstance(event, StatusEvent) and str(file) in event.message]
+
+
+def starting(finished: Finished, file: Path, **adapter: Any) -> RunConfig:
+    section = finished.cfg.adapter.model_dump() | {"start": str(file), **adapter}
+    return RunConfig.model_validate(finished.cfg.model_dump() | {"adapter": section})
 
 
 def updates(finished: Finished, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -214,13 +235,66 @@ def test_a_file_with_layers_that_the_run_leaves_alone_is_refused(runs: Runs, tmp
     )
 
 
+def test_a_file_with_text_encoders_is_for_a_run_that_trains_them(runs: Runs, tmp_path: Path) -> None:
+    everything = runs.of("lora", "sdxl", model={"family": "sdxl", "train": dict.fromkeys(TEXT_ENCODERS, "adapter")})
+    (file, *_) = everything.export("adapter", "auto")
+    with pytest.raises(InputError) as refused:
+        started(runs.of("lora", "sdxl"), file, tmp_path)
+    assert str(refused.value) == (
+        f"adapter.start {file}: changes 18 layers that this run leaves alone, first "
+        "'text_encoder.encoder.layers.0.mlp.fc1'; add them to adapter.targets, or to model.train"
+    )
+
+
+def test_what_a_file_has_for_a_text_encoders_last_layer_is_left_out_and_told(runs: Runs, tmp_path: Path) -> None:
+    everything = runs.of("lora", "sdxl", model={"family": "sdxl", "train": dict.fromkeys(TEXT_ENCODERS, "adapter")})
+    (file, *_) = everything.export("adapter", "kohya", "fp32")
+    tensors = load_file(file)
+    for key in [key for key in tensors if key.startswith("lora_te1_text_model_encoder_layers_0_mlp_fc1.")]:
+        tensors[key.replace("layers_0", "layers_1")] = tensors[key].clone()
+    other = tmp_path / "other.safetensors"
+    save_file(tensors, other)
+    trainer, notes = started(everything, other, tmp_path)
+    assert difference(updates(everything, trainer.trained_weights()), updates(everything, everything.weights)) <= 1e-5
+    assert notes == [
+        f"{len(adapted_layers(trainer.model))} layers of the adapter go on from {other}",
+        f"1 layer of {other} left out, as 'text_encoder.encoder.layers.1.mlp.fc1': "
+        "nothing in this kind of training reads it",
+    ]
+
+
+def test_a_run_that_is_resumed_goes_on_from_its_checkpoint_and_not_from_the_file(runs: Runs, tmp_path: Path) -> None:
+    finished = runs.of("dora", "flux2")
+    (file, *_) = finished.export("adapter", "auto")
+    cfg = starting(finished, file)
+    first = Trainer(cfg, make_run(tmp_path, cfg, "next"), alone(), finished.cache, lambda event: None)
+    first.train_step()
+    first.save()
+    first.checkpointer.wait()
+    first.close()
+    file.rename(tmp_path / "elsewhere.safetensors")
+    said: list[Any] = []
+    again = Trainer(cfg, first.run_dir, alone(), finished.cache, said.append)
+    again.close()
+    assert difference(again.trained_weights(), first.trained_weights()) == 0
+    assert not any("go on from" in event.message for event in said if isinstance(event, StatusEvent))
+
+
+def test_a_run_whose_adapter_diffusers_cannot_load_says_so_before_its_first_step(runs: Runs, tmp_path: Path) -> None:
+    finished = runs.of("boft", "flux2")
+    said: list[Any] = []
+    Trainer(finished.cfg, make_run(tmp_path, finished.cfg, "next"), alone(), finished.cache, said.append).close()
+    messages = [event.message for event in said if isinstance(event, StatusEvent)]
+    assert "export.format: auto writes no file of this boft for diffusers; export.what: merged does" in messages
+
+
 def test_a_format_that_the_family_has_no_names_for_is_refused_before_the_first_step(runs: Runs, tmp_path: Path) -> None:
     finished = runs.of("dora", "flux1")
     cfg = RunConfig.model_validate(finished.cfg.model_dump() | {"export": {"format": "kohya"}})
     with pytest.raises(InputError) as refused:
         Trainer(cfg, make_run(tmp_path, cfg, "refused"), alone(), finished.cache, lambda event: None)
     assert str(refused.value) == (
-        "export.format: kohya cannot carry a dora adapter of this model, where it joins layers; "
+        "export.format: kohya cannot carry a dora adapter of this kind of model, only lora and locon; "
         "use auto, comfyui, lycoris, peft"
     )
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import launch
 from tests.adapters.examples import Example, cached_example
+from trainer.config import family_names
 from trainer.extract import main, nearest
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -52,8 +53,8 @@ def tuned(base: Path, learned: dict[str, Tensor], tmp_path: Path) -> Path:
     return tmp_path / "tuned"
 
 
-def run(tuned: Path, base: Path, to: Path, rank: int = 3, *options: str) -> int:
-    argv = ["--extract", tuned, "--base", base, "--family", "flux1", "--rank", rank, "--to", to, *options]
+def run(tuned: Path, base: Path, to: Path, rank: int = 3, *options: str, family: str = "flux1") -> int:
+    argv = ["--extract", tuned, "--base", base, "--family", family, "--rank", rank, "--to", to, *options]
     return main([str(word) for word in argv])
 
 
@@ -186,8 +187,8 @@ def test_text_encoders_are_extracted_where_both_folders_have_them(
         )
 
 
-def failure(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert run(*arguments) == 2
+def failure(capsys: pytest.CaptureFixture[str], *arguments: object, **family: str) -> str:
+    assert run(*arguments, **family) == 2
     return capsys.readouterr().err.splitlines()[-1]
 
 
@@ -206,6 +207,9 @@ def test_bad_input_is_told_before_anything_is_written(
     )
     nowhere = tmp_path / "no" / "x.safetensors"
     assert failure(capsys, tuned, base, nowhere) == f"--to {nowhere}: there is no folder {tmp_path / 'no'}; make it"
+    assert failure(capsys, tuned, base, to, family="flux_1") == (
+        f"--family: 'flux_1' is not one of {', '.join(family_names())}; did you mean 'flux1'?"
+    )
     assert failure(capsys, tuned, base, to, 0) == "--rank 0: is no rank; name a number from 1"
     assert failure(capsys, base, base, to) == (
         f"--extract {base}: no layer differs from --base {base}; name a tuned model"

@@ -7,18 +7,20 @@ from diffusers.training_utils import compute_density_for_timestep_sampling, comp
 
 from trainer.config import ObjectiveConfig
 from trainer.objectives import (
+    Shift,
+    ShiftLine,
     add_noise,
     diffuse,
     diffusion_target,
     draw_sigma,
     draw_timestep,
     empirical_mu,
-    linear_mu,
     min_snr_weight,
     shift_factor,
     shift_sigma,
     sigma_at,
     squared_error,
+    total_loss,
     velocity,
 )
 from trainer.rng import SampleRng
@@ -62,17 +64,29 @@ def test_timesteps_stay_within_0_and_1_up_to_the_last_number_that_can_be_drawn(d
 
 @pytest.mark.parametrize(("tokens", "factor"), [(1024, 1.88), (2304, 2.33), (4096, 3.16), (9216, 7.51)])
 def test_linear_shift_of_512_768_1024_and_1536_pixels_is_the_measured_one(tokens, factor):
-    assert round(shift_factor(ObjectiveConfig(shift="linear"), tokens), 2) == factor
+    assert round(shift_factor(ObjectiveConfig(shift="linear"), Shift(), tokens), 2) == factor
 
 
 @pytest.mark.parametrize(("tokens", "factor"), [(1024, 5.48), (2304, 6.27), (4096, 7.56), (9216, 7.51)])
 def test_empirical_shift_of_512_768_1024_and_1536_pixels_is_the_measured_one(tokens, factor):
-    assert round(shift_factor(ObjectiveConfig(shift="empirical"), tokens), 2) == factor
+    assert round(shift_factor(ObjectiveConfig(shift="empirical"), Shift(), tokens), 2) == factor
 
 
-def test_linear_mu_runs_through_its_two_published_points():
-    assert linear_mu(256) == 0.5
-    assert linear_mu(4096) == pytest.approx(1.15, abs=1e-12)
+@pytest.mark.parametrize("line", [ShiftLine(), ShiftLine(few=100, many=8192, low=0.25, high=0.9)])
+def test_a_shift_line_runs_through_its_two_points(line):
+    assert line.mu(line.few) == line.low
+    assert line.mu(line.many) == pytest.approx(line.high, abs=1e-12)
+
+
+def test_linear_shift_follows_the_familys_line():
+    family = Shift(ShiftLine(many=8192, high=0.9))
+    assert shift_factor(ObjectiveConfig(shift="linear"), family, 8192) == pytest.approx(math.exp(0.9))
+
+
+def test_auto_is_the_familys_constant_and_without_one_its_line():
+    assert shift_factor(ObjectiveConfig(), Shift(constant=6.93), 4096) == 6.93
+    assert shift_factor(ObjectiveConfig(shift="linear"), Shift(constant=6.93), 4096) == pytest.approx(math.exp(1.15))
+    assert shift_factor(ObjectiveConfig(), Shift(), 4096) == pytest.approx(math.exp(1.15))
 
 
 def test_empirical_mu_of_more_than_4300_tokens_ignores_the_number_of_steps():
@@ -81,8 +95,9 @@ def test_empirical_mu_of_more_than_4300_tokens_ignores_the_number_of_steps():
 
 
 def test_constant_shift_is_the_configured_factor_and_none_is_1():
-    assert shift_factor(ObjectiveConfig(shift="constant", shift_factor=2.5), 4096) == 2.5
-    assert shift_factor(ObjectiveConfig(shift="none"), 4096) == 1.0
+    family = Shift(constant=6.93)
+    assert shift_factor(ObjectiveConfig(shift="constant", shift_factor=2.5), family, 4096) == 2.5
+    assert shift_factor(ObjectiveConfig(shift="none"), family, 4096) == 1.0
 
 
 def test_shift_by_3_moves_one_half_to_three_quarters_and_leaves_the_ends():
@@ -91,15 +106,15 @@ def test_shift_by_3_moves_one_half_to_three_quarters_and_leaves_the_ends():
 
 def test_a_timestep_depends_on_the_sample_index_and_not_on_the_batch_it_is_drawn_in():
     cfg = ObjectiveConfig(shift="linear")
-    together = draw_sigma(cfg, 1024, SampleRng(7, [10, 11, 12]))
-    alone = torch.cat([draw_sigma(cfg, 1024, SampleRng(7, [index])) for index in (10, 11, 12)])
+    together = draw_sigma(cfg, Shift(), 1024, SampleRng(7, [10, 11, 12]))
+    alone = torch.cat([draw_sigma(cfg, Shift(), 1024, SampleRng(7, [index])) for index in (10, 11, 12)])
     assert together.equal(alone)
     assert together.dtype == torch.float32
     assert len(set(together.tolist())) == 3
 
 
 def test_drawn_timesteps_follow_the_shifted_density():
-    sigma = draw_sigma(ObjectiveConfig(shift="linear"), 4096, SampleRng(0, range(4000)))
+    sigma = draw_sigma(ObjectiveConfig(shift="linear"), Shift(), 4096, SampleRng(0, range(4000)))
     assert sigma.median().item() == pytest.approx(math.exp(1.15) / (1 + math.exp(1.15)), abs=0.02)
 
 
@@ -116,18 +131,30 @@ def test_sigma_0_is_data_and_sigma_1_is_noise():
     assert noisy.flatten(1).tolist() == [[3.0] * 4, [5.0] * 4]
 
 
-def test_squared_error_averages_within_an_item_and_sums_over_items_by_weight():
-    prediction = torch.tensor([[1.0, 3.0], [2.0, 2.0], [9.0, 9.0]])
-    loss = squared_error(prediction, torch.zeros(3, 2), torch.tensor([1.0, 0.5, 0.0]))
+def test_squared_error_averages_within_an_item():
+    prediction = torch.tensor([[1.0, 3.0], [2.0, 2.0]])
+    assert squared_error(prediction, torch.zeros(2, 2)).tolist() == [5.0, 4.0]
+
+
+def test_loss_sums_errors_by_weight_and_counts_every_item_but_padding():
+    loss = total_loss(torch.tensor([5.0, 4.0, 81.0]), torch.tensor([1.0, 0.5, 0.0]))
     assert loss.total.item() == 1.0 * 5.0 + 0.5 * 4.0
-    assert loss.weight.item() == 1.5
+    assert loss.weight.item() == 2
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 2, 4), (2, 3, 1, 2, 4)], ids=["image", "film"])
+def test_a_mask_weights_the_errors_of_its_pixels_whatever_dims_stand_before_them(shape):
+    prediction = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    mask = torch.rand(2, 2, 4, generator=torch.Generator().manual_seed(1))
+    expected = [(prediction[i].square() * mask[i]).mean().item() for i in range(2)]
+    assert squared_error(prediction, torch.zeros(shape), mask).tolist() == pytest.approx(expected)
 
 
 def test_squared_error_of_bf16_predictions_is_computed_in_fp32():
     prediction = torch.full((1, 4096), 1.0, dtype=torch.bfloat16)
-    loss = squared_error(prediction, torch.full((1, 4096), 1e-3), torch.ones(1))
-    assert loss.total.dtype == torch.float32
-    assert loss.total.item() == pytest.approx(0.999**2, abs=1e-6)
+    errors = squared_error(prediction, torch.full((1, 4096), 1e-3))
+    assert errors.dtype == torch.float32
+    assert errors.item() == pytest.approx(0.999**2, abs=1e-6)
 
 
 # Discrete diffusion

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from trainer import launch
-from trainer.config import InputError, NoAdapter, RunConfig, TrackersConfig
+from trainer.config import InputError, RunConfig, TrackersConfig
 from trainer.events import EventWriter, ExportEvent, State, StatusEvent
 from trainer.report import write_report
 from trainer.rundir import RunDir
@@ -29,7 +30,8 @@ def main() -> int:
     run = RunDir.open(arguments.run_dir)
     try:
         if arguments.export:
-            for path in _export(run.config().exporting(arguments.export, arguments.format), run):
+            cfg = run.config().exporting(arguments.export, arguments.format, arguments.dtype)
+            for path in _export(cfg, run):
                 print(path)
         else:
             _train(run)
@@ -70,7 +72,7 @@ def _train(run: RunDir) -> None:
 
 @dataclass(frozen=True)
 class _End:
-    """How training ended. weights: the live model's adapter on rank 0, to compare the export with."""
+    """How training ended. weights: of the live model on rank 0, to compare the export with, where they are few."""
 
     state: State
     step: int
@@ -88,9 +90,9 @@ def _train_on(world: World, cfg: RunConfig, run: RunDir, say: Callable[[Any], No
         return _End("stopped", newest_step(run.checkpoints), {})
     try:
         state = trainer.train()
-        # All weights of a full fine-tune may not fit on one host: there the checkpoint is compared with.
-        adapter_trained = state == "finished" and not isinstance(cfg.adapter, NoAdapter)
-        return _End(state, trainer.step, trainer.trained_weights() if adapter_trained else {})
+        # What is trained fully may not fit on one host: there the checkpoint is compared with.
+        small = state == "finished" and "full" not in map(cfg.mode, trainer.model)
+        return _End(state, trainer.step, trainer.trained_weights() if small else {})
     finally:
         trainer.close()
 
@@ -100,6 +102,8 @@ def _export(cfg: RunConfig, run: RunDir, weights: Mapping[str, Tensor] | None = 
     from trainer.checkpoint import newest_step
     from trainer.export import export
 
+    # The launcher gives each of its processes one thread, as ranks share the cores. The others have gone.
+    torch.set_num_threads(os.cpu_count() or 1)
     paths = export(cfg, run, cache_folder(cfg, run), weights)[::-1]
     step = newest_step(run.checkpoints)
     with EventWriter(run.events_file) as events:
@@ -114,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run_dir", type=Path, help="a run folder")
     parser.add_argument("--export", choices=("adapter", "merged", "full"), help="export the newest checkpoint instead")
     parser.add_argument("--format", help="layout of the export")
+    parser.add_argument("--dtype", help="number type of the export")
     return parser
 
 

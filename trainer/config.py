@@ -466,14 +466,22 @@ class RunConfig(Section):
             return "full"
         return "merged" if "full" in self.model.train.values() else "adapter"
 
-    def exporting(self, what: str, format: str | None) -> RunConfig:
-        """The config with another export. what: `auto` keeps the run's own.  format: None keeps the run's own where it
-        can carry `what`, else takes auto. Raises RuleError when the two do not go together."""
+    def exporting(self, what: str, format: str | None, dtype: str | None) -> RunConfig:
+        """The config with another export. what: `auto` keeps the run's own.  format, dtype: None keeps the run's own
+        where it can carry `what`, else takes auto and bf16. Raises RuleError when the three do not go together."""
         wanted = self.export_what if what == "auto" else what
-        kept = self.export.format if self.export.format in export_formats(self.adapter.type, wanted) else "auto"
-        return self.model_validate(
-            self.model_dump() | {"export": self.export.model_dump() | {"what": wanted, "format": format or kept}}
-        )
+        if format is None:
+            fits = self.export.format in export_formats(self.adapter.type, wanted)
+            format = self.export.format if fits else "auto"
+        if dtype is None:
+            fits = self.export.dtype != "fp8" or (wanted != "adapter" and format in SINGLE_FILES)
+            dtype = self.export.dtype if fits else "bf16"
+        section = ExportConfig.model_validate({"what": wanted, "format": format, "dtype": dtype})
+        changed = self.model_copy(update={"export": section})
+        problems = tuple(_export_rules(changed))
+        if problems:
+            raise RuleError(problems)
+        return changed
 
     def mode(self, component: str) -> Literal["frozen", "adapter", "full"]:
         """How a component of the model is trained: as `model.train` says, else by the adapter, or fully without one."""
@@ -490,7 +498,7 @@ class RunConfig(Section):
 def rules(cfg: RunConfig) -> Iterator[Problem]:
     """Everything that is wrong although each field is valid by itself."""
     yield from _model_rules(cfg)
-    yield from _pattern_rules(cfg)
+    yield from _adapter_rules(cfg)
     yield from _optim_rules(cfg)
     yield from _strategy_rules(cfg)
     yield from _group_rules(cfg)
@@ -580,6 +588,12 @@ def _trained_rules(cfg: RunConfig) -> Iterator[Problem]:
                 "adapter needs adapter.type, which is none; use full or set a type",
                 depends_on=("adapter.type",),
             )
+
+
+def _adapter_rules(cfg: RunConfig) -> Iterator[Problem]:
+    if isinstance(cfg.adapter, LokrAdapter) and cfg.adapter.factor == 0:
+        yield Problem("adapter.factor", "0 is no size; use 1 to 1024, or -1 for factors as near to square as can be")
+    yield from _pattern_rules(cfg)
 
 
 def _pattern_rules(cfg: RunConfig) -> Iterator[Problem]:

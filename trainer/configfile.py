@@ -68,7 +68,19 @@ def load(path: Path, overrides: Sequence[str] = ()) -> ConfigFile:
 def check_files(loaded: ConfigFile) -> None:
     """Raises ConfigError for every dataset folder, file and model that is named and does not exist."""
     config = loaded.config
-    problems = [*_missing_folders(config), *_missing_files(config), *_missing_models(config)]
+    _refuse(loaded, [*_missing_folders(config), *_missing_references(config), *_missing_models(config)])
+
+
+def check_start(loaded: ConfigFile) -> None:
+    """Raises ConfigError when the file that a new run's adapter starts from does not exist."""
+    adapter = loaded.config.adapter
+    start = None if isinstance(adapter, NoAdapter) else adapter.start
+    if start is not None and not os.path.exists(start):
+        hint = _similar(Path(start)) or "; name an adapter's .safetensors file or a folder of peft"
+        _refuse(loaded, [Problem("adapter.start", f"no file '{start}'{hint}")])
+
+
+def _refuse(loaded: ConfigFile, problems: Sequence[Problem]) -> None:
     if problems:
         raise ConfigError("\n".join(f"{loaded.where(problem.field)}: {problem}" for problem in problems))
 
@@ -444,14 +456,10 @@ def _missing_folders(cfg: RunConfig) -> Iterator[Problem]:
             yield Problem(field, f"no folder '{folder}'{hint}")
 
 
-def _missing_files(cfg: RunConfig) -> Iterator[Problem]:
+def _missing_references(cfg: RunConfig) -> Iterator[Problem]:
     for index, file in enumerate(cfg.sample.references):
         if not os.path.isfile(file):
             yield Problem(f"sample.references[{index}]", f"no file '{file}'{_similar(Path(file)) or '; name an image'}")
-    start = None if isinstance(cfg.adapter, NoAdapter) else cfg.adapter.start
-    if start is not None and not os.path.exists(start):
-        hint = _similar(Path(start)) or "; name an adapter's .safetensors file or a folder of peft"
-        yield Problem("adapter.start", f"no file '{start}'{hint}")
 
 
 def _missing_models(cfg: RunConfig) -> Iterator[Problem]:

@@ -72,7 +72,7 @@ class EncodedData:
         return self._joined(self.train[item.photo], item.dropped, self.cache.read)
 
     def shapes(self, item: Item) -> Example:
-        """`example` on the meta device: shapes and types, read from the files' headers only."""
+        """`example` on the meta device: its shapes, read from the files' headers only."""
         return self._joined(self.train[item.photo], item.dropped, self.cache.shapes)
 
     def held_out(self, index: int) -> Example:

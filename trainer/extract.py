@@ -20,7 +20,7 @@ from trainer import families
 from trainer.adapters.files import read_adapter
 from trainer.adapters.formats import adapter_files
 from trainer.adapters.layer import LayerAdapter
-from trainer.config import InputError, ModelConfig, ObjectiveConfig
+from trainer.config import InputError, ModelConfig, ObjectiveConfig, family_names, not_one_of
 from trainer.families.base import ModelFamily
 from trainer.hub import find_folder
 from trainer.rng import generator
@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    _check(options.to, options.rank)
+    _check(options.to, options.rank, options.family)
     checkpoints = Checkpoints(options.extract, options.base, options.family, options.to.parent)
     layers: dict[str, LayerAdapter] = {}
     total = kept = 0.0
@@ -215,7 +215,9 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check(to: Path, rank: int) -> None:
+def _check(to: Path, rank: int, family: str) -> None:
+    if family not in family_names():
+        raise InputError(f"--family: {not_one_of(family, family_names())}")
     if rank < 1:
         raise InputError(f"--rank {rank}: is no rank; name a number from 1")
     if to.suffix != ".safetensors":

@@ -52,7 +52,9 @@ def train(preset: Path, overrides: Sequence[str], runs: Path, at: Path | None) -
 
     Raises InputError before anything is started or written when the config, its files or its images are wrong.
     """
-    cfg = _checked_config(preset, overrides)
+    loaded = configfile.load(preset, overrides)
+    configfile.check_start(loaded)
+    cfg = _checked(loaded)
     return _run(cfg, RunDir.create(runs, cfg, at))
 
 
@@ -63,24 +65,27 @@ def resume(path: Path, overrides: Sequence[str]) -> int:
     """
     run = RunDir.open(path)
     launch.require_ended(run)
-    cfg = _checked_config(run.config_file, overrides)
+    loaded = configfile.load(run.config_file, overrides)
+    if not any(run.checkpoints.glob("step-*")):  # a checkpoint holds what became of the file
+        configfile.check_start(loaded)
+    cfg = _checked(loaded)
     if overrides:
         run.replace_config(cfg)
     return _run(cfg, run)
 
 
-def export(path: Path, what: str, format: str | None) -> int:
+def export(path: Path, what: str, format: str | None, dtype: str | None) -> int:
     """Export the newest checkpoint of a run in a process of its own. Returns that process's exit code.
 
-    what: `auto` writes what the run's config says.  format: None takes the run's own where it can carry that.
-    Raises InputError when that is nothing, or the two do not go together.
+    what: `auto` writes what the run's config says.  format, dtype: None takes the run's own where they can carry that.
+    Raises InputError when that is nothing, or the three do not go together.
     """
     run = RunDir.open(path)
-    cfg = run.config().exporting(what, format)
+    cfg = run.config().exporting(what, format, dtype)
     if cfg.export_what == "none":
         raise InputError(f"{run.config_file}: export.what is none; say what to write with --what")
     argv = [sys.executable, "-m", "trainer", str(run.path)]
-    argv += ["--export", cfg.export_what, "--format", cfg.export.format]
+    argv += ["--export", cfg.export_what, "--format", cfg.export.format, "--dtype", cfg.export.dtype]
     log = run.logs / "export.log"
     with log.open("ab") as libraries:  # what they print while they load is of no use in a terminal
         done = subprocess.run(
@@ -93,10 +98,9 @@ def export(path: Path, what: str, format: str | None) -> int:
     return done.returncode
 
 
-def _checked_config(file: Path, overrides: Sequence[str]) -> RunConfig:
+def _checked(loaded: configfile.ConfigFile) -> RunConfig:
     from trainer.data import images  # brings Pillow
 
-    loaded = configfile.load(file, overrides)
     configfile.check_files(loaded)
     images.scan(loaded.config.data)
     _check_hub_model(loaded)

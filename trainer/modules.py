@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -16,13 +16,14 @@ from trainer import adapters
 from trainer.adapters import Injected
 from trainer.adapters.files import read_adapter
 from trainer.adapters.state import parameters_of
+from trainer.adapters.targets import counted
 from trainer.config import InputError, NoAdapter, RunConfig
 from trainer.families.base import LoadModule, ModelFamily
 from trainer.parallel.load import fill_rows, load_weights
 from trainer.parallel.memory import full_bytes
 from trainer.parallel.mesh import Strategy, device_mesh, resolve_strategy
 from trainer.parallel.shard import COMPUTE_DTYPE, blocks_of, offload_policy, parallelize, shard_units
-from trainer.trained import BaseWeights, layer_shapes, naming
+from trainer.trained import BaseWeights, naming
 from trainer.weights import WeightFiles
 from trainer.world import World
 
@@ -35,7 +36,7 @@ class LoadedModel:
     """The sharded model with its weights. trainables: parameters that are trained, by name, in model order.
 
     module: the live components by name.  shards_gradients: whether no rank may hold the whole gradient, because it is
-    as large as the sharded model.  notes: what a user should know of the adapter's choices per layer.
+    as large as the sharded model.  adapter: what it changed.
     """
 
     module: nn.ModuleDict
@@ -44,7 +45,7 @@ class LoadedModel:
     trainables: dict[str, nn.Parameter]
     bytes_read: int
     shards_gradients: bool
-    notes: tuple[str, ...]
+    adapter: Injected
 
 
 def load_model(cfg: RunConfig, family: ModelFamily, world: World) -> LoadedModel:
@@ -53,20 +54,43 @@ def load_model(cfg: RunConfig, family: ModelFamily, world: World) -> LoadedModel
     Each live component is sharded by itself, with a root of its own.
     """
     model = nn.ModuleDict({name: family.build(name) for name in family.live})
-    injected = _make_trainable(model, cfg, family)
+    injected = inject_adapter(model, cfg, family)
     strategy = resolve_strategy(cfg.parallel, world, _state_bytes(model), min(world.gather(world.memory)))
     mesh = device_mesh(cfg.parallel, world, strategy)
     for name, module in model.items():
         methods = family.forward_methods if name == family.components[0] else ()
-        parallelize(module, cfg.train, cfg.parallel, strategy, mesh, family.shard_blocks, methods)
+        parallelize(module, cfg.train, cfg.parallel, strategy, mesh, family.shard_blocks, methods, family.fp32_inputs)
     _materialize(model, cfg, world)
     bytes_read = sum(_load(model, name, family.weights(name), injected.parameters) for name in model)
     parameters = dict(model.named_parameters())
-    notes = injected.notes + _start_adapter(parameters, injected, cfg, family)
+    _draw_adapter(parameters, injected, cfg.train.seed)
     model.train()
     trainables = {name: p for name, p in parameters.items() if p.requires_grad}
     shards_gradients = "full" in map(cfg.mode, model) and strategy in ("full", "grad_op", "hybrid")
-    return LoadedModel(model, strategy, mesh, trainables, bytes_read, shards_gradients, notes)
+    return LoadedModel(model, strategy, mesh, trainables, bytes_read, shards_gradients, injected)
+
+
+def continue_adapter(loaded: LoadedModel, cfg: RunConfig, family: ModelFamily) -> tuple[str, ...]:
+    """Give the adapter the values of the file `adapter.start`, if there is one. Returns what to tell of it.
+
+    Every rank reads the whole file, and for dora the weights of its layers, and keeps its own rows. Raises InputError
+    when the file is no adapter of this model and this run.
+    """
+    if isinstance(cfg.adapter, NoAdapter) or cfg.adapter.start is None:
+        return ()
+    file, base = cfg.adapter.start, BaseWeights(family)
+    # The live ones first: files of peft do not say which text encoder they are for.
+    components = dict.fromkeys((*family.live, *family.components))
+    found = read_adapter(Path(file), base.layer_shapes(components), naming(family), base.layer)
+    idle = [name for name in found if _is_idle(name, loaded.module, family)]
+    used = {name: layer for name, layer in found.items() if name not in idle}
+    _check_changed(used, loaded.adapter, file)
+    for name, layer in used.items():
+        values = parameters_of(name, layer, cfg.adapter, loaded.adapter.parameters, base.layer)
+        with torch.no_grad():
+            for parameter, value in values.items():
+                fill_rows(loaded.trainables[parameter], value)
+    return _start_notes(file, used, idle, loaded.adapter)
 
 
 def encoder_loader(cfg: RunConfig, world: World) -> LoadModule:
@@ -124,7 +148,7 @@ def _materialize(module: nn.Module, cfg: RunConfig, world: World) -> None:
             setattr(part, name, buffer.to(world.device))
 
 
-def _make_trainable(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> Injected:
+def inject_adapter(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> Injected:
     """Unfreeze or freeze each component and inject the adapter."""
     for name, module in model.items():
         module.requires_grad_(cfg.mode(name) == "full")
@@ -152,37 +176,38 @@ def _load(model: nn.ModuleDict, component: str, files: WeightFiles, added: Itera
     return load_weights(model[component], files, skipped)
 
 
-def _start_adapter(
-    parameters: Mapping[str, nn.Parameter], injected: Injected, cfg: RunConfig, family: ModelFamily
-) -> tuple[str, ...]:
-    """Give the adapter's parameters their values. Returns what to tell of a file they come from."""
-    values, notes = _start_values(injected, cfg, family)
+def _draw_adapter(parameters: Mapping[str, nn.Parameter], injected: Injected, seed: int) -> None:
+    """Give the adapter's parameters the values that training begins with."""
     with torch.no_grad():
         for name in injected.parameters:
-            parameter = parameters[name]
-            drawn = adapters.initial_value(name, parameter.shape, cfg.train.seed) if name not in values else None
-            fill_rows(parameter, values[name] if drawn is None else drawn)
-    return notes
+            fill_rows(parameters[name], adapters.initial_value(name, parameters[name].shape, seed))
 
 
-def _start_values(injected: Injected, cfg: RunConfig, family: ModelFamily) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """{parameter: value} from the file of `adapter.start`, if there is one."""
-    if isinstance(cfg.adapter, NoAdapter) or cfg.adapter.start is None:
-        return {}, ()
-    base = BaseWeights(family)
-    found = read_adapter(Path(cfg.adapter.start), layer_shapes(family), naming(family), base.layer)
-    left_out = sorted(found.keys() - set(injected.layers))
+def _is_idle(layer: str, model: nn.ModuleDict, family: ModelFamily) -> bool:
+    """Whether nothing reads the layer's result: the family builds a live component without it, or never trains it."""
+    component, _, inside = layer.partition(".")
+    if component not in model:
+        return False
+    exists = any(name == inside for name, _ in model[component].named_modules())
+    return not exists or any(re.fullmatch(pattern, f"{inside}.weight") for pattern in family.never_trained)
+
+
+def _check_changed(layers: Iterable[str], injected: Injected, file: str) -> None:
+    left_out = sorted(set(layers) - set(injected.layers))
     if left_out:
         raise InputError(
-            f"adapter.start {cfg.adapter.start}: changes {len(left_out)} layers that this run leaves alone, first "
-            f"'{left_out[0]}'; add them to adapter.targets, or to model.train"
+            f"adapter.start {file}: changes {counted(left_out)} that this run leaves alone, first '{left_out[0]}'; "
+            "add them to adapter.targets, or to model.train"
         )
-    values: dict[str, Tensor] = {}
-    for name, layer in found.items():
-        values |= parameters_of(name, layer, cfg.adapter, injected.parameters, base.layer)
-    new = len(injected.layers) - len(found)
+
+
+def _start_notes(file: str, used: Collection[str], idle: Sequence[str], injected: Injected) -> tuple[str, ...]:
+    new = len(injected.layers) - len(used)
     rest = f"; the other {new} start unchanged" if new else ""
-    return values, (f"{len(found)} layers of the adapter go on from {cfg.adapter.start}{rest}",)
+    notes = [f"{counted(used)} of the adapter go on from {file}{rest}"]
+    if idle:
+        notes.append(f"{counted(idle)} of {file} left out, as '{idle[0]}': nothing in this kind of training reads it")
+    return tuple(notes)
 
 
 def _state_bytes(module: nn.Module) -> int:

@@ -20,29 +20,56 @@ Example = dict[str, Tensor]
 """One encoded sample, on the CPU, without batch dim. The family documents the keys."""
 Batch = dict[str, Tensor]
 """Stacked examples. The family documents the keys; "weight" (B,) is the weight of each item, 0 for padding."""
-
-
 Prediction = Literal["epsilon", "v_prediction"]
 """What a model of discrete diffusion predicts, as diffusers' schedulers name it."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """total: sum of weighted item losses, a scalar with gradient.  weight: sum of the items' weights, a scalar.
+    """total: sum of weighted item losses, a scalar with gradient.  weight: number of items but padding, a scalar.
 
-    The loss of a step is the sum of `total` over all ranks and passes divided by the sum of `weight`.
+    The loss of a step is the sum of `total` over all ranks and passes divided by the sum of `weight`: an item that
+    weighs less moves the model less, whatever else is in its batch.
     """
 
     total: Tensor
     weight: Tensor
 
 
-def draw_sigma(cfg: ObjectiveConfig, num_tokens: int, rng: SampleRng) -> Tensor:
+@dataclass(frozen=True)
+class ShiftLine:
+    """Logarithm of the shift, linear in the tokens per image: `low` at `few` tokens, `high` at `many`.
+
+    The defaults are those of FLUX.1's reference sampler.
+    """
+
+    few: int = 256
+    many: int = 4096
+    low: float = 0.5
+    high: float = 1.15
+
+    def mu(self, num_tokens: int) -> float:
+        """The logarithm at `num_tokens` tokens, beyond the two points too."""
+        return self.low + (self.high - self.low) * (num_tokens - self.few) / (self.many - self.few)
+
+
+@dataclass(frozen=True)
+class Shift:
+    """What a family's recipe says of the timestep shift.
+
+    line: what `objective.shift: linear` follows.  constant: the factor `auto` takes instead, where there is one.
+    """
+
+    line: ShiftLine = ShiftLine()
+    constant: float | None = None
+
+
+def draw_sigma(cfg: ObjectiveConfig, shift: Shift, num_tokens: int, rng: SampleRng) -> Tensor:
     """The training timestep of each item: the density of `cfg`, shifted for `num_tokens` latent tokens per image.
 
-    Returns (B,) in [0, 1], fp32.
+    shift: the family's.  Returns (B,) in [0, 1], fp32.
     """
-    return shift_sigma(sigma_at(cfg, rng.uniform("timestep")), shift_factor(cfg, num_tokens))
+    return shift_sigma(sigma_at(cfg, rng.uniform("timestep")), shift_factor(cfg, shift, num_tokens))
 
 
 def sigma_at(cfg: ObjectiveConfig, quantile: Tensor) -> Tensor:
@@ -63,19 +90,22 @@ def sigma_at(cfg: ObjectiveConfig, quantile: Tensor) -> Tensor:
             return 1 - 1 / (torch.tan(math.pi / 2 * quantile) + 1)
 
 
-def shift_factor(cfg: ObjectiveConfig, num_tokens: int) -> float:
-    """How strongly `cfg` moves timesteps toward noise for images of `num_tokens` latent tokens; 1 = not at all."""
+def shift_factor(cfg: ObjectiveConfig, shift: Shift, num_tokens: int) -> float:
+    """How strongly timesteps are moved toward noise for images of `num_tokens` latent tokens; 1 = not at all.
+
+    shift: the family's.
+    """
     match cfg.shift:
-        case "linear":
-            return math.exp(linear_mu(num_tokens))
+        case "auto" if shift.constant is not None:
+            return shift.constant
+        case "auto" | "linear":
+            return math.exp(shift.line.mu(num_tokens))
         case "empirical":
             return math.exp(empirical_mu(num_tokens, num_steps=50))
         case "constant":
             return cfg.shift_factor
         case "none":
             return 1.0
-        case "auto":
-            raise AssertionError("the family replaces auto by its own shift")
 
 
 def shift_sigma(sigma: Tensor, factor: float) -> Tensor:
@@ -85,14 +115,6 @@ def shift_sigma(sigma: Tensor, factor: float) -> Tensor:
     Source: Scaling Rectified Flow Transformers (arXiv 2403.03206), sec. 5.3.2.
     """
     return factor * sigma / (1 + (factor - 1) * sigma)
-
-
-def linear_mu(num_tokens: int) -> float:
-    """Logarithm of the shift, linear in the tokens per image: 0.5 at 256, 1.15 at 4096.
-
-    Source: FLUX.1's reference sampler.
-    """
-    return 0.5 + (1.15 - 0.5) * (num_tokens - 256) / (4096 - 256)
 
 
 def empirical_mu(num_tokens: int, num_steps: int) -> float:
@@ -122,17 +144,23 @@ def velocity(latents: Tensor, noise: Tensor) -> Tensor:
     return noise - latents
 
 
-def squared_error(prediction: Tensor, target: Tensor, weight: Tensor, mask: Tensor | None = None) -> Loss:
-    """Mean squared error of each item, in fp32 whatever the inputs' type.
+def squared_error(prediction: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Mean squared error of each item, in fp32 whatever the inputs' type: (B,).
 
-    prediction, target: (B, C, ..., h, w).  weight: (B,), 0 for padding.  mask: (B, h, w) weights of the pixels; the
-    mean stays over all of them, so that an image with a small mask counts less than one without.
+    prediction, target: (B, C, ..., h, w).  mask: (B, h, w) weights of the pixels; the mean stays over all of them, so
+    that an image with a small mask counts less than one without.
     """
+    assert prediction.shape == target.shape, "an error of other shapes would be broadcast"
     errors = (prediction.float() - target.float()).square()
     if mask is not None:
+        assert mask.shape == (errors.shape[0], *errors.shape[-2:])
         errors = errors * mask.view(mask.shape[0], *[1] * (errors.dim() - 3), *mask.shape[1:])
-    errors = errors.flatten(1).mean(dim=1)
-    return Loss(total=(errors * weight).sum(), weight=weight.sum())
+    return errors.flatten(1).mean(dim=1)
+
+
+def total_loss(errors: Tensor, weight: Tensor) -> Loss:
+    """errors: (B,) of the items.  weight: (B,), 0 for padding."""
+    return Loss(total=(errors * weight).sum(), weight=weight.count_nonzero())
 
 
 def draw_timestep(num_timesteps: int, rng: SampleRng) -> Tensor:

@@ -34,7 +34,7 @@ from trainer.events import (
     WarningEvent,
 )
 from trainer.export import check_export
-from trainer.modules import encoder_loader, load_model, reshard, sync_gradients
+from trainer.modules import continue_adapter, encoder_loader, load_model, reshard, sync_gradients
 from trainer.objectives import Loss
 from trainer.optim import (
     Ema,
@@ -85,11 +85,13 @@ class Trainer:
         started = time.perf_counter()
         self.loaded = load_model(cfg, self.family, world)
         self.model = self.loaded.module
-        for note in self.loaded.notes:
+        self.trainables = self.loaded.trainables
+        newest = self._newest_checkpoint()
+        started_from = continue_adapter(self.loaded, cfg, self.family) if newest is None else ()
+        exported = check_export(cfg, self.family, self.trainables)
+        for note in (*self.loaded.adapter.notes, *started_from, *exported):
             say(StatusEvent(state="loading", message=note))
         self._dropouts = adapters.dropouts(self.model)
-        self.trainables = self.loaded.trainables
-        check_export(cfg, self.family, self.trainables)
         self.parameters = list(self.trainables.values())
         self.optimizer = make_optimizer(self.parameters, cfg.optim)
         optimized = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -104,7 +106,7 @@ class Trainer:
         self._last_heartbeat = 0.0
         # A rank whose torchrun was killed is adopted by another process. It would train on unseen.
         self._parent = os.getppid()
-        self.step = self._resume()
+        self.step = self._resume(newest)
         self._say_loaded(time.perf_counter() - started)
 
     def train(self) -> State:
@@ -324,10 +326,13 @@ class Trainer:
         with evaluation_weights(self.optimizer, self.parameters, None):
             return {name: parameter.detach().clone() for name, parameter in self.trainables.items()}
 
-    def _resume(self) -> int:
+    def _newest_checkpoint(self) -> Path | None:
         found = checkpoint.complete(self.run_dir.checkpoints)
         # A network file system may show a node what is already gone, or not yet what is there.
-        newest = self.world.gather(found[-1] if found else None)[0]
+        newest: Path | None = self.world.gather(found[-1] if found else None)[0]
+        return newest
+
+    def _resume(self, newest: Path | None) -> int:
         if newest is None:
             return 0
         step = checkpoint.restore(newest, self._state())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.adapters.formats import Naming
 from trainer.adapters.layer import LayerAdapter
@@ -20,16 +20,6 @@ def naming(family: ModelFamily) -> Naming:
     return Naming(family.kohya_prefixes, family.kohya_by_path, layouts, family.diffusers_adapters)
 
 
-def layer_shapes(family: ModelFamily) -> dict[str, tuple[int, ...]]:
-    """{layer with its component: shape of its weight} of the linear layers and convolutions of the live components."""
-    return {
-        f"{component}.{name}": tuple(module.weight.shape)
-        for component in family.live
-        for name, module in family.build(component).named_modules()
-        if isinstance(module, nn.Linear | nn.Conv2d)
-    }
-
-
 def component_of(layer: str) -> str:
     """`transformer` of `transformer.proj_out`."""
     return layer.partition(".")[0]
@@ -42,10 +32,6 @@ class BaseWeights:
         self._family = family
         self._files: dict[str, WeightFiles] = {}
 
-    def names(self, component: str) -> tuple[str, ...]:
-        """All tensors of a component, by their names in the module."""
-        return tuple(self._files_of(component).entries)
-
     def tensor(self, component: str, name: str) -> Tensor:
         """One tensor, in the type it is stored in."""
         return read_tensor(self._files_of(component).entries[name])
@@ -54,6 +40,20 @@ class BaseWeights:
         """The weight of a layer, named with its component: `transformer.proj_out`."""
         component, _, inside = name.partition(".")
         return self.tensor(component, f"{inside}.weight")
+
+    def layer_shapes(self, components: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """{layer with its component: shape of its weight} of linear layers, convolutions and embeddings."""
+        return {
+            f"{component}.{name.removesuffix('.weight')}": shape
+            for component in components
+            for name, shape in self.shapes(component).items()
+            if name.endswith(".weight") and len(shape) in (2, 4)
+        }
+
+    def layer_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of what `layer` reads."""
+        component, _, inside = name.partition(".")
+        return self._files_of(component).entries[f"{inside}.weight"].shape
 
     def shapes(self, component: str) -> dict[str, tuple[int, ...]]:
         """{name: shape} of all tensors of a component."""

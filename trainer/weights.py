@@ -25,6 +25,7 @@ class TensorEntry:
     """One tensor on disk. shape: its full shape.  dtype: safetensors' name, as `BF16`.
 
     start: row of the stored tensor with which it begins; past the last one it goes on with the first.
+    transposed: its rows are the stored tensor's columns.
     """
 
     file: Path
@@ -32,9 +33,13 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: str
     start: int = 0
+    transposed: bool = False
 
     def rows(self, stored: Any, begin: int, end: int) -> Tensor:
         """Some of its rows. stored: safetensors' slice of the tensor `key` in `file`."""
+        if self.transposed:
+            columns: Tensor = stored[:, self.start + begin : self.start + end]
+            return columns.T
         total = stored.get_shape()[0]
         first = (self.start + begin) % total
         last = first + end - begin
@@ -67,7 +72,7 @@ class WeightFiles:
     def by_our_names(self, layout: Iterable[Fused], shapes: Mapping[str, tuple[int, ...]]) -> WeightFiles:
         """The tensors of a file in its original layout by diffusers' names; files in diffusers' layout as they are.
 
-        layout: must not transpose.  shapes: those of the model's tensors, by diffusers' names.
+        shapes: those of the model's tensors, by diffusers' names.
         Raises InputError for a tensor of another shape.
         """
         renamed = {fused.name.removeprefix(ORIGINAL_PREFIX): fused for fused in layout}
@@ -141,7 +146,6 @@ def read_tensor(entry: TensorEntry) -> Tensor:
 
 def _parts(fused: Fused, entry: TensorEntry, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorEntry]:
     """Where the parts of an original tensor lie in it."""
-    assert not fused.transposed
     needed = fused.shape([shapes[part] for part in fused.parts])
     if entry.shape != needed:
         raise InputError(
@@ -151,7 +155,7 @@ def _parts(fused: Fused, entry: TensorEntry, shapes: Mapping[str, tuple[int, ...
     start = needed[0] // 2 if fused.halves_swapped else 0
     parts: dict[str, TensorEntry] = {}
     for part in fused.parts:
-        parts[part] = replace(entry, shape=shapes[part], start=start)
+        parts[part] = replace(entry, shape=shapes[part], start=start, transposed=fused.transposed)
         start += shapes[part][0]
     return parts
 

@@ -290,6 +290,16 @@ def test_a_file_for_another_model_is_told_by_the_nearest_layer_and_both_shapes(f
     )
 
 
+def test_a_text_encoders_layer_in_a_file_for_a_model_without_is_called_that(flux2: Example, tmp_path: Path) -> None:
+    name = "lora_te1_text_model_encoder_layers_0_mlp_fc1"
+    tensors = {f"{name}.lora_down.weight": torch.ones(4, 768), f"{name}.lora_up.weight": torch.ones(3072, 4)}
+    file = edited(flux2, "lora", tmp_path, lambda others: others.update(tensors))
+    assert refusal(flux2, file) == (
+        f"{file}: '{name}' is a layer of a text encoder, and this kind of model is trained without; "
+        "remove such tensors from the file"
+    )
+
+
 def test_a_rotation_of_another_width_is_told_by_its_outputs(flux2: Example, tmp_path: Path) -> None:
     blocks = {f"{LYCORIS}.oft_blocks": torch.ones(8, 4, 4)}
     file = edited(flux2, "diag-oft", tmp_path, lambda tensors: tensors.update(blocks))
@@ -327,6 +337,18 @@ def test_a_half_written_file_is_told_by_its_bytes(flux2: Example, tmp_path: Path
     whole = file.read_bytes()
     file.write_bytes(whole[:-100])
     assert refusal(flux2, file) == (f"{file}: truncated, {len(whole) - 100} of {len(whole)} bytes; download it again")
+
+
+def test_a_file_without_tensors_is_no_adapter(flux2: Example, tmp_path: Path) -> None:
+    file = tmp_path / "empty.safetensors"
+    save_file({}, file)
+    assert refusal(flux2, file) == f"{file}: holds no tensors; name an adapter file"
+
+
+def test_a_number_that_is_not_finite_is_damage(flux2: Example, tmp_path: Path) -> None:
+    nan = {f"{LYCORIS}.lora_up.weight": torch.full((64, 4), torch.nan)}
+    file = edited(flux2, "lora", tmp_path, lambda tensors: tensors.update(nan))
+    assert refusal(flux2, file) == f"{file}: '{LYCORIS}': up holds numbers that are not finite; the file is damaged"
 
 
 def test_two_kinds_in_a_file_are_named_with_a_layer_of_each(flux2: Example, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.adapters.consumers import CONSUMERS, ourselves
+from tests.adapters.consumers import CONSUMERS, diffusers, ourselves
 from tests.adapters.examples import KINDS, Example, cached_example, layer_adapter, saved
 from trainer import families
 from trainer.adapters.formats import AdapterFile, adapter_files
@@ -240,7 +240,7 @@ def test_a_folder_of_peft_is_written_with_its_config_and_each_file_with_its_meta
         assert stored.metadata() == {"format": "pt", "title": "x", "dora_scale_convention": "comfyui"}
 
 
-JOINS = "of this model, where it joins layers; use auto, comfyui, lycoris"
+LORA_ONLY = "of this kind of model, only lora and locon; use auto, comfyui, lycoris"
 
 
 @pytest.mark.parametrize(
@@ -252,9 +252,9 @@ JOINS = "of this model, where it joins layers; use auto, comfyui, lycoris"
             "diffusers cannot carry a boft adapter; use auto, comfyui, lycoris, or export.what: merged",
         ),
         ("diag-oft", "peft", "peft cannot carry a diag-oft adapter; use auto, comfyui, lycoris"),
-        ("diag-oft", "kohya", f"kohya cannot carry a diag-oft adapter {JOINS}"),
-        ("lokr", "kohya", f"kohya cannot carry a lokr adapter {JOINS}, peft"),
-        ("dora", "kohya", f"kohya cannot carry a dora adapter {JOINS}, peft"),
+        ("diag-oft", "kohya", f"kohya cannot carry a diag-oft adapter {LORA_ONLY}"),
+        ("lokr", "kohya", f"kohya cannot carry a lokr adapter {LORA_ONLY}, peft"),
+        ("dora", "kohya", f"kohya cannot carry a dora adapter {LORA_ONLY}, peft"),
     ],
 )
 def test_a_format_that_cannot_carry_an_adapter_says_what_can(
@@ -271,9 +271,43 @@ def refusal(model: Example, layers: dict[str, LayerAdapter], format: str) -> str
 
 def test_a_lokr_whose_lora_would_be_larger_than_its_layers_is_not_given_to_diffusers(sdxl: Example) -> None:
     assert refusal(sdxl, sdxl.adapter("lokr whole"), "diffusers") == (
-        "export.format: diffusers cannot carry a lokr adapter but as a lora, and the same update has 1.3 times the "
-        "numbers of the layers then; use auto, comfyui, lycoris, peft, or export.what: merged"
+        "export.format: diffusers cannot carry a lokr adapter but as a lora, which here has rank 24 and 1.26 times the "
+        "numbers of the layers; use auto, comfyui, lycoris, peft, or export.what: merged"
     )
+
+
+def test_a_loha_whose_lora_would_have_a_rank_above_256_is_not_given_to_diffusers(flux2: Example) -> None:
+    with torch.device("meta"):
+        sizes = {"w1_a": (4096, 17), "w1_b": (17, 4096), "w2_a": (4096, 17), "w2_b": (17, 4096)}
+        layers = {FLUX[0]: LayerAdapter("loha", {name: torch.empty(size) for name, size in sizes.items()})}
+        assert [file.readers for file in flux2.files(layers, "auto")] == [("comfyui", "lycoris")]
+        assert refusal(flux2, layers, "diffusers") == (
+            "export.format: diffusers cannot carry a loha adapter but as a lora, which here has rank 289 and 0.14 "
+            "times the numbers of the layers; use auto, comfyui, lycoris, peft, or export.what: merged"
+        )
+
+
+OUTSIDE = {
+    "transformer.time_guidance_embed.timestep_embedder.linear_1": "diffusion_model.time_in.in_layer",
+    "transformer.double_stream_modulation_img.linear": "diffusion_model.double_stream_modulation_img.lin",
+    "transformer.norm_out.linear": None,
+}
+"""{layer outside of the blocks: its name for ComfyUI, where that is the original one}"""
+
+
+@pytest.mark.parametrize("adapter", ["lora", "dora", "lokr", "boft"])
+def test_comfyui_gets_layers_outside_of_the_blocks_by_their_original_names(
+    flux2: Example, adapter: str, tmp_path: Path
+) -> None:
+    outside = [name for name, original in OUTSIDE.items() if original or adapter in ("lora", "lokr")]
+    layers = {name: layer_adapter(adapter, name, flux2.weight(name)) for name in (*outside, FLUX[0])}
+    files = flux2.files(layers, "auto")
+    assert [file.readers for file in files] == [("comfyui",), ("diffusers",)][: 1 if adapter == "boft" else 2]
+    names = {name.rpartition(".lora_" if adapter in ("lora", "dora") else ".")[0] for name in files[0].tensors}
+    assert {original for original in OUTSIDE.values() if original} <= names
+    readers = (ourselves, diffusers)
+    for read, path in zip(readers, saved(files, tmp_path / "files"), strict=False):
+        assert read(flux2, path, layers) <= 1e-5
 
 
 def test_blocks_larger_than_their_number_are_not_given_to_lycoris(flux2: Example) -> None:
@@ -298,18 +332,11 @@ def test_layers_split_by_different_factors_are_not_given_to_peft(flux2: Example)
     )
 
 
-def test_kohya_names_need_an_original_layout_and_a_layer_in_it(flux2: Example) -> None:
+def test_kohya_names_need_a_layer_of_the_original_file(flux2: Example) -> None:
     layers = {"transformer.else": layer_adapter("lora", "else", torch.randn(8, 8))}
     assert refusal(flux2, layers, "kohya") == (
         "export.format: kohya has no name for 'transformer.else', which the model's original single file does not "
         "have; use auto, comfyui, lycoris, peft, or leave it out of adapter.targets"
-    )
-    without = replace(flux2.naming, layouts={"transformer": ()})
-    with pytest.raises(InputError) as error:
-        adapter_files(flux2.adapter("lora"), "kohya", without, flux2.weight, torch.float32)
-    assert str(error.value) == (
-        "export.format: kohya takes its names from a model's original single file, and this kind of model has none; "
-        "use auto, comfyui, lycoris, peft"
     )
 
 

@@ -81,6 +81,8 @@ def test_only_the_layer_that_is_asked_for_is_read() -> None:
     trained = TrainedAdapter(weights, adapted.cfg, lambda name: adapted.base[name])
     assert list(trained) == ["net.linear", "net.conv"]
     assert len(trained) == 2
+    assert "net.conv" in trained
+    assert "net.other" not in trained
     assert weights.read == []
     assert trained["net.conv"].tensors.keys() == {"down", "up"}
     assert weights.read == ["net.conv.lora_A.default.weight", "net.conv.lora_B.default.weight"]

@@ -99,7 +99,7 @@ def test_targets_match_by_the_end_of_a_name_and_by_regular_expression(cache: Pat
 
 def test_a_target_that_matches_nothing_names_the_nearest_layer(cache: Path) -> None:
     assert refusal("flux2", cache, LoraAdapter(targets=("attn.to_qq",))) == (
-        "adapter.targets: 'attn.to_qq' matches no layer of flux2; nearest: 'attn.to_q' (1 layers)"
+        "adapter.targets: 'attn.to_qq' matches no layer of flux2; nearest: 'attn.to_q' (1 layer)"
     )
 
 
@@ -172,7 +172,7 @@ def test_a_low_rank_adapter_takes_them(cache: Path) -> None:
         ),
         (
             LoraAdapter(rank=4, rank_pattern={"conv": 2}),
-            "adapter.rank_pattern: 'conv' matches no layer of the adapter; nearest: 'linear' (1 layers)",
+            "adapter.rank_pattern: 'conv' matches no layer of the adapter; nearest: 'linear' (1 layer)",
         ),
         (
             DiagOftAdapter(block_size=128),
@@ -294,4 +294,17 @@ def test_a_rank_of_lokr_that_leaves_its_factor_whole_is_noted(cache: Path) -> No
 def test_a_component_without_recommended_layers_needs_targets() -> None:
     with pytest.raises(InputError) as caught:
         adapters.inject(nn.ModuleDict({"net": Net()}), LoraAdapter(), Targets({}, {}, ()), "flux2")
-    assert str(caught.value) == "adapter.targets: flux2 recommends no layers of net; name some"
+    assert str(caught.value) == (
+        "adapter.targets: flux2 recommends no layers of net, which is to be trained by the adapter; "
+        "name some, or set model.train.net: frozen"
+    )
+
+
+def test_targets_that_leave_out_a_component_are_refused() -> None:
+    model = nn.ModuleDict({"net": Net(), "text_encoder": Net()})
+    with pytest.raises(InputError) as caught:
+        adapters.inject(model, LoraAdapter(targets=("net.linear",)), NET_TARGETS, "flux2")
+    assert str(caught.value) == (
+        "adapter.targets: names no layer of text_encoder, which is to be trained by the adapter; "
+        "name some, or set model.train.text_encoder: frozen"
+    )

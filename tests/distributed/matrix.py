@@ -81,7 +81,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Trained:
-    """weights: the trained ones, whole.  moved: the farthest any of them went from its start."""
+    """weights: the trained ones, whole.  moved: the farthest any of them went from its start, where that was asked."""
 
     weights: dict[str, Tensor]
     moved: float
@@ -127,11 +127,11 @@ def train_all(world: World, runs: Sequence[tuple[RunConfig, RunDir]]) -> list[Tr
 def _train(world: World, cfg: RunConfig, run: RunDir) -> Trained:
     trainer = Trainer(cfg, run, world, run.path.parent / "cache", lambda event: None)
     try:
-        before = trainer.trained_weights()
+        before = trainer.trained_weights() if world.size == 1 else {}
         for _ in range(STEPS):
             trainer.train_step()
         after = trainer.trained_weights()
-        return Trained(after, difference(before, after) if after else 0.0)
+        return Trained(after, difference(before, after) if before else 0.0)
     finally:
         trainer.close()
 

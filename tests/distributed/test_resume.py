@@ -19,6 +19,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora": {},
     "lora_with_dropout_and_average": {"adapter__dropout": 0.2, "optim__ema": 0.9, "data__caption_dropout": 0.3},
     "full": {"adapter__type": "none"},
+    "dora": {"adapter__type": "dora"},
+    "boft": {"adapter": {"type": "boft"}},
     "schedulefree": {"optim__type": "schedulefree"},
     "adamw8bit": {"optim__type": "adamw8bit", "adapter__rank": 64},
 }

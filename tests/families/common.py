@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainer.config import InputError, ModelConfig, ModelOptions, ObjectiveConfig
+from trainer.config import InputError, ModelConfig, ModelOptions, ObjectiveConfig, SampleConfig
 from trainer.families import get
 from trainer.families.base import ModelFamily
 from trainer.objectives import Batch, Example
+from trainer.rng import SampleRng, generator
 from trainer.weights import WeightFiles, read_tensor
 
 SAME = {"atol": 1e-6, "rtol": 0}
@@ -92,21 +93,30 @@ def assert_same_picture(ours: Image.Image, theirs: Image.Image) -> None:
     assert difference.max() <= 1, "beyond what rounding to 8 bits explains"
 
 
-def write_original(family: Any, state: Mapping[str, Tensor], file: Path) -> Path:
-    """The denoiser's tensors as the family's layout names and joins them."""
+def write_original(family: ModelFamily, file: Path) -> dict[str, Tensor]:
+    """A denoiser as the family's layout names and joins its tensors. Returns them as they were.
+
+    They are bf16, and differ within a tensor and between tensors.
+    """
+    state = {
+        name: torch.empty(tensor.shape, dtype=torch.bfloat16).random_(256, generator=generator("values", name))
+        for name, tensor in family.build(family.components[0]).state_dict().items()
+    }
     layout = family.layout(family.components[0])
     save_file({t.name: t.join([state[part] for part in t.parts]).contiguous() for t in layout}, file)
-    return file
+    return state
 
 
-def assert_diffusers_reads(family: Any, state: Mapping[str, Tensor], model_class: Any, folder: Path) -> None:
-    """A file written by the family's layout holds `state`, as diffusers reads it."""
+def assert_diffusers_reads_the_layout(family: ModelFamily, model_class: Any, folder: Path) -> None:
+    """A file written by the family's layout is the same model to diffusers."""
+    file = folder / "single.safetensors"
+    state = write_original(family, file)
     read = model_class.from_single_file(
-        str(write_original(family, state, folder / "single.safetensors")),
+        str(file),
         config=str(family.folder),
         subfolder=family.components[0],
         local_files_only=True,
-        torch_dtype=next(iter(state.values())).dtype,
+        torch_dtype=torch.bfloat16,
     ).state_dict()
     assert read.keys() == state.keys()
     assert [name for name, tensor in state.items() if not tensor.equal(read[name])] == []
@@ -114,10 +124,45 @@ def assert_diffusers_reads(family: Any, state: Mapping[str, Tensor], model_class
 
 def assert_original_file_is_read(family: Any, folder: Path, **options: Any) -> None:
     """A file written by the family's layout, beside a folder without the denoiser's weights, is the same model."""
-    component = family.components[0]
-    state = model_of(family)[component].state_dict()
-    file = write_original(family, state, folder / "single.safetensors")
+    component, file = family.components[0], folder / "single.safetensors"
+    state = write_original(family, file)
     base = shutil.copytree(family.folder, folder / "base", ignore=shutil.ignore_patterns("diffusion_pytorch_model*"))
     made = make(family.config.family, family.cache, str(file), base=str(base), **options)
     read = load(made.build(component), made.weights(component), ()).state_dict()
     assert [name for name, tensor in state.items() if not tensor.equal(read[name])] == []
+
+
+def assert_captions_of_any_length_share_a_batch(family: ModelFamily) -> None:
+    """And each costs together with others what it costs alone."""
+    encoder, model = family.text_encoder(load), model_of(family)
+    captions = ["fox", "a red fox in the snow", "a long caption of many words"]
+    items = [
+        {"latents": item["latents"], **family.encode_text(encoder, caption)}
+        for item, caption in zip(examples(family, 3), captions, strict=True)
+    ]
+    assert len({len(item["prompt_embeds"]) for item in items}) == 3
+    assert len({family.batch_key(item) for item in items}) == 1
+    together = family.loss(model, batch_of(family, items), SampleRng(0, [4, 5, 6])).total
+    alone = [
+        family.loss(model, batch_of(family, [item]), SampleRng(0, [index])).total
+        for index, item in zip((4, 5, 6), items, strict=True)
+    ]
+    torch.testing.assert_close(together, torch.stack(alone).sum(), atol=1e-5, rtol=0)
+
+
+def sampled_times(family: ModelFamily, argument: str, size: int, steps: int) -> list[float]:
+    """What the denoiser is given as `argument` at each step of a square sample, to five digits."""
+    seen: list[float] = []
+    model = model_of(family)
+    model[family.components[0]].register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(round(kwargs[argument].item(), 5)), with_kwargs=True
+    )
+    text, cfg = family.encode_text(family.text_encoder(load), "a fox"), SampleConfig(size=(size, size), steps=steps)
+    family.sample(model, family.image_encoder(load), text, None, cfg, SampleRng(0, [0]))
+    return seen
+
+
+def without_bar(pipeline: Any) -> Any:
+    """A pipeline of diffusers that draws no progress bar."""
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline

@@ -8,24 +8,42 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.distributed.pool import run_ranks
-from tests.families.common import batch_of, examples, load, make, model_of, picture, refusal
-from tests.runs import run_config
+from tests.families.common import (
+    batch_of,
+    examples,
+    load,
+    make,
+    model_of,
+    picture,
+    refusal,
+)
+from tests.runs import make_pictures, make_run, run_config, train
 from trainer import families
+from trainer.config import ModelOptions, ObjectiveConfig
+from trainer.export import export
 from trainer.modules import encoder_loader
 from trainer.objectives import Batch, Example
 from trainer.rng import SampleRng
 from trainer.world import World
 
 NAMES = families.names()
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+OBJECTIVE: dict[str, Any] = {
+    "density": "uniform",
+    "logit_mean": 0.5,
+    "logit_std": 2.0,
+    "mode_scale": 1.0,
+    "shift": "none",
+    "shift_factor": 2.0,
+    "prediction": "epsilon",
+    "min_snr_gamma": 5.0,
+    "guidance": 3.5,
+}
+OPTIONS: dict[str, Any] = {"architecture": "huge", "text_layers": (1,), "max_tokens": 16, "without": ("text_encoder",)}
+"""Every field, with a value that is not its default."""
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -57,8 +75,6 @@ def test_blocks_that_are_sharded_one_by_one_are_part_of_a_component(family: Any)
 
 def test_the_layout_names_every_tensor_of_the_denoiser_once(family: Any) -> None:
     layout = family.layout(family.components[0])
-    if not layout:
-        pytest.skip("no original layout")
     parts = [part for tensor in layout for part in tensor.parts]
     assert sorted(parts) == sorted(family.build(family.components[0]).state_dict())
     assert len({tensor.name for tensor in layout}) == len(layout)
@@ -100,6 +116,17 @@ def test_a_few_steps_on_one_batch_lower_the_loss(family: Any) -> None:
         (loss.total / loss.weight).backward()
         optimizer.step()
     assert losses[-1] < losses[0]
+
+
+def test_a_mask_weights_the_errors_of_its_pixels(family: Any) -> None:
+    batch, model, rng = batch_of(family, examples(family, 1)), model_of(family), SampleRng(0, [0])
+    whole = family.loss(model, batch, rng).total
+    height, width = batch["latents"].shape[-2:]
+    halves = [torch.zeros(1, height, width), torch.zeros(1, height, width)]
+    halves[0][:, :1], halves[1][:, 1:] = 1, 1
+    parts = [family.loss(model, {**batch, "mask": half}, rng).total for half in halves]
+    torch.testing.assert_close(sum(parts), whole, atol=1e-5, rtol=0)
+    assert min(parts) > 0
 
 
 def test_examples_of_equal_size_share_a_batch_and_others_do_not(family: Any) -> None:
@@ -145,3 +172,48 @@ def test_an_unknown_architecture_is_refused(family: Any, cache: Path) -> None:
     assert refusal(family.config.family, cache, architecture="huge").startswith(
         "model.options.architecture: 'huge' is not one of "
     )
+
+
+def test_a_run_on_two_ranks_trains_samples_and_exports_every_layer_of_the_default_targets(
+    family: Any, tmp_path: Path
+) -> None:
+    cfg = run_config(
+        make_pictures(tmp_path / "pictures", 3),
+        model__family=family.config.family,
+        optim__lr=1e-2,
+        train__steps=2,
+        train__batch_size=2,
+        train__precision="bf16",
+        parallel__devices=2,
+        parallel__strategy="full",
+        sample__every=2,
+        sample__prompts=["a fox"],
+        sample__size=[32, 32],
+        sample__steps=2,
+    )
+    run = make_run(tmp_path, cfg, "run")
+    ours, theirs = run_ranks(2, train, cfg, run)
+    assert ours.losses == theirs.losses
+    assert ours.local_bytes < 0.6 * ours.full_bytes
+    assert len(list(run.samples.glob("*.png"))) == 2
+    component = family.components[0]
+    layers = {
+        name.rpartition(".")[0]
+        for name in family.build(component).state_dict()
+        if any(re.fullmatch(rf"{pattern}\.weight", name) for pattern in family.adapter_targets[component])
+        if not any(re.fullmatch(pattern, name) for pattern in family.never_trained)
+    }
+    exported = load_file(export(cfg, run, tmp_path / "cache")[0])
+    assert len({name.partition(".lora_")[0] for name in exported if ".lora_" in name}) == len(layers)
+
+
+def test_what_a_family_does_not_read_is_refused(family: Any, cache: Path) -> None:
+    name, used = family.config.family, "is not used by this kind of model; leave it out. It reads "
+    assert OBJECTIVE.keys() == ObjectiveConfig.model_fields.keys()
+    assert OPTIONS.keys() == ModelOptions.model_fields.keys()
+    for field in OBJECTIVE.keys() - family.objective_fields:
+        message = refusal(name, cache, objective=ObjectiveConfig(**{field: OBJECTIVE[field]}))
+        assert message.startswith(f"objective.{field}: {used}objective.")
+    for field in OPTIONS.keys() - family.options_read:
+        message = refusal(name, cache, **{field: OPTIONS[field]})
+        assert message.startswith(f"model.options.{field}: {used}model.options.architecture")

@@ -11,7 +11,7 @@ from transformers import CLIPTextModel
 
 from tests.families.common import (
     SAME,
-    assert_diffusers_reads,
+    assert_diffusers_reads_the_layout,
     assert_original_file_is_read,
     assert_same_picture,
     batch_of,
@@ -23,19 +23,16 @@ from tests.families.common import (
     picture,
     recorded_decodes,
     refusal,
+    sampled_times,
+    without_bar,
 )
 from trainer.config import ObjectiveConfig, SampleConfig
 from trainer.families._images import pack, patchify, unpack, unpatchify
 from trainer.families.flux1 import ARCHITECTURES, Flux1, image_ids
-from trainer.objectives import add_noise, draw_sigma, linear_mu
-from trainer.rng import SampleRng, generator
+from trainer.objectives import Shift, add_noise, draw_sigma, shift_factor
+from trainer.rng import SampleRng
 
 CAPTIONS = ["a red fox", "", "a long caption of many words " * 10]
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +46,7 @@ def schnell(cache) -> Flux1:
 
 
 def pipeline_of(family: Flux1) -> FluxPipeline:
-    pipeline = FluxPipeline.from_pretrained(family.folder, local_files_only=True)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return without_bar(FluxPipeline.from_pretrained(family.folder, local_files_only=True))
 
 
 @pytest.fixture(scope="module")
@@ -122,20 +117,10 @@ def test_sample_equals_the_pipelines_for_the_same_noise(cache, name):
 
 
 def test_dev_draws_shifted_noise_levels_and_schnell_equally_spaced_ones(dev, schnell):
-    def levels(family: Flux1) -> list[float]:
-        seen: list[float] = []
-        model = model_of(family)
-        model["transformer"].register_forward_pre_hook(
-            lambda module, args, kwargs: seen.append(kwargs["timestep"].item()), with_kwargs=True
-        )
-        text = family.encode_text(family.text_encoder(load), "a fox")
-        cfg = SampleConfig(size=(256, 256), steps=4)
-        family.sample(model, family.image_encoder(load), text, None, cfg, SampleRng(0, [0]))
-        return seen
-
     shift = math.exp(0.5)  # at 256 tokens
-    assert levels(dev) == pytest.approx([shift * s / (1 + (shift - 1) * s) for s in (1, 0.75, 0.5, 0.25)])
-    assert levels(schnell) == pytest.approx([1, 0.75, 0.5, 0.25])
+    shifted = [shift * s / (1 + (shift - 1) * s) for s in (1, 0.75, 0.5, 0.25)]
+    assert sampled_times(dev, "timestep", 256, steps=4) == pytest.approx(shifted, abs=1e-5)
+    assert sampled_times(schnell, "timestep", 256, steps=4) == pytest.approx([1, 0.75, 0.5, 0.25])
 
 
 # Loss
@@ -147,7 +132,7 @@ def test_loss_is_the_error_of_the_transformers_velocity_at_the_drawn_timestep(ca
     items, model, rng = examples(family, 2), model_of(family), SampleRng(5, [8, 9])
     loss = family.loss(model, batch_of(family, items), rng)
     latents = torch.stack([item["latents"] for item in items])
-    noise, sigma = rng.normal("noise", (4, 4, 8)), draw_sigma(ObjectiveConfig(shift="linear"), 2 * 4, rng)
+    noise, sigma = rng.normal("noise", (4, 4, 8)), draw_sigma(ObjectiveConfig(shift="linear"), Shift(), 2 * 4, rng)
     predicted = model["transformer"](
         hidden_states=FluxPipeline._pack_latents(add_noise(latents, noise, sigma), 2, 4, 4, 8),
         encoder_hidden_states=torch.stack([item["prompt_embeds"] for item in items]),
@@ -163,16 +148,13 @@ def test_loss_is_the_error_of_the_transformers_velocity_at_the_drawn_timestep(ca
 
 
 def test_training_timesteps_of_a_1024_pixel_image_are_shifted_by_e_to_the_1_15(dev):
-    assert dev.objective.shift == "linear"
-    assert linear_mu(1024 // 16 * (1024 // 16)) == pytest.approx(1.15)
+    assert shift_factor(dev.objective, dev.shift, 64 * 64) == pytest.approx(math.exp(1.15))
 
 
-def test_guidance_does_not_reach_schnell(cache):
-    losses = []
-    for guidance in (1.0, 3.5):
-        family = make("flux1", cache, objective=ObjectiveConfig(guidance=guidance), architecture="schnell")
-        losses.append(family.loss(model_of(family), batch_of(family, examples(family, 1)), SampleRng(0, [0])).total)
-    assert losses[0].equal(losses[1])
+def test_guidance_which_schnell_is_never_told_is_refused(cache):
+    assert refusal("flux1", cache, architecture="schnell", objective=ObjectiveConfig(guidance=3.5)).startswith(
+        "objective.guidance: is not used by this kind of model; leave it out. It reads objective.density, "
+    )
 
 
 # Model
@@ -211,14 +193,7 @@ def test_a_single_file_by_the_layout_is_read_by_diffusers_as_the_same_weights(ca
         **{"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 24, "attention_head_dim": 128},
         **{"axes_dims_rope": [16, 56, 56]},
     )
-    family = make("flux1", cache, str(copied))
-    empty = family.build("transformer").state_dict()
-    # Rows differ within a tensor and between tensors, and bf16 holds them exactly.
-    state = {
-        name: torch.empty(tensor.shape, dtype=torch.bfloat16).random_(256, generator=generator("values", name))
-        for name, tensor in empty.items()
-    }
-    assert_diffusers_reads(family, state, FluxTransformer2DModel, tmp_path)
+    assert_diffusers_reads_the_layout(make("flux1", cache, str(copied)), FluxTransformer2DModel, tmp_path)
 
 
 def test_a_single_file_in_the_original_layout_is_the_same_model(dev, tmp_path):

@@ -21,6 +21,7 @@ from tests.families.common import (
     model_of,
     picture,
     recorded_decodes,
+    without_bar,
 )
 from trainer.config import ObjectiveConfig, SampleConfig
 from trainer.families.flux2 import REFERENCE_TIME, Flux2, image_ids
@@ -29,11 +30,6 @@ from trainer.rng import SampleRng
 
 # Smaller ones are refused by the pipelines, and these are left at their size.
 REFERENCES = (picture(64, 96, seed=7), picture(80, 64, seed=8))
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +51,7 @@ def pipeline_of(kind: Any, family: Flux2) -> Any:
         tokenizer=None,
         transformer=Flux2Transformer2DModel.from_pretrained(family.folder, subfolder="transformer"),
     )
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return without_bar(pipeline)
 
 
 def encoded(family: Flux2, *images: Image.Image) -> Example:
@@ -127,7 +122,7 @@ def test_loss_with_a_reference_is_the_error_of_the_velocity_of_the_noisy_tokens_
     model, rng = model_of(klein), SampleRng(5, [8])
     loss = klein.loss(model, batch_of(klein, [item]), rng)
     latents, noise = item["latents"].unsqueeze(0), rng.normal("noise", (16, 2, 4))
-    sigma = draw_sigma(klein.shift.fill_in(ObjectiveConfig()), 8, rng)
+    sigma = draw_sigma(ObjectiveConfig(), klein.shift, 8, rng)
     images = [add_noise(latents, noise, sigma), item["reference_0"].unsqueeze(0)]
     ids = [Flux2Pipeline._prepare_latent_ids(latents), Flux2Pipeline._prepare_image_ids(images[1:])]
     predicted = model["transformer"](

@@ -17,13 +17,19 @@ from trainer.config import InputError
         ({"model__train": {"vae": "adapter"}}, "model.train: 'vae' is not one of transformer"),
         (
             {"model__options": {"without": ["text_encoder_3"]}},
-            "model.options.without: 'text_encoder_3', but this model has none to leave out",
+            "model.options.without: is not used by this kind of model; leave it out. It reads "
+            "model.options.architecture, model.options.max_tokens, model.options.text_layers",
         ),
         (
-            {"objective__min_snr_gamma": 5},
+            {"objective__min_snr_gamma": 5, "model__options": {"architecture": "dev"}},
             "objective.min_snr_gamma: is not used by this kind of model; leave it out. It reads objective.density, "
             "objective.guidance, objective.logit_mean, objective.logit_std, objective.mode_scale, objective.shift, "
             "objective.shift_factor",
+        ),
+        (
+            {"objective__guidance": 3.5},
+            "objective.guidance: is not used by this kind of model; leave it out. It reads objective.density, "
+            "objective.logit_mean, objective.logit_std, objective.mode_scale, objective.shift, objective.shift_factor",
         ),
         ({"sample__size": (100, 70)}, "sample.size: 100 x 70 is not in multiples of 16 pixels; use 96 x 64"),
     ],

@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 
 from tests.families.common import (
     SAME,
-    assert_diffusers_reads,
+    assert_diffusers_reads_the_layout,
     assert_original_file_is_read,
     assert_same_picture,
     batch_of,
@@ -20,18 +21,14 @@ from tests.families.common import (
     picture,
     recorded_decodes,
     refusal,
+    without_bar,
 )
 from trainer.config import ObjectiveConfig, SampleConfig
 from trainer.families.sd3 import ARCHITECTURES, Sd3
-from trainer.objectives import add_noise, draw_sigma, shift_sigma
+from trainer.objectives import Shift, add_noise, draw_sigma, shift_sigma
 from trainer.rng import SampleRng
 
 CAPTIONS = ["a red fox", "", "a long caption of many words " * 10]
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +42,7 @@ def pipeline(family) -> StableDiffusion3Pipeline:
 
 
 def pipeline_of(family: Sd3, **changes) -> StableDiffusion3Pipeline:
-    pipeline = StableDiffusion3Pipeline.from_pretrained(family.folder, local_files_only=True, **changes)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return without_bar(StableDiffusion3Pipeline.from_pretrained(family.folder, local_files_only=True, **changes))
 
 
 @pytest.fixture
@@ -129,8 +124,8 @@ def test_loss_is_the_error_of_the_transformers_velocity_at_the_drawn_timestep(fa
     loss = family.loss(model, batch_of(family, items), rng)
     latents = torch.stack([item["latents"] for item in items])
     objective = ObjectiveConfig(shift="constant", shift_factor=3.0)
-    noise, sigma = rng.normal("noise", (4, 4, 8)), draw_sigma(objective, 8, rng)
-    assert sigma.equal(shift_sigma(draw_sigma(ObjectiveConfig(shift="none"), 8, rng), 3.0))
+    noise, sigma = rng.normal("noise", (4, 4, 8)), draw_sigma(objective, Shift(), 8, rng)
+    assert sigma.equal(shift_sigma(draw_sigma(ObjectiveConfig(shift="none"), Shift(), 8, rng), 3.0))
     predicted = model["transformer"](
         hidden_states=add_noise(latents, noise, sigma),
         encoder_hidden_states=torch.stack([item["prompt_embeds"] for item in items]),
@@ -142,12 +137,14 @@ def test_loss_is_the_error_of_the_transformers_velocity_at_the_drawn_timestep(fa
     assert loss.weight.item() == 2
 
 
-def test_only_what_the_last_block_asks_for_the_text_gets_no_gradient(family):
+def test_only_what_the_last_block_asks_for_the_text_gets_no_gradient_and_is_never_trained(family):
     model = model_of(family).requires_grad_(True)
     family.loss(model, batch_of(family, examples(family, 1)), SampleRng(0, [0])).total.backward()
-    without = [name for name, weight in model["transformer"].named_parameters() if not weight.grad.abs().sum() > 0]
+    gradients = {name: weight.grad for name, weight in model["transformer"].named_parameters()}
+    silent = [name for name, gradient in gradients.items() if not gradient.abs().sum() > 0]
     last = "transformer_blocks.1.attn"
-    assert without == [f"{last}.add_q_proj.weight", f"{last}.add_q_proj.bias", f"{last}.norm_added_q.weight"]
+    assert silent == [f"{last}.add_q_proj.weight", f"{last}.add_q_proj.bias", f"{last}.norm_added_q.weight"]
+    assert silent == [name for name in gradients if any(re.fullmatch(p, name) for p in family.never_trained)]
 
 
 # Model
@@ -190,8 +187,7 @@ def test_position_embeddings_are_read_from_the_file(family):
 @pytest.mark.parametrize("name", ["sd3-medium", "sd35-medium"])
 def test_a_single_file_by_the_layout_is_read_by_diffusers_as_the_same_weights(cache, tmp_path, name):
     family = make("sd3", cache, architecture=name)
-    state = model_of(family)["transformer"].state_dict()
-    assert_diffusers_reads(family, state, SD3Transformer2DModel, tmp_path)
+    assert_diffusers_reads_the_layout(family, SD3Transformer2DModel, tmp_path)
 
 
 def test_a_single_file_in_the_original_layout_is_the_same_model(family, tmp_path):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tests.distributed import run_ranks
 from tests.families.common import (
     SAME,
+    assert_original_file_is_read,
     assert_same_picture,
     batch_of,
     edit_json,
@@ -27,12 +28,12 @@ from tests.families.common import (
     picture,
     recorded_decodes,
     refusal,
+    without_bar,
 )
 from tests.runs import alone, difference, make_pictures, make_run, run_config, train
 from trainer.adapters import adapted_layers
 from trainer.config import InputError, ModelConfig, ObjectiveConfig, RunConfig, SampleConfig
-from trainer.families import get
-from trainer.families.sdxl import ARCHITECTURES, FAMILY, Sdxl
+from trainer.families.sdxl import ARCHITECTURES, Sdxl
 from trainer.rng import SampleRng, generator
 from trainer.weights import read_tensor
 
@@ -53,20 +54,13 @@ PUBLISHED = {
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def sdxl(cache) -> Sdxl:
     return make("sdxl", cache)
 
 
 @pytest.fixture(scope="module")
 def pipeline(sdxl) -> StableDiffusionXLPipeline:
-    made = StableDiffusionXLPipeline.from_pretrained(sdxl.folder, local_files_only=True)
-    made.set_progress_bar_config(disable=True)
-    return made
+    return without_bar(StableDiffusionXLPipeline.from_pretrained(sdxl.folder, local_files_only=True))
 
 
 @pytest.fixture
@@ -125,8 +119,7 @@ def test_encoded_image_is_the_mean_of_the_vaes_posterior_at_its_scaling_factor(s
 def test_sample_equals_the_pipelines_picture_for_the_same_noise(cache, copied, guidance, negative, force_zeros):
     edit_json(copied / "model_index.json", force_zeros_for_empty_prompt=force_zeros)
     family = make("sdxl", cache, str(copied))
-    pipeline = StableDiffusionXLPipeline.from_pretrained(copied, local_files_only=True)
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = without_bar(StableDiffusionXLPipeline.from_pretrained(copied, local_files_only=True))
     vae, texts, rng = family.image_encoder(load), family.text_encoder(load), SampleRng(3, [0])
     decoded = recorded_decodes(vae), recorded_decodes(pipeline.vae)
     cfg = SampleConfig(size=(64, 96), steps=4, guidance=guidance, negative=negative)
@@ -196,15 +189,6 @@ def test_objective_prediction_overrides_the_schedulers_in_loss_and_sample(cache,
     assert results[0][0] != results[2][0] and results[0][1] != results[2][1]
 
 
-def test_a_mask_weights_the_errors_of_its_pixels(sdxl):
-    batch, model, rng = batch_of(sdxl, examples(sdxl, 1)), model_of(sdxl), SampleRng(0, [0])
-    whole = sdxl.loss(model, batch, rng).total
-    halves = [torch.zeros(1, 4, 8), torch.zeros(1, 4, 8)]
-    halves[0][:, :2], halves[1][:, 2:] = 1, 1
-    parts = [sdxl.loss(model, {**batch, "mask": half}, rng).total for half in halves]
-    torch.testing.assert_close(sum(parts), whole, atol=1e-5, rtol=0)
-
-
 def test_padding_of_weight_0_changes_neither_loss_nor_weight(cache):
     sdxl = training(cache, min_snr_gamma=5.0)
     items, model = examples(sdxl, 2), model_of(sdxl)
@@ -266,7 +250,7 @@ def test_every_weight_of_the_three_models_gets_a_gradient_but_those_never_traine
     ("adapter", "modes"),
     [
         ("lora", {"text_encoder": "adapter", "text_encoder_2": "adapter"}),
-        ("none", {"unet": "full", "text_encoder": "full", "text_encoder_2": "full"}),
+        pytest.param("none", {name: "full" for name in Sdxl.components}, marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_train_the_text_encoders_as_one_process_does(tmp_path, adapter, modes):
@@ -291,10 +275,6 @@ def test_two_ranks_train_the_text_encoders_as_one_process_does(tmp_path, adapter
 
 
 # Model
-
-
-def test_family_is_found_by_name():
-    assert get("sdxl") is FAMILY is Sdxl
 
 
 @pytest.mark.parametrize("component", Sdxl.single_file)
@@ -380,16 +360,20 @@ def test_fingerprint_follows_the_encoders_and_which_of_them_are_trained(cache, c
 # Files of other programs
 
 
-def test_a_single_file_written_by_the_layouts_gives_the_same_weights_in_diffusers(cache, sdxl, copied, tmp_path):
+def weights_of(family: Sdxl, component: str) -> dict[str, Tensor]:
+    return {name: read_tensor(entry) for name, entry in family.weights(component).entries.items()}
+
+
+def test_a_single_file_by_the_layouts_gives_the_same_weights_here_and_in_diffusers(cache, sdxl, copied, tmp_path):
     """Random weights throughout: norms and biases of the tiny model are all ones and zeros."""
     for file in copied.rglob("*.safetensors"):
         save_file({name: randn(tensor.shape, name) for name, tensor in load_file(file).items()}, file, {"format": "pt"})
     family = make("sdxl", cache, str(copied))
     original = {}
     for component in Sdxl.single_file:
-        stored = family.weights(component).entries
+        stored = weights_of(family, component)
         for fused in family.layout(component):
-            parts = [read_tensor(stored[part]) for part in fused.parts]
+            parts = [stored[part] for part in fused.parts]
             whole = fused.join(parts)
             assert whole.shape == fused.shape([part.shape for part in parts])
             assert [part.tolist() for part in fused.split(whole, [len(p) for p in parts])] == [
@@ -397,14 +381,36 @@ def test_a_single_file_written_by_the_layouts_gives_the_same_weights_in_diffuser
             ]
             original[fused.name] = whole.contiguous()
     save_file(original, tmp_path / "one.safetensors")
+    base = make("sdxl", cache, str(tmp_path / "one.safetensors"), base=str(sdxl.folder))
+    for component in Sdxl.single_file:
+        expected, found = (weights_of(one, component) for one in (family, base))
+        assert {name: tensor.tolist() for name, tensor in found.items()} == {
+            name: tensor.tolist() for name, tensor in expected.items()
+        }
     read = StableDiffusionXLPipeline.from_single_file(
         str(tmp_path / "one.safetensors"), config=str(copied), local_files_only=True
     )
     for component in Sdxl.single_file:
-        expected = {name: read_tensor(entry) for name, entry in family.weights(component).entries.items()}
-        found = getattr(read, component).state_dict()
+        expected, found = weights_of(family, component), getattr(read, component).state_dict()
         assert found.keys() == expected.keys()
         assert [name for name in expected if not found[name].equal(expected[name])] == []
+
+
+def test_a_file_of_the_unet_alone_leaves_the_encoders_to_the_folder(cache, sdxl, copied, tmp_path):
+    assert_original_file_is_read(sdxl, tmp_path)
+    made = make("sdxl", cache, str(tmp_path / "single.safetensors"), base=str(copied))
+    assert made.weights("text_encoder_2").entries == make("sdxl", cache, str(copied)).weights("text_encoder_2").entries
+    assert made.fingerprint() == sdxl.fingerprint()
+
+
+def test_the_fingerprint_follows_the_encoders_of_a_single_file(cache, sdxl, tmp_path):
+    prints = set()
+    for value in (0.0, 1.0):
+        file = tmp_path / "mine.safetensors"
+        tensor = torch.full((514, 16), value)
+        save_file({"conditioner.embedders.0.transformer.text_model.embeddings.token_embedding.weight": tensor}, file)
+        prints.add(make("sdxl", cache, str(file), base=str(sdxl.folder)).fingerprint())
+    assert len(prints | {sdxl.fingerprint()}) == 3
 
 
 def test_original_names_are_those_of_the_published_file(sdxl):
@@ -502,13 +508,6 @@ def test_a_prediction_that_is_not_trained_is_refused(cache, copied):
     )
 
 
-@pytest.mark.parametrize(("field", "value"), [("text_layers", (1, 2)), ("max_tokens", 77)])
-def test_an_option_that_would_be_ignored_is_refused(cache, field, value):
-    assert refusal("sdxl", cache, **{field: value}) == (
-        f"model.options.{field}: is fixed in this kind of model; leave it empty"
-    )
-
-
 def test_an_objective_of_flow_matching_is_refused(cache):
     assert refusal("sdxl", cache, objective=ObjectiveConfig(density="uniform")) == (
         "objective.density: is not used by this kind of model; leave it out. "
@@ -523,12 +522,12 @@ def test_another_architecture_than_the_folders_is_refused(cache, copied):
     )
 
 
-def test_a_unet_file_in_the_original_layout_is_refused_with_the_way_to_convert_it(cache, copied, tmp_path):
+def test_a_unet_file_of_another_model_is_refused(cache, copied, tmp_path):
     file = tmp_path / "mine.safetensors"
-    save_file({"model.diffusion_model.out.0.weight": torch.zeros(16)}, file)
+    save_file({"model.diffusion_model.out.0.weight": torch.zeros(32)}, file)
     with pytest.raises(InputError) as caught:
         make("sdxl", cache, str(file), base=str(copied)).weights("unet")
     assert str(caught.value) == (
-        f"{file}: has the original layout; diffusers' folder is needed. Convert it once with "
-        "StableDiffusionXLPipeline.from_single_file(...).save_pretrained(...) and name that folder"
+        f"{file}: 'model.diffusion_model.out.0.weight' has shape [32], the model needs [16]; "
+        "the file and the folder's config.json belong to different models"
     )

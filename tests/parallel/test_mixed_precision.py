@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from tests.families.common import batch_of, load, make, model_of
 from tests.runs import Outcome, alone, difference, make_pictures, make_run, run_config, train
+from trainer.config import ParallelConfig, TrainConfig
+from trainer.parallel.shard import parallelize
+from trainer.rng import SampleRng
 from trainer.train import Trainer
 
 BF16 = {"train__precision": "bf16", "train__steps": 3, "parallel__strategy": "none"}
@@ -58,6 +62,27 @@ def test_bf16_is_bit_for_bit_the_same_run(
     assert difference(changed.weights, plain.weights) == 0
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"family": "flux1"},
+        {"family": "qwen_image"},
+        {"family": "sd3"},
+        {"family": "sdxl", "train": {"unet": "full", "text_encoder": "full", "text_encoder_2": "full"}},
+    ],
+    ids=lambda model: model["family"],
+)
+def test_full_fine_tuning_in_bf16_is_bit_for_bit_the_same_with_frozen_parameters_and_inputs_of_many_blocks(
+    pictures: Path, model: dict[str, Any]
+) -> None:
+    one, sharded = (
+        outcome(pictures, "none", f"{model['family']}-{strategy}", {"model": model, "parallel__strategy": strategy})
+        for strategy in ("none", "full")
+    )
+    assert sharded.grad_norms == one.grad_norms
+    assert difference(sharded.weights, one.weights) == 0
+
+
 def test_layers_compute_in_bf16_while_masters_and_gradients_stay_fp32(pictures: Path, adapter: str) -> None:
     cfg = run_config(pictures, adapter__type=adapter, **BF16)
     trainer = Trainer(
@@ -77,3 +102,55 @@ def test_layers_compute_in_bf16_while_masters_and_gradients_stay_fp32(pictures: 
     assert gradients == {torch.float32}
     assert {parameter.dtype for parameter in trainer.parameters} == {torch.float32}
     assert difference(trainer.trained_weights(), before) > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "embedding"), [("sd3", "time_text_embed.time_proj"), ("sdxl", "time_proj"), ("z_image", "t_embedder")]
+)
+@pytest.mark.parametrize("strategy", ["none", "full"])
+def test_models_that_embed_their_timestep_in_fp32_see_in_bf16_the_one_that_was_drawn(
+    pictures: Path, family: str, embedding: str, strategy: str
+) -> None:
+    def seen(name: str, **changes: Any) -> list[float]:
+        """The timesteps of one training step and of a sample."""
+        drawn = {"sample__prompts": ["a fox"], "sample__size": (32, 32), "sample__steps": 3, "sample__guidance": 1}
+        cfg = run_config(pictures, model__family=family, **drawn, **changes)
+        run = make_run(pictures.parent, cfg, f"{family}-{strategy}-{name}")
+        trainer = Trainer(cfg, run, alone(), pictures.parent / "cache", lambda event: None)
+        timesteps: list[float] = []
+        denoiser = trainer.model[trainer.family.components[0]]
+        denoiser.get_submodule(embedding).register_forward_pre_hook(
+            lambda module, inputs: timesteps.extend(inputs[0].tolist())
+        )
+        trainer.train_step()
+        trainer.draw_samples()
+        trainer.close()
+        return timesteps
+
+    exact = seen("exact", parallel__strategy="none")
+    assert len(exact) == 4 + 3
+    assert torch.tensor(exact).bfloat16().tolist() != exact
+    assert seen("bf16", **(BF16 | {"parallel__strategy": strategy})) == exact
+
+
+@pytest.mark.parametrize(
+    ("name", "latents"), [("flux1", (4, 2, 528)), ("flux2", (16, 1, 264)), ("flux3", (16, 1, 264))]
+)
+def test_positions_of_an_image_of_more_than_256_tokens_a_side_are_not_rounded(
+    tmp_path: Path, name: str, latents: tuple[int, ...]
+) -> None:
+    family = make(name, tmp_path)
+    model = model_of(family)
+    example = {"latents": torch.zeros(latents), **family.encode_text(family.text_encoder(load), "a fox")}
+    if family.reads_references:
+        example["reference_0"] = torch.zeros(latents)
+    seen: list[Tensor] = []
+    model["transformer"].pos_embed.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    family.loss(model, batch_of(family, [example]), SampleRng(0, [0]))
+    exact = [ids.double() for ids in seen]
+    seen.clear()
+    bf16 = TrainConfig(precision="bf16")
+    parallelize(model["transformer"], bf16, ParallelConfig(), "none", None, family.shard_blocks, (), family.fp32_inputs)
+    family.loss(model, batch_of(family, [example]), SampleRng(0, [0]))
+    assert max(ids.max() for ids in exact) > 128
+    assert [ids.double().tolist() for ids in seen] == [ids.tolist() for ids in exact]

@@ -29,6 +29,8 @@ PEFT_FILE = "adapter_model.safetensors"
 PEFT_CONFIG = "adapter_config.json"
 DIFFUSERS_METADATA = "lora_adapter_metadata"
 
+ENCODER_PREFIXES = ("lora_te", "text_encoder")
+
 TENSOR_NAMES: Mapping[str, tuple[Kind, str]] = {
     "lora_A.weight": ("lora", "down"),
     "lora_B.weight": ("lora", "up"),
@@ -88,6 +90,8 @@ class _Stored:
         with safe_open(file, "pt") as stream:
             tensors = {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118  it is no mapping
             metadata = stream.metadata() or {}
+        if not tensors:
+            raise InputError(f"{file}: holds no tensors; name an adapter file")
         return cls(file, tensors, metadata, _settings(file, metadata))
 
     def groups(self) -> dict[str, dict[str, Tensor]]:
@@ -187,6 +191,8 @@ class _Group:
 
     def _check_dimensions(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
+            if not tensor.isfinite().all():
+                raise self.error(f"'{self.name}': {name} holds numbers that are not finite; the file is damaged")
             fits = (
                 tensor.dim() in (3, 4) and tensor.shape[-1] == tensor.shape[-2]
                 if name == "blocks"
@@ -362,6 +368,11 @@ def _uncorrected(adapter: LayerAdapter, weight: Tensor) -> LayerAdapter:
 def _unknown_layer(
     group: _Group, adapter: LayerAdapter, places: Mapping[str, _Place], shapes: Mapping[str, tuple[int, ...]]
 ) -> str:
+    if group.name.startswith(ENCODER_PREFIXES) and not any(layer.startswith("text_encoder") for layer in shapes):
+        return (
+            f"{group.stored.file}: '{group.name}' is a layer of a text encoder, and this kind of model is trained "
+            "without; remove such tensors from the file"
+        )
     (near,) = difflib.get_close_matches(group.name, places, 1, cutoff=0.0)
     layer = places[near].layers[0]
     theirs, ours = _text(_size(adapter)), _text((shapes[layer][0], math.prod(shapes[layer][1:])))

@@ -40,6 +40,9 @@ NameOf = Callable[[str], str]
 KEPT_EXACT = ("alpha", "dora_scale", "lora_magnitude_vector", "lokr_w1")
 """Small tensors that are written in fp32. bf16 rounds the length of a row by up to 0.2 %, which may be more than was
 learned; each number of lokr's first factor is a factor of a block of the update; an alpha above 256 is a rank."""
+MAX_EXACT_RANK = 256
+"""Of a lora that is written in place of a loha or lokr. All linear layers of FLUX.1's blocks take 2.1 GB in bf16 then;
+a lokr of rank 16 with factors near to square, itself of 0.01 GB, would take 6.3 GB."""
 ROTATIONS: tuple[Kind, ...] = ("diag-oft", "boft")
 FOLDED: Mapping[Kind, tuple[str, ...]] = {
     "lora": ("up",),
@@ -140,12 +143,12 @@ class _Writer:
 
     def auto(self) -> list[AdapterFile]:
         """What diffusers and ComfyUI both load, in two files where one cannot do."""
-        same_names = not self._naming.kohya_by_path
+        same_names = not self._naming.kohya_by_path and not self._outside
         if self._kind == "dora" and same_names:
             return [self._dora_for_both()]
         if self._kind == "lokr" and self._native_in_diffusers() and same_names:
             return self.diffusers()
-        if self._kind == "lora" or not self._fits_diffusers():
+        if (self._kind == "lora" and not self._outside) or not self._fits_diffusers():
             return self.comfyui()
         return self.comfyui() + [replace(file, suffix="-diffusers") for file in self.diffusers()]
 
@@ -154,23 +157,27 @@ class _Writer:
         if not self._fits_diffusers():
             why = ""
             if self._kind in ("loha", "lokr"):
+                rank = max(map(_exact_rank, self._layers.values()))
                 ratio = self._exact_size() / self._weight_size()
-                why = f" but as a lora, and the same update has {ratio:.1f} times the numbers of the layers then"
+                why = f" but as a lora, which here has rank {rank} and {ratio:.2f} times the numbers of the layers"
             raise self._refusal("diffusers", why, f"{self._others()}, or export.what: merged")
         tensors_of = self._peft_tensors if self._native_in_diffusers() else self._exact_tensors
-        readers = ("diffusers",) if self._naming.kohya_by_path or self._kind == "dora" else ("diffusers", "comfyui")
+        alone = self._naming.kohya_by_path or self._kind == "dora" or self._outside
+        readers = ("diffusers",) if alone else ("diffusers", "comfyui")
         tensors = self._each(self._layers, tensors_of, _dotted)
         return [AdapterFile("", _beginning_with_a_down(tensors), {}, readers)]
 
     def comfyui(self) -> list[AdapterFile]:
         """What ComfyUI loads."""
-        if self._kind == "lora":
-            return self.kohya() if self._naming.kohya_by_path else self.diffusers()
+        if self._kind == "lora" and self._naming.kohya_by_path:
+            return self.kohya()
+        if self._kind == "lora" and not self._outside:
+            return self.diffusers()
+        plain = self._each(self._layers, self._lycoris_tensors, self._comfyui_name)
         if self._kind != "dora":
-            return [self._native(self._readers_by_name())]
-        plain = self._native(())
-        corrected = self._each(self._layers, self._comfyui_dora_tensors, self._lycoris_name)
-        return [AdapterFile("", {**plain.tensors, **corrected}, {DORA_CONVENTION: "comfyui"}, ("comfyui",))]
+            return [AdapterFile("", plain, {}, ("comfyui",) if self._outside else self._readers_by_name())]
+        corrected = self._each(self._layers, self._comfyui_dora_tensors, self._comfyui_name)
+        return [AdapterFile("", plain | corrected, {DORA_CONVENTION: "comfyui"}, ("comfyui",))]
 
     def kohya(self) -> list[AdapterFile]:
         """kohya's tensors, with alpha, under its own names, which join layers where the original model does."""
@@ -178,22 +185,19 @@ class _Writer:
             readers = ("diffusers", "comfyui", "kohya") if self._kind == "lora" else ("kohya",)
             tensors_of = self._equal_alpha_tensors if self._kind == "lora" else self._lycoris_tensors
             return [AdapterFile("", self._each(self._layers, tensors_of, self._kohya_name), {}, readers)]
-        if not any(self._naming.layouts.values()):
-            raise InputError(
-                "export.format: kohya takes its names from a model's original single file, and this kind of model has "
-                f"none; use {self._others()}"
-            )
         if self._kind != "lora":
-            raise self._refusal("kohya", " of this model, where it joins layers", self._others())
+            raise self._refusal("kohya", " of this kind of model, only lora and locon", self._others())
         return [AdapterFile("", self._joined_tensors(), {}, ("comfyui", "kohya"))]
 
     def lycoris(self) -> list[AdapterFile]:
         """LyCORIS's tensors under its own names."""
-        readers = ("lycoris",) if self._kind == "dora" else self._readers_by_name()
+        readers = self._readers_by_name()
         if "lycoris" not in readers:
             why = " with blocks larger than their number: it takes the smaller of the two for their size"
             raise self._refusal("lycoris", why, "auto, comfyui, or a smaller adapter.block_size")
-        return [self._native(readers)]
+        alone = self._kind == "dora" or self._outside
+        tensors = self._each(self._layers, self._lycoris_tensors, self._lycoris_name)
+        return [AdapterFile("", tensors, {}, ("lycoris",) if alone else readers)]
 
     def peft(self) -> list[AdapterFile]:
         """Folders for `PeftModel.from_pretrained`, one per component."""
@@ -206,9 +210,6 @@ class _Writer:
             config = _peft_config(layers, self._base)
             files.append(AdapterFile(f"-{component}" if files else "", tensors, {}, ("peft",), config, component))
         return files
-
-    def _native(self, readers: tuple[str, ...]) -> AdapterFile:
-        return AdapterFile("", self._each(self._layers, self._lycoris_tensors, self._lycoris_name), {}, readers)
 
     def _dora_for_both(self) -> AdapterFile:
         """diffusers takes the magnitude and drops `dora_scale` with a warning; ComfyUI the other way round."""
@@ -270,16 +271,32 @@ class _Writer:
         return self._kind in self._naming.diffusers_adapters
 
     def _fits_diffusers(self) -> bool:
-        """Whether diffusers can be given this adapter, and as less than the weights of the layers it changes."""
+        """Whether diffusers can be given this adapter, and in a file that is worth it."""
         if self._native_in_diffusers() or self._kind not in ("loha", "lokr"):
             return self._native_in_diffusers()
-        return self._exact_size() <= self._weight_size()
+        rank = max(map(_exact_rank, self._layers.values()))
+        return rank <= MAX_EXACT_RANK and self._exact_size() <= self._weight_size()
 
     def _exact_size(self) -> int:
         return sum(_exact_rank(layer) * sum(_size(layer)) for layer in self._layers.values())
 
     def _weight_size(self) -> int:
         return sum(math.prod(_size(layer)) for layer in self._layers.values())
+
+    @cached_property
+    def _outside(self) -> dict[str, str]:
+        """{layer outside of the blocks: its original name}. ComfyUI has diffusers' names of all layers in blocks, but
+        passes over some outside, as FLUX.2's modulations."""
+        if self._naming.kohya_by_path:
+            return {}
+        return {
+            parts[0]: original
+            for original, parts, fused in self._originals()
+            if parts[0] in self._layers and len(parts) == 1 and not fused.halves_swapped and not _is_in_block(parts[0])
+        }
+
+    def _comfyui_name(self, name: str) -> str:
+        return f"diffusion_model.{self._outside[name]}" if name in self._outside else self._lycoris_name(name)
 
     def _lycoris_name(self, name: str) -> str:
         return self._kohya_name(name) if _is_text_encoder(name) else f"lycoris_{_underscored(_path(name))}"
@@ -298,10 +315,11 @@ class _Writer:
         encoders = {name: layer for name, layer in self._layers.items() if _is_text_encoder(name)}
         tensors = self._each(encoders, self._lycoris_tensors, self._kohya_name)
         waiting = {name: layer for name, layer in self._layers.items() if name not in encoders}
-        for name, parts, fused in self._originals():
+        for original, parts, fused in self._originals():
             taken = {part: _at_scale_one(waiting.pop(part)) for part in parts if part in waiting}
             if taken:
                 joined = self._joined(parts, taken, fused.halves_swapped)
+                name = f"{self._naming.kohya_prefixes[_component(parts[0])]}_{_underscored(original)}"
                 tensors |= {f"{name}.{suffix}": self._cast(suffix, tensor) for suffix, tensor in joined.items()}
         if waiting:
             raise InputError(
@@ -311,13 +329,13 @@ class _Writer:
         return tensors
 
     def _originals(self) -> Iterator[tuple[str, list[str], Fused]]:
-        """(kohya's name, our layers, entry) of the original weights that are multiplied from the usual side."""
+        """(original name, our layers, entry) of the original weights that are multiplied from the usual side."""
         for component, layout in self._naming.layouts.items():
             for fused in layout if not _is_text_encoder(component) else ():
                 if fused.name.endswith(".weight") and not fused.transposed:
                     stem = fused.name.removesuffix(".weight").removeprefix(ORIGINAL_PREFIX)
                     parts = [f"{component}.{part.removesuffix('.weight')}" for part in fused.parts]
-                    yield f"{self._naming.kohya_prefixes[component]}_{_underscored(stem)}", parts, fused
+                    yield stem, parts, fused
 
     def _joined(self, parts: list[str], layers: Mapping[str, LayerAdapter], swapped: bool) -> dict[str, Tensor]:
         """One lora for stacked layers: their downs stacked, their ups along the diagonal, zeros for parts without."""
@@ -359,6 +377,11 @@ def _path(name: str) -> str:
 
 def _is_text_encoder(name: str) -> bool:
     return name.startswith("text_encoder")
+
+
+def _is_in_block(name: str) -> bool:
+    """Blocks are numbered."""
+    return re.search(r"\.\d+\.", name) is not None
 
 
 def _underscored(path: str) -> str:

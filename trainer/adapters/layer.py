@@ -26,6 +26,10 @@ TENSORS: Mapping[Kind, tuple[tuple[str, ...], ...]] = {
 """Names of the tensors of each kind; several sets where factors may be whole or written as a product."""
 
 
+COLUMNS = 512
+"""Columns of a weight that are rotated at a time: each stage makes copies, and small ones stay in the cache."""
+
+
 @dataclass(frozen=True)
 class LayerAdapter:
     """One layer's adapter, whole, on the CPU, in any floating type.
@@ -46,29 +50,31 @@ class LayerAdapter:
 
     def merged(self, weight: Tensor) -> Tensor:
         """The layer's weight with the adapter in it, fp32, of the shape of `weight`."""
-        rows = weight.detach().float().flatten(1)
+        # In place where it can be: a layer of the largest models has 1.4 GB of fp32 weights.
+        new = weight.detach().to(torch.float32, copy=True).flatten(1)
         match self.kind:
             case "lora" | "loha" | "lokr":
-                new = rows + self.update().flatten(1)
+                new += self.update().flatten(1)
             case "dora":
-                turned = rows + self.update().flatten(1)
-                new = self._fp32("magnitude").view(-1, 1) * turned / turned.norm(dim=1, keepdim=True)
-            case "diag-oft":
-                new = rotated(rows, rotation(self._fp32("blocks")))
-            case "boft":
-                new = butterfly(rows, rotation(self._fp32("blocks")))
+                new += self.update().flatten(1)
+                new *= (self._fp32("magnitude") / new.norm(dim=1)).view(-1, 1)
+            case "diag-oft" | "boft":
+                turn = rotated if self.kind == "diag-oft" else butterfly
+                turns = rotation(self._fp32("blocks"))
+                for columns in torch.split(new, COLUMNS, dim=1):
+                    columns.copy_(turn(columns, turns))
         return new.view(weight.shape)
 
     def update(self) -> Tensor:
         """What a lora, loha or lokr adds to the weight, and a dora before it scales the rows: (out, ...), fp32."""
         match self.kind:
             case "lora" | "dora":
-                return self.scale * (self._fp32("up").flatten(1) @ self._fp32("down").flatten(1))
+                return (self.scale * self._fp32("up").flatten(1)) @ self._fp32("down").flatten(1)
             case "loha":
                 first, second = (self._fp32(f"{w}_a") @ self._fp32(f"{w}_b") for w in ("w1", "w2"))
-                return self.scale * first * second
+                return first.mul_(second).mul_(self.scale)
             case "lokr":
-                return self.scale * kronecker(self._factor("w1"), self._factor("w2"))
+                return kronecker(self.scale * self._factor("w1"), self._factor("w2"))
         raise ValueError(f"{self.kind} rotates a weight and adds nothing to it")
 
     def _factor(self, name: str) -> Tensor:

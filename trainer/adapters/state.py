@@ -54,6 +54,9 @@ class TrainedAdapter(Mapping[str, LayerAdapter]):
             tensors["magnitude"] = row_lengths(self._base(layer)) + tensors["magnitude"]
         return LayerAdapter(kind, tensors, scale_of(self._cfg))
 
+    def __contains__(self, layer: object) -> bool:
+        return layer in self._names
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 

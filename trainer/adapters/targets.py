@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -58,8 +58,13 @@ def choose_layers(model: nn.ModuleDict, cfg: AdapterSection, targets: Targets, f
     layers = _layers(model)
     named = match(layers, cfg.targets, "adapter.targets", family)
     names = named or _family_layers(layers, cfg, targets)
-    if not names:
-        raise InputError(f"adapter.targets: {family} recommends no layers of {', '.join(model)}; name some")
+    for component in model:
+        if all(name.partition(".")[0] != component for name in names):
+            why = "names no layer" if named else f"{family} recommends no layers"
+            raise InputError(
+                f"adapter.targets: {why} of {component}, which is to be trained by the adapter; "
+                f"name some, or set model.train.{component}: frozen"
+            )
     left_out: dict[str, list[str]] = defaultdict(list)
     for name in names:
         reason = _reason_against(name, layers[name], cfg, targets)
@@ -221,7 +226,7 @@ def block_notes(shapes: Mapping[str, tuple[int, ...]], requested: int) -> tuple[
     )
 
 
-def counted(names: Sequence[str]) -> str:
+def counted(names: Collection[str]) -> str:
     """'1 layer' or '3 layers'."""
     return f"{len(names)} layer{'s' if len(names) > 1 else ''}"
 
@@ -258,4 +263,5 @@ def _nearest(pattern: str, layers: Sequence[str]) -> str:
     near = difflib.get_close_matches(pattern, sorted(set(endings)), 1, cutoff=0.0)
     if not near:
         return "the model has no linear layers"
-    return f"nearest: '{near[0]}' ({endings.count(near[0])} layers)"
+    found = [ending for ending in endings if ending == near[0]]
+    return f"nearest: '{near[0]}' ({counted(found)})"

@@ -33,7 +33,7 @@ def export(cfg: RunConfig, run: RunDir, cache: Path, reference: Mapping[str, Ten
     family = families.make(cfg, cache)
     weights = checkpoint.StoredWeights(saved[-1])
     if cfg.export_what == "adapter":
-        return export_adapter(cfg, run.export, family, weights, reference or weights)
+        return export_adapter(cfg, run.export, family, weights, reference or weights, checkpoint.steps_in(saved[-1]))
     return [export_model(cfg, run.export, family, weights, reference or weights)]
 
 

@@ -20,7 +20,7 @@ from trainer.config import RunConfig
 from trainer.export.drafts import draft
 from trainer.export.metadata import adapter_metadata
 from trainer.families.base import ModelFamily
-from trainer.trained import BaseWeights, TrainedModel, component_of, layer_shapes, naming
+from trainer.trained import BaseWeights, TrainedModel, component_of, naming
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Rounding of up to four factors to the file's type, relative to the size of the update. One layer of few numbers may be
@@ -33,11 +33,16 @@ ADDS = frozenset({"lora", "loha", "lokr"})
 
 
 def export_adapter(
-    cfg: RunConfig, folder: Path, family: ModelFamily, weights: Mapping[str, Tensor], reference: Mapping[str, Tensor]
+    cfg: RunConfig,
+    folder: Path,
+    family: ModelFamily,
+    weights: Mapping[str, Tensor],
+    reference: Mapping[str, Tensor],
+    step: int,
 ) -> list[Path]:
     """Write the adapter in `export.format`, one file or several, and read each back with another program's code.
 
-    Returns the paths, the main one first.
+    step: after which it has these weights. Returns the paths, the main one first.
     """
     base = BaseWeights(family)
     # Whole in memory: an adapter is small, and the writer looks at a layer more than once.
@@ -48,7 +53,7 @@ def export_adapter(
     with ExitStack() as drafts:
         for file, path in zip(files, paths, strict=True):
             written = drafts.enter_context(draft(path))
-            file.write(written, adapter_metadata(cfg, family))
+            file.write(written, adapter_metadata(cfg, family, step))
             held = {n: layer for n, layer in expected.items() if file.component in ("", component_of(n))}
             verify_adapter(written, file.readers, family, held, dtype)
     return paths
@@ -90,7 +95,7 @@ def _read(
     if "peft" in readers:
         (component,) = components
         return _read_by_peft(file, family, component)
-    shapes = {name: shape for name, shape in layer_shapes(family).items() if component_of(name) in components}
+    shapes = base.layer_shapes(components)
     return {name: layer.merged for name, layer in read_adapter(file, shapes, naming(family), base.layer).items()}
 
 
@@ -103,9 +108,12 @@ def _read_by_diffusers(file: Path, family: ModelFamily) -> dict[str, Merge]:
 
 def _merge_of(layer: Any) -> Merge:
     def merge(weight: Tensor) -> Tensor:
+        nothing = layer.base_layer.weight
         layer.base_layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
         layer.float().merge()
         merged: Tensor = layer.base_layer.weight.detach()
+        # One layer's weight at a time: together they are the model.
+        layer.base_layer.weight = nothing
         return merged
 
     return merge
@@ -132,8 +140,7 @@ def _error(
 ) -> tuple[float, float]:
     """(distance, size): of the layer's weight with the file's adapter from that with the trained one, beyond what
     merging rounds; and of the trained update."""
-    weight = base.layer(name).float()
-    start = torch.zeros_like(weight) if layer.kind in ADDS else weight
+    start = torch.zeros(base.layer_shape(name)) if layer.kind in ADDS else base.layer(name).float()
     trained = layer.merged(start)
     update = float((trained - start).norm())
     error = max(0.0, float((merge(start).float() - trained).norm()) - ROUNDING * float(start.norm()))

@@ -14,7 +14,7 @@ def draft(final: Path) -> Iterator[Path]:
 
     What an earlier process left of a draft is removed first. A file or folder at `final` is replaced only at the end.
     """
-    path = final.with_name(f"{final.stem}.draft{final.suffix}")
+    path = final.with_name(f"draft-{final.name}")
     _remove(path)
     try:
         yield path

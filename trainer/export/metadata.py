@@ -25,9 +25,9 @@ def model_metadata(cfg: RunConfig, family: ModelFamily) -> dict[str, str]:
     }
 
 
-def adapter_metadata(cfg: RunConfig, family: ModelFamily) -> dict[str, str]:
-    """Of an adapter: also kohya's `ss_` names, which most programs list. Captions are not among them: they may be
-    private."""
+def adapter_metadata(cfg: RunConfig, family: ModelFamily, step: int) -> dict[str, str]:
+    """Of an adapter after so many steps: also kohya's `ss_` names, which most programs list. Captions are not among
+    them: they may be private."""
     assert not isinstance(cfg.adapter, NoAdapter)
     adapter = cfg.adapter
     size = adapter.block_size if isinstance(adapter, DiagOftAdapter | BoftAdapter) else adapter.rank
@@ -39,7 +39,7 @@ def adapter_metadata(cfg: RunConfig, family: ModelFamily) -> dict[str, str]:
         "ss_network_alpha": str(size),
         "ss_network_args": json.dumps({"algo": adapter.type}),
         "ss_output_name": cfg.name,
-        "ss_steps": str(cfg.train.steps),
+        "ss_steps": str(step),
         "ss_learning_rate": str(cfg.optim.lr),
         "ss_seed": str(cfg.train.seed),
     }

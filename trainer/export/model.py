@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.config import SINGLE_FILES, InputError, RunConfig
+from trainer.config import SINGLE_FILES, RunConfig
 from trainer.export.drafts import draft
 from trainer.export.metadata import model_metadata
-from trainer.export.stream import write_stream
+from trainer.export.stream import Plan, Planned, num_bytes, write_stream
 from trainer.families.base import ModelFamily
 from trainer.trained import BaseWeights, TrainedModel
 from trainer.weights import Fused, TensorEntry, WeightFiles, read_tensor
@@ -30,6 +31,7 @@ TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3, "fp32": 1e-6, "fp8": 5e-2}
 # Numbers near zero are rounded to a multiple of the type's smallest number, whatever their size.
 SMALLEST_STEP = {name: torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps for name, dtype in DTYPES.items()}
 MAX_SHARD_BYTES = 5 * 10**9
+PIECE = 1 << 20  # numbers compared at a time
 DENOISER_STEM = "diffusion_pytorch_model"
 ENCODER_STEM = "model"
 
@@ -40,13 +42,13 @@ def export_model(
     """Write base + adapter, or all weights of a full fine-tune, and compare what was written with `reference`.
 
     Returns a folder that diffusers loads (with one folder per component where several are trained), or a single file.
-    Memory: one shard and one tensor.
+    Memory: one tensor, as often as merging takes.
     """
     base = BaseWeights(family)
     model, expected = (TrainedModel(cfg, base, of) for of in (weights, reference))
     name = f"{cfg.name}-{cfg.export_what}"
     if cfg.export.format in SINGLE_FILES:
-        tensors = original_tensors(family)
+        tensors = _original_tensors(family)
         ending = "-fp8" if cfg.export.dtype == "fp8" else ""
         with draft(folder / f"{name}{ending}.safetensors") as file:
             _write_single_file(file, cfg, family, model, base, tensors)
@@ -57,15 +59,10 @@ def export_model(
     return folder / name
 
 
-def original_tensors(family: ModelFamily) -> list[tuple[str, Fused]]:
-    """(component, tensor) of the family's original single file. Raises InputError where there is no such layout."""
+def _original_tensors(family: ModelFamily) -> list[tuple[str, Fused]]:
+    """(component, tensor) of the family's original single file."""
     parts = family.single_file or family.components[:1]
-    found = [(component, fused) for component in parts for fused in family.layout(component)]
-    if not found:
-        raise InputError(
-            f"export.format: this kind of model ({family.model_spec}) has no single-file layout; use diffusers"
-        )
-    return found
+    return [(component, fused) for component in parts for fused in family.layout(component)]
 
 
 def _write_folder(
@@ -77,46 +74,40 @@ def _write_folder(
         place.mkdir(parents=True)
         shutil.copyfile(family.folder / component / "config.json", place / "config.json")
         stem = DENOISER_STEM if component == family.components[0] else ENCODER_STEM
-        tensors = ((name, model.tensor(component, name)) for name in base.names(component))
-        _write_shards(place, stem, tensors, DTYPES[cfg.export.dtype])
+        plan = {name: (DTYPES[cfg.export.dtype], shape) for name, shape in base.shapes(component).items()}
+        _write_shards(place, stem, plan, partial(model.tensor, component))
         _verify_component(place, component, cfg, family, expected)
 
 
-def _write_shards(folder: Path, stem: str, tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype) -> None:
-    """Shards of at most MAX_SHARD_BYTES with an index; one tensor more than a shard is held at a time."""
-    shard: dict[str, Tensor] = {}
-    files: list[tuple[Path, list[str]]] = []
-    size = total = 0
-    for name, tensor in tensors:
-        tensor = tensor.to(dtype).contiguous()
-        if size + tensor.nbytes > MAX_SHARD_BYTES and shard:
-            files.append(_write_shard(folder, len(files), shard))
-            shard, size = {}, 0
-        shard[name] = tensor
-        size += tensor.nbytes
-        total += tensor.nbytes
-    files.append(_write_shard(folder, len(files), shard))
-    _name_shards(folder, stem, files, total)
+def _write_shards(folder: Path, stem: str, plan: Plan, tensor: Callable[[str], Tensor]) -> None:
+    """Files of at most MAX_SHARD_BYTES, with an index where there are several. tensor: by its name in the plan."""
+    shards = _shards(plan)
+    if len(shards) == 1:
+        names = [f"{stem}.safetensors"]
+    else:
+        names = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        _write_index(folder / f"{stem}.safetensors.index.json", dict(zip(names, shards, strict=True)))
+    for name, shard in zip(names, shards, strict=True):
+        write_stream(folder / name, shard, map(tensor, shard), {"format": "pt"})
 
 
-def _write_shard(folder: Path, number: int, tensors: dict[str, Tensor]) -> tuple[Path, list[str]]:
-    path = folder / f"part-{number}.safetensors"
-    save_file(tensors, path, {"format": "pt"})
-    return path, list(tensors)
+def _shards(plan: Plan) -> list[dict[str, Planned]]:
+    shards: list[dict[str, Planned]] = [{}]
+    size = 0
+    for name, planned in plan.items():
+        if shards[-1] and size + num_bytes(planned) > MAX_SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = planned
+        size += num_bytes(planned)
+    return shards
 
 
-def _name_shards(folder: Path, stem: str, files: list[tuple[Path, list[str]]], total: int) -> None:
-    """diffusers' names, which hold the number of shards."""
-    if len(files) == 1:
-        files[0][0].rename(folder / f"{stem}.safetensors")
-        return
-    weight_map: dict[str, str] = {}
-    for number, (path, names) in enumerate(files, 1):
-        name = f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
-        path.rename(folder / name)
-        weight_map |= dict.fromkeys(names, name)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+def _write_index(file: Path, shards: Mapping[str, Plan]) -> None:
+    """diffusers' table of contents. shards: {file: what it holds}."""
+    total = sum(num_bytes(planned) for shard in shards.values() for planned in shard.values())
+    weight_map = {tensor: name for name, shard in shards.items() for tensor in shard}
+    file.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1), "utf-8")
 
 
 def _verify_component(
@@ -149,7 +140,7 @@ def _write_single_file(
     write_stream(file, plan, made, model_metadata(cfg, family))
 
 
-def _planned(fused: Fused, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> tuple[torch.dtype, tuple[int, ...]]:
+def _planned(fused: Fused, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> Planned:
     """Type and shape of a tensor in the file. fp8 is for the layers' weights: the rest is small, and would show."""
     shape = fused.shape([shapes[part] for part in fused.parts])
     kept = torch.bfloat16 if dtype == "fp8" and len(shape) not in (2, 4) else DTYPES[dtype]
@@ -167,7 +158,16 @@ def _verify_single_file(file: Path, cfg: RunConfig, expected: TrainedModel, tens
 
 
 def _compare(file: Path, name: str, found: Tensor, trained: Tensor, dtype: str) -> None:
-    size = float(trained.float().norm())
-    error = float((found.float() - trained.float()).norm())
+    size, error = _size_and_distance(trained, found)
     if not error <= TOLERANCE[dtype] * size + SMALLEST_STEP[dtype] * trained.numel() ** 0.5:
         raise RuntimeError(f"{file}: '{name}' differs from the trained tensor by {error:.3g}, whose norm is {size:.3g}")
+
+
+def _size_and_distance(trained: Tensor, found: Tensor) -> tuple[float, float]:
+    """Norm of the trained tensor, and of the difference, in fp32: piece by piece, as both may fill a GPU."""
+    sizes, errors = [0.0], [0.0]
+    pieces = (torch.split(tensor.flatten(), PIECE) for tensor in (trained, found))
+    for one, other in zip(*pieces, strict=True):
+        sizes.append(float(one.float().norm()))
+        errors.append(float((other.float() - one.float()).norm()))
+    return math.hypot(*sizes), math.hypot(*errors)

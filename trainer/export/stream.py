@@ -13,8 +13,10 @@ from torch import Tensor
 NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}
 ALIGNMENT = 8
 
-Plan = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""{name: (type, shape)} of the tensors of a file, in their order."""
+Planned = tuple[torch.dtype, tuple[int, ...]]
+"""Type and shape of a tensor."""
+Plan = Mapping[str, Planned]
+"""The tensors of a file by name, in their order."""
 
 
 def write_stream(file: Path, plan: Plan, tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> None:
@@ -29,22 +31,28 @@ def write_stream(file: Path, plan: Plan, tensors: Iterable[Tensor], metadata: Ma
         for (name, (dtype, shape)), tensor in zip(plan.items(), tensors, strict=True):
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{name}: {list(tensor.shape)} was announced as {list(shape)}")
-            stream.write(as_bytes(tensor, dtype))
+            stream.write(_bytes_of(tensor, dtype))
 
 
-def as_bytes(tensor: Tensor, dtype: torch.dtype) -> bytes:
+def num_bytes(planned: Planned) -> int:
+    """What a tensor takes in the file."""
+    dtype, shape = planned
+    return math.prod(shape) * dtype.itemsize
+
+
+def _bytes_of(tensor: Tensor, dtype: torch.dtype) -> memoryview:
     """The tensor's numbers in `dtype`, row by row. Numbers beyond the range of an 8-bit float become its largest."""
     if dtype == torch.float8_e4m3fn:
         limit = torch.finfo(dtype).max
         tensor = tensor.float().clamp(-limit, limit)
-    return tensor.to(dtype).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.to(dtype).contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _header(plan: Plan, metadata: Mapping[str, str]) -> bytes:
     fields: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name, (dtype, shape) in plan.items():
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        begin, end = end, end + num_bytes((dtype, shape))
         fields[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(fields, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % ALIGNMENT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,11 @@ from torch import Tensor, nn
 
 from trainer.families._folder import TRANSFORMERS_STEM, ModelFolder, write_random
 from trainer.families._images import device_of
+from trainer.families._text import TextEncoder, load_tokenizer
 from trainer.families.base import LoadModule
 
 CLIP_TYPES = ("clip_text_model",)
 CLIP_BLOCKS = ("CLIPEncoderLayer",)
-
-
-@dataclass(frozen=True)
-class ClipEncoder:
-    """A frozen CLIP text model with its tokenizer."""
-
-    model: Any
-    tokenizer: Any
 
 
 def build_clip(folder: ModelFolder, component: str, model_class: Any) -> nn.Module:
@@ -39,18 +31,15 @@ def build_clip(folder: ModelFolder, component: str, model_class: Any) -> nn.Modu
     return model.float()
 
 
-def load_clip(load: LoadModule, folder: ModelFolder, component: str, tokenizer: str, model_class: Any) -> ClipEncoder:
+def load_clip(load: LoadModule, folder: ModelFolder, component: str, tokenizer: str, model_class: Any) -> TextEncoder:
     """The frozen encoder of `component`, sharded layer by layer, with the tokenizer of folder `tokenizer`."""
-    from transformers import AutoTokenizer
-
     empty = build_clip(folder, component, model_class)
     names = empty.state_dict().keys()
     # A model without projection is stored as the `text_model` it once was part of.
     files = folder.weights(
         component, TRANSFORMERS_STEM, lambda key: key if key in names else key.removeprefix("text_model.")
     )
-    model = load(empty, files, CLIP_BLOCKS)
-    return ClipEncoder(model, AutoTokenizer.from_pretrained(folder.path / tokenizer, local_files_only=True))
+    return TextEncoder(load(empty, files, CLIP_BLOCKS), load_tokenizer(folder, tokenizer))
 
 
 def clip_tokens(tokenizer: Any, caption: str) -> Tensor:
@@ -61,7 +50,7 @@ def clip_tokens(tokenizer: Any, caption: str) -> Tensor:
     return ids
 
 
-def clip_pooled(encoder: ClipEncoder, caption: str) -> Tensor:
+def clip_pooled(encoder: TextEncoder, caption: str) -> Tensor:
     """The last state at the end of the caption: (1, D)."""
     ids = clip_tokens(encoder.tokenizer, caption).to(device_of(encoder.model))
     pooled: Tensor = _run(encoder.model, ids).pooler_output

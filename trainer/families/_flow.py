@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,24 @@ import torch
 from torch import Tensor
 
 from trainer.config import ObjectiveConfig
-from trainer.objectives import Batch, Example, Loss, add_noise, draw_sigma, squared_error, velocity
+from trainer.objectives import (
+    Batch,
+    Example,
+    Loss,
+    Shift,
+    ShiftLine,
+    add_noise,
+    draw_sigma,
+    squared_error,
+    total_loss,
+    velocity,
+)
 from trainer.rng import SampleRng
 
 
 def flow_loss(
     objective: ObjectiveConfig,
+    shift: Shift,
     batch: Batch,
     num_tokens: int,
     rng: SampleRng,
@@ -23,14 +36,15 @@ def flow_loss(
 ) -> Loss:
     """The error of the predicted velocity at one timestep per item.
 
-    batch: "latents" (B, ..., h, w), "weight" (B,) and perhaps "mask" (B, h, w).  num_tokens: tokens per image, on
-    which the shift depends.  predict: (noisy latents, sigma (B,)) -> velocity, shaped as the latents.
+    objective, shift: the family's.  batch: "latents" (B, ..., h, w), "weight" (B,) and perhaps "mask" (B, h, w).
+    num_tokens: tokens per image, on which the shift depends.  predict: (noisy latents, sigma (B,)) -> velocity, shaped
+    as the latents.
     """
     latents = batch["latents"]
-    sigma = draw_sigma(objective, num_tokens, rng)
+    sigma = draw_sigma(objective, shift, num_tokens, rng)
     noise = rng.normal("noise", latents.shape[1:])
     prediction = predict(add_noise(latents, noise, sigma), sigma)
-    return squared_error(prediction, velocity(latents, noise), batch["weight"], batch.get("mask"))
+    return total_loss(squared_error(prediction, velocity(latents, noise), batch.get("mask")), batch["weight"])
 
 
 def euler_scheduler(
@@ -51,10 +65,8 @@ def euler_scheduler(
 
 def linear_mu_of(config: Mapping[str, Any], num_tokens: int) -> float:
     """Logarithm of the shift in the scheduler's own config, linear in the tokens per image."""
-    start, end = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-    low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
-    mu: float = low + (high - low) * (num_tokens - start) / (end - start)
-    return mu
+    names = {"few": "base_image_seq_len", "many": "max_image_seq_len", "low": "base_shift", "high": "max_shift"}
+    return ShiftLine(**{ours: config[theirs] for ours, theirs in names.items() if theirs in config}).mu(num_tokens)
 
 
 def spaced_sigmas(num_steps: int) -> Any:
@@ -82,3 +94,10 @@ def guided(predictions: Sequence[Tensor], guidance: float) -> Tensor:
         return predictions[0]
     positive, negative = predictions
     return negative + guidance * (positive - negative)
+
+
+def write_euler_scheduler(folder: Path, config: Mapping[str, Any]) -> None:
+    """The scheduler of a tiny model."""
+    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+
+    FlowMatchEulerDiscreteScheduler(**config).save_pretrained(folder)

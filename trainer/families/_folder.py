@@ -30,7 +30,7 @@ TRANSFORMERS_STEM = "model"
 class ModelFolder:
     """A diffusers folder. field: the config field that named it, for error messages.
 
-    single: file that holds the denoiser instead of the folder's own weights.
+    single: file that holds the denoiser, and perhaps other parts, instead of the folder's own weights.
     """
 
     field: str
@@ -56,10 +56,13 @@ class ModelFolder:
         return config
 
     def encoder_config(self, component: str, *model_types: str) -> dict[str, Any]:
-        """Config of a text encoder of transformers. Raises InputError when it is of another type."""
+        """Config of a text encoder of transformers. Raises InputError when it is of another type.
+
+        model_types: of the whole, or of its part for text where it also reads pictures.
+        """
         config = self.read(f"{component}/config.json")
         kind = config.get("model_type")
-        if kind not in model_types:
+        if not {kind, config.get("text_config", {}).get("model_type")} & set(model_types):
             raise InputError(
                 f"{self.field} {self.path}: {component}/config.json describes a {kind} text encoder, "
                 f"expected {' or '.join(model_types)}; download the folder again"
@@ -88,6 +91,16 @@ class ModelFolder:
                 f"the weights and {component}/config.json belong to different models"
             )
         return weights
+
+    def original_weights(self, empty: nn.Module, layout: Iterable[Fused]) -> WeightFiles | None:
+        """The tensors of `empty`, another component, from the file of the denoiser if that holds them by `layout`."""
+        if self.single is None:
+            return None
+        layout = tuple(layout)
+        names = {tensor.name for tensor in layout}
+        found = WeightFiles.read([self.single], lambda key: key if key in names else None)
+        shapes = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items()}
+        return found.by_our_names(layout, shapes) if len(found) else None
 
     def digest(self, *components: str) -> str:
         """Changes when a file of the components changes."""
@@ -121,6 +134,18 @@ def check_architecture(model: ModelConfig, folder: ModelFolder, published: Mappi
     )
 
 
+def check_inputs(folder: ModelFolder, reads: tuple[int, int], given: tuple[int, int]) -> None:
+    """Refuse parts that do not fit together. reads: latent channels and text features of the denoiser.
+
+    given: those of the autoencoder and the text encoder.
+    """
+    if reads != given:
+        raise InputError(
+            f"{folder.field} {folder.path}: the transformer reads {reads[0]} latent channels and {reads[1]} text "
+            f"features, but vae and text_encoder give {given[0]} and {given[1]}; download the folder again"
+        )
+
+
 def read_json(field: str, folder: Path, name: str) -> dict[str, Any]:
     """One of the folder's JSON files, as `transformer/config.json`.
 
@@ -140,16 +165,17 @@ def read_json(field: str, folder: Path, name: str) -> dict[str, Any]:
     return content
 
 
-def digest(folders: Iterable[Path]) -> str:
-    """Changes when a file of the folders changes: hex digits from names, sizes, first and last MiB of each.
+def digest(places: Iterable[Path]) -> str:
+    """Changes when one of the files, or of the folders' files, changes: hex digits from names, sizes, first and last
+    MiB of each.
 
     Reading 48 GB of weights takes minutes. Training changes all of a file, so its ends tell as much.
     """
     total = hashlib.sha256()
-    for folder in folders:
-        for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+    for place in places:
+        for file in sorted(path for path in (place, *place.rglob("*")) if path.is_file()):
             size = file.stat().st_size
-            total.update(f"{file.relative_to(folder.parent)} {size}\n".encode())
+            total.update(f"{file.relative_to(place.parent)} {size}\n".encode())
             with file.open("rb") as stream:
                 total.update(stream.read(DIGEST_BYTES))
                 stream.seek(max(0, size - DIGEST_BYTES))
@@ -236,14 +262,13 @@ def _check_paths(model: ModelConfig, architectures: tuple[str, ...]) -> None:
         raise InputError("model.path demo: not in this version; name a diffusers folder or set model.path: tiny")
     is_file = model.path.endswith(".safetensors")
     if is_file and not Path(model.path).is_file():
-        raise InputError(f"model.path {model.path}: no such file; name a transformer file or a diffusers folder")
+        raise InputError(f"model.path {model.path}: no such file; name a safetensors file or a diffusers folder")
     if is_file and model.base is None:
         raise InputError(
-            f"model.path {model.path}: holds the transformer only; "
-            "set model.base to a diffusers folder with text_encoder, tokenizer, vae and scheduler"
+            f"model.path {model.path}: a single file holds neither configs nor tokenizers; "
+            "set model.base to the diffusers folder of the model it was made from"
         )
     if model.base is not None and not is_file:
         raise InputError(
-            f"model.base {model.base}: is only used with a single transformer file, "
-            f"but model.path is {model.path}; leave it empty"
+            f"model.base {model.base}: is only used with a single file, but model.path is {model.path}; leave it empty"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import string
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,34 +11,26 @@ from torch import Tensor, nn
 
 from trainer.families._folder import TRANSFORMERS_STEM, ModelFolder, write_random
 from trainer.families._images import device_of
-from trainer.families._text import names_of_things
+from trainer.families._text import TextEncoder, load_tokenizer, names_of_things
 from trainer.families.base import LoadModule
 
 T5_TYPES = ("t5",)
 T5_BLOCKS = ("T5Block",)
 
 
-@dataclass(frozen=True)
-class T5Encoder:
-    """A frozen T5 encoder with its tokenizer."""
-
-    model: Any
-    tokenizer: Any
-
-
-def load_t5(load: LoadModule, folder: ModelFolder, component: str, tokenizer: str) -> T5Encoder:
+def load_t5(load: LoadModule, folder: ModelFolder, component: str, tokenizer: str) -> TextEncoder:
     """The frozen encoder of `component`, sharded layer by layer, with the tokenizer of folder `tokenizer`."""
-    from transformers import AutoTokenizer, T5Config, T5EncoderModel
+    from transformers import T5Config, T5EncoderModel
 
     config = T5Config.from_dict(folder.encoder_config(component, *T5_TYPES))
     with torch.device("meta"):
         # Without the outer model there is one embedding, not two that are tied and come apart on leaving meta.
         empty = T5EncoderModel(config).encoder.float()
     model = load(empty, folder.weights(component, TRANSFORMERS_STEM, _stack_key), T5_BLOCKS)
-    return T5Encoder(model, AutoTokenizer.from_pretrained(folder.path / tokenizer, local_files_only=True))
+    return TextEncoder(model, load_tokenizer(folder, tokenizer))
 
 
-def t5_states(encoder: T5Encoder, caption: str, num_tokens: int) -> Tensor:
+def t5_states(encoder: TextEncoder, caption: str, num_tokens: int) -> Tensor:
     """The last states, (1, num_tokens, D). Padding is attended to."""
     ids = encoder.tokenizer(
         caption, padding="max_length", max_length=num_tokens, truncation=True, return_tensors="pt"

@@ -6,6 +6,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,42 @@ import torch
 from torch import Tensor
 
 from trainer.config import InputError
+from trainer.families._folder import TRANSFORMERS_STEM, ModelFolder
 from trainer.families._images import device_of
 from trainer.families.base import LoadModule
-from trainer.weights import WeightFiles
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 """Of what tokenizers make, that which language models read."""
 
 
-def language_model_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of an encoder's config.json that concerns text, with the type its weights are computed in."""
+@dataclass(frozen=True)
+class TextEncoder:
+    """A frozen text model without head, with its tokenizer."""
+
+    model: Any
+    tokenizer: Any
+
+
+def load_tokenizer(folder: ModelFolder, name: str) -> Any:
+    """The tokenizer in the folder's folder `name`."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder.path / name, local_files_only=True)
+
+
+def language_model_config(folder: ModelFolder, *model_types: str) -> dict[str, Any]:
+    """The part of text_encoder/config.json that concerns text.
+
+    model_types: as for `encoder_config`.  Raises InputError for another one, or where the sizes are missing.
+    """
+    config = folder.encoder_config("text_encoder", *model_types)
     text: dict[str, Any] = config.get("text_config", config)
-    return text | {"dtype": config.get("dtype") or config.get("torch_dtype") or "float32"}
+    missing = sorted({"num_hidden_layers", "hidden_size"} - text.keys())
+    if missing:
+        raise InputError(
+            f"{folder.field} {folder.path}: text_encoder/config.json has no {missing[0]}; download the folder again"
+        )
+    return text
 
 
 def language_model_key(key: str) -> str | None:
@@ -36,18 +61,20 @@ def language_model_key(key: str) -> str | None:
 
 
 def load_language_model(
-    load: LoadModule, classes: tuple[Any, Any], config: Mapping[str, Any], num_layers: int, files: WeightFiles
-) -> Any:
-    """A language model without head, frozen and sharded layer by layer.
+    load: LoadModule, folder: ModelFolder, classes: tuple[Any, Any], config: Mapping[str, Any], layers: Sequence[int]
+) -> TextEncoder:
+    """The language model of `text_encoder`, frozen and sharded layer by layer, without layers that nobody asks for.
 
-    classes: its config and model, as (Qwen3Config, Qwen3Model).  config: `language_model_config`'s.  num_layers: it
-    is cut after so many; the deepest one's output passes the norm.  files: by the names of `language_model_key`.
+    classes: its config and model, as (Qwen3Config, Qwen3Model).  config: `language_model_config`'s.  layers: the
+    hidden states that are wanted, as `hidden_states` counts them.
     """
-    empty = _build_language_model(*classes, config, min(num_layers, config["num_hidden_layers"]))
+    # One layer more than the deepest state needs: the last layer's output passes the norm.
+    empty = _build_language_model(*classes, config, min(max(layers) + 1, config["num_hidden_layers"]))
+    files = folder.weights("text_encoder", TRANSFORMERS_STEM, language_model_key)
     model: Any = load(empty, files, sorted({type(layer).__name__ for layer in empty.layers}))
     # The rotary frequencies are in no file: what the meta device lost is computed again.
     model.rotary_emb = type(model.rotary_emb)(model.config).to(device_of(model))
-    return model
+    return TextEncoder(model, load_tokenizer(folder, "tokenizer"))
 
 
 def hidden_states(model: Any, tokens: Mapping[str, Tensor], layers: Sequence[int]) -> list[Tensor]:
@@ -91,20 +118,50 @@ def check_text_layers(layers: Sequence[int], config: Mapping[str, Any], needed: 
         )
 
 
-def write_tiny_bpe(
-    folder: Path,
-    tokenizer: Any,
-    vocabulary: int,
-    special: Sequence[str],
-    chat_template: str,
-    corpus: Sequence[str] = (),
-) -> None:
-    """A byte-level tokenizer trained on `corpus` and 256 Unicode names of animals and things.
+def _build_language_model(config_class: Any, model_class: Any, config: Mapping[str, Any], num_layers: int) -> Any:
+    truncated = {**config, "num_hidden_layers": num_layers}
+    if config.get("layer_types"):
+        truncated["layer_types"] = config["layer_types"][:num_layers]
+    with torch.device("meta"):
+        return model_class(config_class.from_dict(truncated)).float()
 
-    tokenizer: class made from vocabulary and merges, as Qwen2TokenizerFast.  special: tokens that are never split,
-    numbered from 0.
+
+TINY_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TINY_CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}{{ message.content[0].text }}{% endif %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+
+
+def tiny_language_model(width: int, vocabulary: int, num_layers: int) -> dict[str, Any]:
+    """What the configs of tiny language models share."""
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+
+
+def write_tiny_tokenizer(
+    folder: Path, vocabulary: int, special: Sequence[str] = TINY_SPECIAL, corpus: Sequence[str] = ()
+) -> None:
+    """A byte-level tokenizer with a chat template, trained on `corpus` and 256 Unicode names of animals and things.
+
+    special: tokens that are never split, numbered from 0.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import Qwen2TokenizerFast
 
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -116,24 +173,15 @@ def write_tiny_bpe(
     )
     trained.train_from_iterator([*corpus, *names_of_things()], trainer)
     model = json.loads(trained.to_str())["model"]
-    made = tokenizer(
+    tokenizer = Qwen2TokenizerFast(
         vocab=model["vocab"],
         merges=[tuple(pair) for pair in model["merges"]],
         extra_special_tokens=list(special[1:]),
-        chat_template=chat_template,
+        chat_template=TINY_CHAT_TEMPLATE,
     )
-    made.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def names_of_things() -> list[str]:
     """A small corpus that every machine has: `red apple`, `crocodile` and 254 others."""
     return [unicodedata.name(chr(point)).lower() for point in range(0x1F400, 0x1F500)]
-
-
-def _build_language_model(config_class: Any, model_class: Any, config: Mapping[str, Any], num_layers: int) -> Any:
-    truncated = {**config, "num_hidden_layers": num_layers}
-    if config.get("layer_types"):
-        truncated["layer_types"] = config["layer_types"][:num_layers]
-    settings = config_class.from_dict(truncated)
-    with torch.device("meta"):
-        return model_class(settings).to(settings.dtype)

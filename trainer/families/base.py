@@ -7,43 +7,28 @@ It knows nothing of sharding, adapters or files of a run; it is given a way to l
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
+import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from trainer.config import InputError, ModelConfig, ObjectiveConfig, SampleConfig, not_one_of
-from trainer.objectives import Batch, Example, Loss
+from trainer.config import InputError, ModelConfig, ObjectiveConfig, SampleConfig, Section, not_one_of
+from trainer.objectives import Batch, Example, Loss, Shift
 from trainer.rng import SampleRng
 from trainer.weights import Fused, WeightFiles
 
 LoadModule = Callable[[nn.Module, WeightFiles, Sequence[str]], nn.Module]
 """(module on the meta device, its weights, class names of its shardable blocks) -> the module, frozen, in eval mode,
-on this rank's device and in its own types, sharded when block names are given. Every rank must then call it equally
-often. Buffers that are in no file are undefined afterwards."""
+on this rank's device. With block names it is sharded and in the run's compute type, and every rank must call it
+equally often; without it is whole and in its own type. Buffers that are in no file are undefined afterwards."""
 
-FLOW_FIELDS = frozenset({"density", "logit_mean", "logit_std", "mode_scale", "shift", "shift_factor", "guidance"})
-"""What a family trained by flow matching reads of the section `objective`."""
+FLOW_FIELDS = frozenset({"density", "logit_mean", "logit_std", "mode_scale", "shift", "shift_factor"})
+"""What a family trained by flow matching reads of the section `objective`; "guidance" besides where it is told one."""
 DIFFUSION_FIELDS = frozenset({"prediction", "min_snr_gamma"})
 """What a family trained by discrete diffusion reads of it."""
-
-
-@dataclass(frozen=True)
-class Shift:
-    """A family's recommended timestep shift. kind: a value of `objective.shift`.  factor: for `constant`."""
-
-    kind: Literal["linear", "empirical", "constant", "none"]
-    factor: float | None = None
-
-    def fill_in(self, objective: ObjectiveConfig) -> ObjectiveConfig:
-        """The section with `auto` replaced."""
-        if objective.shift != "auto":
-            return objective
-        factor = objective.shift_factor if self.factor is None else self.factor
-        return objective.model_copy(update={"shift": self.kind, "shift_factor": factor})
 
 
 class ModelFamily(ABC):
@@ -66,17 +51,19 @@ class ModelFamily(ABC):
     halves_swapped: ClassVar[tuple[str, ...]] = ()
     """Layers (regular expressions) whose output halves stand in the other order in original files. A low-rank update
     survives that; what depends on whole rows (dora, diag-oft, boft) does not, and leaves them alone."""
-    never_trained: tuple[str, ...] = ()
-    """Parameters (regular expressions) that get no gradient in this kind of training: frozen in a full fine-tune, and
-    left alone by adapters. Given in `__init__` where they depend on the architecture."""
     forward_methods: ClassVar[tuple[str, ...]] = ()
     """Entry points of the denoiser besides `forward`. Never one that `forward` calls."""
     size_multiple: ClassVar[int]
     """Width and height of images are multiples of this many pixels."""
+    fp32_inputs: ClassVar[frozenset[str]] = frozenset()
+    """Arguments of the denoiser's `forward` that bf16 would round and the model itself would not, as a timestep whose
+    sines it takes in fp32."""
     objective_fields: ClassVar[frozenset[str]] = FLOW_FIELDS
     """Fields of the section `objective` that the family reads; the others must keep their defaults."""
-    shift: ClassVar[Shift] = Shift("linear")
-    """What `objective.shift: auto` means."""
+    options_read: ClassVar[frozenset[str]] = frozenset({"architecture"})
+    """Fields of the section `model.options` that it reads, likewise."""
+    shift: ClassVar[Shift] = Shift()
+    """What `objective.shift` means for it, in flow matching."""
     reads_references: ClassVar[bool] = False
     """Whether the model can be given other images to make its own from (`data.references`)."""
     optional_encoders: ClassVar[tuple[str, ...]] = ()
@@ -92,11 +79,12 @@ class ModelFamily(ABC):
     """Whether kohya's names are built from diffusers' paths (which all its readers accept), not from `layout`."""
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
-        self._check_names("model.train", model.train, self.components)
-        self._check_names("model.options.without", model.options.without, self.optional_encoders)
-        self._check_objective(objective)
+        _check_names("model.train", model.train, self.components)
+        check_unread("model.options", model.options, self.options_read)
+        _check_names("model.options.without", model.options.without, self.optional_encoders)
+        check_unread("objective", objective, self.objective_fields)
         self.config = model
-        self.objective = self.shift.fill_in(objective)
+        self.objective = objective
         self.cache = cache
 
     @property
@@ -107,6 +95,12 @@ class ModelFamily(ABC):
         """
         train = self.config.train
         return tuple(c for c in self.components if c == self.components[0] or train.get(c, "frozen") != "frozen")
+
+    @property
+    def never_trained(self) -> tuple[str, ...]:
+        """Parameters (regular expressions) that get no gradient in this kind of training: frozen in a full fine-tune,
+        and left alone by adapters."""
+        return ()
 
     @property
     @abstractmethod
@@ -126,9 +120,9 @@ class ModelFamily(ABC):
     def weights(self, component: str) -> WeightFiles:
         """Where the weights of `build(component)` lie, by diffusers names."""
 
+    @abstractmethod
     def layout(self, component: str) -> tuple[Fused, ...]:
-        """The component's tensors as its original single file has them. Empty: there is no such layout."""
-        return ()
+        """The component's tensors as its original single file has them."""
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -160,9 +154,9 @@ class ModelFamily(ABC):
     def batch_key(self, example: Example) -> Hashable:
         """Examples with equal keys may share a batch: same image size, same text length, same references."""
 
-    @abstractmethod
     def collate(self, examples: Sequence[Example]) -> Batch:
         """Examples of one batch key, stacked."""
+        return {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
 
     @abstractmethod
     def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
@@ -200,23 +194,24 @@ class ModelFamily(ABC):
     def tiny(cls, architecture: str | None = None) -> dict[str, Any]:
         """Architecture of a model that trains in seconds on a CPU: {component: its config}."""
 
-    def _check_names(self, field: str, named: Iterable[str], choices: tuple[str, ...]) -> None:
-        for name in named:
-            if name not in choices:
-                found = not_one_of(name, choices) if choices else f"'{name}', but this model has none to leave out"
-                raise InputError(f"{field}: {found}")
 
-    def _check_objective(self, objective: ObjectiveConfig) -> None:
-        """Refuse what would be ignored."""
-        for field, value in objective:
-            if field not in self.objective_fields and value != ObjectiveConfig.model_fields[field].default:
-                raise InputError(
-                    f"objective.{field}: is not used by this kind of model; leave it out. "
-                    f"It reads {', '.join(f'objective.{name}' for name in sorted(self.objective_fields))}"
-                )
+def check_unread(section: str, given: Section, read: Collection[str]) -> None:
+    """Refuse what would be ignored: fields of a section that are set though they are not among those read."""
+    for field, value in given:
+        if field not in read and value != type(given).model_fields[field].default:
+            raise InputError(
+                f"{section}.{field}: is not used by this kind of model; leave it out. "
+                f"It reads {', '.join(f'{section}.{name}' for name in sorted(read))}"
+            )
 
 
 def references_of(example: Example | Batch) -> list[Tensor]:
     """Latents of the reference images, in order: "reference_0", "reference_1" and so on."""
     count = sum(key.startswith("reference_") for key in example)
     return [example[f"reference_{number}"] for number in range(count)]
+
+
+def _check_names(field: str, named: Iterable[str], choices: tuple[str, ...]) -> None:
+    for name in named:
+        if name not in choices:
+            raise InputError(f"{field}: {not_one_of(name, choices)}")

@@ -8,7 +8,7 @@ Batch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,28 +22,27 @@ from torch import Tensor, nn
 from trainer.config import InputError, ModelConfig, ObjectiveConfig, SampleConfig
 from trainer.families._clip import (
     CLIP_TYPES,
-    ClipEncoder,
     clip_pooled,
     load_clip,
     tiny_clip,
     write_tiny_clip,
     write_tiny_clip_tokenizer,
 )
-from trainer.families._flow import denoise, euler_scheduler, flow_loss, linear_mu_of, spaced_sigmas
+from trainer.families._flow import (
+    denoise,
+    euler_scheduler,
+    flow_loss,
+    linear_mu_of,
+    spaced_sigmas,
+    write_euler_scheduler,
+)
 from trainer.families._folder import check_architecture, open_folder, write_model_index, write_random, write_tiny
 from trainer.families._images import device_of, pack, patchify, unpack, unpatchify
 from trainer.families._layout import numbered, tensors_of
-from trainer.families._t5 import (
-    T5_TYPES,
-    T5Encoder,
-    load_t5,
-    t5_states,
-    tiny_t5,
-    write_tiny_t5,
-    write_tiny_t5_tokenizer,
-)
+from trainer.families._t5 import T5_TYPES, load_t5, t5_states, tiny_t5, write_tiny_t5, write_tiny_t5_tokenizer
+from trainer.families._text import TextEncoder
 from trainer.families._vae import build_vae, decode_latents, encode_latents, tiny_vae
-from trainer.families.base import LoadModule, ModelFamily
+from trainer.families.base import FLOW_FIELDS, LoadModule, ModelFamily, check_unread
 from trainer.objectives import Batch, Example, Loss
 from trainer.rng import SampleRng
 from trainer.weights import Fused, WeightFiles
@@ -74,8 +73,8 @@ MAX_TOKENS = {"dev": 512, "schnell": 256}
 class TextEncoders:
     """What one caption is read with: CLIP for all of it, T5 for its words."""
 
-    clip: ClipEncoder
-    t5: T5Encoder
+    clip: TextEncoder
+    t5: TextEncoder
 
 
 class Flux1(ModelFamily):
@@ -90,6 +89,8 @@ class Flux1(ModelFamily):
     }
     halves_swapped = (r"norm_out\.linear",)
     size_multiple = 16
+    objective_fields = FLOW_FIELDS | {"guidance"}
+    options_read = frozenset({"architecture", "max_tokens"})
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
         super().__init__(model, objective, cache)
@@ -101,6 +102,8 @@ class Flux1(ModelFamily):
         # The model's own view of its config: what the file leaves out has its default.
         self._architecture: Any = self.build("transformer").config
         check_architecture(model, self._folder, ARCHITECTURES, self._found())
+        if not self._found().guidance_embeds:
+            check_unread("objective", objective, FLOW_FIELDS)
         self._check_inputs()
 
     @property
@@ -154,15 +157,12 @@ class Flux1(ModelFamily):
     def batch_key(self, example: Example) -> Hashable:
         return (*example["latents"].shape[-2:], example["prompt_embeds"].shape[0])
 
-    def collate(self, examples: Sequence[Example]) -> Batch:
-        return {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
-
     def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
         def predict(noisy: Tensor, sigma: Tensor) -> Tensor:
             return self._predict(model, noisy, sigma, batch, self.objective.guidance)
 
         height, width = batch["latents"].shape[-2:]
-        return flow_loss(self.objective, batch, height * width // 4, rng, predict)
+        return flow_loss(self.objective, self.shift, batch, height * width // 4, rng, predict)
 
     @torch.no_grad()
     def sample(
@@ -245,14 +245,16 @@ class Flux1(ModelFamily):
         """The model's velocity, fp32. latents: (B, C, h, w).  sigma: (B,).  prompt: (B, ...) of `encode_text`."""
         patches = patchify(latents)
         height, width = patches.shape[-2:]
+        ids = image_ids(height, width).to(latents.device, non_blocking=True)
         packed = model["transformer"](
             hidden_states=pack(patches),
             encoder_hidden_states=prompt["prompt_embeds"].to(latents.dtype),
             pooled_projections=prompt["pooled_embeds"].to(latents.dtype),
             timestep=sigma,
             guidance=torch.full_like(sigma, guidance) if self._architecture.guidance_embeds else None,
-            img_ids=image_ids(height, width).to(latents.device, non_blocking=True),
-            txt_ids=latents.new_zeros(prompt["prompt_embeds"].shape[1], 3),
+            img_ids=ids,
+            # Integers, as the image's: bf16 ends at 256.
+            txt_ids=ids.new_zeros(prompt["prompt_embeds"].shape[1], 3),
             return_dict=False,
         )[0]
         return unpatchify(unpack(packed.float(), height, width))
@@ -313,7 +315,6 @@ TINY_TOKENS = 32
 
 
 def _write_tiny(folder: Path, configs: dict[str, Any]) -> None:
-    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
     from transformers import CLIPTextModel
 
     write_random(folder / "transformer", lambda: FluxTransformer2DModel(**configs["transformer"]))
@@ -322,7 +323,7 @@ def _write_tiny(folder: Path, configs: dict[str, Any]) -> None:
     write_tiny_t5(folder / "text_encoder_2", configs["text_encoder_2"])
     write_tiny_clip_tokenizer(folder / "tokenizer", TINY_TOKENS)
     write_tiny_t5_tokenizer(folder / "tokenizer_2")
-    FlowMatchEulerDiscreteScheduler(**configs["scheduler"]).save_pretrained(folder / "scheduler")
+    write_euler_scheduler(folder / "scheduler", configs["scheduler"])
     write_model_index(
         folder,
         "FluxPipeline",

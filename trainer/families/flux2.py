@@ -9,7 +9,7 @@ Batch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,30 +19,39 @@ from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DMo
 from PIL import Image
 from torch import Tensor, nn
 
-from trainer.config import InputError, ModelConfig, ObjectiveConfig, SampleConfig
-from trainer.families._flow import asked, denoise, euler_scheduler, flow_loss, guided, spaced_sigmas
-from trainer.families._folder import (
-    TRANSFORMERS_STEM,
-    check_architecture,
-    fill_random,
-    open_folder,
-    save_module,
-    write_model_index,
-    write_random,
-    write_tiny,
+from trainer.config import ModelConfig, ObjectiveConfig, SampleConfig
+from trainer.families._flow import (
+    asked,
+    denoise,
+    euler_scheduler,
+    flow_loss,
+    guided,
+    spaced_sigmas,
+    write_euler_scheduler,
 )
-from trainer.families._images import device_of, pack, patchify, picture_of, pixels_of, unpack, unpatchify
+from trainer.families._folder import check_architecture, open_folder, write_model_index, write_random, write_tiny
+from trainer.families._images import device_of, pack, unpack
 from trainer.families._layout import numbered, tensors_of
+from trainer.families._packed_vae import (
+    build_packed_vae,
+    decode_packed,
+    encode_packed,
+    tiny_packed_vae,
+    write_tiny_packed_vae,
+)
 from trainer.families._text import (
+    TINY_SPECIAL,
+    TextEncoder,
+    check_text_layers,
     hidden_states,
     language_model_config,
-    language_model_key,
     load_language_model,
-    write_tiny_bpe,
+    tiny_language_model,
+    write_tiny_tokenizer,
 )
-from trainer.families.base import LoadModule, ModelFamily, references_of
+from trainer.families.base import FLOW_FIELDS, LoadModule, ModelFamily, check_unread, references_of
 from trainer.objectives import Batch, Example, Loss, empirical_mu
-from trainer.rng import SampleRng, generator
+from trainer.rng import SampleRng
 from trainer.weights import Fused, WeightFiles
 
 
@@ -111,14 +120,6 @@ RECIPES = {
 }
 
 
-@dataclass(frozen=True)
-class TextEncoder:
-    """model: the language model without head, truncated after the last hidden state that is stacked."""
-
-    model: nn.Module
-    tokenizer: Any
-
-
 class Flux2(ModelFamily):
     components = ("transformer",)
     shard_blocks = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
@@ -132,6 +133,8 @@ class Flux2(ModelFamily):
     }
     halves_swapped = (r"norm_out\.linear",)
     size_multiple = 16
+    objective_fields = FLOW_FIELDS | {"guidance"}
+    options_read = frozenset({"architecture", "text_layers", "max_tokens"})
     reads_references = True
     diffusers_adapters = frozenset({"lora", "locon", "dora", "lokr"})
 
@@ -141,12 +144,13 @@ class Flux2(ModelFamily):
         self._transformer = self._folder.config("transformer", Flux2Transformer2DModel.__name__)
         self._vae = self._folder.read("vae/config.json")
         self._scheduler = self._folder.read("scheduler/scheduler_config.json")
-        self._language_model = language_model_config(self._folder.read("text_encoder/config.json"))
+        self._language_model = language_model_config(self._folder, *RECIPES)
         self._folder.read("tokenizer/tokenizer_config.json")
-        self._check_text_encoder()
         # The model's own view of its config: what the file leaves out has its default.
         self._architecture: Any = self.build("transformer").config
         check_architecture(model, self._folder, ARCHITECTURES, self._found())
+        if not self._found().guidance_embeds:
+            check_unread("objective", objective, FLOW_FIELDS)
         self._text = self._text_recipe()
 
     @property
@@ -178,48 +182,32 @@ class Flux2(ModelFamily):
         return hashlib.sha256(f"{self._text.layers} {self._text.max_tokens} {files}".encode()).hexdigest()
 
     def text_encoder(self, load: LoadModule) -> TextEncoder:
-        from transformers import AutoTokenizer
-
-        files = self._folder.weights("text_encoder", TRANSFORMERS_STEM, language_model_key)
-        # One layer more than the last that is stacked: the deepest layer's output passes the norm.
-        depth = max(self._text.layers) + 1
         classes = _language_model_classes(self._language_model["model_type"])
-        model = load_language_model(load, classes, self._language_model, depth, files)
-        return TextEncoder(model, AutoTokenizer.from_pretrained(self.folder / "tokenizer", local_files_only=True))
+        return load_language_model(load, self._folder, classes, self._language_model, self._text.layers)
 
     def image_encoder(self, load: LoadModule) -> nn.Module:
-        from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
-
-        with torch.device("meta"):
-            vae = AutoencoderKLFlux2.from_config(self._vae)
-        return load(vae, self._folder.weights("vae"), ())
+        return load(build_packed_vae(self._vae), self._folder.weights("vae"), ())
 
     @torch.no_grad()
     def encode_text(self, encoder: TextEncoder, caption: str) -> Example:
         tokens = self._text.tokenize(encoder.tokenizer, caption, self._text.max_tokens)
         states = hidden_states(encoder.model, tokens, self._text.layers)
-        stacked = torch.cat(states, dim=-1)
-        return {"prompt_embeds": stacked[0].cpu()}
+        return {"prompt_embeds": torch.cat(states, dim=-1)[0].cpu()}
 
     @torch.no_grad()
     def encode_image(self, encoder: Any, image: Image.Image) -> Example:
-        latents = patchify(encoder.encode(pixels_of(image, device_of(encoder))).latent_dist.mode())
-        mean, std = latent_statistics(encoder)
-        return {"latents": ((latents - mean) / std)[0].cpu()}
+        return {"latents": encode_packed(encoder, image)[0].cpu()}
 
     def batch_key(self, example: Example) -> Hashable:
         references = (tuple(reference.shape[-2:]) for reference in references_of(example))
         return (*example["latents"].shape[-2:], example["prompt_embeds"].shape[0], *references)
-
-    def collate(self, examples: Sequence[Example]) -> Batch:
-        return {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
 
     def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
         def predict(noisy: Tensor, sigma: Tensor) -> Tensor:
             return self._predict(model, noisy, sigma, batch, self.objective.guidance)
 
         height, width = batch["latents"].shape[-2:]
-        return flow_loss(self.objective, batch, height * width, rng, predict)
+        return flow_loss(self.objective, self.shift, batch, height * width, rng, predict)
 
     @torch.no_grad()
     def sample(
@@ -241,7 +229,7 @@ class Flux2(ModelFamily):
             return guided([self._predict(model, latents, sigma, b, cfg.guidance) for b in batches], cfg.guidance)
 
         noise = rng.normal("sample", (self._architecture.in_channels, height, width)).to(device)
-        return _decode(encoder, denoise(self._sampler(height * width, cfg.steps, device), noise, predict))
+        return decode_packed(encoder, denoise(self._sampler(height * width, cfg.steps, device), noise, predict))
 
     def load_adapter_file(self, model: nn.ModuleDict, file: Path) -> None:
         from diffusers.loaders.lora_pipeline import Flux2LoraLoaderMixin
@@ -255,7 +243,7 @@ class Flux2(ModelFamily):
         width = 32
         return {
             "transformer": _tiny_transformer(published.guidance_embeds, text_width=width * len(TINY_LAYERS)),
-            "vae": _tiny_vae(),
+            "vae": tiny_packed_vae(),
             "text_encoder": _tiny_text_encoder(published.encoder, width),
             "scheduler": _tiny_scheduler(),
         }
@@ -264,20 +252,6 @@ class Flux2(ModelFamily):
         name = self.config.options.architecture or DEFAULT_ARCHITECTURE
         configs = self.tiny(name)
         return write_tiny(self.cache, f"flux2-{name}", TINY_VERSION, configs, lambda to: _write_tiny(to, configs))
-
-    def _check_text_encoder(self) -> None:
-        kind = self._language_model.get("model_type")
-        if kind not in RECIPES:
-            raise InputError(
-                f"{self._folder.field} {self.folder}: text_encoder/config.json describes a {kind} language model, "
-                f"expected {' or '.join(RECIPES)}; download the folder again"
-            )
-        missing = sorted({"num_hidden_layers", "hidden_size"} - self._language_model.keys())
-        if missing:
-            raise InputError(
-                f"{self._folder.field} {self.folder}: text_encoder/config.json has no {missing[0]}; "
-                "download the folder again"
-            )
 
     def _found(self) -> Architecture:
         config = self._architecture
@@ -295,22 +269,9 @@ class Flux2(ModelFamily):
             recipe = replace(recipe, layers=self.config.options.text_layers)
         if self.config.options.max_tokens:
             recipe = replace(recipe, max_tokens=self.config.options.max_tokens)
-        self._check_text_layers(recipe.layers)
-        return recipe
-
-    def _check_text_layers(self, layers: tuple[int, ...]) -> None:
-        depth, width = self._language_model["num_hidden_layers"], self._language_model["hidden_size"]
-        if not all(0 <= layer <= depth for layer in layers):
-            raise InputError(
-                f"model.options.text_layers: {list(layers)} is not within 0 to {depth}, "
-                f"the hidden states of {self.folder / 'text_encoder'}"
-            )
         needed = self._architecture.joint_attention_dim
-        if len(layers) * width != needed:
-            raise InputError(
-                f"model.options.text_layers: {list(layers)} gives {len(layers)} x {width} = {len(layers) * width} "
-                f"features per token, but the transformer reads {needed}; name {needed / width:g} hidden states"
-            )
+        check_text_layers(recipe.layers, self._language_model, needed, self.folder / "text_encoder")
+        return recipe
 
     def _predict(self, model: nn.ModuleDict, latents: Tensor, sigma: Tensor, batch: Batch, guidance: float) -> Tensor:
         """The model's velocity, fp32. latents: (B, C, h, w).  sigma: (B,).  batch: prompt_embeds and references.
@@ -349,17 +310,6 @@ def text_ids(num_tokens: int) -> Tensor:
     """Positions of the text tokens: (L, 4), only the last column differs."""
     zero = torch.zeros(1, dtype=torch.int64)
     return torch.cartesian_prod(zero, zero, zero, torch.arange(num_tokens))
-
-
-def latent_statistics(vae: Any) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of the patchified latents, each (1, 4C, 1, 1): the VAE's batch-norm statistics."""
-    mean, variance = (value.view(1, -1, 1, 1) for value in (vae.bn.running_mean, vae.bn.running_var))
-    return mean, torch.sqrt(variance + vae.config.batch_norm_eps)
-
-
-def _decode(vae: Any, latents: Tensor) -> Image.Image:
-    mean, std = latent_statistics(vae)
-    return picture_of(vae.decode(unpatchify(latents * std + mean), return_dict=False)[0])
 
 
 def _language_model_classes(model_type: str) -> tuple[Any, Any]:
@@ -411,38 +361,17 @@ TINY_VERSION = 1
 TINY_LAYERS = (1, 2, 3)
 TINY_TOKENS = {"mistral": 64, "qwen3": 48}  # dev's system message alone takes about 40
 TINY_VOCABULARY = 1024
-TINY_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "[IMG]")
-TINY_CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-<|im_start|>{{ message.role }}
-{% if message.content is string %}{{ message.content }}{% else %}{{ message.content[0].text }}{% endif %}<|im_end|>
-{% endfor -%}
-{%- if add_generation_prompt -%}
-<|im_start|>assistant
-{% if enable_thinking is defined and not enable_thinking %}<think>
-
-</think>
-
-{% endif %}{% endif %}"""
+TINY_TOKENS_KEPT = (*TINY_SPECIAL, "[IMG]")
 
 
 def _write_tiny(folder: Path, configs: dict[str, Any]) -> None:
     from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
-    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
-    from transformers import Qwen2TokenizerFast
 
     write_random(folder / "transformer", lambda: Flux2Transformer2DModel(**configs["transformer"]))
-    _write_tiny_vae(folder / "vae", configs["vae"])
+    write_tiny_packed_vae(folder / "vae", configs["vae"])
     write_random(folder / "text_encoder", lambda: _tiny_language_model(configs["text_encoder"]))
-    write_tiny_bpe(
-        folder / "tokenizer",
-        Qwen2TokenizerFast,
-        TINY_VOCABULARY,
-        TINY_SPECIAL,
-        TINY_CHAT_TEMPLATE,
-        [SYSTEM_MESSAGE] * 16,
-    )
-    FlowMatchEulerDiscreteScheduler(**configs["scheduler"]).save_pretrained(folder / "scheduler")
+    write_tiny_tokenizer(folder / "tokenizer", TINY_VOCABULARY, TINY_TOKENS_KEPT, [SYSTEM_MESSAGE] * 16)
+    write_euler_scheduler(folder / "scheduler", configs["scheduler"])
     _write_tiny_index(folder, configs["text_encoder"]["architectures"][0])
 
 
@@ -460,21 +389,9 @@ def _tiny_transformer(guidance_embeds: bool, text_width: int) -> dict[str, Any]:
     }
 
 
-def _tiny_vae() -> dict[str, Any]:
-    return {"block_out_channels": [8, 8, 16, 16], "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 4}
-
-
 def _tiny_text_encoder(encoder: str, width: int) -> dict[str, Any]:
-    text = {
-        "model_type": encoder,
-        "vocab_size": TINY_VOCABULARY,
-        "hidden_size": width,
-        "intermediate_size": 2 * width,
-        "num_hidden_layers": TINY_LAYERS[-1] + 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": width // 4,
-    }
+    text = tiny_language_model(width, TINY_VOCABULARY, TINY_LAYERS[-1] + 1)
+    text |= {"model_type": encoder, "head_dim": width // 4}
     if encoder == "qwen3":
         return text | {"architectures": ["Qwen3ForCausalLM"]}
     vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -483,27 +400,13 @@ def _tiny_text_encoder(encoder: str, width: int) -> dict[str, Any]:
         "architectures": ["Mistral3ForConditionalGeneration"],
         "text_config": text,
         "vision_config": vision | {"num_attention_heads": 2, "head_dim": 8, "image_size": 32, "patch_size": 16},
-        "image_token_index": TINY_SPECIAL.index("[IMG]"),
+        "image_token_index": TINY_TOKENS_KEPT.index("[IMG]"),
         "tie_word_embeddings": False,
     }
 
 
 def _tiny_scheduler() -> dict[str, Any]:
     return {"shift": 3.0, "use_dynamic_shifting": True, "time_shift_type": "exponential"}
-
-
-def _write_tiny_vae(folder: Path, config: dict[str, Any]) -> None:
-    """The batch-norm statistics are those of coloured squares, so that normalised latents have about unit variance."""
-    from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
-
-    with torch.device("meta"):
-        vae = AutoencoderKLFlux2(**config)
-    fill_random(vae, "vae")
-    vae.bn.momentum = 1.0
-    squares = torch.rand(16, 3, 8, 8, generator=generator("vae", "squares")) * 2 - 1
-    with torch.no_grad():
-        vae.bn(patchify(vae.encode(nn.functional.interpolate(squares, scale_factor=8)).latent_dist.mode()))
-    save_module(folder, vae)
 
 
 def _tiny_language_model(config: dict[str, Any]) -> nn.Module:

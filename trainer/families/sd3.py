@@ -8,7 +8,7 @@ CLIPs. With a batch dim in front in a Batch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from trainer.config import ModelConfig, ObjectiveConfig, SampleConfig
 from trainer.families._clip import (
     CLIP_TYPES,
-    ClipEncoder,
     clip_states,
     clip_tokens,
     load_clip,
@@ -30,22 +29,23 @@ from trainer.families._clip import (
     write_tiny_clip,
     write_tiny_clip_tokenizer,
 )
-from trainer.families._flow import asked, denoise, euler_scheduler, flow_loss, guided, linear_mu_of
+from trainer.families._flow import (
+    asked,
+    denoise,
+    euler_scheduler,
+    flow_loss,
+    guided,
+    linear_mu_of,
+    write_euler_scheduler,
+)
 from trainer.families._folder import check_architecture, open_folder, write_model_index, write_random, write_tiny
 from trainer.families._images import device_of
 from trainer.families._layout import numbered, tensors_of
-from trainer.families._t5 import (
-    T5_TYPES,
-    T5Encoder,
-    load_t5,
-    t5_states,
-    tiny_t5,
-    write_tiny_t5,
-    write_tiny_t5_tokenizer,
-)
+from trainer.families._t5 import T5_TYPES, load_t5, t5_states, tiny_t5, write_tiny_t5, write_tiny_t5_tokenizer
+from trainer.families._text import TextEncoder
 from trainer.families._vae import build_vae, decode_latents, encode_latents, tiny_vae
-from trainer.families.base import LoadModule, ModelFamily, Shift
-from trainer.objectives import Batch, Example, Loss
+from trainer.families.base import LoadModule, ModelFamily
+from trainer.objectives import Batch, Example, Loss, Shift
 from trainer.rng import SampleRng
 from trainer.weights import Fused, WeightFiles
 
@@ -82,14 +82,13 @@ T5 = "text_encoder_3"
 class TextEncoders:
     """t5: None where it is left out; the model then sees zeros in its place."""
 
-    clips: tuple[ClipEncoder, ClipEncoder]
-    t5: T5Encoder | None
+    clips: tuple[TextEncoder, TextEncoder]
+    t5: TextEncoder | None
 
 
 class Sd3(ModelFamily):
     components = ("transformer",)
     shard_blocks = ("JointTransformerBlock",)
-    # The last block's add_q_proj asks for the text what nothing reads: its gradient is zero.
     adapter_targets: ClassVar = {
         "transformer": (
             r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)",
@@ -100,7 +99,9 @@ class Sd3(ModelFamily):
     # Only the last block's norm1_context has two halves; no adapter needs that of the others.
     halves_swapped = (r"norm_out\.linear", r"transformer_blocks\.\d+\.norm1_context\.linear")
     size_multiple = 16
-    shift = Shift("constant", 3.0)
+    fp32_inputs = frozenset({"timestep"})
+    options_read = frozenset({"architecture", "max_tokens", "without"})
+    shift = Shift(constant=3.0)
     optional_encoders = (T5,)
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
@@ -114,6 +115,11 @@ class Sd3(ModelFamily):
         # The model's own view of its config: what the file leaves out has its default.
         self._architecture: Any = self.build("transformer").config
         check_architecture(model, self._folder, ARCHITECTURES, self._found())
+
+    @property
+    def never_trained(self) -> tuple[str, ...]:
+        # What the last block asks for the text nothing reads.
+        return (rf"transformer_blocks\.{self._architecture.num_layers - 1}\.attn\.(add_q_proj|norm_added_q)\..+",)
 
     @property
     def folder(self) -> Path:
@@ -143,7 +149,9 @@ class Sd3(ModelFamily):
     def fingerprint(self) -> str:
         clips = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae")
         files = self._folder.digest(*clips, *((T5, "tokenizer_3") if self._has_t5 else ()))
-        return hashlib.sha256(f"{self._has_t5} {self._max_tokens} {files}".encode()).hexdigest()
+        # Without T5 the transformer alone says how wide the embeddings are.
+        used = f"{self._has_t5} {self._max_tokens} {self._architecture.joint_attention_dim}"
+        return hashlib.sha256(f"{used} {files}".encode()).hexdigest()
 
     def text_encoder(self, load: LoadModule) -> TextEncoders:
         from transformers import CLIPTextModelWithProjection
@@ -178,14 +186,11 @@ class Sd3(ModelFamily):
     def batch_key(self, example: Example) -> Hashable:
         return (*example["latents"].shape[-2:], example["prompt_embeds"].shape[0])
 
-    def collate(self, examples: Sequence[Example]) -> Batch:
-        return {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
-
     def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
         def predict(noisy: Tensor, sigma: Tensor) -> Tensor:
             return _predict(model, noisy, sigma, batch)
 
-        return flow_loss(self.objective, batch, self._num_tokens(batch["latents"]), rng, predict)
+        return flow_loss(self.objective, self.shift, batch, self._num_tokens(batch["latents"]), rng, predict)
 
     @torch.no_grad()
     def sample(
@@ -259,7 +264,7 @@ class Sd3(ModelFamily):
 FAMILY = Sd3
 
 
-def _clip_embeds(encoder: ClipEncoder, caption: str) -> tuple[Tensor, Tensor]:
+def _clip_embeds(encoder: TextEncoder, caption: str) -> tuple[Tensor, Tensor]:
     """States before the last layer (1, L, D) and the projected end of the caption (1, P)."""
     ids = clip_tokens(encoder.tokenizer, caption).to(device_of(encoder.model))
     states, output = clip_states(encoder.model, ids)
@@ -324,7 +329,6 @@ TINY_TOKENS = 32
 
 
 def _write_tiny(folder: Path, configs: dict[str, Any]) -> None:
-    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
     from transformers import CLIPTextModelWithProjection
 
     write_random(folder / "transformer", lambda: SD3Transformer2DModel(**configs["transformer"]))
@@ -335,7 +339,7 @@ def _write_tiny(folder: Path, configs: dict[str, Any]) -> None:
     write_tiny_clip_tokenizer(folder / "tokenizer", TINY_TOKENS)
     write_tiny_clip_tokenizer(folder / "tokenizer_2", TINY_TOKENS, pad_token="!")
     write_tiny_t5_tokenizer(folder / "tokenizer_3")
-    FlowMatchEulerDiscreteScheduler(**configs["scheduler"]).save_pretrained(folder / "scheduler")
+    write_euler_scheduler(folder / "scheduler", configs["scheduler"])
     write_model_index(
         folder,
         "StableDiffusion3Pipeline",

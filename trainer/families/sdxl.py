@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,13 +25,14 @@ from trainer.families._flow import asked, guided
 from trainer.families._folder import (
     TRANSFORMERS_STEM,
     check_architecture,
+    digest,
     open_folder,
     write_model_index,
     write_random,
     write_tiny,
 )
 from trainer.families._images import device_of
-from trainer.families._ldm import UNET_PREFIX, clip_layout, open_clip_layout, unet_layout, vae_key, vae_layout
+from trainer.families._ldm import clip_layout, open_clip_layout, unet_layout, vae_key, vae_layout
 from trainer.families._vae import build_vae, decode_latents, encode_latents, tiny_vae
 from trainer.families.base import DIFFUSION_FIELDS, LoadModule, ModelFamily
 from trainer.objectives import (
@@ -44,6 +45,7 @@ from trainer.objectives import (
     draw_timestep,
     min_snr_weight,
     squared_error,
+    total_loss,
 )
 from trainer.rng import SampleRng
 from trainer.weights import Fused, WeightFiles
@@ -96,6 +98,7 @@ class Sdxl(ModelFamily):
     # The first text encoder's last norm is not used; the second one's name begins with text_model. What is added to
     # all keys of an attention changes nothing: its gradient is rounding, which Adam would make as large as any.
     never_trained = (r"final_layer_norm\..+", r".+\.self_attn\.k_proj\.bias")
+    fp32_inputs = frozenset({"timestep"})
     size_multiple = 32  # 8 pixels per latent pixel, and the U-Net halves these twice
     objective_fields = DIFFUSION_FIELDS
     single_file = (*components, "vae")
@@ -113,14 +116,13 @@ class Sdxl(ModelFamily):
         self._unet = self._folder.config("unet", UNet2DConditionModel.__name__)
         self._vae = self._folder.read("vae/config.json")
         # The models' own views of their configs: what the files leave out has its default.
-        self._clip: dict[str, Any] = {name: self._whole_encoder(name).config for name in ENCODERS}
+        self._clip: dict[str, Any] = {name: self._whole(name).config for name in ENCODERS}
         for tokenizer in TOKENIZERS.values():
             self._folder.read(f"{tokenizer}/tokenizer_config.json")
         self._zero_negative = self._folder.read("model_index.json").get("force_zeros_for_empty_prompt", True)
         self._architecture: Any = self.build("unet").config
         self._check_unet()
         check_architecture(model, self._folder, ARCHITECTURES, self._found())
-        self._check_options()
         self._scheduler = self._scheduler_config()
         self._alpha_bar = _alpha_bar(self._scheduler)
 
@@ -134,45 +136,36 @@ class Sdxl(ModelFamily):
 
     def build(self, component: str) -> nn.Module:
         """Also of "vae". The first text encoder comes without its last layer, whose output nothing reads."""
-        model: Any
-        if component == "vae":
-            model = build_vae(self._vae)
-        elif component == "unet":
+        if component == "unet":
             with torch.device("meta"):
-                model = UNet2DConditionModel.from_config(self._unet)
-        else:
-            model = self._whole_encoder(component)
+                unet: nn.Module = UNet2DConditionModel.from_config(self._unet)
+            return unet
+        model = self._whole(component)
         if component == "text_encoder":
             del model.encoder.layers[-1]
         assert isinstance(model, nn.Module)
         return model
 
     def weights(self, component: str) -> WeightFiles:
+        """Also of "vae". A single file's own encoders go with its U-Net: models made from SDXL often train all."""
         if component == "unet":
-            self._refuse_original_layout()
-            return self._folder.denoiser_weights(component, self.build(component))
-        if component == "vae":
-            return self._folder.weights(component, rename=vae_key)
-
-        def rename(key: str) -> str | None:
-            # A model without projection is stored as the `text_model` it once was part of.
-            name = key.removeprefix("text_model.") if component == "text_encoder" else key
-            return None if name.endswith("position_ids") else name
-
-        return self._folder.weights(component, TRANSFORMERS_STEM, rename)
+            return self._folder.denoiser_weights(component, self.build(component), self.layout(component))
+        return self._original(component) or self._from_folder(component)
 
     def layout(self, component: str) -> tuple[Fused, ...]:
         """Also of "vae", which the original file holds besides."""
         makers: Mapping[str, Callable[[], Iterator[Fused]]] = {
             "unet": lambda: unet_layout(self.build("unet")),
-            "text_encoder": lambda: clip_layout(self.weights("text_encoder").entries),
+            "text_encoder": lambda: clip_layout(self._whole("text_encoder").state_dict()),
             "text_encoder_2": lambda: open_clip_layout(self._clip["text_encoder_2"].num_hidden_layers),
-            "vae": lambda: vae_layout(self.build("vae")),
+            "vae": lambda: vae_layout(self._whole("vae")),
         }
         return tuple(makers[component]())
 
     def fingerprint(self) -> str:
         files = self._folder.digest(*ENCODERS, *TOKENIZERS.values(), "vae")
+        if self._folder.single and any(map(self._original, (*ENCODERS, "vae"))):
+            files += digest([self._folder.single])
         return hashlib.sha256(f"{self.live} {files}".encode()).hexdigest()
 
     def text_encoder(self, load: LoadModule) -> TextEncoders:
@@ -208,9 +201,6 @@ class Sdxl(ModelFamily):
     def batch_key(self, example: Example) -> Hashable:
         return tuple(example["latents"].shape[-2:])
 
-    def collate(self, examples: Sequence[Example]) -> Batch:
-        return {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
-
     def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
         latents = batch["latents"]
         timestep = draw_timestep(len(self._alpha_bar), rng)
@@ -219,9 +209,8 @@ class Sdxl(ModelFamily):
         states, pooled = self._conditions(model, batch)
         prediction = self._predict(model, diffuse(latents, noise, alpha_bar), timestep, states, pooled)
         target = diffusion_target(self._prediction, latents, noise, alpha_bar)
-        weight = batch["weight"] * self._snr_weight(alpha_bar)
-        total = squared_error(prediction, target, weight, batch.get("mask")).total
-        return Loss(total, batch["weight"].sum())
+        errors = squared_error(prediction, target, batch.get("mask")) * self._snr_weight(alpha_bar)
+        return total_loss(errors, batch["weight"])
 
     @torch.no_grad()
     def sample(
@@ -286,9 +275,27 @@ class Sdxl(ModelFamily):
         kind: Prediction = self._scheduler["prediction_type"]
         return kind
 
-    def _whole_encoder(self, component: str) -> Any:
+    def _original(self, component: str) -> WeightFiles | None:
+        """The tensors of an encoder or the VAE from the single file, if that holds them."""
+        return self._folder.original_weights(self._whole(component), self.layout(component))
+
+    def _from_folder(self, component: str) -> WeightFiles:
+        if component == "vae":
+            return self._folder.weights(component, rename=vae_key)
+
+        def rename(key: str) -> str | None:
+            # A model without projection is stored as the `text_model` it once was part of.
+            name = key.removeprefix("text_model.") if component == "text_encoder" else key
+            return None if name.endswith("position_ids") else name
+
+        return self._folder.weights(component, TRANSFORMERS_STEM, rename)
+
+    def _whole(self, component: str) -> Any:
+        """An encoder with all its layers, or the VAE, on the meta device."""
         from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
+        if component == "vae":
+            return build_vae(self._vae)
         kind: Any = CLIPTextModel if component == "text_encoder" else CLIPTextModelWithProjection
         return build_clip(self._folder, component, kind)
 
@@ -312,12 +319,6 @@ class Sdxl(ModelFamily):
                 f"features, the text encoders give {width}; download the folder again"
             )
 
-    def _check_options(self) -> None:
-        """Refuse what would be ignored."""
-        for field in ("text_layers", "max_tokens"):
-            if getattr(self.config.options, field) is not None:
-                raise InputError(f"model.options.{field}: is fixed in this kind of model; leave it empty")
-
     def _scheduler_config(self) -> dict[str, Any]:
         """The folder's, with what the model predicts decided."""
         config = self._folder.read("scheduler/scheduler_config.json")
@@ -329,14 +330,6 @@ class Sdxl(ModelFamily):
                 "set objective.prediction to epsilon or v_prediction"
             )
         return config | {"prediction_type": kind}
-
-    def _refuse_original_layout(self) -> None:
-        file = self._folder.single
-        if file and any(key.startswith(UNET_PREFIX) for key in WeightFiles.read([file]).entries):
-            raise InputError(
-                f"{file}: has the original layout; diffusers' folder is needed. Convert it once with "
-                "StableDiffusionXLPipeline.from_single_file(...).save_pretrained(...) and name that folder"
-            )
 
     def _conditions(self, model: nn.ModuleDict, batch: Batch) -> tuple[Tensor, Tensor]:
         """Hidden states of both encoders (B, L, D1 + D2) and the pooled text (B, P), fp32."""
@@ -370,7 +363,7 @@ class Sdxl(ModelFamily):
         """What the U-Net predicts, fp32. latents: (B, 4, h, w).  timestep: (B,).  states, pooled: `_conditions`."""
         prediction: Tensor = model["unet"](
             latents,
-            timestep,
+            timestep=timestep,
             encoder_hidden_states=states,
             added_cond_kwargs={"text_embeds": pooled, "time_ids": self._time_ids(latents)},
             return_dict=False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -38,14 +38,19 @@ def parallelize(
     mesh: DeviceMesh | None,
     blocks: Sequence[str],
     methods: Sequence[str] = (),
+    fp32_inputs: Collection[str] = (),
 ) -> nn.Module:
     """The model, ready to be materialized and loaded; changed in place.
 
     blocks: class names of the modules that are sharded one by one.  methods: entry points besides `forward`.
+    fp32_inputs: keyword arguments of these that keep their type; other numbers are cast to the compute type.
     Without a mesh nothing is sharded.
     """
     units = blocks_of(model, blocks)
     dtype = COMPUTE_DTYPE[train.precision]
+    if dtype != torch.float32:
+        for method in ("forward", *methods):
+            setattr(model, method, _on_cast_inputs(getattr(model, method), dtype, fp32_inputs))
     if mesh is None and dtype != torch.float32:
         _compute_in(model, units, dtype)
     _checkpoint_activations(units, train)
@@ -72,15 +77,15 @@ def shard_units(
 ) -> None:
     """`fully_shard` each unit, then the root with what remains.
 
-    Blocks do not cast their inputs: rotary embeddings stay fp32, as in diffusers. The root casts what the caller
-    gives it. Gradients are reduced in fp32 whatever the compute type.
+    Units do not cast their inputs: rotary embeddings stay fp32, as in diffusers. Gradients are reduced in fp32
+    whatever the compute type.
     """
-    policy = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
-    inner = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
+    compute = None if dtype == torch.float32 else dtype
+    policy = MixedPrecisionPolicy(compute, torch.float32 if compute else None, cast_forward_inputs=False)
     for unit in (*units, model):
         unit.register_forward_hook(_own_storage)
     for unit in units:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=inner, offload_policy=offload)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
     # Backward begins with the root: freed after forward, it would be gathered again at once.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
 
@@ -131,29 +136,40 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _on_cast_inputs(method: Callable[..., Any], dtype: torch.dtype, kept: Collection[str]) -> Callable[..., Any]:
+    """The method with its floating inputs cast to `dtype`, those aside that are named in `kept`."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        rest = {name: value for name, value in kwargs.items() if name not in kept}
+        return method(*tree_map_only(Tensor, cast, args), **(kwargs | tree_map_only(Tensor, cast, rest)))
+
+    return run
+
+
 def _compute_in(model: nn.Module, units: Sequence[nn.Module], dtype: torch.dtype) -> None:
     """What FSDP's mixed precision does, without FSDP: each unit runs on copies of its fp32 masters in `dtype`.
 
-    The root casts what the caller gives it. Every strategy thus rounds alike, and activations are `dtype` throughout:
-    autocast would keep norms and adapter inputs in fp32 besides.
+    Every strategy thus rounds alike, and activations are `dtype` throughout: autocast would keep norms and adapter
+    inputs in fp32 besides.
     """
     inside = {id(module) for unit in units for module in unit.modules()}
     for unit in units:
         unit.forward = _on_copies(unit.forward, list(unit.modules()), dtype)
     rest = [module for module in model.modules() if id(module) not in inside]
-    forward = _on_copies(model.forward, rest, dtype)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return forward(*(_cast(arg, dtype) for arg in args), **{key: _cast(v, dtype) for key, v in kwargs.items()})
-
-    model.forward = run
+    model.forward = _on_copies(model.forward, rest, dtype)
 
 
 def _on_copies(forward: Callable[..., Any], modules: Sequence[nn.Module], dtype: torch.dtype) -> Callable[..., Any]:
-    """`forward` while the modules' trained parameters are replaced by copies, through which gradients flow back."""
+    """`forward` while the modules' fp32 parameters are replaced by copies, through which gradients flow back."""
     # By place: the parameters themselves are replaced when the model leaves the meta device.
     places = [
-        (m._parameters, name) for m in modules for name, p in m._parameters.items() if p is not None and p.requires_grad
+        (m._parameters, name)
+        for m in modules
+        for name, p in m._parameters.items()
+        if p is not None and p.dtype != dtype
     ]
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -161,7 +177,7 @@ def _on_copies(forward: Callable[..., Any], modules: Sequence[nn.Module], dtype:
         for (parameters, name), master in zip(places, masters, strict=True):
             parameters[name] = master.to(dtype)  # type: ignore[assignment, union-attr]
         try:
-            return forward(*args, **kwargs)
+            return forward(*_summed_alone(args), **_summed_alone(kwargs))
         finally:
             for (parameters, name), master in zip(places, masters, strict=True):
                 parameters[name] = master
@@ -169,7 +185,7 @@ def _on_copies(forward: Callable[..., Any], modules: Sequence[nn.Module], dtype:
     return run
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(_cast(item, dtype) for item in value)
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+def _summed_alone(inputs: Any) -> Any:
+    """The inputs as nodes of their own in the graph: the unit's gradients of one input are summed before others are
+    added, as in FSDP, whose hooks are such nodes. In bf16 another order rounds otherwise."""
+    return tree_map_only(Tensor, lambda tensor: tensor.view_as(tensor) if tensor.requires_grad else tensor, inputs)
