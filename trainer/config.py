@@ -113,9 +113,9 @@ class ModelConfig(Section):
     family: str = ""
     """Kind of model: the name of a module in trainer/families. Needed."""
     path: str = option("tiny", path="model")
-    """A diffusers folder, a single transformer file, a cached hub id, or `tiny` (random weights, seconds on a CPU)."""
+    """A diffusers folder, a single file, a cached hub id, or `tiny` (random weights, seconds on a CPU)."""
     base: str | None = option(None, path="model")
-    """Diffusers folder with the other components when `model.path` is a single transformer file."""
+    """Diffusers folder with the configs, and with what `model.path` does not hold when that is a single file."""
     train: dict[str, Literal["frozen", "adapter", "full"]] = option({})
     """What is trained, per component; others are frozen. Empty: the denoiser, by the adapter or fully without one."""
     options: ModelOptions = ModelOptions()
