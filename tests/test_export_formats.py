@@ -24,6 +24,8 @@ from trainer.export.adapter import verify_adapter
 from trainer.train import Trainer
 from trainer.trained import BaseWeights, TrainedModel
 
+SLOW = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
@@ -31,7 +33,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [p if p in ("flux2", "sdxl") else pytest.param(p, marks=SLOW) for p in FAMILIES])
 def test_the_default_files_give_the_merged_weights_of_the_live_model(runs: Runs, family: str, adapter: str) -> None:
     finished = runs.of(adapter, family)
     for dtype in ("fp32", "bf16"):

@@ -8,7 +8,9 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import safe_open
@@ -112,7 +114,17 @@ def test_a_preset_for_gpus_uses_those_of_its_name_with_one_image_each(name: str)
     assert architecture == "base" or architecture in name
 
 
-@pytest.mark.parametrize("name", NAMES)
+def one_per_method() -> Iterator[Any]:
+    """All presets; those whose family and adapter an earlier one has are slow."""
+    seen = set()
+    for name in NAMES:
+        cfg = load(name)
+        kind = (cfg.model.family, cfg.adapter.type)
+        yield pytest.param(name, marks=[pytest.mark.slow] if kind in seen else [])
+        seen.add(kind)
+
+
+@pytest.mark.parametrize("name", one_per_method())
 def test_a_preset_trains_a_tiny_model_with_its_own_settings(name: str, root: Path) -> None:
     cfg = load(name, *small(root, "parallel.devices=1", "parallel.nodes=1"))
     outcome = train(alone(), cfg, make_run(root, cfg, name))

@@ -75,6 +75,7 @@ class Cell:
             train__precision=self.precision,
             parallel__strategy=self.strategy,
             parallel__devices=self.ranks,
+            export__what="none",
             **({"parallel__shard_size": 2} if self.strategy == "hybrid" else {}),
         )
 

@@ -65,9 +65,9 @@ def test_bf16_is_bit_for_bit_the_same_run(
 @pytest.mark.parametrize(
     "model",
     [
-        {"family": "flux1"},
+        pytest.param({"family": "flux1"}, marks=pytest.mark.slow),
         {"family": "qwen_image"},
-        {"family": "sd3"},
+        pytest.param({"family": "sd3"}, marks=pytest.mark.slow),
         {"family": "sdxl", "train": {"unet": "full", "text_encoder": "full", "text_encoder_2": "full"}},
     ],
     ids=lambda model: model["family"],
@@ -107,7 +107,7 @@ def test_layers_compute_in_bf16_while_masters_and_gradients_stay_fp32(pictures: 
 @pytest.mark.parametrize(
     ("family", "embedding"), [("sd3", "time_text_embed.time_proj"), ("sdxl", "time_proj"), ("z_image", "t_embedder")]
 )
-@pytest.mark.parametrize("strategy", ["none", "full"])
+@pytest.mark.parametrize("strategy", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_models_that_embed_their_timestep_in_fp32_see_in_bf16_the_one_that_was_drawn(
     pictures: Path, family: str, embedding: str, strategy: str
 ) -> None:
