@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from trainer.world import World
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "PARITY.md"
 STEPS = 4
+TOGETHER = 8
 FAMILIES = ("flux2", "flux1", "sd3", "sdxl")
 METHODS: dict[str, dict[str, Any]] = {
     "lora": {"type": "lora", "rank": 4},
@@ -113,11 +114,13 @@ class Matrix:
                 self._found[cell] = difference(trained.weights, self._references[cell.reference].weights)
         return {cell: self._found[cell] for cell in cells}
 
-    def _train(self, cells: Sequence[Cell]) -> Iterable[tuple[Cell, Trained]]:
-        if not cells:
-            return ()
-        runs = [(cfg := cell.config(self._pictures), make_run(self._root, cfg, str(cell))) for cell in cells]
-        return zip(cells, run_ranks(cells[0].ranks, train_all, runs)[0], strict=True)
+    def _train(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, Trained]]:
+        """A few at a time: the workers must answer before the pool takes them for hung."""
+        for first in range(0, len(cells), TOGETHER):
+            part = cells[first : first + TOGETHER]
+            configs = [cell.config(self._pictures) for cell in part]
+            runs = [(cfg, make_run(self._root, cfg, str(cell))) for cell, cfg in zip(part, configs, strict=True)]
+            yield from zip(part, run_ranks(part[0].ranks, train_all, runs)[0], strict=True)
 
 
 def train_all(world: World, runs: Sequence[tuple[RunConfig, RunDir]]) -> list[Trained]:
