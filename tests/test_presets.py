@@ -124,7 +124,7 @@ def one_per_method() -> Iterator[Any]:
         seen.add(kind)
 
 
-@pytest.mark.parametrize("name", one_per_method())
+@pytest.mark.parametrize("name", list(one_per_method()))
 def test_a_preset_trains_a_tiny_model_with_its_own_settings(name: str, root: Path) -> None:
     cfg = load(name, *small(root, "parallel.devices=1", "parallel.nodes=1"))
     outcome = train(alone(), cfg, make_run(root, cfg, name))
