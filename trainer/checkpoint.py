@@ -182,7 +182,7 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def __init__(self, checkpoint: Path) -> None:
         self._reader = _Reader(checkpoint)
-        stored = _stored_tensors(checkpoint, self._reader)
+        stored = _stored_tensors(self._reader)
         self._part = "evaluation" if stored["evaluation"] else "trainables"
         self._entries = stored[self._part]
 
@@ -227,9 +227,9 @@ class _Reader(dcp.FileSystemReader):
         return self._contents
 
 
-def _stored_tensors(checkpoint: Path, reader: _Reader | None = None) -> dict[str, dict[str, TensorStorageMetadata]]:
+def _stored_tensors(reader: _Reader) -> dict[str, dict[str, TensorStorageMetadata]]:
     """{"trainables" | "evaluation": {name: size and type}}."""
-    stored = (reader or _Reader(checkpoint)).read_metadata().state_dict_metadata
+    stored = reader.read_metadata().state_dict_metadata
     return {
         part: {
             name.removeprefix(f"{part}."): entry
@@ -241,7 +241,7 @@ def _stored_tensors(checkpoint: Path, reader: _Reader | None = None) -> dict[str
 
 
 def _check_same_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
-    for part, entries in _stored_tensors(checkpoint).items():
+    for part, entries in _stored_tensors(_Reader(checkpoint)).items():
         sizes = {name: tuple(entry.size) for name, entry in entries.items()}
         wanted = {name: tuple(tensor.shape) for name, tensor in tensors[part].items()}
         if sizes != wanted:

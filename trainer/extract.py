@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainer import families
 from trainer.adapters.files import read_adapter
-from trainer.adapters.formats import adapter_files
+from trainer.adapters.formats import DTYPES, adapter_files
 from trainer.adapters.layer import LayerAdapter
 from trainer.config import InputError, ModelConfig, ObjectiveConfig, family_names, not_one_of
 from trainer.families.base import ModelFamily
@@ -27,7 +27,6 @@ from trainer.rng import generator
 from trainer.trained import naming
 from trainer.weights import TensorEntry, WeightFiles, read_tensor, safetensors_in
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3, "fp32": 1e-5}
 """Rounding to the file's type, relative to the update of a layer."""
 DENOISER_STEM, ENCODER_STEM = "diffusion_pytorch_model", "model"

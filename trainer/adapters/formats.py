@@ -29,6 +29,8 @@ from trainer.weights import ORIGINAL_PREFIX, Fused
 Base = Callable[[str], Tensor]
 """Name of a layer -> its weight without the adapter."""
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""Number types of adapter files, by their names in `export.dtype`."""
 DORA_CONVENTION = "dora_scale_convention"
 """Metadata key of ours. `comfyui`: `dora_scale` is corrected for ComfyUI, see `_comfyui_dora_scale`."""
 

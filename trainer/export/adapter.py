@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer.adapters import adapted_layers
 from trainer.adapters.files import read_adapter
-from trainer.adapters.formats import adapter_files
+from trainer.adapters.formats import DTYPES, adapter_files
 from trainer.adapters.layer import LayerAdapter
 from trainer.config import RunConfig
 from trainer.export.drafts import draft
@@ -22,7 +22,6 @@ from trainer.export.metadata import adapter_metadata
 from trainer.families.base import ModelFamily
 from trainer.trained import BaseWeights, TrainedModel, component_of, naming
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Rounding of up to four factors to the file's type, relative to the size of the update. One layer of few numbers may be
 # twice as far off as the whole adapter.
 TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3, "fp32": 1e-5}

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from trainer.adapters import formats
 from trainer.config import SINGLE_FILES, RunConfig
 from trainer.export.drafts import draft
 from trainer.export.metadata import model_metadata
@@ -20,12 +21,7 @@ from trainer.families.base import ModelFamily
 from trainer.trained import BaseWeights, TrainedModel
 from trainer.weights import Fused, TensorEntry, WeightFiles, read_tensor
 
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp8": torch.float8_e4m3fn,
-}
+DTYPES = formats.DTYPES | {"fp8": torch.float8_e4m3fn}
 # One rounding to the file's type, relative to the tensor's norm.
 TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3, "fp32": 1e-6, "fp8": 5e-2}
 # Numbers near zero are rounded to a multiple of the type's smallest number, whatever their size.

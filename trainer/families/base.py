@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from trainer.config import InputError, ModelConfig, ObjectiveConfig, SampleConfig, Section, not_one_of
+from trainer.families._folder import ModelFolder
 from trainer.objectives import Batch, Example, Loss, Shift
 from trainer.rng import SampleRng
 from trainer.weights import Fused, WeightFiles
@@ -78,6 +79,9 @@ class ModelFamily(ABC):
     kohya_by_path: ClassVar[bool] = False
     """Whether kohya's names are built from diffusers' paths (which all its readers accept), not from `layout`."""
 
+    _folder: ModelFolder
+    """Where the model lies: a family opens it when it is made."""
+
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
         _check_names("model.train", model.train, self.components)
         check_unread("model.options", model.options, self.options_read)
@@ -103,9 +107,9 @@ class ModelFamily(ABC):
         return ()
 
     @property
-    @abstractmethod
     def folder(self) -> Path:
         """The diffusers folder with the model's configs; for `tiny` a folder under `cache`, written when missing."""
+        return self._folder.path
 
     @property
     @abstractmethod
@@ -116,9 +120,9 @@ class ModelFamily(ABC):
     def build(self, component: str) -> nn.Module:
         """A component on the meta device: architecture only, fp32 parameters."""
 
-    @abstractmethod
     def weights(self, component: str) -> WeightFiles:
         """Where the weights of `build(component)` lie, by diffusers names."""
+        return self._folder.denoiser_weights(component, self.build(component), self.layout(component))
 
     @abstractmethod
     def layout(self, component: str) -> tuple[Fused, ...]:

@@ -45,7 +45,7 @@ from trainer.families._vae import build_vae, decode_latents, encode_latents, tin
 from trainer.families.base import FLOW_FIELDS, LoadModule, ModelFamily, check_unread
 from trainer.objectives import Batch, Example, Loss
 from trainer.rng import SampleRng
-from trainer.weights import Fused, WeightFiles
+from trainer.weights import Fused
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,6 @@ class Flux1(ModelFamily):
         self._check_inputs()
 
     @property
-    def folder(self) -> Path:
-        return self._folder.path
-
-    @property
     def model_spec(self) -> str:
         return f"flux-1-{self._kind}"
 
@@ -118,9 +114,6 @@ class Flux1(ModelFamily):
         with torch.device("meta"):
             model: nn.Module = FluxTransformer2DModel.from_config(self._transformer)
         return model
-
-    def weights(self, component: str) -> WeightFiles:
-        return self._folder.denoiser_weights(component, self.build(component), self.layout(component))
 
     def layout(self, component: str) -> tuple[Fused, ...]:
         model = self.build(component)

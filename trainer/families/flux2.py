@@ -52,7 +52,7 @@ from trainer.families._text import (
 from trainer.families.base import FLOW_FIELDS, LoadModule, ModelFamily, check_unread, references_of
 from trainer.objectives import Batch, Example, Loss, empirical_mu
 from trainer.rng import SampleRng
-from trainer.weights import Fused, WeightFiles
+from trainer.weights import Fused
 
 
 @dataclass(frozen=True)
@@ -154,10 +154,6 @@ class Flux2(ModelFamily):
         self._text = self._text_recipe()
 
     @property
-    def folder(self) -> Path:
-        return self._folder.path
-
-    @property
     def model_spec(self) -> str:
         config = self._architecture
         names = {(a.num_layers, a.num_single_layers): name for name, a in ARCHITECTURES.items()}
@@ -167,9 +163,6 @@ class Flux2(ModelFamily):
         with torch.device("meta"):
             model: nn.Module = Flux2Transformer2DModel.from_config(self._transformer)
         return model
-
-    def weights(self, component: str) -> WeightFiles:
-        return self._folder.denoiser_weights(component, self.build(component), self.layout(component))
 
     def layout(self, component: str) -> tuple[Fused, ...]:
         model = self.build(component)

@@ -44,7 +44,7 @@ from trainer.families._text import (
 from trainer.families.base import LoadModule, ModelFamily, references_of
 from trainer.objectives import Batch, Example, Loss, Shift
 from trainer.rng import SampleRng
-from trainer.weights import Fused, WeightFiles
+from trainer.weights import Fused
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,6 @@ class Flux3(ModelFamily):
         self._check_transformer()
 
     @property
-    def folder(self) -> Path:
-        return self._folder.path
-
-    @property
     def model_spec(self) -> str:
         return "Flux.3-klein" if self._found() == ARCHITECTURES["flux3"] else "Flux.3-tiny"
 
@@ -114,9 +110,6 @@ class Flux3(ModelFamily):
             model: nn.Module = Flux3Transformer2DModel.from_config(self._transformer)
             _widen_norms(model)
         return model
-
-    def weights(self, component: str) -> WeightFiles:
-        return self._folder.denoiser_weights(component, self.build(component), self.layout(component))
 
     def layout(self, component: str) -> tuple[Fused, ...]:
         model = self.build(component)

@@ -112,10 +112,6 @@ class QwenImage(ModelFamily):
         )
 
     @property
-    def folder(self) -> Path:
-        return self._folder.path
-
-    @property
     def model_spec(self) -> str:
         return "qwen-image"
 

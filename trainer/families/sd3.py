@@ -47,7 +47,7 @@ from trainer.families._vae import build_vae, decode_latents, encode_latents, tin
 from trainer.families.base import LoadModule, ModelFamily
 from trainer.objectives import Batch, Example, Loss, Shift
 from trainer.rng import SampleRng
-from trainer.weights import Fused, WeightFiles
+from trainer.weights import Fused
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,6 @@ class Sd3(ModelFamily):
         return (rf"transformer_blocks\.{self._architecture.num_layers - 1}\.attn\.(add_q_proj|norm_added_q)\..+",)
 
     @property
-    def folder(self) -> Path:
-        return self._folder.path
-
-    @property
     def model_spec(self) -> str:
         found = self._found()
         names = (MODEL_SPECS[name] for name, architecture in ARCHITECTURES.items() if architecture == found)
@@ -135,9 +131,6 @@ class Sd3(ModelFamily):
         with torch.device("meta"):
             model: nn.Module = SD3Transformer2DModel.from_config(self._transformer)
         return model
-
-    def weights(self, component: str) -> WeightFiles:
-        return self._folder.denoiser_weights(component, self.build(component), self.layout(component))
 
     def layout(self, component: str) -> tuple[Fused, ...]:
         model: Any = self.build(component)

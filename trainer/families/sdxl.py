@@ -127,10 +127,6 @@ class Sdxl(ModelFamily):
         self._alpha_bar = _alpha_bar(self._scheduler)
 
     @property
-    def folder(self) -> Path:
-        return self._folder.path
-
-    @property
     def model_spec(self) -> str:
         return "stable-diffusion-xl-v1-base"
 

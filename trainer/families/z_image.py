@@ -52,7 +52,7 @@ from trainer.families._vae import build_vae, decode_latents, encode_latents, tin
 from trainer.families.base import LoadModule, ModelFamily
 from trainer.objectives import Batch, Example, Loss, Shift
 from trainer.rng import SampleRng
-from trainer.weights import Fused, WeightFiles
+from trainer.weights import Fused
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,6 @@ class ZImage(ModelFamily):
         self._check_inputs()
 
     @property
-    def folder(self) -> Path:
-        return self._folder.path
-
-    @property
     def model_spec(self) -> str:
         return "z-image"
 
@@ -113,9 +109,6 @@ class ZImage(ModelFamily):
         with torch.device("meta"):
             model: nn.Module = ZImageTransformer2DModel.from_config(self._transformer)
         return model
-
-    def weights(self, component: str) -> WeightFiles:
-        return self._folder.denoiser_weights(component, self.build(component), self.layout(component))
 
     def layout(self, component: str) -> tuple[Fused, ...]:
         names = self.build(component).state_dict()
