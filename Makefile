@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUNS ?= runs
+# Two processes share the tests file by file, in their order: the files that take long come early.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
@@ -12,11 +14,11 @@ demo: .venv
 	$(BIN)/python launch.py --headless presets/quickstart.yaml --runs $(RUNS)
 
 test: .venv
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL)
 
 test-all: .venv
 	$(BIN)/python -m pip install --quiet -e '.[test,eightbit]'
-	$(BIN)/python -m pytest -m "not gpu" --timeout 1200
+	$(BIN)/python -m pytest -m "not gpu" --timeout 1200 $(PARALLEL)
 
 check: .venv
 	$(BIN)/ruff check .

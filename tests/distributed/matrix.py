@@ -25,7 +25,7 @@ from trainer.world import World
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "PARITY.md"
 STEPS = 4
-TOGETHER = 8
+TOGETHER = 16
 FAMILIES = ("flux2", "flux1", "sd3", "sdxl")
 METHODS: dict[str, dict[str, Any]] = {
     "lora": {"type": "lora", "rank": 4},

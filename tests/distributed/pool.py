@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import gc
 import os
 import queue
 import tempfile
@@ -15,11 +16,19 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from trainer.world import World, joined
 
 T = TypeVar("T")
 TIMEOUT_S = 120
+IMPORTED = (
+    "trainer.train",
+    "diffusers.models.transformers",
+    "diffusers.models.unets",
+    "transformers.models.t5.modeling_t5",
+)
+"""Modules every worker needs: imported once, by the process they are forked from."""
 
 
 def run_ranks(count: int, function: Callable[..., T], *arguments: Any) -> list[T]:
@@ -41,7 +50,8 @@ class _Worker:
 
 class _Pool:
     def __init__(self) -> None:
-        self._context = mp.get_context("spawn")
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(list(IMPORTED))
         self._workers: list[_Worker] = []
 
     def run(self, count: int, function: Callable[..., T], arguments: tuple[Any, ...]) -> list[T]:
@@ -83,6 +93,7 @@ def _pool(count: int) -> _Pool:
 def _serve(tasks: Any, results: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    gc.freeze()
     while True:
         rank, count, store, function, arguments = tasks.get()
         try:
@@ -100,3 +111,5 @@ def _serve(tasks: Any, results: Any) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            # Results of operations are remembered by the shape of the mesh, with a mesh whose groups have just ended.
+            _clear_sharding_prop_cache()
