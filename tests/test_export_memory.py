@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.benchmarks.memory import AnonymousPeak
 from tests.benchmarks.workload import KLEIN_SMALL, Bench, prepare
@@ -21,7 +21,7 @@ from trainer.export import model as export_of_models
 from trainer.export.adapter import export_adapter
 from trainer.export.model import export_model
 from trainer.families.base import ModelFamily
-from trainer.modules import inject_adapter
+from trainer.modules import build_model
 
 SHARD_BYTES = 64 * 10**6
 BLOCK_BYTES = 4 * 27_263_232
@@ -85,8 +85,7 @@ def measure(bench: Bench, adapter: str, what: str, format: str) -> int:
 
 
 def random_weights(cfg: RunConfig, family: ModelFamily) -> dict[str, Tensor]:
-    model = nn.ModuleDict({"transformer": family.build("transformer")})
-    return {name: 0.01 * torch.randn(shape) for name, shape in inject_adapter(model, cfg, family).parameters.items()}
+    return {name: 0.01 * torch.randn(shape) for name, shape in build_model(cfg, family).adapter.parameters.items()}
 
 
 if __name__ == "__main__":

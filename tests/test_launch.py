@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -230,6 +231,16 @@ def test_a_torchrun_that_knows_no_shutdown_timeout_is_given_none(make_run, monke
     older.write_text('parser.add_argument("--max-restarts")', encoding="utf-8")
     monkeypatch.setattr(launch, "_torchrun_source", lambda: older)
     assert "--shutdown-timeout" not in launch.torchrun_argv(cfg, run)
+
+
+def test_a_folder_of_the_same_name_in_the_current_one_is_not_taken_for_the_trainer(tmp_path):
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "__init__.py").touch()
+    (tmp_path / "trainer" / "__main__.py").write_text("print('not ours')")
+    command = [sys.executable, "-m", "trainer", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=launch.worker_environment(), capture_output=True, text=True)
+    assert "not ours" not in done.stdout
+    assert "RUN_DIR" in done.stdout + done.stderr
 
 
 def test_a_process_id_that_belongs_to_somebody_else_by_now_is_not_the_run(make_run):

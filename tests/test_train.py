@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from tests.distributed import run_ranks
 from tests.runs import alone, difference, make_pictures, make_run, run_config, steps_of, train
 from trainer import adapters
-from trainer.config import RunConfig
+from trainer.config import InputError, RunConfig
 from trainer.events import AnyEvent, SampleEvent, ValidationEvent, WarningEvent
 from trainer.rng import SampleRng
 from trainer.rundir import RunDir
@@ -38,6 +39,23 @@ def test_the_trainer_trains_what_a_hand_written_loop_trains(pictures: Path) -> N
     losses, weights = hand_written(cfg, make_run(pictures.parent, cfg, "theirs"))
     assert found.losses == pytest.approx(losses, abs=1e-6, rel=0)
     assert difference(found.weights, weights) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"adapter": {"type": "lora", "rank": 4, "targets": ["attn.to_qq"]}}, "adapter.targets: 'attn.to_qq'"),
+        ({"adapter": {"type": "boft", "block_size": 1024}}, "adapter.block_size"),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused_before_anything_is_encoded(
+    pictures: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    cfg = run_config(pictures, **changes)
+    events: list[AnyEvent] = []
+    with pytest.raises(InputError, match=re.escape(message)):
+        make_trainer(cfg, make_run(tmp_path, cfg, "run"), events)
+    assert events == []
 
 
 def hand_written(cfg: RunConfig, run: RunDir) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -158,6 +158,7 @@ def worker_environment() -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": f"{checkout}{os.pathsep}{inherited}" if inherited else checkout,
         "PYTHONUNBUFFERED": "1",
+        "PYTHONSAFEPATH": "1",  # else a folder named trainer in the current one is taken for this package
     }
 
 

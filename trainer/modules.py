@@ -48,13 +48,30 @@ class LoadedModel:
     adapter: Injected
 
 
-def load_model(cfg: RunConfig, family: ModelFamily, world: World) -> LoadedModel:
-    """Build -> inject -> checkpointing -> compile -> shard -> load -> initialise adapters. Collective.
+@dataclass(frozen=True)
+class BuiltModel:
+    """The live components on the meta device, with the adapter in them."""
+
+    module: nn.ModuleDict
+    adapter: Injected
+
+    @property
+    def trainables(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+
+def build_model(cfg: RunConfig, family: ModelFamily) -> BuiltModel:
+    """Build -> inject, without a byte of weights. Raises InputError for an adapter that does not fit the model."""
+    model = nn.ModuleDict({name: family.build(name) for name in family.live})
+    return BuiltModel(model, _inject_adapter(model, cfg, family))
+
+
+def load_model(built: BuiltModel, cfg: RunConfig, family: ModelFamily, world: World) -> LoadedModel:
+    """Checkpointing -> compile -> shard -> load -> initialise adapters. Collective.
 
     Each live component is sharded by itself, with a root of its own.
     """
-    model = nn.ModuleDict({name: family.build(name) for name in family.live})
-    injected = inject_adapter(model, cfg, family)
+    model, injected = built.module, built.adapter
     strategy = resolve_strategy(cfg.parallel, world, _state_bytes(model), min(world.gather(world.memory)))
     mesh = device_mesh(cfg.parallel, world, strategy)
     for name, module in model.items():
@@ -65,9 +82,8 @@ def load_model(cfg: RunConfig, family: ModelFamily, world: World) -> LoadedModel
     parameters = dict(model.named_parameters())
     _draw_adapter(parameters, injected, cfg.train.seed)
     model.train()
-    trainables = {name: p for name, p in parameters.items() if p.requires_grad}
     shards_gradients = "full" in map(cfg.mode, model) and strategy in ("full", "grad_op", "hybrid")
-    return LoadedModel(model, strategy, mesh, trainables, bytes_read, shards_gradients, injected)
+    return LoadedModel(model, strategy, mesh, built.trainables, bytes_read, shards_gradients, injected)
 
 
 def continue_adapter(loaded: LoadedModel, cfg: RunConfig, family: ModelFamily) -> tuple[str, ...]:
@@ -148,7 +164,7 @@ def _materialize(module: nn.Module, cfg: RunConfig, world: World) -> None:
             setattr(part, name, buffer.to(world.device))
 
 
-def inject_adapter(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> Injected:
+def _inject_adapter(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> Injected:
     """Unfreeze or freeze each component and inject the adapter."""
     for name, module in model.items():
         module.requires_grad_(cfg.mode(name) == "full")

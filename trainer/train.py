@@ -34,7 +34,7 @@ from trainer.events import (
     WarningEvent,
 )
 from trainer.export import check_export
-from trainer.modules import continue_adapter, encoder_loader, load_model, reshard, sync_gradients
+from trainer.modules import build_model, continue_adapter, encoder_loader, load_model, reshard, sync_gradients
 from trainer.objectives import Loss
 from trainer.optim import (
     Ema,
@@ -77,18 +77,20 @@ class Trainer:
     def __init__(self, cfg: RunConfig, run: RunDir, world: World, cache: Path, say: Say) -> None:
         self.cfg, self.run_dir, self.world, self.say = cfg, run, world, say
         self.family = families.make(cfg, cache)
+        # First what can be refused without weights: captions of a large set take hours to encode.
+        built = build_model(cfg, self.family)
+        exported = check_export(cfg, self.family, built.trainables)
         self._load_encoder = encoder_loader(cfg, world)
         self.data: EncodedData = encode_data(
             cfg, self.family, self._load_encoder, cache, world, say, lambda: run.requested("stop")
         )
         say(StatusEvent(state="loading"))
         started = time.perf_counter()
-        self.loaded = load_model(cfg, self.family, world)
+        self.loaded = load_model(built, cfg, self.family, world)
         self.model = self.loaded.module
         self.trainables = self.loaded.trainables
         newest = self._newest_checkpoint()
         started_from = continue_adapter(self.loaded, cfg, self.family) if newest is None else ()
-        exported = check_export(cfg, self.family, self.trainables)
         for note in (*self.loaded.adapter.notes, *started_from, *exported):
             say(StatusEvent(state="loading", message=note))
         self._dropouts = adapters.dropouts(self.model)

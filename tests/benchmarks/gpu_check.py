@@ -28,7 +28,7 @@ from tests.benchmarks.step_time import hand_written
 from tests.benchmarks.workload import KLEIN_4B, TINY, Bench, Workload, prepare
 from trainer import families
 from trainer.launch import worker_environment
-from trainer.modules import load_model
+from trainer.modules import build_model, load_model
 from trainer.parallel.memory import MemoryMeter
 from trainer.world import World, connect
 
@@ -186,7 +186,7 @@ def _load(place: Place) -> Figures:
     with connect(cfg.parallel) as world:
         family = families.make(cfg, place.folder / "cache")
         began = time.perf_counter()
-        loaded = load_model(cfg, family, world)
+        loaded = load_model(build_model(cfg, family), cfg, family, world)
         _synchronize(world)
         return {"seconds": time.perf_counter() - began, "bytes": loaded.bytes_read}
 

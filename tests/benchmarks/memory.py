@@ -27,7 +27,7 @@ from tests.benchmarks.processes import run_ranks_afresh
 from tests.benchmarks.workload import KLEIN_MEDIUM, Bench, prepare
 from trainer import families
 from trainer.config import ParallelConfig
-from trainer.modules import load_model
+from trainer.modules import build_model, load_model
 from trainer.parallel.memory import full_bytes, local_bytes
 from trainer.world import World, connect
 
@@ -103,7 +103,7 @@ def measure_loading(world: World, bench: Bench) -> Loading:
     family = families.make(cfg, bench.root / "cache")
     peak, began = AnonymousPeak(), time.perf_counter()
     with peak.watching():
-        model = load_model(cfg, family, world).module
+        model = load_model(build_model(cfg, family), cfg, family, world).module
     seconds = time.perf_counter() - began
     parameters = list(model.parameters())
     return Loading(peak.growth, local_bytes(parameters), full_bytes(parameters), seconds)

@@ -14,7 +14,7 @@ from tests.distributed import run_ranks
 from tests.runs import Outcome, alone, difference, make_pictures, make_run, run_config, train
 from trainer import families
 from trainer.config import RunConfig
-from trainer.modules import load_model, sync_gradients
+from trainer.modules import build_model, load_model, sync_gradients
 from trainer.rng import SampleRng
 from trainer.world import World
 
@@ -29,7 +29,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sharded_gradients_after_a_first_pass(world: World, cfg: RunConfig, cache: Path) -> float:
     """Share of the trained parameters whose gradient is a shard between two passes; the others' is whole."""
     family = families.make(cfg, cache)
-    loaded = load_model(cfg, family, world)
+    loaded = load_model(build_model(cfg, family), cfg, family, world)
     sync_gradients(loaded, last=False)
     config = loaded.module["transformer"].config
     batch = {
