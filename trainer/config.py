@@ -102,9 +102,9 @@ class ModelOptions(Section):
     architecture: str | None = None
     """Published variant that `model.path: tiny` imitates; for weights on disk it is compared with them."""
     text_layers: tuple[Layer, ...] | None = None
-    """Hidden states of the text encoder that are stacked. Empty: those of the published model."""
+    """Hidden states of the text encoder that are stacked. Empty: evenly spaced ones, as in the published models."""
     max_tokens: Whole | None = option(None, ge=8, le=4096, unit="tokens")
-    """Length captions are padded or cut to. Empty: that of the published model."""
+    """Length captions are padded or cut to. Empty: that of the published model, or of a tokenizer for shorter texts."""
     without: tuple[str, ...] = ()
     """Text encoders that are left out, where the model can do without: a large third one, as `text_encoder_3`."""
 

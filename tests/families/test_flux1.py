@@ -170,10 +170,14 @@ def test_published_architectures_have_their_published_size(name, billions):
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("dev", 512), ("schnell", 256)])
-def test_a_model_on_disk_reads_captions_of_its_published_length(cache, copied, name, tokens):
+def test_a_model_on_disk_reads_captions_of_its_published_length_or_its_tokenizers(cache, copied, name, tokens):
     tiny = make("flux1", cache, architecture=name)
     family = make("flux1", cache, str(shutil.copytree(tiny.folder, copied, dirs_exist_ok=True)))
-    assert family.encode_text(family.text_encoder(load), "a fox")["prompt_embeds"].shape == (tokens, 32)
+    tokenizer = copied / "tokenizer_2" / "tokenizer_config.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"model_max_length": 32', '"model_max_length": 512'))
+    longer = make("flux1", cache, str(copied))
+    for made, length in ((family, 32), (longer, tokens)):
+        assert made.encode_text(made.text_encoder(load), "a fox")["prompt_embeds"].shape == (length, 32)
     assert family.model_spec == f"flux-1-{name}"
 
 

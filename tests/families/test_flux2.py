@@ -30,9 +30,10 @@ from tests.families.common import (
     refusal,
     without_bar,
 )
-from trainer.config import InputError, ObjectiveConfig, SampleConfig
-from trainer.families._folder import write_once
+from trainer.config import InputError, ModelConfig, ObjectiveConfig, SampleConfig
+from trainer.families._folder import ModelFolder, write_once
 from trainer.families._images import pack, patchify, unpack, unpatchify
+from trainer.families._text import stacked_layers
 from trainer.families.flux2 import ARCHITECTURES, Flux2, image_ids, text_ids
 from trainer.objectives import add_noise, draw_sigma, empirical_mu
 from trainer.rng import SampleRng
@@ -276,7 +277,7 @@ def test_text_encoder_weights_are_found_under_each_known_prefix(cache, copied, k
     file = copied / "text_encoder" / "model.safetensors"
     weights = {key.replace("model.", prefix, 1): tensor for key, tensor in load_file(file).items()}
     save_file({**weights, "vision_tower.layers.0.weight": torch.zeros(1)}, file)
-    made = family(cache, str(copied), text_layers=(1, 2, 3))
+    made = family(cache, str(copied))
     expected = klein.text_encoder(load).model.state_dict()
     found = made.text_encoder(load).model.state_dict()
     assert {name: tensor.tolist() for name, tensor in found.items()} == {
@@ -293,20 +294,20 @@ def test_a_tokenizer_folder_that_holds_a_processor_gives_its_tokenizer(cache, co
     processor = {"processor_class": "PixtralProcessor"}
     (copied / "tokenizer" / "processor_config.json").write_text(json.dumps(processor))
     edit_json(copied / "tokenizer" / "tokenizer_config.json", **processor)
-    tokenizer = family(cache, str(copied), text_layers=(1, 2, 3)).text_encoder(load).tokenizer
+    tokenizer = family(cache, str(copied)).text_encoder(load).tokenizer
     assert tokenizer("a fox")["input_ids"] == klein.text_encoder(load).tokenizer("a fox")["input_ids"]
 
 
 def test_a_single_transformer_file_beside_a_base_folder_is_the_same_model(cache, copied, klein, tmp_path):
     file = shutil.move(copied / "transformer" / "diffusion_pytorch_model.safetensors", tmp_path / "mine.safetensors")
-    made = family(cache, str(file), base=str(copied), text_layers=(1, 2, 3))
+    made = family(cache, str(file), base=str(copied))
     ours, expected = model_of(made).state_dict(), model_of(klein).state_dict()
     assert made.folder == copied
     assert all(tensor.equal(ours[name]) for name, tensor in expected.items())
 
 
 def test_a_single_file_in_the_original_layout_is_the_same_model(dev, tmp_path):
-    assert_original_file_is_read(dev, tmp_path, text_layers=(1, 2, 3))
+    assert_original_file_is_read(dev, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["dev", "klein-4b"])
@@ -321,7 +322,7 @@ def test_a_hub_id_in_the_local_cache_is_read_from_there(cache, klein, tmp_path, 
     (repository / "refs" / "main").write_text("0" * 40)
     snapshot = shutil.copytree(klein.folder, repository / "snapshots" / ("0" * 40))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    assert family(cache, "someone/flux2", text_layers=(1, 2, 3)).folder == snapshot
+    assert family(cache, "someone/flux2").folder == snapshot
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -330,7 +331,7 @@ def test_architecture_of_a_folder_is_accepted_when_its_config_is_that_of_the_nam
     wanted = ARCHITECTURES[name]
     blocks = {"num_layers": wanted.num_layers, "num_single_layers": wanted.num_single_layers}
     edit_json(folder / "transformer" / "config.json", **blocks)
-    made = family(cache, str(folder), architecture=name, text_layers=(1, 2, 3))
+    made = family(cache, str(folder), architecture=name)
     assert len(made.build("transformer").single_transformer_blocks) == wanted.num_single_layers
 
 
@@ -475,7 +476,7 @@ def test_a_transformer_file_of_another_model_is_refused(cache, copied, tmp_path,
     file = tmp_path / "mine.safetensors"
     save_file({key: torch.zeros(1)}, file)
     with pytest.raises(InputError) as caught:
-        family(cache, str(file), base=str(copied), text_layers=(1, 2, 3)).weights("transformer")
+        family(cache, str(file), base=str(copied)).weights("transformer")
     assert str(caught.value) == f"{file}: {reason}"
 
 
@@ -504,14 +505,28 @@ def test_a_text_encoder_config_without_its_size_is_refused(cache, copied):
 
 
 def test_an_architecture_that_the_folder_does_not_hold_is_refused(cache, copied):
-    assert error_of(cache, str(copied), architecture="dev", text_layers=(1, 2, 3)) == (
+    assert error_of(cache, str(copied), architecture="dev") == (
         "model.options.architecture: dev has 8 + 48 blocks with guidance embedding, "
         f"but {copied} has 1 + 2 blocks without guidance embedding; leave it empty or set model.path to dev"
     )
 
 
+@pytest.mark.parametrize(
+    ("depth", "width", "needed", "published"),
+    [
+        (40, 5120, 15360, (10, 20, 30)),  # FLUX.2-dev
+        (36, 2560, 7680, (9, 18, 27)),  # klein 4B
+        (36, 4096, 12288, (9, 18, 27)),  # klein 9B
+        (36, 4096, 32768, (4, 8, 12, 16, 20, 24, 28, 32)),  # FLUX.3
+    ],
+)
+def test_text_layers_of_published_models(copied, depth, width, needed, published):
+    config = {"num_hidden_layers": depth, "hidden_size": width}
+    assert stacked_layers(ModelConfig(), config, needed, ModelFolder("model.path", copied)) == published
+
+
 def test_text_layers_beyond_the_encoder_are_refused(cache, copied):
-    assert error_of(cache, str(copied)) == (
+    assert error_of(cache, str(copied), text_layers=(9, 18, 27)) == (
         f"model.options.text_layers: [9, 18, 27] is not within 0 to 4, the hidden states of {copied}/text_encoder"
     )
 

@@ -78,7 +78,7 @@ def copied(family, tmp_path) -> Path:
 
 
 def from_disk(cache: Path, folder: Path, **options: Any) -> Flux3:
-    return make("flux3", cache, str(folder), text_layers=(1, 2), **options)
+    return make("flux3", cache, str(folder), **options)
 
 
 def drawn(pipeline: Flux3ModularPipeline, guidance: float, **inputs: Any) -> Image.Image:
@@ -234,7 +234,7 @@ def test_a_single_file_by_the_layout_is_read_by_diffusers_as_the_same_weights(fa
 
 
 def test_a_single_file_in_the_original_layout_is_the_same_model(family, tmp_path):
-    assert_original_file_is_read(family, tmp_path, text_layers=(1, 2))
+    assert_original_file_is_read(family, tmp_path)
 
 
 # Errors
@@ -242,7 +242,7 @@ def test_a_single_file_in_the_original_layout_is_the_same_model(family, tmp_path
 
 def test_a_step_distilled_model_is_refused(cache, copied):
     edit_json(copied / "transformer" / "config.json", flow_map=True)
-    assert refusal("flux3", cache, str(copied), text_layers=(1, 2)) == (
+    assert refusal("flux3", cache, str(copied)) == (
         f"model.path {copied}: the transformer is step-distilled, it is told where each step leads; "
         "train the model it was made from, black-forest-labs/flux-3-image-klein-base"
     )
@@ -257,9 +257,8 @@ def test_a_text_encoder_of_another_kind_is_refused(cache, copied):
 
 
 def test_text_layers_beyond_the_encoder_or_that_do_not_fill_the_transformers_input_are_refused(cache, copied):
-    assert refusal("flux3", cache, str(copied)) == (
-        "model.options.text_layers: [4, 8, 12, 16, 20, 24, 28, 32] is not within 0 to 3, "
-        f"the hidden states of {copied}/text_encoder"
+    assert refusal("flux3", cache, str(copied), text_layers=(4, 8)) == (
+        f"model.options.text_layers: [4, 8] is not within 0 to 3, the hidden states of {copied}/text_encoder"
     )
     assert refusal("flux3", cache, text_layers=(1,)) == (
         "model.options.text_layers: [1] gives 1 x 32 = 32 features per token, but the transformer reads 64; "

@@ -65,11 +65,11 @@ def write_tiny_t5(folder: Path, config: dict[str, Any]) -> None:
     write_random(folder, lambda: _shared_embedding(config))
 
 
-def write_tiny_t5_tokenizer(folder: Path) -> None:
+def write_tiny_t5_tokenizer(folder: Path, max_tokens: int) -> None:
     """T5's tokenizer with the letters and a few words."""
     from transformers import T5TokenizerFast
 
-    T5TokenizerFast(vocab=_tiny_pieces(), extra_ids=0).save_pretrained(folder)
+    T5TokenizerFast(vocab=_tiny_pieces(), extra_ids=0, model_max_length=max_tokens).save_pretrained(folder)
 
 
 def _shared_embedding(config: dict[str, Any]) -> nn.Module:

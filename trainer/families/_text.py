@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.config import InputError
+from trainer.config import InputError, ModelConfig
 from trainer.families._folder import TRANSFORMERS_STEM, ModelFolder
 from trainer.families._images import device_of
 from trainer.families.base import LoadModule
@@ -101,21 +101,35 @@ def hidden_states(model: Any, tokens: Mapping[str, Tensor], layers: Sequence[int
     return [outputs[layer] for layer in layers]
 
 
-def check_text_layers(layers: Sequence[int], config: Mapping[str, Any], needed: int, folder: Path) -> None:
-    """Refuse hidden states that the encoder does not have, or that do not fill the transformer's input when stacked.
+def stacked_layers(model: ModelConfig, config: Mapping[str, Any], needed: int, folder: ModelFolder) -> tuple[int, ...]:
+    """The hidden states that are stacked: those the config names, or evenly spaced ones, as in the published models.
 
-    config: `language_model_config`'s.  needed: features per token the transformer reads.  folder: for messages.
+    config: `language_model_config`'s.  needed: features per token the transformer reads.
+    Raises InputError for states the encoder does not have, or that do not fill the transformer's input.
     """
     depth, width = config["num_hidden_layers"], config["hidden_size"]
+    wanted = needed // width
+    layers = model.options.text_layers or tuple(depth * k // (wanted + 1) for k in range(1, wanted + 1))
     if not all(0 <= layer <= depth for layer in layers):
         raise InputError(
-            f"model.options.text_layers: {list(layers)} is not within 0 to {depth}, the hidden states of {folder}"
+            f"model.options.text_layers: {list(layers)} is not within 0 to {depth}, the hidden states of "
+            f"{folder.path / 'text_encoder'}"
         )
     if len(layers) * width != needed:
         raise InputError(
             f"model.options.text_layers: {list(layers)} gives {len(layers)} x {width} = {len(layers) * width} "
             f"features per token, but the transformer reads {needed}; name {needed / width:g} hidden states"
         )
+    return layers
+
+
+def max_tokens(model: ModelConfig, folder: ModelFolder, tokenizer: str, published: int) -> int:
+    """The length captions are padded or cut to: that of the config, or the published model's.
+
+    A tokenizer that is made for shorter texts says so. tokenizer: its folder in the model's.
+    """
+    longest = folder.read(f"{tokenizer}/tokenizer_config.json").get("model_max_length", published)
+    return model.options.max_tokens or min(published, int(longest))
 
 
 def _build_language_model(config_class: Any, model_class: Any, config: Mapping[str, Any], num_layers: int) -> Any:
@@ -154,7 +168,7 @@ def tiny_language_model(width: int, vocabulary: int, num_layers: int) -> dict[st
 
 
 def write_tiny_tokenizer(
-    folder: Path, vocabulary: int, special: Sequence[str] = TINY_SPECIAL, corpus: Sequence[str] = ()
+    folder: Path, vocabulary: int, max_tokens: int, special: Sequence[str] = TINY_SPECIAL, corpus: Sequence[str] = ()
 ) -> None:
     """A byte-level tokenizer with a chat template, trained on `corpus` and 256 Unicode names of animals and things.
 
@@ -178,6 +192,7 @@ def write_tiny_tokenizer(
         merges=[tuple(pair) for pair in model["merges"]],
         extra_special_tokens=list(special[1:]),
         chat_template=TINY_CHAT_TEMPLATE,
+        model_max_length=max_tokens,
     )
     tokenizer.save_pretrained(folder)
 

@@ -40,7 +40,7 @@ from trainer.families._folder import check_architecture, open_folder, write_mode
 from trainer.families._images import device_of, pack, patchify, unpack, unpatchify
 from trainer.families._layout import numbered, tensors_of
 from trainer.families._t5 import T5_TYPES, load_t5, t5_states, tiny_t5, write_tiny_t5, write_tiny_t5_tokenizer
-from trainer.families._text import TextEncoder
+from trainer.families._text import TextEncoder, max_tokens
 from trainer.families._vae import build_vae, decode_latents, encode_latents, tiny_vae
 from trainer.families.base import FLOW_FIELDS, LoadModule, ModelFamily, check_unread
 from trainer.objectives import Batch, Example, Loss
@@ -105,6 +105,7 @@ class Flux1(ModelFamily):
         if not self._found().guidance_embeds:
             check_unread("objective", objective, FLOW_FIELDS)
         self._check_inputs()
+        self._max_tokens = max_tokens(model, self._folder, "tokenizer_2", MAX_TOKENS[self._kind])
 
     @property
     def model_spec(self) -> str:
@@ -205,11 +206,6 @@ class Flux1(ModelFamily):
     def _kind(self) -> str:
         return "dev" if self._architecture.guidance_embeds else "schnell"
 
-    @property
-    def _max_tokens(self) -> int:
-        published = TINY_TOKENS if self.config.path == "tiny" else MAX_TOKENS[self._kind]
-        return self.config.options.max_tokens or published
-
     def _found(self) -> Architecture:
         config = self._architecture
         return Architecture(config.num_layers, config.num_single_layers, config.guidance_embeds)
@@ -218,7 +214,6 @@ class Flux1(ModelFamily):
         self._folder.encoder_config("text_encoder", *CLIP_TYPES)
         self._folder.encoder_config("text_encoder_2", *T5_TYPES)
         self._folder.read("tokenizer/tokenizer_config.json")
-        self._folder.read("tokenizer_2/tokenizer_config.json")
 
     def _check_inputs(self) -> None:
         """Fill, Depth and Canny read other images beside the latents."""
@@ -301,7 +296,7 @@ SINGLE_BLOCK = {
 
 # What follows writes the model of `model.path: tiny`.
 
-TINY_VERSION = 1
+TINY_VERSION = 2
 """Part of the folder's name: raise it when equal configs are to give other files."""
 TINY_WIDTH = 32
 TINY_TOKENS = 32
@@ -315,7 +310,7 @@ def _write_tiny(folder: Path, configs: dict[str, Any]) -> None:
     write_tiny_clip(folder / "text_encoder", configs["text_encoder"], CLIPTextModel)
     write_tiny_t5(folder / "text_encoder_2", configs["text_encoder_2"])
     write_tiny_clip_tokenizer(folder / "tokenizer", TINY_TOKENS)
-    write_tiny_t5_tokenizer(folder / "tokenizer_2")
+    write_tiny_t5_tokenizer(folder / "tokenizer_2", TINY_TOKENS)
     write_euler_scheduler(folder / "scheduler", configs["scheduler"])
     write_model_index(
         folder,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,10 +42,11 @@ from trainer.families._packed_vae import (
 from trainer.families._text import (
     TINY_SPECIAL,
     TextEncoder,
-    check_text_layers,
     hidden_states,
     language_model_config,
     load_language_model,
+    max_tokens,
+    stacked_layers,
     tiny_language_model,
     write_tiny_tokenizer,
 )
@@ -75,6 +76,7 @@ ARCHITECTURES = {
     "klein-9b": Architecture(8, 24, guidance_embeds=False, encoder="qwen3"),
 }
 DEFAULT_ARCHITECTURE = "klein-4b"
+MAX_TOKENS = 512
 REFERENCE_TIME = 10
 """Distance in time of each reference image from the one before, the noisy image first, as in diffusers' pipelines."""
 
@@ -114,10 +116,7 @@ def _tokenize_klein(tokenizer: Any, caption: str, max_tokens: int) -> Mapping[st
     return tokens
 
 
-RECIPES = {
-    "mistral": TextRecipe((10, 20, 30), 512, _tokenize_dev),
-    "qwen3": TextRecipe((9, 18, 27), 512, _tokenize_klein),
-}
+TOKENIZE = {"mistral": _tokenize_dev, "qwen3": _tokenize_klein}
 
 
 class Flux2(ModelFamily):
@@ -144,8 +143,7 @@ class Flux2(ModelFamily):
         self._transformer = self._folder.config("transformer", Flux2Transformer2DModel.__name__)
         self._vae = self._folder.read("vae/config.json")
         self._scheduler = self._folder.read("scheduler/scheduler_config.json")
-        self._language_model = language_model_config(self._folder, *RECIPES)
-        self._folder.read("tokenizer/tokenizer_config.json")
+        self._language_model = language_model_config(self._folder, *TOKENIZE)
         # The model's own view of its config: what the file leaves out has its default.
         self._architecture: Any = self.build("transformer").config
         check_architecture(model, self._folder, ARCHITECTURES, self._found())
@@ -253,18 +251,11 @@ class Flux2(ModelFamily):
         )
 
     def _text_recipe(self) -> TextRecipe:
-        """The published recipe of the folder's text encoder, with what the config names instead."""
-        kind = self._language_model["model_type"]
-        recipe = RECIPES[kind]
-        if self.config.path == "tiny":
-            recipe = replace(recipe, layers=TINY_LAYERS, max_tokens=TINY_TOKENS[kind])
-        if self.config.options.text_layers:
-            recipe = replace(recipe, layers=self.config.options.text_layers)
-        if self.config.options.max_tokens:
-            recipe = replace(recipe, max_tokens=self.config.options.max_tokens)
+        """The published recipe of the folder's text encoder, with what the config or the folder has instead."""
+        tokenize = TOKENIZE[self._language_model["model_type"]]
         needed = self._architecture.joint_attention_dim
-        check_text_layers(recipe.layers, self._language_model, needed, self.folder / "text_encoder")
-        return recipe
+        layers = stacked_layers(self.config, self._language_model, needed, self._folder)
+        return TextRecipe(layers, max_tokens(self.config, self._folder, "tokenizer", MAX_TOKENS), tokenize)
 
     def _predict(self, model: nn.ModuleDict, latents: Tensor, sigma: Tensor, batch: Batch, guidance: float) -> Tensor:
         """The model's velocity, fp32. latents: (B, C, h, w).  sigma: (B,).  batch: prompt_embeds and references.
@@ -349,10 +340,10 @@ SINGLE_BLOCK = {
 
 # What follows writes the model of `model.path: tiny`.
 
-TINY_VERSION = 1
+TINY_VERSION = 2
 """Part of the folder's name: raise it when equal configs are to give other files."""
 TINY_LAYERS = (1, 2, 3)
-TINY_TOKENS = {"mistral": 64, "qwen3": 48}  # dev's system message alone takes about 40
+TINY_TOKENS = {"mistral3": 64, "qwen3": 48}  # dev's system message alone takes about 40
 TINY_VOCABULARY = 1024
 TINY_TOKENS_KEPT = (*TINY_SPECIAL, "[IMG]")
 
@@ -363,7 +354,8 @@ def _write_tiny(folder: Path, configs: dict[str, Any]) -> None:
     write_random(folder / "transformer", lambda: Flux2Transformer2DModel(**configs["transformer"]))
     write_tiny_packed_vae(folder / "vae", configs["vae"])
     write_random(folder / "text_encoder", lambda: _tiny_language_model(configs["text_encoder"]))
-    write_tiny_tokenizer(folder / "tokenizer", TINY_VOCABULARY, TINY_TOKENS_KEPT, [SYSTEM_MESSAGE] * 16)
+    tokens = TINY_TOKENS[configs["text_encoder"]["model_type"]]
+    write_tiny_tokenizer(folder / "tokenizer", TINY_VOCABULARY, tokens, TINY_TOKENS_KEPT, [SYSTEM_MESSAGE] * 16)
     write_euler_scheduler(folder / "scheduler", configs["scheduler"])
     _write_tiny_index(folder, configs["text_encoder"]["architectures"][0])
 

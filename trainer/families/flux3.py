@@ -34,10 +34,11 @@ from trainer.families._packed_vae import (
 )
 from trainer.families._text import (
     TextEncoder,
-    check_text_layers,
     hidden_states,
     language_model_config,
     load_language_model,
+    max_tokens,
+    stacked_layers,
     tiny_language_model,
     write_tiny_tokenizer,
 )
@@ -63,7 +64,6 @@ ARCHITECTURES = {"flux3": Architecture(5, 28, 24)}
 DEFAULT_ARCHITECTURE = "flux3"
 SAMPLER_SHIFT = 6.93
 """The constant shift of diffusers' pipeline, which has no scheduler folder."""
-TEXT_LAYERS = (4, 8, 12, 16, 20, 24, 28, 32)
 WINDOW = 80
 """Captions are padded to multiples of so many tokens."""
 MAX_TOKENS = 8192
@@ -95,11 +95,12 @@ class Flux3(ModelFamily):
         self._transformer = self._folder.config("transformer", Flux3Transformer2DModel.__name__)
         self._vae = self._folder.config("vae", "AutoencoderKLFlux2")
         self._language_model = language_model_config(self._folder, "qwen3_vl")
-        self._folder.read("tokenizer/tokenizer_config.json")
+        self._max_tokens = max_tokens(model, self._folder, "tokenizer", MAX_TOKENS)
         # The model's own view of its config: what the file leaves out has its default.
         self._architecture: Any = self.build("transformer").config
         check_architecture(model, self._folder, ARCHITECTURES, self._found())
         self._check_transformer()
+        self._text_layers = self._stacked_layers()
 
     @property
     def model_spec(self) -> str:
@@ -187,18 +188,13 @@ class Flux3(ModelFamily):
             "text_encoder": _tiny_text_encoder(),
         }
 
-    @property
-    def _text_layers(self) -> tuple[int, ...]:
-        published = TINY_LAYERS if self.config.path == "tiny" else TEXT_LAYERS
-        return self.config.options.text_layers or published
-
-    @property
-    def _max_tokens(self) -> int:
-        return self.config.options.max_tokens or (TINY_TOKENS if self.config.path == "tiny" else MAX_TOKENS)
-
     def _found(self) -> Architecture:
         config = self._architecture
         return Architecture(config.num_layers, config.num_single_layers, config.num_attention_heads)
+
+    def _stacked_layers(self) -> tuple[int, ...]:
+        needed = self._architecture.joint_attention_dim
+        return stacked_layers(self.config, self._language_model, needed, self._folder)
 
     def _check_transformer(self) -> None:
         config = self._architecture
@@ -207,9 +203,6 @@ class Flux3(ModelFamily):
                 f"{self._folder.field} {self.folder}: the transformer is step-distilled, it is told where each step "
                 "leads; train the model it was made from, black-forest-labs/flux-3-image-klein-base"
             )
-        check_text_layers(
-            self._text_layers, self._language_model, config.joint_attention_dim, self.folder / "text_encoder"
-        )
 
     def _write_tiny(self) -> Path:
         configs = self.tiny()
@@ -318,7 +311,7 @@ BLOCK = {
 
 # What follows writes the model of `model.path: tiny`.
 
-TINY_VERSION = 2
+TINY_VERSION = 3
 """Part of the folder's name: raise it when equal configs are to give other files."""
 TINY_LAYERS = (1, 2)
 TINY_TOKENS = 2 * WINDOW
@@ -336,7 +329,7 @@ def _write_tiny(folder: Path, configs: dict[str, Any]) -> None:
     write_random(folder / "transformer", lambda: Flux3Transformer2DModel(**configs["transformer"]))
     write_tiny_packed_vae(folder / "vae", configs["vae"])
     write_random(folder / "text_encoder", text_encoder)
-    write_tiny_tokenizer(folder / "tokenizer", TINY_VOCABULARY)
+    write_tiny_tokenizer(folder / "tokenizer", TINY_VOCABULARY, TINY_TOKENS)
 
 
 def _tiny_transformer() -> dict[str, Any]:

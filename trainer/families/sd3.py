@@ -42,7 +42,7 @@ from trainer.families._folder import check_architecture, open_folder, write_mode
 from trainer.families._images import device_of
 from trainer.families._layout import numbered, tensors_of
 from trainer.families._t5 import T5_TYPES, load_t5, t5_states, tiny_t5, write_tiny_t5, write_tiny_t5_tokenizer
-from trainer.families._text import TextEncoder
+from trainer.families._text import TextEncoder, max_tokens
 from trainer.families._vae import build_vae, decode_latents, encode_latents, tiny_vae
 from trainer.families.base import LoadModule, ModelFamily
 from trainer.objectives import Batch, Example, Loss, Shift
@@ -115,6 +115,9 @@ class Sd3(ModelFamily):
         # The model's own view of its config: what the file leaves out has its default.
         self._architecture: Any = self.build("transformer").config
         check_architecture(model, self._folder, ARCHITECTURES, self._found())
+        self._max_tokens = model.options.max_tokens or MAX_TOKENS
+        if self._has_t5 or (self.folder / "tokenizer_3").is_dir():
+            self._max_tokens = max_tokens(model, self._folder, "tokenizer_3", MAX_TOKENS)
 
     @property
     def never_trained(self) -> tuple[str, ...]:
@@ -228,10 +231,6 @@ class Sd3(ModelFamily):
             "scheduler": {"shift": 3.0},
         }
 
-    @property
-    def _max_tokens(self) -> int:
-        return self.config.options.max_tokens or (TINY_TOKENS if self.config.path == "tiny" else MAX_TOKENS)
-
     def _num_tokens(self, latents: Tensor) -> int:
         patch: int = self._architecture.patch_size
         return latents.shape[-2] * latents.shape[-1] // patch**2
@@ -245,7 +244,7 @@ class Sd3(ModelFamily):
         self._folder.encoder_config("text_encoder_2", *CLIP_TYPES)
         if self._has_t5:
             self._folder.encoder_config(T5, *T5_TYPES)
-        for name in ("tokenizer", "tokenizer_2", *(("tokenizer_3",) if self._has_t5 else ())):
+        for name in ("tokenizer", "tokenizer_2"):
             self._folder.read(f"{name}/tokenizer_config.json")
 
     def _write_tiny(self) -> Path:
@@ -315,7 +314,7 @@ BLOCK = {
 
 # What follows writes the model of `model.path: tiny`.
 
-TINY_VERSION = 1
+TINY_VERSION = 2
 """Part of the folder's name: raise it when equal configs are to give other files."""
 TINY_WIDTH = 32
 TINY_TOKENS = 32
@@ -331,7 +330,7 @@ def _write_tiny(folder: Path, configs: dict[str, Any]) -> None:
     write_tiny_t5(folder / T5, configs[T5])
     write_tiny_clip_tokenizer(folder / "tokenizer", TINY_TOKENS)
     write_tiny_clip_tokenizer(folder / "tokenizer_2", TINY_TOKENS, pad_token="!")
-    write_tiny_t5_tokenizer(folder / "tokenizer_3")
+    write_tiny_t5_tokenizer(folder / "tokenizer_3", TINY_TOKENS)
     write_euler_scheduler(folder / "scheduler", configs["scheduler"])
     write_model_index(
         folder,

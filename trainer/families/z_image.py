@@ -45,6 +45,7 @@ from trainer.families._text import (
     hidden_states,
     language_model_config,
     load_language_model,
+    max_tokens,
     tiny_language_model,
     write_tiny_tokenizer,
 )
@@ -95,7 +96,7 @@ class ZImage(ModelFamily):
         self._vae = self._folder.read("vae/config.json")
         self._scheduler = self._folder.read("scheduler/scheduler_config.json")
         self._language_model = language_model_config(self._folder, "qwen3")
-        self._folder.read("tokenizer/tokenizer_config.json")
+        self._max_tokens = max_tokens(model, self._folder, "tokenizer", MAX_TOKENS)
         # The model's own view of its config: what the file leaves out has its default.
         self._architecture: Any = self.build("transformer").config
         check_architecture(model, self._folder, ARCHITECTURES, self._found())
@@ -199,10 +200,6 @@ class ZImage(ModelFamily):
     def _text_layers(self) -> tuple[int]:
         return (self._language_model["num_hidden_layers"] - 1,)
 
-    @property
-    def _max_tokens(self) -> int:
-        return self.config.options.max_tokens or (TINY_TOKENS if self.config.path == "tiny" else MAX_TOKENS)
-
     def _found(self) -> Architecture:
         config = self._architecture
         return Architecture(config.n_layers, config.n_refiner_layers, config.dim)
@@ -264,7 +261,7 @@ def _original(name: str) -> Fused:
 
 # What follows writes the model of `model.path: tiny`.
 
-TINY_VERSION = 2
+TINY_VERSION = 3
 """Part of the folder's name: raise it when equal configs are to give other files."""
 TINY_TOKENS = 48
 TINY_WIDTH = 32
@@ -277,7 +274,7 @@ def _write_tiny(folder: Path, configs: dict[str, Any]) -> None:
     write_random(folder / "transformer", lambda: ZImageTransformer2DModel(**configs["transformer"]))
     write_random(folder / "vae", lambda: AutoencoderKL(**configs["vae"]))
     write_random(folder / "text_encoder", lambda: Qwen3Model(Qwen3Config(**configs["text_encoder"])))
-    write_tiny_tokenizer(folder / "tokenizer", TINY_VOCABULARY)
+    write_tiny_tokenizer(folder / "tokenizer", TINY_VOCABULARY, TINY_TOKENS)
     write_euler_scheduler(folder / "scheduler", configs["scheduler"])
     write_model_index(
         folder,
