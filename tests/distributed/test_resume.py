@@ -72,8 +72,15 @@ def compare_two_parts(pictures: Path, kind: str) -> None:
     assert all(torch.equal(parts.weights[name], straight.weights[name]) for name in straight.weights)
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("lora", 4),
+        ("full", 1),
+        pytest.param("lora", 1, marks=pytest.mark.slow),
+        pytest.param("full", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_a_checkpoint_of_two_ranks_goes_on_on_another_number(pictures: Path, kind: str, ranks: int) -> None:
     straight = straight_run(pictures, kind)
     cfg = config(pictures, 2, kind)

@@ -49,7 +49,9 @@ def test_between_passes_an_adapters_gradient_is_whole_and_that_of_a_sharded_mode
     assert run_ranks(2, sharded_gradients_after_a_first_pass, cfg, tmp_path) == [share, share]
 
 
-@pytest.mark.parametrize("parallel", [{"strategy": "full"}, {"strategy": "hybrid", "shard_size": 2}])
+@pytest.mark.parametrize(
+    "parallel", [{"strategy": "full"}, pytest.param({"strategy": "hybrid", "shard_size": 2}, marks=pytest.mark.slow)]
+)
 def test_a_full_fine_tune_in_several_passes_trains_what_one_process_trains(
     pictures: Path, parallel: dict[str, Any]
 ) -> None:

@@ -68,7 +68,10 @@ def test_bf16_is_bit_for_bit_the_same_run(
         pytest.param({"family": "flux1"}, marks=pytest.mark.slow),
         {"family": "qwen_image"},
         pytest.param({"family": "sd3"}, marks=pytest.mark.slow),
-        {"family": "sdxl", "train": {"unet": "full", "text_encoder": "full", "text_encoder_2": "full"}},
+        pytest.param(
+            {"family": "sdxl", "train": {"unet": "full", "text_encoder": "full", "text_encoder_2": "full"}},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda model: model["family"],
 )
