@@ -128,7 +128,7 @@ def max_tokens(model: ModelConfig, folder: ModelFolder, tokenizer: str, publishe
 
     A tokenizer that is made for shorter texts says so. tokenizer: its folder in the model's.
     """
-    longest = folder.read(f"{tokenizer}/tokenizer_config.json").get("model_max_length", published)
+    longest = folder.read(f"{tokenizer}/tokenizer_config.json").get("model_max_length") or published
     return model.options.max_tokens or min(published, int(longest))
 
 
