@@ -8,7 +8,7 @@ PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-all check ui parity bench interop gpu-check table schema clean
+.PHONY: demo test test-all check ui parity bench interop gpu-check table eightbit schema clean
 
 demo: .venv
 	$(BIN)/python launch.py --headless presets/quickstart.yaml --runs $(RUNS)
@@ -16,8 +16,7 @@ demo: .venv
 test: .venv
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL)
 
-test-all: .venv
-	$(BIN)/python -m pip install --quiet -e '.[test,eightbit]'
+test-all: eightbit
 	$(BIN)/python -m pytest -m "not gpu" --timeout 1200 $(PARALLEL)
 
 check: .venv
@@ -28,7 +27,7 @@ check: .venv
 ui: .venv
 	$(BIN)/python launch.py
 
-parity: .venv
+parity: eightbit
 	$(BIN)/python -m tests.distributed.matrix
 	$(BIN)/python -m pytest tests/distributed/test_parity.py tests/distributed/test_resume.py --timeout 1200
 
@@ -47,6 +46,10 @@ gpu-check:
 
 table: .venv
 	$(BIN)/python -m tests.exports
+
+# 8-bit AdamW's package, which only the slow tests need.
+eightbit: .venv
+	$(BIN)/python -m pip install --quiet -e '.[test,eightbit]'
 
 schema: .venv
 	$(BIN)/python -m trainer.configfile
