@@ -8,7 +8,7 @@ PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-all check ui parity bench interop gpu-check table eightbit schema clean
+.PHONY: demo test test-all check ui parity bench interop gpu-check table eightbit schema demo-base clean
 
 demo: .venv
 	$(BIN)/python launch.py --headless presets/quickstart.yaml --runs $(RUNS)
@@ -50,6 +50,12 @@ table: .venv
 # 8-bit AdamW's package, which only the slow tests need.
 eightbit: .venv
 	$(BIN)/python -m pip install --quiet -e '.[test,eightbit]'
+
+# The model of `model.path: demo` again from nothing, an hour and a half on two cores.
+# Needs the font of Debian's fonts-noto-color-emoji; FONT=file takes another place.
+demo-base: .venv
+	$(BIN)/python -m trainer.demo build/demo-base $(if $(FONT),--font $(FONT))
+	$(BIN)/python -m tests.benchmarks.demo_base build/demo-base/demo
 
 schema: .venv
 	$(BIN)/python -m trainer.configfile
