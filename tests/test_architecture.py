@@ -36,7 +36,7 @@ ROWS = (
     "trained",
     "encode export extract headless modules",
     "train",
-    "__main__",
+    "__main__ demo",
 )
 LEVEL_0 = frozenset(" ".join(ROWS[:4]).split())
 LEVEL_0_NEEDS = frozenset({"annotated_types", "pydantic", "pydantic_core", "yaml"})

@@ -31,6 +31,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
         f"model.family: 'flux22' is not one of {', '.join(family_names())}; did you mean 'flux2'?",
     ),
     ({"model": {"family": ""}}, f"model.family: is needed; name one of {', '.join(family_names())}"),
+    (
+        {"model": {"family": "sdxl", "path": "demo"}},
+        "model.path: demo is a model of family flux2, not sdxl; set model.family: flux2",
+    ),
     ({"model": {"path": ""}}, "model.path: is empty; name a model, or tiny for random weights"),
     (
         {"model": {"train": {"transformer": "frozen", "vae": "frozen"}}},

@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[1]
 PRESETS = ROOT / "presets"
 QUICKSTART = PRESETS / "quickstart.yaml"
 NAMES = sorted(preset.stem for preset in PRESETS.glob("*.yaml"))
-FOR_GPUS = [name for name in NAMES if name != QUICKSTART.stem]
 GPUS = re.compile(r"-(?:(\d+)x)?(\d+)gpu$")
+FOR_GPUS = [name for name in NAMES if GPUS.search(name)]
 SMALL = (
     *("model.path=tiny", "parallel.device=cpu", "data.resolution=32"),
     *("train.steps=1", "optim.warmup=0", "sample.size=[32,32]", "sample.steps=1"),

@@ -21,6 +21,7 @@ from pydantic_core import PydanticCustomError
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
 NAME_HELP = "1 to 64 letters, digits, '_', '.' or '-', the first no '.' or '-'"
 MODEL_WORDS = ("tiny", "demo")
+DEMO_FAMILY = "flux2"
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.safetensors)", re.ASCII)
 HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[^\s:\[\]]+):(?P<port>\d{1,5})")
 
@@ -113,7 +114,8 @@ class ModelConfig(Section):
     family: str = ""
     """Kind of model: the name of a module in trainer/families. Needed."""
     path: str = option("tiny", path="model")
-    """A diffusers folder, a single file, a cached hub id, or `tiny` (random weights, seconds on a CPU)."""
+    """A diffusers folder, a single file, a cached hub id, `demo` (a small FLUX.2 that comes with the program and draws
+    pictograms of 64 x 64 pixels), or `tiny` (random weights, seconds on a CPU)."""
     base: str | None = option(None, path="model")
     """Diffusers folder with the configs, and with what `model.path` does not hold when that is a single file."""
     train: dict[str, Literal["frozen", "adapter", "full"]] = option({})
@@ -514,6 +516,9 @@ def _model_rules(cfg: RunConfig) -> Iterator[Problem]:
         yield Problem("model.family", not_one_of(cfg.model.family, family_names()))
     if not cfg.model.path:
         yield Problem("model.path", "is empty; name a model, or tiny for random weights")
+    if cfg.model.path == "demo" and cfg.model.family != DEMO_FAMILY:
+        message = f"demo is a model of family {DEMO_FAMILY}, not {cfg.model.family}; set model.family: {DEMO_FAMILY}"
+        yield Problem("model.path", message, depends_on=("model.family",))
     yield from _trained_rules(cfg)
     yield from _export_rules(cfg)
 

@@ -421,12 +421,6 @@ def test_a_hub_id_that_is_not_cached_is_refused_with_the_download_command(cache,
     )
 
 
-def test_the_demo_model_is_not_in_this_version(cache):
-    assert error_of(cache, "demo") == (
-        "model.path demo: not in this version; name a diffusers folder or set model.path: tiny"
-    )
-
-
 def test_a_single_file_that_does_not_exist_is_refused(cache):
     assert error_of(cache, "/none.safetensors", base="/models") == (
         "model.path /none.safetensors: no such file; name a safetensors file or a diffusers folder"

@@ -24,6 +24,7 @@ from trainer.weights import Fused, WeightFiles, safetensors_in
 DIGEST_BYTES = 1 << 20
 DIFFUSERS_STEM = "diffusion_pytorch_model"
 TRANSFORMERS_STEM = "model"
+DEMO = Path(__file__).parents[1] / "assets" / "demo"
 
 
 @dataclass(frozen=True)
@@ -108,13 +109,15 @@ class ModelFolder:
 
 
 def open_folder(model: ModelConfig, architectures: Iterable[str], write_tiny: Callable[[], Path]) -> ModelFolder:
-    """The folder that the config names; for `tiny` the one that `write_tiny` returns.
+    """The folder that the config names; for `tiny` the one that `write_tiny` returns, for `demo` our own.
 
     architectures: allowed values of `model.options.architecture`.  Raises InputError for what cannot be found.
     """
     _check_paths(model, tuple(architectures))
     if model.path == "tiny":
         return ModelFolder("model.path", write_tiny())
+    if model.path == "demo":
+        return ModelFolder("model.path", DEMO)
     if model.base is None:
         return ModelFolder("model.path", find_folder("model.path", model.path))
     return ModelFolder("model.base", find_folder("model.base", model.base), Path(model.path))
@@ -258,8 +261,6 @@ def _check_paths(model: ModelConfig, architectures: tuple[str, ...]) -> None:
     architecture = model.options.architecture
     if architecture is not None and architecture not in architectures:
         raise InputError(f"model.options.architecture: '{architecture}' is not one of {', '.join(architectures)}")
-    if model.path == "demo":
-        raise InputError("model.path demo: not in this version; name a diffusers folder or set model.path: tiny")
     is_file = model.path.endswith(".safetensors")
     if is_file and not Path(model.path).is_file():
         raise InputError(f"model.path {model.path}: no such file; name a safetensors file or a diffusers folder")
