@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import Flux2KleinPipeline
-from PIL import Image, ImageChops, ImageStat
+from PIL import Image, ImageStat
 from torch import Tensor
 
 from tests.commands import launch_py
@@ -21,8 +22,12 @@ from trainer.events import AnyEvent, EventReader, RankReader, StatusEvent, StepE
 from trainer.rundir import RunDir
 
 ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "trainer" / "assets" / "demo"
 STEPS = 40
-FEWER = (f"train.steps={STEPS}", "data.validation_every=20", "sample.every=40", "checkpoint.every=20")
+FEWER = (
+    *(f"train.steps={STEPS}", "data.validation_every=20", "sample.every=40", "checkpoint.every=20"),
+    "sample.prompts=['fox face [trigger]', 'fox face [trigger]']",
+)
 
 
 @dataclass(frozen=True)
@@ -88,19 +93,31 @@ def test_the_model_learns(demo):
     assert last < first
 
 
-def difference(one: Path, other: Path) -> float:
-    """Mean absolute difference of two pictures, in levels of 256."""
+def likeness(one: Path, other: Path) -> float:
+    """Correlation of the brightness of two pictures, whatever their colours."""
     with Image.open(one) as a, Image.open(other) as b:
-        assert a.size == b.size == (128, 128)
-        return statistics.fmean(ImageStat.Stat(ImageChops.difference(a, b)).mean)
+        assert a.size == b.size == (64, 64)
+        return float(np.corrcoef(*(np.asarray(image.convert("L")).ravel() for image in (a, b)))[0, 1])
 
 
 def test_a_sample_at_the_end_comes_from_the_noise_of_the_one_at_the_start(demo):
-    (fox, cat), (fox_later, cat_later) = (
-        [demo.run.samples / f"step-{step:06d}-{index}.png" for index in range(2)] for step in (0, STEPS)
-    )
-    assert 0 < difference(fox, fox_later) < 0.5 * difference(fox, cat)
-    assert 0 < difference(cat, cat_later) < 0.5 * difference(fox, cat)
+    """Two foxes: each is later more like itself than like the other."""
+    before, after = ([demo.run.samples / f"step-{step:06d}-{index}.png" for index in range(2)] for step in (0, STEPS))
+    for index in range(2):
+        assert likeness(before[index], after[index]) > likeness(before[1 - index], after[index])
+
+
+def ground(picture: Path) -> list[float]:
+    """Mean colour of the upper left corner, RGB of 255."""
+    with Image.open(picture) as image:
+        return ImageStat.Stat(image.crop((0, 0, 8, 8))).mean
+
+
+def test_the_samples_take_the_style(demo):
+    """The paper of what is not among the pictures turns from white to yellow, whose blue is 80."""
+    assert min(ground(demo.run.samples / "step-000000-0.png")) > 235
+    red, green, blue = ground(demo.run.samples / f"step-{STEPS:06d}-0.png")
+    assert min(red, green) > 150 > blue
 
 
 def test_the_report_is_one_file_with_curves_pictures_and_the_config(demo):
@@ -113,22 +130,21 @@ def test_the_report_is_one_file_with_curves_pictures_and_the_config(demo):
 
 @torch.no_grad()
 def test_diffusers_own_pipeline_adds_to_the_base_exactly_what_was_trained(demo):
-    [base] = (demo.run.path.parent / "cache" / "models").iterdir()
-    pipeline = Flux2KleinPipeline.from_pretrained(base, local_files_only=True)
+    pipeline = Flux2KleinPipeline.from_pretrained(DEMO, local_files_only=True)
     numbers = torch.Generator().manual_seed(0)
     inputs = {
-        "hidden_states": torch.randn(1, 16, 16, generator=numbers),
-        "encoder_hidden_states": torch.randn(1, 8, 96, generator=numbers),
+        "hidden_states": torch.randn(1, 16, 128, generator=numbers),
+        "encoder_hidden_states": torch.randn(1, 12, 384, generator=numbers),
         "timestep": torch.tensor([0.5]),
         "img_ids": torch.cartesian_prod(*map(torch.arange, (1, 4, 4, 1))),
-        "txt_ids": torch.cartesian_prod(*map(torch.arange, (1, 1, 1, 8))),
+        "txt_ids": torch.cartesian_prod(*map(torch.arange, (1, 1, 1, 12))),
         "return_dict": False,
     }
     [untrained] = pipeline.transformer(**inputs)
     add_trained_updates(dict(pipeline.transformer.named_parameters()), demo.run)
     [trained] = pipeline.transformer(**inputs)
 
-    pipeline = Flux2KleinPipeline.from_pretrained(base, local_files_only=True)
+    pipeline = Flux2KleinPipeline.from_pretrained(DEMO, local_files_only=True)
     pipeline.load_lora_weights(demo.export.parent, weight_name=demo.export.name, local_files_only=True)
     [loaded] = pipeline.transformer(**inputs)
     assert (trained - untrained).norm() > 0.05 * untrained.norm()

@@ -291,11 +291,11 @@ def test_an_image_cut_off_behind_its_header_is_named_when_it_is_decoded(tmp_path
 
 
 def test_the_quickstart_holds_32_small_pictures_with_captions() -> None:
-    dataset = scan(data(QUICKSTART))
+    dataset = scan(data(QUICKSTART, trigger="risograph"))
     assert (len(dataset.train), len(dataset.validation), dataset.warnings) == (32, 0, ())
-    assert dataset.train[4].caption == "a pictogram of a cow"
-    assert all(photo.caption.startswith("a pictogram of a") for photo in dataset.train)
-    assert {(photo.width, photo.height) for photo in dataset.train} == {(128, 128)}
+    assert dataset.train[4].caption == "crocodile risograph"
+    assert all(photo.caption.endswith(" risograph") for photo in dataset.train)
+    assert {(photo.width, photo.height) for photo in dataset.train} == {(64, 64)}
     assert max(photo.path.stat().st_size for photo in dataset.train) < 12_000
 
 
