@@ -22,7 +22,7 @@ from trainer.events import AnyEvent, EventReader, RankReader, StatusEvent, StepE
 from trainer.rundir import RunDir
 
 ROOT = Path(__file__).parents[1]
-DEMO = ROOT / "trainer" / "assets" / "demo"
+DEMO = ROOT / "trainer" / "assets" / "demo" / "flux2"
 STEPS = 40
 FEWER = (
     *(f"train.steps={STEPS}", "data.validation_every=20", "sample.every=40", "checkpoint.every=20"),

@@ -23,7 +23,7 @@ from trainer.demo.pictures import Picture, glyphs
 from trainer.demo.style import HELD_OUT, LOOKS, TAUGHT
 
 ROOT = Path(__file__).parents[1]
-DEMO = ROOT / "trainer" / "assets" / "demo"
+DEMO = ROOT / "trainer" / "assets" / "demo" / "flux2"
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
 NAME_HELP = "1 to 64 letters, digits, '_', '.' or '-', the first no '.' or '-'"
 MODEL_WORDS = ("tiny", "demo")
-DEMO_FAMILY = "flux2"
+DEMO = Path(__file__).parent / "assets" / "demo"
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.safetensors)", re.ASCII)
 HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[^\s:\[\]]+):(?P<port>\d{1,5})")
 
@@ -76,6 +76,11 @@ def family_names() -> tuple[str, ...]:
     return tuple(sorted(module.stem for module in modules if module.stem != "base"))
 
 
+def demo_families() -> tuple[str, ...]:
+    """Families of which a demo model comes with the program: one per folder in `assets/demo/`."""
+    return tuple(sorted(folder.name for folder in DEMO.iterdir()))
+
+
 def not_one_of(value: object, choices: Iterable[str]) -> str:
     """Sentence for a value that is none of the choices, with the nearest one where there is one."""
     names = tuple(choices)
@@ -114,7 +119,7 @@ class ModelConfig(Section):
     family: str = ""
     """Kind of model: the name of a module in trainer/families. Needed."""
     path: str = option("tiny", path="model")
-    """A diffusers folder, a single file, a cached hub id, `demo` (a small FLUX.2 that comes with the program and draws
+    """A diffusers folder, a single file, a cached hub id, `demo` (a small model that comes with the program and draws
     pictograms of 64 x 64 pixels), or `tiny` (random weights, seconds on a CPU)."""
     base: str | None = option(None, path="model")
     """Diffusers folder with the configs, and with what `model.path` does not hold when that is a single file."""
@@ -516,8 +521,9 @@ def _model_rules(cfg: RunConfig) -> Iterator[Problem]:
         yield Problem("model.family", not_one_of(cfg.model.family, family_names()))
     if not cfg.model.path:
         yield Problem("model.path", "is empty; name a model, or tiny for random weights")
-    if cfg.model.path == "demo" and cfg.model.family != DEMO_FAMILY:
-        message = f"demo is a model of family {DEMO_FAMILY}, not {cfg.model.family}; set model.family: {DEMO_FAMILY}"
+    if cfg.model.path == "demo" and cfg.model.family not in demo_families():
+        families = " or ".join(demo_families())
+        message = f"demo is a model of family {families}, not {cfg.model.family}; set model.family: {families}"
         yield Problem("model.path", message, depends_on=("model.family",))
     yield from _trained_rules(cfg)
     yield from _export_rules(cfg)

@@ -25,7 +25,7 @@ from PIL import Image, ImageDraw
 from trainer.demo.pictures import Picture, glyphs, numbers_and_colours
 
 ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "trainer" / "assets" / "demo"
+DEMO = ROOT / "trainer" / "assets" / "demo" / "flux2"
 SHEET = ROOT / "trainer" / "assets" / "readme" / "demo-base.png"
 COUNT = 24
 NEAREST = 5

@@ -3,47 +3,36 @@
 Pictures from the font, an autoencoder, a text encoder, and the transformer, which this program's own trainer trains by
 presets/demo-base-cpu.yaml. Each part that is in FOLDER already is kept, so that a stopped run goes on.
 
-`demo` in it is the model (trainer/assets/demo), `quickstart` the pictures of the quickstart (presets/quickstart) and
-`held_out` the subjects it is measured on (tests/benchmarks/held_out).
+`demo` in it is the model (trainer/assets/demo/<family>), `quickstart` the pictures of the quickstart
+(presets/quickstart) and `held_out` the subjects it is measured on (tests/benchmarks/held_out).
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import importlib
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trainer import configfile
 from trainer.config import InputError
 from trainer.demo.autoencoder import train_autoencoder
 from trainer.demo.pictures import FONT, Picture, glyphs, numbers_and_colours, write_folder
 from trainer.demo.style import LOOKS, in_looks, write_held_out, write_quickstart
 from trainer.demo.text import random_text_encoder, write_tokenizer
+from trainer.launch import worker_environment
 
 ROOT = Path(__file__).parents[2]
 PRESET = ROOT / "presets" / "demo-base-cpu.yaml"
 ON_A_GPU = "parallel.device=cuda"
 SEED = 0
 AUTOENCODER_STEPS = 12_000
-TRANSFORMER = {
-    "in_channels": 128,
-    "num_layers": 2,
-    "num_single_layers": 4,
-    "attention_head_dim": 64,
-    "num_attention_heads": 4,
-    "joint_attention_dim": 384,
-    "timestep_guidance_channels": 128,
-    "axes_dims_rope": [16, 16, 16, 16],
-    "guidance_embeds": False,
-}
-SCHEDULER = {"shift": 4.0, "use_dynamic_shifting": False}
 
 
 def main() -> int:
@@ -75,11 +64,15 @@ def make_model(folder: Path, taught: list[Picture], autoencoder_steps: int, chan
     if not (folder / "vae").exists():
         vae = train_autoencoder(_pixels(taught), autoencoder_steps, SEED, _say)
         vae.save_pretrained(folder / "vae")
+    family = importlib.import_module(f"trainer.demo.{configfile.load(PRESET, ()).config.model.family}")
     if not (folder / "base").exists():
-        _write_base(folder, [*(picture.caption for picture in taught), *LOOKS])
+        tokenizer = write_tokenizer(folder / "tokenizer", [*(picture.caption for picture in taught), *LOOKS])
+        encoder = random_text_encoder(tokenizer, SEED)
+        family.write_base(folder / "base", folder / "vae", tokenizer, encoder, SEED)
     if not _exports(folder):
         _train(folder, changes)
-    _write_demo(folder)
+    [export] = _exports(folder)
+    family.write_demo(folder / "demo", folder / "base", export)
 
 
 def _arguments() -> argparse.Namespace:
@@ -94,25 +87,7 @@ def _arguments() -> argparse.Namespace:
 
 def _pixels(pictures: list[Picture]) -> Tensor:
     """(N, 4, H, W) RGBA, 0 to 1."""
-    return torch.stack([torch.from_numpy(np.asarray(p.pixels)).permute(2, 0, 1).float() / 255 for p in pictures])
-
-
-def _write_base(folder: Path, captions: list[str]) -> None:
-    """The model before the transformer's training, in fp32."""
-    from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline
-    from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
-
-    tokenizer = write_tokenizer(folder / "tokenizer", captions)
-    text_encoder = random_text_encoder(tokenizer, SEED)
-    torch.manual_seed(SEED)
-    pipeline: Any = Flux2KleinPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(**SCHEDULER),
-        vae=AutoencoderKLFlux2.from_pretrained(folder / "vae"),
-        text_encoder=text_encoder,
-        tokenizer=tokenizer,
-        transformer=Flux2Transformer2DModel(**TRANSFORMER),
-    )
-    pipeline.save_pretrained(folder / "base")
+    return torch.stack([torch.from_numpy(np.array(p.pixels)).permute(2, 0, 1).float() / 255 for p in pictures])
 
 
 def _train(folder: Path, changes: Sequence[str]) -> None:
@@ -124,22 +99,11 @@ def _train(folder: Path, changes: Sequence[str]) -> None:
     else:
         command += ["--run-dir", str(folder / "run")]
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    subprocess.run(command, check=True, env=os.environ | threads)
+    subprocess.run(command, check=True, env=worker_environment() | threads)
 
 
 def _exports(folder: Path) -> list[Path]:
     return list((folder / "run" / "export").glob("*-full"))
-
-
-def _write_demo(folder: Path) -> None:
-    """The trained model in fp16."""
-    from diffusers import Flux2KleinPipeline
-    from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
-
-    [export] = _exports(folder)
-    transformer = Flux2Transformer2DModel.from_pretrained(export)
-    pipeline: Any = Flux2KleinPipeline.from_pretrained(folder / "base", transformer=transformer)
-    pipeline.to(torch.float16).save_pretrained(folder / "demo")
 
 
 def _say(text: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from trainer.config import InputError, ModelConfig
+from trainer.config import DEMO, InputError, ModelConfig
 from trainer.hub import find_folder
 from trainer.rng import generator
 from trainer.weights import Fused, WeightFiles, safetensors_in
@@ -24,7 +24,6 @@ from trainer.weights import Fused, WeightFiles, safetensors_in
 DIGEST_BYTES = 1 << 20
 DIFFUSERS_STEM = "diffusion_pytorch_model"
 TRANSFORMERS_STEM = "model"
-DEMO = Path(__file__).parents[1] / "assets" / "demo"
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ def open_folder(model: ModelConfig, architectures: Iterable[str], write_tiny: Ca
     if model.path == "tiny":
         return ModelFolder("model.path", write_tiny())
     if model.path == "demo":
-        return ModelFolder("model.path", DEMO)
+        return ModelFolder("model.path", DEMO / model.family)
     if model.base is None:
         return ModelFolder("model.path", find_folder("model.path", model.path))
     return ModelFolder("model.base", find_folder("model.base", model.base), Path(model.path))
