@@ -109,6 +109,7 @@ def test_it_is_made_by_one_command_from_pictures(tmp_path: Path) -> None:
     [image] = demo_base.draw(demo_base.load(tmp_path / "demo"), ["cat face"])
     assert image.size == (64, 64)
     assert _half_precision(tmp_path / "demo")
+    assert not [file for file in (tmp_path / "demo").rglob("*.json") if str(tmp_path) in file.read_text()]
 
 
 def _half_precision(folder: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -41,3 +42,12 @@ def write_demo(folder: Path, base: Path, transformer: Path) -> None:
     trained = Flux2Transformer2DModel.from_pretrained(transformer)
     pipeline: Any = Flux2KleinPipeline.from_pretrained(base, transformer=trained)
     pipeline.to(torch.float16).save_pretrained(folder)
+    for config in folder.rglob("*.json"):
+        _forget_where_it_was(config)
+
+
+def _forget_where_it_was(config: Path) -> None:
+    """Diffusers notes the folder a part was read from."""
+    values = json.loads(config.read_text(encoding="utf-8"))
+    if values.pop("_name_or_path", None):
+        config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
