@@ -51,7 +51,7 @@ table: .venv
 eightbit: .venv
 	$(BIN)/python -m pip install --quiet -e '.[test,eightbit]'
 
-# The model of `model.path: demo` again from nothing, an hour and a half on two cores.
+# The model of `model.path: demo` again from nothing, a little over an hour on two cores.
 # Needs the font of Debian's fonts-noto-color-emoji; FONT=file takes another place.
 demo-base: .venv
 	$(BIN)/python -m trainer.demo build/demo-base $(if $(FONT),--font $(FONT))

@@ -25,7 +25,7 @@ from trainer.config import InputError
 from trainer.demo.autoencoder import train_autoencoder
 from trainer.demo.pictures import FONT, Picture, glyphs, numbers_and_colours, write_folder
 from trainer.demo.style import LOOKS, in_looks, write_held_out, write_quickstart
-from trainer.demo.text import random_text_encoder, write_tokenizer
+from trainer.demo.text import random_text_encoder, tokenizer_of
 from trainer.launch import worker_environment
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ def make_model(folder: Path, taught: list[Picture], autoencoder_steps: int, chan
         vae.save_pretrained(folder / "vae")
     family = importlib.import_module(f"trainer.demo.{configfile.load(PRESET, ()).config.model.family}")
     if not (folder / "base").exists():
-        tokenizer = write_tokenizer(folder / "tokenizer", [*(picture.caption for picture in taught), *LOOKS])
+        tokenizer = tokenizer_of([*(picture.caption for picture in taught), *LOOKS])
         encoder = random_text_encoder(tokenizer, SEED)
         family.write_base(folder / "base", folder / "vae", tokenizer, encoder, SEED)
     if not _exports(folder):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from trainer.families._text import train_tokenizer
 
 VOCABULARY = 4096
 MAX_TOKENS = 12
@@ -27,30 +27,9 @@ CONFIG = {
 }
 
 
-def write_tokenizer(folder: Path, captions: Sequence[str]) -> Any:
+def tokenizer_of(captions: Sequence[str]) -> Any:
     """A byte-level tokenizer whose vocabulary is made of the captions' words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    from transformers import Qwen2TokenizerFast
-
-    trained = Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=list(SPECIAL),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    trained.train_from_iterator([f" {caption}" for caption in captions], trainer)
-    model = json.loads(trained.to_str())["model"]
-    tokenizer = Qwen2TokenizerFast(
-        vocab=model["vocab"],
-        merges=[tuple(pair) for pair in model["merges"]],
-        extra_special_tokens=list(SPECIAL[1:]),
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=MAX_TOKENS,
-    )
-    tokenizer.save_pretrained(folder)
-    return tokenizer
+    return train_tokenizer([f" {caption}" for caption in captions], VOCABULARY, MAX_TOKENS, SPECIAL, CHAT_TEMPLATE)
 
 
 def random_text_encoder(tokenizer: Any, seed: int) -> Any:

@@ -174,6 +174,14 @@ def write_tiny_tokenizer(
 
     special: tokens that are never split, numbered from 0.
     """
+    texts = [*corpus, *names_of_things()]
+    train_tokenizer(texts, vocabulary, max_tokens, special, TINY_CHAT_TEMPLATE).save_pretrained(folder)
+
+
+def train_tokenizer(
+    corpus: Sequence[str], vocabulary: int, max_tokens: int, special: Sequence[str], chat_template: str
+) -> Any:
+    """A byte-level tokenizer of the Qwen kind. special: tokens that are never split, numbered from 0."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import Qwen2TokenizerFast
 
@@ -185,16 +193,15 @@ def write_tiny_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    trained.train_from_iterator([*corpus, *names_of_things()], trainer)
+    trained.train_from_iterator(corpus, trainer)
     model = json.loads(trained.to_str())["model"]
-    tokenizer = Qwen2TokenizerFast(
+    return Qwen2TokenizerFast(
         vocab=model["vocab"],
         merges=[tuple(pair) for pair in model["merges"]],
         extra_special_tokens=list(special[1:]),
-        chat_template=TINY_CHAT_TEMPLATE,
+        chat_template=chat_template,
         model_max_length=max_tokens,
     )
-    tokenizer.save_pretrained(folder)
 
 
 def names_of_things() -> list[str]:
