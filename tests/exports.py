@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.matrix import METHODS
+from tests.readme import write_section
 from tests.runs import alone, make_pictures, make_run, run_config
 from trainer import families
 from trainer.config import ADAPTER_FILES, InputError, RunConfig
@@ -25,7 +25,6 @@ from trainer.rng import generator
 from trainer.rundir import RunDir
 from trainer.train import Trainer
 
-README = Path(__file__).parents[1] / "README.md"
 ADAPTERS = tuple(method for method in METHODS if METHODS[method]["type"] != "none")
 LETTERS = {"diffusers": "D", "comfyui": "C", "kohya": "K", "lycoris": "L", "peft": "P"}
 MODEL_LETTERS = {"diffusers": "F", "single_file": "S"}
@@ -118,20 +117,9 @@ def table(names: Iterable[str]) -> str:
     return "\n".join(lines)
 
 
-def in_readme(text: str) -> re.Match[str]:
-    """The place of the table."""
-    found = re.search(r"(?s)(<!-- formats -->\n).*?(\n?<!-- end of formats -->)", text)
-    assert found is not None
-    return found
-
-
 def main() -> int:
     """Write the table into the README."""
-    text = README.read_text(encoding="utf-8")
-    place = in_readme(text)
-    new = f"{text[: place.end(1)]}{table(families.names())}\n{text[place.start(2) :].lstrip()}"
-    README.write_text(new, encoding="utf-8")
-    print(f"{README}: {'unchanged' if new == text else 'written'}")
+    write_section("formats", table(families.names()))
     return 0
 
 

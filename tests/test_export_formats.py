@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel
 
 from tests.distributed.matrix import FAMILIES
-from tests.exports import ADAPTERS, README, Finished, Runs, in_readme, table
+from tests.exports import ADAPTERS, Finished, Runs, table
+from tests.readme import section
 from tests.runs import alone, difference, make_run
 from trainer import families
 from trainer.adapters import adapted_layers
@@ -44,9 +45,7 @@ def test_the_default_files_give_the_merged_weights_of_the_live_model(runs: Runs,
 
 @pytest.mark.slow
 def test_the_table_of_the_readme_is_what_the_exporter_does() -> None:
-    text = README.read_text(encoding="utf-8")
-    place = in_readme(text)
-    assert text[place.end(1) : place.start(2)] == table(families.names()), "run python -m tests.exports"
+    assert section("formats") == table(families.names()), "run python -m tests.exports"
 
 
 Change = Callable[[dict[str, Tensor]], object]

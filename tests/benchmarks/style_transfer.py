@@ -8,7 +8,6 @@ each stands the picture the font and the style make of it, so that it can be sai
 
 from __future__ import annotations
 
-import re
 import statistics
 import sys
 import tempfile
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
+from tests.readme import write_section
 from tests.runs import alone, make_run
 from trainer import configfile
 from trainer.demo.style import in_style
@@ -30,8 +30,6 @@ ROOT = Path(__file__).parents[2]
 PRESET = ROOT / "presets" / "quickstart.yaml"
 HELD_OUT = Path(__file__).parent / "held_out"
 SHEET = ROOT / "trainer" / "assets" / "readme" / "style.png"
-README = ROOT / "README.md"
-MARKS = ("<!-- styles -->", "<!-- end of styles -->")
 METHODS: dict[str, tuple[str, ...]] = {
     "lora": (),
     "locon": ("adapter.type=locon",),
@@ -141,9 +139,7 @@ def main() -> int:
             found[name] = learn(Path(folder) / name, METHODS[name])
             print(table({name: found[name]}).splitlines()[-1], flush=True)
     if list(found) == list(METHODS):
-        text = README.read_text(encoding="utf-8")
-        pattern = f"(?<={re.escape(MARKS[0])}\n).*(?={re.escape(MARKS[1])})"
-        README.write_text(re.sub(pattern, table(found) + "\n", text, flags=re.DOTALL), encoding="utf-8")
+        write_section("styles", table(found))
         write_sheet(found)
     return 0
 

@@ -51,14 +51,22 @@ def main() -> int:
     if not (folder / "held_out").exists():
         write_quickstart(folder / "quickstart", taught)
         write_held_out(folder / "held_out", taught)
-    make_model(folder, taught, arguments.autoencoder_steps, arguments.set)
+    try:
+        make_model(folder, taught, arguments.autoencoder_steps, arguments.set)
+    except subprocess.CalledProcessError as stopped:
+        _say("The transformer is not trained to its end. The same command goes on from the newest checkpoint.")
+        return stopped.returncode
     size = sum(file.stat().st_size for file in (folder / "demo").rglob("*") if file.is_file())
     _say(f"{folder / 'demo'}: {size / 1e6:.1f} MB")
     return 0
 
 
 def make_model(folder: Path, taught: list[Picture], autoencoder_steps: int, changes: Sequence[str] = ()) -> None:
-    """What is missing in the folder of the model's parts; `demo` is the model. changes: of the preset's fields."""
+    """What is missing in the folder of the model's parts; `demo` is the model. changes: of the preset's fields.
+
+    Raises:
+        CalledProcessError: the training of the transformer was stopped or failed.
+    """
     if not (folder / "pictures").exists():
         write_folder(folder / "pictures", in_looks(taught, SEED))
     if not (folder / "vae").exists():
