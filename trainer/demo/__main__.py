@@ -54,7 +54,8 @@ def main() -> int:
     try:
         make_model(folder, taught, arguments.autoencoder_steps, arguments.set)
     except subprocess.CalledProcessError as stopped:
-        _say("The transformer is not trained to its end. The same command goes on from the newest checkpoint.")
+        if (folder / "run").exists():
+            _say("The transformer is not trained to its end. The same command goes on from the newest checkpoint.")
         return stopped.returncode
     size = sum(file.stat().st_size for file in (folder / "demo").rglob("*") if file.is_file())
     _say(f"{folder / 'demo'}: {size / 1e6:.1f} MB")
