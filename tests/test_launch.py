@@ -382,7 +382,16 @@ def test_a_known_error_comes_with_its_remedy(make_run, message, remedy):
     pretend_it_ran(run, "")
     recorded = {"message": {"message": message, "extraInfo": {"py_callstack": "...", "timestamp": "1795153696"}}}
     log = rank_log(run, 0, "", error=json.dumps(recorded))
-    assert error_of(run) == f"error: {message}\n  what to do: {remedy}\n  log: {log}"
+    assert error_of(run) == f"error: rank 1, step 0: {message}\n  what to do: {remedy}\n  log: {log}"
+
+
+def test_an_error_file_of_one_of_several_nodes_names_no_rank(make_run):
+    """Its folder is named by the rank on that node."""
+    _, run = make_run("good")
+    pretend_it_ran(run, "")
+    log = rank_log(run, 0, "", error=json.dumps({"message": {"message": "RuntimeError: no"}}))
+    (run.logs / f"{run.path.name}-1_def" / "attempt_0" / "0").mkdir(parents=True)
+    assert error_of(run) == f"error: RuntimeError: no\n  what to do: read the end of the log\n  log: {log}"
 
 
 def test_an_error_file_cut_short_by_a_full_disk_gives_way_to_the_log(make_run):
@@ -390,7 +399,7 @@ def test_an_error_file_cut_short_by_a_full_disk_gives_way_to_the_log(make_run):
     pretend_it_ran(run, "")
     log = rank_log(run, 0, "OSError: [Errno 28] No space left on device\n", error='{"message": {"mess')
     assert error_of(run) == (
-        "error: OSError: [Errno 28] No space left on device\n"
+        "error: rank 1, step 0: OSError: [Errno 28] No space left on device\n"
         "  what to do: free some disk space, then continue with --resume; finished checkpoints are intact\n"
         f"  log: {log}"
     )

@@ -362,10 +362,14 @@ def _reported(output: Path, attempts: Sequence[Path]) -> Iterator[_Failure]:
 
 
 def _recorded(attempts: Sequence[Path]) -> Iterator[_Failure]:
-    """Failures that left an error file, also those of other nodes that share the run folder."""
+    """Failures that left an error file, also those of other nodes that share the run folder.
+
+    torchrun's table may lack the first: it is written when any rank has ended. The folders are named by the rank on
+    its node, which is the rank of the run where there is only one.
+    """
     for attempt in attempts:
         for error_file in attempt.glob("*/error.json"):
-            yield _from_error_file(error_file, None)
+            yield _from_error_file(error_file, int(error_file.parent.name) if len(attempts) == 1 else None)
 
 
 def _from_error_file(file: Path, rank: int | None) -> _Failure:
