@@ -18,11 +18,11 @@ from torch import Tensor
 
 from tests.commands import launch_py
 from trainer.checkpoint import StoredWeights, complete
+from trainer.config import DEMO
 from trainer.events import AnyEvent, EventReader, RankReader, StatusEvent, StepEvent, ValidationEvent
 from trainer.rundir import RunDir
 
 ROOT = Path(__file__).parents[1]
-DEMO = ROOT / "trainer" / "assets" / "demo" / "flux2"
 STEPS = 40
 FEWER = (
     *(f"train.steps={STEPS}", "data.validation_every=20", "sample.every=40", "checkpoint.every=20"),
@@ -130,7 +130,7 @@ def test_the_report_is_one_file_with_curves_pictures_and_the_config(demo):
 
 @torch.no_grad()
 def test_diffusers_own_pipeline_adds_to_the_base_exactly_what_was_trained(demo):
-    pipeline = Flux2KleinPipeline.from_pretrained(DEMO, local_files_only=True)
+    pipeline = Flux2KleinPipeline.from_pretrained(DEMO / "flux2", local_files_only=True)
     numbers = torch.Generator().manual_seed(0)
     inputs = {
         "hidden_states": torch.randn(1, 16, 128, generator=numbers),
@@ -144,7 +144,7 @@ def test_diffusers_own_pipeline_adds_to_the_base_exactly_what_was_trained(demo):
     add_trained_updates(dict(pipeline.transformer.named_parameters()), demo.run)
     [trained] = pipeline.transformer(**inputs)
 
-    pipeline = Flux2KleinPipeline.from_pretrained(DEMO, local_files_only=True)
+    pipeline = Flux2KleinPipeline.from_pretrained(DEMO / "flux2", local_files_only=True)
     pipeline.load_lora_weights(demo.export.parent, weight_name=demo.export.name, local_files_only=True)
     [loaded] = pipeline.transformer(**inputs)
     assert (trained - untrained).norm() > 0.05 * untrained.norm()

@@ -22,10 +22,10 @@ from diffusers import Flux2KleinPipeline
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
+from trainer.config import DEMO
 from trainer.demo.pictures import Picture, glyphs, numbers_and_colours
 
 ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "trainer" / "assets" / "demo" / "flux2"
 SHEET = ROOT / "trainer" / "assets" / "readme" / "demo-base.png"
 COUNT = 24
 NEAREST = 5
@@ -34,7 +34,7 @@ LAYERS = (1, 2, 3)
 COLUMNS, CELL, LINES = 8, 96, 3
 
 
-def load(folder: Path = DEMO) -> Any:
+def load(folder: Path = DEMO / "flux2") -> Any:
     pipeline: Any = Flux2KleinPipeline.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

@@ -100,14 +100,15 @@ def _pixels(pictures: list[Picture]) -> Tensor:
 
 
 def _train(folder: Path, changes: Sequence[str]) -> None:
-    paths = (f"model.path={folder / 'base'}", f"data.path={folder / 'pictures'}")
-    device = (ON_A_GPU,) if torch.cuda.is_available() else ()
-    command = [sys.executable, str(ROOT / "launch.py"), "--headless", str(PRESET), *paths, *device, *changes]
-    if (folder / "run").exists():
-        command = [sys.executable, str(ROOT / "launch.py"), "--resume", str(folder / "run")]
+    run = folder / "run"
+    if run.exists():
+        arguments = ["--resume", str(run)]
     else:
-        command += ["--run-dir", str(folder / "run")]
+        paths = (f"model.path={folder / 'base'}", f"data.path={folder / 'pictures'}")
+        device = (ON_A_GPU,) if torch.cuda.is_available() else ()
+        arguments = ["--headless", str(PRESET), *paths, *device, *changes, "--run-dir", str(run)]
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    command = [sys.executable, str(ROOT / "launch.py"), *arguments]
     subprocess.run(command, check=True, env=worker_environment() | threads)
 
 

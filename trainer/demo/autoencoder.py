@@ -150,8 +150,8 @@ def _inked(brightness: Tensor) -> Tensor:
 
 def _outline(picture: Tensor) -> Tensor:
     """Where the picture changes, 0 to 1: (1, H, W)."""
-    across = (picture[:, :, 1:] - picture[:, :, :-1]).abs().amax(0)
-    down = (picture[:, 1:] - picture[:, :-1]).abs().amax(0)
+    across = picture.diff(dim=2).abs().amax(0)
+    down = picture.diff(dim=1).abs().amax(0)
     both = nn.functional.pad(across, (0, 1)) + nn.functional.pad(down, (0, 0, 0, 1))
     return (both * 3).clamp(0, 1).unsqueeze(0)
 
