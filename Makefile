@@ -5,18 +5,19 @@ BIN := $(VENV)/bin
 RUNS ?= runs
 # Two processes share the tests file by file, in their order: the files that take long come early.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+AS_ROOT := $(if $(filter-out 0,$(shell id -u)),sudo)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-all check ui parity bench interop gpu-check table eightbit schema demo-base clean
+.PHONY: demo test test-all check ui parity bench interop gpu-check table browser screenshots eightbit schema demo-base clean
 
 demo: .venv
 	$(BIN)/python launch.py --headless presets/quickstart.yaml --runs $(RUNS)
 
-test: .venv
+test: .venv browser
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL)
 
-test-all: eightbit
+test-all: eightbit browser
 	$(BIN)/python -m pytest -m "not gpu" --timeout 1200 $(PARALLEL)
 
 check: .venv
@@ -31,11 +32,12 @@ parity: eightbit
 	$(BIN)/python -m tests.distributed.matrix
 	$(BIN)/python -m pytest tests/distributed/test_parity.py tests/distributed/test_resume.py --timeout 1200
 
-bench: .venv
+bench: .venv browser
 	$(BIN)/python -m tests.benchmarks.startup
 	$(BIN)/python -m tests.benchmarks.memory
 	$(BIN)/python -m tests.benchmarks.step_time
 	$(BIN)/python -m tests.benchmarks.adapter_time
+	$(BIN)/python -m tests.benchmarks.page
 
 # COMFYUI=path names a source tree of ComfyUI, whose loader is asked too.
 interop: .venv
@@ -46,6 +48,15 @@ gpu-check:
 
 table: .venv
 	$(BIN)/python -m tests.exports
+
+# What the tests of the page open it with: Debian's Chromium. Elsewhere install one named chromium by hand.
+browser:
+	@command -v chromium > /dev/null || { $(AS_ROOT) apt-get update -qq && \
+	$(AS_ROOT) apt-get install -y -qq chromium fonts-dejavu-core > /dev/null; }
+
+# The pictures of the page in the README.
+screenshots: .venv browser
+	$(BIN)/python -m tests.app.screenshots
 
 # 8-bit AdamW's package, which only the slow tests need.
 eightbit: .venv
@@ -59,6 +70,7 @@ demo-base: .venv
 
 schema: .venv
 	$(BIN)/python -m trainer.configfile
+	$(BIN)/python -m trainer.families
 
 # A file, so that make sees when pyproject.toml is newer.
 .venv: $(VENV)/.installed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -85,9 +86,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TUNED",
         help="write a lora of what a checkpoint learned over its base",
     )
+    modes.add_argument("--queue", action="store_true", help="start what waits in the queue, one after the other")
     modes.add_argument("--doctor", action="store_true", help="check Python, packages, GPUs, disk, memory and ports")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields that replace those of the config")
     parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where run folders are made")
+    parser.add_argument("--port", type=int, metavar="N", help="port of the page; default: 7860")
+    parser.add_argument("--host", metavar="H", help="address of the page; default: this machine alone")
+    parser.add_argument("--auth", metavar="USER:PASS", help="who may use the page; needed for another --host")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="make this very run folder (--headless)")
     parser.add_argument("--what", choices=_choices("what"), help="what is written (--export); default: the run's own")
     parser.add_argument(
@@ -122,9 +127,22 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         return doctor.examine(options.runs)
     if options.extract is not None:
         return _extract(options, parser)
+    if options.queue:
+        from trainer import queue
+
+        return queue.work_off(options.runs, lambda text: print(text, flush=True))
     if options.headless is None and options.resume is None and options.export is None:
-        raise InputError("the page is not in this version; train with: python launch.py --headless PRESET.yaml")
+        return _page(options)
     return _headless(options)
+
+
+def _page(options: argparse.Namespace) -> int:
+    if importlib.util.find_spec("gradio") is None:
+        raise InputError("the page needs gradio: pip install 'gradio>=6.31,<7', or make ui; --headless needs none")
+    from app import gradio_app
+
+    gradio_app.serve(options.runs, options.host or "127.0.0.1", options.port or 7860, options.auth)
+    return 0
 
 
 def _refuse_unused(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

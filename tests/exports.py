@@ -43,7 +43,8 @@ class Finished:
         """Export and verify; raises what the exporter raises."""
         section = {"what": what, "format": format, "dtype": dtype}
         changed = self.cfg.model_dump() | {"export": section} | ({"name": name} if name else {})
-        return export(RunConfig.model_validate(changed), self.run, self.cache, self.weights)
+        exported = export(RunConfig.model_validate(changed), self.run, self.cache, self.weights)
+        return [file.path for file in exported]
 
 
 class Runs:

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 import launch as command_line
 from trainer import headless
 from trainer.config import DataConfig, ModelConfig, RunConfig
-from trainer.doctor import gpus, package, requirements, shared_memory
+from trainer.doctor import graphics, package, requirements, shared_memory
 from trainer.events import CheckpointEvent, SampleEvent, StatusEvent, StepEvent, WarningEvent
 from trainer.rundir import RunDir
 
@@ -59,7 +59,7 @@ def test_help_names_every_mode_and_imports_neither_torch_nor_gradio():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "the page is not in this version; train with: python launch.py --headless PRESET.yaml\n"),
+        (["--host", "0.0.0.0"], "--host 0.0.0.0: others could start runs here; add --auth USER:PASS\n"),
         (["--resume", "nowhere"], "nowhere: not a run folder (it has no config.yaml); name a folder below runs/\n"),
         (["--export", "nowhere"], "nowhere: not a run folder (it has no config.yaml); name a folder below runs/\n"),
     ],
@@ -232,10 +232,15 @@ def test_the_doctor_reports_each_requirement_of_the_project_and_a_remedy():
     ("script", "lines"),
     [
         (
-            "echo 'NVIDIA H200, 143771 MiB, 12 MiB'; echo 'NVIDIA H200, 143771 MiB, 9 MiB'",
+            """case "$1" in
+            topo) printf ' GPU0 GPU1 NIC0\\nGPU0 X SYS PIX\\nGPU1 SYS X PIX\\n';;
+            *) echo 'NVIDIA H200, 143771, 12, 97, 61'; echo 'NVIDIA H200, 143771, 9, [N/A], 55';;
+            esac""",
             [
                 "ok    gpu 0: NVIDIA H200, 143771 MiB, 12 MiB in use",
                 "ok    gpu 1: NVIDIA H200, 143771 MiB, 9 MiB in use",
+                "warn  links: SYS: some GPUs reach each other across sockets only; sharded training waits for it: "
+                "prefer parallel.strategy ddp or hybrid where the model fits",
             ],
         ),
         (
@@ -253,7 +258,7 @@ def test_the_doctor_reports_each_gpu_or_why_it_cannot(script, lines, tmp_path, m
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert [str(check) for check in gpus()] == lines
+    assert [str(check) for check in graphics()] == lines
 
 
 def test_the_doctor_warns_of_a_container_with_little_shared_memory(tmp_path):

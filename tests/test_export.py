@@ -49,7 +49,7 @@ class Trained:
 
     def export(self, what: str, **changes: Any) -> Path:
         """The main path of an export."""
-        return export(self.config(what, **changes), self.run, self.cache, self.weights)[0]
+        return export(self.config(what, **changes), self.run, self.cache, self.weights)[0].path
 
 
 @pytest.fixture(scope="module")

@@ -140,6 +140,7 @@ def test_two_runs_at_once_end_each_in_its_own_way(start, capsys):
         step=12,
         message="RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB",
         remedy="lower train.micro_batch or data.resolution, set train.checkpointing: full, or use more ranks",
+        retry=("train.checkpointing=full",),
         rank=1,
         log=str(log.relative_to(raising.path)),
     )
@@ -306,6 +307,17 @@ Root Cause (first observed failure):
   traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html
 ============================================================
 """
+
+
+@pytest.mark.parametrize(("arguments", "is_run"), [(["sleep", "1000"], True), ([], True), (["sleep", "10"], False)])
+def test_a_process_is_the_runs_own_by_its_arguments_or_while_it_has_none_yet(make_run, monkeypatch, arguments, is_run):
+    """Once in 1,500 starts they are read before the process has them."""
+    run = make_run("good")[1]
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        launch.Launch(process.pid, psutil.Process(process.pid).create_time(), ["sleep", "1000"]).write(run)
+        monkeypatch.setattr(psutil.Process, "cmdline", lambda self: arguments)
+        assert launch.alive(run) == is_run
+        process.kill()
 
 
 def pretend_it_ran(run: RunDir, output: str) -> None:

@@ -17,6 +17,7 @@ from tests.runs import alone, difference, make_pictures, make_run, run_config, s
 from trainer import adapters
 from trainer.config import InputError, RunConfig
 from trainer.events import AnyEvent, SampleEvent, ValidationEvent, WarningEvent
+from trainer.parallel.place import OutOfMemoryError
 from trainer.rng import SampleRng
 from trainer.rundir import RunDir
 from trainer.train import Trainer
@@ -243,7 +244,7 @@ def test_a_run_that_cannot_draw_its_last_samples_has_saved_its_last_step(
 
     monkeypatch.setattr(trainer.family, "sample", out_of_memory)
     trainer.train_step()
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(OutOfMemoryError, match="no room for the picture"):
         trainer.train()
     trainer.close()
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-000001"]

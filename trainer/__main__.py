@@ -104,13 +104,14 @@ def _export(cfg: RunConfig, run: RunDir, weights: Mapping[str, Tensor] | None = 
 
     # The launcher gives each of its processes one thread, as ranks share the cores. The others have gone.
     torch.set_num_threads(os.cpu_count() or 1)
-    paths = export(cfg, run, cache_folder(cfg, run), weights)[::-1]
+    exported = export(cfg, run, cache_folder(cfg, run), weights)[::-1]
     step = newest_step(run.checkpoints)
     with EventWriter(run.events_file) as events:
-        for path in paths:
-            relative = str(path.relative_to(run.path))
-            events.write(ExportEvent(step=step, path=relative, what=cfg.export_what, format=cfg.export.format))
-    return paths
+        for file in exported:
+            path = str(file.path.relative_to(run.path))
+            what, format = cfg.export_what, cfg.export.format
+            events.write(ExportEvent(step=step, path=path, what=what, format=format, difference=file.difference))
+    return [file.path for file in exported]
 
 
 def _parser() -> argparse.ArgumentParser:

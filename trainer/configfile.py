@@ -26,7 +26,14 @@ SCHEMA = Path(__file__).parents[1] / "presets" / "schema.json"
 
 
 class ConfigError(InputError):
-    """All that is wrong with a config file and its overrides, one problem per line."""
+    """All that is wrong with a config file and its overrides, one problem per line.
+
+    problems: the same by field, none where the file as a whole is no config.
+    """
+
+    def __init__(self, text: str, problems: Sequence[Problem] = ()) -> None:
+        super().__init__(text)
+        self.problems = tuple(problems)
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,9 @@ def load(path: Path, overrides: Sequence[str] = ()) -> ConfigFile:
     draft.leave_out_other_types()
     config = _validate(draft)
     if draft.findings or config is None:
-        raise ConfigError("\n".join(str(finding) for finding in sorted(draft.findings)))
+        findings = sorted(draft.findings)
+        problems = [Problem(finding.field, finding.message) for finding in findings]
+        raise ConfigError("\n".join(map(str, findings)), problems)
     places = {name(loc): str(place) for loc, place in draft.places.items()}
     return ConfigFile(config, path, tuple(draft.notes), places)
 
@@ -82,7 +91,8 @@ def check_start(loaded: ConfigFile) -> None:
 
 def _refuse(loaded: ConfigFile, problems: Sequence[Problem]) -> None:
     if problems:
-        raise ConfigError("\n".join(f"{loaded.where(problem.field)}: {problem}" for problem in problems))
+        text = "\n".join(f"{loaded.where(problem.field)}: {problem}" for problem in problems)
+        raise ConfigError(text, problems)
 
 
 def dump(config: RunConfig) -> str:

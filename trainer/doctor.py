@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
+import resource
 import shutil
 import socket
-import subprocess
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from typing import Literal
 
 import psutil
 from packaging.requirements import Requirement
+
+from trainer import gpus
+from trainer.config import InputError
 
 GIB = 2**30
 DISTRIBUTION = "shardstudio"
@@ -48,10 +52,13 @@ def checks(runs: Path) -> Iterator[Check]:
     yield Check("ok", "python", platform.python_version())
     for requirement in requirements():
         yield package(requirement)
-    yield from gpus()
+    yield from graphics()
+    if gpus.exist():
+        yield nccl()
     yield cores_and_memory()
     yield shared_memory(Path("/dev/shm"))
     yield disk(runs)
+    yield limits()
     yield port()
 
 
@@ -78,20 +85,48 @@ def package(requirement: Requirement) -> Check:
     return Check("ok", requirement.name, version)
 
 
-def gpus() -> Iterator[Check]:
-    """One check per GPU. None is fine: everything also runs on CPUs."""
-    if shutil.which("nvidia-smi") is None:
+def graphics() -> Iterator[Check]:
+    """One check per GPU, and one of what joins them. None is fine: everything also runs on CPUs."""
+    if not gpus.exist():
         yield Check("ok", "gpu", "no NVIDIA driver found; training runs on the CPU")
         return
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.used", "--format=csv,noheader"]
-    answer = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
-    if answer.returncode:
-        first = (answer.stdout + answer.stderr).strip().split("\n")[0]
-        yield Check("fail", "gpu", f"nvidia-smi says: {first}", "reinstall the driver, or restart the machine")
+    try:
+        found = gpus.read()
+        link = gpus.links() if len(found) > 1 else ""
+    except InputError as error:
+        yield Check("fail", "gpu", str(error), "reinstall the driver, or restart the machine")
         return
-    for index, line in enumerate(answer.stdout.strip().split("\n")):
-        name, total, used = (part.strip() for part in line.split(","))
-        yield Check("ok", f"gpu {index}", f"{name}, {total}, {used} in use")
+    for gpu in found:
+        yield Check("ok", f"gpu {gpu.index}", f"{gpu.name}, {gpu.memory} MiB, {gpu.memory_used} MiB in use")
+    if link:
+        yield _link(link)
+
+
+def _link(slowest: str) -> Check:
+    if slowest in ("SYS", "NODE"):
+        remedy = "sharded training waits for it: prefer parallel.strategy ddp or hybrid where the model fits"
+        return Check("warn", "links", f"{slowest}: some GPUs reach each other across sockets only", remedy)
+    return Check("ok", "links", f"{slowest} at the slowest")
+
+
+def nccl() -> Check:
+    """The library GPUs talk through, which comes with torch."""
+    for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return Check("ok", "nccl", importlib.metadata.version(name))
+    return Check("warn", "nccl", "not installed beside torch", "install the CUDA build of torch")
+
+
+def limits() -> Check:
+    """What the shell allows: each rank opens files of the model and of the data, and sockets to the others."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    memory, _ = resource.getrlimit(resource.RLIMIT_AS)
+    fact = f"{soft} open files" + ("" if memory == resource.RLIM_INFINITY else f", {memory / GIB:.1f} GiB memory")
+    if soft < 1024:
+        return Check("warn", "limits", fact, "ulimit -n 4096 before the start")
+    if memory != resource.RLIM_INFINITY:
+        return Check("warn", "limits", fact, "ulimit -v unlimited, or every rank may run out of it")
+    return Check("ok", "limits", fact)
 
 
 def cores_and_memory() -> Check:

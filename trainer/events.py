@@ -103,11 +103,15 @@ class CheckpointEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportEvent(Event):
-    """An export was written and read back. what: adapter, merged or full."""
+    """An export was written and read back. what: adapter, merged or full.
+
+    difference: of what was read from what was trained, relative to its norm; of an adapter, to that of its update.
+    """
 
     path: str
     what: str
     format: str
+    difference: Number = math.nan
     type: Literal["export"] = "export"
 
 
@@ -123,11 +127,13 @@ class WarningEvent(Event):
 class ErrorEvent(Event):
     """Why the run ended. rank: the first that failed, None when it was none of them.
 
-    log: file with the details.  exit_code: 2 for the user's mistake, 1 for anything else.
+    log: file with the details.  exit_code: 2 for the user's mistake, 1 for anything else.  retry: fields as
+    `key=value` with which another run may do better.
     """
 
     message: str
     remedy: str = ""
+    retry: tuple[str, ...] = ()
     rank: int | None = None
     log: str | None = None
     exit_code: int = 1

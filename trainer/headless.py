@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import signal
 import statistics
@@ -15,8 +16,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol, Self
 
-from trainer import configfile, launch
+from trainer import configfile, diagnosis, launch, prepare
 from trainer.config import InputError, RunConfig
+from trainer.configfile import ConfigFile
 from trainer.events import (
     AnyEvent,
     CheckpointEvent,
@@ -32,7 +34,6 @@ from trainer.events import (
     WarningEvent,
     smoothed,
 )
-from trainer.hub import find_folder
 from trainer.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -53,9 +54,8 @@ def train(preset: Path, overrides: Sequence[str], runs: Path, at: Path | None) -
     Raises InputError before anything is started or written when the config, its files or its images are wrong.
     """
     loaded = configfile.load(preset, overrides)
-    configfile.check_start(loaded)
-    cfg = _checked(loaded)
-    return _run(cfg, RunDir.create(runs, cfg, at))
+    run = prepare.new_run(loaded, runs, at)
+    return _run(loaded, run)
 
 
 def resume(path: Path, overrides: Sequence[str]) -> int:
@@ -64,14 +64,7 @@ def resume(path: Path, overrides: Sequence[str]) -> int:
     Raises InputError as `train` does, and when the run is running.
     """
     run = RunDir.open(path)
-    launch.require_ended(run)
-    loaded = configfile.load(run.config_file, overrides)
-    if not any(run.checkpoints.glob("step-*")):  # a checkpoint holds what became of the file
-        configfile.check_start(loaded)
-    cfg = _checked(loaded)
-    if overrides:
-        run.replace_config(cfg)
-    return _run(cfg, run)
+    return _run(prepare.continued_run(run, overrides), run)
 
 
 def export(path: Path, what: str, format: str | None, dtype: str | None) -> int:
@@ -84,43 +77,35 @@ def export(path: Path, what: str, format: str | None, dtype: str | None) -> int:
     cfg = run.config().exporting(what, format, dtype)
     if cfg.export_what == "none":
         raise InputError(f"{run.config_file}: export.what is none; say what to write with --what")
+    code = begin_export(run, cfg).wait()
+    print(export_said(run, code), file=sys.stderr if code else sys.stdout)
+    return code if code in (0, 2) else 1
+
+
+_EXPORT_LOG, _EXPORT_ANSWER = "export.log", "export-answer.txt"
+
+
+def begin_export(run: RunDir, cfg: RunConfig) -> subprocess.Popen[bytes]:
+    """Export in a process of its own, as the config says. It ends with code 2 for a mistake of the user."""
     argv = [sys.executable, "-m", "trainer", str(run.path)]
     argv += ["--export", cfg.export_what, "--format", cfg.export.format, "--dtype", cfg.export.dtype]
-    log = run.logs / "export.log"
-    with log.open("ab") as libraries:  # what they print while they load is of no use in a terminal
-        done = subprocess.run(
-            argv, env=launch.worker_environment(), stdout=subprocess.PIPE, stderr=libraries, text=True, check=False
-        )
-    if done.returncode not in (0, 2):
-        print(f"the export failed: {launch.last_line(log)}\nlog: {log}", file=sys.stderr)
-        return 1
-    print(done.stdout, end="", file=sys.stderr if done.returncode else sys.stdout)
-    return done.returncode
+    # What libraries print while they load is of no use to a person.
+    with (run.logs / _EXPORT_LOG).open("ab") as libraries, (run.logs / _EXPORT_ANSWER).open("wb") as answer:
+        return subprocess.Popen(argv, env=launch.worker_environment(), stdout=answer, stderr=libraries)
 
 
-def _checked(loaded: configfile.ConfigFile) -> RunConfig:
-    from trainer.data import images  # brings Pillow
+def export_said(run: RunDir, code: int) -> str:
+    """What the last export of a run wrote, a file per line, or what went wrong. code: the exit code of its process."""
+    if code in (0, 2):
+        return (run.logs / _EXPORT_ANSWER).read_text(encoding="utf-8").strip()
+    log = run.logs / _EXPORT_LOG
+    return f"the export failed: {diagnosis.last_line(log)}\nlog: {log}"
 
-    configfile.check_files(loaded)
-    images.scan(loaded.config.data)
-    _check_hub_model(loaded)
-    launch.require_free_port(loaded.config.parallel)
+
+def _run(loaded: ConfigFile, run: RunDir) -> int:
+    cfg = loaded.config
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)
-    return loaded.config
-
-
-def _check_hub_model(loaded: configfile.ConfigFile) -> None:
-    """Raises InputError with the download command for a hub id that is not in the local cache."""
-    model = loaded.config.model
-    field, path = ("model.base", model.base) if model.base else ("model.path", model.path)
-    try:
-        find_folder(field, path)
-    except InputError as error:
-        raise InputError(f"{loaded.where(field)}: {error}") from error
-
-
-def _run(cfg: RunConfig, run: RunDir) -> int:
     events = EventReader(run.events_file)
     events.read()  # a run that continues does not tell its past again
     handle = launch.start(cfg, run)
@@ -183,7 +168,7 @@ def _conclude(run: RunDir, told: Sequence[Told]) -> int:
     _attempt(run.report, lambda: write_report(run))
     state = launch.status(run)
     if state == "failed":
-        errors = [event for event in told if isinstance(event, ErrorEvent)] or [launch.diagnose(run, told)]
+        errors = [event for event in told if isinstance(event, ErrorEvent)] or [diagnosis.diagnose(run, told)]
         print(explain(errors[-1], run), file=sys.stderr)
         return errors[-1].exit_code
     exports = [event for event in told if isinstance(event, ExportEvent)]
@@ -390,6 +375,7 @@ def sentence(event: Told) -> str:
         case CheckpointEvent():
             return f"step {event.step}: checkpoint {event.path}"
         case ExportEvent():
-            return f"exported {event.what} ({event.format}): {event.path}"
+            checked = f"; read back, it differs by {event.difference:.1e}" if math.isfinite(event.difference) else ""
+            return f"exported {event.what} ({event.format}): {event.path}{checked}"
         case WarningEvent() | ErrorEvent():
             return f"{event.type}: {event.message}"

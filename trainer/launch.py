@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import glob
 import importlib.util
 import json
-import math
 import os
-import re
-import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 
 import psutil
 
 from trainer.config import InputError, ParallelConfig, RunConfig
+from trainer.diagnosis import diagnose, launches, output_file
 from trainer.events import ENDS, AnyEvent, ErrorEvent, EventReader, EventWriter, State, StatusEvent, last_state
 from trainer.rundir import RunDir
 
@@ -75,7 +72,7 @@ def torchrun_argv(cfg: RunConfig, run: RunDir, module: str = "trainer") -> list[
         "--nnodes", str(parallel.nodes),
         "--nproc-per-node", str(parallel.devices),
         "--rdzv-backend", "c10d", *_meeting_place(parallel),
-        "--rdzv-id", f"{run.path.name}-{_launches(run) + 1}",
+        "--rdzv-id", f"{run.path.name}-{launches(run) + 1}",
         "--max-restarts", str(parallel.max_restarts),
         *_shutdown_timeout(_torchrun_source()),
         "--redirects", "3",
@@ -105,8 +102,8 @@ def _shutdown_timeout(torchrun: Path) -> list[str]:
     return [option, str(SHUTDOWN_TIMEOUT_S)] if option in torchrun.read_text(encoding="utf-8") else []
 
 
-def start(cfg: RunConfig, run: RunDir, module: str = "trainer") -> RunHandle:
-    """Start the ranks in a session of their own and return at once.
+def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[int] = ()) -> RunHandle:
+    """Start the ranks in a session of their own and return at once. gpus: those they may see; none for all.
 
     Raises InputError when this run is running already.
     """
@@ -118,8 +115,10 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer") -> RunHandle:
         argv = torchrun_argv(cfg, run, module)
         with EventWriter(run.events_file) as events:
             events.write(StatusEvent(state="starting"))
-        process = _spawn(argv, _output_file(run, _launches(run) + 1))
+        process = _spawn(argv, output_file(run, launches(run) + 1), gpus)
         Launch(process.pid, psutil.Process(process.pid).create_time(), argv).write(run)
+    # Whoever started it may not care for its end, and it would stay as a zombie.
+    threading.Thread(target=process.wait, name=f"end of {run.path.name}", daemon=True).start()
     return RunHandle(run, process, argv)
 
 
@@ -162,25 +161,17 @@ def worker_environment() -> dict[str, str]:
     }
 
 
-def _spawn(argv: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
+def _spawn(argv: Sequence[str], output: Path, gpus: Sequence[int]) -> subprocess.Popen[bytes]:
+    seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
     with output.open("xb") as file:
         return subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=worker_environment(),
+            env=worker_environment() | seen,
             start_new_session=True,
         )
-
-
-def _launches(run: RunDir) -> int:
-    """How often this run was started."""
-    return len(list(run.logs.glob("launch-*.log")))
-
-
-def _output_file(run: RunDir, number: int) -> Path:
-    return run.logs / f"launch-{number}.log"
 
 
 def alive(run: RunDir) -> bool:
@@ -196,8 +187,10 @@ def _process(run: RunDir) -> psutil.Process | None:
         process = psutil.Process(launch.pid)
         # The create time is derived from the boot time, which moves a little when the clock is adjusted.
         same = abs(process.create_time() - launch.create_time) < 1.0
+        # Its arguments are empty for a moment while a process begins, and while it ends.
+        same = same and process.cmdline() in (launch.argv, [])
         return process if same and process.status() != psutil.STATUS_ZOMBIE else None
-    except psutil.NoSuchProcess:
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
         return None
 
 
@@ -287,139 +280,3 @@ def _end_orphans(run: RunDir) -> None:
 def _since_start(events: Sequence[AnyEvent]) -> Sequence[AnyEvent]:
     starts = [at for at, event in enumerate(events) if isinstance(event, StatusEvent) and event.state == "starting"]
     return events[starts[-1] :] if starts else events
-
-
-def diagnose(run: RunDir, events: Sequence[AnyEvent]) -> ErrorEvent:
-    """Why the latest start of a run failed, from torchrun's output and the ranks' error files.
-
-    events: those since that start.  The earliest failing rank is named. Ranks that torchrun ended, or that only lost
-    another rank, come last: they are consequences, though they may be noticed first.
-    """
-    number = _launches(run)
-    output = _output_file(run, number)
-    attempts = _last_attempts(run, number)
-    failures = [*_reported(output, attempts), *_recorded(attempts)]
-    torchrun_itself = _Failure(None, last_line(output) or "torchrun ended without a message", math.inf, output)
-    cause = min(failures, key=lambda failure: (failure.is_consequence, failure.when), default=torchrun_itself)
-    return ErrorEvent(
-        message=cause.message,
-        remedy=_remedy(cause.message),
-        rank=cause.rank,
-        step=max((event.step for event in events), default=0),
-        log=os.path.relpath(cause.log, run.path),
-    )
-
-
-_LOST_ANOTHER_RANK = re.compile(
-    r"Connection (closed|reset) by peer|Connection refused|Broken pipe|pair closure|remote process exited"
-    r"|ncclRemoteError|killed by SIGTERM"
-)
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """How one rank ended. rank: None when only its node knows it.  when: unix seconds.  log: file with the details."""
-
-    rank: int | None
-    message: str
-    when: float
-    log: Path
-
-    @property
-    def is_consequence(self) -> bool:
-        return _LOST_ANOTHER_RANK.search(self.message) is not None
-
-
-def _last_attempts(run: RunDir, number: int) -> list[Path]:
-    """The folders with the ranks' logs, one per node: those of the last attempt where torchrun started ranks again."""
-    nodes = run.logs.glob(f"{glob.escape(run.path.name)}-{number}_*")
-    attempts = [sorted(node.glob("attempt_*"), key=lambda folder: int(folder.name.partition("_")[2])) for node in nodes]
-    return [folders[-1] for folders in attempts if folders]
-
-
-_REPORT = re.compile(
-    r"^  time +: (?P<time>\S+)\n"
-    r"  host +: .*\n"
-    r"  rank +: (?P<rank>\d+) \(local_rank: (?P<local_rank>\d+)\)\n"
-    r"  exitcode +: (?P<code>-?\d+) .*\n"
-    r"  error_file: (?P<error_file>.*)$",
-    re.MULTILINE,
-)
-
-
-def _reported(output: Path, attempts: Sequence[Path]) -> Iterator[_Failure]:
-    """Failures of this node's ranks, from the table torchrun prints at its end."""
-    for report in _REPORT.finditer(output.read_text(encoding="utf-8", errors="replace")):
-        rank, error_file = int(report["rank"]), Path(report["error_file"])
-        if error_file.is_file():
-            yield _from_error_file(error_file, rank)
-            continue
-        logs = [attempt / report["local_rank"] / "stderr.log" for attempt in attempts]
-        log = logs[0] if len(logs) == 1 else output
-        # The table's times are cut to seconds: counted up, so that a rank that left an error file comes first.
-        when = datetime.strptime(report["time"], "%Y-%m-%d_%H:%M:%S").timestamp() + 1
-        yield _Failure(rank, _how_it_ended(int(report["code"]), log), when, log)
-
-
-def _recorded(attempts: Sequence[Path]) -> Iterator[_Failure]:
-    """Failures that left an error file, also those of other nodes that share the run folder.
-
-    torchrun's table may lack the first: it is written when any rank has ended. The folders are named by the rank on
-    its node, which is the rank of the run where there is only one.
-    """
-    for attempt in attempts:
-        for error_file in attempt.glob("*/error.json"):
-            yield _from_error_file(error_file, int(error_file.parent.name) if len(attempts) == 1 else None)
-
-
-def _from_error_file(file: Path, rank: int | None) -> _Failure:
-    try:
-        message = json.loads(file.read_text(encoding="utf-8"))["message"]["message"]
-    except (ValueError, KeyError, TypeError):  # cut short: the disk was full
-        message = last_line(file.with_name("stderr.log")) or "ended while writing its error file"
-    return _Failure(rank, message, file.stat().st_mtime, file.with_name("stderr.log"))
-
-
-def _how_it_ended(code: int, log: Path) -> str:
-    if code < 0:
-        names = {known.value: known.name for known in signal.Signals}
-        return f"killed by {names.get(-code, f'signal {-code}')}"
-    return last_line(log) or f"ended with exit code {code}"
-
-
-def last_line(file: Path) -> str:
-    """The last line of a log that says something, empty without one."""
-    lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.exists() else []
-    return next((line.strip() for line in reversed(lines) if line.strip(" =-")), "")
-
-
-_REMEDIES = (
-    (
-        r"FloatingPointError",
-        "lower optim.lr, raise optim.warmup or set train.precision: fp32, and start again from the last checkpoint "
-        "with --resume",
-    ),
-    (
-        r"out of memory|OutOfMemoryError",
-        "lower train.micro_batch or data.resolution, set train.checkpointing: full, or use more ranks",
-    ),
-    (
-        r"SIGKILL",
-        "probably the machine ran out of memory, or somebody killed it: use fewer ranks per machine, lower "
-        "train.micro_batch, or give it more memory; the system log tells",
-    ),
-    (r"torchrun ended without", "it was killed, or the machine ran out of memory: continue with --resume"),
-    (r"SIGTERM|SignalException", "it was ended from outside: continue with --resume"),
-    (r"No space left on device", "free some disk space, then continue with --resume; finished checkpoints are intact"),
-    (
-        r"[Aa]ddress already in use|EADDRINUSE",
-        "another program holds the port: start again, or change parallel.rendezvous",
-    ),
-    (r"Rendezvous\w*Error", "no meeting of the nodes: check that parallel.rendezvous is host:port of the first node"),
-    (r"ModuleNotFoundError|ImportError", "the environment is incomplete: run --doctor"),
-    (r"CUDA|NCCL", "run --doctor; if the GPUs are fine, set NCCL_DEBUG=INFO and continue with --resume"),
-)
-
-
-def _remedy(message: str) -> str:
-    return next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, message)), "read the end of the log")

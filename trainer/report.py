@@ -252,7 +252,7 @@ def _samples(run: RunDir, events: Iterable[AnyEvent]) -> str:
     if not samples:
         return ""
     all_steps = sorted({step for _, step in samples})
-    steps = _spread(all_steps, SAMPLE_COLUMNS)
+    steps = spread(all_steps, SAMPLE_COLUMNS)
     head = "".join(f'<th scope="col">step {step}</th>' for step in steps)
     rows = []
     for index in sorted({index for index, _ in samples}):
@@ -263,7 +263,7 @@ def _samples(run: RunDir, events: Iterable[AnyEvent]) -> str:
     return f"<h2>Samples</h2><p>{shown}</p><div><table><tr><td></td>{head}</tr>{''.join(rows)}</table></div>"
 
 
-def _spread(steps: Sequence[int], limit: int) -> list[int]:
+def spread(steps: Sequence[int], limit: int) -> list[int]:
     """At most `limit` steps, evenly chosen, with the first and the last."""
     if len(steps) <= limit:
         return list(steps)

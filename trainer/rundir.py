@@ -40,9 +40,11 @@ class RunDir:
         run = cls(path.absolute())
         try:
             run._make_folders()
+            draft = run.config_file.with_suffix(".draft")
+            draft.write_text(configfile.dump(cfg), encoding="utf-8")
+            draft.replace(run.config_file)
         except OSError as error:
             raise InputError(f"{path}: cannot be made a run folder ({error.strerror}); name another place") from error
-        run.config_file.write_text(configfile.dump(cfg), encoding="utf-8")
         return run
 
     @classmethod

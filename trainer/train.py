@@ -47,6 +47,7 @@ from trainer.optim import (
 )
 from trainer.parallel.check import check_reduced, diverged
 from trainer.parallel.memory import MemoryMeter
+from trainer.parallel.place import Place, explaining_lack_of_memory
 from trainer.rng import SampleRng, derived_seed
 from trainer.rundir import Request, RunDir
 from trainer.sampling import draw_all
@@ -104,6 +105,7 @@ class Trainer:
         self.clock = StepClock(world, self.loaded.mesh)
         self.clock.watch(self.model)
         self.meter = MemoryMeter(world)
+        self.place = Place(self.model, self.family.shard_blocks, cfg.train.compile)
         self._ranks = EventWriter(run.rank_file(world.rank))
         self._last_heartbeat = 0.0
         # A rank whose torchrun was killed is adopted by another process. It would train on unseen.
@@ -112,7 +114,14 @@ class Trainer:
         self._say_loaded(time.perf_counter() - started)
 
     def train(self) -> State:
-        """Run to the last step, or to a stop request. Returns `finished` or `stopped`, with a checkpoint on disk."""
+        """Run to the last step, or to a stop request. Returns `finished` or `stopped`, with a checkpoint on disk.
+
+        Raises OutOfMemoryError with the block, and FloatingPointError for a loss or gradient that is not finite.
+        """
+        with explaining_lack_of_memory(self.place, self.meter):
+            return self._train()
+
+    def _train(self) -> State:
         cfg = self.cfg
         if self.step == 0 and cfg.sample.every:
             self.draw_samples()
@@ -150,8 +159,10 @@ class Trainer:
         for i, micro_batch in enumerate(micro_batches):
             if len(micro_batches) > 1:  # it visits every module, and a single pass always reduces
                 sync_gradients(self.loaded, last=i == len(micro_batches) - 1)
+            self.place.enter(FORWARD)
             loss = self._forward(micro_batch)
             self.clock.mark(FORWARD)
+            self.place.enter(BACKWARD)
             # FSDP averages over ranks; the loss of the step is a sum over them.
             (loss.total * (self.world.size / self.cfg.train.batch_size)).backward()  # type: ignore[no-untyped-call]
             self.clock.mark(BACKWARD)
@@ -159,6 +170,7 @@ class Trainer:
             weight += loss.weight
         agreed = self._agree(float(total), float(weight))
         self._refuse_non_finite(agreed)
+        self.place.enter(OPTIMIZER)
         grad_norm, lr = self._update(agreed)
         self.clock.mark(OPTIMIZER)
         self.step += 1
@@ -310,6 +322,7 @@ class Trainer:
     def _evaluating(self) -> Iterator[None]:
         """Inside: eval mode, no gradients, the weights to evaluate with, and nothing gathered from before."""
         reshard(self.model)
+        self.place.enter("evaluation")
         self.model.eval()
         with torch.no_grad(), evaluation_weights(self.optimizer, self.parameters, self.ema):
             yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,7 +59,9 @@ class World:
         """Bytes this rank may fill: of its GPU, or its part of the host's memory."""
         if self.device.type == "cuda":
             return int(torch.cuda.get_device_properties(self.device).total_memory)
-        return int(psutil.virtual_memory().total) // self.local_size
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        share = int(psutil.virtual_memory().total) // self.local_size
+        return share if limit == resource.RLIM_INFINITY else min(share, limit)
 
 
 @contextmanager

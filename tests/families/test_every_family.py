@@ -25,8 +25,10 @@ from tests.runs import make_pictures, make_run, run_config, train
 from trainer import families
 from trainer.config import ModelOptions, ObjectiveConfig
 from trainer.export import export
+from trainer.families import _flow
+from trainer.families.base import FLOW_FIELDS
 from trainer.modules import encoder_loader
-from trainer.objectives import Batch, Example
+from trainer.objectives import Batch, Example, Shift, draw_sigma
 from trainer.rng import SampleRng
 from trainer.world import World
 
@@ -102,6 +104,20 @@ def test_loss_of_a_batch_is_the_sum_of_its_items_losses_and_padding_counts_nothi
     padded = loss([*items, items[0]], [1.0, 1.0, 0.0], [0, 1, 0])
     torch.testing.assert_close(padded.total, torch.stack(alone).sum(), atol=1e-5, rtol=0)
     assert padded.weight.item() == 2
+
+
+def test_a_token_is_size_multiple_pixels_high_and_wide(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is shown of a config's shift (`trainer.recipe`) rests on it."""
+    seen: list[int] = []
+
+    def draw(objective: ObjectiveConfig, shift: Shift, num_tokens: int, rng: SampleRng) -> torch.Tensor:
+        seen.append(num_tokens)
+        return draw_sigma(objective, shift, num_tokens, rng)
+
+    monkeypatch.setattr(_flow, "draw_sigma", draw)
+    family.loss(model_of(family), batch_of(family, examples(family, 1)), SampleRng(0, [0]))
+    num_tokens = (64 // family.size_multiple) * (32 // family.size_multiple)
+    assert seen == [num_tokens] * (family.objective_fields >= FLOW_FIELDS)
 
 
 def test_a_few_steps_on_one_batch_lower_the_loss(family: Any) -> None:
@@ -203,7 +219,7 @@ def test_a_run_on_two_ranks_trains_samples_and_exports_every_layer_of_the_defaul
         if any(re.fullmatch(rf"{pattern}\.weight", name) for pattern in family.adapter_targets[component])
         if not any(re.fullmatch(pattern, name) for pattern in family.never_trained)
     }
-    exported = load_file(export(cfg, run, tmp_path / "cache")[0])
+    exported = load_file(export(cfg, run, tmp_path / "cache")[0].path)
     assert len({name.partition(".lora_")[0] for name in exported if ".lora_" in name}) == len(layers)
 
 

@@ -16,11 +16,12 @@ from trainer import checkpoint, families
 from trainer.config import InputError, RunConfig
 from trainer.export.adapter import export_adapter
 from trainer.export.check import check_export
+from trainer.export.drafts import Exported
 from trainer.export.model import export_model
 from trainer.rundir import RunDir
 
 
-def export(cfg: RunConfig, run: RunDir, cache: Path, reference: Mapping[str, Tensor] | None = None) -> list[Path]:
+def export(cfg: RunConfig, run: RunDir, cache: Path, reference: Mapping[str, Tensor] | None = None) -> list[Exported]:
     """Write and verify the trained weights of the newest checkpoint, as the section `export` says.
 
     reference: the live model's trained weights, where there is one; else those of the checkpoint. Returns the files
@@ -37,4 +38,4 @@ def export(cfg: RunConfig, run: RunDir, cache: Path, reference: Mapping[str, Ten
     return [export_model(cfg, run.export, family, weights, reference or weights)]
 
 
-__all__ = ["check_export", "export"]
+__all__ = ["Exported", "check_export", "export"]

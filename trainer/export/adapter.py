@@ -17,7 +17,7 @@ from trainer.adapters.files import read_adapter
 from trainer.adapters.formats import DTYPES, adapter_files
 from trainer.adapters.layer import LayerAdapter
 from trainer.config import RunConfig
-from trainer.export.drafts import draft
+from trainer.export.drafts import Exported, draft
 from trainer.export.metadata import adapter_metadata
 from trainer.families.base import ModelFamily
 from trainer.trained import BaseWeights, TrainedModel, component_of, naming
@@ -38,10 +38,10 @@ def export_adapter(
     weights: Mapping[str, Tensor],
     reference: Mapping[str, Tensor],
     step: int,
-) -> list[Path]:
+) -> list[Exported]:
     """Write the adapter in `export.format`, one file or several, and read each back with another program's code.
 
-    step: after which it has these weights. Returns the paths, the main one first.
+    step: after which it has these weights. Returns the files, the main one first.
     """
     base = BaseWeights(family)
     # Whole in memory: an adapter is small, and the writer looks at a layer more than once.
@@ -49,22 +49,23 @@ def export_adapter(
     dtype = cfg.export.dtype
     files = adapter_files(trained, cfg.export.format, naming(family), base.layer, DTYPES[dtype])
     paths = [file.path(folder, _stem(cfg)) for file in files]
+    differences = []
     with ExitStack() as drafts:
         for file, path in zip(files, paths, strict=True):
             written = drafts.enter_context(draft(path))
             file.write(written, adapter_metadata(cfg, family, step))
             held = {n: layer for n, layer in expected.items() if file.component in ("", component_of(n))}
-            verify_adapter(written, file.readers, family, held, dtype)
-    return paths
+            differences.append(verify_adapter(written, file.readers, family, held, dtype))
+    return [Exported(path, difference) for path, difference in zip(paths, differences, strict=True)]
 
 
 def verify_adapter(
     file: Path, readers: tuple[str, ...], family: ModelFamily, expected: Mapping[str, LayerAdapter], dtype: str
-) -> None:
+) -> float:
     """Load the file as its users do and compare what becomes of each layer's weight with the trained adapter.
 
     By diffusers or peft where they read the file, by our own reader of other programs' names elsewhere. One layer at a
-    time. Raises RuntimeError naming the layer.
+    time. Returns the distance relative to the size of the update. Raises RuntimeError naming the layer.
     """
     base = BaseWeights(family)
     found = _read(file, readers, family, base, {component_of(name) for name in expected})
@@ -80,6 +81,7 @@ def verify_adapter(
             f"{file}: the adapter as it is read back differs from the trained one by {error:.3g}, "
             f"the size of its update is {size:.3g}"
         )
+    return error / size if size else error
 
 
 Merge = Callable[[Tensor], Tensor]

@@ -5,7 +5,19 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A file or folder that was read back. difference: from what was trained, relative to its norm.
+
+    Of an adapter that is the norm of all updates together, of a model the one of its worst tensor.
+    """
+
+    path: Path
+    difference: float
 
 
 @contextmanager

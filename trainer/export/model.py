@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.adapters import formats
 from trainer.config import SINGLE_FILES, RunConfig
-from trainer.export.drafts import draft
+from trainer.export.drafts import Exported, draft
 from trainer.export.metadata import model_metadata
 from trainer.export.stream import Plan, Planned, num_bytes, write_stream
 from trainer.families.base import ModelFamily
@@ -34,7 +34,7 @@ ENCODER_STEM = "model"
 
 def export_model(
     cfg: RunConfig, folder: Path, family: ModelFamily, weights: Mapping[str, Tensor], reference: Mapping[str, Tensor]
-) -> Path:
+) -> Exported:
     """Write base + adapter, or all weights of a full fine-tune, and compare what was written with `reference`.
 
     Returns a folder that diffusers loads (with one folder per component where several are trained), or a single file.
@@ -48,11 +48,11 @@ def export_model(
         ending = "-fp8" if cfg.export.dtype == "fp8" else ""
         with draft(folder / f"{name}{ending}.safetensors") as file:
             _write_single_file(file, cfg, family, model, base, tensors)
-            _verify_single_file(file, cfg, expected, tensors)
-        return folder / f"{name}{ending}.safetensors"
+            difference = _verify_single_file(file, cfg, expected, tensors)
+        return Exported(folder / f"{name}{ending}.safetensors", difference)
     with draft(folder / name) as path:
-        _write_folder(path, cfg, family, model, base, expected)
-    return folder / name
+        difference = _write_folder(path, cfg, family, model, base, expected)
+    return Exported(folder / name, difference)
 
 
 def _original_tensors(family: ModelFamily) -> list[tuple[str, Fused]]:
@@ -63,7 +63,9 @@ def _original_tensors(family: ModelFamily) -> list[tuple[str, Fused]]:
 
 def _write_folder(
     path: Path, cfg: RunConfig, family: ModelFamily, model: TrainedModel, base: BaseWeights, expected: TrainedModel
-) -> None:
+) -> float:
+    """Returns the largest relative difference of a tensor that is read back."""
+    differences = []
     trained = [component for component in family.live if cfg.mode(component) != "frozen"]
     for component in trained:
         place = path if len(trained) == 1 else path / component
@@ -72,7 +74,8 @@ def _write_folder(
         stem = DENOISER_STEM if component == family.components[0] else ENCODER_STEM
         plan = {name: (DTYPES[cfg.export.dtype], shape) for name, shape in base.shapes(component).items()}
         _write_shards(place, stem, plan, partial(model.tensor, component))
-        _verify_component(place, component, cfg, family, expected)
+        differences.append(_verify_component(place, component, cfg, family, expected))
+    return max(differences)
 
 
 def _write_shards(folder: Path, stem: str, plan: Plan, tensor: Callable[[str], Tensor]) -> None:
@@ -108,7 +111,7 @@ def _write_index(file: Path, shards: Mapping[str, Plan]) -> None:
 
 def _verify_component(
     folder: Path, component: str, cfg: RunConfig, family: ModelFamily, expected: TrainedModel
-) -> None:
+) -> float:
     """Compare the folder's tensors with the model its config.json describes, and each with the trained one.
 
     Tensor by tensor: a model that fills several GPUs need not fit into this host's memory.
@@ -119,8 +122,10 @@ def _verify_component(
         found = written[name].shape if name in written else None
         if found != tuple(tensor.shape):
             raise RuntimeError(f"{folder}: '{name}' is {found}, but the model of its config.json has {tensor.shape}")
-    for name, entry in written.items():
+    return max(
         _compare(folder, name, read_tensor(entry), expected.tensor(component, name), cfg.export.dtype)
+        for name, entry in written.items()
+    )
 
 
 def _write_single_file(
@@ -143,20 +148,24 @@ def _planned(fused: Fused, shapes: Mapping[str, tuple[int, ...]], dtype: str) ->
     return kept, shape
 
 
-def _verify_single_file(file: Path, cfg: RunConfig, expected: TrainedModel, tensors: list[tuple[str, Fused]]) -> None:
+def _verify_single_file(file: Path, cfg: RunConfig, expected: TrainedModel, tensors: list[tuple[str, Fused]]) -> float:
     """Take the stored tensors apart again, by the layout, and compare each part with the trained tensor."""
     written: Mapping[str, TensorEntry] = WeightFiles.read([file]).entries
+    differences = []
     for component, fused in tensors:
         parts = [expected.tensor(component, part) for part in fused.parts]
         stored = fused.split(read_tensor(written[fused.name]), [part.shape[0] for part in parts])
         for name, found, trained in zip(fused.parts, stored, parts, strict=True):
-            _compare(file, name, found, trained, cfg.export.dtype)
+            differences.append(_compare(file, name, found, trained, cfg.export.dtype))
+    return max(differences)
 
 
-def _compare(file: Path, name: str, found: Tensor, trained: Tensor, dtype: str) -> None:
+def _compare(file: Path, name: str, found: Tensor, trained: Tensor, dtype: str) -> float:
+    """Returns the distance relative to the trained tensor's norm."""
     size, error = _size_and_distance(trained, found)
     if not error <= TOLERANCE[dtype] * size + SMALLEST_STEP[dtype] * trained.numel() ** 0.5:
         raise RuntimeError(f"{file}: '{name}' differs from the trained tensor by {error:.3g}, whose norm is {size:.3g}")
+    return error / size if size else error
 
 
 def _size_and_distance(trained: Tensor, found: Tensor) -> tuple[float, float]:

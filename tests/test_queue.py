@@ -1,0 +1,163 @@
+"""Runs that wait for their turn: their order, their GPUs, what a failure does, and what a restart finds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.runs import run_config
+from trainer import launch
+from trainer.config import InputError, RunConfig
+from trainer.queue import Queue, Settings, work_off
+
+# What the queue starts instead of the trainer: a run that does what its name says, once its file `go` is there.
+WORKER = """
+import os, sys, time
+from pathlib import Path
+from trainer.events import *
+from trainer.rundir import RunDir
+run = RunDir.open(Path(sys.argv[1]))
+events = EventWriter(run.events_file)
+events.write(StatusEvent(state="training", message=os.environ.get("CUDA_VISIBLE_DEVICES", "all")))
+name = run.config().name
+while name.startswith("waits") and not (run.path.parent / "go").exists():
+    time.sleep(0.02)
+if name.endswith("fails"):
+    raise SystemExit("cannot go on")
+events.write(StatusEvent(state="finished"))
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[[str], RunConfig]:
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+    (tmp_path / "a.txt").write_text("a")
+    return lambda name: run_config(tmp_path, name=name)
+
+
+@pytest.fixture
+def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "queueworker.py").write_text(WORKER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    queue = Queue(tmp_path / "runs", module="queueworker")
+    yield queue
+    for entry in queue.running():
+        launch.terminate(queue.run_of(entry), grace_s=0.5)
+
+
+def names(entries) -> list[str]:
+    return [entry.name for entry in entries]
+
+
+def ended(queue: Queue) -> bool:
+    return not queue.running()
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_runs_wait_in_order_and_can_be_moved_and_taken_out(queue, config):
+    a, _, c = (queue.add(config(name)) for name in "abc")
+    assert names(queue.waiting()) == ["a", "b", "c"]
+    queue.move(c.number, -1)
+    assert names(queue.waiting()) == ["a", "c", "b"]
+    queue.move(a.number, 1)
+    assert names(queue.waiting()) == ["c", "a", "b"]
+    queue.move(queue.waiting()[0].number, -1)
+    queue.remove(queue.waiting()[2].number)
+    queue.remove(999)
+    queue.move(999, 1)
+    assert names(Queue(queue.runs).waiting()) == ["c", "a"]
+
+
+def test_the_config_is_frozen_when_it_is_put_in(queue, config, tmp_path):
+    entry = queue.add(replace_steps(config("a"), 7))
+    assert "steps: 7" in entry.config
+    assert "steps: 7" in Queue(queue.runs).waiting()[0].config
+
+
+def replace_steps(cfg: RunConfig, steps: int) -> RunConfig:
+    return cfg.model_copy(update={"train": cfg.train.model_copy(update={"steps": steps})})
+
+
+def test_one_run_at_a_time_unless_their_gpus_differ(queue, config, tmp_path):
+    queue.add(config("waits-a"), gpus=(0, 1))
+    queue.add(config("waits-b"), gpus=(2,))
+    queue.add(config("waits-c"), gpus=(1,))
+    queue.add(config("waits-d"), gpus=(3,))
+    assert names(queue.start_next()) == ["waits-a", "waits-b"]
+    assert names(queue.waiting()) == ["waits-c", "waits-d"]
+    assert queue.start_next() == []
+    (queue.runs / "go").touch()
+    wait_for(lambda: ended(queue))
+    seen = [queue.run_of(entry).events_file.read_text() for entry in queue.taken()]
+    assert '"message": "0,1"' in seen[0]
+    assert '"message": "2"' in seen[1]
+
+
+@pytest.mark.parametrize(("after_failure", "left"), [("go on", []), ("pause", ["b"])])
+def test_a_failure_lets_the_others_go_on_or_wait_as_is_wanted(queue, config, after_failure, left):
+    queue.change(Settings(after_failure=after_failure))
+    queue.add(config("a-fails"))
+    queue.add(config("b"))
+    queue.start_next()
+    wait_for(lambda: ended(queue))
+    queue.start_next()
+    wait_for(lambda: ended(queue))
+    assert names(queue.waiting()) == left
+    assert queue.settings.is_paused == bool(left)
+    if left:
+        queue.change(replace(queue.settings, is_paused=False))
+        assert names(queue.start_next()) == left
+        wait_for(lambda: ended(queue))
+        queue.start_next()
+        assert not queue.settings.is_paused
+
+
+def test_a_run_that_cannot_be_started_says_why_and_holds_up_nobody(queue, config, tmp_path):
+    gone = config("a").model_copy(update={"data": config("a").data.model_copy(update={"path": str(tmp_path / "gone")})})
+    queue.add(gone)
+    queue.add(config("b"))
+    bad, good = queue.start_next()
+    assert f"data.path: no folder '{tmp_path}/gone'" in bad.error
+    assert good.name == "b" and not good.error
+    wait_for(lambda: ended(queue))
+
+
+def test_only_one_process_starts_runs(queue):
+    with queue.starting() as first, Queue(queue.runs).starting() as second:
+        assert (first, second) == (True, False)
+    with Queue(queue.runs).starting() as again:
+        assert again
+
+
+def test_a_starter_killed_between_two_steps_loses_no_run(queue, config):
+    queue.add(config("a"))
+    queue.add(config("b"))
+    waiting = queue.runs / "queue" / "waiting"
+    (waiting / "000001.json").rename(queue.runs / "queue" / "taken" / "000001.json")
+    assert names(queue.start_next()) == ["a"]
+    wait_for(lambda: ended(queue))
+
+
+def test_the_command_works_the_queue_off_and_tells_each_run(tmp_path, config, capsys, monkeypatch):
+    queue = Queue(tmp_path / "runs")
+    monkeypatch.setattr("trainer.queue.POLL_S", 0.05)
+    (tmp_path / "queueworker.py").write_text(WORKER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    queue.add(config("a"))
+    queue.add(config("b-fails"))
+    assert work_off(tmp_path / "runs", print, module="queueworker") == 1
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in said] == ["a", "b-fails"]
+    with queue.starting(), pytest.raises(InputError, match="starts its runs already"):
+        work_off(tmp_path / "runs", print)

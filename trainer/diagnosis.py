@@ -1,0 +1,182 @@
+"""Why a run failed, read from what torchrun and its ranks left behind."""
+
+from __future__ import annotations
+
+import glob
+import json
+import math
+import os
+import re
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from trainer.config import RunConfig
+from trainer.events import AnyEvent, ErrorEvent
+from trainer.rundir import RunDir
+
+
+def launches(run: RunDir) -> int:
+    """How often this run was started."""
+    return len(list(run.logs.glob("launch-*.log")))
+
+
+def output_file(run: RunDir, number: int) -> Path:
+    """What torchrun printed at the start of this number."""
+    return run.logs / f"launch-{number}.log"
+
+
+def diagnose(run: RunDir, events: Sequence[AnyEvent]) -> ErrorEvent:
+    """Why the latest start of a run failed, from torchrun's output and the ranks' error files.
+
+    events: those since that start.  The earliest failing rank is named. Ranks that torchrun ended, or that only lost
+    another rank, come last: they are consequences, though they may be noticed first.
+    """
+    number = launches(run)
+    output = output_file(run, number)
+    attempts = _last_attempts(run, number)
+    failures = [*_reported(output, attempts), *_recorded(attempts)]
+    torchrun_itself = _Failure(None, last_line(output) or "torchrun ended without a message", math.inf, output)
+    cause = min(failures, key=lambda failure: (failure.is_consequence, failure.when), default=torchrun_itself)
+    return ErrorEvent(
+        message=cause.message,
+        remedy=_remedy(cause.message),
+        retry=_retry(cause.message, run.config()),
+        rank=cause.rank,
+        step=max((event.step for event in events), default=0),
+        log=os.path.relpath(cause.log, run.path),
+    )
+
+
+_LOST_ANOTHER_RANK = re.compile(
+    r"Connection (closed|reset) by peer|Connection refused|Broken pipe|pair closure|remote process exited"
+    r"|ncclRemoteError|killed by SIGTERM"
+)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """How one rank ended. rank: None when only its node knows it.  when: unix seconds.  log: file with the details."""
+
+    rank: int | None
+    message: str
+    when: float
+    log: Path
+
+    @property
+    def is_consequence(self) -> bool:
+        return _LOST_ANOTHER_RANK.search(self.message) is not None
+
+
+def _last_attempts(run: RunDir, number: int) -> list[Path]:
+    """The folders with the ranks' logs, one per node: those of the last attempt where torchrun started ranks again."""
+    nodes = run.logs.glob(f"{glob.escape(run.path.name)}-{number}_*")
+    attempts = [sorted(node.glob("attempt_*"), key=lambda folder: int(folder.name.partition("_")[2])) for node in nodes]
+    return [folders[-1] for folders in attempts if folders]
+
+
+_REPORT = re.compile(
+    r"^  time +: (?P<time>\S+)\n"
+    r"  host +: .*\n"
+    r"  rank +: (?P<rank>\d+) \(local_rank: (?P<local_rank>\d+)\)\n"
+    r"  exitcode +: (?P<code>-?\d+) .*\n"
+    r"  error_file: (?P<error_file>.*)$",
+    re.MULTILINE,
+)
+
+
+def _reported(output: Path, attempts: Sequence[Path]) -> Iterator[_Failure]:
+    """Failures of this node's ranks, from the table torchrun prints at its end."""
+    if not output.exists():
+        return
+    for report in _REPORT.finditer(output.read_text(encoding="utf-8", errors="replace")):
+        rank, error_file = int(report["rank"]), Path(report["error_file"])
+        if error_file.is_file():
+            yield _from_error_file(error_file, rank)
+            continue
+        logs = [attempt / report["local_rank"] / "stderr.log" for attempt in attempts]
+        log = logs[0] if len(logs) == 1 else output
+        # The table's times are cut to seconds: counted up, so that a rank that left an error file comes first.
+        when = datetime.strptime(report["time"], "%Y-%m-%d_%H:%M:%S").timestamp() + 1
+        yield _Failure(rank, _how_it_ended(int(report["code"]), log), when, log)
+
+
+def _recorded(attempts: Sequence[Path]) -> Iterator[_Failure]:
+    """Failures that left an error file, also those of other nodes that share the run folder.
+
+    torchrun's table may lack the first: it is written when any rank has ended. The folders are named by the rank on
+    its node, which is the rank of the run where there is only one.
+    """
+    for attempt in attempts:
+        for error_file in attempt.glob("*/error.json"):
+            yield _from_error_file(error_file, int(error_file.parent.name) if len(attempts) == 1 else None)
+
+
+def _from_error_file(file: Path, rank: int | None) -> _Failure:
+    try:
+        message = json.loads(file.read_text(encoding="utf-8"))["message"]["message"]
+    except (ValueError, KeyError, TypeError):  # cut short: the disk was full
+        message = last_line(file.with_name("stderr.log")) or "ended while writing its error file"
+    return _Failure(rank, message, file.stat().st_mtime, file.with_name("stderr.log"))
+
+
+def _how_it_ended(code: int, log: Path) -> str:
+    if code < 0:
+        names = {known.value: known.name for known in signal.Signals}
+        return f"killed by {names.get(-code, f'signal {-code}')}"
+    return last_line(log) or f"ended with exit code {code}"
+
+
+def last_line(file: Path) -> str:
+    """The last line of a log that says something, empty without one."""
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.exists() else []
+    return next((line.strip() for line in reversed(lines) if line.strip(" =-")), "")
+
+
+OUT_OF_MEMORY = r"out of memory|OutOfMemoryError|can't allocate memory|bad_alloc|MemoryError"
+
+_REMEDIES = (
+    (
+        r"FloatingPointError",
+        "lower optim.lr, raise optim.warmup or set train.precision: fp32, and start again from the last checkpoint "
+        "with --resume",
+    ),
+    (
+        OUT_OF_MEMORY,
+        "lower train.micro_batch or data.resolution, set train.checkpointing: full, or use more ranks",
+    ),
+    (
+        r"SIGKILL",
+        "probably the machine ran out of memory, or somebody killed it: use fewer ranks per machine, lower "
+        "train.micro_batch, or give it more memory; the system log tells",
+    ),
+    (r"torchrun ended without", "it was killed, or the machine ran out of memory: continue with --resume"),
+    (r"SIGTERM|SignalException", "it was ended from outside: continue with --resume"),
+    (r"No space left on device", "free some disk space, then continue with --resume; finished checkpoints are intact"),
+    (
+        r"[Aa]ddress already in use|EADDRINUSE",
+        "another program holds the port: start again, or change parallel.rendezvous",
+    ),
+    (r"Rendezvous\w*Error", "no meeting of the nodes: check that parallel.rendezvous is host:port of the first node"),
+    (r"ModuleNotFoundError|ImportError", "the environment is incomplete: run --doctor"),
+    (r"CUDA|NCCL", "run --doctor; if the GPUs are fine, set NCCL_DEBUG=INFO and continue with --resume"),
+)
+
+
+def _remedy(message: str) -> str:
+    return next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, message)), "read the end of the log")
+
+
+def _retry(message: str, cfg: RunConfig) -> tuple[str, ...]:
+    """What to change first, so that the same is learned: memory by recomputing or smaller passes, then fewer pixels."""
+    if re.search("FloatingPointError", message):
+        return (f"optim.lr={cfg.optim.lr / 10:g}",)
+    if not re.search(OUT_OF_MEMORY, message):
+        return ()
+    if cfg.train.checkpointing != "full":
+        return ("train.checkpointing=full",)
+    if cfg.train.micro_batch > 1:
+        return (f"train.micro_batch={cfg.train.micro_batch // 2}",)
+    return (f"data.resolution={cfg.data.resolution * 3 // 4 // 64 * 64}",) if cfg.data.resolution > 256 else ()

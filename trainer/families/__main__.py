@@ -1,0 +1,33 @@
+"""Writes facts.json, what is known of the families without importing them: `python -m trainer.families`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from trainer import families
+from trainer.facts import FACTS, FamilyFacts
+
+
+def write_facts(path: Path) -> None:
+    """Write the facts of every family as JSON."""
+    text = json.dumps({family: dataclasses.asdict(facts(family)) for family in families.names()}, indent=1)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def facts(family: str) -> FamilyFacts:
+    """The facts as the family's class has them."""
+    kind = families.get(family)
+    return FamilyFacts(
+        components=kind.components,
+        optional_encoders=kind.optional_encoders,
+        objective_fields=tuple(sorted(kind.objective_fields)),
+        options_read=tuple(sorted(kind.options_read)),
+        reads_references=kind.reads_references,
+        size_multiple=kind.size_multiple,
+    )
+
+
+if __name__ == "__main__":
+    write_facts(FACTS)

@@ -1,0 +1,56 @@
+"""Everything that is checked before a run is started: the same for the command line, the page and the queue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer import configfile, launch
+from trainer.config import InputError
+from trainer.configfile import ConfigFile
+from trainer.data import images
+from trainer.hub import find_folder
+from trainer.rundir import RunDir
+
+
+def new_run(loaded: ConfigFile, runs: Path, at: Path | None = None) -> RunDir:
+    """The folder of a new run below `runs`, or `at`. Nothing is started.
+
+    Raises InputError before anything is written when the config, its files or its images are wrong.
+    """
+    configfile.check_start(loaded)
+    check(loaded)
+    return RunDir.create(runs, loaded.config, at)
+
+
+def continued_run(run: RunDir, overrides: Sequence[str]) -> ConfigFile:
+    """The config an ended run is to be continued with, saved in its folder where fields were changed.
+
+    Raises InputError as `new_run` does, and when the run is running.
+    """
+    launch.require_ended(run)
+    loaded = configfile.load(run.config_file, overrides)
+    if not any(run.checkpoints.glob("step-*")):  # a checkpoint holds what became of the file
+        configfile.check_start(loaded)
+    check(loaded)
+    if overrides:
+        run.replace_config(loaded.config)
+    return loaded
+
+
+def check(loaded: ConfigFile) -> None:
+    """Raises InputError for every file, folder, image, model or port of the config that is wrong."""
+    configfile.check_files(loaded)
+    images.scan(loaded.config.data)
+    _check_hub_model(loaded)
+    launch.require_free_port(loaded.config.parallel)
+
+
+def _check_hub_model(loaded: ConfigFile) -> None:
+    """Raises InputError with the download command for a hub id that is not in the local cache."""
+    model = loaded.config.model
+    field, path = ("model.base", model.base) if model.base else ("model.path", model.path)
+    try:
+        find_folder(field, path)
+    except InputError as error:
+        raise InputError(f"{loaded.where(field)}: {error}") from error

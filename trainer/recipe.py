@@ -1,0 +1,71 @@
+"""What noise the images of a config are trained at: `python -m trainer.recipe CONFIG` prints it as JSON.
+
+A command of its own, since the densities are tensors: whoever only shows them imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trainer import configfile, families
+from trainer.config import InputError, RunConfig
+from trainer.data.buckets import bucket_sizes, choose_bucket
+from trainer.data.images import scan
+from trainer.families.base import FLOW_FIELDS
+from trainer.objectives import shift_factor, shift_sigma, sigma_at
+
+NUM_BINS = 20
+NUM_QUANTILES = 10_000
+
+
+@dataclass(frozen=True)
+class BucketRecipe:
+    """Of the images of one size. shift: effective, 1 for none.  timesteps: share in each of NUM_BINS, data to noise."""
+
+    width: int
+    height: int
+    images: int
+    shift: float
+    timesteps: tuple[float, ...]
+
+
+def recipe(cfg: RunConfig) -> list[BucketRecipe]:
+    """A row per bucket that has images. Raises InputError when the images or the family are wrong.
+
+    A token is `size_multiple` pixels high and wide. Discrete diffusion draws its timesteps evenly.
+    """
+    family = families.get(cfg.model.family)
+    sizes = bucket_sizes(cfg.data.resolution, family.size_multiple, cfg.data.max_aspect)
+    counts = Counter(choose_bucket(photo.width, photo.height, sizes) for photo in scan(cfg.data).train)
+    is_flow = family.objective_fields >= FLOW_FIELDS
+    even = (torch.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES
+    rows = []
+    for width, height in (size for size in sizes if counts[size]):
+        num_tokens = (width // family.size_multiple) * (height // family.size_multiple)
+        shift = shift_factor(cfg.objective, family.shift, num_tokens) if is_flow else 1.0
+        sigma = shift_sigma(sigma_at(cfg.objective, even), shift) if is_flow else even
+        shares = torch.histc(sigma, NUM_BINS, 0, 1) / NUM_QUANTILES
+        rows.append(BucketRecipe(width, height, counts[width, height], shift, tuple(shares.tolist())))
+    return rows
+
+
+def main() -> int:
+    """Print the rows of the config that is named. Exit code 2 with a sentence on stderr when it is wrong."""
+    try:
+        rows = recipe(configfile.load(Path(sys.argv[1])).config)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    json.dump([dataclasses.asdict(row) for row in rows], sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
