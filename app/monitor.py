@@ -1,0 +1,349 @@
+"""What a run does, followed from its folder: figures, curves, memory per rank, samples, logs. Nothing here shows it.
+
+A Follower reads only what was appended since it was last asked, so that a run of any length is cheap to watch.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+from trainer import launch
+from trainer.events import (
+    ENDS,
+    AnyEvent,
+    ErrorEvent,
+    EventReader,
+    ExportEvent,
+    RankLine,
+    RankReader,
+    SampleEvent,
+    State,
+    StatusEvent,
+    StepEvent,
+    ValidationEvent,
+    smoothed,
+)
+from trainer.report import Line, thin
+from trainer.rundir import RunDir
+
+SILENT_S = 180.0
+"""A running rank or run that says nothing for so long is shown as stuck."""
+FIGURES_OVER_STEPS = 50
+SEEN_STEPS = 2000
+"""Of a running run with more steps the curves are drawn anew only for a share of them: one alone is not seen."""
+LOG_BYTES = 64 * 1024
+SPLIT = ("data", "forward", "backward", "communication", "optimizer")
+"""Parts of a step's time."""
+Axis = Literal["step", "time"]
+Level = Literal["all", "warnings", "errors"]
+LEVELS: Mapping[Level, re.Pattern[str]] = {
+    "all": re.compile(""),
+    "warnings": re.compile(r"(?i)warn|error|exception|traceback|fail|killed"),
+    "errors": re.compile(r"(?i)error|exception|traceback|fail|killed"),
+}
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What one rank last said. Bytes of device memory (of the process on a CPU).  age_s: how long ago."""
+
+    rank: int
+    step: int
+    phase: str
+    allocated: int
+    reserved: int
+    peak: int
+    limit: int
+    age_s: float
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A run at one moment. seconds: per step and by part, as the mean over the last steps.
+
+    eta_s: None while nothing can be said.  imbalance: largest peak of a rank to the mean of all.
+    is_alive: whether its processes are there, for a moment also after its end.  curves: differ when the lines do.
+    """
+
+    path: Path
+    state: State
+    message: str
+    done: int
+    total: int
+    step: int
+    num_steps: int
+    loss: float | None
+    images_per_second: float
+    seconds: Mapping[str, float]
+    eta_s: float | None
+    ranks: tuple[RankState, ...]
+    imbalance: float
+    samples: tuple[SampleEvent, ...]
+    exports: tuple[ExportEvent, ...]
+    error: ErrorEvent | None
+    silent_s: float
+    is_alive: bool
+    curves: tuple[int, int]
+
+    @property
+    def is_running(self) -> bool:
+        return self.state not in (*ENDS, "created")
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a running trainer has said nothing for too long."""
+        return self.is_running and self.silent_s > SILENT_S
+
+    @property
+    def sentence(self) -> str:
+        """The state for a person, in one sentence."""
+        if self.error is not None and self.state == "failed":
+            where = "" if self.error.rank is None else f" on rank {self.error.rank}"
+            return f"Failed{where} at step {self.error.step}: {self.error.message}"
+        if self.is_stuck:
+            silent = [str(rank.rank) for rank in self.ranks if rank.age_s > SILENT_S]
+            who = f"; silent: rank {', '.join(silent)}" if silent else ""
+            return f"No step for {self.silent_s:.0f} s in state {self.state}{who}"
+        return _SENTENCES.get(self.state, _in_progress)(self)
+
+
+def _training(view: RunView) -> str:
+    left = "" if view.eta_s is None else f", about {_duration(view.eta_s)} left"
+    return f"Training: step {view.step} of {view.num_steps}, {view.images_per_second:.2f} images/s{left}"
+
+
+def _finished(view: RunView) -> str:
+    exported = f"; exported {view.exports[-1].path}" if view.exports else ""
+    return f"Finished after {view.step} steps{exported}"
+
+
+def _stopped(view: RunView) -> str:
+    return f"Stopped at step {view.step} of {view.num_steps}; resume continues it"
+
+
+def _failed(view: RunView) -> str:
+    return f"Failed at step {view.step}"
+
+
+def _created(view: RunView) -> str:
+    return "Not started yet"
+
+
+def _in_progress(view: RunView) -> str:
+    counted = f" {view.done} of {view.total}" if view.total else ""
+    message = f": {view.message}" if view.message else ""
+    return f"{view.state.capitalize()}{counted}{message}"
+
+
+_SENTENCES: Mapping[State, Callable[[RunView], str]] = {
+    "created": _created,
+    "training": _training,
+    "finished": _finished,
+    "stopped": _stopped,
+    "failed": _failed,
+}
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+class Follower:
+    """Follows one run. Safe to ask from several threads."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self.config = run.config()
+        self._lock = threading.Lock()
+        self._events = EventReader(run.events_file)
+        self._ranks: dict[int, RankReader] = {}
+        self._lines: dict[int, RankLine] = {}
+        self._steps: list[StepEvent] = []
+        self._num_read = 0
+        self._validations: dict[int, ValidationEvent] = {}
+        self._samples: dict[tuple[int, int], SampleEvent] = {}
+        self._told: list[AnyEvent] = []
+        self._status = StatusEvent(state="created", time=0.0)
+        self._error: ErrorEvent | None = None
+        self._last_event = 0.0
+
+    def view(self) -> RunView:
+        """Read what is new and say how the run stands. A process that is gone without a word is settled first."""
+        with self._lock:
+            self._read()
+            is_alive = launch.alive(self.run)
+            if not is_alive and self._status.state not in (*ENDS, "created"):
+                launch.settle(self.run)
+                self._read()
+            return self._seen(launch.derive_state(is_alive, self._status.state), is_alive)
+
+    def lines(self, chart: str, axis: Axis = "step") -> list[Line]:
+        """The lines of one of CHARTS, thinned."""
+        with self._lock:
+            self._read()
+            return [Line(line.label, thin(line.points)) for line in CHARTS[chart](self, axis) if line.points]
+
+    def told(self) -> list[AnyEvent]:
+        """Everything that happened but the steps, oldest first."""
+        with self._lock:
+            self._read()
+            return list(self._told)
+
+    def _read(self) -> None:
+        for event in self._events.read():
+            self._take(event)
+        for file in self.run.ranks.glob("rank*.jsonl"):
+            rank = int(file.stem.removeprefix("rank"))
+            reader = self._ranks.setdefault(rank, RankReader(file))
+            for line in reader.read():
+                self._lines[rank] = line
+
+    def _take(self, event: AnyEvent) -> None:
+        self._last_event = event.time
+        match event:
+            case StepEvent():
+                while self._steps and self._steps[-1].step >= event.step:  # a resumed run repeats steps
+                    self._steps.pop()
+                self._steps.append(event)
+                self._num_read += 1
+                return
+            case StatusEvent():
+                if event.state == "starting":
+                    self.config, self._error = self.run.config(), None
+                    self._lines.clear()
+                self._status = event
+            case SampleEvent():
+                self._samples[event.index, event.step] = event
+            case ValidationEvent():
+                self._validations[event.step] = event
+            case ErrorEvent():
+                self._error = event
+        self._told.append(event)
+
+    def _seen(self, state: State, is_alive: bool) -> RunView:
+        recent = self._steps[-FIGURES_OVER_STEPS:]
+        now = time.time()
+        ranks = tuple(_rank_state(line, now) for _, line in sorted(self._lines.items()))
+        seconds = {part: _mean(getattr(step, f"seconds_{part}") for step in recent) for part in SPLIT}
+        seconds["step"] = _mean(step.seconds for step in recent)
+        step = self._steps[-1].step if self._steps else 0
+        num_steps = self.config.train.steps
+        last_word = max([self._last_event, *(line.time for line in self._lines.values())])
+        peaks = [rank.peak for rank in ranks]
+        stride = 1 if state in ENDS else max(1, len(self._steps) // SEEN_STEPS)
+        num_seen = self._num_read // stride * stride
+        return RunView(
+            path=self.run.path,
+            state=state,
+            message=self._status.message,
+            done=self._status.done,
+            total=self._status.total,
+            step=step,
+            num_steps=num_steps,
+            loss=smoothed(event.loss for event in recent)[-1] if recent else None,
+            images_per_second=_mean(event.images_per_second for event in recent),
+            seconds=seconds,
+            eta_s=(num_steps - step) * seconds["step"] if recent else None,
+            ranks=ranks,
+            imbalance=max(peaks) / statistics.fmean(peaks) if any(peaks) else 1.0,
+            samples=tuple(sample for _, sample in sorted(self._samples.items())),
+            exports=tuple(event for event in self._told if isinstance(event, ExportEvent)),
+            error=self._error,
+            silent_s=now - last_word if last_word else 0.0,
+            is_alive=is_alive,
+            curves=(num_seen, len(self._validations)),
+        )
+
+    def at(self, axis: Axis, event: StepEvent | ValidationEvent) -> float:
+        """Where an event stands on the axis: its step, or minutes since the first step."""
+        return event.step if axis == "step" else (event.time - self._steps[0].time) / 60
+
+    @property
+    def steps(self) -> Sequence[StepEvent]:
+        return self._steps
+
+    @property
+    def validations(self) -> list[ValidationEvent]:
+        return [event for _, event in sorted(self._validations.items())]
+
+
+def _mean(values: Iterator[float]) -> float:
+    found = list(values)
+    return statistics.fmean(found) if found else 0.0
+
+
+def _rank_state(line: RankLine, now: float) -> RankState:
+    return RankState(
+        line.rank, line.step, line.phase, line.allocated, line.reserved, line.peak, line.limit, now - line.time
+    )
+
+
+def _line(follower: Follower, axis: Axis, label: str, value: Callable[[StepEvent], float]) -> Line:
+    return Line(label, [(follower.at(axis, step), value(step)) for step in follower.steps])
+
+
+def _loss(follower: Follower, axis: Axis) -> Iterator[Line]:
+    yield _line(follower, axis, "each step", lambda step: step.loss)
+    means = smoothed(step.loss for step in follower.steps)
+    yield Line("smoothed", [(follower.at(axis, step), mean) for step, mean in zip(follower.steps, means, strict=True)])
+    if follower.steps:
+        yield Line("validation", [(follower.at(axis, event), event.loss) for event in follower.validations])
+
+
+def _learning_rate(follower: Follower, axis: Axis) -> Iterator[Line]:
+    yield _line(follower, axis, "learning rate", lambda step: step.lr)
+
+
+def _grad_norm(follower: Follower, axis: Axis) -> Iterator[Line]:
+    yield _line(follower, axis, "before clipping", lambda step: step.grad_norm)
+
+
+def _seconds(follower: Follower, axis: Axis) -> Iterator[Line]:
+    yield _line(follower, axis, "whole step", lambda step: step.seconds)
+    yield _line(follower, axis, "data", lambda step: step.seconds_data)
+    yield _line(follower, axis, "forward", lambda step: step.seconds_forward)
+    yield _line(follower, axis, "backward", lambda step: step.seconds_backward)
+    yield _line(follower, axis, "communication", lambda step: step.seconds_communication)
+    yield _line(follower, axis, "optimizer", lambda step: step.seconds_optimizer)
+
+
+CHARTS: Mapping[str, Callable[[Follower, Axis], Iterator[Line]]] = {
+    "Loss": _loss,
+    "Learning rate": _learning_rate,
+    "Gradient norm": _grad_norm,
+    "Seconds per step": _seconds,
+}
+
+
+def find_runs(root: Path) -> list[RunDir]:
+    """The runs below a folder, the one started last first."""
+    runs = [RunDir(file.parent) for file in root.glob("*/config.yaml")]
+    return sorted((run for run in runs if run.logs.is_dir()), key=lambda run: run.logs.stat().st_mtime, reverse=True)
+
+
+def log_files(run: RunDir) -> dict[str, Path]:
+    """{what wrote it: file} of the latest start: torchrun, and each rank's output and errors."""
+    launches = sorted(run.logs.glob("launch-*.log"), key=lambda file: int(file.stem.rpartition("-")[2]))
+    found = {"torchrun": launches[-1]} if launches else {}
+    attempts = sorted(run.logs.glob("*/attempt_*"), key=lambda folder: folder.stat().st_mtime)
+    for rank in sorted(attempts[-1].glob("*"), key=lambda folder: int(folder.name)) if attempts else ():
+        found |= {f"rank {rank.name}": rank / "stderr.log", f"rank {rank.name}, output": rank / "stdout.log"}
+    return found
+
+
+def log_tail(file: Path, level: Level, num_lines: int = 200) -> str:
+    """The last lines of a log that are of a level, read from its end."""
+    with file.open("rb") as log:
+        size = log.seek(0, 2)
+        log.seek(max(0, size - LOG_BYTES))
+        lines = log.read().decode("utf-8", errors="replace").splitlines()
+    wanted = [line for line in (lines[1:] if size > LOG_BYTES else lines) if LEVELS[level].search(line)]
+    return "\n".join(wanted[-num_lines:])

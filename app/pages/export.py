@@ -1,0 +1,157 @@
+"""What a run learned, as files: chosen from what its adapter allows, then written, checked and downloaded."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import gradio as gr
+
+from app.monitor import RunView
+from app.pages.parts import QUIET, Tick, alert, attempted, note, table
+from app.studio import Studio
+from trainer.config import ExportConfig, InputError, RunConfig, export_formats
+from trainer.rundir import RunDir
+
+WHAT = ("adapter", "merged", "full")
+DTYPES = get_args(ExportConfig.model_fields["dtype"].annotation)
+
+
+def build(studio: Studio, run: gr.Dropdown) -> Tick:
+    """Lay out the page, inside a `gr.Blocks`."""
+    with gr.Row():
+        what = gr.Dropdown([], label="What", elem_id="export-what")
+        format = gr.Dropdown([], label="Format", elem_id="export-format")
+        dtype = gr.Dropdown(list(DTYPES), value="bf16", label="Precision", elem_id="export-dtype")
+        begin = gr.Button("Export", variant="primary", elem_id="export")
+    said = gr.HTML(elem_id="export-said")
+    files = gr.HTML(elem_id="exports")
+    with gr.Row():
+        file = gr.Dropdown([], label="File", elem_id="export-file")
+        checksum = gr.Button("Checksum", elem_id="checksum")
+        download = gr.DownloadButton("Download", elem_id="download", interactive=False)
+    shown = gr.State(_Shown())
+    what.input(_formats(studio), [run, what], format, **QUIET)
+    begin.click(_beginner(studio), [run, what, format, dtype], said, **QUIET)
+    checksum.click(_checksum(studio), [run, file], said, **QUIET)
+    file.change(_offer(studio), [run, file], [download, said], **QUIET)
+    return Tick(_renewer(studio), [run, shown], [shown, what, format, files, file, said])
+
+
+def exported(run: RunDir) -> list[Path]:
+    """The exported files of a run, in order of their names."""
+    return sorted(file for file in run.export.rglob("*") if file.is_file())
+
+
+def allowed(config: RunConfig) -> tuple[str, ...]:
+    """What can be exported of a run."""
+    return ("full",) if config.adapter.type == "none" else ("adapter", "merged")
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What a browser shows. files: their rows.  said: how the export that was begun stands."""
+
+    run: str = ""
+    files: tuple[tuple[str, str, str], ...] = ()
+    said: str = ""
+
+
+def _renewer(studio: Studio) -> Callable[[str, _Shown], list[Any]]:
+    def renew(name: str, before: _Shown) -> list[Any]:
+        try:
+            run = studio.run(name)
+            follower = studio.follower(run)
+        except InputError:
+            return [gr.skip()] * 6
+        now = _Shown(name, tuple(_rows(run, follower.view())), _state(studio, run))
+        choices: list[Any] = [gr.skip()] * 2
+        listed: list[Any] = [gr.skip()] * 2
+        if now.run != before.run:
+            adapter, what = follower.config.adapter.type, allowed(follower.config)
+            choices = [
+                gr.update(choices=list(what), value=what[0]),
+                gr.update(choices=list(export_formats(adapter, what[0])), value="auto"),
+            ]
+        if (now.run, now.files) != (before.run, before.files):
+            names = [row[0] for row in now.files]
+            listed = [_listing(now.files), gr.update(choices=names, value=next(iter(names), None))]
+        said = now.said if (now.run, now.said) != (before.run, before.said) else gr.skip()
+        return [now, *choices, *listed, said]
+
+    return renew
+
+
+def _state(studio: Studio, run: RunDir) -> str:
+    try:
+        state = studio.export_state(run)
+    except InputError as error:
+        return alert(str(error))
+    return note(state) if state else ""
+
+
+def _listing(files: Sequence[tuple[str, str, str]]) -> str:
+    head = ("File", "Size", "Read back, relative difference")
+    return table(head, files) if files else "<p>Nothing was exported yet.</p>"
+
+
+def _rows(run: RunDir, view: RunView) -> list[tuple[str, str, str]]:
+    """File, size, and how far what was read back is from what was trained."""
+    differences = {run.path / event.path: event.difference for event in view.exports}
+    rows = []
+    for file in exported(run):
+        known = [differences[place] for place in (file, *file.parents) if place in differences]
+        shown = f"{known[0]:.1e}" if known and math.isfinite(known[0]) else ""
+        rows.append((str(file.relative_to(run.export)), f"{file.stat().st_size / 1e6:,.2f} MB", shown))
+    return rows
+
+
+def _formats(studio: Studio) -> Callable[[str, str], Any]:
+    def renew(name: str, what: str) -> Any:
+        config = studio.follower(studio.run(name)).config
+        return gr.update(choices=list(export_formats(config.adapter.type, what)), value="auto")
+
+    return renew
+
+
+def _beginner(studio: Studio) -> Callable[[str, str, str, str], str]:
+    def begin(name: str, what: str, format: str, dtype: str) -> str:
+        try:
+            run = studio.run(name)
+            studio.export(run, what, format, dtype)
+        except (InputError, OSError) as error:
+            return alert(str(error))
+        return _state(studio, run)
+
+    return begin
+
+
+def _checksum(studio: Studio) -> Callable[[str, str], str]:
+    def compute(name: str, file: str) -> str:
+        with _file(studio.run(name), file).open("rb") as content:
+            return f"SHA-256 of {file}: {hashlib.file_digest(content, 'sha256').hexdigest()}"
+
+    return lambda name, file: attempted(lambda: compute(name, file))
+
+
+def _offer(studio: Studio) -> Callable[[str, str], list[Any]]:
+    def offer(name: str, file: str) -> list[Any]:
+        try:
+            offered = studio.downloads.offer(_file(studio.run(name), file))
+        except InputError as error:
+            return [gr.update(value=None, interactive=False), alert(str(error))]
+        return [gr.update(value=str(offered), interactive=True), ""]
+
+    return offer
+
+
+def _file(run: RunDir, name: str | None) -> Path:
+    """An exported file by its name. Raises InputError for what is none."""
+    files = {str(file.relative_to(run.export)): file for file in exported(run)}
+    if not name or name not in files:
+        raise InputError(f"'{name}' is no exported file of {run.path.name}")
+    return files[name]

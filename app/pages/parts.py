@@ -1,0 +1,123 @@
+"""Pieces of HTML that several pages show, and how their handlers are connected. Every text is escaped here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from app.studio import Studio
+from app.thumbnails import FULL
+from trainer.config import InputError, RunConfig
+from trainer.events import SampleEvent
+
+QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_limit": None}
+"""Options of every listener: no spinner over what is shown, no name in the programming interface."""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """What a page renews as time goes by. handle: from the values of the inputs to those of the outputs."""
+
+    handle: Callable[..., list[Any]]
+    inputs: list[Any]
+    outputs: list[Any]
+
+
+def together(ticks: Sequence[Tick]) -> Tick:
+    """One for all: an event costs the server more than what it does."""
+
+    def handle(*values: Any) -> list[Any]:
+        results: list[Any] = []
+        for tick in ticks:
+            own, values = values[: len(tick.inputs)], values[len(tick.inputs) :]
+            results += tick.handle(*own)
+        return results
+
+    inputs = [component for tick in ticks for component in tick.inputs]
+    outputs = [component for tick in ticks for component in tick.outputs]
+    return Tick(handle, inputs, outputs)
+
+
+Sent = tuple[str, ...]
+"""What one browser was given last, output by output; empty at first. It is kept in a State."""
+
+
+def changed(before: Sent, values: Sequence[Any]) -> tuple[Sent, list[Any]]:
+    """What a browser is given now, and the values with those skipped that it has already."""
+    now = tuple(map(repr, values))
+    known = before or ("",) * len(now)
+    return now, [gr.skip() if new == old else value for new, old, value in zip(now, known, values, strict=True)]
+
+
+def alert(message: str) -> str:
+    """Something that went wrong, read aloud by a screen reader."""
+    return f'<div role="alert" class="alert"><pre>{escape(message)}</pre></div>'
+
+
+def note(message: str) -> str:
+    """Something that went well."""
+    return f'<p role="status">{escape(message)}</p>'
+
+
+def attempted(act: Callable[[], str]) -> str:
+    """What an action says, or what kept it from acting: the user's mistake, or a disk."""
+    try:
+        return note(act())
+    except (InputError, OSError) as error:
+        return alert(str(error))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table whose first column names its rows."""
+    top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
+    body = "".join(f"<tr>{_cells(row)}</tr>" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cells(row: Sequence[str]) -> str:
+    first, *others = row
+    return f'<th scope="row">{escape(first)}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in others)
+
+
+def picture(studio: Studio, file: Path, text: str) -> str:
+    """A thumbnail that shows the picture in full size, with the text, when it is clicked (VIEWER)."""
+    try:
+        small, full = studio.thumbnails.of(file), studio.thumbnails.of(file, FULL)
+    except InputError as error:
+        return escape(str(error))
+    return (
+        f'<a class="picture" href="{_address(full)}" target="_blank" rel="noopener" data-text="{escape(text)}">'
+        f'<img src="{_address(small)}" loading="lazy" alt="{escape(text)}" title="{escape(text)}"></a>'
+    )
+
+
+def sample_text(sample: SampleEvent, config: RunConfig) -> str:
+    """What made a sample: its prompt, step and seed."""
+    return f"{sample.prompt} · step {sample.step} · seed {config.sample.seed}, prompt {sample.index + 1}"
+
+
+VIEWER = """<dialog id="viewer" aria-label="Picture in full size"><form method="dialog">
+<img alt=""><p></p><button autofocus>Close</button></form></dialog>"""
+
+VIEWER_SCRIPT = """
+const dialog = element.querySelector('dialog');
+document.addEventListener('click', event => {
+  const copy = event.target.closest('button.copy');
+  if (copy) navigator.clipboard.writeText(copy.previousElementSibling.textContent);
+  const link = event.target.closest('a.picture');
+  if (!link || event.ctrlKey || event.metaKey) return;
+  event.preventDefault();
+  dialog.querySelector('img').src = link.href;
+  dialog.querySelector('img').alt = dialog.querySelector('p').textContent = link.dataset.text;
+  dialog.showModal();
+});
+"""
+
+
+def _address(file: Path) -> str:
+    return escape(f"/gradio_api/file={file}")

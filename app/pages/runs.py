@@ -1,0 +1,151 @@
+"""All runs: a table, tags, up to five compared, one cloned, continued or deleted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import gradio as gr
+
+from app import charts, runs
+from app.monitor import Follower
+from app.pages.parts import QUIET, Tick, alert, attempted, picture, sample_text, table
+from app.runs import MOST_COMPARED, Summary
+from app.studio import Studio
+from trainer.config import InputError
+
+
+def build(studio: Studio) -> tuple[gr.Button, gr.Button, gr.Dropdown, Tick]:
+    """Lay out the page, inside a `gr.Blocks`. Returns the buttons that watch and clone, and what chooses the run."""
+    listed = gr.HTML(elem_id="runs")
+    with gr.Row():
+        chosen = gr.Dropdown([], label="Run", elem_id="one-run", scale=3)
+        tags = gr.Textbox(label="Tags, parted by commas", elem_id="tags", max_lines=1, scale=3)
+        keep = gr.Button("Keep tags", elem_id="keep-tags")
+        watch = gr.Button("Watch", elem_id="watch")
+        clone = gr.Button("Clone into the form", elem_id="clone")
+        delete = gr.Button("Delete …", elem_id="delete")
+    with gr.Row(visible=False, elem_id="delete-question") as question:
+        asked = gr.HTML()
+        yes = gr.Button("Delete it for good", variant="stop", elem_id="delete-yes")
+        no = gr.Button("Keep it", elem_id="delete-no")
+    said = gr.HTML(elem_id="runs-said")
+    compared = gr.Dropdown([], label=f"Compare 2 to {MOST_COMPARED} runs", multiselect=True, elem_id="compare")
+    curves = gr.HTML(
+        charts.chart_json("Loss, smoothed", []),
+        html_template=charts.TEMPLATE,
+        css_template=charts.CSS,
+        js_on_load=charts.SCRIPT,
+        elem_id="compared-loss",
+    )
+    differences = gr.HTML(elem_id="differences")
+    shown, in_question = gr.State(_Shown()), gr.State("")
+    chosen.input(lambda name: ", ".join(runs.read_tags(studio.runs).get(name, ())), chosen, tags, **QUIET)
+    keep.click(_attempt(studio, _tagged), [chosen, tags], said, **QUIET)
+    delete.click(_asked(studio), chosen, [question, asked, in_question], **QUIET)
+    yes.click(_attempt(studio, _deleted), [in_question, tags], said, **QUIET).then(
+        lambda: gr.update(visible=False), None, question, **QUIET
+    )
+    no.click(lambda: gr.update(visible=False), None, question, **QUIET)
+    compared.input(_compared(studio), compared, [curves, differences], **QUIET)
+    renewed = Tick(_renewer(studio), [shown, chosen, compared], [shown, listed, chosen, compared])
+    return watch, clone, chosen, renewed
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What a browser shows."""
+
+    table: str = ""
+    names: tuple[str, ...] = ()
+
+
+def _renewer(studio: Studio) -> Callable[[_Shown, str | None, list[str]], list[Any]]:
+    summaries = runs.Summaries(studio)
+    head = ("Run", "State", "Step", "Loss", "Started", "Model", "Adapter", "Tags")
+
+    def renew(before: _Shown, chosen: str | None, compared: list[str]) -> list[Any]:
+        found = summaries.all()
+        listing = table(head, map(_row, found)) if found else "<p>No runs yet.</p>"
+        now = _Shown(listing, tuple(summary.name for summary in found))
+        choices: list[Any] = [gr.skip()] * 2
+        if now.names != before.names:
+            there = set(now.names)
+            choices = [
+                gr.update(choices=list(now.names), value=chosen if chosen in there else None),
+                gr.update(choices=list(now.names), value=[name for name in compared if name in there]),
+            ]
+        return [now, listing if now.table != before.table else gr.skip(), *choices]
+
+    return renew
+
+
+def _row(summary: Summary) -> tuple[str, ...]:
+    started = time.strftime("%Y-%m-%d %H:%M", time.localtime(summary.started)) if summary.started else ""
+    loss = "" if summary.loss is None else f"{summary.loss:.4f}"
+    steps = f"{summary.step} / {summary.num_steps}"
+    return (
+        summary.name, summary.state, steps, loss, started, summary.model, summary.adapter, ", ".join(summary.tags),
+    )  # fmt: skip
+
+
+def _tagged(studio: Studio, name: str, text: str) -> str:
+    runs.set_tags(studio.runs, studio.run(name).path.name, text)
+    return f"Tags of {name} kept."
+
+
+def _deleted(studio: Studio, name: str, _: str) -> str:
+    runs.delete(studio.run(name))
+    return f"{name} deleted."
+
+
+def _attempt(studio: Studio, act: Callable[[Studio, str, str], str]) -> Callable[[str | None, str], str]:
+    return lambda name, text: attempted(lambda: act(studio, name or "", text))
+
+
+def _asked(studio: Studio) -> Callable[[str | None], list[Any]]:
+    def handle(name: str | None) -> list[Any]:
+        try:
+            run = studio.run(name)
+        except InputError:  # none chosen, or deleted elsewhere
+            return [gr.update(visible=False), "", ""]
+        size = runs.size(run) / 1e6
+        question = f"<p>{escape(run.path.name)}: {size:,.0f} MB with its checkpoints, samples and exports.</p>"
+        return [gr.update(visible=True), question, run.path.name]
+
+    return handle
+
+
+def _compared(studio: Studio) -> Callable[[list[str]], list[Any]]:
+    def handle(names: list[str]) -> list[Any]:
+        try:
+            followers = [studio.follower(studio.run(name)) for name in names[:MOST_COMPARED]]
+        except InputError as error:
+            return [gr.skip(), alert(str(error))]
+        chart = charts.chart_json("Loss, smoothed", runs.overlaid(followers))
+        if len(followers) < 2:
+            return [chart, "<p>Choose two runs or more.</p>"]
+        head = [follower.run.path.name for follower in followers]
+        settings = table(("Setting", *head), ((name, *values) for name, values in runs.differing(followers).items()))
+        return [chart, settings + _pictures(studio, followers)]
+
+    return handle
+
+
+def _pictures(studio: Studio, followers: Sequence[Follower]) -> str:
+    views = [follower.view() for follower in followers]
+    rows = []
+    for prompt, samples in runs.same_prompts(views).items():
+        cells = [
+            picture(studio, view.path / sample.path, sample_text(sample, follower.config)) if sample else ""
+            for follower, view, sample in zip(followers, views, samples, strict=True)
+        ]
+        shown = "".join(f"<td>{cell}</td>" for cell in cells)
+        rows.append(f'<tr><th scope="row">{escape(prompt)}</th>{shown}</tr>')
+    if not rows:
+        return ""
+    top = "".join(f'<th scope="col">{escape(follower.run.path.name)}</th>' for follower in followers)
+    return f'<div class="wide"><table class="matrix"><tr><td></td>{top}</tr>{"".join(rows)}</table></div>'

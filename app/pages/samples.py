@@ -1,0 +1,86 @@
+"""The samples of a run: prompts down, steps across, and one prompt before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from html import escape
+from typing import Any
+
+import gradio as gr
+
+from app.monitor import RunView
+from app.pages.parts import QUIET, Tick, picture, sample_text
+from app.studio import Studio
+from app.thumbnails import FULL
+from trainer.config import InputError, RunConfig
+from trainer.events import SampleEvent
+from trainer.report import spread
+
+COLUMNS = 8
+
+
+def build(studio: Studio, run: gr.Dropdown) -> Tick:
+    """Lay out the page, inside a `gr.Blocks`."""
+    matrix = gr.HTML(elem_id="matrix")
+    with gr.Row():
+        prompt = gr.Dropdown([], label="Before and after of", elem_id="slider-prompt")
+        slider = gr.ImageSlider(label="First and last sample", interactive=False, elem_id="slider", type="filepath")
+    shown = gr.State(("", 0))
+    inputs, outputs = [run, shown, prompt], [shown, matrix, prompt, slider]
+    run.input(_renewer(studio), inputs, outputs, **QUIET)
+    prompt.input(_slider(studio), [run, prompt], slider, **QUIET)
+    return Tick(_renewer(studio), inputs, outputs)
+
+
+def _renewer(studio: Studio) -> Callable[..., list[Any]]:
+    def renew(name: str, shown: tuple[str, int], prompt: str | None) -> list[Any]:
+        try:
+            follower = studio.follower(studio.run(name))
+        except InputError:
+            return [gr.skip()] * 4
+        view = follower.view()
+        now = (name, len(view.samples))
+        if now == tuple(shown):
+            return [gr.skip()] * 4
+        prompts = list(dict.fromkeys(sample.prompt for sample in view.samples))
+        chosen = prompt if prompt in prompts else next(iter(prompts), None)
+        choice = gr.update(choices=prompts, value=chosen)
+        return [now, matrix(studio, view, follower.config), choice, pair(studio, view, chosen)]
+
+    return renew
+
+
+def _slider(studio: Studio) -> Callable[[str, str], Any]:
+    return lambda name, prompt: pair(studio, studio.follower(studio.run(name)).view(), prompt)
+
+
+def pair(studio: Studio, view: RunView, prompt: str | None) -> tuple[str, str] | None:
+    """The first and the last sample of a prompt, None without two or where one was deleted."""
+    found = sorted((sample for sample in view.samples if sample.prompt == prompt), key=lambda sample: sample.step)
+    if len(found) < 2:
+        return None
+    try:
+        first, last = (str(studio.thumbnails.of(view.path / sample.path, FULL)) for sample in (found[0], found[-1]))
+    except InputError:
+        return None
+    return first, last
+
+
+def matrix(studio: Studio, view: RunView, config: RunConfig) -> str:
+    """All samples, the steps thinned to a few."""
+    if not view.samples:
+        return "<p>No samples yet. Set sample.every and sample.prompts, or press Sample now.</p>"
+    at = {(sample.index, sample.step): sample for sample in view.samples}
+    steps = spread(sorted({step for _, step in at}), COLUMNS)
+    head = "".join(f'<th scope="col">step {step}</th>' for step in steps)
+    rows = []
+    for index in sorted({index for index, _ in at}):
+        cells = [_cell(studio, view, at.get((index, step)), config) for step in steps]
+        prompt = next(sample.prompt for (row, _), sample in at.items() if row == index)
+        rows.append(f'<tr><th scope="row">{escape(prompt)}</th>{"".join(cells)}</tr>')
+    return f'<div class="wide"><table class="matrix"><tr><td></td>{head}</tr>{"".join(rows)}</table></div>'
+
+
+def _cell(studio: Studio, view: RunView, sample: SampleEvent | None, config: RunConfig) -> str:
+    shown = picture(studio, view.path / sample.path, sample_text(sample, config)) if sample else ""
+    return f"<td>{shown}</td>"

@@ -1,0 +1,129 @@
+"""All runs side by side: a table, tags, comparison, deletion. Nothing here shows them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from app import form
+from app.monitor import Follower, RunView
+from app.studio import Studio
+from trainer import launch
+from trainer.config import InputError
+from trainer.events import ENDS, SampleEvent, State
+from trainer.fields import all_names, shown
+from trainer.report import Line
+from trainer.rundir import RunDir
+
+MOST_COMPARED = 5
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A row of the table. started: unix seconds, 0 for never."""
+
+    name: str
+    state: State
+    step: int
+    num_steps: int
+    loss: float | None
+    started: float
+    model: str
+    adapter: str
+    tags: tuple[str, ...] = ()
+
+
+class Summaries:
+    """The rows of all runs. What a run said that has ended is read once."""
+
+    def __init__(self, studio: Studio) -> None:
+        self._studio = studio
+        self._ended: dict[Path, tuple[int, Summary]] = {}
+
+    def all(self) -> list[Summary]:
+        """The run started last first. A run that cannot be read is left out."""
+        tags = read_tags(self._studio.runs)
+        found = [self._summary(run) for run in self._studio.runs_found()]
+        return [replace(summary, tags=tags.get(summary.name, ())) for summary in found if summary is not None]
+
+    def _summary(self, run: RunDir) -> Summary | None:
+        changed = run.events_file.stat().st_mtime_ns if run.events_file.exists() else 0
+        known, summary = self._ended.get(run.path, (0, None))
+        if summary is not None and known == changed:
+            return summary
+        try:
+            summary = _summary(self._studio.follower(run) if launch.alive(run) else Follower(run))
+        except (InputError, OSError):  # damaged, or deleted a moment ago
+            return None
+        if summary.state in ENDS:
+            self._ended[run.path] = changed, summary
+        return summary
+
+
+def _summary(follower: Follower) -> Summary:
+    view, told = follower.view(), follower.told()
+    return Summary(
+        name=view.path.name,
+        state=view.state,
+        step=view.step,
+        num_steps=view.num_steps,
+        loss=view.loss,
+        started=told[0].time if told else 0.0,
+        model=Path(follower.config.model.path).name,
+        adapter=follower.config.adapter.type,
+    )
+
+
+def read_tags(runs: Path) -> dict[str, tuple[str, ...]]:
+    """{run: tags}"""
+    file = runs / "tags.json"
+    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return {name: tuple(tags) for name, tags in found.items()}
+
+
+def set_tags(runs: Path, name: str, text: str) -> None:
+    """Give a run the tags of a text, parted by commas."""
+    tags = read_tags(runs) | {name: tuple(tag.strip() for tag in text.split(",") if tag.strip())}
+    draft = runs / "tags.part"
+    draft.write_text(json.dumps(tags, indent=1), encoding="utf-8")
+    draft.replace(runs / "tags.json")
+
+
+def delete(run: RunDir) -> None:
+    """Remove a run's folder for good. Raises InputError while it runs."""
+    if launch.alive(run):
+        raise InputError(f"{run.path.name}: is running; stop it first")
+    shutil.rmtree(run.path)
+
+
+def size(run: RunDir) -> int:
+    """Bytes of a run's folder."""
+    return sum(file.stat().st_size for file in run.path.rglob("*") if file.is_file())
+
+
+def overlaid(followers: Sequence[Follower], chart: str = "Loss", label: str = "smoothed") -> list[Line]:
+    """One line of each run in one chart."""
+    lines = []
+    for follower in followers:
+        found = {line.label: line for line in follower.lines(chart)}
+        if label in found:
+            lines.append(Line(follower.run.path.name, found[label].points))
+    return lines
+
+
+def differing(followers: Sequence[Follower]) -> dict[str, tuple[str, ...]]:
+    """{field: its value in each run} of the fields in which the runs differ."""
+    dumped = [follower.config.model_dump(mode="json") for follower in followers]
+    rows = {name: tuple(shown(form.value_at(values, name)) for values in dumped) for name in all_names()}
+    return {name: values for name, values in rows.items() if len(set(values)) > 1}
+
+
+def same_prompts(views: Sequence[RunView]) -> dict[str, list[SampleEvent | None]]:
+    """{prompt: the last sample of it in each run} of the prompts that more than one run has."""
+    latest = [{sample.prompt: sample for sample in sorted(view.samples, key=lambda s: s.step)} for view in views]
+    prompts = dict.fromkeys(prompt for found in latest for prompt in found)
+    rows = {prompt: [found.get(prompt) for found in latest] for prompt in prompts}
+    return {prompt: samples for prompt, samples in rows.items() if sum(s is not None for s in samples) > 1}

@@ -1,0 +1,253 @@
+"""What the page knows and does, whatever shows it: presets, the draft, runs and the queue of one folder of runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from app import dataset, form
+from app.form import Checked, Draft
+from app.monitor import Follower, find_runs
+from app.thumbnails import Downloads, Thumbnails
+from trainer import configfile, gpus, headless, launch, prepare
+from trainer.config import NAME_HELP, NAME_PATTERN, InputError
+from trainer.gpus import Gpu
+from trainer.queue import POLL_S, Entry, Queue
+from trainer.rundir import RunDir
+
+PRESETS = Path(__file__).parents[1] / "presets"
+FIRST_PRESET = "quickstart"
+GPUS_EVERY_S = 3.0
+MOST_FOLLOWED = 16
+"""Runs whose steps are kept in memory: those that were asked for last."""
+
+SAME_CLICK_S = 5.0
+"""A second start of the same draft within this time is the second half of a double click."""
+
+
+@dataclass(frozen=True)
+class _Start:
+    draft: Draft
+    at: float
+    run: RunDir
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What `draft.json` holds."""
+
+    preset: str
+    values: dict[str, Any]
+
+
+_KEPT = TypeAdapter(_Kept)
+
+
+class Studio:
+    """One folder of runs. Several pages and commands may use it at once."""
+
+    def __init__(self, runs: Path, presets: Path = PRESETS) -> None:
+        self.runs = runs.absolute()
+        self.queue = Queue(self.runs)
+        self.thumbnails = Thumbnails(self.runs / "thumbnails")
+        self.downloads = Downloads(self.runs / "downloads")
+        self._shipped = presets
+        self._own = self.runs / "presets"
+        self._drafts = self.runs / "drafts"
+        self._lock = threading.Lock()
+        self._followers: dict[Path, Follower] = {}
+        self._exports: dict[Path, subprocess.Popen[bytes]] = {}
+        self._last_start: _Start | None = None
+        self._scanned: tuple[str, list[str]] = ("", [])
+        self._gpus: tuple[float, list[Gpu]] = (-math.inf, [])
+        self.queue_trouble = ""
+
+    def presets(self) -> dict[str, Path]:
+        """{name: file}: the quickstart first, then what was saved here, then the others."""
+        files = [*sorted(self._own.glob("*.yaml")), *sorted(self._shipped.glob("*.yaml"))]
+        named = {file.stem: file for file in reversed(files)}
+        return dict(
+            sorted(named.items(), key=lambda item: (item[0] != FIRST_PRESET, item[1].parent != self._own, item))
+        )
+
+    def save_preset(self, checked: Checked, name: str) -> Path:
+        """Keep a config as a preset. Raises InputError for no name, or one that is taken."""
+        if not re.fullmatch(NAME_PATTERN, name):
+            raise InputError(f"'{name}' is not {NAME_HELP}")
+        file = self._own / f"{name}.yaml"
+        if name in self.presets():
+            raise InputError(f"'{name}' is the name of a preset already; take another")
+        self._own.mkdir(parents=True, exist_ok=True)
+        file.write_text(configfile.dump(checked.config), encoding="utf-8")
+        return file
+
+    def name_of(self, preset: Path) -> str:
+        """The name of a preset, or of the run whose config serves as one."""
+        return preset.stem if preset in self.presets().values() else preset.parent.name
+
+    def preset(self, name: str) -> Path:
+        """The file of a preset, or the config of a run. Raises InputError when there is neither."""
+        return self.presets().get(name) or self.run(name).config_file
+
+    def draft(self) -> Draft:
+        """What was typed last, also before a restart; the quickstart at first."""
+        try:
+            kept = _KEPT.validate_json((self._drafts / "draft.json").read_bytes())
+            draft = Draft(self.preset(kept.preset), kept.values)
+            form.check(draft)
+        except (OSError, ValueError):  # none yet, damaged, or of a run or a version that is gone
+            return Draft(self.presets()[FIRST_PRESET])
+        return draft
+
+    def keep_draft(self, draft: Draft) -> None:
+        """Save what is typed."""
+        kept = _KEPT.dump_json(_Kept(self.name_of(draft.preset), dict(draft.values)))
+        with self._lock:
+            self._drafts.mkdir(parents=True, exist_ok=True)
+            file = self._drafts / "draft.part"
+            file.write_bytes(kept)
+            file.replace(self._drafts / "draft.json")
+
+    def from_yaml(self, checked: Checked, text: str) -> Draft:
+        """The draft that is this YAML. Raises ConfigError naming the lines."""
+        self._drafts.mkdir(parents=True, exist_ok=True)
+        return form.from_yaml(checked, text, self._drafts / "config.yaml")
+
+    def look(self, draft: Draft, is_fresh: bool = False) -> Checked:
+        """A draft with what is wrong with it, its files and its images. Raises ConfigError for a wrong preset.
+
+        Images are read again when the section `data` changed, or is_fresh.
+        """
+        checked = form.check_files(form.check(draft))
+        if checked.errors:
+            return checked
+        key = checked.config.data.model_dump_json()
+        if is_fresh or key != self._scanned[0]:
+            self._scanned = (key, dataset.problems(checked.config))
+        problems = self._scanned[1]
+        return replace(checked, errors={"data.path": "\n".join(problems)}) if problems else checked
+
+    def recipe(self, draft: Draft) -> list[dict[str, Any]]:
+        """The rows of `trainer.recipe`, computed by a process of its own. Raises InputError when it fails."""
+        self._drafts.mkdir(parents=True, exist_ok=True)
+        file = self._drafts / "recipe.yaml"
+        file.write_text(configfile.dump(form.check(draft).config), encoding="utf-8")
+        argv = [sys.executable, "-m", "trainer.recipe", str(file)]
+        answer = subprocess.run(argv, capture_output=True, text=True, check=False, env=launch.worker_environment())
+        if answer.returncode:
+            lines = answer.stderr.strip().splitlines() or ["it ended without a message"]
+            raise InputError(f"The recipe cannot be computed: {lines[-1]}")
+        rows: list[dict[str, Any]] = json.loads(answer.stdout)
+        return rows
+
+    def enqueue(self, draft: Draft, cards: str) -> Entry:
+        """Put a run of the draft into the queue. cards: indices of GPUs parted by commas, empty for all.
+
+        Raises InputError when anything is wrong with either.
+        """
+        if not re.fullmatch(r"\s*(\d+\s*(,\s*\d+\s*)*)?", cards):
+            raise InputError(f"GPUs: '{cards}' is no list of numbers; write 0,1 or leave it empty for all")
+        loaded = configfile.load(draft.preset, draft.overrides)
+        configfile.check_start(loaded)
+        prepare.check(loaded)
+        return self.queue.add(loaded.config, [int(gpu) for gpu in cards.split(",") if gpu.strip()])
+
+    def start(self, draft: Draft) -> RunDir:
+        """Start a run of the draft; a double click starts one. Raises InputError when anything is wrong with it."""
+        with self._lock:
+            last = self._last_start
+            if last and last.draft == draft and time.monotonic() - last.at < SAME_CLICK_S:
+                return last.run
+            run = prepare.new_run(configfile.load(draft.preset, draft.overrides), self.runs)
+            launch.start(run.config(), run)
+            self._last_start = _Start(draft, time.monotonic(), run)
+            return run
+
+    def resume(self, run: RunDir) -> None:
+        """Continue an ended run. Raises InputError when it runs or cannot be continued."""
+        with self._lock:
+            prepare.continued_run(run, ())
+            launch.start(run.config(), run)
+
+    def runs_found(self) -> list[RunDir]:
+        """All runs, the one started last first."""
+        return find_runs(self.runs)
+
+    def run(self, name: str | None) -> RunDir:
+        """The run of this name. Raises InputError for what is no run in this folder."""
+        if not name or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name):
+            raise InputError(f"{name!r} is not the name of a run")
+        return RunDir.open(self.runs / name)
+
+    def follower(self, run: RunDir) -> Follower:
+        """The follower of a run, shared by all who watch it."""
+        with self._lock:
+            follower = self._followers.pop(run.path, None) or Follower(run)
+            self._followers[run.path] = follower
+            for path in list(self._followers)[:-MOST_FOLLOWED]:
+                del self._followers[path]
+            return follower
+
+    def export(self, run: RunDir, what: str, format: str, dtype: str) -> None:
+        """Begin to export a run's newest checkpoint. Raises InputError when the three do not go together."""
+        with self._lock:
+            if run.path in self._exports and self._exports[run.path].poll() is None:
+                raise InputError(f"{run.path.name} is being exported; wait for its end")
+            self._exports[run.path] = headless.begin_export(run, run.config().exporting(what, format, dtype))
+
+    def export_state(self, run: RunDir) -> str:
+        """How the export that was begun here stands, empty when there was none. Raises InputError when it failed."""
+        process = self._exports.get(run.path)
+        if process is None:
+            return ""
+        code = process.poll()
+        if code is None:
+            return "Exporting; the file is read back before it gets its name."
+        if code:
+            raise InputError(headless.export_said(run, code))
+        return "Exported and read back."
+
+    def gpus(self) -> list[Gpu]:
+        """What the GPUs do, asked at most every GPUS_EVERY_S. None where nvidia-smi does not answer."""
+        with self._lock:
+            asked, found = self._gpus
+            if time.monotonic() - asked < GPUS_EVERY_S:
+                return found
+            self._gpus = (time.monotonic(), found)  # it may take seconds: the others get what was found last
+        found = []
+        with contextlib.suppress(InputError):  # the page Doctor tells what is wrong
+            found = gpus.read()
+        self._gpus = (time.monotonic(), found)
+        return found
+
+    def keep_queue_going(self) -> threading.Thread:
+        """Start the queue's runs in the background for as long as this process lives.
+
+        `queue_trouble` tells what keeps it from that.
+        """
+        worker = threading.Thread(target=self._work_queue, name="queue", daemon=True)
+        worker.start()
+        return worker
+
+    def _work_queue(self) -> None:
+        while True:
+            try:
+                with self.queue.starting() as may_start:
+                    while may_start:
+                        self.queue.start_next()
+                        self.queue_trouble = ""
+                        time.sleep(POLL_S)
+            except (InputError, OSError, ValueError) as error:  # a full disk, a damaged entry: tried again
+                self.queue_trouble = str(error)
+            time.sleep(POLL_S)

@@ -1,0 +1,64 @@
+"""What the page may serve: pictures that were decoded and written anew, and exported files that were asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import threading
+from pathlib import Path
+
+from PIL import Image, UnidentifiedImageError
+
+from trainer.config import InputError
+
+FULL = 2048
+SMALL = 256
+DOWNLOADED = frozenset({".safetensors", ".json", ".txt"})
+
+
+class Thumbnails:
+    """WebP copies of pictures, made when they are first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def of(self, picture: Path, side: int = SMALL) -> Path:
+        """A copy whose longer side is at most `side`. Raises InputError for what is no picture."""
+        try:
+            stat = picture.stat()
+            key = hashlib.sha256(f"{picture.resolve()} {stat.st_mtime_ns} {stat.st_size}".encode()).hexdigest()[:24]
+            copy = self.folder / f"{key}-{side}.webp"
+            if not copy.exists():
+                self._write(picture, copy, side)
+        except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+            raise InputError(f"{picture}: cannot be shown ({error})") from error
+        return copy
+
+    def _write(self, picture: Path, copy: Path, side: int) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with Image.open(picture) as image:
+            small = image.convert("RGB")
+            small.thumbnail((side, side))
+            draft = copy.with_suffix(f".{threading.get_ident()}.part")
+            small.save(draft, "WEBP", quality=90)
+            draft.replace(copy)
+
+
+class Downloads:
+    """Exported files under a folder of their own, by hard links: nothing is copied."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def offer(self, file: Path) -> Path:
+        """The file where it may be served. Raises InputError for a kind that a browser might execute."""
+        if file.suffix not in DOWNLOADED:
+            raise InputError(f"{file.name}: only {', '.join(sorted(DOWNLOADED))} are served; it lies in {file.parent}")
+        place = self.folder / hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:16] / file.name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.unlink(missing_ok=True)
+        try:
+            place.hardlink_to(file)
+        except OSError:  # another file system
+            shutil.copyfile(file, place)
+        return place

@@ -1,0 +1,206 @@
+"""The page as its users meet it: a server of its own process, Chromium, and run folders that are there already."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+from playwright.sync_api import Browser, Page, Playwright
+
+from tests.runs import make_pictures, run_config
+from trainer.config import RunConfig
+from trainer.events import AnyEvent, EventWriter, RankLine, SampleEvent, StatusEvent, StepEvent, ValidationEvent
+from trainer.rundir import RunDir
+
+ROOT = Path(__file__).parents[2]
+STARTED_WITHIN_S = 60
+LONG_AGO_S = 36_000
+FLAGS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+)
+
+
+@dataclass
+class Server:
+    """`launch.py` serving a page. runs: the folder it shows."""
+
+    runs: Path
+    options: tuple[str, ...] = ()
+    port: int = field(default_factory=lambda: free_port())
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> float:
+        """Returns the seconds until it answered."""
+        began = time.monotonic()
+        argv = [sys.executable, str(ROOT / "launch.py"), "--runs", str(self.runs), "--port", str(self.port)]
+        with self.runs.with_suffix(".log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [*argv, *self.options], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
+        while time.monotonic() - began < STARTED_WITHIN_S:
+            try:
+                httpx.get(self.url, timeout=5)
+            except httpx.TransportError:
+                assert self.process.poll() is None, self.log
+                time.sleep(0.1)
+            else:
+                return time.monotonic() - began
+        raise AssertionError(f"no answer from {self.url}: {self.log}")
+
+    def kill(self) -> None:
+        """As a power cut would: nothing of it is asked to end."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def log(self) -> str:
+        return self.runs.with_suffix(".log").read_text()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serving(runs: Path, *options: str) -> Iterator[Server]:
+    """A server, and no process of its runs afterwards."""
+    server = Server(runs, options)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+        for process in psutil.process_iter():
+            try:
+                if any(str(runs) in part for part in process.cmdline()):
+                    process.kill()
+            except psutil.Error:
+                continue
+
+
+def start_chromium(playwright: Playwright) -> Browser:
+    """Debian's Chromium: nothing is downloaded."""
+    return playwright.chromium.launch(executable_path=shutil.which("chromium"), args=list(FLAGS))
+
+
+@contextmanager
+def opened(browser: Browser, url: str, width: int = 1280, height: int = 900, **options: Any) -> Iterator[Page]:
+    """The page in a browser context of its own. Afterwards: no error of its scripts, no request to another host."""
+    context = browser.new_context(viewport={"width": width, "height": height}, **options)
+    page = context.new_page()
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
+    page.on("request", lambda request: wrong.extend(_foreign(request.url, url)))
+    page.goto(url)
+    page.locator("#start").wait_for()
+    try:
+        yield page
+    finally:
+        context.close()
+    assert not wrong, wrong
+
+
+def _foreign(asked: str, url: str) -> list[str]:
+    parts = urlsplit(asked)
+    is_own = parts.scheme in ("data", "blob") or parts.netloc == urlsplit(url).netloc
+    return [] if is_own else [f"asked {asked}"]
+
+
+def until(page: Page, condition: str, timeout_s: float = 30) -> None:
+    """Wait for a condition in the page's language. One that fails while the page is built anew does not count."""
+    script = f"() => {{ try {{ return {condition} }} catch {{ return false }} }}"
+    page.wait_for_function(script, timeout=timeout_s * 1e3)
+
+
+def state_is(page: Page, *states: str, timeout_s: float = 60) -> None:
+    """Wait until the run that is watched is in one of the states."""
+    until(page, f"{list(states)}.includes(document.querySelector('#run').dataset.state)", timeout_s)
+
+
+def show(page: Page, name: str) -> None:
+    """Open one of the pages at the top. A step of the form may have the same name, further down."""
+    page.locator("#pages").get_by_role("tab", name=name, exact=True).first.click()
+
+
+def choose(page: Page, dropdown: str, option: str) -> None:
+    """Choose in a list by its name, as with a mouse."""
+    page.locator(f"#{dropdown} input").first.click()
+    page.get_by_role("option", name=option, exact=True).click()
+
+
+def write_over(page: Page, selector: str, text: str) -> None:
+    """Type into a field in place of what is there, as with a keyboard."""
+    page.locator(selector).click()
+    page.keyboard.press("Control+a")
+    page.keyboard.press("Delete")
+    page.locator(selector).press_sequentially(text)
+
+
+def recorded(runs: Path, name: str, events: Sequence[AnyEvent] = (), **changes: Any) -> RunDir:
+    """The folder of a run that ended some time ago, as its trainer would have left it: 2 ranks, 40 steps, 4 samples."""
+    pictures = runs.parent / "pictures"
+    if not pictures.exists():
+        make_pictures(pictures)
+    fields = {"sample__prompts": ["a cat", "a dog"], "sample__every": 20, "train__steps": 40, "parallel__devices": 2}
+    config: RunConfig = run_config(pictures, **fields | changes)
+    run = RunDir.create(runs, config, at=runs / name)
+    with EventWriter(run.events_file) as writer:
+        for event in (*_history(run, config), *(events or [StatusEvent(state="finished", step=40)])):
+            writer.write(event)
+    for rank in range(2):
+        with EventWriter(run.rank_file(rank)) as writer:
+            gib, steps = 2**30, config.train.steps
+            writer.write(
+                RankLine(
+                    rank=rank, step=steps, phase="training", time=time.time() - LONG_AGO_S + steps,
+                    allocated=(6 + rank) * gib, reserved=9 * gib, peak=11 * gib, limit=24 * gib,
+                )
+            )  # fmt: skip
+    return run
+
+
+def _history(run: RunDir, config: RunConfig) -> Iterator[AnyEvent]:
+    from PIL import Image
+
+    began = time.time() - LONG_AGO_S
+    yield StatusEvent(state="training", time=began)
+    for step in range(1, config.train.steps + 1):
+        loss = 1 / step + config.optim.lr
+        yield StepEvent(
+            step=step, loss=loss, lr=config.optim.lr, grad_norm=1.0, seconds=0.5, seconds_data=0.02, time=began + step,
+            seconds_forward=0.13, seconds_backward=0.3, seconds_optimizer=0.02, seconds_communication=0.1,
+            images_per_second=8.0,
+        )  # fmt: skip
+        if step % 20 == 0:
+            yield ValidationEvent(step=step, loss=loss, time=began + step)
+            for index, prompt in enumerate(config.sample.prompts):
+                path = run.samples / f"step-{step:06d}-{index}.png"
+                Image.new("RGB", (64, 64), (step * 5, 90 * index, 120)).save(path)
+                yield SampleEvent(
+                    step=step, prompt=prompt, index=index, path=str(path.relative_to(run.path)), time=began + step
+                )

@@ -1,0 +1,67 @@
+"""The pictures of the page in the README: `python -m tests.app.screenshots`, or `make screenshots`."""
+
+from __future__ import annotations
+
+import io
+import sys
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from tests.app.browser import ROOT, choose, opened, serving, show, start_chromium, state_is, until
+
+PICTURES = ROOT / "trainer" / "assets" / "readme"
+PAGES = ("Train", "Monitor", "Samples", "Dataset", "Queue", "Runs", "Export", "Doctor")
+COLOURS = 64
+TRAINED_WITHIN_S = 240
+
+
+def take(browser: Browser, url: str, run: str, folder: Path) -> list[Path]:
+    """A picture of every page, with a run that has ended."""
+    files = []
+    with opened(browser, url, 1280, 800) as page:
+        choose(page, "run-choice", run)
+        show(page, "Monitor")
+        until(page, "document.querySelector('#chart-loss canvas').dataset.n > 0")
+        for name in PAGES:
+            show(page, name)
+            _settle(page, name)
+            files.append(_save(page.screenshot(), folder / f"page-{name.lower()}.png"))
+    return files
+
+
+def _settle(page: Page, name: str) -> None:
+    """Wait for what the page shows last."""
+    last = {"Samples": "#matrix img", "Dataset": "#counted p", "Runs": "#runs tr", "Export": "#exports p, #exports tr"}
+    last |= {"Doctor": "#checks tr", "Queue": "#queue p, #queue tr", "Monitor": "#newest img", "Train": "#start"}
+    page.locator(last[name]).first.wait_for()
+    until(page, "[...document.images].every(image => image.complete)")
+    page.wait_for_timeout(500)
+
+
+def _save(png: bytes, file: Path) -> Path:
+    """Few colours: the README is read over the network."""
+    with Image.open(io.BytesIO(png)) as picture:
+        picture.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(file, optimize=True)
+    return file
+
+
+def main() -> int:
+    """Train the quickstart by the page and take the pictures."""
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        browser = start_chromium(playwright)
+        runs = Path(folder) / "runs"
+        with serving(runs) as server:
+            with opened(browser, server.url) as page:
+                page.locator("#start").click()
+                state_is(page, "finished", timeout_s=TRAINED_WITHIN_S)
+            [run] = runs.glob("quickstart-*")
+            for file in take(browser, server.url, run.name, PICTURES):
+                print(file)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

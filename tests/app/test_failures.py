@@ -1,0 +1,128 @@
+"""Runs that fail for real, as the page tells of them: memory, a killed rank, numbers that are none, silence."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from playwright.sync_api import Page
+from safetensors.torch import load_file, save_file
+
+from app.monitor import SILENT_S
+from tests.app.browser import Server, choose, recorded, show, state_is
+from tests.runs import make_pictures, run_config
+from trainer import launch
+from trainer.events import AnyEvent, EventReader, EventWriter, RankLine, StatusEvent, StepEvent
+from trainer.rundir import RunDir
+
+PATIENCE_S = 90
+MIB = 2**20
+
+
+def start(server: Server, name: str, pictures: Path, **fields: Any) -> launch.RunHandle:
+    """A run of two ranks in the page's folder."""
+    config = run_config(pictures, parallel__devices=2, train__steps=100_000, **fields)
+    return launch.start(config, RunDir.create(server.runs, config, at=server.runs / name))
+
+
+def wait_for(run: RunDir, wanted: Callable[[AnyEvent], bool]) -> None:
+    events, deadline = EventReader(run.events_file), time.monotonic() + PATIENCE_S
+    while not any(map(wanted, events.read())):
+        assert time.monotonic() < deadline, run.path
+        time.sleep(0.01)
+
+
+def rank(run: RunDir, number: int) -> psutil.Process:
+    """The process of a rank."""
+    started = launch.Launch.read(run)
+    assert started is not None
+    return next(p for p in psutil.Process(started.pid).children() if p.environ().get("RANK") == str(number))
+
+
+@pytest.fixture(scope="module")
+def failed(server: Server) -> Iterator[dict[str, RunDir]]:
+    """{why: run that failed for it}"""
+    few = make_pictures(server.runs.parent / "few", count=4)
+    handles = {"killed": start(server, "killed", few)}
+    handles["memory"] = start(server, "memory", few, train__micro_batch=64, train__batch_size=128, data__resolution=512)
+    runs = {name: handle.run for name, handle in handles.items()}
+    wait_for(runs["killed"], lambda event: isinstance(event, StepEvent))
+    rank(runs["killed"], 1).kill()
+    poisoned = poison(server.runs / "cache", server.runs.parent / "poisoned")
+    handles["numbers"] = start(server, "numbers", few, data__cache=str(poisoned))
+    wait_for(runs["memory"], lambda event: isinstance(event, StatusEvent) and "trained parameters" in event.message)
+    starved = rank(runs["memory"], 1)
+    starved.rlimit(resource.RLIMIT_AS, (starved.memory_info().vms + 64 * MIB, resource.RLIM_INFINITY))
+    for handle in handles.values():
+        handle.process.wait(PATIENCE_S)
+    yield {name: handle.run for name, handle in handles.items()}
+
+
+def poison(cache: Path, copy: Path) -> Path:
+    """A copy of the cache whose latents are not numbers."""
+    shutil.copytree(cache, copy)
+    for file in copy.rglob("*.safetensors"):
+        tensors = load_file(file)
+        if "latents" in tensors:
+            save_file(tensors | {"latents": tensors["latents"] * float("nan")}, file)
+    return copy
+
+
+def watch(page: Page, run: RunDir) -> None:
+    page.reload()
+    choose(page, "run-choice", run.path.name)
+    show(page, "Monitor")
+    state_is(page, "failed")
+
+
+@pytest.mark.slow
+def test_a_lack_of_memory_tells_rank_step_and_block_and_offers_a_config_that_needs_less(failed, page: Page):
+    watch(page, failed["memory"])
+    sentence = page.locator("#run .sentence").inner_text()
+    assert sentence.startswith("Failed on rank 1 at step 0: ")
+    assert "out of memory in " in sentence
+    assert " of transformer." in sentence
+    assert " GiB" in sentence
+    page.locator("#retry", has_text="train.checkpointing=full").click()
+    page.locator("#changes tr", has_text="train.checkpointing").get_by_text("full").wait_for()
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named_with_what_probably_killed_it(failed, page: Page):
+    watch(page, failed["killed"])
+    assert "on rank 1" in page.locator("#run .sentence").inner_text()
+    assert "killed by SIGKILL" in page.locator("#run .sentence").inner_text()
+    assert "ran out of memory" in page.locator("#run [role=alert]").inner_text()
+    assert "stderr.log" in page.locator("#run [role=alert]").inner_text()
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_no_number_is_told_with_a_lower_learning_rate(failed, page: Page):
+    watch(page, failed["numbers"])
+    assert "the loss is not finite on" in page.locator("#run .sentence").inner_text()
+    page.locator("#retry", has_text="optim.lr=1e-05").wait_for()
+
+
+def test_a_run_that_says_nothing_is_shown_as_silent_and_not_as_running(server: Server, page: Page):
+    run = recorded(server.runs, "silent", [StatusEvent(state="training", step=40, time=time.time() - 2 * SILENT_S)])
+    process = subprocess.Popen(["sleep", "1000"])
+    try:
+        launch.Launch(process.pid, psutil.Process(process.pid).create_time(), ["sleep", "1000"]).write(run)
+        with EventWriter(run.rank_file(1)) as lines:
+            told = time.time() - 2 * SILENT_S
+            lines.write(RankLine(rank=1, step=40, phase="", allocated=1, reserved=1, peak=1, limit=2, time=told))
+        page.reload()
+        choose(page, "run-choice", "silent")
+        show(page, "Monitor")
+        page.locator("#run.slow .sentence", has_text="No step for").wait_for()
+        page.locator(".rank.late", has_text="rank 1").wait_for()
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,192 @@
+"""The form: rows from the schema, what is typed to a config, problems to their rows."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app import form
+from app.form import Draft, Row
+from trainer import configfile
+from trainer.config import RunConfig
+from trainer.fields import all_names, slot
+
+PRESETS = Path(__file__).parents[2] / "presets"
+QUICKSTART = PRESETS / "quickstart.yaml"
+
+
+def rows_of(draft: Draft) -> dict[str, Row]:
+    return {row.field: row for row in form.rows(form.check(draft))}
+
+
+def typed(*changes: tuple[str, str | bool], preset: Path = QUICKSTART) -> Draft:
+    draft = Draft(preset)
+    for name, text in changes:
+        draft = draft.typed(name, text)
+    return draft
+
+
+def test_every_field_of_the_schema_has_a_row_with_its_help_and_a_step():
+    rows = rows_of(Draft(QUICKSTART))
+    assert list(rows) == [name for name in all_names() if name != "stages"]
+    for name, row in rows.items():
+        assert row.help == slot(tuple(name.split("."))).help
+        assert form.step_of(name) in form.STEPS
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_a_preset_that_is_not_touched_gives_its_own_config(preset: Path):
+    checked = form.check(Draft(preset))
+    assert (checked.errors, checked.changes) == ({}, {})
+    assert checked.config == configfile.load(preset).config
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_what_a_row_shows_typed_again_changes_nothing(preset: Path):
+    """Every kind of value survives the way into an input and back."""
+    draft = Draft(preset)
+    for row in rows_of(draft).values():
+        if row.is_visible:
+            draft = draft.typed(row.field, row.value)
+    checked = form.check(draft)
+    assert (checked.errors, checked.changes) == ({}, {})
+
+
+def test_the_rows_a_preset_gives_stand_in_front():
+    rows = rows_of(Draft(QUICKSTART))
+    assert rows["train.steps"].in_front
+    assert not rows["train.seed"].in_front
+    assert rows_of(typed(("train.seed", "7")))["train.seed"].in_front
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown", "hidden"),
+    [
+        ([], ["adapter.rank"], ["adapter.block_size", "adapter.factor"]),
+        ([("adapter.type", "boft")], ["adapter.block_size", "adapter.num_stages"], ["adapter.rank", "adapter.alpha"]),
+        ([("adapter.type", "none")], [], ["adapter.rank", "adapter.targets"]),
+        ([], ["objective.shift"], ["objective.prediction", "objective.min_snr_gamma"]),
+        ([], ["parallel.cpu_offload"], ["parallel.shard_size"]),
+        ([("parallel.strategy", "hybrid")], ["parallel.shard_size", "parallel.cpu_offload"], []),
+        ([("parallel.strategy", "ddp")], [], ["parallel.cpu_offload", "parallel.reshard_after_forward"]),
+        ([], [], ["data.mask_background", "quantize.format", "model.options.without"]),
+        ([("data.masks", "masks")], ["data.mask_background"], []),
+    ],
+)
+def test_only_what_means_something_beside_the_other_values_is_shown(
+    changes: list[tuple[str, str]], shown: list[str], hidden: list[str]
+):
+    rows = rows_of(typed(*changes))
+    assert [name for name in shown if not rows[name].is_visible] == []
+    assert [name for name in hidden if rows[name].is_visible] == []
+
+
+def test_the_family_decides_which_rows_of_the_objective_there_are():
+    rows = rows_of(Draft(PRESETS / "sdxl-lora-1gpu.yaml"))
+    assert rows["objective.prediction"].is_visible
+    assert not rows["objective.shift"].is_visible
+
+
+def test_only_words_that_go_together_can_be_chosen():
+    assert rows_of(Draft(QUICKSTART))["export.what"].choices == ("auto", "none", "adapter", "merged")
+    full = rows_of(typed(("adapter.type", "none")))
+    assert full["export.what"].choices == ("auto", "none", "full")
+    assert rows_of(typed(("adapter.type", "boft")))["export.format"].choices == ("auto", "comfyui", "lycoris")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("train.steps", "many", "needs a whole number, not 'many'"),
+        ("train.steps", "0", "is 0, must be >= 1 and <= 10000000 steps"),
+        ("optim.lr", "", "is empty; give it a number, or remove it"),
+        ("name", "a b", "'a b' is not 1 to 64 letters, digits, '_', '.' or '-', the first no '.' or '-'"),
+        ("sample.size", "[64", None),
+        ("optim.warmup", "400", "400 steps leave none of train.steps 100; lower it"),
+    ],
+)
+def test_a_wrong_value_stands_in_its_row_with_the_reason(name: str, text: str, message: str | None):
+    rows = rows_of(typed((name, text), ("train.seed", "5")))
+    assert rows[name].value == text
+    assert rows[name].error and message in (None, rows[name].error)
+    assert [row.field for row in rows.values() if row.error] == [name]
+
+
+def test_one_wrong_value_keeps_the_others():
+    checked = form.check(typed(("train.steps", "x"), ("train.seed", "5"), ("optim.lr", "y")))
+    assert set(checked.errors) == {"train.steps", "optim.lr"}
+    assert checked.config.train.seed == 5
+    assert checked.config.train.steps == 100
+
+
+def test_a_rule_broken_by_a_change_elsewhere_is_reported_where_it_is_broken():
+    checked = form.check(typed(("train.steps", "5")))
+    assert list(checked.errors) == ["optim.warmup"]
+
+
+def test_a_folder_that_does_not_exist_is_told_in_its_row(tmp_path: Path):
+    checked = form.check_files(form.check(typed(("data.path", str(tmp_path / "none")))))
+    assert checked.errors == {"data.path": f"no folder '{tmp_path}/none'; name one that holds the images"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("sample.prompts", "a fox\n\n it's: a {bear} \n", ("a fox", "it's: a {bear}")),
+        ("data.trigger", "2024", "2024"),
+        ("sample.negative", "", ""),
+        ("optim.lr", "1e-4", 1e-4),
+        ("train.checkpointing", "full", "full"),
+        ("train.checkpointing", "2", 2),
+        ("adapter.alpha", "", None),
+        ("optim.clip_norm", "", None),
+        ("trackers.tensorboard", True, True),
+        ("model.train", "transformer: adapter", {"transformer": "adapter"}),
+        ("sample.size", "[128, 64]", (128, 64)),
+        ("parallel.reshard_after_forward", "true", True),
+    ],
+)
+def test_what_is_typed_becomes_the_value(name: str, text: str | bool, value: Any):
+    checked = form.check(typed((name, text)))
+    assert checked.errors == {}
+    here: Any = checked.config
+    for key in name.split("."):
+        here = getattr(here, key)
+    assert here == value
+
+
+def test_the_command_to_copy_gives_the_same_config():
+    draft = typed(
+        ("sample.prompts", "it's a fox\nb"), ("data.trigger", "a word"), ("adapter.alpha", "8"), ("name", "x")
+    )
+    *start, preset = shlex.split(form.headless_command(draft))[:4]
+    assert start == ["python", "launch.py", "--headless"]
+    overrides = shlex.split(form.headless_command(draft))[4:]
+    assert configfile.load(Path(preset), overrides).config == form.check(draft).config
+
+
+def test_the_review_tells_what_differs_from_the_preset():
+    changes = form.check(typed(("train.steps", "7"), ("optim.warmup", "1"), ("adapter.type", "lokr"))).changes
+    assert changes == {"adapter.type": ("lora", "lokr"), "train.steps": (100, 7), "optim.warmup": (10, 1)}
+
+
+def test_yaml_that_was_edited_becomes_the_draft(tmp_path: Path):
+    checked = form.check(Draft(QUICKSTART))
+    text = configfile.dump(checked.config).replace("steps: 100", "steps: 55").replace("rank: 16", "rank: 4")
+    draft = form.from_yaml(checked, text, tmp_path / "config.yaml")
+    assert draft.values == {"adapter.rank": 4, "train.steps": 55}
+
+
+def test_yaml_that_is_wrong_is_refused_with_its_line(tmp_path: Path):
+    checked = form.check(Draft(QUICKSTART))
+    text = configfile.dump(checked.config).replace("steps: 100", "steps: soon")
+    line = next(number for number, row in enumerate(text.splitlines(), 1) if "steps: soon" in row)
+    with pytest.raises(configfile.ConfigError, match=rf"config\.yaml:{line}: train\.steps: needs a whole number"):
+        form.from_yaml(checked, text, tmp_path / "config.yaml")
+
+
+def test_a_default_config_has_no_changes():
+    assert form.changes(RunConfig.model_construct(), RunConfig.model_construct()) == {}

@@ -1,0 +1,140 @@
+"""What strangers might ask of a page that is being served, each refused: files, other names, other sites, guesses."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from playwright.sync_api import Browser
+
+from tests.app.browser import Server, choose, opened, recorded, serving, show
+
+USER, PASSWORD = "ada", "long enough"
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[httpx.Client]:
+    """One that has opened the page, as a browser has."""
+    with httpx.Client(base_url=server.url) as client:
+        assert client.get("/").status_code == 200
+        yield client
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("guarded") / "runs", "--auth", f"{USER}:{PASSWORD}") as server:
+        yield server
+
+
+def join(client: httpx.Client, **options) -> httpx.Response:
+    """Ask for the first handler of the page by its number, as nobody but the page's script should."""
+    body = {"data": [None], "fn_index": 0, "session_hash": "guessed"}
+    return client.post("/gradio_api/queue/join", json=body, **options)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/etc/passwd",
+        "/proc/self/environ",
+        "{runs}/../../etc/passwd",
+        "{runs}/%2e%2e/%2e%2e/etc/passwd",
+        "{runs}/drafts/secret",
+        "{runs}/probed/config.yaml",
+        "{runs}/probed/launch.json",
+        "{runs}/probed/samples/page.html",
+        "{runs}/probed/samples/.hidden",
+        "{runs}/probed/samples/step-000020-0.png",
+        "{runs}/probed/out",
+        "launch.py",
+        "app/gradio_app.py",
+    ],
+)
+def test_no_file_but_thumbnails_is_served(client: httpx.Client, runs: Path, path: str):
+    if not (runs / "probed").exists():
+        run = recorded(runs, "probed")
+        (run.samples / "page.html").write_text("<script>alert(1)</script>")
+        (run.samples / ".hidden").write_text("x")
+        os.symlink("/etc/passwd", run.path / "out")
+    answer = client.get(f"/gradio_api/file={path.format(runs=runs)}")
+    assert answer.status_code in (400, 403, 404), answer.text
+
+
+def test_a_thumbnail_is_a_picture_and_nothing_else(client: httpx.Client, server: Server, browser: Browser):
+    recorded(server.runs, "shown")
+    with opened(browser, server.url) as page:
+        choose(page, "run-choice", "shown")
+        show(page, "Monitor")
+        page.locator("#newest img").first.wait_for()
+        address = page.locator("#newest img").first.get_attribute("src")
+    answer = client.get(address)
+    assert (answer.headers["content-type"], answer.headers["x-content-type-options"]) == ("image/webp", "nosniff")
+
+
+@pytest.mark.parametrize("address", ["/gradio_api/file=http://127.0.0.1:1/", "/gradio_api/proxy=http://127.0.0.1:1/x"])
+def test_it_fetches_nothing_for_others(client: httpx.Client, address: str):
+    assert client.get(address).status_code in (400, 403, 404)
+
+
+@pytest.mark.parametrize("address", ["/docs", "/redoc", "/openapi.json"])
+def test_there_is_no_description_of_the_interface(client: httpx.Client, address: str):
+    assert client.get(address).status_code == 404
+
+
+def test_the_interface_names_no_handler(client: httpx.Client):
+    assert client.get("/gradio_api/info").json() == {"named_endpoints": {}, "unnamed_endpoints": {}}
+
+
+def test_nothing_is_started_without_the_page(server: Server):
+    with httpx.Client(base_url=server.url) as stranger:
+        assert join(stranger).status_code == 403
+
+
+@pytest.mark.parametrize("headers", [{"origin": "https://evil.example"}, {"sec-fetch-site": "cross-site"}])
+def test_another_sites_script_starts_and_uploads_nothing(client: httpx.Client, headers: dict[str, str]):
+    assert join(client, headers=headers).status_code == 403
+    upload = client.post("/gradio_api/upload", headers=headers, files={"files": b"x" * 100})
+    assert upload.status_code == 403
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:7860"])
+def test_another_name_for_this_machine_is_refused(client: httpx.Client, host: str):
+    assert client.get("/", headers={"host": host}).status_code == 400
+    assert join(client, headers={"host": host}).status_code == 400
+
+
+def test_no_file_is_taken_from_anybody(client: httpx.Client, server: Server):
+    assert client.post("/gradio_api/upload", files={"files": b"x"}).status_code == 403
+
+
+def test_with_a_password_nothing_is_told_without_it(guarded: Server):
+    with httpx.Client(base_url=guarded.url) as stranger:
+        stranger.get("/")
+        assert join(stranger).status_code == 401
+        assert stranger.get("/config").status_code == 401
+        assert stranger.get("/gradio_api/info").status_code == 401
+        assert stranger.get(f"/gradio_api/file={guarded.runs}/config.yaml").status_code in (401, 403)
+
+
+def test_guesses_end_after_a_few_and_the_password_opens(guarded: Server):
+    with httpx.Client(base_url=guarded.url) as client:
+        client.get("/")
+        assert login(client, PASSWORD).status_code == 200
+        assert client.get("/config").status_code == 200
+        for number in range(5):
+            assert login(client, f"guess {number}").status_code == 400
+        assert login(client, PASSWORD).status_code == 400
+
+
+def login(client: httpx.Client, password: str) -> httpx.Response:
+    return client.post("/login", data={"username": USER, "password": password})
+
+
+def test_the_page_tells_no_secret(client: httpx.Client, server: Server):
+    secret = (server.runs / "drafts" / "secret").read_text()
+    assert secret not in client.get("/").text
+    assert secret not in json.dumps(client.get("/config").json())

@@ -1,0 +1,78 @@
+"""From nothing to a trained adapter in a file of one's own, by nothing but the page in Chromium."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page
+
+from tests.app.browser import Server, choose, opened, show, state_is, until, write_over
+from trainer import launch
+from trainer.events import EventReader, StatusEvent
+from trainer.rundir import RunDir
+
+
+@pytest.fixture(scope="module")
+def trained(browser: Browser, server: Server) -> RunDir:
+    """A run of the quickstart by nothing but the page, with everything on the way that may happen to a page."""
+    with opened(browser, server.url) as page:
+        page.locator("#steps").get_by_role("tab", name="Hardware", exact=True).click()
+        write_over(page, "#field-train-steps input, #field-train-steps textarea", "40")  # one click more
+        page.locator("#start").dblclick()  # the third: two of them start one run
+        state_is(page, "training", timeout_s=90)
+        until(page, "document.querySelector('#chart-loss canvas').dataset.n > 0")
+        assert page.locator("#ranks .rank").count() == 2
+        until(page, "document.querySelectorAll('#newest img').length === 4")
+        [run] = (RunDir.open(file.parent) for file in server.runs.glob("quickstart-*/config.yaml"))
+        page.locator("#stop").click()
+        state_is(page, "stopped", timeout_s=30)
+        page.reload()
+        show(page, "Monitor")
+        state_is(page, "stopped")
+        page.locator("#resume").click()
+        state_is(page, "training")
+        server.kill()
+        assert launch.alive(run)
+        server.start()
+        page.goto(server.url)
+        show(page, "Monitor")
+        state_is(page, "training", "sampling", "saving", "exporting", "finished")
+        with opened(browser, server.url) as other:
+            show(other, "Monitor")
+            state_is(other, "finished", timeout_s=120)
+        state_is(page, "finished")
+        until(page, "document.querySelector('#chart-loss canvas').dataset.last === '40'")
+    return run
+
+
+def test_one_click_trains_the_quickstart_and_no_mishap_of_the_page_ends_it(trained: RunDir):
+    states = [event.state for event in EventReader(trained.events_file).read() if isinstance(event, StatusEvent)]
+    assert states.count("starting") == 2
+    assert states[-1] == "finished"
+
+
+def test_what_was_exported_is_listed_with_its_check_and_downloaded(trained: RunDir, page: Page, tmp_path: Path):
+    choose(page, "run-choice", trained.path.name)
+    show(page, "Export")
+    [file] = trained.export.glob("*.safetensors")
+    row = page.locator("#exports tr", has_text=file.name)
+    row.wait_for()
+    assert float(row.locator("td").last.inner_text()) < 4e-3
+    page.locator("#checksum").click()
+    page.locator("#export-said", has_text="SHA-256").wait_for()
+    until(page, "!document.querySelector('#download').disabled")
+    with page.expect_download() as download:
+        page.locator("#download").click()
+    assert Path(download.value.path()).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.slow
+def test_another_export_is_begun_from_what_the_adapter_allows(trained: RunDir, page: Page):
+    choose(page, "run-choice", trained.path.name)
+    show(page, "Export")
+    page.locator("#exports tr").first.wait_for()
+    choose(page, "export-what", "merged")
+    page.locator("#export").click()
+    page.locator("#export-said", has_text="Exported and read back").wait_for(timeout=60_000)
+    page.locator("#exports tr", has_text="merged").first.wait_for()

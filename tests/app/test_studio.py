@@ -1,0 +1,117 @@
+"""What the page knows: the draft, presets, starts that happen once, a queue that goes on after trouble."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from app import form
+from app.form import Draft
+from app.studio import Studio
+from tests.runs import make_pictures
+from trainer import launch
+from trainer.config import InputError
+
+
+@pytest.fixture
+def studio(tmp_path: Path) -> Studio:
+    return Studio(tmp_path / "runs")
+
+
+@pytest.fixture
+def preset(tmp_path: Path) -> Path:
+    folder = make_pictures(tmp_path / "pictures", count=2)
+    file = tmp_path / "own.yaml"
+    file.write_text(f"name: own\nmodel: {{family: flux2}}\ndata: {{path: {folder}, resolution: 64}}\n")
+    return file
+
+
+def test_the_first_draft_is_the_quickstart_and_a_kept_one_outlives_the_page(studio: Studio):
+    assert studio.draft() == Draft(studio.presets()["quickstart"])
+    draft = Draft(studio.presets()["quickstart"], {"train.steps": 7})
+    studio.keep_draft(draft)
+    assert Studio(studio.runs).draft() == draft
+
+
+@pytest.mark.parametrize("kept", ["", "[]", '{"preset": "gone", "values": {}}', '{"preset": "quickstart"}'])
+def test_a_draft_that_cannot_be_read_is_the_quickstart_again(studio: Studio, kept: str):
+    (studio.runs / "drafts").mkdir(parents=True)
+    (studio.runs / "drafts" / "draft.json").write_text(kept)
+    assert studio.draft() == Draft(studio.presets()["quickstart"])
+
+
+@pytest.mark.parametrize("name", ["", "../up", ".hidden", "-dash", "a/b"])
+def test_a_name_that_leads_elsewhere_is_neither_a_preset_nor_a_run(studio: Studio, name: str):
+    checked = form.check(studio.draft())
+    with pytest.raises(InputError):
+        studio.save_preset(checked, name)
+    with pytest.raises(InputError):
+        studio.run(name)
+
+
+def test_a_preset_is_not_written_over(studio: Studio):
+    checked = form.check(Draft(studio.presets()["quickstart"], {"train.steps": 7}))
+    file = studio.save_preset(checked, "mine")
+    assert studio.presets()["mine"] == file
+    with pytest.raises(InputError, match="'mine' is the name of a preset already"):
+        studio.save_preset(checked, "mine")
+
+
+def test_many_clicks_at_once_start_one_run(studio: Studio, preset: Path):
+    found = []
+    clicks = [threading.Thread(target=lambda: found.append(studio.start(Draft(preset)))) for _ in range(4)]
+    for click in clicks:
+        click.start()
+    for click in clicks:
+        click.join()
+    assert len({run.path for run in found}) == 1
+    assert len(studio.runs_found()) == 1
+    launch.terminate(found[0], grace_s=0.5)
+
+
+def test_gpus_of_a_waiting_run_are_numbers(studio: Studio, preset: Path):
+    with pytest.raises(InputError, match="GPUs: 'first' is no list of numbers"):
+        studio.enqueue(Draft(preset), "first")
+    assert studio.enqueue(Draft(preset), " 0, 2 ").gpus == (0, 2)
+    assert studio.enqueue(Draft(preset), "").gpus == ()
+
+
+def test_what_is_wrong_with_a_draft_is_found_before_it_waits(studio: Studio, preset: Path):
+    with pytest.raises(InputError, match="no folder '/none'"):
+        studio.enqueue(Draft(preset, {"data.path": "/none"}), "")
+    assert studio.queue.waiting() == []
+
+
+def test_a_damaged_entry_of_the_queue_is_told_and_the_page_lives(studio: Studio):
+    damaged = studio.runs / "queue" / "waiting" / "000001.json"
+    damaged.parent.mkdir(parents=True)
+    damaged.write_text("{")
+    worker = studio.keep_queue_going()
+    deadline = time.monotonic() + 10
+    while not studio.queue_trouble:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert worker.is_alive()
+    damaged.unlink()
+    while studio.queue_trouble:
+        assert time.monotonic() < deadline + 10
+        time.sleep(0.05)
+
+
+def test_the_page_loads_no_torch():
+    heavy = "{'torch', 'diffusers', 'transformers', 'numpy.testing'} & set(sys.modules)"
+    program = f"import sys, app.gradio_app; sys.exit(str({heavy}) if {heavy} else 0)"
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr
+
+
+def test_what_is_kept_of_a_draft_is_its_values_and_no_more(studio: Studio):
+    studio.keep_draft(Draft(studio.presets()["quickstart"], {"optim.lr": 1e-3}))
+    kept = json.loads((studio.runs / "drafts" / "draft.json").read_text())
+    assert kept == {"preset": "quickstart", "values": {"optim.lr": 1e-3}}

@@ -1,0 +1,162 @@
+"""What the page costs: `python -m tests.benchmarks.page`. Exits with 1 beyond a limit.
+
+How soon the first point is drawn, what ten thousand points cost the browser, what the page's process takes of memory
+and of a core with one viewer, and whether a run's steps take longer while it is watched.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from tests.app.browser import Server, choose, opened, recorded, serving, show, start_chromium, until
+from tests.runs import make_pictures, run_config
+from trainer import launch
+from trainer.events import EventReader, EventWriter, StatusEvent, StepEvent
+from trainer.rundir import RunDir
+
+FIRST_POINT_S = 2.5
+REFRESH_MS = 200.0
+PAGE_MB = 250.0
+CORE_PERCENT = 5.0
+POINTS = 10_000
+STEPS = 1500
+
+
+@dataclass(frozen=True)
+class Cost:
+    """refresh_ms: main thread of the browser per second of watching.  page_mb: resident memory of the page's process.
+
+    core_percent: of one core, with one viewer.
+    """
+
+    refresh_ms: float
+    page_mb: float
+    core_percent: float
+
+
+def long_run(browser: Browser, server: Server, seconds: int) -> Cost:
+    """Watch a run of POINTS steps that makes a step a second, for so long."""
+    run = recorded(server.runs, "long", [StatusEvent(state="training", step=POINTS)], train__steps=POINTS)
+    process = subprocess.Popen(["sleep", "1000"])
+    try:
+        launch.Launch(process.pid, psutil.Process(process.pid).create_time(), ["sleep", "1000"]).write(run)
+        with opened(browser, server.url) as page:
+            choose(page, "run-choice", "long")
+            show(page, "Monitor")
+            until(page, "document.querySelector('#chart-loss canvas').dataset.n > 500")
+            return _watched(page, server, run, seconds)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _watched(page: Page, server: Server, run: RunDir, seconds: int) -> Cost:
+    assert server.process is not None
+    serving_process = psutil.Process(server.process.pid)
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable")
+    with EventWriter(run.events_file) as events:
+        before, cpu, began = _task_seconds(session), sum(serving_process.cpu_times()[:2]), time.monotonic()
+        for number in range(seconds):
+            events.write(_step(POINTS + 1 + number))
+            page.wait_for_timeout(1000)
+        spent = time.monotonic() - began
+        used = sum(serving_process.cpu_times()[:2]) - cpu
+        busy = _task_seconds(session) - before
+    return Cost(1000 * busy / spent, serving_process.memory_info().rss / 1e6, 100 * used / spent)
+
+
+def _task_seconds(session) -> float:  # type: ignore[no-untyped-def]  # playwright's session has no generic type
+    metrics = session.send("Performance.getMetrics")["metrics"]
+    return float(next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration"))
+
+
+def _step(number: int) -> StepEvent:
+    return StepEvent(
+        step=number, loss=0.5, lr=1e-4, grad_norm=1.0, seconds=0.5, seconds_data=0.02, seconds_forward=0.13,
+        seconds_backward=0.3, seconds_optimizer=0.02, seconds_communication=0.1, images_per_second=8.0,
+    )  # fmt: skip
+
+
+def first_point_s(browser: Browser, server: Server) -> float:
+    """From the first StepEvent of a run of the quickstart that is started by the page to a point on its chart."""
+    with opened(browser, server.url) as page:
+        page.locator("#start").click()
+        until(page, "document.querySelector('#chart-loss canvas').dataset.n > 0", 120)
+        drawn = time.time()
+        page.locator("#stop").click()
+        [run] = [RunDir(file.parent) for file in server.runs.glob("quickstart-*/config.yaml")]
+        launch.wait(run, 60)
+        return drawn - next(event.time for event in EventReader(run.events_file).read() if isinstance(event, StepEvent))
+
+
+def cpu_per_step(browser: Browser, server: Server, name: str, is_watched: bool) -> float:
+    """CPU seconds of the ranks per step of a small run."""
+    pictures = server.runs.parent / "pictures"
+    if not pictures.exists():
+        make_pictures(pictures)
+    config = run_config(pictures, train__steps=STEPS)
+    run = RunDir.create(server.runs, config, at=server.runs / name)
+    handle = launch.start(config, run)
+    if not is_watched:
+        return _cpu_of(run, handle)
+    with opened(browser, server.url) as page:
+        choose(page, "run-choice", name)
+        show(page, "Monitor")
+        return _cpu_of(run, handle)
+
+
+def _cpu_of(run: RunDir, handle: launch.RunHandle) -> float:
+    """Between the 100th step and the last heartbeat before the end."""
+    events, steps = EventReader(run.events_file), 0
+    process = psutil.Process(handle.process.pid)
+    started: tuple[int, float] | None = None
+    latest = (0, 0.0)
+    while launch.alive(run):
+        steps = max([steps, *(event.step for event in events.read() if isinstance(event, StepEvent))])
+        try:
+            ranks = [child for child in process.children() if "RANK" in child.environ()]
+            used = sum(sum(rank.cpu_times()[:2]) for rank in ranks)
+        except psutil.Error:
+            break
+        if ranks and steps >= 100:
+            started, latest = started or (steps, used), (steps, used)
+        time.sleep(0.1)
+    assert started is not None, run.path
+    return (latest[1] - started[1]) / (latest[0] - started[0])
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Print every figure beside its limit."""
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        browser = start_chromium(playwright)
+        with serving(Path(folder) / "runs") as server:
+            point = first_point_s(browser, server)
+            print(f"first point {point:.2f} s after the first step, limit {FIRST_POINT_S} s", flush=True)
+            cost = long_run(browser, server, seconds=20)
+            print(f"{POINTS} points: {cost.refresh_ms:.0f} ms of the browser a second, limit {REFRESH_MS:.0f} ms")
+            print(f"page: {cost.page_mb:.0f} MB, limit {PAGE_MB:.0f}; {cost.core_percent:.1f} % of a core, limit 5 %")
+            ratios = []
+            for pair in range(3):
+                alone = cpu_per_step(browser, server, f"alone-{pair}", is_watched=False)
+                watched = cpu_per_step(browser, server, f"watched-{pair}", is_watched=True)
+                ratios.append(watched / alone)
+                print(f"CPU seconds of a step: {alone:.5f} alone, {watched:.5f} watched", flush=True)
+            ratio = statistics.median(ratios)
+            print(f"a step that is watched to one that is not: {ratio:.3f}, median of {len(ratios)}")
+    is_within = point <= FIRST_POINT_S and cost.refresh_ms <= REFRESH_MS and cost.page_mb <= PAGE_MB
+    return int(not (is_within and cost.core_percent <= CORE_PERCENT and ratio <= 1.05))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
