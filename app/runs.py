@@ -44,7 +44,7 @@ class Summaries:
         self._ended: dict[Path, tuple[int, Summary]] = {}
 
     def all(self) -> list[Summary]:
-        """The run started last first. A run that cannot be read is left out."""
+        """The run started last first. A run that cannot be read is left out. Raises InputError as `read_tags` does."""
         tags = read_tags(self._studio.runs)
         found = [self._summary(run) for run in self._studio.runs_found()]
         return [replace(summary, tags=tags.get(summary.name, ())) for summary in found if summary is not None]
@@ -78,14 +78,17 @@ def _summary(follower: Follower) -> Summary:
 
 
 def read_tags(runs: Path) -> dict[str, tuple[str, ...]]:
-    """{run: tags}"""
+    """{run: tags}. Raises InputError when the file is damaged."""
     file = runs / "tags.json"
-    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except ValueError as error:
+        raise InputError(f"{file}: is no JSON ({error}); repair or remove it") from error
     return {name: tuple(tags) for name, tags in found.items()}
 
 
 def set_tags(runs: Path, name: str, text: str) -> None:
-    """Give a run the tags of a text, parted by commas."""
+    """Give a run the tags of a text, parted by commas. Raises InputError as `read_tags` does."""
     tags = read_tags(runs) | {name: tuple(tag.strip() for tag in text.split(",") if tag.strip())}
     draft = runs / "tags.part"
     draft.write_text(json.dumps(tags, indent=1), encoding="utf-8")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
 import hmac
 import os
 import secrets
@@ -44,11 +44,13 @@ def require_password(host: str, auth: str | None) -> tuple[str, str] | None:
 def kept_secret(file: Path) -> str:
     """The secret of this folder's pages, readable by its owner only; a page that is started again keeps it."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        new = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        os.write(new, secrets.token_urlsafe(32).encode())
-        os.close(new)
-    return file.read_text(encoding="ascii")
+    with open(os.open(file, os.O_RDWR | os.O_CREAT, 0o600), "r+", encoding="ascii") as content:
+        fcntl.flock(content, fcntl.LOCK_EX)  # another page of the folder may be starting
+        secret = content.read()
+        if not secret:
+            secret = secrets.token_urlsafe(32)
+            content.write(secret)
+    return secret
 
 
 def middleware(hosts: Sequence[str], port: int, secret: str) -> list[Middleware]:

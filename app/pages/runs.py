@@ -68,7 +68,10 @@ def _renewer(studio: Studio) -> Callable[[_Shown, str | None, list[str]], list[A
     head = ("Run", "State", "Step", "Loss", "Started", "Model", "Adapter", "Tags")
 
     def renew(before: _Shown, chosen: str | None, compared: list[str]) -> list[Any]:
-        found = summaries.all()
+        try:
+            found = summaries.all()
+        except InputError as error:
+            return [before, alert(str(error)), gr.skip(), gr.skip()]
         listing = table(head, map(_row, found)) if found else "<p>No runs yet.</p>"
         now = _Shown(listing, tuple(summary.name for summary in found))
         choices: list[Any] = [gr.skip()] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,17 @@ def test_only_who_opened_the_page_starts_something(client: TestClient):
     assert client.post("/start").status_code == 403
     client.cookies.set(f"shardstudio-{PORT}", "guessed")
     assert client.post("/start").status_code == 403
+
+
+def test_pages_that_start_at_once_share_one_secret(tmp_path: Path):
+    found = []
+    pages = [threading.Thread(target=lambda: found.append(security.kept_secret(tmp_path / "secret"))) for _ in range(8)]
+    for page in pages:
+        page.start()
+    for page in pages:
+        page.join()
+    assert len(set(found)) == 1
+    assert len(found[0]) > 32
 
 
 def test_the_secret_is_the_owners_and_outlives_the_page(tmp_path: Path):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from app import form
+from app import form, runs
 from app.form import Draft
 from app.studio import Studio
 from tests.runs import make_pictures
@@ -115,3 +115,14 @@ def test_what_is_kept_of_a_draft_is_its_values_and_no_more(studio: Studio):
     studio.keep_draft(Draft(studio.presets()["quickstart"], {"optim.lr": 1e-3}))
     kept = json.loads((studio.runs / "drafts" / "draft.json").read_text())
     assert kept == {"preset": "quickstart", "values": {"optim.lr": 1e-3}}
+
+
+def test_damaged_tags_are_named_and_left_as_they_are(studio: Studio):
+    studio.runs.mkdir()
+    file = studio.runs / "tags.json"
+    file.write_text("{")
+    with pytest.raises(InputError, match=r"tags\.json: is no JSON .* repair or remove it"):
+        runs.Summaries(studio).all()
+    with pytest.raises(InputError, match=r"tags\.json: is no JSON"):
+        runs.set_tags(studio.runs, "one", "good")
+    assert file.read_text() == "{"
