@@ -39,7 +39,7 @@ def own_data(page: Page, runs: Path) -> Iterator[Path]:
     )
     page.reload()
     choose(page, "preset", "own")
-    page.locator("#changes", has_text="As in the preset").wait_for()
+    page.locator("#commands", has_text="own.yaml").wait_for()
     yield folder
     shutil.rmtree(folder)
     preset.unlink()
@@ -178,9 +178,7 @@ def test_runs_wait_in_the_queue_in_an_order_that_can_be_changed(page: Page, own_
 def test_two_runs_of_the_queue_train_one_after_the_other(page: Page, own_data: Path, runs: Path):
     for number in (1, 2):
         page.locator("#enqueue").click()
-        until(
-            page, f"document.querySelector('#problems').innerText.includes('own waits in the queue as number {number}')"
-        )
+        page.locator("#problems", has_text=f"own waits in the queue as number {number}").wait_for()
     show(page, "Queue")
     until(page, "document.querySelectorAll('#queue tr').length === 3")
     until(page, "document.querySelector('#queue').innerText.split('finished').length === 3", timeout_s=120)

@@ -74,5 +74,5 @@ def test_another_export_is_begun_from_what_the_adapter_allows(trained: RunDir, p
     page.locator("#exports tr").first.wait_for()
     choose(page, "export-what", "merged")
     page.locator("#export").click()
-    page.locator("#export-said", has_text="Exported and read back").wait_for(timeout=60_000)
+    page.locator("#export-said", has_text="Exported and read back").wait_for(timeout=180_000)
     page.locator("#exports tr", has_text="merged").first.wait_for()
