@@ -51,17 +51,10 @@ LEVELS: Mapping[Level, re.Pattern[str]] = {
 }
 
 
-@dataclass(frozen=True)
-class RankState:
-    """What one rank last said. Bytes of device memory (of the process on a CPU).  age_s: how long ago."""
+@dataclass(frozen=True, kw_only=True)
+class RankState(RankLine):
+    """What one rank last said. age_s: seconds since."""
 
-    rank: int
-    step: int
-    phase: str
-    allocated: int
-    reserved: int
-    peak: int
-    limit: int
     age_s: float
 
 
@@ -281,9 +274,7 @@ def _mean(values: Iterator[float]) -> float:
 
 
 def _rank_state(line: RankLine, now: float) -> RankState:
-    return RankState(
-        line.rank, line.step, line.phase, line.allocated, line.reserved, line.peak, line.limit, now - line.time
-    )
+    return RankState(**vars(line), age_s=now - line.time)
 
 
 def _line(follower: Follower, axis: Axis, label: str, value: Callable[[StepEvent], float]) -> Line:
