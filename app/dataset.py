@@ -1,4 +1,4 @@
-"""The images of a draft with their captions: shown, edited, searched, counted by bucket. Nothing here shows them.
+"""The captions of a draft's images: read, edited, searched. Nothing here shows them.
 
 Every change of a caption is noted in a log before it is made, so that it can be taken back, also after a restart.
 """
@@ -6,18 +6,11 @@ Every change of a caption is noted in a log before it is made, so that it can be
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainer import facts
-from trainer.config import InputError, RunConfig
-from trainer.data.buckets import bucket_sizes, choose_bucket
-from trainer.data.images import scan
-from trainer.data.pixels import IMAGE_SUFFIXES, files_below
-
-DEFAULT_MULTIPLE = 16
+from trainer.config import InputError
 
 
 @dataclass(frozen=True)
@@ -42,38 +35,9 @@ class Change:
     batch: int
 
 
-def cards(folder: Path) -> list[Card]:
-    """The images of a folder in the order of their names. Raises InputError when there is no such folder."""
-    if not folder.is_dir():
-        raise InputError(f"data.path: no folder '{folder}'; name one that holds the images")
-    images = sorted(file for file in files_below(folder, frozenset()) if file.suffix.lower() in IMAGE_SUFFIXES)
+def cards(images: Iterable[Path]) -> list[Card]:
+    """The images with their captions. Raises InputError for a caption that cannot be read."""
     return [Card(image, _read(image.with_suffix(".txt")) or "") for image in images]
-
-
-def problems(config: RunConfig) -> list[str]:
-    """What stops a run on these data, a sentence per file; empty when nothing does."""
-    try:
-        scan(config.data)
-    except InputError as error:
-        return str(error).split("\n")
-    return []
-
-
-def warnings(config: RunConfig) -> list[str]:
-    """What the user should know although a run can start."""
-    try:
-        return list(scan(config.data).warnings)
-    except InputError:
-        return []
-
-
-def bucket_counts(config: RunConfig) -> dict[tuple[int, int], int]:
-    """{(width, height): images} of the buckets the images will be trained in."""
-    known = facts.of(config.model.family)
-    multiple = known.size_multiple if known else DEFAULT_MULTIPLE
-    sizes = bucket_sizes(config.data.resolution, multiple, config.data.max_aspect)
-    found = Counter(choose_bucket(photo.width, photo.height, sizes) for photo in scan(config.data).train)
-    return {bucket: found[bucket] for bucket in sizes if found[bucket]}
 
 
 class Captions:

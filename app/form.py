@@ -75,13 +75,18 @@ class Draft:
 class Checked:
     """A draft that was looked at. loaded: the config of what is valid in it.
 
-    errors: {field: what is wrong with it}, the empty field for the whole. The draft can be started without any.
+    errors: {field: what is wrong with it}, the empty field for the whole.  waiting: what is not known yet.
     """
 
     draft: Draft
     preset: ConfigFile
     loaded: ConfigFile
     errors: Mapping[str, str]
+    waiting: str = ""
+
+    @property
+    def can_start(self) -> bool:
+        return not self.errors and not self.waiting
 
     @property
     def config(self) -> RunConfig:

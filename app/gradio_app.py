@@ -43,7 +43,7 @@ def build(studio: Studio) -> gr.Blocks:
             with gr.Tab("Samples", id="samples", render_children=True):
                 sampled = samples.build(studio, run)
             with gr.Tab("Dataset", id="dataset", render_children=True) as dataset_tab:
-                renew, number, cards = dataset.build(studio)
+                read_images, number, cards = dataset.build(studio)
             with gr.Tab("Queue", id="queue", render_children=True):
                 queued = queue.build(studio)
             with gr.Tab("Runs", id="runs", render_children=True):
@@ -75,7 +75,7 @@ def build(studio: Studio) -> gr.Blocks:
             lambda: gr.Tabs(selected="train"), None, tabs, **QUIET
         )
         train_tab.select(train.looked_again(trained), trained.seen, trained.outputs, **QUIET)
-        dataset_tab.select(renew, number, cards, **QUIET)
+        dataset_tab.select(read_images, number, cards, **QUIET)
         doctor_tab.select(lambda: doctor.checks(studio), None, checks, **QUIET)
     return blocks  # type: ignore[no-any-return]
 

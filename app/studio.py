@@ -16,9 +16,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from app import dataset, form
+from app import form
 from app.form import Checked, Draft
 from app.monitor import Follower, find_runs
+from app.scans import Scans
 from app.thumbnails import Downloads, Thumbnails
 from trainer import configfile, gpus, headless, launch, prepare
 from trainer.config import NAME_HELP, NAME_PATTERN, InputError
@@ -62,6 +63,7 @@ class Studio:
         self.queue = Queue(self.runs)
         self.thumbnails = Thumbnails(self.runs / "thumbnails")
         self.downloads = Downloads(self.runs / "downloads")
+        self.scans = Scans()
         self._shipped = presets
         self._own = self.runs / "presets"
         self._drafts = self.runs / "drafts"
@@ -69,7 +71,6 @@ class Studio:
         self._followers: dict[Path, Follower] = {}
         self._exports: dict[Path, subprocess.Popen[bytes]] = {}
         self._last_start: _Start | None = None
-        self._scanned: tuple[str, list[str]] = ("", [])
         self._gpus: tuple[float, list[Gpu]] = (-math.inf, [])
         self.queue_trouble = ""
 
@@ -127,16 +128,15 @@ class Studio:
     def look(self, draft: Draft, is_fresh: bool = False) -> Checked:
         """A draft with what is wrong with it, its files and its images. Raises ConfigError for a wrong preset.
 
-        Images are read again when the section `data` changed, or is_fresh.
+        is_fresh: whether the images may have changed since they were read.
         """
         checked = form.check_files(form.check(draft))
         if checked.errors:
             return checked
-        key = checked.config.data.model_dump_json()
-        if is_fresh or key != self._scanned[0]:
-            self._scanned = (key, dataset.problems(checked.config))
-        problems = self._scanned[1]
-        return replace(checked, errors={"data.path": "\n".join(problems)}) if problems else checked
+        found = self.scans.of(checked.config, is_fresh)
+        if not found.is_complete:
+            return replace(checked, waiting=f"The images are being read: {found.num_files} files so far.")
+        return replace(checked, errors={"data.path": "\n".join(found.problems)}) if found.problems else checked
 
     def recipe(self, draft: Draft) -> list[dict[str, Any]]:
         """The rows of `trainer.recipe`, computed by a process of its own. Raises InputError when it fails."""

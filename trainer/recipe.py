@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch
 
 from trainer import configfile, families
 from trainer.config import InputError, RunConfig
-from trainer.data.buckets import bucket_sizes, choose_bucket
+from trainer.data.buckets import bucket_sizes, images_per_bucket
 from trainer.data.images import scan
 from trainer.families.base import FLOW_FIELDS
 from trainer.objectives import shift_factor, shift_sigma, sigma_at
@@ -43,16 +42,16 @@ def recipe(cfg: RunConfig) -> list[BucketRecipe]:
     """
     family = families.get(cfg.model.family)
     sizes = bucket_sizes(cfg.data.resolution, family.size_multiple, cfg.data.max_aspect)
-    counts = Counter(choose_bucket(photo.width, photo.height, sizes) for photo in scan(cfg.data).train)
+    counts = images_per_bucket(scan(cfg.data).train, sizes)
     is_flow = family.objective_fields >= FLOW_FIELDS
     even = (torch.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES
     rows = []
-    for width, height in (size for size in sizes if counts[size]):
+    for (width, height), num_images in counts.items():
         num_tokens = (width // family.size_multiple) * (height // family.size_multiple)
         shift = shift_factor(cfg.objective, family.shift, num_tokens) if is_flow else 1.0
         sigma = shift_sigma(sigma_at(cfg.objective, even), shift) if is_flow else even
         shares = torch.histc(sigma, NUM_BINS, 0, 1) / NUM_QUANTILES
-        rows.append(BucketRecipe(width, height, counts[width, height], shift, tuple(shares.tolist())))
+        rows.append(BucketRecipe(width, height, num_images, shift, tuple(shares.tolist())))
     return rows
 
 

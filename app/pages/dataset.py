@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,18 @@ import gradio as gr
 
 from app import dataset, form
 from app.dataset import Captions, Card
-from app.pages.parts import QUIET, alert, attempted, picture, table
+from app.pages.parts import QUIET, alert, attempted, note, picture, table
+from app.scans import Found
 from app.studio import Studio
-from trainer.config import InputError
+from trainer.config import InputError, RunConfig
 
 PER_PAGE = 12
+WAITING_S = 1.0
+"""Between two looks while the images are being read."""
 
 
 def build(studio: Studio) -> list[Any]:
-    """Lay out the page, inside a `gr.Blocks`. Returns [handler, inputs, outputs] of what renews it."""
+    """Lay out the page, inside a `gr.Blocks`. Returns [handler, inputs, outputs] of what reads the images again."""
     captions = Captions(studio.runs / "drafts" / "captions.jsonl")
     said = gr.HTML(elem_id="dataset-said")
     problems = gr.HTML(elem_id="dataset-problems")
@@ -47,40 +50,41 @@ def build(studio: Studio) -> list[Any]:
     compute = gr.Button("Show the noise they are trained at", elem_id="compute-recipe")
     noise = gr.HTML(elem_id="recipe")
     compute.click(lambda: _recipe(studio), None, noise, **QUIET)
-    outputs = [said, counted, problems, *files, *pictures, *texts]
-    renew = _renewer(studio)
+    waiting = gr.Timer(WAITING_S, active=False)
+    outputs = [said, waiting, counted, problems, *files, *pictures, *texts]
+    renew, read_again = _renewer(studio), _renewer(studio, is_fresh=True)
     page.change(renew, page, outputs, **QUIET)
-    replace.click(_replacer(studio, captions, renew), [search, replacement, page], outputs, **QUIET)
-    undo.click(_undoer(captions, renew), page, outputs, **QUIET)
+    waiting.tick(renew, page, outputs, trigger_mode="once", **QUIET)
+    replace.click(_replacer(studio, captions, read_again), [search, replacement, page], outputs, **QUIET)
+    undo.click(_undoer(captions, read_again), page, outputs, **QUIET)
     for file, text in zip(files, texts, strict=True):
         text.input(_writer(captions), [file, text], said, trigger_mode="always_last", **QUIET)
-    return [renew, page, outputs]
+    return [read_again, page, outputs]
 
 
-def _cards(studio: Studio) -> list[Card]:
-    path = form.check(studio.draft()).config.data.path
-    return dataset.cards(Path(path)) if path else []
+def _found(studio: Studio, is_fresh: bool) -> tuple[RunConfig, Found]:
+    config = form.check(studio.draft()).config
+    return config, studio.scans.of(config, is_fresh)
 
 
-def _renewer(studio: Studio) -> Callable[..., list[Any]]:
+def _renewer(studio: Studio, is_fresh: bool = False) -> Callable[..., list[Any]]:
     def renew(page: float, said: str = "") -> list[Any]:
         try:
-            cards = _cards(studio)
-            config = form.check(studio.draft()).config
-            found = dataset.problems(config)
-            buckets = {} if found else dataset.bucket_counts(config)
+            config, found = _found(studio, is_fresh)
+            first = (max(1, int(page or 1)) - 1) * PER_PAGE
+            shown = dataset.cards(found.images[first : first + PER_PAGE])
         except InputError as error:
-            return [alert(str(error)), *(gr.skip() for _ in range(2 + 3 * PER_PAGE))]
-        first = (max(1, int(page or 1)) - 1) * PER_PAGE
-        shown = cards[first : first + PER_PAGE]
+            return [alert(str(error)), *(gr.skip() for _ in range(3 + 3 * PER_PAGE))]
+        if not found.is_complete:
+            counted = note(f"{found.num_files} files so far; their images are being read.")
+            return [said or gr.skip(), gr.Timer(active=True), counted, *(gr.skip() for _ in range(1 + 3 * PER_PAGE))]
         empty = PER_PAGE - len(shown)
-        text = (
-            f"<p>{len(cards)} images, {first + 1} to {first + len(shown)} shown</p>" if shown else "<p>None here.</p>"
-        )
+        text = f"{len(found.images)} images, {first + 1} to {first + len(shown)} shown" if shown else "None here."
         return [
             said,
-            text + _trigger(config.data.trigger) + (_buckets(buckets) if buckets else ""),
-            _problems(found, dataset.warnings(config)),
+            gr.Timer(active=False),
+            f"<p>{text}</p>" + _trigger(config.data.trigger) + _buckets(found.buckets),
+            _problems(found),
             *(str(card.image) for card in shown),
             *[""] * empty,
             *(picture(studio, card.image, card.image.name) for card in shown),
@@ -103,7 +107,10 @@ def _writer(captions: Captions) -> Callable[[str, str], str]:
 
 def _replacer(studio: Studio, captions: Captions, renew: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     def replace(search: str, replacement: str) -> str:
-        return f"Replaced in {captions.replace(_cards(studio), search, replacement)} captions."
+        _, found = _found(studio, is_fresh=False)
+        if not found.is_complete:
+            raise InputError("The images are still being read; try again when they are counted")
+        return f"Replaced in {captions.replace(dataset.cards(found.images), search, replacement)} captions."
 
     return lambda search, replacement, page: renew(page, attempted(lambda: replace(search, replacement)))
 
@@ -116,7 +123,9 @@ def _trigger(word: str) -> str:
     return f"<p>[trigger] in a caption becomes <b>{escape(word)}</b>.</p>" if word else ""
 
 
-def _buckets(counts: dict[tuple[int, int], int]) -> str:
+def _buckets(counts: Mapping[tuple[int, int], int]) -> str:
+    if not counts:
+        return ""
     most = max(counts.values())
     bars = "".join(
         f'<li><span>{width} x {height}</span><i style="width:{60 * count / most:.0f}%"></i><span>{count}</span></li>'
@@ -148,8 +157,10 @@ def _histogram(shares: Sequence[float]) -> str:
     return f'<span class="histogram" role="img" aria-label="mean {middle:.2f}">{bars}</span>'
 
 
-def _problems(problems: list[str], warnings: list[str]) -> str:
-    if problems:
-        lines = "".join(f"<li>{escape(problem)}</li>" for problem in problems)
+def _problems(found: Found) -> str:
+    if found.problems:
+        lines = "".join(f"<li>{escape(problem)}</li>" for problem in found.problems)
         return f'<div role="alert" class="alert"><p>Start waits for:</p><ul>{lines}</ul></div>'
-    return table(("Worth knowing",), [(warning,) for warning in warnings]) if warnings else "<p>Nothing is wrong.</p>"
+    if found.warnings:
+        return table(("Worth knowing",), [(warning,) for warning in found.warnings])
+    return "<p>Nothing is wrong.</p>"

@@ -19,6 +19,8 @@ from trainer.fields import shown
 from trainer.rundir import RunDir
 
 Input = gr.Dropdown | gr.Checkbox | gr.Textbox
+WAITING_S = 1.0
+"""Between two looks while the images are being read."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,14 @@ class Seen:
 class TrainPage:
     """The components others listen to. built: what they show until a browser is told more.  seen: a State of Seen.
 
-    started: name of the run that was just started.
+    waiting: looks again while the images are being read.  started: name of the run that was just started.
     """
 
     studio: Studio
     built: Seen
     inputs: dict[str, Input]
     seen: gr.State
+    waiting: gr.Timer
     preset: gr.Dropdown
     wants_all: gr.Checkbox
     problems: gr.HTML
@@ -62,7 +65,7 @@ class TrainPage:
     def outputs(self) -> list[Any]:
         """What every look at the draft renews, in the order of `_renewed`."""
         texts = [self.problems, self.changes, self.commands, self.yaml, self.start]
-        return [self.seen, self.preset, *texts, *self.inputs.values()]
+        return [self.seen, self.waiting, self.preset, *texts, *self.inputs.values()]
 
 
 def build(studio: Studio) -> TrainPage:
@@ -100,7 +103,9 @@ def build(studio: Studio) -> TrainPage:
                     keep = gr.Button("Save as preset", elem_id="save-preset")
             started = gr.Textbox(visible=False, elem_id="started")
     state = gr.State(None)
-    page = TrainPage(studio, seen, inputs, state, preset, wants_all, problems, changes, commands, yaml, start, started)
+    waiting = gr.Timer(WAITING_S, active=False)
+    texts = (problems, changes, commands)
+    page = TrainPage(studio, seen, inputs, state, waiting, preset, wants_all, *texts, yaml, start, started)
     _connect(page, take, name, keep)
     enqueue.click(
         lambda seen, text, *values: _queued(page, seen, text, *values),
@@ -114,7 +119,7 @@ def build(studio: Studio) -> TrainPage:
 def _connect(page: TrainPage, take: gr.Button, name: gr.Textbox, keep: gr.Button) -> None:
     values = [page.wants_all, *page.inputs.values()]
     gr.on(  # one listener for all: its events follow one another
-        [component.input for component in values],
+        [*(component.input for component in values), page.waiting.tick],
         page_handler(page, _typed),
         [page.seen, *values],
         page.outputs,
@@ -252,13 +257,13 @@ def _renewed(page: TrainPage, before: Seen, after: Seen, said: str, is_fresh: bo
         preset["value"] = chosen
     texts = [_problems(checked, said), _changes(checked), _commands(checked, page.studio)]
     yaml = now.yaml if now.yaml != after.yaml else gr.skip()
-    start = gr.update(interactive=not checked.errors)
-    return [replace(now, typed=frozenset()), gr.update(**preset), *texts, yaml, start, *updates]
+    start, waiting = gr.update(interactive=checked.can_start), gr.Timer(active=bool(checked.waiting))
+    return [replace(now, typed=frozenset()), waiting, gr.update(**preset), *texts, yaml, start, *updates]
 
 
 def _refused(page: TrainPage, seen: Seen, message: str) -> list[Any]:
     skipped = [gr.skip() for _ in page.outputs]
-    skipped[0], skipped[2] = seen, alert(message)
+    skipped[0], skipped[3] = seen, alert(message)
     return skipped
 
 
@@ -303,7 +308,7 @@ def _classes(row: Row) -> list[str]:
 
 def _problems(checked: Checked, said: str) -> str:
     if not checked.errors:
-        return f'<p role="status">{html.escape(said) or "Ready to start."}</p>'
+        return f'<p role="status">{html.escape(said or checked.waiting or "Ready to start.")}</p>'
     lines = [f"<li><b>{html.escape(name)}</b> {html.escape(text)}</li>" for name, text in checked.errors.items()]
     return f'<div role="alert" class="alert"><p>Start waits for:</p><ul>{"".join(lines)}</ul></div>'
 

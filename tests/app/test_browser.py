@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -132,6 +133,26 @@ def test_a_broken_image_is_named_and_keeps_start_from_starting(page: Page, own_d
     show(page, "Train")
     until(page, "document.querySelector('#start').disabled")
     page.locator("#problems", has_text="07.png").wait_for()
+
+
+def test_a_folder_that_takes_long_is_waited_for_in_peace(page: Page, own_data: Path):
+    slow = own_data / "metadata.jsonl"
+    os.mkfifo(slow)  # read no further until something is written to it, as on a slow disk
+    show(page, "Dataset")
+    page.locator("#counted", has_text="files so far").wait_for()
+    show(page, "Train")
+    page.locator("#problems", has_text="The images are being read").wait_for()
+    assert page.locator("#start").is_disabled()
+    fields(page, "Hardware")
+    write_over(page, "#field-train-steps textarea, #field-train-steps input", "3")
+    page.locator("#changes", has_text="train.steps").wait_for()
+    writer = os.open(slow, os.O_RDWR)
+    slow.unlink()
+    os.close(writer)  # whoever reads it is at its end
+    page.locator("#problems", has_text="Ready to start").wait_for()
+    until(page, "!document.querySelector('#start').disabled")
+    show(page, "Dataset")
+    page.locator("#counted", has_text="8 images").wait_for()
 
 
 def test_the_noise_images_are_trained_at_is_shown_per_bucket(page: Page, own_data: Path):
@@ -286,8 +307,13 @@ def test_two_pages_on_one_folder_see_the_same_and_one_resumes(page: Page, browse
             state_is(one, "stopped")
         for one in (page, other):
             one.locator("#resume").click()
-        until(other, "document.querySelector('#said').innerText.includes('is running already')")
+        answers = []
+        for one in (page, other):
+            answers.append(one.locator("#said [role]").inner_text())
     other_server.kill()
+    first, second = sorted(answers)
+    assert first == "Continuing from the newest checkpoint."
+    assert "is running already" in second
     assert [event.state for event in EventReader(run.events_file).read() if isinstance(event, StatusEvent)].count(
         "starting"
     ) == 1

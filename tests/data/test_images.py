@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +106,31 @@ def test_the_trigger_replaces_its_place_or_is_put_before_the_caption(tmp_path: P
     add_image(tmp_path / "c.png", caption=None)
     cfg = data(tmp_path, trigger="ohwx", missing_caption="empty")
     assert captions_of(cfg) == ["a ohwx cat, ohwx style", "ohwx, a dog", "ohwx"]
+
+
+def test_a_caption_that_cannot_be_read_is_a_problem_of_its_own(tmp_path: Path) -> None:
+    add_image(tmp_path / "a.png", caption=None)
+    (tmp_path / "a.txt").symlink_to("/proc/self/mem")
+    assert problems_of(data(tmp_path)) == [
+        f"{tmp_path}/a.txt: cannot be read (Input/output error); change its permissions"
+    ]
+
+
+def test_a_folder_the_user_may_not_enter_is_named(tmp_path: Path) -> None:
+    add_image(tmp_path / "closed" / "a.png")
+    tmp_path.chmod(0)
+    user = os.geteuid()
+    try:
+        if user == 0:
+            os.seteuid(65534)
+        [problem] = problems_of(data(tmp_path / "closed"))
+    finally:
+        os.seteuid(user)
+        tmp_path.chmod(0o700)
+    assert problem == (
+        f"data.path: {tmp_path}/closed: cannot be read (Permission denied); change its permissions, or name a folder "
+        "without it"
+    )
 
 
 def test_a_place_for_a_trigger_that_is_not_set_is_a_warning(tmp_path: Path) -> None:

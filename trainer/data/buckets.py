@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from trainer.config import InputError
+from trainer.data.pixels import Picture
 
 
 def bucket_sizes(resolution: int, multiple: int, max_aspect: float) -> tuple[tuple[int, int], ...]:
@@ -34,3 +36,9 @@ def choose_bucket(width: int, height: int, sizes: Iterable[tuple[int, int]]) -> 
     """The size whose aspect ratio is nearest to width : height, in the logarithm, so that tall and wide are alike."""
     aspect = math.log(width / height)
     return min(sizes, key=lambda size: (abs(math.log(size[0] / size[1]) - aspect), size))
+
+
+def images_per_bucket(pictures: Iterable[Picture], sizes: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
+    """{size: images} of the sizes that have any, in their order."""
+    counts = Counter(choose_bucket(picture.width, picture.height, sizes) for picture in pictures)
+    return {size: counts[size] for size in sizes if counts[size]}

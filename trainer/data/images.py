@@ -44,7 +44,17 @@ class Dataset:
     warnings: tuple[str, ...]
 
 
-def scan(cfg: DataConfig) -> Dataset:
+class Watcher:
+    """Follows a scan that may take long. What its methods raise ends the scan."""
+
+    def found(self, file: Path) -> None:
+        """A file lies in one of the folders."""
+
+    def reading(self, image: Path) -> None:
+        """The header and the caption of an image are read next."""
+
+
+def scan(cfg: DataConfig, watcher: Watcher | None = None) -> Dataset:
     """The images of all folders of the config, with captions, masks and references; only headers are read.
 
     Folders are searched recursively. Hidden ones, `cache`, `*_cache` and `data.cache` are skipped, and a folder that
@@ -53,7 +63,7 @@ def scan(cfg: DataConfig) -> Dataset:
     Regularization images are the last of `train`; neither masks nor references go with them.
     Raises InputError with all problems found, the first 20 of them in words.
     """
-    scanner = _Scanner(cfg)
+    scanner = _Scanner(cfg, watcher or Watcher())
     photos = [photo for source in _training_sources(cfg) for photo in scanner.photos(source)]
     held_out: list[Photo] = []
     if isinstance(cfg.validation, str):
@@ -120,9 +130,10 @@ def _as_frequent(others: Sequence[Photo], photos: Sequence[Photo], loss_weight: 
 class _Scanner:
     """Reads folders one after the other and collects what is wrong with them."""
 
-    def __init__(self, cfg: DataConfig) -> None:
+    def __init__(self, cfg: DataConfig, watcher: Watcher) -> None:
         self.cfg = cfg
         self.found = Findings()
+        self._watcher = watcher
         self._own_places = _own_places(cfg)
         self._masks = self._companions(Masks, "data.masks", cfg.masks)
         self._references = self._companions(References, "data.references", cfg.references)
@@ -157,15 +168,28 @@ class _Scanner:
         return kind(field, source.root, images, self.found) if images else None
 
     def _files(self, source: _Source) -> list[Path]:
+        """The files of a folder by relative path. What is wrong with the folder is noted."""
         root = source.root
-        if not root.is_dir():
-            kind = "not a folder" if root.exists() else "no such folder"
-            self.found.problems.append(f"{source.field}: {root}: {kind}; give a folder of {source.holds}")
+        try:
+            if not root.is_dir():
+                kind = "not a folder" if root.exists() else "no such folder"
+                self.found.problems.append(f"{source.field}: {root}: {kind}; give a folder of {source.holds}")
+                return []
+            files = self._walked(root)
+        except OSError as error:
+            wrong = f"{source.field}: {error.filename}: cannot be read ({error.strerror})"
+            self.found.problems.append(f"{wrong}; change its permissions, or name a folder without it")
             return []
-        files = list(files_below(root, self._own_places))
         if not files:
             self.found.problems.append(f"{source.field}: {root}: the folder is empty; put {source.holds} into it")
         return sorted(files, key=lambda file: file.relative_to(root).as_posix())
+
+    def _walked(self, root: Path) -> list[Path]:
+        files = []
+        for file in files_below(root, self._own_places):
+            self._watcher.found(file)
+            files.append(file)
+        return files
 
     def _images(self, source: _Source, files: Sequence[Path]) -> list[Path]:
         images = [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
@@ -179,6 +203,7 @@ class _Scanner:
 
     def _photo(self, path: Path, rows: Mapping[Path, str], source: _Source) -> Photo | None:
         """None if something is wrong with the image, its caption or what goes with it; that is noted."""
+        self._watcher.reading(path)
         caption = self._caption(path, rows)
         name = path.relative_to(source.root).with_suffix("").as_posix()
         try:
@@ -225,16 +250,18 @@ class _Scanner:
         return captions
 
     def _text(self, path: Path) -> str | None:
-        """The stripped text of a file, or None if it is not UTF-8; that is noted."""
-        data = path.read_bytes()
+        """The stripped text of a file, or None if it cannot be read or is not UTF-8; that is noted."""
         try:
+            data = path.read_bytes()
             # Windows editors put a byte order mark before the text.
             return data.decode("utf-8").removeprefix("\ufeff").strip()
         except UnicodeDecodeError as error:
             self.found.problems.append(
                 f"{path}: byte {error.start} (0x{data[error.start]:02x}) is not UTF-8; save the file as UTF-8"
             )
-            return None
+        except OSError as error:
+            self.found.problems.append(f"{path}: cannot be read ({error.strerror}); change its permissions")
+        return None
 
     def _bad_image(self, message: str) -> None:
         if self.cfg.bad_image == "warn":

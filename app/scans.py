@@ -1,0 +1,121 @@
+"""Reads the images of drafts in the background: a folder of a million files keeps no page waiting."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainer import facts
+from trainer.config import InputError, RunConfig
+from trainer.data.buckets import bucket_sizes, images_per_bucket
+from trainer.data.images import Watcher, scan
+
+PATIENCE_S = 0.5
+"""How long an answer waits for the images; few folders take longer."""
+
+FORGOTTEN_S = 5.0
+"""A folder nobody asks for any more is not read to its end: half of a path that was being typed."""
+
+MOST_KEPT = 8
+DEFAULT_MULTIPLE = 16
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is known of the images of a config.
+
+    num_files: seen so far.  images: those with captions, also those that cannot be read, folder by folder.
+    problems: what stops a run, a sentence per file.  buckets: {(width, height): images} they will be trained in.
+    """
+
+    num_files: int
+    is_complete: bool = True
+    images: tuple[Path, ...] = ()
+    problems: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    buckets: Mapping[tuple[int, int], int] = field(default_factory=dict)
+
+
+class Scans:
+    """What was found for the configs that were asked for last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._scans: dict[str, _Scan] = {}
+
+    def of(self, config: RunConfig, is_fresh: bool = False) -> Found:
+        """What was found for a config: incomplete when it takes longer than PATIENCE_S, then ask again.
+
+        is_fresh: whether the files may have changed since they were read.
+        """
+        key = config.data.model_dump_json() + config.model.family
+        with self._lock:
+            known = self._scans.pop(key, None)
+            if known is None or is_fresh or known.is_forgotten:
+                known = _Scan(config)
+            self._scans[key] = known
+            for old in list(self._scans)[:-MOST_KEPT]:
+                del self._scans[old]
+        return known.result()
+
+
+class _Forgotten(Exception):
+    pass
+
+
+class _Scan(Watcher):
+    """One look at the files, by a thread of its own."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._num_files = 0
+        self._images: list[Path] = []
+        self._asked_at = time.monotonic()
+        self._result: Future[Found] = Future()
+        threading.Thread(target=self._run, name="images", daemon=True).start()
+
+    @property
+    def is_forgotten(self) -> bool:
+        return self._result.done() and isinstance(self._result.exception(), _Forgotten)
+
+    def result(self) -> Found:
+        """Waits PATIENCE_S at most."""
+        self._asked_at = time.monotonic()
+        try:
+            return self._result.result(PATIENCE_S)
+        except (TimeoutError, _Forgotten):
+            return Found(self._num_files, is_complete=False)
+
+    def found(self, file: Path) -> None:
+        self._num_files += 1
+        self._require_asked()
+
+    def reading(self, image: Path) -> None:
+        self._images.append(image)
+        self._require_asked()
+
+    def _require_asked(self) -> None:
+        if time.monotonic() - self._asked_at > FORGOTTEN_S:
+            raise _Forgotten
+
+    def _run(self) -> None:
+        try:
+            self._result.set_result(self._read())
+        except Exception as error:  # noqa: BLE001 - whoever asks is told
+            self._result.set_exception(error)
+
+    def _read(self) -> Found:
+        try:
+            dataset = scan(self._config.data, self)
+        except InputError as error:
+            problems = tuple(str(error).split("\n"))
+            return Found(self._num_files, images=tuple(self._images), problems=problems)
+        known = facts.of(self._config.model.family)
+        multiple = known.size_multiple if known else DEFAULT_MULTIPLE
+        sizes = bucket_sizes(self._config.data.resolution, multiple, self._config.data.max_aspect)
+        buckets = images_per_bucket(dataset.train, sizes)
+        return Found(self._num_files, images=tuple(self._images), warnings=dataset.warnings, buckets=buckets)

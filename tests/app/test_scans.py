@@ -1,0 +1,80 @@
+"""Images that are read in the background: what is found, how long an answer takes, what is read again."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from app import scans
+from app.scans import Found, Scans
+from tests.runs import make_pictures, run_config
+from trainer.config import RunConfig
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    return make_pictures(tmp_path / "pictures", count=3)
+
+
+@pytest.fixture
+def stuck(pictures: Path) -> Path:
+    """A file that is read no further until something is written to it, as on a slow disk."""
+    os.mkfifo(pictures / "metadata.jsonl")
+    return pictures / "metadata.jsonl"
+
+
+def complete(look: Callable[[], Found]) -> Found:
+    deadline = time.monotonic() + 20
+    while not (found := look()).is_complete:
+        assert time.monotonic() < deadline, found
+    return found
+
+
+def test_images_with_captions_are_found_and_counted_by_bucket(pictures: Path):
+    config, seen = run_config(pictures), Scans()
+    found = complete(lambda: seen.of(config))
+    assert [image.name for image in found.images] == ["00.png", "01.png", "02.png"]
+    assert (found.num_files, found.problems, found.warnings) == (6, (), ())
+    assert found.buckets == {(48, 80): 1, (64, 64): 1, (80, 48): 1}
+
+
+def test_a_broken_image_is_a_problem_and_seen_only_when_files_are_read_again(pictures: Path):
+    config, seen = run_config(pictures), Scans()
+    complete(lambda: seen.of(config))
+    (pictures / "01.png").write_bytes(b"none")
+    assert complete(lambda: seen.of(config)).problems == ()
+    seen.of(config, is_fresh=True)
+    found = complete(lambda: seen.of(config))
+    [problem] = found.problems
+    assert str(pictures / "01.png") in problem
+    assert len(found.images) == 3
+
+
+def test_a_folder_that_takes_long_keeps_nobody_waiting(pictures: Path, stuck: Path):
+    config, seen, began = run_config(pictures), Scans(), time.monotonic()
+    found = seen.of(config)
+    assert time.monotonic() - began < 10 * scans.PATIENCE_S
+    assert (found.is_complete, found.num_files) == (False, 7)
+    stuck.write_text("none")
+    [problem] = complete(lambda: seen.of(config)).problems
+    assert f"{stuck}:1: not a JSON object" in problem
+
+
+def test_a_folder_nobody_asks_for_is_not_read_to_its_end(pictures: Path, monkeypatch: pytest.MonkeyPatch):
+    config, seen = run_config(pictures), Scans()
+    monkeypatch.setattr(scans, "FORGOTTEN_S", -1.0)
+    found = seen.of(config)
+    assert (found.is_complete, found.num_files) == (False, 1)
+    monkeypatch.undo()
+    assert complete(lambda: seen.of(config)).num_files == 6
+
+
+def test_the_root_of_the_disk_is_no_folder_to_wait_for():
+    config: RunConfig = run_config(Path("/"))
+    began = time.monotonic()
+    Scans().of(config)
+    assert time.monotonic() - began < 10 * scans.PATIENCE_S
