@@ -57,7 +57,7 @@ def build(studio: Studio) -> gr.Blocks:
         new_runs = Tick(_new_runs(studio), [run, known], [run, known])
         others = together((sampled, queued, runs_tick, exported, new_runs))
         for seconds, tick in ((TICK_S, ticked), (SLOW_TICK_S, others)):
-            gr.Timer(seconds).tick(tick.handle, tick.inputs, tick.outputs, trigger_mode="once", queue=False, **QUIET)
+            gr.Timer(seconds).tick(tick.handle, tick.inputs, tick.outputs, trigger_mode="once", **QUIET)
         blocks.load(lambda: train.opened(trained), None, trained.outputs, **QUIET)
         blocks.load(lambda: _runs(studio, None), None, run, **QUIET)
         started = trained.started.change(
@@ -104,7 +104,7 @@ def serve(runs: Path, host: str, port: int, auth: str | None) -> None:
     hosts = [*security.LOCAL, *([] if host in security.LOCAL else [host])]
     blocks = build(studio)
     print(f"http://{host}:{port}", flush=True)
-    blocks.queue(default_concurrency_limit=None).launch(
+    blocks.launch(
         server_name=host,
         server_port=port,
         auth=security.Login(*user) if user else None,

@@ -15,8 +15,12 @@ from app.thumbnails import FULL
 from trainer.config import InputError, RunConfig
 from trainer.events import SampleEvent
 
-QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_limit": None}
-"""Options of every listener: no spinner over what is shown, no name in the programming interface."""
+QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "queue": False}
+"""Options of every listener: no spinner over what is shown, no name in the programming interface.
+
+Without the queue the answer comes with the request. The queue sends it over a stream that the browser may just be
+closing; on busy cores some answers never came.
+"""
 
 
 @dataclass(frozen=True)

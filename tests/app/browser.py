@@ -117,12 +117,22 @@ def opened(browser: Browser, url: str, width: int = 1280, height: int = 900, **o
     page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
     page.on("request", lambda request: wrong.extend(_foreign(request.url, url)))
     page.goto(url)
-    page.locator("#start").wait_for()
+    look_settled(page)
     try:
         yield page
     finally:
         context.close()
     assert not wrong, wrong
+
+
+def look_settled(page: Page) -> None:
+    """Wait for the first answer, as a user does who reads before the first click."""
+    page.locator("#problems [role]").wait_for()
+
+
+def reload(page: Page) -> None:
+    page.reload()
+    look_settled(page)
 
 
 def _foreign(asked: str, url: str) -> list[str]:

@@ -16,7 +16,7 @@ from playwright.sync_api import Page
 from safetensors.torch import load_file, save_file
 
 from app.monitor import SILENT_S
-from tests.app.browser import Server, choose, recorded, show, state_is
+from tests.app.browser import Server, choose, recorded, reload, show, state_is
 from tests.runs import make_pictures, run_config
 from trainer import launch
 from trainer.events import AnyEvent, EventReader, EventWriter, RankLine, StatusEvent, StepEvent
@@ -76,7 +76,7 @@ def poison(cache: Path, copy: Path) -> Path:
 
 
 def watch(page: Page, run: RunDir) -> None:
-    page.reload()
+    reload(page)
     choose(page, "run-choice", run.path.name)
     show(page, "Monitor")
     state_is(page, "failed")
@@ -118,7 +118,7 @@ def test_a_run_that_says_nothing_is_shown_as_silent_and_not_as_running(server: S
         with EventWriter(run.rank_file(1)) as lines:
             told = time.time() - 2 * SILENT_S
             lines.write(RankLine(rank=1, step=40, phase="", allocated=1, reserved=1, peak=1, limit=2, time=told))
-        page.reload()
+        reload(page)
         choose(page, "run-choice", "silent")
         show(page, "Monitor")
         page.locator("#run.slow .sentence", has_text="No step for").wait_for()

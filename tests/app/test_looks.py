@@ -10,7 +10,7 @@ from PIL import Image
 from playwright.sync_api import Browser, Page
 
 from tests.app import screenshots
-from tests.app.browser import Server, choose, opened, recorded, show, until
+from tests.app.browser import Server, choose, opened, recorded, reload, show, until
 from tests.app.screenshots import PAGES
 from tests.benchmarks import page as figures
 from trainer.events import ErrorEvent, StatusEvent
@@ -60,7 +60,7 @@ def test_start_is_reached_and_pressed_by_the_keyboard(page: Page):
 
 
 def test_every_chart_says_in_words_what_it_shows(page: Page, finished: str):
-    page.reload()
+    reload(page)
     choose(page, "run-choice", finished)
     show(page, "Monitor")
     until(page, "document.querySelector('#chart-loss canvas').dataset.n === '82'")

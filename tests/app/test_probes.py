@@ -30,10 +30,14 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def join(client: httpx.Client, **options) -> httpx.Response:
+WAYS = ("queue/join", "run/predict")
+"""Addresses handlers are asked at; the page uses the second."""
+
+
+def ask(client: httpx.Client, way: str, **options) -> httpx.Response:
     """Ask for the first handler of the page by its number, as nobody but the page's script should."""
     body = {"data": [None], "fn_index": 0, "session_hash": "guessed"}
-    return client.post("/gradio_api/queue/join", json=body, **options)
+    return client.post(f"/gradio_api/{way}", json=body, **options)
 
 
 @pytest.mark.parametrize(
@@ -89,14 +93,16 @@ def test_the_interface_names_no_handler(client: httpx.Client):
     assert client.get("/gradio_api/info").json() == {"named_endpoints": {}, "unnamed_endpoints": {}}
 
 
-def test_nothing_is_started_without_the_page(server: Server):
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_started_without_the_page(server: Server, way: str):
     with httpx.Client(base_url=server.url) as stranger:
-        assert join(stranger).status_code == 403
+        assert ask(stranger, way).status_code == 403
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("headers", [{"origin": "https://evil.example"}, {"sec-fetch-site": "cross-site"}])
-def test_another_sites_script_starts_and_uploads_nothing(client: httpx.Client, headers: dict[str, str]):
-    assert join(client, headers=headers).status_code == 403
+def test_another_sites_script_starts_and_uploads_nothing(client: httpx.Client, headers: dict[str, str], way: str):
+    assert ask(client, way, headers=headers).status_code == 403
     upload = client.post("/gradio_api/upload", headers=headers, files={"files": b"x" * 100})
     assert upload.status_code == 403
 
@@ -104,7 +110,7 @@ def test_another_sites_script_starts_and_uploads_nothing(client: httpx.Client, h
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:7860"])
 def test_another_name_for_this_machine_is_refused(client: httpx.Client, host: str):
     assert client.get("/", headers={"host": host}).status_code == 400
-    assert join(client, headers={"host": host}).status_code == 400
+    assert all(ask(client, way, headers={"host": host}).status_code == 400 for way in WAYS)
 
 
 def test_no_file_is_taken_from_anybody(client: httpx.Client, server: Server):
@@ -114,7 +120,7 @@ def test_no_file_is_taken_from_anybody(client: httpx.Client, server: Server):
 def test_with_a_password_nothing_is_told_without_it(guarded: Server):
     with httpx.Client(base_url=guarded.url) as stranger:
         stranger.get("/")
-        assert join(stranger).status_code == 401
+        assert [ask(stranger, way).status_code for way in WAYS] == [401, 401]
         assert stranger.get("/config").status_code == 401
         assert stranger.get("/gradio_api/info").status_code == 401
         assert stranger.get(f"/gradio_api/file={guarded.runs}/config.yaml").status_code in (401, 403)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page
 
-from tests.app.browser import Server, choose, opened, show, state_is, until, write_over
+from tests.app.browser import Server, choose, opened, reload, show, state_is, until, write_over
 from trainer import launch
 from trainer.events import EventReader, StatusEvent
 from trainer.rundir import RunDir
@@ -27,7 +27,7 @@ def trained(browser: Browser, server: Server) -> RunDir:
         [run] = (RunDir.open(file.parent) for file in server.runs.glob("quickstart-*/config.yaml"))
         page.locator("#stop").click()
         state_is(page, "stopped", timeout_s=30)
-        page.reload()
+        reload(page)
         show(page, "Monitor")
         state_is(page, "stopped")
         page.locator("#resume").click()
