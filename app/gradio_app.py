@@ -68,13 +68,13 @@ def build(studio: Studio) -> gr.Blocks:
         ).then(ticked.handle, ticked.inputs, ticked.outputs, **QUIET)
         started.then(ticked.handle, ticked.inputs, ticked.outputs, **QUIET)
         run.input(ticked.handle, ticked.inputs, ticked.outputs, **QUIET)
-        clone.click(lambda name: train.cloned(trained, name), listed, trained.outputs, **QUIET).success(
+        clone.click(train.cloned(trained), [*trained.shown, listed], trained.outputs, **QUIET).success(
             lambda: gr.Tabs(selected="train"), None, tabs, **QUIET
         )
-        watched.retry.click(lambda name: train.retried(trained, name), run, trained.outputs, **QUIET).success(
+        watched.retry.click(train.retried(trained), [*trained.shown, run], trained.outputs, **QUIET).success(
             lambda: gr.Tabs(selected="train"), None, tabs, **QUIET
         )
-        train_tab.select(train.looked_again(trained), trained.seen, trained.outputs, **QUIET)
+        train_tab.select(train.looked_again(trained), trained.shown, trained.outputs, **QUIET)
         dataset_tab.select(read_images, number, cards, **QUIET)
         doctor_tab.select(lambda: doctor.checks(studio), None, checks, **QUIET)
     return blocks  # type: ignore[no-any-return]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import secrets
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +21,8 @@ from trainer.fields import shown
 from trainer.rundir import RunDir
 
 Input = gr.Dropdown | gr.Checkbox | gr.Textbox
+MOST_ANSWERS = 8
+"""Of which is known what they showed: more are never under way."""
 WAITING_S = 1.0
 """Between two looks while the images are being read."""
 
@@ -40,17 +44,44 @@ class Seen:
         return row.is_visible and (self.wants_all or row.in_front or bool(row.error))
 
 
+class Browser:
+    """What one browser was sent, answer by answer. lock: held from reading `seen` to the next answer.
+
+    A request may leave the browser before the answer to the one before it has arrived. It brings the token of the
+    answer its inputs come from: what differs from that one was typed, and nothing else.
+    """
+
+    def __init__(self, seen: Seen) -> None:
+        self.lock = threading.Lock()
+        self.seen = seen
+        self.token = ""
+        self._sent = {self.token: seen}
+
+    def sends(self, seen: Seen) -> None:
+        """Another answer is given."""
+        self.seen, self.token = seen, secrets.token_hex(8)
+        self._sent[self.token] = seen
+        for old in list(self._sent)[:-MOST_ANSWERS]:
+            del self._sent[old]
+
+    def sent(self, token: str) -> Seen:
+        """What the inputs showed that come with a token; after a restart nobody knows."""
+        return self._sent.get(token, self.seen)
+
+
 @dataclass(frozen=True)
 class TrainPage:
-    """The components others listen to. built: what they show until a browser is told more.  seen: a State of Seen.
+    """The components others listen to. built: what they show until a browser is told more.  browser: State of Browser.
 
-    waiting: looks again while the images are being read.  started: name of the run that was just started.
+    token: of the answer that is shown.  waiting: looks again while the images are being read.  started: name of the
+    run that was just started.
     """
 
     studio: Studio
     built: Seen
     inputs: dict[str, Input]
-    seen: gr.State
+    browser: gr.State
+    token: gr.Textbox
     waiting: gr.Timer
     preset: gr.Dropdown
     wants_all: gr.Checkbox
@@ -62,10 +93,15 @@ class TrainPage:
     started: gr.Textbox
 
     @property
+    def shown(self) -> list[Any]:
+        """What every handler takes first."""
+        return [self.browser, self.token]
+
+    @property
     def outputs(self) -> list[Any]:
         """What every look at the draft renews, in the order of `_renewed`."""
         texts = [self.problems, self.changes, self.commands, self.yaml, self.start]
-        return [self.seen, self.waiting, self.preset, *texts, *self.inputs.values()]
+        return [*self.shown, self.waiting, self.preset, *texts, *self.inputs.values()]
 
 
 def build(studio: Studio) -> TrainPage:
@@ -102,14 +138,14 @@ def build(studio: Studio) -> TrainPage:
                     name = gr.Textbox(label="Name of a preset", elem_id="preset-name", max_lines=1)
                     keep = gr.Button("Save as preset", elem_id="save-preset")
             started = gr.Textbox(visible=False, elem_id="started")
-    state = gr.State(None)
+    browser, token = gr.State(None), gr.Textbox(visible=False)
     waiting = gr.Timer(WAITING_S, active=False)
     texts = (problems, changes, commands)
-    page = TrainPage(studio, seen, inputs, state, waiting, preset, wants_all, *texts, yaml, start, started)
+    page = TrainPage(studio, seen, inputs, browser, token, waiting, preset, wants_all, *texts, yaml, start, started)
     _connect(page, take, name, keep)
     enqueue.click(
-        lambda seen, text, *values: _queued(page, seen, text, *values),
-        [state, gpus, wants_all, *inputs.values()],
+        lambda *values: _queued(page, *values),
+        [*page.shown, gpus, preset, wants_all, *inputs.values()],
         problems,
         **QUIET,
     )
@@ -121,17 +157,17 @@ def _connect(page: TrainPage, take: gr.Button, name: gr.Textbox, keep: gr.Button
     gr.on(  # one listener for all: its events follow one another
         [*(component.input for component in values), page.waiting.tick],
         page_handler(page, _typed),
-        [page.seen, *values],
+        [*page.shown, *values],
         page.outputs,
         trigger_mode="always_last",
         **QUIET,
     )
-    page.preset.input(page_handler(page, _preset_chosen), [page.seen, page.preset], page.outputs, **QUIET)
-    take.click(page_handler(page, _yaml_taken), [page.seen, page.yaml], page.outputs, **QUIET)
-    keep.click(page_handler(page, _preset_kept), [page.seen, name], page.outputs, **QUIET)
+    page.preset.input(page_handler(page, _preset_chosen), [*page.shown, page.preset], page.outputs, **QUIET)
+    take.click(page_handler(page, _yaml_taken), [*page.shown, page.yaml], page.outputs, **QUIET)
+    keep.click(page_handler(page, _preset_kept), [*page.shown, name], page.outputs, **QUIET)
     page.start.click(
-        lambda seen, *values: _started(page, seen, *values),
-        [page.seen, *values],
+        lambda *values: _started(page, *values),
+        [*page.shown, page.preset, *values],
         [page.started, page.problems],
         trigger_mode="once",
         **QUIET,
@@ -141,17 +177,18 @@ def _connect(page: TrainPage, take: gr.Button, name: gr.Textbox, keep: gr.Button
 def page_handler(page: TrainPage, change: Any) -> Any:
     """A handler that changes the draft, keeps it, and renews what differs from what is shown."""
 
-    def handle(seen: Seen | None, *values: Any) -> list[Any]:
-        before = seen or _kept(page.studio)
-        try:
-            after, said = change(page, before, *values)
-        except (InputError, OSError) as error:
-            return _refused(page, before, str(error))
-        try:
-            page.studio.keep_draft(after.draft)
-        except OSError as error:  # what is typed stays in the browser
-            said = f"What you typed cannot be kept for later ({error.strerror}): free some space."
-        return _renewed(page, before, after, said)
+    def handle(browser: Browser | None, token: str, *values: Any) -> list[Any]:
+        browser = browser or Browser(_kept(page.studio))
+        with browser.lock:
+            try:
+                after, said = change(page, browser.seen, browser.sent(token), *values)
+            except (InputError, OSError) as error:
+                return _refused(page, browser, str(error))
+            try:
+                page.studio.keep_draft(after.draft)
+            except OSError as error:  # what is typed stays in the browser
+                said = f"What you typed cannot be kept for later ({error.strerror}): free some space."
+            return _renewed(page, browser, after, said)
 
     return handle
 
@@ -161,57 +198,60 @@ def opened(page: TrainPage) -> list[Any]:
 
     The answer may come after the first letters were typed.
     """
-    return _renewed(page, page.built, _kept(page.studio), "")
+    return _renewed(page, Browser(page.built), _kept(page.studio), "")
 
 
 def looked_again(page: TrainPage) -> Any:
     """A handler that reads the files and images of the draft again."""
 
-    def handle(seen: Seen | None) -> list[Any]:
-        before = seen or _kept(page.studio)
-        return _renewed(page, before, before, "", is_fresh=True)
+    def handle(browser: Browser | None, _token: str) -> list[Any]:
+        browser = browser or Browser(_kept(page.studio))
+        with browser.lock:
+            return _renewed(page, browser, browser.seen, "", is_fresh=True)
 
     return handle
 
 
-def retried(page: TrainPage, name: str) -> list[Any]:
-    """The form as a failed run was started, with what its error says to change."""
-    run = page.studio.run(name)
-    error = page.studio.follower(run).view().error
-    return page_handler(page, _retry_wanted)(None, name, error.retry if error else ())  # type: ignore[no-any-return]
+def retried(page: TrainPage) -> Any:
+    """A handler that shows a failed run as it was started, with what its error says to change."""
+    return page_handler(page, _retry_wanted)
 
 
-def cloned(page: TrainPage, name: str) -> list[Any]:
-    """The form as a run was started, to start another."""
-    return page_handler(page, _preset_chosen)(None, name)  # type: ignore[no-any-return]
+def cloned(page: TrainPage) -> Any:
+    """A handler that shows a run as it was started, to start another."""
+    return page_handler(page, _preset_chosen)
 
 
-def _typed(page: TrainPage, seen: Seen, wants_all: bool, *values: str | bool) -> tuple[Seen, str]:
+def _typed(page: TrainPage, seen: Seen, sent: Seen, wants_all: bool, *values: str | bool) -> tuple[Seen, str]:
     draft, typed = seen.draft, set()
     for name, value in zip(page.inputs, values, strict=True):
-        row = seen.rows[name]
+        row = sent.rows[name]
         if row.is_visible and value != row.value:
             draft = draft.typed(name, value)
             typed.add(name)
+    if sent is not seen:  # an answer that is under way writes over what was typed
+        typed = set()
     return replace(seen, draft=draft, wants_all=wants_all, typed=frozenset(typed)), ""
 
 
-def _preset_chosen(page: TrainPage, seen: Seen, name: str) -> tuple[Seen, str]:
+def _preset_chosen(page: TrainPage, seen: Seen, sent: Seen, name: str) -> tuple[Seen, str]:
     return replace(seen, draft=Draft(page.studio.preset(name))), ""
 
 
-def _retry_wanted(page: TrainPage, seen: Seen, name: str, retry: Sequence[str]) -> tuple[Seen, str]:
+def _retry_wanted(page: TrainPage, seen: Seen, sent: Seen, name: str) -> tuple[Seen, str]:
+    error = page.studio.follower(page.studio.run(name)).view().error
+    retry = error.retry if error else ()
     draft = Draft(page.studio.preset(name))
     for field, _, value in (override.partition("=") for override in retry):
         draft = draft.typed(field, value)
     return replace(seen, draft=draft), f"As {name} was, with {', '.join(retry)}."
 
 
-def _yaml_taken(page: TrainPage, seen: Seen, text: str) -> tuple[Seen, str]:
+def _yaml_taken(page: TrainPage, seen: Seen, sent: Seen, text: str) -> tuple[Seen, str]:
     return replace(seen, draft=page.studio.from_yaml(form.check(seen.draft), text), yaml=text), ""
 
 
-def _preset_kept(page: TrainPage, seen: Seen, name: str) -> tuple[Seen, str]:
+def _preset_kept(page: TrainPage, seen: Seen, sent: Seen, name: str) -> tuple[Seen, str]:
     file = page.studio.save_preset(form.check(seen.draft), name)
     return replace(seen, draft=Draft(file)), f"Saved as {file}"
 
@@ -226,29 +266,35 @@ def _rows(checked: Checked) -> dict[str, Row]:
     return {row.field: row for row in form.rows(checked)}
 
 
-def _started(page: TrainPage, seen: Seen | None, *values: Any) -> tuple[Any, str]:
+def _started(page: TrainPage, browser: Browser | None, token: str, *values: Any) -> tuple[Any, str]:
     try:
-        run: RunDir = page.studio.start(_shown_draft(page, seen, *values))
+        run: RunDir = page.studio.start(_shown_draft(page, browser, token, *values))
     except (InputError, OSError) as error:
         return gr.skip(), alert(str(error))
     return run.path.name, ""
 
 
-def _queued(page: TrainPage, seen: Seen | None, gpus: str, *values: Any) -> str:
+def _queued(page: TrainPage, browser: Browser | None, token: str, gpus: str, *values: Any) -> str:
     def add() -> str:
-        entry = page.studio.enqueue(_shown_draft(page, seen, *values), gpus)
+        entry = page.studio.enqueue(_shown_draft(page, browser, token, *values), gpus)
         return f"{entry.name} waits in the queue as number {entry.number}."
 
     return attempted(add)
 
 
-def _shown_draft(page: TrainPage, seen: Seen | None, *values: Any) -> Draft:
-    """The draft as the browser shows it: the last letter may have been typed right before the click."""
-    return _typed(page, seen or _kept(page.studio), *values)[0].draft
+def _shown_draft(page: TrainPage, browser: Browser | None, token: str, preset: str, *values: Any) -> Draft:
+    """The draft as the browser shows it: a preset may have been chosen, or a letter typed, right before the click."""
+    browser = browser or Browser(_kept(page.studio))
+    with browser.lock:
+        seen, sent = browser.seen, browser.sent(token)
+    was, known = (page.studio.name_of(one.draft.preset) for one in (sent, seen))
+    if preset not in (was, known):
+        return Draft(page.studio.preset(preset))
+    return _typed(page, seen, sent, *values)[0].draft
 
 
-def _renewed(page: TrainPage, before: Seen, after: Seen, said: str, is_fresh: bool = False) -> list[Any]:
-    checked = page.studio.look(after.draft, is_fresh)
+def _renewed(page: TrainPage, browser: Browser, after: Seen, said: str, is_fresh: bool = False) -> list[Any]:
+    before, checked = browser.seen, page.studio.look(after.draft, is_fresh)
     now = replace(after, rows=_rows(checked), yaml=configfile.dump(checked.config))
     updates = [_update(before, now, name) for name in page.inputs]
     chosen = page.studio.name_of(after.draft.preset)
@@ -258,12 +304,13 @@ def _renewed(page: TrainPage, before: Seen, after: Seen, said: str, is_fresh: bo
     texts = [_problems(checked, said), _changes(checked), _commands(checked, page.studio)]
     yaml = now.yaml if now.yaml != after.yaml else gr.skip()
     start, waiting = gr.update(interactive=checked.can_start), gr.Timer(active=bool(checked.waiting))
-    return [replace(now, typed=frozenset()), waiting, gr.update(**preset), *texts, yaml, start, *updates]
+    browser.sends(replace(now, typed=frozenset()))
+    return [browser, browser.token, waiting, gr.update(**preset), *texts, yaml, start, *updates]
 
 
-def _refused(page: TrainPage, seen: Seen, message: str) -> list[Any]:
+def _refused(page: TrainPage, browser: Browser, message: str) -> list[Any]:
     skipped = [gr.skip() for _ in page.outputs]
-    skipped[0], skipped[3] = seen, alert(message)
+    skipped[0], skipped[page.outputs.index(page.problems)] = browser, alert(message)
     return skipped
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import APIResponse, Browser, Page, Route
 
 from tests.app.browser import (
     ROOT,
@@ -28,6 +28,8 @@ from tests.app.browser import (
 )
 from tests.runs import make_pictures
 from trainer.events import ErrorEvent, EventReader, EventWriter, StatusEvent
+
+STEPS = "#field-train-steps textarea, #field-train-steps input"
 
 
 @pytest.fixture
@@ -60,7 +62,7 @@ def test_the_form_shows_what_the_adapter_has_and_tells_a_wrong_value_at_its_row(
     page.locator("#field-adapter-rank").wait_for(state="hidden")
     page.locator("#field-adapter-block_size").wait_for()
     fields(page, "Hardware")
-    write_over(page, "#field-train-steps textarea, #field-train-steps input", "many")
+    write_over(page, STEPS, "many")
     page.locator("#field-train-steps.wrong").wait_for()
     page.locator("#problems [role=alert]", has_text="train.steps").wait_for()
     assert page.locator("#start").is_disabled()
@@ -68,7 +70,7 @@ def test_the_form_shows_what_the_adapter_has_and_tells_a_wrong_value_at_its_row(
 
 def test_the_draft_is_there_after_a_reload_and_in_another_browser(page: Page, browser: Browser, server: Server):
     fields(page, "Hardware")
-    write_over(page, "#field-train-steps textarea, #field-train-steps input", "123")
+    write_over(page, STEPS, "123")
     page.locator("#changes", has_text="train.steps").wait_for()
     reload(page)
     page.locator("#changes", has_text="123").wait_for()
@@ -102,13 +104,31 @@ def write_yaml(page: Page, text: str) -> None:
 
 def test_a_preset_can_be_kept(page: Page, runs: Path):
     fields(page, "Hardware")
-    write_over(page, "#field-train-steps textarea, #field-train-steps input", "55")
+    write_over(page, STEPS, "55")
     page.locator("#changes", has_text="55").wait_for()
     page.get_by_role("button", name="The whole config").click()
     write_over(page, "#preset-name textarea, #preset-name input", "mine")
     page.locator("#save-preset").click()
     page.locator("#problems", has_text="Saved as").wait_for()
     assert "steps: 55" in (runs / "presets" / "mine.yaml").read_text()
+
+
+def test_what_overtakes_an_answer_changes_nothing_but_what_was_typed(page: Page, own_data: Path):
+    held: list[tuple[Route, APIResponse]] = []
+    fields(page, "Hardware")
+    page.route("**/gradio_api/run/**", lambda route: held.append((route, route.fetch())))
+    choose(page, "preset", "quickstart")
+    write_over(page, STEPS, "57")
+    deadline = time.monotonic() + 30
+    while not any(len(route.request.post_data_json["data"]) > 50 for route, _ in held):  # all the fields
+        assert time.monotonic() < deadline
+        page.wait_for_timeout(100)
+    for route, answer in held:
+        route.fulfill(response=answer)
+    page.unroute("**/gradio_api/run/**")
+    page.locator("#changes tr", has_text="train.steps").get_by_text("57").wait_for()
+    assert page.locator(STEPS).input_value() == "57"
+    assert "data.path" not in page.locator("#changes").inner_text()
 
 
 def test_a_caption_is_kept_as_it_is_typed_and_taken_back(page: Page, own_data: Path):
@@ -145,7 +165,7 @@ def test_a_folder_that_takes_long_is_waited_for_in_peace(page: Page, own_data: P
     page.locator("#problems", has_text="The images are being read").wait_for()
     assert page.locator("#start").is_disabled()
     fields(page, "Hardware")
-    write_over(page, "#field-train-steps textarea, #field-train-steps input", "3")
+    write_over(page, STEPS, "3")
     page.locator("#changes", has_text="train.steps").wait_for()
     writer = os.open(slow, os.O_RDWR)
     slow.unlink()
@@ -288,7 +308,7 @@ def test_a_full_disk_is_told_and_the_page_goes_on(page: Page, server: Server):
     process.rlimit(psutil.RLIMIT_FSIZE, (0, unlimited[1]))
     try:
         fields(page, "Hardware")
-        write_over(page, "#field-train-steps textarea, #field-train-steps input", "99")
+        write_over(page, STEPS, "99")
         page.locator("#problems", has_text="cannot be kept for later").wait_for()
         page.locator("#start").click()
         page.locator("#problems [role=alert]", has_text="cannot be made a run folder").wait_for()
