@@ -109,13 +109,13 @@ class _Scan(Watcher):
             self._result.set_exception(error)
 
     def _read(self) -> Found:
+        data, known = self._config.data, facts.of(self._config.model.family)
+        multiple = known.size_multiple if known else DEFAULT_MULTIPLE
         try:
-            dataset = scan(self._config.data, self)
+            dataset = scan(data, self)
+            sizes = bucket_sizes(data.resolution, multiple, data.max_aspect)
         except InputError as error:
             problems = tuple(str(error).split("\n"))
             return Found(self._num_files, images=tuple(self._images), problems=problems)
-        known = facts.of(self._config.model.family)
-        multiple = known.size_multiple if known else DEFAULT_MULTIPLE
-        sizes = bucket_sizes(self._config.data.resolution, multiple, self._config.data.max_aspect)
         buckets = images_per_bucket(dataset.train, sizes)
         return Found(self._num_files, images=tuple(self._images), warnings=dataset.warnings, buckets=buckets)

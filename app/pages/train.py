@@ -319,7 +319,7 @@ def _update(before: Seen, now: Seen, name: str) -> Any:
     old, new = before.rows[name], now.rows[name]
     was, look = _look(before, old), _look(now, new)
     changed = {key: value for key, value in look.items() if value != was[key]}
-    if new.value != old.value and not new.error and name not in now.typed:
+    if new.value != old.value and name not in now.typed:
         changed["value"] = new.value
     return gr.update(**changed) if changed else gr.skip()
 

@@ -176,6 +176,20 @@ def test_a_folder_that_takes_long_is_waited_for_in_peace(page: Page, own_data: P
     page.locator("#counted", has_text="8 images").wait_for()
 
 
+def test_a_preset_whose_images_are_broken_is_shown_as_it_is(page: Page, runs: Path):
+    folder = make_pictures(runs.parent / "broken")
+    (folder / "00.png").write_bytes(b"no image")
+    preset = runs / "presets" / "broken.yaml"
+    preset.parent.mkdir(exist_ok=True)
+    preset.write_text(f"name: broken\nmodel: {{family: flux2}}\ndata: {{path: {folder}, resolution: 64}}\n")
+    reload(page)
+    choose(page, "preset", "broken")
+    page.locator("#problems [role=alert]", has_text="00.png").wait_for()
+    fields(page, "Dataset")
+    page.locator("#field-data-path.wrong").wait_for()
+    assert page.locator("#field-data-path textarea, #field-data-path input").input_value() == str(folder)
+
+
 def test_the_noise_images_are_trained_at_is_shown_per_bucket(page: Page, own_data: Path):
     show(page, "Dataset")
     page.locator("#compute-recipe").click()

@@ -54,6 +54,11 @@ def test_a_broken_image_is_a_problem_and_seen_only_when_files_are_read_again(pic
     assert len(found.images) == 3
 
 
+def test_a_resolution_below_the_model_s_is_a_problem(pictures: Path):
+    seen, config = Scans(), run_config(pictures, data__resolution=8)
+    assert "data.resolution: 8 is below" in complete(lambda: seen.of(config)).problems[0]
+
+
 def test_a_folder_that_takes_long_keeps_nobody_waiting(pictures: Path, stuck: Path):
     config, seen, began = run_config(pictures), Scans(), time.monotonic()
     found = seen.of(config)
