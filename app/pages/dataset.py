@@ -75,13 +75,14 @@ def _renewer(studio: Studio, is_fresh: bool = False) -> Callable[..., list[Any]]
             shown = dataset.cards(found.images[first : first + PER_PAGE])
         except InputError as error:
             return [alert(str(error)), *(gr.skip() for _ in range(3 + 3 * PER_PAGE))]
+        told = said if said or is_fresh else gr.skip()
         if not found.is_complete:
             counted = note(f"{found.num_files} files so far; their images are being read.")
-            return [said or gr.skip(), gr.Timer(active=True), counted, *(gr.skip() for _ in range(1 + 3 * PER_PAGE))]
+            return [told, gr.Timer(active=True), counted, *(gr.skip() for _ in range(1 + 3 * PER_PAGE))]
         empty = PER_PAGE - len(shown)
         text = f"{len(found.images)} images, {first + 1} to {first + len(shown)} shown" if shown else "None here."
         return [
-            said,
+            told,
             gr.Timer(active=False),
             f"<p>{text}</p>" + _trigger(config.data.trigger) + _buckets(found.buckets),
             _problems(found),

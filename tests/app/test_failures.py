@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import shutil
 import subprocess
@@ -58,11 +59,22 @@ def failed(server: Server) -> Iterator[dict[str, RunDir]]:
     poisoned = poison(server.runs / "cache", server.runs.parent / "poisoned")
     handles["numbers"] = start(server, "numbers", few, data__cache=str(poisoned))
     wait_for(runs["memory"], lambda event: isinstance(event, StatusEvent) and "trained parameters" in event.message)
-    starved = rank(runs["memory"], 1)
-    starved.rlimit(resource.RLIMIT_AS, (starved.memory_info().vms + 64 * MIB, resource.RLIM_INFINITY))
+    starve(rank(runs["memory"], 1), handles["memory"])
     for handle in handles.values():
         handle.process.wait(PATIENCE_S)
     yield {name: handle.run for name, handle in handles.items()}
+
+
+def starve(process: psutil.Process, handle: launch.RunHandle) -> None:
+    """Leave a rank no more memory than it has between two steps, until its run ends."""
+    limit, deadline = resource.RLIM_INFINITY, time.monotonic() + PATIENCE_S
+    while handle.process.poll() is None:
+        assert time.monotonic() < deadline, handle.run.path
+        with contextlib.suppress(psutil.NoSuchProcess):
+            used = process.memory_info().vms + 64 * MIB
+            limit = used if limit == resource.RLIM_INFINITY else min(limit, used)
+            process.rlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+        time.sleep(0.02)
 
 
 def poison(cache: Path, copy: Path) -> Path:

@@ -55,8 +55,8 @@ def test_a_broken_image_is_a_problem_and_seen_only_when_files_are_read_again(pic
 
 
 def test_a_resolution_below_the_model_s_is_a_problem(pictures: Path):
-    seen, config = Scans(), run_config(pictures, data__resolution=8)
-    assert "data.resolution: 8 is below" in complete(lambda: seen.of(config)).problems[0]
+    seen, config = Scans(), run_config(pictures, model__family="sdxl", data__resolution=16)
+    assert "data.resolution: 16 is below" in complete(lambda: seen.of(config)).problems[0]
 
 
 def test_a_folder_that_takes_long_keeps_nobody_waiting(pictures: Path, stuck: Path):
