@@ -31,7 +31,7 @@ def build(studio: Studio) -> gr.Blocks:
             gr.HTML("<h1>ShardStudio</h1>")
             run = gr.Dropdown([], label="Run", elem_id="run-choice", scale=5)
             buttons = {
-                name: gr.Button(label, elem_id=name, interactive=False, min_width=140)
+                name: gr.Button(label, elem_id=name, interactive=False, min_width=120)
                 for name, label in BUTTONS.items()
             }
         gr.HTML(VIEWER, js_on_load=VIEWER_SCRIPT)

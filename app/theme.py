@@ -36,6 +36,7 @@ CSS = """
   --line-5: #67e8f9; --bad: #fca5a5; --slow: #fcd34d; }
 #top { align-items: center; } #top > :first-child { flex: 0 0 auto; width: auto; min-width: 0 !important; }
 #top h1 { font-size: 1.25rem; margin: 0; }
+#top button { white-space: nowrap; }
 h2 { font-size: 1rem; }
 .block:has(> .html-container > .prose:empty) { display: none; }
 .card img { height: 9rem; margin: auto; object-fit: contain; }

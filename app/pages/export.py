@@ -144,7 +144,7 @@ def _offer(studio: Studio) -> Callable[[str, str], list[Any]]:
             offered = studio.downloads.offer(_file(studio.run(name), file))
         except InputError as error:
             return [gr.update(value=None, interactive=False), alert(str(error))]
-        return [gr.update(value=str(offered), interactive=True), ""]
+        return [gr.update(value=str(offered), interactive=True), gr.skip()]
 
     return offer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +21,8 @@ from trainer.fields import shown
 from trainer.rundir import RunDir
 
 Input = gr.Dropdown | gr.Checkbox | gr.Textbox
-MOST_ANSWERS = 8
-"""Of which is known what they showed: more are never under way."""
+MOST_ANSWERS = 64
+"""Of which is known what they showed. After more, or a restart, it is what was kept last."""
 WAITING_S = 1.0
 """Between two looks while the images are being read."""
 
@@ -35,7 +35,7 @@ class Seen:
     """
 
     draft: Draft
-    rows: dict[str, Row]
+    rows: Mapping[str, Row]
     wants_all: bool = False
     yaml: str = ""
     typed: frozenset[str] = frozenset()
@@ -44,43 +44,42 @@ class Seen:
         return row.is_visible and (self.wants_all or row.in_front or bool(row.error))
 
 
-class Browser:
-    """What one browser was sent, answer by answer. lock: held from reading `seen` to the next answer.
+class Answers:
+    """What browsers were sent, by tokens. built: what all show until the first answer, whose token is empty.
 
-    A request may leave the browser before the answer to the one before it has arrived. It brings the token of the
-    answer its inputs come from: what differs from that one was typed, and nothing else.
+    Requests leave a browser before the answers to those before them have arrived, and answers overtake one another.
+    So each brings the token of the answer it shows: what its inputs hold beside that was typed.
     """
 
-    def __init__(self, seen: Seen) -> None:
-        self.lock = threading.Lock()
-        self.seen = seen
-        self.token = ""
-        self._sent = {self.token: seen}
+    def __init__(self, built: Seen) -> None:
+        self._built = built
+        self._given: dict[str, Seen] = {}
+        self._lock = threading.Lock()
 
-    def sends(self, seen: Seen) -> None:
-        """Another answer is given."""
-        self.seen, self.token = seen, secrets.token_hex(8)
-        self._sent[self.token] = seen
-        for old in list(self._sent)[:-MOST_ANSWERS]:
-            del self._sent[old]
+    def give(self, seen: Seen) -> str:
+        """The token of an answer."""
+        token = secrets.token_hex(8)
+        with self._lock:
+            self._given[token] = seen
+            for old in list(self._given)[:-MOST_ANSWERS]:
+                del self._given[old]
+        return token
 
-    def sent(self, token: str) -> Seen:
-        """What the inputs showed that come with a token; after a restart nobody knows."""
-        return self._sent.get(token, self.seen)
+    def of(self, token: str) -> Seen | None:
+        """What the answer with this token shows."""
+        return self._given.get(token) if token else self._built
 
 
 @dataclass(frozen=True)
 class TrainPage:
-    """The components others listen to. built: what they show until a browser is told more.  browser: State of Browser.
+    """The components others listen to. token: of the answer that is shown.  waiting: looks again while images are read.
 
-    token: of the answer that is shown.  waiting: looks again while the images are being read.  started: name of the
-    run that was just started.
+    started: name of the run that was just started.
     """
 
     studio: Studio
-    built: Seen
+    answers: Answers
     inputs: dict[str, Input]
-    browser: gr.State
     token: gr.Textbox
     waiting: gr.Timer
     preset: gr.Dropdown
@@ -94,14 +93,14 @@ class TrainPage:
 
     @property
     def shown(self) -> list[Any]:
-        """What every handler takes first."""
-        return [self.browser, self.token]
+        """What every handler takes first: all that a browser shows, in the order of `_shown`."""
+        return [self.token, self.preset, self.wants_all, *self.inputs.values()]
 
     @property
     def outputs(self) -> list[Any]:
         """What every look at the draft renews, in the order of `_renewed`."""
         texts = [self.problems, self.changes, self.commands, self.yaml, self.start]
-        return [*self.shown, self.waiting, self.preset, *texts, *self.inputs.values()]
+        return [self.token, self.waiting, self.preset, *texts, *self.inputs.values()]
 
 
 def build(studio: Studio) -> TrainPage:
@@ -138,57 +137,44 @@ def build(studio: Studio) -> TrainPage:
                     name = gr.Textbox(label="Name of a preset", elem_id="preset-name", max_lines=1)
                     keep = gr.Button("Save as preset", elem_id="save-preset")
             started = gr.Textbox(visible=False, elem_id="started")
-    browser, token = gr.State(None), gr.Textbox(visible=False)
-    waiting = gr.Timer(WAITING_S, active=False)
+    token, waiting = gr.Textbox(visible=False), gr.Timer(WAITING_S, active=False)
     texts = (problems, changes, commands)
-    page = TrainPage(studio, seen, inputs, browser, token, waiting, preset, wants_all, *texts, yaml, start, started)
-    _connect(page, take, name, keep)
-    enqueue.click(
-        lambda *values: _queued(page, *values),
-        [*page.shown, gpus, preset, wants_all, *inputs.values()],
-        problems,
-        **QUIET,
-    )
-    return page
-
-
-def _connect(page: TrainPage, take: gr.Button, name: gr.Textbox, keep: gr.Button) -> None:
-    values = [page.wants_all, *page.inputs.values()]
-    gr.on(  # one listener for all: its events follow one another
-        [*(component.input for component in values), page.waiting.tick],
-        page_handler(page, _typed),
-        [*page.shown, *values],
+    page = TrainPage(studio, Answers(seen), inputs, token, waiting, preset, wants_all, *texts, yaml, start, started)
+    gr.on(  # one listener for all: its requests follow one another
+        [component.input for component in (preset, wants_all, *inputs.values())] + [waiting.tick],
+        page_handler(page, _as_shown),
+        page.shown,
         page.outputs,
         trigger_mode="always_last",
         **QUIET,
     )
-    page.preset.input(page_handler(page, _preset_chosen), [*page.shown, page.preset], page.outputs, **QUIET)
-    take.click(page_handler(page, _yaml_taken), [*page.shown, page.yaml], page.outputs, **QUIET)
+    take.click(page_handler(page, _yaml_taken), [*page.shown, yaml], page.outputs, **QUIET)
     keep.click(page_handler(page, _preset_kept), [*page.shown, name], page.outputs, **QUIET)
-    page.start.click(
-        lambda *values: _started(page, *values),
-        [*page.shown, page.preset, *values],
-        [page.started, page.problems],
-        trigger_mode="once",
-        **QUIET,
-    )
+    start.click(lambda *sent: _started(page, *sent), page.shown, [started, problems], trigger_mode="once", **QUIET)
+    enqueue.click(lambda *sent: _queued(page, *sent), [*page.shown, gpus], problems, **QUIET)
+    return page
 
 
-def page_handler(page: TrainPage, change: Any) -> Any:
-    """A handler that changes the draft, keeps it, and renews what differs from what is shown."""
+def page_handler(page: TrainPage, change: Any, is_fresh: bool = False) -> Any:
+    """A handler that changes the draft, keeps it, and renews what differs from what is shown.
 
-    def handle(browser: Browser | None, token: str, *values: Any) -> list[Any]:
-        browser = browser or Browser(_kept(page.studio))
-        with browser.lock:
-            try:
-                after, said = change(page, browser.seen, browser.sent(token), *values)
-            except (InputError, OSError) as error:
-                return _refused(page, browser, str(error))
+    is_fresh: whether files and images may have changed since they were read.
+    """
+    count = len(page.shown)
+
+    def handle(*sent: Any) -> list[Any]:
+        try:
+            shown = _shown(page, *sent[:count])
+            after, said = change(page, shown, *sent[count:])
+        except (InputError, OSError) as error:
+            return _refused(page, str(error))
+        answer = page.answers.of(sent[0])
+        if answer is None or after.draft != answer.draft:
             try:
                 page.studio.keep_draft(after.draft)
             except OSError as error:  # what is typed stays in the browser
                 said = f"What you typed cannot be kept for later ({error.strerror}): free some space."
-            return _renewed(page, browser, after, said)
+        return _renewed(page, shown, after, said, is_fresh)
 
     return handle
 
@@ -198,18 +184,14 @@ def opened(page: TrainPage) -> list[Any]:
 
     The answer may come after the first letters were typed.
     """
-    return _renewed(page, Browser(page.built), _kept(page.studio), "")
+    built = page.answers.of("")
+    assert built is not None
+    return _renewed(page, built, _kept(page.studio), "")
 
 
 def looked_again(page: TrainPage) -> Any:
     """A handler that reads the files and images of the draft again."""
-
-    def handle(browser: Browser | None, _token: str) -> list[Any]:
-        browser = browser or Browser(_kept(page.studio))
-        with browser.lock:
-            return _renewed(page, browser, browser.seen, "", is_fresh=True)
-
-    return handle
+    return page_handler(page, _as_shown, is_fresh=True)
 
 
 def retried(page: TrainPage) -> Any:
@@ -219,41 +201,52 @@ def retried(page: TrainPage) -> Any:
 
 def cloned(page: TrainPage) -> Any:
     """A handler that shows a run as it was started, to start another."""
-    return page_handler(page, _preset_chosen)
+    return page_handler(page, _run_wanted)
 
 
-def _typed(page: TrainPage, seen: Seen, sent: Seen, wants_all: bool, *values: str | bool) -> tuple[Seen, str]:
-    draft, typed = seen.draft, set()
+def _shown(page: TrainPage, token: str, preset: str, wants_all: bool, *values: str | bool) -> Seen:
+    """What a browser shows that sends this: an answer, with the preset that was chosen and what was typed since."""
+    seen = page.answers.of(token) or _kept(page.studio)
+    if preset != page.studio.name_of(seen.draft.preset):
+        seen = replace(seen, draft=Draft(page.studio.preset(preset)))
+    draft, rows, typed = seen.draft, dict(seen.rows), set()
     for name, value in zip(page.inputs, values, strict=True):
-        row = sent.rows[name]
-        if row.is_visible and value != row.value:
+        if rows[name].is_visible and value != rows[name].value:
             draft = draft.typed(name, value)
+            rows[name] = replace(rows[name], value=value)
             typed.add(name)
-    if sent is not seen:  # an answer that is under way writes over what was typed
-        typed = set()
-    return replace(seen, draft=draft, wants_all=wants_all, typed=frozenset(typed)), ""
+    return replace(seen, draft=draft, rows=rows, wants_all=wants_all, typed=frozenset(typed))
 
 
-def _preset_chosen(page: TrainPage, seen: Seen, sent: Seen, name: str) -> tuple[Seen, str]:
-    return replace(seen, draft=Draft(page.studio.preset(name))), ""
+def _as_shown(page: TrainPage, shown: Seen) -> tuple[Seen, str]:
+    return shown, ""
 
 
-def _retry_wanted(page: TrainPage, seen: Seen, sent: Seen, name: str) -> tuple[Seen, str]:
+def _run_wanted(page: TrainPage, shown: Seen, name: str) -> tuple[Seen, str]:
+    return _with(shown, Draft(page.studio.preset(name))), ""
+
+
+def _retry_wanted(page: TrainPage, shown: Seen, name: str) -> tuple[Seen, str]:
     error = page.studio.follower(page.studio.run(name)).view().error
     retry = error.retry if error else ()
     draft = Draft(page.studio.preset(name))
     for field, _, value in (override.partition("=") for override in retry):
         draft = draft.typed(field, value)
-    return replace(seen, draft=draft), f"As {name} was, with {', '.join(retry)}."
+    return _with(shown, draft), f"As {name} was, with {', '.join(retry)}."
 
 
-def _yaml_taken(page: TrainPage, seen: Seen, sent: Seen, text: str) -> tuple[Seen, str]:
-    return replace(seen, draft=page.studio.from_yaml(form.check(seen.draft), text), yaml=text), ""
+def _yaml_taken(page: TrainPage, shown: Seen, text: str) -> tuple[Seen, str]:
+    return replace(_with(shown, page.studio.from_yaml(form.check(shown.draft), text)), yaml=text), ""
 
 
-def _preset_kept(page: TrainPage, seen: Seen, sent: Seen, name: str) -> tuple[Seen, str]:
-    file = page.studio.save_preset(form.check(seen.draft), name)
-    return replace(seen, draft=Draft(file)), f"Saved as {file}"
+def _preset_kept(page: TrainPage, shown: Seen, name: str) -> tuple[Seen, str]:
+    file = page.studio.save_preset(form.check(shown.draft), name)
+    return _with(shown, Draft(file)), f"Saved as {file}"
+
+
+def _with(shown: Seen, draft: Draft) -> Seen:
+    """Another draft, whatever was typed."""
+    return replace(shown, draft=draft, typed=frozenset())
 
 
 def _kept(studio: Studio) -> Seen:
@@ -266,35 +259,26 @@ def _rows(checked: Checked) -> dict[str, Row]:
     return {row.field: row for row in form.rows(checked)}
 
 
-def _started(page: TrainPage, browser: Browser | None, token: str, *values: Any) -> tuple[Any, str]:
+def _started(page: TrainPage, *sent: Any) -> tuple[Any, str]:
     try:
-        run: RunDir = page.studio.start(_shown_draft(page, browser, token, *values))
+        run: RunDir = page.studio.start(_shown(page, *sent).draft)
     except (InputError, OSError) as error:
         return gr.skip(), alert(str(error))
     return run.path.name, ""
 
 
-def _queued(page: TrainPage, browser: Browser | None, token: str, gpus: str, *values: Any) -> str:
+def _queued(page: TrainPage, *sent: Any) -> str:
+    *shown, gpus = sent
+
     def add() -> str:
-        entry = page.studio.enqueue(_shown_draft(page, browser, token, *values), gpus)
+        entry = page.studio.enqueue(_shown(page, *shown).draft, gpus)
         return f"{entry.name} waits in the queue as number {entry.number}."
 
     return attempted(add)
 
 
-def _shown_draft(page: TrainPage, browser: Browser | None, token: str, preset: str, *values: Any) -> Draft:
-    """The draft as the browser shows it: a preset may have been chosen, or a letter typed, right before the click."""
-    browser = browser or Browser(_kept(page.studio))
-    with browser.lock:
-        seen, sent = browser.seen, browser.sent(token)
-    was, known = (page.studio.name_of(one.draft.preset) for one in (sent, seen))
-    if preset not in (was, known):
-        return Draft(page.studio.preset(preset))
-    return _typed(page, seen, sent, *values)[0].draft
-
-
-def _renewed(page: TrainPage, browser: Browser, after: Seen, said: str, is_fresh: bool = False) -> list[Any]:
-    before, checked = browser.seen, page.studio.look(after.draft, is_fresh)
+def _renewed(page: TrainPage, before: Seen, after: Seen, said: str, is_fresh: bool = False) -> list[Any]:
+    checked = page.studio.look(after.draft, is_fresh)
     now = replace(after, rows=_rows(checked), yaml=configfile.dump(checked.config))
     updates = [_update(before, now, name) for name in page.inputs]
     chosen = page.studio.name_of(after.draft.preset)
@@ -304,13 +288,12 @@ def _renewed(page: TrainPage, browser: Browser, after: Seen, said: str, is_fresh
     texts = [_problems(checked, said), _changes(checked), _commands(checked, page.studio)]
     yaml = now.yaml if now.yaml != after.yaml else gr.skip()
     start, waiting = gr.update(interactive=checked.can_start), gr.Timer(active=bool(checked.waiting))
-    browser.sends(replace(now, typed=frozenset()))
-    return [browser, browser.token, waiting, gr.update(**preset), *texts, yaml, start, *updates]
+    return [page.answers.give(now), waiting, gr.update(**preset), *texts, yaml, start, *updates]
 
 
-def _refused(page: TrainPage, browser: Browser, message: str) -> list[Any]:
+def _refused(page: TrainPage, message: str) -> list[Any]:
     skipped = [gr.skip() for _ in page.outputs]
-    skipped[0], skipped[page.outputs.index(page.problems)] = browser, alert(message)
+    skipped[page.outputs.index(page.problems)] = alert(message)
     return skipped
 
 

@@ -76,3 +76,5 @@ def test_another_export_is_begun_from_what_the_adapter_allows(trained: RunDir, p
     page.locator("#export").click()
     page.locator("#export-said", has_text="Exported and read back").wait_for(timeout=180_000)
     page.locator("#exports tr", has_text="merged").first.wait_for()
+    page.wait_for_timeout(2_000)
+    assert page.locator("#export-said").inner_text() == "Exported and read back.", "it stays"
