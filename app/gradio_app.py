@@ -58,7 +58,7 @@ def build(studio: Studio) -> gr.Blocks:
         others = together((sampled, queued, runs_tick, exported, new_runs))
         for seconds, tick in ((TICK_S, ticked), (SLOW_TICK_S, others)):
             gr.Timer(seconds).tick(tick.handle, tick.inputs, tick.outputs, trigger_mode="once", **QUIET)
-        blocks.load(lambda: train.opened(trained), None, trained.outputs, **QUIET)
+        train.renews(trained, blocks.load, lambda: train.opened(trained), None)
         blocks.load(lambda: _runs(studio, None), None, run, **QUIET)
         started = trained.started.change(
             lambda name: (_runs(studio, name), gr.Tabs(selected="monitor")), trained.started, [run, tabs], **QUIET
@@ -68,13 +68,11 @@ def build(studio: Studio) -> gr.Blocks:
         ).then(ticked.handle, ticked.inputs, ticked.outputs, **QUIET)
         started.then(ticked.handle, ticked.inputs, ticked.outputs, **QUIET)
         run.input(ticked.handle, ticked.inputs, ticked.outputs, **QUIET)
-        clone.click(train.cloned(trained), [*trained.shown, listed], trained.outputs, **QUIET).success(
-            lambda: gr.Tabs(selected="train"), None, tabs, **QUIET
-        )
-        watched.retry.click(train.retried(trained), [*trained.shown, run], trained.outputs, **QUIET).success(
-            lambda: gr.Tabs(selected="train"), None, tabs, **QUIET
-        )
-        train_tab.select(train.looked_again(trained), trained.shown, trained.outputs, **QUIET)
+        cloned = train.renews(trained, clone.click, train.cloned(trained), [*trained.shown, listed])
+        retried = train.renews(trained, watched.retry.click, train.retried(trained), [*trained.shown, run])
+        for done in (cloned, retried):
+            done.success(lambda: gr.Tabs(selected="train"), None, tabs, **QUIET)
+        train.renews(trained, train_tab.select, train.looked_again(trained), trained.shown)
         dataset_tab.select(read_images, number, cards, **QUIET)
         doctor_tab.select(lambda: doctor.checks(studio), None, checks, **QUIET)
     return blocks  # type: ignore[no-any-return]

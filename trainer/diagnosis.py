@@ -135,7 +135,7 @@ def last_line(file: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip(" =-")), "")
 
 
-OUT_OF_MEMORY = r"out of memory|OutOfMemoryError|can't allocate memory|bad_alloc|MemoryError"
+OUT_OF_MEMORY = r"out of memory|OutOfMemoryError|can(?:'|no)t allocate memory|bad_alloc|MemoryError"
 
 _REMEDIES = (
     (

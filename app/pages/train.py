@@ -5,8 +5,9 @@ from __future__ import annotations
 import html
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import gradio as gr
@@ -72,15 +73,16 @@ class Answers:
 
 @dataclass(frozen=True)
 class TrainPage:
-    """The components others listen to. token: of the answer that is shown.  waiting: looks again while images are read.
+    """The components others listen to. token: of the answer that is shown.  answer: token of the one that is coming.
 
-    started: name of the run that was just started.
+    waiting: looks again while images are read.  started: name of the run that was just started.
     """
 
     studio: Studio
     answers: Answers
     inputs: dict[str, Input]
     token: gr.Textbox
+    answer: gr.Textbox
     waiting: gr.Timer
     preset: gr.Dropdown
     wants_all: gr.Checkbox
@@ -100,7 +102,7 @@ class TrainPage:
     def outputs(self) -> list[Any]:
         """What every look at the draft renews, in the order of `_renewed`."""
         texts = [self.problems, self.changes, self.commands, self.yaml, self.start]
-        return [self.token, self.waiting, self.preset, *texts, *self.inputs.values()]
+        return [self.answer, self.waiting, self.preset, *texts, *self.inputs.values()]
 
 
 def build(studio: Studio) -> TrainPage:
@@ -137,22 +139,27 @@ def build(studio: Studio) -> TrainPage:
                     name = gr.Textbox(label="Name of a preset", elem_id="preset-name", max_lines=1)
                     keep = gr.Button("Save as preset", elem_id="save-preset")
             started = gr.Textbox(visible=False, elem_id="started")
-    token, waiting = gr.Textbox(visible=False), gr.Timer(WAITING_S, active=False)
-    texts = (problems, changes, commands)
-    page = TrainPage(studio, Answers(seen), inputs, token, waiting, preset, wants_all, *texts, yaml, start, started)
-    gr.on(  # one listener for all: its requests follow one another
-        [component.input for component in (preset, wants_all, *inputs.values())] + [waiting.tick],
-        page_handler(page, _as_shown),
-        page.shown,
-        page.outputs,
-        trigger_mode="always_last",
-        **QUIET,
-    )
-    take.click(page_handler(page, _yaml_taken), [*page.shown, yaml], page.outputs, **QUIET)
-    keep.click(page_handler(page, _preset_kept), [*page.shown, name], page.outputs, **QUIET)
+    token, answer = gr.Textbox(visible=False), gr.Textbox(visible=False)
+    waiting = gr.Timer(WAITING_S, active=False)
+    review = (problems, changes, commands, yaml, start)
+    page = TrainPage(studio, Answers(seen), inputs, token, answer, waiting, preset, wants_all, *review, started)
+    inputs_of = [component.input for component in (preset, wants_all, *inputs.values())]
+    one_for_all = partial(gr.on, [*inputs_of, waiting.tick], trigger_mode="always_last")  # they follow one another
+    renews(page, one_for_all, page_handler(page, _as_shown), page.shown)
+    renews(page, take.click, page_handler(page, _yaml_taken), [*page.shown, yaml])
+    renews(page, keep.click, page_handler(page, _preset_kept), [*page.shown, name])
     start.click(lambda *sent: _started(page, *sent), page.shown, [started, problems], trigger_mode="once", **QUIET)
     enqueue.click(lambda *sent: _queued(page, *sent), [*page.shown, gpus], problems, **QUIET)
     return page
+
+
+def renews(page: TrainPage, listen: Callable[..., Any], handler: Any, inputs: list[Any] | None) -> Any:
+    """Renew the page by a handler whenever an event comes. Returns the listener that is told when all of it is shown.
+
+    An answer is applied component by component: it counts as shown after the last.
+    """
+    applied = listen(handler, inputs, page.outputs, **QUIET)
+    return applied.then(None, page.answer, page.token, js="token => token", **QUIET)
 
 
 def page_handler(page: TrainPage, change: Any, is_fresh: bool = False) -> Any:
@@ -207,14 +214,16 @@ def cloned(page: TrainPage) -> Any:
 def _shown(page: TrainPage, token: str, preset: str, wants_all: bool, *values: str | bool) -> Seen:
     """What a browser shows that sends this: an answer, with the preset that was chosen and what was typed since."""
     seen = page.answers.of(token) or _kept(page.studio)
+    draft, rows, typed, given = seen.draft, dict(seen.rows), set(), seen.rows
     if preset != page.studio.name_of(seen.draft.preset):
-        seen = replace(seen, draft=Draft(page.studio.preset(preset)))
-    draft, rows, typed = seen.draft, dict(seen.rows), set()
+        draft = Draft(page.studio.preset(preset))
+        given = _rows(form.check(draft))  # the answer may be shown in part
     for name, value in zip(page.inputs, values, strict=True):
         if rows[name].is_visible and value != rows[name].value:
-            draft = draft.typed(name, value)
             rows[name] = replace(rows[name], value=value)
-            typed.add(name)
+            if value != given[name].value:
+                draft = draft.typed(name, value)
+                typed.add(name)
     return replace(seen, draft=draft, rows=rows, wants_all=wants_all, typed=frozenset(typed))
 
 

@@ -24,7 +24,8 @@ from trainer.events import AnyEvent, EventReader, EventWriter, RankLine, StatusE
 from trainer.rundir import RunDir
 
 PATIENCE_S = 90
-MIB = 2**20
+HEADROOM = 160 * 2**20
+"""Bytes: less than the activations of a step, more than a thread."""
 
 
 def start(server: Server, name: str, pictures: Path, **fields: Any) -> launch.RunHandle:
@@ -71,7 +72,7 @@ def starve(process: psutil.Process, handle: launch.RunHandle) -> None:
     while handle.process.poll() is None:
         assert time.monotonic() < deadline, handle.run.path
         with contextlib.suppress(psutil.NoSuchProcess):
-            used = process.memory_info().vms + 64 * MIB
+            used = process.memory_info().vms + HEADROOM
             limit = used if limit == resource.RLIM_INFINITY else min(limit, used)
             process.rlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
         time.sleep(0.02)
