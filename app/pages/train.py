@@ -32,10 +32,12 @@ WAITING_S = 1.0
 class Seen:
     """What one browser shows: the draft, its rows by field, whether all settings are wanted, and the draft as YAML.
 
-    typed: fields whose inputs show what was typed, which may be longer by the time an answer comes.
+    preset: the name that is chosen.  typed: fields whose inputs show what was typed, which may be longer by the time an
+    answer comes.
     """
 
     draft: Draft
+    preset: str
     rows: Mapping[str, Row]
     wants_all: bool = False
     yaml: str = ""
@@ -110,9 +112,7 @@ def build(studio: Studio) -> TrainPage:
     seen = _kept(studio)
     rows = seen.rows
     with gr.Row(equal_height=True):
-        preset = gr.Dropdown(
-            list(studio.presets()), value=studio.name_of(seen.draft.preset), label="Preset", elem_id="preset"
-        )
+        preset = gr.Dropdown(list(studio.presets()), value=seen.preset, label="Preset", elem_id="preset")
         wants_all = gr.Checkbox(False, label="All settings", elem_id="all-settings")
     inputs: dict[str, Input] = {}
     with gr.Row():
@@ -173,15 +173,11 @@ def page_handler(page: TrainPage, change: Any, is_fresh: bool = False) -> Any:
         try:
             shown = _shown(page, *sent[:count])
             after, said = change(page, shown, *sent[count:])
+            if after.draft != _answered(page, sent[0]).draft:
+                said = _keep(page, after.draft) or said
+            return _renewed(page, shown, after, said, is_fresh)
         except (InputError, OSError) as error:
             return _refused(page, str(error))
-        answer = page.answers.of(sent[0])
-        if answer is None or after.draft != answer.draft:
-            try:
-                page.studio.keep_draft(after.draft)
-            except OSError as error:  # what is typed stays in the browser
-                said = f"What you typed cannot be kept for later ({error.strerror}): free some space."
-        return _renewed(page, shown, after, said, is_fresh)
 
     return handle
 
@@ -213,9 +209,9 @@ def cloned(page: TrainPage) -> Any:
 
 def _shown(page: TrainPage, token: str, preset: str, wants_all: bool, *values: str | bool) -> Seen:
     """What a browser shows that sends this: an answer, with the preset that was chosen and what was typed since."""
-    seen = page.answers.of(token) or _kept(page.studio)
+    seen = _answered(page, token)
     draft, rows, typed, given = seen.draft, dict(seen.rows), set(), seen.rows
-    if preset != page.studio.name_of(seen.draft.preset):
+    if preset != seen.preset:
         draft = Draft(page.studio.preset(preset))
         given = _rows(form.check(draft))  # the answer may be shown in part
     for name, value in zip(page.inputs, values, strict=True):
@@ -224,7 +220,15 @@ def _shown(page: TrainPage, token: str, preset: str, wants_all: bool, *values: s
             if value != given[name].value:
                 draft = draft.typed(name, value)
                 typed.add(name)
-    return replace(seen, draft=draft, rows=rows, wants_all=wants_all, typed=frozenset(typed))
+    return Seen(draft, preset, rows, wants_all, seen.yaml, frozenset(typed))
+
+
+def _answered(page: TrainPage, token: str) -> Seen:
+    """What the answer with this token shows. Before the first it is what was built, and stands for the kept draft."""
+    seen = page.answers.of(token)
+    if seen is None:
+        return _kept(page.studio)
+    return seen if token else replace(seen, draft=page.studio.draft())
 
 
 def _as_shown(page: TrainPage, shown: Seen) -> tuple[Seen, str]:
@@ -253,6 +257,15 @@ def _preset_kept(page: TrainPage, shown: Seen, name: str) -> tuple[Seen, str]:
     return _with(shown, Draft(file)), f"Saved as {file}"
 
 
+def _keep(page: TrainPage, draft: Draft) -> str:
+    """Keep what was typed for later. Returns what is in the way: it stays in the browser."""
+    try:
+        page.studio.keep_draft(draft)
+    except OSError as error:
+        return f"What you typed cannot be kept for later ({error.strerror}): free some space."
+    return ""
+
+
 def _with(shown: Seen, draft: Draft) -> Seen:
     """Another draft, whatever was typed."""
     return replace(shown, draft=draft, typed=frozenset())
@@ -261,7 +274,9 @@ def _with(shown: Seen, draft: Draft) -> Seen:
 def _kept(studio: Studio) -> Seen:
     """What a browser shows that was not told yet: the draft as it was kept."""
     checked = form.check(studio.draft())
-    return Seen(checked.draft, _rows(checked), yaml=configfile.dump(checked.config))
+    return Seen(
+        checked.draft, studio.name_of(checked.draft.preset), _rows(checked), yaml=configfile.dump(checked.config)
+    )
 
 
 def _rows(checked: Checked) -> dict[str, Row]:
@@ -287,12 +302,11 @@ def _queued(page: TrainPage, *sent: Any) -> str:
 
 
 def _renewed(page: TrainPage, before: Seen, after: Seen, said: str, is_fresh: bool = False) -> list[Any]:
-    checked = page.studio.look(after.draft, is_fresh)
-    now = replace(after, rows=_rows(checked), yaml=configfile.dump(checked.config))
+    checked, chosen = page.studio.look(after.draft, is_fresh), page.studio.name_of(after.draft.preset)
+    now = replace(after, preset=chosen, rows=_rows(checked), yaml=configfile.dump(checked.config))
     updates = [_update(before, now, name) for name in page.inputs]
-    chosen = page.studio.name_of(after.draft.preset)
     preset: dict[str, Any] = {"choices": list(dict.fromkeys([*page.studio.presets(), chosen]))}
-    if after.draft.preset != before.draft.preset:
+    if chosen != before.preset:
         preset["value"] = chosen
     texts = [_problems(checked, said), _changes(checked), _commands(checked, page.studio)]
     yaml = now.yaml if now.yaml != after.yaml else gr.skip()

@@ -32,6 +32,7 @@ class Shown:
 
     def take(self, answer: list[Any]) -> None:
         self.token = answer[0]
+        self.preset = answer[self.page.outputs.index(self.page.preset)].get("value", self.preset)
         for name, update in zip(self.values, answer[-len(self.values) :], strict=True):
             self.values[name] = update.get("value", self.values[name])
 
@@ -86,6 +87,15 @@ def test_what_is_shown_is_what_would_be_started_in_whatever_order_answers_come(
     browser.values["train.steps"] = "7"
     browser.take(browser.ask())
     assert studio.draft() == Draft(studio.preset("own"), {"train.steps": 7})
+
+
+def test_a_look_before_the_first_answer_is_at_the_kept_draft(browser: Shown, studio: Studio):
+    kept = Draft(studio.preset("own"), {"train.steps": 9})
+    studio.keep_draft(kept)
+    fresh = Shown(browser.page)  # gradio tells of the choice of a tab while the page is opened
+    fresh.take(fresh.ask())
+    assert (fresh.preset, fresh.values["train.steps"]) == ("own", "9")
+    assert studio.draft() == kept
 
 
 def test_after_a_restart_of_the_page_a_browser_goes_on_with_what_it_shows(browser: Shown, studio: Studio):
