@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 from trainer import launch
 from trainer.config import DataConfig, InputError, ModelConfig, ParallelConfig, RunConfig
+from trainer.diagnosis import OUT_OF_MEMORY
 from trainer.events import ErrorEvent, EventReader, EventWriter, StatusEvent
 from trainer.headless import explain, watch
 from trainer.rundir import RunDir
@@ -446,3 +448,16 @@ def test_a_full_disk_does_not_hide_why_the_run_failed(make_run, capsys):
         f"  log: {run.logs}/launch-1.log\n"
     )
     assert run.events_file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes",
+        "cannot allocate memory for thread-local data: ABORT",
+        "std::bad_alloc",
+    ],
+)
+def test_a_lack_of_memory_is_known_by_what_torch_and_the_system_say(said: str) -> None:
+    assert re.search(OUT_OF_MEMORY, said)
