@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -336,18 +337,18 @@ def test_two_pages_on_one_folder_see_the_same_and_one_resumes(page: Page, browse
     run = recorded(runs, "shared", [StatusEvent(state="stopped", step=20)])
     other_server = Server(runs)
     other_server.start()
-    with opened(browser, other_server.url) as other:
+    with ExitStack() as stack:
+        stack.callback(other_server.kill)
+        other = stack.enter_context(opened(browser, other_server.url))
         for one in (page, other):
             reload(one)
             choose(one, "run-choice", "shared")
             show(one, "Monitor")
             state_is(one, "stopped")
-        for one in (page, other):
-            one.locator("#resume").click()
-        answers = []
-        for one in (page, other):
-            answers.append(one.locator("#said [role]").inner_text())
-    other_server.kill()
+            until(one, "!document.querySelector('#resume').disabled")
+        for one in (page, other):  # without the time a mouse takes: soon the second button would be off
+            one.evaluate("document.querySelector('#resume').click()")
+        answers = [one.locator("#said [role]").inner_text() for one in (page, other)]
     second, first = sorted(answers, key=lambda answer: "already" not in answer)
     assert first == "Continuing from the newest checkpoint."
     assert "is running already" in second
