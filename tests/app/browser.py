@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import psutil
-from playwright.sync_api import Browser, Page, Playwright
+from playwright.sync_api import Browser, BrowserContext, Page, Playwright
 
 from tests.runs import make_pictures, run_config
 from trainer.config import RunConfig
@@ -110,8 +110,18 @@ def start_chromium(playwright: Playwright) -> Browser:
 
 @contextmanager
 def opened(browser: Browser, url: str, width: int = 1280, height: int = 900, **options: Any) -> Iterator[Page]:
-    """The page in a browser context of its own. Afterwards: no error of its scripts, no request to another host."""
+    """The page in a browser context of its own, which knows nothing of the others."""
     context = browser.new_context(viewport={"width": width, "height": height}, **options)
+    try:
+        with opened_in(context, url) as page:
+            yield page
+    finally:
+        context.close()
+
+
+@contextmanager
+def opened_in(context: BrowserContext, url: str) -> Iterator[Page]:
+    """The page in a tab. Afterwards: no error of its scripts, no request to another host."""
     page = context.new_page()
     wrong: list[str] = []
     page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
@@ -121,7 +131,7 @@ def opened(browser: Browser, url: str, width: int = 1280, height: int = 900, **o
     try:
         yield page
     finally:
-        context.close()
+        page.close()
     assert not wrong, wrong
 
 

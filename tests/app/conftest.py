@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
-from tests.app.browser import Server, opened, serving, start_chromium
+from tests.app.browser import Server, opened_in, serving, start_chromium
 
 
 @pytest.fixture(scope="session")
@@ -24,11 +25,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def context(browser: Browser) -> Iterator[BrowserContext]:
+    """One for all tests: the page's scripts are read and compiled once."""
+    with closing(browser.new_context(viewport={"width": 1280, "height": 900})) as context:
+        yield context
+
+
 @pytest.fixture
-def page(browser: Browser, server: Server) -> Iterator[Page]:
+def page(context: BrowserContext, server: Server) -> Iterator[Page]:
     """The page as a newcomer finds it, with the quickstart in the form."""
     (server.runs / "drafts" / "draft.json").unlink(missing_ok=True)
-    with opened(browser, server.url) as page:
+    with opened_in(context, server.url) as page:
         yield page
 
 

@@ -72,7 +72,7 @@ def test_the_form_shows_what_the_adapter_has_and_tells_a_wrong_value_at_its_row(
 def test_the_draft_is_there_after_a_reload_and_in_another_browser(page: Page, browser: Browser, server: Server):
     fields(page, "Hardware")
     write_over(page, STEPS, "123")
-    page.locator("#changes", has_text="train.steps").wait_for()
+    page.locator("#changes", has_text="123").wait_for()
     reload(page)
     page.locator("#changes", has_text="123").wait_for()
     with opened(browser, server.url) as other:
