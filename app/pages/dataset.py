@@ -11,14 +11,12 @@ import gradio as gr
 
 from app import dataset, form
 from app.dataset import Captions, Card
-from app.pages.parts import QUIET, alert, attempted, note, picture, table
+from app.pages.parts import QUIET, WAITING_S, alert, attempted, note, picture, table
 from app.scans import Found
 from app.studio import Studio
 from trainer.config import InputError, RunConfig
 
 PER_PAGE = 12
-WAITING_S = 1.0
-"""Between two looks while the images are being read."""
 
 
 def build(studio: Studio) -> list[Any]:

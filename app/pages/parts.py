@@ -22,6 +22,9 @@ Without the queue the answer comes with the request. The queue sends it over a s
 closing; on busy cores some answers never came.
 """
 
+WAITING_S = 1.0
+"""Between two looks while the images are being read."""
+
 
 @dataclass(frozen=True)
 class Tick:

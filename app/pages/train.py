@@ -14,7 +14,7 @@ import gradio as gr
 
 from app import form
 from app.form import Checked, Draft, Row
-from app.pages.parts import QUIET, alert, attempted
+from app.pages.parts import QUIET, WAITING_S, alert, attempted
 from app.studio import Studio
 from trainer import configfile
 from trainer.config import InputError
@@ -24,8 +24,6 @@ from trainer.rundir import RunDir
 Input = gr.Dropdown | gr.Checkbox | gr.Textbox
 MOST_ANSWERS = 64
 """Of which is known what they showed. After more, or a restart, it is what was kept last."""
-WAITING_S = 1.0
-"""Between two looks while the images are being read."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Answers:
     """
 
     def __init__(self, built: Seen) -> None:
-        self._built = built
+        self.built = built
         self._given: dict[str, Seen] = {}
         self._lock = threading.Lock()
 
@@ -70,7 +68,7 @@ class Answers:
 
     def of(self, token: str) -> Seen | None:
         """What the answer with this token shows."""
-        return self._given.get(token) if token else self._built
+        return self._given.get(token) if token else self.built
 
 
 @dataclass(frozen=True)
@@ -187,9 +185,7 @@ def opened(page: TrainPage) -> list[Any]:
 
     The answer may come after the first letters were typed.
     """
-    built = page.answers.of("")
-    assert built is not None
-    return _renewed(page, built, _kept(page.studio), "")
+    return _renewed(page, page.answers.built, _kept(page.studio), "")
 
 
 def looked_again(page: TrainPage) -> Any:

@@ -1,4 +1,4 @@
-"""Captions that are edited where they lie, and taken back; what is said of the images."""
+"""Captions that are edited where they lie, and taken back."""
 
 from __future__ import annotations
 
