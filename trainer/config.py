@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -70,12 +71,14 @@ class RuleError(InputError):
         self.problems = problems
 
 
+@cache
 def family_names() -> tuple[str, ...]:
     """Names of the model families: one per module in `families/`, `base` aside."""
     modules = (Path(__file__).parent / "families").glob("[a-z]*.py")
     return tuple(sorted(module.stem for module in modules if module.stem != "base"))
 
 
+@cache
 def demo_families() -> tuple[str, ...]:
     """Families of which a demo model comes with the program: one per folder in `assets/demo/`."""
     return tuple(sorted(folder.name for folder in DEMO.iterdir()))

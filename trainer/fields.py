@@ -52,7 +52,7 @@ class Slot:
     path: str = ""
     help: str = ""
 
-    @property
+    @functools.cached_property
     def options(self) -> tuple[Any, ...]:
         """The members of a union, None aside; of anything else the type itself."""
         members = get_args(self.annotation) if get_origin(self.annotation) in (Union, types.UnionType) else ()
@@ -125,6 +125,7 @@ class Slot:
 ROOT = Slot(RunConfig)
 
 
+@functools.lru_cache(maxsize=1024)
 def slot(loc: Loc) -> Slot | None:
     """What may stand at `loc` in a config, or None when there is no such field.
 
@@ -149,9 +150,10 @@ def nearest(loc: Loc) -> Loc | None:
     return next(iter([*elsewhere, *beside]), None)
 
 
-def all_names() -> Iterator[str]:
+@functools.cache
+def all_names() -> tuple[str, ...]:
     """The name of every field that is not inside a list."""
-    return _names_below(ROOT, ())
+    return tuple(_names_below(ROOT, ()))
 
 
 def shown(value: object) -> str:
