@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import gradio as gr
 
 from app import security, theme
 from app.pages import dataset, doctor, export, queue, runs, samples, train, watch
-from app.pages.parts import QUIET, VIEWER, VIEWER_SCRIPT, Tick, together
+from app.pages.parts import QUIET, VIEWER, VIEWER_SCRIPT
+from app.pages.ticks import Tick, choices, keep_renewing
 from app.studio import Studio
 from trainer.config import InputError
 
@@ -22,6 +22,8 @@ BUTTONS = {"stop": "Stop", "save": "Save now", "sample": "Sample now", "resume":
 MOST_BROWSERS = 16
 """Browsers of which is known what they show, at 2 MB each. One more is sent everything again, nothing is lost."""
 TICK_S, SLOW_TICK_S = 1.5, 3.0
+QUEUE_POLL_S = 10.0
+"""Between two looks into gradio's own queue, which no listener uses: a thousand a second wake the page for nothing."""
 
 
 def build(studio: Studio) -> gr.Blocks:
@@ -52,45 +54,39 @@ def build(studio: Studio) -> gr.Blocks:
                 exported = export.build(studio, run)
             with gr.Tab("Doctor", id="doctor", render_children=True) as doctor_tab:
                 checks = doctor.build(studio)
-        ticked = watch.tick(watched)
-        known = gr.State(())
-        new_runs = Tick(_new_runs(studio), [run, known], [run, known])
-        others = together((sampled, queued, runs_tick, exported, new_runs))
-        for seconds, tick in ((TICK_S, ticked), (SLOW_TICK_S, others)):
-            gr.Timer(seconds).tick(tick.handle, tick.inputs, tick.outputs, trigger_mode="once", **QUIET)
         train.renews(trained, blocks.load, lambda: train.opened(trained), None)
-        blocks.load(lambda: _runs(studio, None), None, run, **QUIET)
-        started = trained.started.change(
-            lambda name: (_runs(studio, name), gr.Tabs(selected="monitor")), trained.started, [run, tabs], **QUIET
-        )
-        watch_it.click(
-            lambda name: (_runs(studio, name), gr.Tabs(selected="monitor")), listed, [run, tabs], **QUIET
-        ).then(ticked.handle, ticked.inputs, ticked.outputs, **QUIET)
-        started.then(ticked.handle, ticked.inputs, ticked.outputs, **QUIET)
-        run.input(ticked.handle, ticked.inputs, ticked.outputs, **QUIET)
+        events = [blocks.load, run.change]
+        keep_renewing(TICK_S, [watch.tick(watched)], events)
+        keep_renewing(SLOW_TICK_S, [_all_runs(studio, run), sampled, queued, runs_tick, exported], events)
+        for chosen, listen in ((trained.started, trained.started.change), (listed, watch_it.click)):
+            listen(lambda name: _watch(studio, name), chosen, [run, tabs], **QUIET)
         cloned = train.renews(trained, clone.click, train.cloned(trained), [*trained.shown, listed])
         retried = train.renews(trained, watched.retry.click, train.retried(trained), [*trained.shown, run])
         for done in (cloned, retried):
             done.success(lambda: gr.Tabs(selected="train"), None, tabs, **QUIET)
-        train.renews(trained, train_tab.select, train.looked_again(trained), trained.shown)
+        train.looks_again(trained, train_tab.select)
         dataset_tab.select(read_images, number, cards, **QUIET)
         doctor_tab.select(lambda: doctor.checks(studio), None, checks, **QUIET)
     return blocks  # type: ignore[no-any-return]
 
 
-def _runs(studio: Studio, chosen: str | None) -> Any:
-    names = [run.path.name for run in studio.runs_found()]
-    return gr.update(choices=names, value=chosen or next(iter(names), None))
+def _watch(studio: Studio, name: str) -> list[Any]:
+    """The run chosen, and its page opened."""
+    return [gr.update(choices=_names(studio), value=name), gr.Tabs(selected="monitor")]
 
 
-def _new_runs(studio: Studio) -> Callable[[str | None, Sequence[str]], list[Any]]:
-    """Tells a browser of runs that were started elsewhere: by the queue, a notebook or the command line."""
+def _names(studio: Studio) -> list[str]:
+    return [run.path.name for run in studio.runs_found()]
 
-    def renew(chosen: str | None, known: Sequence[str]) -> list[Any]:
-        names = tuple(run.path.name for run in studio.runs_found())
-        return [gr.skip(), gr.skip()] if set(names) == set(known) else [_runs(studio, chosen), names]
 
-    return renew
+def _all_runs(studio: Studio, run: gr.Dropdown) -> Tick:
+    """All runs to choose from, also those that were started elsewhere: by the queue, a notebook or the command line."""
+
+    def show(chosen: str | None) -> list[Any]:
+        names = _names(studio)
+        return [choices(names, chosen, next(iter(names), None))]
+
+    return Tick(show, [run], [run])
 
 
 def serve(runs: Path, host: str, port: int, auth: str | None) -> None:
@@ -101,6 +97,7 @@ def serve(runs: Path, host: str, port: int, auth: str | None) -> None:
     studio.keep_queue_going()
     hosts = [*security.LOCAL, *([] if host in security.LOCAL else [host])]
     blocks = build(studio)
+    blocks._queue.sleep_when_free = blocks._queue.progress_update_sleep_when_free = QUEUE_POLL_S
     print(f"http://{host}:{port}", flush=True)
     blocks.launch(
         server_name=host,

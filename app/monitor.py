@@ -37,7 +37,7 @@ from trainer.rundir import RunDir
 SILENT_S = 180.0
 """A running rank or run that says nothing for so long is shown as stuck."""
 FIGURES_OVER_STEPS = 50
-SEEN_STEPS = 2000
+SEEN_STEPS = 1000
 """Of a running run with more steps the curves are drawn anew only for a share of them: one alone is not seen."""
 LOG_BYTES = 64 * 1024
 SPLIT = ("data", "forward", "backward", "communication", "optimizer")

@@ -17,7 +17,7 @@ from trainer.launch import Launch, terminate
 from trainer.rundir import RunDir
 
 LAUNCH = Path(__file__).parents[1] / "launch.py"
-TIMEOUT_S = 120
+TIMEOUT_S = 500
 
 E = TypeVar("E")
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import gradio as gr
 
 from app.monitor import RunView
-from app.pages.parts import QUIET, Tick, alert, attempted, note, table
+from app.pages.parts import QUIET, alert, attempted, note, table
+from app.pages.ticks import SKIP, Made, Tick, choices
 from app.studio import Studio
 from trainer.config import ExportConfig, InputError, RunConfig, export_formats
 from trainer.rundir import RunDir
@@ -34,12 +34,10 @@ def build(studio: Studio, run: gr.Dropdown) -> Tick:
         file = gr.Dropdown([], label="File", elem_id="export-file")
         checksum = gr.Button("Checksum", elem_id="checksum")
         download = gr.DownloadButton("Download", elem_id="download", interactive=False)
-    shown = gr.State(_Shown())
-    what.input(_formats(studio), [run, what], format, **QUIET)
     begin.click(_beginner(studio), [run, what, format, dtype], said, **QUIET)
     checksum.click(_checksum(studio), [run, file], said, **QUIET)
-    file.change(_offer(studio), [run, file], [download, said], **QUIET)
-    return Tick(_renewer(studio), [run, shown], [shown, what, format, files, file, said])
+    inputs, outputs = [run, what, format, file], [what, format, files, file, download, said]
+    return Tick(_shower(studio), inputs, outputs, (what.input, file.input))
 
 
 def exported(run: RunDir) -> list[Path]:
@@ -52,38 +50,27 @@ def allowed(config: RunConfig) -> tuple[str, ...]:
     return ("full",) if config.adapter.type == "none" else ("adapter", "merged")
 
 
-@dataclass(frozen=True)
-class _Shown:
-    """What a browser shows. files: their rows.  said: how the export that was begun stands."""
-
-    run: str = ""
-    files: tuple[tuple[str, str, str], ...] = ()
-    said: str = ""
-
-
-def _renewer(studio: Studio) -> Callable[[str, _Shown], list[Any]]:
-    def renew(name: str, before: _Shown) -> list[Any]:
+def _shower(studio: Studio) -> Callable[[str, str | None, str | None, str | None], list[Any]]:
+    def show(name: str, what: str | None, format: str | None, file: str | None) -> list[Any]:
         try:
             run = studio.run(name)
             follower = studio.follower(run)
         except InputError:
-            return [gr.skip()] * 6
-        now = _Shown(name, tuple(_rows(run, follower.view())), _state(studio, run))
-        choices: list[Any] = [gr.skip()] * 2
-        listed: list[Any] = [gr.skip()] * 2
-        if now.run != before.run:
-            adapter, what = follower.config.adapter.type, allowed(follower.config)
-            choices = [
-                gr.update(choices=list(what), value=what[0]),
-                gr.update(choices=list(export_formats(adapter, what[0])), value="auto"),
-            ]
-        if (now.run, now.files) != (before.run, before.files):
-            names = [row[0] for row in now.files]
-            listed = [_listing(now.files), gr.update(choices=names, value=next(iter(names), None))]
-        said = now.said if (now.run, now.said) != (before.run, before.said) else gr.skip()
-        return [now, *choices, *listed, said]
+            return [SKIP] * 6
+        config, rows, state = follower.config, _rows(run, follower.view()), _state(studio, run)
+        possible, names = allowed(config), [row[0] for row in rows]
+        wanted = what if what in possible else possible[0]
+        chosen = file if file in names else next(iter(names), None)
+        return [
+            choices(possible, what, wanted),
+            choices(export_formats(config.adapter.type, wanted), format, "auto"),
+            _listing(rows),
+            choices(names, file, chosen),
+            Made((rows, name, chosen), lambda: _offer(studio, run, chosen)),
+            Made((state, name), lambda: state),
+        ]
 
-    return renew
+    return show
 
 
 def _state(studio: Studio, run: RunDir) -> str:
@@ -110,14 +97,6 @@ def _rows(run: RunDir, view: RunView) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _formats(studio: Studio) -> Callable[[str, str], Any]:
-    def renew(name: str, what: str) -> Any:
-        config = studio.follower(studio.run(name)).config
-        return gr.update(choices=list(export_formats(config.adapter.type, what)), value="auto")
-
-    return renew
-
-
 def _beginner(studio: Studio) -> Callable[[str, str, str, str], str]:
     def begin(name: str, what: str, format: str, dtype: str) -> str:
         try:
@@ -138,15 +117,13 @@ def _checksum(studio: Studio) -> Callable[[str, str], str]:
     return lambda name, file: attempted(lambda: compute(name, file))
 
 
-def _offer(studio: Studio) -> Callable[[str, str], list[Any]]:
-    def offer(name: str, file: str) -> list[Any]:
-        try:
-            offered = studio.downloads.offer(_file(studio.run(name), file))
-        except InputError as error:
-            return [gr.update(value=None, interactive=False), alert(str(error))]
-        return [gr.update(value=str(offered), interactive=True), gr.skip()]
-
-    return offer
+def _offer(studio: Studio, run: RunDir, file: str | None) -> dict[str, Any]:
+    """The button that downloads a file, off without one."""
+    try:
+        offered = studio.downloads.offer(_file(run, file))
+    except InputError:
+        return gr.update(value=None, interactive=False)
+    return gr.update(value=str(offered), interactive=True)
 
 
 def _file(run: RunDir, name: str | None) -> Path:

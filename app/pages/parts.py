@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
-
-import gradio as gr
 
 from app.studio import Studio
 from app.thumbnails import FULL
@@ -24,41 +21,6 @@ closing; on busy cores some answers never came.
 
 WAITING_S = 1.0
 """Between two looks while the images are being read."""
-
-
-@dataclass(frozen=True)
-class Tick:
-    """What a page renews as time goes by. handle: from the values of the inputs to those of the outputs."""
-
-    handle: Callable[..., list[Any]]
-    inputs: list[Any]
-    outputs: list[Any]
-
-
-def together(ticks: Sequence[Tick]) -> Tick:
-    """One for all: an event costs the server more than what it does."""
-
-    def handle(*values: Any) -> list[Any]:
-        results: list[Any] = []
-        for tick in ticks:
-            own, values = values[: len(tick.inputs)], values[len(tick.inputs) :]
-            results += tick.handle(*own)
-        return results
-
-    inputs = [component for tick in ticks for component in tick.inputs]
-    outputs = [component for tick in ticks for component in tick.outputs]
-    return Tick(handle, inputs, outputs)
-
-
-Sent = tuple[str, ...]
-"""What one browser was given last, output by output; empty at first. It is kept in a State."""
-
-
-def changed(before: Sent, values: Sequence[Any]) -> tuple[Sent, list[Any]]:
-    """What a browser is given now, and the values with those skipped that it has already."""
-    now = tuple(map(repr, values))
-    known = before or ("",) * len(now)
-    return now, [gr.skip() if new == old else value for new, old, value in zip(now, known, values, strict=True)]
 
 
 def alert(message: str) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import gradio as gr
 
-from app.pages.parts import QUIET, Sent, Tick, alert, changed, table
+from app.pages.parts import QUIET, alert, table
+from app.pages.ticks import SKIP, Made, Tick, choices
 from app.studio import Studio
 from trainer import launch
 from trainer.config import InputError
@@ -32,39 +34,31 @@ def build(studio: Studio) -> Tick:
         later = gr.Button("Later", elem_id="later")
         remove = gr.Button("Take out", elem_id="take-out")
     shown = gr.HTML(elem_id="queue")
-    sent = gr.State(())
-    outputs = [sent, shown, chosen, is_paused]
-    after.input(lambda word: _changed(studio, after_failure=AFTER[word]), after, outputs, **QUIET)
-    is_paused.input(lambda value: _changed(studio, is_paused=value), is_paused, outputs, **QUIET)
-    earlier.click(_on_entry(studio, lambda number: queue.move(number, -1)), chosen, outputs, **QUIET)
-    later.click(_on_entry(studio, lambda number: queue.move(number, 1)), chosen, outputs, **QUIET)
-    remove.click(_on_entry(studio, queue.remove), chosen, outputs, **QUIET)
-    return Tick(_renewer(studio), [sent], outputs)
+    after.input(lambda word: _change(studio, after_failure=AFTER[word]), after, None, **QUIET)
+    is_paused.input(lambda value: _change(studio, is_paused=value), is_paused, None, **QUIET)
+    acted = gr.Number(0, visible=False)
+    earlier.click(_on_entry(lambda number: queue.move(number, -1)), [chosen, acted], acted, **QUIET)
+    later.click(_on_entry(lambda number: queue.move(number, 1)), [chosen, acted], acted, **QUIET)
+    remove.click(_on_entry(queue.remove), [chosen, acted], acted, **QUIET)
+    return Tick(partial(_shown, studio), [chosen, is_paused], [shown, chosen, is_paused], (acted.change,))
 
 
-def _renewer(studio: Studio) -> Callable[[Sent], list[Any]]:
-    def renew(before: Sent) -> list[Any]:
-        sent, values = changed(before, _renewed(studio))
-        return [sent, *values]
-
-    return renew
-
-
-def _changed(studio: Studio, **values: Any) -> list[Any]:
+def _change(studio: Studio, **values: Any) -> None:
     studio.queue.change(replace(studio.queue.settings, **values))
-    return _renewer(studio)(())
 
 
-def _on_entry(studio: Studio, act: Callable[[int], None]) -> Callable[[str | None], list[Any]]:
-    def handle(label: str | None) -> list[Any]:
+def _on_entry(act: Callable[[int], None]) -> Callable[[str | None, float], float]:
+    """A handler that counts what was done."""
+
+    def handle(label: str | None, acted: float) -> float:
         if label:
             act(int(label.partition(" ")[0]))
-        return _renewer(studio)(())
+        return acted + 1
 
     return handle
 
 
-def _renewed(studio: Studio) -> list[Any]:
+def _shown(studio: Studio, chosen: str | None, is_paused: bool) -> list[Any]:
     queue = studio.queue
     try:
         waiting, taken = queue.waiting(), queue.taken()
@@ -72,10 +66,11 @@ def _renewed(studio: Studio) -> list[Any]:
         shown = table(("Number", "Name", "GPUs", "State", "Run"), rows) if rows else "<p>Nothing waits.</p>"
         if studio.queue_trouble:
             shown = alert(studio.queue_trouble) + shown
-        choices = [f"{entry.number} {entry.name}" for entry in waiting]
-        return [shown, gr.update(choices=choices), gr.update(value=queue.settings.is_paused)]
+        now = queue.settings.is_paused
+        names = [f"{entry.number} {entry.name}" for entry in waiting]
+        return [shown, choices(names, chosen, None), Made((now, is_paused), lambda: now)]
     except (InputError, OSError, ValueError) as error:
-        return [alert(f"{queue.runs}/queue: {error}"), gr.skip(), gr.skip()]
+        return [alert(f"{queue.runs}/queue: {error}"), SKIP, SKIP]
 
 
 def _row(queue: Queue, entry: Entry) -> tuple[str, ...]:

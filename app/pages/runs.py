@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -12,7 +11,8 @@ import gradio as gr
 
 from app import charts, runs
 from app.monitor import Follower
-from app.pages.parts import QUIET, Tick, alert, attempted, picture, sample_text, table
+from app.pages.parts import QUIET, alert, attempted, picture, sample_text, table
+from app.pages.ticks import SKIP, Tick, choices
 from app.runs import MOST_COMPARED, Summary
 from app.studio import Studio
 from trainer.config import InputError
@@ -42,7 +42,7 @@ def build(studio: Studio) -> tuple[gr.Button, gr.Button, gr.Dropdown, Tick]:
         elem_id="compared-loss",
     )
     differences = gr.HTML(elem_id="differences")
-    shown, in_question = gr.State(_Shown()), gr.State("")
+    in_question = gr.State("")
     chosen.input(lambda name: ", ".join(runs.read_tags(studio.runs).get(name, ())), chosen, tags, **QUIET)
     keep.click(_attempt(studio, _tagged), [chosen, tags], said, **QUIET)
     delete.click(_asked(studio), chosen, [question, asked, in_question], **QUIET)
@@ -51,39 +51,24 @@ def build(studio: Studio) -> tuple[gr.Button, gr.Button, gr.Dropdown, Tick]:
     )
     no.click(lambda: gr.update(visible=False), None, question, **QUIET)
     compared.input(_compared(studio), compared, [curves, differences], **QUIET)
-    renewed = Tick(_renewer(studio), [shown, chosen, compared], [shown, listed, chosen, compared])
-    return watch, clone, chosen, renewed
+    return watch, clone, chosen, Tick(_shower(studio), [chosen, compared], [listed, chosen, compared])
 
 
-@dataclass(frozen=True)
-class _Shown:
-    """What a browser shows."""
-
-    table: str = ""
-    names: tuple[str, ...] = ()
-
-
-def _renewer(studio: Studio) -> Callable[[_Shown, str | None, list[str]], list[Any]]:
+def _shower(studio: Studio) -> Callable[[str | None, list[str]], list[Any]]:
     summaries = runs.Summaries(studio)
     head = ("Run", "State", "Step", "Loss", "Started", "Model", "Adapter", "Tags")
 
-    def renew(before: _Shown, chosen: str | None, compared: list[str]) -> list[Any]:
+    def show(chosen: str | None, compared: list[str]) -> list[Any]:
         try:
             found = summaries.all()
         except InputError as error:
-            return [before, alert(str(error)), gr.skip(), gr.skip()]
+            return [alert(str(error)), SKIP, SKIP]
+        names = [summary.name for summary in found]
+        there = [name for name in compared if name in names]
         listing = table(head, map(_row, found)) if found else "<p>No runs yet.</p>"
-        now = _Shown(listing, tuple(summary.name for summary in found))
-        choices: list[Any] = [gr.skip()] * 2
-        if now.names != before.names:
-            there = set(now.names)
-            choices = [
-                gr.update(choices=list(now.names), value=chosen if chosen in there else None),
-                gr.update(choices=list(now.names), value=[name for name in compared if name in there]),
-            ]
-        return [now, listing if now.table != before.table else gr.skip(), *choices]
+        return [listing, choices(names, chosen, None), choices(names, compared, there)]
 
-    return renew
+    return show
 
 
 def _row(summary: Summary) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ from typing import Any
 import gradio as gr
 
 from app.monitor import RunView
-from app.pages.parts import QUIET, Tick, picture, sample_text
+from app.pages.parts import picture, sample_text
+from app.pages.ticks import SKIP, Made, Tick, choices
 from app.studio import Studio
 from app.thumbnails import FULL
 from trainer.config import InputError, RunConfig
@@ -25,33 +26,27 @@ def build(studio: Studio, run: gr.Dropdown) -> Tick:
     with gr.Row():
         prompt = gr.Dropdown([], label="Before and after of", elem_id="slider-prompt")
         slider = gr.ImageSlider(label="First and last sample", interactive=False, elem_id="slider", type="filepath")
-    shown = gr.State(("", 0))
-    inputs, outputs = [run, shown, prompt], [shown, matrix, prompt, slider]
-    run.input(_renewer(studio), inputs, outputs, **QUIET)
-    prompt.input(_slider(studio), [run, prompt], slider, **QUIET)
-    return Tick(_renewer(studio), inputs, outputs)
+    return Tick(_shower(studio), [run, prompt], [matrix, prompt, slider], (prompt.input,))
 
 
-def _renewer(studio: Studio) -> Callable[..., list[Any]]:
-    def renew(name: str, shown: tuple[str, int], prompt: str | None) -> list[Any]:
+def _shower(studio: Studio) -> Callable[[str, str | None], list[Any]]:
+    def show(name: str, prompt: str | None) -> list[Any]:
         try:
             follower = studio.follower(studio.run(name))
         except InputError:
-            return [gr.skip()] * 4
+            return [SKIP] * 3
         view = follower.view()
-        now = (name, len(view.samples))
-        if now == tuple(shown):
-            return [gr.skip()] * 4
+        drawn = (name, len(view.samples))
         prompts = list(dict.fromkeys(sample.prompt for sample in view.samples))
-        chosen = prompt if prompt in prompts else next(iter(prompts), None)
-        choice = gr.update(choices=prompts, value=chosen)
-        return [now, matrix(studio, view, follower.config), choice, pair(studio, view, chosen)]
+        first = next(iter(prompts), None)
+        chosen = prompt if prompt in prompts else first
+        return [
+            Made(drawn, lambda: matrix(studio, view, follower.config)),
+            choices(prompts, prompt, first),
+            Made((drawn, chosen), lambda: pair(studio, view, chosen)),
+        ]
 
-    return renew
-
-
-def _slider(studio: Studio) -> Callable[[str, str], Any]:
-    return lambda name, prompt: pair(studio, studio.follower(studio.run(name)).view(), prompt)
+    return show
 
 
 def pair(studio: Studio, view: RunView, prompt: str | None) -> tuple[str, str] | None:

@@ -31,7 +31,7 @@ class Seen:
     """What one browser shows: the draft, its rows by field, whether all settings are wanted, and the draft as YAML.
 
     preset: the name that is chosen.  typed: fields whose inputs show what was typed, which may be longer by the time an
-    answer comes.
+    answer comes.  looks: how often files and images were to be read again.
     """
 
     draft: Draft
@@ -40,6 +40,7 @@ class Seen:
     wants_all: bool = False
     yaml: str = ""
     typed: frozenset[str] = frozenset()
+    looks: float = 0
 
     def shows(self, row: Row) -> bool:
         return row.is_visible and (self.wants_all or row.in_front or bool(row.error))
@@ -75,7 +76,8 @@ class Answers:
 class TrainPage:
     """The components others listen to. token: of the answer that is shown.  answer: token of the one that is coming.
 
-    waiting: looks again while images are read.  started: name of the run that was just started.
+    waiting: looks again while images are read.  looks: one more has the files read again.  started: name of the run
+    that was just started.
     """
 
     studio: Studio
@@ -86,6 +88,7 @@ class TrainPage:
     waiting: gr.Timer
     preset: gr.Dropdown
     wants_all: gr.Checkbox
+    looks: gr.Number
     problems: gr.HTML
     changes: gr.HTML
     commands: gr.HTML
@@ -96,7 +99,7 @@ class TrainPage:
     @property
     def shown(self) -> list[Any]:
         """What every handler takes first: all that a browser shows, in the order of `_shown`."""
-        return [self.token, self.preset, self.wants_all, *self.inputs.values()]
+        return [self.token, self.preset, self.wants_all, self.looks, *self.inputs.values()]
 
     @property
     def outputs(self) -> list[Any]:
@@ -137,13 +140,13 @@ def build(studio: Studio) -> TrainPage:
                     name = gr.Textbox(label="Name of a preset", elem_id="preset-name", max_lines=1)
                     keep = gr.Button("Save as preset", elem_id="save-preset")
             started = gr.Textbox(visible=False, elem_id="started")
-    token, answer = gr.Textbox(visible=False), gr.Textbox(visible=False)
+    token, answer, looks = gr.Textbox(visible=False), gr.Textbox(visible=False), gr.Number(0, visible=False)
     waiting = gr.Timer(WAITING_S, active=False)
     review = (problems, changes, commands, yaml, start)
-    page = TrainPage(studio, Answers(seen), inputs, token, answer, waiting, preset, wants_all, *review, started)
+    page = TrainPage(studio, Answers(seen), inputs, token, answer, waiting, preset, wants_all, looks, *review, started)
     inputs_of = [component.input for component in (preset, wants_all, *inputs.values())]
-    one_for_all = partial(gr.on, [*inputs_of, waiting.tick], trigger_mode="always_last")  # they follow one another
-    renews(page, one_for_all, page_handler(page, _as_shown), page.shown)
+    one_for_all = partial(gr.on, [*inputs_of, waiting.tick, looks.change], trigger_mode="always_last")  # in their order
+    renews(page, one_for_all, looked(page), page.shown)
     renews(page, take.click, page_handler(page, _yaml_taken), [*page.shown, yaml])
     renews(page, keep.click, page_handler(page, _preset_kept), [*page.shown, name])
     start.click(lambda *sent: _started(page, *sent), page.shown, [started, problems], trigger_mode="once", **QUIET)
@@ -160,20 +163,18 @@ def renews(page: TrainPage, listen: Callable[..., Any], handler: Any, inputs: li
     return applied.then(None, page.answer, page.token, js="token => token", **QUIET)
 
 
-def page_handler(page: TrainPage, change: Any, is_fresh: bool = False) -> Any:
-    """A handler that changes the draft, keeps it, and renews what differs from what is shown.
-
-    is_fresh: whether files and images may have changed since they were read.
-    """
+def page_handler(page: TrainPage, change: Any) -> Any:
+    """A handler that changes the draft, keeps it, and renews what differs from what is shown."""
     count = len(page.shown)
 
     def handle(*sent: Any) -> list[Any]:
         try:
-            shown = _shown(page, *sent[:count])
+            answered = _answered(page, sent[0])
+            shown = _shown(page, answered, *sent[1:count])
             after, said = change(page, shown, *sent[count:])
-            if after.draft != _answered(page, sent[0]).draft:
+            if after.draft != answered.draft:
                 said = _keep(page, after.draft) or said
-            return _renewed(page, shown, after, said, is_fresh)
+            return _renewed(page, shown, after, said, is_fresh=shown.looks != answered.looks)
         except (InputError, OSError) as error:
             return _refused(page, str(error))
 
@@ -188,9 +189,14 @@ def opened(page: TrainPage) -> list[Any]:
     return _renewed(page, page.answers.built, _kept(page.studio), "")
 
 
-def looked_again(page: TrainPage) -> Any:
-    """A handler that reads the files and images of the draft again."""
-    return page_handler(page, _as_shown, is_fresh=True)
+def looks_again(page: TrainPage, listen: Callable[..., Any]) -> None:
+    """Read the files and images of the draft again whenever an event comes, after what was typed before."""
+    listen(None, page.looks, page.looks, js="looks => looks + 1", **QUIET)
+
+
+def looked(page: TrainPage) -> Any:
+    """The handler of whatever is typed or chosen, and of looks."""
+    return page_handler(page, _as_shown)
 
 
 def retried(page: TrainPage) -> Any:
@@ -203,9 +209,8 @@ def cloned(page: TrainPage) -> Any:
     return page_handler(page, _run_wanted)
 
 
-def _shown(page: TrainPage, token: str, preset: str, wants_all: bool, *values: str | bool) -> Seen:
+def _shown(page: TrainPage, seen: Seen, preset: str, wants_all: bool, looks: float, *values: str | bool) -> Seen:
     """What a browser shows that sends this: an answer, with the preset that was chosen and what was typed since."""
-    seen = _answered(page, token)
     draft, rows, typed, given = seen.draft, dict(seen.rows), set(), seen.rows
     if preset != seen.preset:
         draft = Draft(page.studio.preset(preset))
@@ -216,7 +221,12 @@ def _shown(page: TrainPage, token: str, preset: str, wants_all: bool, *values: s
             if value != given[name].value:
                 draft = draft.typed(name, value)
                 typed.add(name)
-    return Seen(draft, preset, rows, wants_all, seen.yaml, frozenset(typed))
+    return Seen(draft, preset, rows, wants_all, seen.yaml, frozenset(typed), looks)
+
+
+def _draft(page: TrainPage, token: str, *sent: Any) -> Draft:
+    """What a browser shows whose button was pressed."""
+    return _shown(page, _answered(page, token), *sent).draft
 
 
 def _answered(page: TrainPage, token: str) -> Seen:
@@ -281,7 +291,7 @@ def _rows(checked: Checked) -> dict[str, Row]:
 
 def _started(page: TrainPage, *sent: Any) -> tuple[Any, str]:
     try:
-        run: RunDir = page.studio.start(_shown(page, *sent).draft)
+        run: RunDir = page.studio.start(_draft(page, *sent))
     except (InputError, OSError) as error:
         return gr.skip(), alert(str(error))
     return run.path.name, ""
@@ -291,7 +301,7 @@ def _queued(page: TrainPage, *sent: Any) -> str:
     *shown, gpus = sent
 
     def add() -> str:
-        entry = page.studio.enqueue(_shown(page, *shown).draft, gpus)
+        entry = page.studio.enqueue(_draft(page, *shown), gpus)
         return f"{entry.name} waits in the queue as number {entry.number}."
 
     return attempted(add)

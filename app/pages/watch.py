@@ -5,13 +5,15 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import gradio as gr
 
 from app import charts, monitor
 from app.monitor import SILENT_S, Follower, Level, RunView
-from app.pages.parts import QUIET, Sent, Tick, alert, attempted, changed, picture, sample_text
+from app.pages.parts import QUIET, alert, attempted, picture, sample_text
+from app.pages.ticks import SKIP, Made, Tick, choices
 from app.studio import Studio
 from trainer import launch
 from trainer.config import InputError
@@ -33,18 +35,9 @@ ANSWERS = {
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What one browser shows already, so that only what is new is sent. drawn: what the charts were made of."""
-
-    drawn: tuple[Any, ...] = ()
-    sent: Sent = ()
-
-
-@dataclass(frozen=True)
 class WatchPage:
     studio: Studio
     run: gr.Dropdown
-    shown: gr.State
     figures: gr.HTML
     retry: gr.Button
     ranks: gr.HTML
@@ -60,11 +53,11 @@ class WatchPage:
 
     @property
     def inputs(self) -> list[Any]:
-        return [self.run, self.shown, self.axis, self.is_log, self.source, self.level]
+        return [self.run, self.axis, self.is_log, self.source, self.level]
 
     @property
     def outputs(self) -> list[Any]:
-        parts = [self.shown, self.figures, self.retry, self.ranks, self.samples, self.log, self.events, self.source]
+        parts = [self.figures, self.retry, self.ranks, self.samples, self.log, self.events, self.source]
         return [*parts, *self.buttons.values(), *self.charts.values()]
 
 
@@ -87,9 +80,8 @@ def build(studio: Studio, run: gr.Dropdown, buttons: dict[str, gr.Button]) -> Wa
         source = gr.Dropdown(["torchrun"], value="torchrun", label="Log of", elem_id="log-of")
         level = gr.Radio(list(monitor.LEVELS), value="all", label="Lines", elem_id="log-level")
     log = gr.HTML(elem_id="log", autoscroll=True, max_height=320)
-    shown = gr.State(Shown())
     page = WatchPage(
-        studio, run, shown, figures, retry, ranks, drawn, samples, log, events, axis, is_log, source, level, buttons
+        studio, run, figures, retry, ranks, drawn, samples, log, events, axis, is_log, source, level, buttons
     )
     for name, button in buttons.items():
         button.click(_asker(studio, name), run, said, **QUIET)
@@ -97,45 +89,43 @@ def build(studio: Studio, run: gr.Dropdown, buttons: dict[str, gr.Button]) -> Wa
 
 
 def tick(page: WatchPage) -> Tick:
-    """Everything that changed since the last one."""
+    """What is shown of the chosen run."""
 
-    def handle(name: str, shown: Shown, axis: str, is_log: bool, source: str, level: str) -> list[Any]:
+    def handle(name: str, axis: str, is_log: bool, source: str, level: str) -> list[Any]:
         if not name:
-            return [gr.skip() for _ in page.outputs]
+            return [SKIP] * len(page.outputs)
         try:
             run = page.studio.run(name)
         except InputError as error:
-            return [Shown(), alert(str(error)), *(gr.skip() for _ in page.outputs[2:])]
-        return _renewed(page, run, shown, axis, is_log, source, level)
+            return [alert(str(error)), *[SKIP] * (len(page.outputs) - 1)]
+        return _shown(page, run, axis, is_log, source, level)
 
-    return Tick(handle, page.inputs, page.outputs)
+    options = (page.axis, page.is_log, page.source, page.level)
+    return Tick(handle, page.inputs, page.outputs, tuple(option.input for option in options))
 
 
-def _renewed(page: WatchPage, run: RunDir, shown: Shown, axis: str, is_log: bool, source: str, level: str) -> list[Any]:
+def _shown(page: WatchPage, run: RunDir, axis: str, is_log: bool, source: str, level: str) -> list[Any]:
     follower = page.studio.follower(run)
     view = follower.view()
     files = monitor.log_files(run)
     log = monitor.log_tail(files[source], cast(Level, level)) if source in files and files[source].exists() else ""
-    parts: list[Any] = [
+    drawn = (run.path.name, view.curves, axis, is_log)
+    chosen: monitor.Axis = "time" if axis == "time" else "step"
+    word = "minute" if axis == "time" else "step"
+
+    def chart(title: str) -> str:
+        return charts.chart_json(title, follower.lines(title, chosen), word, is_log and title == "Loss")
+
+    return [
         figures(view),
         _retry(view),
         ranks(view, page.studio.gpus()),
         _newest(page.studio, follower, view),
         f"<pre>{html.escape(log)}</pre>",
         _events(follower),
-        gr.update(choices=list(files) or ["torchrun"]),
+        choices(list(files) or ["torchrun"], source, "torchrun"),
         *(gr.update(interactive=can) for can in _allowed(view, page.buttons)),
-    ]
-    sent, parts = changed(shown.sent, parts)
-    drawn = (run.path.name, view.curves, axis, is_log)
-    if drawn == shown.drawn:
-        return [Shown(drawn, sent), *parts, *(gr.skip() for _ in page.charts)]
-    chosen: monitor.Axis = "time" if axis == "time" else "step"
-    word = "minute" if axis == "time" else "step"
-    return [
-        Shown(drawn, sent),
-        *parts,
-        *(charts.chart_json(t, follower.lines(t, chosen), word, is_log and t == "Loss") for t in page.charts),
+        *(Made(drawn, partial(chart, title)) for title in page.charts),
     ]
 
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import psutil
-from playwright.sync_api import Browser, BrowserContext, Page, Playwright
+from playwright.sync_api import APIResponse, Browser, BrowserContext, Page, Playwright, Route
 
 from tests.runs import make_pictures, run_config
 from trainer.config import RunConfig
@@ -25,8 +25,12 @@ from trainer.events import AnyEvent, EventWriter, RankLine, SampleEvent, StatusE
 from trainer.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
-STARTED_WITHIN_S = 60
+STARTED_WITHIN_S = 120
+PATIENCE_S = 90
+"""For whatever the page is to show: only a page that never shows it takes so long."""
 LONG_AGO_S = 36_000
+STEPS = "#field-train-steps textarea, #field-train-steps input"
+"""Where the number of steps is typed."""
 FLAGS = (
     "--no-sandbox",
     "--disable-gpu",
@@ -123,6 +127,7 @@ def opened(browser: Browser, url: str, width: int = 1280, height: int = 900, **o
 def opened_in(context: BrowserContext, url: str) -> Iterator[Page]:
     """The page in a tab. Afterwards: no error of its scripts, no request to another host."""
     page = context.new_page()
+    page.set_default_timeout(PATIENCE_S * 1e3)
     wrong: list[str] = []
     page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
     page.on("request", lambda request: wrong.extend(_foreign(request.url, url)))
@@ -151,13 +156,36 @@ def _foreign(asked: str, url: str) -> list[str]:
     return [] if is_own else [f"asked {asked}"]
 
 
-def until(page: Page, condition: str, timeout_s: float = 30) -> None:
+def until(page: Page, condition: str, timeout_s: float = PATIENCE_S) -> None:
     """Wait for a condition in the page's language. One that fails while the page is built anew does not count."""
     script = f"() => {{ try {{ return {condition} }} catch {{ return false }} }}"
     page.wait_for_function(script, timeout=timeout_s * 1e3)
 
 
-def state_is(page: Page, *states: str, timeout_s: float = 60) -> None:
+@contextmanager
+def answers_held(page: Page) -> Iterator[list[tuple[Route, APIResponse]]]:
+    """The server answers what the page asks meanwhile; the answers come at the end, in the order of the requests."""
+    asked: list[Route] = []
+    held: list[tuple[Route, APIResponse]] = []
+
+    def hold(route: Route) -> None:
+        asked.append(route)
+        held.append((route, route.fetch()))
+
+    handlers = "**/gradio_api/run/**"
+    page.route(handlers, hold)
+    yield held
+    number = 0
+    while number < len(asked):  # also what is asked meanwhile
+        while len(held) <= number:
+            page.wait_for_timeout(50)
+        route, answer = held[number]
+        route.fulfill(response=answer)
+        number += 1
+    page.unroute(handlers)  # what is asked from now on goes on
+
+
+def state_is(page: Page, *states: str, timeout_s: float = PATIENCE_S) -> None:
     """Wait until the run that is watched is in one of the states."""
     until(page, f"{list(states)}.includes(document.querySelector('#run').dataset.state)", timeout_s)
 
@@ -165,6 +193,11 @@ def state_is(page: Page, *states: str, timeout_s: float = 60) -> None:
 def show(page: Page, name: str) -> None:
     """Open one of the pages at the top. A step of the form may have the same name, further down."""
     page.locator("#pages").get_by_role("tab", name=name, exact=True).first.click()
+
+
+def form_step(page: Page, name: str) -> None:
+    """Open one of the form's steps."""
+    page.locator("#steps").get_by_role("tab", name=name, exact=True).click()
 
 
 def choose(page: Page, dropdown: str, option: str) -> None:

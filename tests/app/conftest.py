@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
 from tests.app.browser import Server, opened_in, serving, start_chromium
+from tests.runs import make_pictures
 
 
 @pytest.fixture(scope="session")
@@ -33,14 +36,36 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
 
 
 @pytest.fixture
-def page(context: BrowserContext, server: Server) -> Iterator[Page]:
-    """The page as a newcomer finds it, with the quickstart in the form."""
-    (server.runs / "drafts" / "draft.json").unlink(missing_ok=True)
-    with opened_in(context, server.url) as page:
-        yield page
-
-
-@pytest.fixture
 def runs(server: Server) -> Path:
     """The folder the page shows."""
     return server.runs
+
+
+@pytest.fixture
+def draft(runs: Path) -> Path:
+    """Where the page keeps what is in its form: nothing yet."""
+    file = runs / "drafts" / "draft.json"
+    file.unlink(missing_ok=True)
+    return file
+
+
+@pytest.fixture
+def own_data(runs: Path, draft: Path) -> Iterator[Path]:
+    """Pictures a test may change, and a preset of them in the form of a page that is opened after this."""
+    folder = make_pictures(runs.parent / "own")
+    preset = runs / "presets" / "own.yaml"
+    preset.parent.mkdir(exist_ok=True)
+    preset.write_text(
+        f"name: own\nmodel: {{family: flux2}}\ndata: {{path: {folder}, resolution: 64}}\ntrain: {{steps: 2}}\n"
+    )
+    draft.write_text(json.dumps({"preset": "own", "values": {}}))
+    yield folder
+    shutil.rmtree(folder)
+    preset.unlink()
+
+
+@pytest.fixture
+def page(context: BrowserContext, server: Server, draft: Path) -> Iterator[Page]:
+    """The page as a newcomer finds it, with the quickstart in the form, or a draft that was kept before."""
+    with opened_in(context, server.url) as page:
+        yield page

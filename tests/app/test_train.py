@@ -24,11 +24,11 @@ class Shown:
 
     def __init__(self, page: TrainPage) -> None:
         self.page = page
-        self.token, self.preset, self.wants_all = "", "quickstart", False
+        self.token, self.preset, self.wants_all, self.looks = "", "quickstart", False, 0
         self.values = {name: component.value for name, component in page.inputs.items()}
 
     def ask(self) -> list[Any]:
-        return train.looked_again(self.page)(self.token, self.preset, self.wants_all, *self.values.values())
+        return train.looked(self.page)(self.token, self.preset, self.wants_all, self.looks, *self.values.values())
 
     def take(self, answer: list[Any]) -> None:
         self.token = answer[0]

@@ -21,7 +21,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from trainer.world import World, joined
 
 T = TypeVar("T")
-TIMEOUT_S = 120
+TIMEOUT_S = 500
 IMPORTED = (
     "trainer.train",
     "diffusers.models.transformers",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -10,13 +12,15 @@ from PIL import Image
 from playwright.sync_api import Browser, Page
 
 from tests.app import screenshots
-from tests.app.browser import Server, choose, opened, recorded, reload, show, until
+from tests.app.browser import Server, choose, opened, recorded, show, until
 from tests.app.screenshots import PAGES
 from tests.benchmarks import page as figures
 from trainer.events import ErrorEvent, StatusEvent
 
 BEYOND = 3
 """Tests fail at this multiple of a limit: other work shares the cores."""
+WAKES = 100
+"""A second; gradio as it is wakes a thousand times."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,12 +64,23 @@ def test_start_is_reached_and_pressed_by_the_keyboard(page: Page):
 
 
 def test_every_chart_says_in_words_what_it_shows(page: Page, finished: str):
-    reload(page)
     choose(page, "run-choice", finished)
     show(page, "Monitor")
     until(page, "document.querySelector('#chart-loss canvas').dataset.n === '82'")
     label = page.locator("#chart-loss canvas").get_attribute("aria-label")
     assert label.startswith("Loss up to step 40. Last: each step 0.02")
+
+
+def test_a_page_nobody_looks_at_sleeps(server: Server):
+    before, seconds = woken(server), 3
+    time.sleep(seconds)
+    assert (woken(server) - before) / seconds < WAKES
+
+
+def woken(server: Server) -> int:
+    """How often the threads of the server went to sleep until now."""
+    told = [file.read_text() for file in Path(f"/proc/{server.process.pid}/task").glob("*/status")]
+    return sum(int(re.search(r"^voluntary_ctxt_switches:\s*(\d+)", text, re.MULTILINE)[1]) for text in told)
 
 
 @pytest.mark.slow

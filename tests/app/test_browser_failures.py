@@ -17,13 +17,13 @@ from playwright.sync_api import Page
 from safetensors.torch import load_file, save_file
 
 from app.monitor import SILENT_S
-from tests.app.browser import Server, choose, recorded, reload, show, state_is
+from tests.app.browser import Server, choose, recorded, show, state_is
 from tests.runs import make_pictures, run_config
 from trainer import launch
 from trainer.events import AnyEvent, EventReader, EventWriter, RankLine, StatusEvent, StepEvent
 from trainer.rundir import RunDir
 
-PATIENCE_S = 90
+PATIENCE_S = 240
 HEADROOM = 160 * 2**20
 """Bytes: less than the activations of a step, more than a thread."""
 
@@ -89,7 +89,6 @@ def poison(cache: Path, copy: Path) -> Path:
 
 
 def watch(page: Page, run: RunDir) -> None:
-    reload(page)
     choose(page, "run-choice", run.path.name)
     show(page, "Monitor")
     state_is(page, "failed")
@@ -123,19 +122,22 @@ def test_a_loss_that_is_no_number_is_told_with_a_lower_learning_rate(failed, pag
     page.locator("#retry", has_text="optim.lr=1e-05").wait_for()
 
 
-def test_a_run_that_says_nothing_is_shown_as_silent_and_not_as_running(server: Server, page: Page):
-    run = recorded(server.runs, "silent", [StatusEvent(state="training", step=40, time=time.time() - 2 * SILENT_S)])
+@pytest.fixture
+def silent(server: Server) -> Iterator[RunDir]:
+    """A run whose process lives and has told nothing for a while."""
+    told = time.time() - 2 * SILENT_S
+    run = recorded(server.runs, "silent", [StatusEvent(state="training", step=40, time=told)])
     process = subprocess.Popen(["sleep", "1000"])
-    try:
-        launch.Launch(process.pid, psutil.Process(process.pid).create_time(), ["sleep", "1000"]).write(run)
-        with EventWriter(run.rank_file(1)) as lines:
-            told = time.time() - 2 * SILENT_S
-            lines.write(RankLine(rank=1, step=40, phase="", allocated=1, reserved=1, peak=1, limit=2, time=told))
-        reload(page)
-        choose(page, "run-choice", "silent")
-        show(page, "Monitor")
-        page.locator("#run.slow .sentence", has_text="No step for").wait_for()
-        page.locator(".rank.late", has_text="rank 1").wait_for()
-    finally:
-        process.kill()
-        process.wait()
+    launch.Launch(process.pid, psutil.Process(process.pid).create_time(), ["sleep", "1000"]).write(run)
+    with EventWriter(run.rank_file(1)) as lines:
+        lines.write(RankLine(rank=1, step=40, phase="", allocated=1, reserved=1, peak=1, limit=2, time=told))
+    yield run
+    process.kill()
+    process.wait()
+
+
+def test_a_run_that_says_nothing_is_shown_as_silent_and_not_as_running(silent: RunDir, page: Page):
+    choose(page, "run-choice", silent.path.name)
+    show(page, "Monitor")
+    page.locator("#run.slow .sentence", has_text="No step for").wait_for()
+    page.locator(".rank.late", has_text="rank 1").wait_for()

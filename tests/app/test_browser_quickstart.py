@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page
 
-from tests.app.browser import Server, choose, opened, reload, show, state_is, until, write_over
+from tests.app.browser import STEPS, Server, choose, form_step, opened, reload, show, state_is, until, write_over
 from trainer import launch
 from trainer.events import EventReader, StatusEvent
 from trainer.rundir import RunDir
@@ -17,16 +17,16 @@ from trainer.rundir import RunDir
 def trained(browser: Browser, server: Server) -> RunDir:
     """A run of the quickstart by nothing but the page, with everything on the way that may happen to a page."""
     with opened(browser, server.url) as page:
-        page.locator("#steps").get_by_role("tab", name="Hardware", exact=True).click()
-        write_over(page, "#field-train-steps input, #field-train-steps textarea", "40")  # one click more
+        form_step(page, "Hardware")
+        write_over(page, STEPS, "40")  # one click more
         page.locator("#start").dblclick()  # the third: two of them start one run
-        state_is(page, "training", timeout_s=90)
+        state_is(page, "training", timeout_s=240)
         until(page, "document.querySelector('#chart-loss canvas').dataset.n > 0")
         assert page.locator("#ranks .rank").count() == 2
         until(page, "document.querySelectorAll('#newest img').length === 4")
         [run] = (RunDir.open(file.parent) for file in server.runs.glob("quickstart-*/config.yaml"))
         page.locator("#stop").click()
-        state_is(page, "stopped", timeout_s=30)
+        state_is(page, "stopped")
         reload(page)
         show(page, "Monitor")
         state_is(page, "stopped")
@@ -40,7 +40,7 @@ def trained(browser: Browser, server: Server) -> RunDir:
         state_is(page, "training", "sampling", "saving", "exporting", "finished")
         with opened(browser, server.url) as other:
             show(other, "Monitor")
-            state_is(other, "finished", timeout_s=120)
+            state_is(other, "finished", timeout_s=240)
         state_is(page, "finished")
         until(page, "document.querySelector('#chart-loss canvas').dataset.last === '40'")
     return run

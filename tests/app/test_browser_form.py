@@ -1,0 +1,136 @@
+"""The form in Chromium: its rows, drafts and presets, and what keeps Start from starting."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+from playwright.sync_api import Browser, Page
+
+from tests.app.browser import (
+    PATIENCE_S,
+    ROOT,
+    STEPS,
+    Server,
+    answers_held,
+    choose,
+    form_step,
+    opened,
+    reload,
+    write_over,
+)
+from tests.runs import make_pictures
+
+
+def test_the_form_shows_what_the_adapter_has_and_tells_a_wrong_value_at_its_row(page: Page):
+    form_step(page, "Adapter")
+    page.locator("#all-settings input").check()
+    page.locator("#field-adapter-rank").wait_for()
+    choose(page, "field-adapter-type", "boft")
+    page.locator("#field-adapter-rank").wait_for(state="hidden")
+    page.locator("#field-adapter-block_size").wait_for()
+    form_step(page, "Hardware")
+    write_over(page, STEPS, "many")
+    page.locator("#field-train-steps.wrong").wait_for()
+    page.locator("#problems [role=alert]", has_text="train.steps").wait_for()
+    assert page.locator("#start").is_disabled()
+
+
+def test_the_draft_is_there_after_a_reload_and_in_another_browser(page: Page, browser: Browser, server: Server):
+    form_step(page, "Hardware")
+    write_over(page, STEPS, "123")
+    page.locator("#changes", has_text="123").wait_for()
+    reload(page)
+    page.locator("#changes", has_text="123").wait_for()
+    with opened(browser, server.url) as other:
+        other.locator("#changes", has_text="123").wait_for()
+        assert "train.steps=123" in (other.locator("#commands").text_content() or "")
+
+
+def test_a_folder_that_is_not_there_keeps_start_from_starting(page: Page):
+    form_step(page, "Dataset")
+    write_over(page, "#field-data-path textarea, #field-data-path input", "/no/such/folder")
+    page.locator("#field-data-path.wrong", has_text="/no/such/folder").wait_for()
+    assert page.locator("#start").is_disabled()
+
+
+def test_wrong_yaml_is_told_with_its_line_and_right_yaml_becomes_the_form(page: Page):
+    page.get_by_role("button", name="The whole config").click()
+    write_yaml(page, "train:\n  steps: 77\n  batch_size: [\n")
+    page.locator("#take-yaml").click()
+    page.locator("#problems [role=alert]", has_text="config.yaml:4").wait_for()
+    write_yaml(page, "model: {family: flux2, path: demo}\ndata: {path: quickstart}\ntrain: {steps: 77}\n")
+    page.locator("#take-yaml").click()
+    page.locator("#changes tr", has_text="train.steps").get_by_text("77").wait_for()
+
+
+def write_yaml(page: Page, text: str) -> None:
+    page.locator("#yaml .cm-content").click()
+    page.keyboard.press("Control+a")
+    page.keyboard.insert_text(text)
+
+
+def test_a_preset_can_be_kept(page: Page, runs: Path):
+    form_step(page, "Hardware")
+    write_over(page, STEPS, "55")
+    page.locator("#changes", has_text="55").wait_for()
+    page.get_by_role("button", name="The whole config").click()
+    write_over(page, "#preset-name textarea, #preset-name input", "mine")
+    page.locator("#save-preset").click()
+    page.locator("#problems", has_text="Saved as").wait_for()
+    assert "steps: 55" in (runs / "presets" / "mine.yaml").read_text()
+
+
+def test_what_overtakes_an_answer_changes_nothing_but_what_was_typed(own_data: Path, page: Page):
+    form_step(page, "Hardware")
+    with answers_held(page) as held:
+        choose(page, "preset", "quickstart")
+        write_over(page, STEPS, "57")
+        deadline = time.monotonic() + PATIENCE_S
+        while not any(len(route.request.post_data_json["data"]) > 50 for route, _ in held):  # all the fields
+            assert time.monotonic() < deadline
+            page.wait_for_timeout(100)
+    page.locator("#commands", has_text="quickstart.yaml").wait_for(state="attached")
+    page.wait_for_timeout(1_500)  # for what else is under way
+    shown, told = page.locator(STEPS).input_value(), page.locator("#commands").text_content() or ""
+    assert "data.path" not in page.locator("#changes").inner_text()
+    assert (f"train.steps={shown}" in told) == (shown != "100"), told
+
+
+def test_a_preset_whose_images_are_broken_is_shown_as_it_is(page: Page, runs: Path):
+    folder = make_pictures(runs.parent / "broken")
+    (folder / "00.png").write_bytes(b"no image")
+    preset = runs / "presets" / "broken.yaml"
+    preset.parent.mkdir(exist_ok=True)
+    preset.write_text(f"name: broken\nmodel: {{family: flux2}}\ndata: {{path: {folder}, resolution: 64}}\n")
+    reload(page)
+    choose(page, "preset", "broken")
+    page.locator("#problems [role=alert]", has_text="00.png").wait_for()
+    form_step(page, "Dataset")
+    page.locator("#field-data-path.wrong").wait_for()
+    assert page.locator("#field-data-path textarea, #field-data-path input").input_value() == str(folder)
+
+
+def test_a_full_disk_is_told_and_the_page_goes_on(page: Page, server: Server):
+    process = psutil.Process(server.process.pid)
+    unlimited = process.rlimit(psutil.RLIMIT_FSIZE)
+    process.rlimit(psutil.RLIMIT_FSIZE, (0, unlimited[1]))
+    try:
+        form_step(page, "Hardware")
+        write_over(page, STEPS, "99")
+        page.locator("#problems", has_text="cannot be kept for later").wait_for()
+        page.locator("#start").click()
+        page.locator("#problems [role=alert]", has_text="cannot be made a run folder").wait_for()
+    finally:
+        process.rlimit(psutil.RLIMIT_FSIZE, unlimited)
+
+
+def test_a_port_that_is_taken_is_named(server: Server, tmp_path: Path):
+    argv = [sys.executable, "launch.py", "--runs", str(tmp_path), "--port", str(server.port)]
+    answer = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert answer.returncode == 2
+    told = f"--port {server.port}: cannot be used on 127.0.0.1 (Address already in use); name another\n"
+    assert answer.stderr == told

@@ -1,0 +1,118 @@
+"""The images and the queue in Chromium: captions, what is broken or slow, who goes first."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page
+
+from tests.app.browser import (
+    PATIENCE_S,
+    STEPS,
+    choose,
+    form_step,
+    show,
+    until,
+    write_over,
+)
+from trainer.events import EventReader
+
+
+def test_a_caption_is_kept_as_it_is_typed_and_taken_back(own_data: Path, page: Page):
+    show(page, "Dataset")
+    write_over(page, "#card-0 textarea", "a red square")
+    file = own_data / "00.txt"
+    page.locator("#dataset-said", has_text="saved").wait_for()
+    until_text(file, "a red square")
+    write_over(page, "#search textarea, #search input", "picture")
+    write_over(page, "#replacement textarea, #replacement input", "drawing")
+    page.locator("#replace").click()
+    page.locator("#dataset-said", has_text="Replaced in 7 captions").wait_for()
+    assert (own_data / "01.txt").read_text() == "drawing number 1\n"
+    page.locator("#undo").click()
+    page.locator("#dataset-said", has_text="7 captions are as before").wait_for()
+    assert (own_data / "01.txt").read_text() == "picture number 1\n"
+
+
+def test_a_broken_image_is_named_and_keeps_start_from_starting(own_data: Path, page: Page):
+    (own_data / "07.png").write_bytes(b"no image")
+    show(page, "Dataset")
+    page.locator("#dataset-problems [role=alert]", has_text="07.png").wait_for()
+    show(page, "Train")
+    until(page, "document.querySelector('#start').disabled")
+    page.locator("#problems", has_text="07.png").wait_for()
+
+
+def test_a_folder_that_takes_long_is_waited_for_in_peace(own_data: Path, page: Page):
+    slow = own_data / "metadata.jsonl"
+    os.mkfifo(slow)  # read no further until something is written to it, as on a slow disk
+    show(page, "Dataset")
+    page.locator("#counted", has_text="files so far").wait_for()
+    show(page, "Train")
+    page.locator("#problems", has_text="The images are being read").wait_for()
+    assert page.locator("#start").is_disabled()
+    form_step(page, "Hardware")
+    write_over(page, STEPS, "3")
+    page.locator("#changes", has_text="train.steps").wait_for()
+    writer = os.open(slow, os.O_RDWR)
+    slow.unlink()
+    os.close(writer)  # whoever reads it is at its end
+    page.locator("#problems", has_text="Ready to start").wait_for()
+    until(page, "!document.querySelector('#start').disabled")
+    show(page, "Dataset")
+    page.locator("#counted", has_text="8 images").wait_for()
+
+
+def test_the_noise_images_are_trained_at_is_shown_per_bucket(own_data: Path, page: Page):
+    show(page, "Dataset")
+    page.locator("#compute-recipe").click()
+    page.locator("#recipe tr", has_text="64 x 64").locator(".histogram").wait_for()
+
+
+def until_text(file: Path, text: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while file.read_text().strip() != text:
+        assert time.monotonic() < deadline, file.read_text()
+        time.sleep(0.05)
+
+
+def test_runs_wait_in_the_queue_in_an_order_that_can_be_changed(own_data: Path, page: Page):
+    show(page, "Queue")
+    page.locator("#paused input").check()
+    show(page, "Train")
+    page.locator("#enqueue").click()
+    page.locator("#problems", has_text="waits in the queue").wait_for()
+    form_step(page, "Hardware")
+    write_over(page, "#field-name textarea, #field-name input", "second")
+    page.locator("#changes", has_text="second").wait_for()
+    write_over(page, "#gpus textarea, #gpus input", "0,1")
+    page.locator("#enqueue").click()
+    page.locator("#problems", has_text="second waits in the queue").wait_for()
+    show(page, "Queue")
+    row = page.locator("#queue tr", has_text="second")
+    row.get_by_text("0, 1").wait_for()
+    label = f"{row.locator('th').inner_text()} second"
+    choose(page, "waiting", label)
+    page.locator("#earlier").click()
+    until(page, "[...document.querySelectorAll('#queue tbody tr')].at(-2).innerText.includes('second')")
+    for name in ("second", "own"):
+        label = f"{page.locator('#queue tr', has_text=name).locator('th').inner_text()} {name}"
+        choose(page, "waiting", label)
+        page.locator("#take-out").click()
+        page.locator("#queue tr", has_text=name).wait_for(state="detached")
+    page.locator("#paused input").uncheck()
+
+
+@pytest.mark.slow
+def test_two_runs_of_the_queue_train_one_after_the_other(own_data: Path, page: Page, runs: Path):
+    for number in (1, 2):
+        page.locator("#enqueue").click()
+        page.locator("#problems", has_text=f"own waits in the queue as number {number}").wait_for()
+    show(page, "Queue")
+    until(page, "document.querySelectorAll('#queue tr').length === 3")
+    until(page, "document.querySelector('#queue').innerText.split('finished').length === 3", timeout_s=240)
+    first, second = (EventReader(file).read() for file in sorted(runs.glob("own-*/events.jsonl")))
+    assert first[-1].time < second[0].time
