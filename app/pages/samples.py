@@ -38,11 +38,10 @@ def _shower(studio: Studio) -> Callable[[str, str | None], list[Any]]:
         view = follower.view()
         drawn = (name, len(view.samples))
         prompts = list(dict.fromkeys(sample.prompt for sample in view.samples))
-        first = next(iter(prompts), None)
-        chosen = prompt if prompt in prompts else first
+        chosen = prompt if prompt in prompts else next(iter(prompts), None)
         return [
             Made(drawn, lambda: matrix(studio, view, follower.config)),
-            choices(prompts, prompt, first),
+            choices(prompts, prompt, chosen),
             Made((drawn, chosen), lambda: pair(studio, view, chosen)),
         ]
 

@@ -164,7 +164,7 @@ def until(page: Page, condition: str, timeout_s: float = PATIENCE_S) -> None:
 
 @contextmanager
 def answers_held(page: Page) -> Iterator[list[tuple[Route, APIResponse]]]:
-    """The server answers what the page asks meanwhile; the answers come at the end, in the order of the requests."""
+    """The server answers what the page asks meanwhile; the answers come at the end, in its order."""
     asked: list[Route] = []
     held: list[tuple[Route, APIResponse]] = []
 

@@ -108,6 +108,24 @@ def test_after_a_restart_of_the_page_a_browser_goes_on_with_what_it_shows(browse
     assert studio.draft() == Draft(studio.preset("own"), {"train.steps": 33})
 
 
+def test_images_are_read_again_when_the_page_is_come_back_to(browser: Shown, studio: Studio, tmp_path: Path):
+    def told() -> str:
+        for _ in range(100):
+            answer = browser.ask()
+            browser.take(answer)
+            text = str(answer[browser.page.outputs.index(browser.page.problems)])
+            if "are being read" not in text:
+                return text
+        raise AssertionError(text)
+
+    browser.preset = "own"
+    assert "Ready" in told()
+    (tmp_path / "pictures" / "broken.png").write_bytes(b"no picture")
+    assert "Ready" in told()
+    browser.looks += 1
+    assert "broken.png" in told()
+
+
 def test_a_preset_that_is_gone_is_told(browser: Shown, studio: Studio):
     browser.preset = "own"
     browser.take(browser.ask())
