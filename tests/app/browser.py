@@ -9,21 +9,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import httpx
 import psutil
-from playwright.sync_api import APIResponse, Browser, BrowserContext, Page, Playwright, Route
+from playwright.sync_api import APIResponse, Browser, Page, Playwright, Route
 
 from tests.runs import make_pictures, run_config
 from trainer.config import RunConfig
 from trainer.events import AnyEvent, EventWriter, RankLine, SampleEvent, StatusEvent, StepEvent, ValidationEvent
 from trainer.rundir import RunDir
 
+Scheme = Literal["light", "dark"]
 ROOT = Path(__file__).parents[2]
 STARTED_WITHIN_S = 120
 PATIENCE_S = 90
@@ -113,30 +114,33 @@ def start_chromium(playwright: Playwright) -> Browser:
 
 
 @contextmanager
-def opened(browser: Browser, url: str, width: int = 1280, height: int = 900, **options: Any) -> Iterator[Page]:
-    """The page in a browser context of its own, which knows nothing of the others."""
-    context = browser.new_context(viewport={"width": width, "height": height}, **options)
-    try:
-        with opened_in(context, url) as page:
-            yield page
-    finally:
-        context.close()
+def opened(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
+    """The page in a browser context of its own, which knows nothing of the others. options: those of `visited`."""
+    with closing(browser.new_context()) as context, visited(context.new_page(), url, **options) as page:
+        yield page
 
 
 @contextmanager
-def opened_in(context: BrowserContext, url: str) -> Iterator[Page]:
-    """The page in a tab. Afterwards: no error of its scripts, no request to another host."""
-    page = context.new_page()
-    page.set_default_timeout(PATIENCE_S * 1e3)
+def visited(tab: Page, url: str, width: int = 1280, height: int = 900, scheme: Scheme = "light") -> Iterator[Page]:
+    """The page in a tab. Afterwards: no error of its scripts, no request to another host, and the tab is empty."""
+    tab.set_default_timeout(PATIENCE_S * 1e3)
+    tab.set_viewport_size({"width": width, "height": height})
+    tab.emulate_media(color_scheme=scheme)
     wrong: list[str] = []
-    page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
-    page.on("request", lambda request: wrong.extend(_foreign(request.url, url)))
-    page.goto(url)
-    look_settled(page)
+    listeners: dict[Any, Any] = {
+        "pageerror": lambda error: wrong.append(f"error: {error}"),
+        "request": lambda request: wrong.extend(_foreign(request.url, url)),
+    }
+    for event, listener in listeners.items():
+        tab.on(event, listener)
     try:
-        yield page
+        tab.goto(url)
+        look_settled(tab)
+        yield tab
     finally:
-        page.close()
+        for event, listener in listeners.items():
+            tab.remove_listener(event, listener)
+        tab.goto("about:blank")
     assert not wrong, wrong
 
 

@@ -1,4 +1,4 @@
-"""One server and one Chromium for all tests of the page; a browser context for each."""
+"""One server, one Chromium and one of its tabs for all tests of the page: its scripts are read and compiled once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
-from tests.app.browser import Server, opened_in, serving, start_chromium
+from tests.app.browser import Server, serving, start_chromium, visited
 from tests.runs import make_pictures
 
 
@@ -29,10 +29,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def context(browser: Browser) -> Iterator[BrowserContext]:
-    """One for all tests: the page's scripts are read and compiled once."""
-    with closing(browser.new_context(viewport={"width": 1280, "height": 900})) as context:
-        yield context
+def tab(browser: Browser) -> Iterator[Page]:
+    """What one test after the other shows the page in."""
+    with closing(browser.new_context()) as context:
+        yield context.new_page()
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def own_data(runs: Path, draft: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def page(context: BrowserContext, server: Server, draft: Path) -> Iterator[Page]:
+def page(tab: Page, server: Server, draft: Path) -> Iterator[Page]:
     """The page as a newcomer finds it, with the quickstart in the form, or a draft that was kept before."""
-    with opened_in(context, server.url) as page:
+    with visited(tab, server.url) as page:
         yield page

@@ -21,7 +21,7 @@ TRAINED_WITHIN_S = 240
 def take(browser: Browser, url: str, run: str, folder: Path) -> list[Path]:
     """A picture of every page, with a run that has ended."""
     files = []
-    with opened(browser, url, 1280, 800) as page:
+    with opened(browser, url, height=800) as page:
         choose(page, "run-choice", run)
         show(page, "Monitor")
         until(page, "document.querySelector('#chart-loss canvas').dataset.n > 0")

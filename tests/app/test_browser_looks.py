@@ -12,7 +12,7 @@ from PIL import Image
 from playwright.sync_api import Browser, Page
 
 from tests.app import screenshots
-from tests.app.browser import Server, choose, opened, recorded, show, until
+from tests.app.browser import Server, choose, recorded, show, until, visited
 from tests.app.screenshots import PAGES
 from tests.benchmarks import page as figures
 from trainer.events import ErrorEvent, StatusEvent
@@ -32,9 +32,9 @@ def finished(server: Server) -> str:
 
 
 @pytest.mark.parametrize(("scheme", "rules"), [("light", None), ("dark", {"runOnly": ["color-contrast"]})])
-def test_everybody_can_read_and_reach_it(browser: Browser, server: Server, finished: str, scheme: str, rules):
+def test_everybody_can_read_and_reach_it(tab: Page, server: Server, finished: str, scheme: str, rules):
     found = []
-    with opened(browser, server.url, color_scheme=scheme) as page:
+    with visited(tab, server.url, scheme=scheme) as page:
         choose(page, "run-choice", finished)
         for name in PAGES:
             show(page, name)
@@ -47,8 +47,8 @@ def test_everybody_can_read_and_reach_it(browser: Browser, server: Server, finis
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (1920, 1080), (820, 1180)])
-def test_nothing_lies_beyond_the_edge_of_the_screen(browser: Browser, server: Server, finished, width, height):
-    with opened(browser, server.url, width, height) as page:
+def test_nothing_lies_beyond_the_edge_of_the_screen(tab: Page, server: Server, finished, width, height):
+    with visited(tab, server.url, width, height) as page:
         choose(page, "run-choice", finished)
         for name in PAGES:
             show(page, name)
