@@ -1,4 +1,7 @@
-"""From nothing to a trained adapter in a file of one's own, by nothing but the page in Chromium."""
+"""From nothing to a trained adapter in a file of its own, by nothing but the page in Chromium.
+
+The first of these files: its run goes on while another process does the tests of the others.
+"""
 
 from __future__ import annotations
 
