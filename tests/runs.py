@@ -33,6 +33,17 @@ def make_pictures(folder: Path, count: int = 8) -> Path:
     return folder
 
 
+def write_preset(file: Path, pictures: Path, steps: int = 20) -> Path:
+    """A preset of these pictures, named as its file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(
+        f"name: {file.stem}\nmodel: {{family: flux2}}\ndata: {{path: {pictures}, resolution: 64}}\n"
+        f"train: {{steps: {steps}}}\n",
+        encoding="utf-8",
+    )
+    return file
+
+
 def run_config(pictures: Path, **changes: Any) -> RunConfig:
     """A run of seconds: tiny FLUX.2, fp32, lr 1e-4. changes: dotted fields with __ for the dot."""
     values: dict[str, Any] = {

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import psutil
-from playwright.sync_api import APIResponse, Browser, Page, Playwright, Route
+from playwright.sync_api import APIResponse, Browser, Locator, Page, Playwright, Route
 
 from tests.runs import make_pictures, run_config
 from trainer.config import RunConfig
@@ -29,9 +29,9 @@ ROOT = Path(__file__).parents[2]
 STARTED_WITHIN_S = 120
 PATIENCE_S = 90
 """For whatever the page is to show: only a page that never shows it takes so long."""
+TRAINED_WITHIN_S = 240
+"""A real run of two ranks, or what it does between two answers."""
 LONG_AGO_S = 36_000
-STEPS = "#field-train-steps textarea, #field-train-steps input"
-"""Where the number of steps is typed."""
 FLAGS = (
     "--no-sandbox",
     "--disable-gpu",
@@ -179,14 +179,20 @@ def answers_held(page: Page) -> Iterator[list[tuple[Route, APIResponse]]]:
     handlers = "**/gradio_api/run/**"
     page.route(handlers, hold)
     yield held
-    number = 0
-    while number < len(asked):  # also what is asked meanwhile
-        while len(held) <= number:
-            page.wait_for_timeout(50)
-        route, answer = held[number]
+    while asked:  # also what is asked meanwhile
+        until_so(page, lambda: bool(held))
+        route, answer = held.pop(0)
         route.fulfill(response=answer)
-        number += 1
+        asked.remove(route)
     page.unroute(handlers)  # what is asked from now on goes on
+
+
+def until_so(page: Page, is_so: Callable[[], bool]) -> None:
+    """Wait for what is not told in the page's language; the page goes on meanwhile."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        page.wait_for_timeout(50)
 
 
 def state_is(page: Page, *states: str, timeout_s: float = PATIENCE_S) -> None:
@@ -210,12 +216,17 @@ def choose(page: Page, dropdown: str, option: str) -> None:
     page.get_by_role("option", name=option, exact=True).click()
 
 
-def write_over(page: Page, selector: str, text: str) -> None:
-    """Type into a field in place of what is there, as with a keyboard."""
-    page.locator(selector).click()
+def box(page: Page, name: str) -> Locator:
+    """Where the text of a component is typed, by the component's name."""
+    return page.locator(f"#{name} textarea, #{name} input")
+
+
+def write_over(page: Page, name: str, text: str) -> None:
+    """Type into a box in place of what is there, as with a keyboard."""
+    box(page, name).click()
     page.keyboard.press("Control+a")
     page.keyboard.press("Delete")
-    page.locator(selector).press_sequentially(text)
+    box(page, name).press_sequentially(text)
 
 
 def recorded(runs: Path, name: str, events: Sequence[AnyEvent] = (), **changes: Any) -> RunDir:

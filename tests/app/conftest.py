@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from tests.app.browser import Server, serving, start_chromium, visited
-from tests.runs import make_pictures
+from tests.runs import make_pictures, write_preset
 
 
 @pytest.fixture(scope="session")
@@ -53,11 +53,7 @@ def draft(runs: Path) -> Path:
 def own_data(runs: Path, draft: Path) -> Iterator[Path]:
     """Pictures a test may change, and a preset of them in the form of a page that is opened after this."""
     folder = make_pictures(runs.parent / "own")
-    preset = runs / "presets" / "own.yaml"
-    preset.parent.mkdir(exist_ok=True)
-    preset.write_text(
-        f"name: own\nmodel: {{family: flux2}}\ndata: {{path: {folder}, resolution: 64}}\ntrain: {{steps: 2}}\n"
-    )
+    preset = write_preset(runs / "presets" / "own.yaml", folder, steps=2)
     draft.write_text(json.dumps({"preset": "own", "values": {}}))
     yield folder
     shutil.rmtree(folder)

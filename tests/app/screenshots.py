@@ -10,12 +10,11 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from tests.app.browser import ROOT, choose, opened, serving, show, start_chromium, state_is, until
+from tests.app.browser import ROOT, TRAINED_WITHIN_S, choose, opened, serving, show, start_chromium, state_is, until
 
 PICTURES = ROOT / "trainer" / "assets" / "readme"
 PAGES = ("Train", "Monitor", "Samples", "Dataset", "Queue", "Runs", "Export", "Doctor")
 COLOURS = 64
-TRAINED_WITHIN_S = 240
 
 
 def take(browser: Browser, url: str, run: str, folder: Path) -> list[Path]:

@@ -10,7 +10,18 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page
 
-from tests.app.browser import STEPS, Server, choose, form_step, opened, reload, show, state_is, until, write_over
+from tests.app.browser import (
+    TRAINED_WITHIN_S,
+    Server,
+    choose,
+    form_step,
+    opened,
+    reload,
+    show,
+    state_is,
+    until,
+    write_over,
+)
 from trainer import launch
 from trainer.events import EventReader, StatusEvent
 from trainer.rundir import RunDir
@@ -21,9 +32,9 @@ def trained(browser: Browser, server: Server) -> RunDir:
     """A run of the quickstart by nothing but the page, with everything on the way that may happen to a page."""
     with opened(browser, server.url) as page:
         form_step(page, "Hardware")
-        write_over(page, STEPS, "40")  # one click more
+        write_over(page, "field-train-steps", "40")  # one click more
         page.locator("#start").dblclick()  # the third: two of them start one run
-        state_is(page, "training", timeout_s=240)
+        state_is(page, "training", timeout_s=TRAINED_WITHIN_S)
         until(page, "document.querySelector('#chart-loss canvas').dataset.n > 0")
         assert page.locator("#ranks .rank").count() == 2
         until(page, "document.querySelectorAll('#newest img').length === 4")
@@ -43,7 +54,7 @@ def trained(browser: Browser, server: Server) -> RunDir:
         state_is(page, "training", "sampling", "saving", "exporting", "finished")
         with opened(browser, server.url) as other:
             show(other, "Monitor")
-            state_is(other, "finished", timeout_s=240)
+            state_is(other, "finished", timeout_s=TRAINED_WITHIN_S)
         state_is(page, "finished")
         until(page, "document.querySelector('#chart-loss canvas').dataset.last === '40'")
     return run

@@ -17,13 +17,12 @@ from playwright.sync_api import Page
 from safetensors.torch import load_file, save_file
 
 from app.monitor import SILENT_S
-from tests.app.browser import Server, choose, recorded, show, state_is
+from tests.app.browser import TRAINED_WITHIN_S, Server, choose, recorded, show, state_is
 from tests.runs import make_pictures, run_config
 from trainer import launch
 from trainer.events import AnyEvent, EventReader, EventWriter, RankLine, StatusEvent, StepEvent
 from trainer.rundir import RunDir
 
-PATIENCE_S = 240
 HEADROOM = 160 * 2**20
 """Bytes: less than the activations of a step, more than a thread."""
 
@@ -35,7 +34,7 @@ def start(server: Server, name: str, pictures: Path, **fields: Any) -> launch.Ru
 
 
 def wait_for(run: RunDir, wanted: Callable[[AnyEvent], bool]) -> None:
-    events, deadline = EventReader(run.events_file), time.monotonic() + PATIENCE_S
+    events, deadline = EventReader(run.events_file), time.monotonic() + TRAINED_WITHIN_S
     while not any(map(wanted, events.read())):
         assert time.monotonic() < deadline, run.path
         time.sleep(0.01)
@@ -62,13 +61,13 @@ def failed(server: Server) -> Iterator[dict[str, RunDir]]:
     wait_for(runs["memory"], lambda event: isinstance(event, StatusEvent) and "trained parameters" in event.message)
     starve(rank(runs["memory"], 1), handles["memory"])
     for handle in handles.values():
-        handle.process.wait(PATIENCE_S)
+        handle.process.wait(TRAINED_WITHIN_S)
     yield {name: handle.run for name, handle in handles.items()}
 
 
 def starve(process: psutil.Process, handle: launch.RunHandle) -> None:
     """Leave a rank no more memory than it has between two steps, until its run ends."""
-    limit, deadline = resource.RLIM_INFINITY, time.monotonic() + PATIENCE_S
+    limit, deadline = resource.RLIM_INFINITY, time.monotonic() + TRAINED_WITHIN_S
     while handle.process.poll() is None:
         assert time.monotonic() < deadline, handle.run.path
         with contextlib.suppress(psutil.NoSuchProcess):

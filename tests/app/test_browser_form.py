@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 from playwright.sync_api import Browser, Page
 
 from tests.app.browser import (
-    PATIENCE_S,
     ROOT,
-    STEPS,
     Server,
     answers_held,
+    box,
     choose,
     form_step,
     opened,
     reload,
+    until_so,
     write_over,
 )
-from tests.runs import make_pictures
+from tests.runs import make_pictures, write_preset
 
 
 def test_the_form_shows_what_the_adapter_has_and_tells_a_wrong_value_at_its_row(page: Page):
@@ -33,7 +32,7 @@ def test_the_form_shows_what_the_adapter_has_and_tells_a_wrong_value_at_its_row(
     page.locator("#field-adapter-rank").wait_for(state="hidden")
     page.locator("#field-adapter-block_size").wait_for()
     form_step(page, "Hardware")
-    write_over(page, STEPS, "many")
+    write_over(page, "field-train-steps", "many")
     page.locator("#field-train-steps.wrong").wait_for()
     page.locator("#problems [role=alert]", has_text="train.steps").wait_for()
     assert page.locator("#start").is_disabled()
@@ -41,7 +40,7 @@ def test_the_form_shows_what_the_adapter_has_and_tells_a_wrong_value_at_its_row(
 
 def test_the_draft_is_there_after_a_reload_and_in_another_browser(page: Page, browser: Browser, server: Server):
     form_step(page, "Hardware")
-    write_over(page, STEPS, "123")
+    write_over(page, "field-train-steps", "123")
     page.locator("#changes", has_text="123").wait_for()
     reload(page)
     page.locator("#changes", has_text="123").wait_for()
@@ -52,7 +51,7 @@ def test_the_draft_is_there_after_a_reload_and_in_another_browser(page: Page, br
 
 def test_a_folder_that_is_not_there_keeps_start_from_starting(page: Page):
     form_step(page, "Dataset")
-    write_over(page, "#field-data-path textarea, #field-data-path input", "/no/such/folder")
+    write_over(page, "field-data-path", "/no/such/folder")
     page.locator("#field-data-path.wrong", has_text="/no/such/folder").wait_for()
     assert page.locator("#start").is_disabled()
 
@@ -75,10 +74,10 @@ def write_yaml(page: Page, text: str) -> None:
 
 def test_a_preset_can_be_kept(page: Page, runs: Path):
     form_step(page, "Hardware")
-    write_over(page, STEPS, "55")
+    write_over(page, "field-train-steps", "55")
     page.locator("#changes", has_text="55").wait_for()
     page.get_by_role("button", name="The whole config").click()
-    write_over(page, "#preset-name textarea, #preset-name input", "mine")
+    write_over(page, "preset-name", "mine")
     page.locator("#save-preset").click()
     page.locator("#problems", has_text="Saved as").wait_for()
     assert "steps: 55" in (runs / "presets" / "mine.yaml").read_text()
@@ -88,14 +87,11 @@ def test_what_overtakes_an_answer_changes_nothing_but_what_was_typed(own_data: P
     form_step(page, "Hardware")
     with answers_held(page) as held:
         choose(page, "preset", "quickstart")
-        write_over(page, STEPS, "57")
-        deadline = time.monotonic() + PATIENCE_S
-        while not any(len(route.request.post_data_json["data"]) > 50 for route, _ in held):  # all the fields
-            assert time.monotonic() < deadline
-            page.wait_for_timeout(100)
+        write_over(page, "field-train-steps", "57")
+        until_so(page, lambda: any(len(route.request.post_data_json["data"]) > 50 for route, _ in held))  # all fields
     page.locator("#commands", has_text="quickstart.yaml").wait_for(state="attached")
     page.wait_for_timeout(1_500)  # for what else is under way
-    shown, told = page.locator(STEPS).input_value(), page.locator("#commands").text_content() or ""
+    shown, told = box(page, "field-train-steps").input_value(), page.locator("#commands").text_content() or ""
     assert "data.path" not in page.locator("#changes").inner_text()
     assert (f"train.steps={shown}" in told) == (shown != "100"), told
 
@@ -103,15 +99,13 @@ def test_what_overtakes_an_answer_changes_nothing_but_what_was_typed(own_data: P
 def test_a_preset_whose_images_are_broken_is_shown_as_it_is(page: Page, runs: Path):
     folder = make_pictures(runs.parent / "broken")
     (folder / "00.png").write_bytes(b"no image")
-    preset = runs / "presets" / "broken.yaml"
-    preset.parent.mkdir(exist_ok=True)
-    preset.write_text(f"name: broken\nmodel: {{family: flux2}}\ndata: {{path: {folder}, resolution: 64}}\n")
+    write_preset(runs / "presets" / "broken.yaml", folder)
     reload(page)
     choose(page, "preset", "broken")
     page.locator("#problems [role=alert]", has_text="00.png").wait_for()
     form_step(page, "Dataset")
     page.locator("#field-data-path.wrong").wait_for()
-    assert page.locator("#field-data-path textarea, #field-data-path input").input_value() == str(folder)
+    assert box(page, "field-data-path").input_value() == str(folder)
 
 
 def test_a_full_disk_is_told_and_the_page_goes_on(page: Page, server: Server):
@@ -120,7 +114,7 @@ def test_a_full_disk_is_told_and_the_page_goes_on(page: Page, server: Server):
     process.rlimit(psutil.RLIMIT_FSIZE, (0, unlimited[1]))
     try:
         form_step(page, "Hardware")
-        write_over(page, STEPS, "99")
+        write_over(page, "field-train-steps", "99")
         page.locator("#problems", has_text="cannot be kept for later").wait_for()
         page.locator("#start").click()
         page.locator("#problems [role=alert]", has_text="cannot be made a run folder").wait_for()

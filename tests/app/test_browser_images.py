@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page
 
 from tests.app.browser import (
-    PATIENCE_S,
-    STEPS,
+    TRAINED_WITHIN_S,
     choose,
     form_step,
     show,
     until,
+    until_so,
     write_over,
 )
 from trainer.events import EventReader
@@ -23,12 +22,12 @@ from trainer.events import EventReader
 
 def test_a_caption_is_kept_as_it_is_typed_and_taken_back(own_data: Path, page: Page):
     show(page, "Dataset")
-    write_over(page, "#card-0 textarea", "a red square")
+    write_over(page, "card-0", "a red square")
     file = own_data / "00.txt"
     page.locator("#dataset-said", has_text="saved").wait_for()
-    until_text(file, "a red square")
-    write_over(page, "#search textarea, #search input", "picture")
-    write_over(page, "#replacement textarea, #replacement input", "drawing")
+    until_so(page, lambda: file.read_text().strip() == "a red square")
+    write_over(page, "search", "picture")
+    write_over(page, "replacement", "drawing")
     page.locator("#replace").click()
     page.locator("#dataset-said", has_text="Replaced in 7 captions").wait_for()
     assert (own_data / "01.txt").read_text() == "drawing number 1\n"
@@ -55,7 +54,7 @@ def test_a_folder_that_takes_long_is_waited_for_in_peace(own_data: Path, page: P
     page.locator("#problems", has_text="The images are being read").wait_for()
     assert page.locator("#start").is_disabled()
     form_step(page, "Hardware")
-    write_over(page, STEPS, "3")
+    write_over(page, "field-train-steps", "3")
     page.locator("#changes", has_text="train.steps").wait_for()
     writer = os.open(slow, os.O_RDWR)
     slow.unlink()
@@ -72,13 +71,6 @@ def test_the_noise_images_are_trained_at_is_shown_per_bucket(own_data: Path, pag
     page.locator("#recipe tr", has_text="64 x 64").locator(".histogram").wait_for()
 
 
-def until_text(file: Path, text: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while file.read_text().strip() != text:
-        assert time.monotonic() < deadline, file.read_text()
-        time.sleep(0.05)
-
-
 def test_runs_wait_in_the_queue_in_an_order_that_can_be_changed(own_data: Path, page: Page):
     show(page, "Queue")
     page.locator("#paused input").check()
@@ -86,9 +78,9 @@ def test_runs_wait_in_the_queue_in_an_order_that_can_be_changed(own_data: Path, 
     page.locator("#enqueue").click()
     page.locator("#problems", has_text="waits in the queue").wait_for()
     form_step(page, "Hardware")
-    write_over(page, "#field-name textarea, #field-name input", "second")
+    write_over(page, "field-name", "second")
     page.locator("#changes", has_text="second").wait_for()
-    write_over(page, "#gpus textarea, #gpus input", "0,1")
+    write_over(page, "gpus", "0,1")
     page.locator("#enqueue").click()
     page.locator("#problems", has_text="second waits in the queue").wait_for()
     show(page, "Queue")
@@ -113,6 +105,6 @@ def test_two_runs_of_the_queue_train_one_after_the_other(own_data: Path, page: P
         page.locator("#problems", has_text=f"own waits in the queue as number {number}").wait_for()
     show(page, "Queue")
     until(page, "document.querySelectorAll('#queue tr').length === 3")
-    until(page, "document.querySelector('#queue').innerText.split('finished').length === 3", timeout_s=240)
+    until(page, "document.querySelector('#queue').innerText.split('finished').length === 3", timeout_s=TRAINED_WITHIN_S)
     first, second = (EventReader(file).read() for file in sorted(runs.glob("own-*/events.jsonl")))
     assert first[-1].time < second[0].time

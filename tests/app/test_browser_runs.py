@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from tests.app.browser import (
-    PATIENCE_S,
     Server,
     answers_held,
     choose,
@@ -19,6 +17,7 @@ from tests.app.browser import (
     show,
     state_is,
     until,
+    until_so,
     write_over,
 )
 from trainer import launch
@@ -59,7 +58,7 @@ def test_a_run_is_tagged_cloned_and_deleted_after_a_question(page: Page, runs: P
     show(page, "Runs")
     page.locator("#runs tr", has_text="gone").wait_for()
     choose(page, "one-run", "gone")
-    write_over(page, "#tags textarea, #tags input", "first, good")
+    write_over(page, "tags", "first, good")
     page.locator("#keep-tags").click()
     page.locator("#runs tr", has_text="first, good").wait_for()
     page.locator("#delete").click()
@@ -101,8 +100,7 @@ def test_the_chosen_run_is_shown_also_when_an_answer_about_another_comes_late(pa
     choose(page, "run-choice", "drawn")
     state_is(page, "finished")
     with answers_held(page) as held:
-        while not held:
-            page.wait_for_timeout(100)
+        until_so(page, lambda: bool(held))
         choose(page, "run-choice", "scripted")
         page.wait_for_timeout(1_000)
     state_is(page, "failed")
@@ -116,10 +114,7 @@ def test_what_is_downloaded_is_of_the_chosen_run(page: Page, runs: Path):
         (RunDir.open(runs / name).export / "same.safetensors").write_text(name)
         choose(page, "run-choice", name)
         page.locator("#exports tr", has_text="same.safetensors").wait_for()
-        deadline = time.monotonic() + PATIENCE_S
-        while downloaded(page) != name:
-            assert time.monotonic() < deadline
-            page.wait_for_timeout(200)
+        until_so(page, lambda wanted=name: downloaded(page) == wanted)
 
 
 def downloaded(page: Page) -> str:

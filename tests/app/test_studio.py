@@ -14,7 +14,7 @@ import pytest
 from app import form, runs
 from app.form import Draft
 from app.studio import Studio
-from tests.runs import make_pictures
+from tests.runs import make_pictures, write_preset
 from trainer import launch
 from trainer.config import InputError
 
@@ -27,9 +27,7 @@ def studio(tmp_path: Path) -> Studio:
 @pytest.fixture
 def preset(tmp_path: Path) -> Path:
     folder = make_pictures(tmp_path / "pictures", count=2)
-    file = tmp_path / "own.yaml"
-    file.write_text(f"name: own\nmodel: {{family: flux2}}\ndata: {{path: {folder}, resolution: 64}}\n")
-    return file
+    return write_preset(tmp_path / "own.yaml", folder)
 
 
 def test_the_first_draft_is_the_quickstart_and_a_kept_one_outlives_the_page(studio: Studio):

@@ -14,7 +14,7 @@ from app.form import Draft
 from app.pages import train
 from app.pages.train import TrainPage
 from app.studio import Studio
-from tests.runs import make_pictures
+from tests.runs import make_pictures, write_preset
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # gradio's event loops
 
@@ -41,10 +41,7 @@ class Shown:
 def studio(tmp_path: Path) -> Studio:
     folder = make_pictures(tmp_path / "pictures", count=2)
     studio = Studio(tmp_path / "runs")
-    (studio.runs / "presets").mkdir(parents=True)
-    (studio.runs / "presets" / "own.yaml").write_text(
-        f"name: own\nmodel: {{family: flux2}}\ndata: {{path: {folder}, resolution: 64}}\ntrain: {{steps: 20}}\n"
-    )
+    write_preset(studio.runs / "presets" / "own.yaml", folder)
     return studio
 
 

@@ -46,9 +46,11 @@ def local(tensor: Tensor) -> Tensor:
 def test_eight_bit_states_on_two_ranks_train_what_they_train_on_one() -> None:
     """Where a shard is whole blocks of 256 numbers, at least 4096 of them: smaller shards keep fp32 states, and then
     differ from one process by what 8 bits cost: two weights of three by more than 1e-6. Here a code of 8 bits may turn
-    where sums are rounded in another order, and moves one weight."""
+    where sums are rounded in another order, and moves one weight by less than a step."""
     (alone, quantized_alone), *_ = run_ranks(1, trained)
     (shared, quantized_shared), *_ = run_ranks(2, trained)
     assert quantized_alone == quantized_shared == 2
     for name in alone:
-        assert float(((alone[name] - shared[name]).abs() > 1e-6).float().mean()) <= 1e-4, name
+        difference = (alone[name] - shared[name]).abs()
+        assert float((difference > 1e-6).float().mean()) <= 1e-4, name
+        assert float(difference.max()) <= LR, name
