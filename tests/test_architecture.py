@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 # A module imports only from rows above its own. Modules of one row never import each other; those of one package may.
 ROWS = (
     "config yamltext",
-    "events facts fields foreign",
+    "events facts fields foreign zero",
     "configfile",
     "rundir",
     "diagnosis gpus hub report rng weights world",
@@ -35,16 +35,17 @@ ROWS = (
     "clock doctor objectives",
     "adapters checkpoint data families optim parallel quantize sampling trackers",
     "prepare trained",
-    "encode export extract headless modules queue recipe",
+    "encode export extract headless modules queue recipe trials",
     "train",
     "__main__ demo",
+    "measure",
 )
 LEVEL_0 = frozenset(" ".join(ROWS[:4]).split())
 LEVEL_0_NEEDS = frozenset({"annotated_types", "pydantic", "pydantic_core", "yaml"})
 # What is free of torch and above the trainer; its checks, queue and doctor are those of the command line.
 APP_SEES_ROWS = (
     "config configfile data diagnosis doctor events facts fields gpus headless launch plan",
-    "prepare queue report rundir yamltext",
+    "prepare queue report rundir trials yamltext zero",
 )
 APP_SEES = frozenset(" ".join(APP_SEES_ROWS).split())
 NEVER = frozenset({"accelerate", "deepspeed", "lightning", "pytorch_lightning", "torchvision"})

@@ -28,18 +28,24 @@ def main() -> int:
     """Exit code 0 done or stopped, 1 failed (by torch's record), 2 the user's mistake."""
     arguments = _parser().parse_args()
     run = RunDir.open(arguments.run_dir)
+    if not arguments.export:
+        return on_every_rank(run, _train)
     try:
-        if arguments.export:
-            cfg = run.config().exporting(arguments.export, arguments.format, arguments.dtype)
-            for path in _export(cfg, run):
-                print(path)
-        else:
-            _train(run)
+        cfg = run.config().exporting(arguments.export, arguments.format, arguments.dtype)
+        for path in _export(cfg, run):
+            print(path)
     except InputError as error:
-        if arguments.export:
-            print(error)  # stderr is full of what libraries log while they load
-        else:
-            launch.record_mistake(run, int(os.environ.get("RANK", 0)), str(error))
+        print(error)  # stderr is full of what libraries log while they load
+        return 2
+    return 0
+
+
+def on_every_rank(run: RunDir, work: Callable[[RunDir], None]) -> int:
+    """Do what torchrun started this rank for. Returns the exit code: 2 for the user's mistake, which is recorded."""
+    try:
+        work(run)
+    except InputError as error:
+        launch.record_mistake(run, int(os.environ.get("RANK", 0)), str(error))
         return 2
     return 0
 

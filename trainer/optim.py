@@ -52,6 +52,12 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
             group["lr"] = lr
 
 
+def state_tensors(optimizer: Optimizer) -> list[Tensor]:
+    """What the optimizer remembers per weight; its counters of steps are left out."""
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, Tensor) and value.numel() > 1]
+
+
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -> float:
     """Scale all gradients down to a global norm of `max_norm`; None leaves them. Collective.
 

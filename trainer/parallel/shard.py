@@ -26,8 +26,11 @@ COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def blocks_of(model: nn.Module, class_names: Sequence[str]) -> list[nn.Module]:
-    """The modules of the named classes, in the order they are defined, which is the order they run in."""
-    return [module for module in model.modules() if type(module).__name__ in class_names]
+    """The modules of the named classes, in the order they are defined, which is the order they run in.
+
+    A sharded module's class has another name: `fully_shard` puts FSDP before it.
+    """
+    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in class_names]
 
 
 def parallelize(

@@ -1,0 +1,120 @@
+"""What torchrun starts on every rank to compare variants of a run: `python -m trainer.measure RUN_DIR`."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from trainer import trials
+from trainer.__main__ import cache_folder, on_every_rank
+from trainer.events import StatusEvent
+from trainer.optim import state_tensors
+from trainer.parallel.memory import full_bytes, local_bytes
+from trainer.parallel.probe import Probe
+from trainer.parallel.shard import COMPUTE_DTYPE, blocks_of
+from trainer.report import write_report
+from trainer.rundir import RunDir
+from trainer.train import Trainer, speaker
+from trainer.trials import Cost
+from trainer.world import World, connect
+from trainer.zero import ModelBytes, RankBytes, expected
+
+
+def main() -> int:
+    """Exit codes as of `python -m trainer`."""
+    return on_every_rank(RunDir.open(Path(sys.argv[1])), _measure_all)
+
+
+@record
+def _measure_all(run: RunDir) -> None:
+    with connect(run.config().parallel) as world:
+        say = speaker(run, world)
+        variants = trials.folders(run)
+        for number, (label, trial) in enumerate(variants.items()):
+            say(StatusEvent(state="training", message=label, done=number, total=len(variants)))
+            cost = measure(trial, world, cache_folder(run.config(), run))
+            if world.rank == 0:
+                trials.write(cost, trial)
+        say(StatusEvent(state="finished", done=len(variants), total=len(variants)))
+
+
+def measure(run: RunDir, world: World, cache: Path) -> Cost:
+    """Train a run to its end and say what it took. Collective."""
+    say = speaker(run, world)
+    trainer = Trainer(run.config(), run, world, cache, say)
+    try:
+        if trainer.data.validation:
+            trainer.validate()
+        if trainer.cfg.sample.every:
+            trainer.draw_samples()
+        trainer.train_step()  # the first step allocates what later ones reuse
+        cost = _watched_step(trainer)
+        end = trainer.train()
+        if trainer.data.validation:
+            trainer.validate()
+        say(StatusEvent(state=end, step=trainer.step))
+    finally:
+        trainer.close()
+        gc.collect()  # hooks and the modules they belong to point at each other: the next trial needs the room
+    if world.rank == 0:
+        write_report(run)
+    return cost
+
+
+def _watched_step(trainer: Trainer) -> Cost:
+    cfg, world, loaded = trainer.cfg, trainer.world, trainer.loaded
+    module = loaded.module[trainer.family.components[0]]
+    with Probe(module, blocks_of(module, trainer.family.shard_blocks), trainer.optimizer) as probe:
+        trainer.train_step()
+    images = cfg.train.batch_size // world.size // cfg.micro_steps
+    model = _whole(trainer)
+    shards = loaded.mesh.size(-1) if loaded.mesh else 1
+    mine = RankBytes(
+        weights=local_bytes(loaded.module.parameters()),
+        gradients=probe.gradients,
+        optimizer_state=local_bytes(state_tensors(trainer.optimizer)),
+        gathered=probe.gathered,
+        sent=probe.sent,
+    )
+    return Cost(
+        strategy=loaded.strategy,
+        shard_size=shards,
+        images=images,
+        num_parameters=sum(p.numel() for p in loaded.module.parameters()),
+        num_trained=sum(p.numel() for p in trainer.parameters),
+        is_offloaded=cfg.parallel.cpu_offload,
+        model=model,
+        ranks=tuple(world.gather(mine)),
+        activations=tuple(world.gather(probe.activations)),
+        peaks=tuple(world.gather(trainer.meter.read().peak)),
+        formula=expected(model, loaded.strategy, world.size, shards),
+    )
+
+
+def _whole(trainer: Trainer) -> ModelBytes:
+    """The whole model in numbers, from its shapes alone."""
+    module = trainer.loaded.module
+    dtype = COMPUTE_DTYPE[trainer.cfg.train.precision]
+    blocks = blocks_of(module, trainer.family.shard_blocks)
+
+    def computed(parameters: Iterable[Tensor]) -> int:
+        return sum(p.numel() * dtype.itemsize for p in parameters)
+
+    sizes = [computed(block.parameters()) for block in blocks]
+    return ModelBytes(
+        weights=full_bytes(module.parameters()),
+        gradients=full_bytes(trainer.parameters),
+        optimizer_state=full_bytes(state_tensors(trainer.optimizer)),
+        computed=computed(module.parameters()),
+        root=computed(module.parameters()) - sum(sizes),
+        block=max(sizes, default=0),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Variants of one run, trained one after the other by the same ranks, to compare what they cost.
+
+Each is a run folder of its own below `trials/` of the run that holds them. `trainer.measure` is what torchrun starts.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from trainer import configfile, launch, prepare
+from trainer.config import InputError
+from trainer.configfile import ConfigFile
+from trainer.events import EventReader, ValidationEvent, latest_steps
+from trainer.rundir import RunDir
+from trainer.zero import ModelBytes, RankBytes
+
+MODULE = "trainer.measure"
+WARM_UP_STEPS = 2
+"""Steps at the start of a trial that its step time leaves out: the first allocates, the second is watched."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one trial took. ranks, activations, peaks: bytes of each rank.  model: bytes of the whole.
+
+    activations: what forward left for backward.  peaks: the most a rank had taken, on a CPU its process with all that
+    came before.  shard_size: ranks that share one copy.  images: per rank and pass.  num_trained: parameters that are
+    trained.  is_offloaded: whether what is held lies in the host's memory.  formula: what `trainer.zero` expects.
+    """
+
+    strategy: str
+    shard_size: int
+    images: int
+    num_parameters: int
+    num_trained: int
+    is_offloaded: bool
+    model: ModelBytes
+    ranks: tuple[RankBytes, ...]
+    activations: tuple[int, ...]
+    peaks: tuple[int, ...]
+    formula: RankBytes
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trained variant. seconds: median of a step.  losses: of each step.  validation: loss on the held-out images."""
+
+    label: str
+    run: RunDir
+    cost: Cost
+    seconds: float
+    losses: tuple[float, ...]
+    validation: tuple[float, ...]
+
+
+def create(config: ConfigFile, variants: Mapping[str, Sequence[str]], runs: Path) -> RunDir:
+    """A run folder with one of its own for each variant: {label: overrides as `key=value`}. Nothing is started.
+
+    Raises InputError as `prepare.new_run` does, and for variants that need another number of ranks.
+    """
+    size = config.config.parallel.world_size
+    if config.config.train.steps <= WARM_UP_STEPS:
+        raise InputError(
+            f"{config.where('train.steps')}: train.steps: {config.config.train.steps} steps are too few to compare; "
+            f"set {WARM_UP_STEPS + 1} or more"
+        )
+    run = prepare.new_run(config, runs)
+    for number, (label, overrides) in enumerate(variants.items(), 1):
+        variant = configfile.load(run.config_file, overrides)
+        prepare.check(variant)
+        if variant.config.parallel.world_size != size:
+            raise InputError(
+                f"variant '{label}': {variant.config.parallel.world_size} ranks, but the others have {size}; "
+                "compare them in a run of their own"
+            )
+        RunDir.create(run.path, variant.config, run.path / "trials" / f"{number:02d}-{_file_name(label)}")
+    (run.path / "trials" / "labels.json").write_bytes(_LABELS.dump_json(list(variants)))
+    return run
+
+
+def start(run: RunDir) -> None:
+    """Train what `create` made, in the background."""
+    launch.start(run.config(), run, MODULE)
+
+
+def folders(run: RunDir) -> dict[str, RunDir]:
+    """{label: run folder} of the variants."""
+    labels = _LABELS.validate_json((run.path / "trials" / "labels.json").read_bytes())
+    found = sorted(path for path in (run.path / "trials").iterdir() if path.is_dir())
+    return {label: RunDir(path) for label, path in zip(labels, found, strict=True)}
+
+
+def read(run: RunDir) -> list[Trial]:
+    """The trials that are over, in their order."""
+    return [_read(label, trial) for label, trial in folders(run).items() if cost_file(trial).is_file()]
+
+
+def cost_file(trial: RunDir) -> Path:
+    return trial.path / "cost.json"
+
+
+def write(cost: Cost, trial: RunDir) -> None:
+    """Keep what a trial took."""
+    cost_file(trial).write_bytes(_COST.dump_json(cost, indent=1))
+
+
+def _read(label: str, trial: RunDir) -> Trial:
+    events = EventReader(trial.events_file).read()
+    steps = latest_steps(events)
+    return Trial(
+        label=label,
+        run=trial,
+        cost=_COST.validate_json(cost_file(trial).read_bytes()),
+        seconds=statistics.median(step.seconds for step in steps[WARM_UP_STEPS:]),
+        losses=tuple(step.loss for step in steps),
+        validation=tuple(event.loss for event in events if isinstance(event, ValidationEvent)),
+    )
+
+
+def _file_name(label: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", label).strip("-.") or "trial"
+
+
+_COST = TypeAdapter(Cost)
+_LABELS = TypeAdapter(list[str])

@@ -1,0 +1,79 @@
+"""What each way of sharding keeps on a rank and sends in a step: the arithmetic of ZeRO, as it is under FSDP2.
+
+Source of the stages: ZeRO (arXiv 1910.02054), sections 5 and 7. `ddp` keeps everything on every rank, `grad_op` is its
+P_os+g, `full` its P_os+g+p, `hybrid` is `full` inside groups of ranks that are copies of each other (MiCS, arXiv
+2205.00119). Unlike ZeRO's, the shards of `grad_op` hold the weights too: they are whole only during a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """Bytes of one whole copy. weights: as they are kept.  gradients, optimizer_state: of what is trained.
+
+    computed: the weights as they are gathered, in the type of the compute.  root: of these what no block holds.
+    block: of these the largest block.
+    """
+
+    weights: int
+    gradients: int
+    optimizer_state: int
+    computed: int
+    root: int
+    block: int
+
+    @classmethod
+    def of_parameters(cls, number: int) -> ModelBytes:
+        """A model trained whole by Adam in mixed precision, without regard to blocks.
+
+        2 bytes of weights, 2 of gradients, 12 of optimizer state (fp32 weights and two moments) per parameter, as in
+        ZeRO, section 3.1.
+        """
+        return cls(2 * number, 2 * number, 12 * number, 2 * number, 0, 0)
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes of one rank. weights, optimizer_state: held from step to step.  gradients: held at the end of backward.
+
+    gathered: most weights that are whole at once in forward, beside what is held.  sent: to other ranks in a step,
+    by ring algorithms.
+    """
+
+    weights: float
+    gradients: float
+    optimizer_state: float
+    gathered: float
+    sent: float
+
+    @property
+    def held(self) -> float:
+        """Weights, gradients and optimizer state: what ZeRO divides."""
+        return self.weights + self.gradients + self.optimizer_state
+
+
+def expected(model: ModelBytes, strategy: str, ranks: int, shard_size: int) -> RankBytes:
+    """What a strategy means for a rank. shard_size: ranks of a group of `hybrid`."""
+    shards = {"ddp": 1, "none": 1, "grad_op": ranks, "full": ranks, "hybrid": shard_size}[strategy]
+    frees_blocks = strategy in ("full", "hybrid")
+    # FSDP2 computes on gathered copies also where a group is a single rank, as in ddp.
+    whole = model.root + model.block if frees_blocks else model.computed
+    # Blocks freed after forward are gathered again in backward; the root is not freed.
+    gathers = model.computed + (model.computed - model.root if frees_blocks else 0)
+    inside = ring_share(shards) * (gathers + model.gradients)
+    between = 2 * ring_share(ranks // shards) * model.gradients / shards
+    return RankBytes(
+        weights=model.weights / shards,
+        gradients=model.gradients / shards,
+        optimizer_state=model.optimizer_state / shards,
+        gathered=0.0 if strategy == "none" else whole,
+        sent=inside + between,
+    )
+
+
+def ring_share(ranks: int) -> float:
+    """Share of a tensor that each rank sends in a ring all-gather or reduce-scatter over `ranks`."""
+    return (ranks - 1) / ranks
