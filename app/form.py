@@ -61,9 +61,13 @@ class Draft:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def typed(self, name: str, text: str | bool) -> Draft:
-        """The draft after `text` was typed into the row of a field."""
-        values = {key: value for key, value in self.values.items() if key != name}
-        return replace(self, values=values | {name: _value(_slot(name), text)})
+        """The draft after `text` was typed into the row of a field.
+
+        What was typed for fields that a section of another `type` does not have is gone with them.
+        """
+        value = _value(_slot(name), text)
+        values = {key: kept for key, kept in self.values.items() if key != name and not _leaves_out(name, value, key)}
+        return replace(self, values=values | {name: value})
 
     @property
     def overrides(self) -> list[str]:
@@ -96,6 +100,14 @@ class Checked:
     def changes(self) -> dict[str, tuple[Any, Any]]:
         """{field: (preset's value, value)} of what differs from the preset."""
         return changes(self.preset.config, self.config)
+
+
+def from_overrides(preset: Path, overrides: Sequence[str]) -> Draft:
+    """The draft that is a preset with `key=value` of the command line. Raises ConfigError with all that is wrong."""
+    loaded = configfile.load(preset, overrides)
+    values = loaded.config.model_dump(mode="json")
+    given = [_row_of(name) for name, place in loaded.places.items() if place == str(configfile.COMMAND_LINE)]
+    return Draft(preset, {name: value_at(values, name) for name in given if name})
 
 
 def check(draft: Draft) -> Checked:
@@ -191,6 +203,14 @@ def _slot(name: str) -> Slot:
     return here
 
 
+def _leaves_out(name: str, value: Any, key: str) -> bool:
+    """Whether the value of this field is the type of a section that has no field `key`."""
+    section, _, leaf = name.partition(".")
+    kind = _slot(section).tags.get(value) if leaf == "type" and isinstance(value, str) else None
+    above, _, inner = key.partition(".")
+    return kind is not None and above == section and inner not in kind.model_fields
+
+
 def _words(name: str, here: Slot) -> tuple[str, ...]:
     return family_names() if name == "model.family" else here.words
 
@@ -218,7 +238,7 @@ def _fits(name: str, value: Any, config: RunConfig) -> bool:
     if name == "adapter.type" or not _exists(name, config):
         return True
     changed = _with(config, name.split("."), value)
-    return not any(_row_of(problem) == name or name.startswith(f"{problem.field}.") for problem in rules(changed))
+    return not any(_row_of(problem.field) == name or name.startswith(f"{problem.field}.") for problem in rules(changed))
 
 
 def _with(section: Section, keys: Sequence[str], value: Any) -> Any:
@@ -292,13 +312,13 @@ def value_at(values: Mapping[str, Any], name: str) -> Any:
 
 def _by_row(problems: Iterable[Problem]) -> dict[str, str]:
     """{field of a row: what is wrong}, the first problem of each."""
-    return {_row_of(problem): problem.message for problem in reversed(list(problems))}
+    return {_row_of(problem.field): problem.message for problem in reversed(list(problems))}
 
 
-def _row_of(problem: Problem) -> str:
-    """The field whose row shows a problem of a part of it, as `model.train.transformer` or `data.folders[0].path`."""
+def _row_of(part: str) -> str:
+    """The field whose row shows a part of it, as `model.train.transformer` or `data.folders[0].path`; none's is ''."""
     known = set(all_names())
-    name = problem.field.partition("[")[0]
+    name = part.partition("[")[0]
     while name and name not in known:
         name = name.rpartition(".")[0]
     return name

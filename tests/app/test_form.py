@@ -173,6 +173,36 @@ def test_the_review_tells_what_differs_from_the_preset():
     assert changes == {"adapter.type": ("lora", "lokr"), "train.steps": (100, 7), "optim.warmup": (10, 1)}
 
 
+def test_another_adapter_leaves_out_what_was_typed_for_the_one_before():
+    draft = typed(("adapter.rank", "8"), ("adapter.targets", "attn.to_q"), ("adapter.type", "boft"))
+    assert draft.overrides == ['adapter.targets=["attn.to_q"]', "adapter.type=boft"]
+    assert form.check(draft).errors == {}
+    assert form.check(draft.typed("adapter.type", "many")).draft.values["adapter.targets"] == ["attn.to_q"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "values"),
+    [
+        ([], {}),
+        (["train.steps=70", "name=2024"], {"train.steps": 70, "name": "2024"}),
+        (["model.train.transformer=adapter"], {"model.train": {"transformer": "adapter"}}),
+        (["adapter.rank_pattern.attn.to_q=8"], {"adapter.rank_pattern": {"attn.to_q": 8}}),
+        (["adapter={type: lokr, rank: 4}"], {"adapter.type": "lokr", "adapter.rank": 4}),
+        (["optim.clip_norm="], {"optim.clip_norm": None}),
+        (["learning_rate=1e-5"], {"optim.lr": 1e-5}),
+    ],
+)
+def test_overrides_of_the_command_line_become_a_draft(overrides: list[str], values: dict[str, Any]):
+    draft = form.from_overrides(QUICKSTART, overrides)
+    assert draft.values == values
+    assert configfile.load(QUICKSTART, draft.overrides).config == configfile.load(QUICKSTART, overrides).config
+
+
+def test_a_wrong_override_is_refused():
+    with pytest.raises(configfile.ConfigError, match=r"command line: train\.steps: needs a whole number"):
+        form.from_overrides(QUICKSTART, ["train.steps=many"])
+
+
 def test_yaml_that_was_edited_becomes_the_draft(tmp_path: Path):
     checked = form.check(Draft(QUICKSTART))
     text = configfile.dump(checked.config).replace("steps: 100", "steps: 55").replace("rank: 16", "rank: 4")
