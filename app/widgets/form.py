@@ -1,0 +1,279 @@
+"""The form of a run as widgets of a notebook: a tab per step, a row per field, and the code that makes it again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+
+import ipywidgets as widgets
+from IPython.display import HTML, DisplayHandle, display
+from ipywidgets.widgets.widget_bool import CheckboxStyle
+from ipywidgets.widgets.widget_description import DescriptionStyle
+from ipywidgets.widgets.widget_string import HTMLStyle, TextStyle
+
+from app import form
+from app.form import Checked, Row
+from trainer import configfile
+from trainer.configfile import ConfigError, ConfigFile
+from trainer.fields import shown
+
+Typed = Callable[[str, str | bool], None]
+"""Takes a field and what was typed into its row."""
+
+TITLES = {"Hardware": "Hardware and training"}
+"""{step: title of its tab} where they differ"""
+
+TEXTAREA_ROWS = {"lines": 3, "yaml": 2}
+CODE_WIDTH = 100
+CODE = re.compile("`([^`]+)`")
+
+CSS = """
+.shardstudio-form { container-type: inline-size; --bad: color-mix(in srgb, #dc2626 75%, currentColor);
+  --quiet: color-mix(in srgb, currentColor 75%, transparent); --jp-widgets-inline-label-width: 230px; }
+.shardstudio-form .lm-TabBar-tab { flex: 0 1 auto !important; min-width: 0 !important; }
+.shardstudio-form .widget-toggle-button { align-self: flex-start; padding: 0 12px; margin: 8px 0; }
+.shardstudio-form .wrong { color: var(--bad); }
+.shardstudio-rows { display: grid; grid-template-columns: minmax(0, 560px) minmax(200px, 1fr); gap: 6px 16px;
+  overflow: visible; }
+.shardstudio-rows > * { margin: 0 !important; overflow: visible; }
+.shardstudio-rows .widget-label { align-self: start; height: auto; padding-top: 6px; line-height: 1.2 !important;
+  white-space: normal !important; overflow-wrap: anywhere; }
+.shardstudio-rows .widget-html-content { padding-top: 5px; line-height: 1.35 !important; overflow-wrap: anywhere; }
+.shardstudio-rows .widget-checkbox > .widget-label { display: none; }
+.shardstudio-rows .widget-label-basic { display: flex; flex-direction: row-reverse; align-items: center; }
+.shardstudio-rows .widget-label-basic span { width: var(--jp-widgets-inline-label-width); text-align: right;
+  margin-right: calc(var(--jp-widgets-inline-margin) * 2); }
+.shardstudio-rows select { appearance: auto; background-image: none !important; }
+.shardstudio-rows .help { color: var(--quiet); }
+.shardstudio-rows .wrong { display: block; }
+.shardstudio-bad :is(input, textarea, select) { border-color: var(--bad) !important;
+  box-shadow: 0 0 0 1px var(--bad) !important; }
+.shardstudio-form .review :is(p, ul) { margin: 4px 0; }
+.shardstudio-form .review pre { margin: 8px 0; padding: 8px; line-height: 1.35; white-space: pre-wrap;
+  overflow-wrap: anywhere; background: color-mix(in srgb, currentColor 6%, transparent); }
+@container (max-width: 780px) {
+  .shardstudio-rows { grid-template-columns: minmax(0, 1fr); gap: 0; }
+  .shardstudio-rows > .widget-html { padding: 0 0 8px calc(var(--jp-widgets-inline-label-width) + 8px); }
+}
+.jp-OutputArea-child:has(.shardstudio-form) + .jp-OutputArea-child:has(.shardstudio-code) { display: none; }
+"""
+
+
+class Form:
+    """A preset with some values changed, to be changed further. As the last line of a cell it is shown below it.
+
+    widget: what is shown, to be put into other widgets.
+    """
+
+    def __init__(self, preset: Path, overrides: Sequence[str] = (), named: str = "") -> None:
+        """named: what the code that makes the form again calls the preset, by default its file.
+
+        Raises ConfigError when the preset or an override is wrong.
+        """
+        self._named = named or str(preset)
+        self._draft = form.from_overrides(preset, overrides)
+        self._is_showing = False
+        self._kept: DisplayHandle | None = None
+        looks = _Looks()
+        self._steps = {name: _Step(looks, self._typed, self._show) for name in form.STEPS}
+        self._tabs = widgets.Tab([step.box for step in self._steps.values()], layout=looks.shown)
+        self._review = widgets.HTML(layout=looks.shown, style=looks.html)
+        style = widgets.HTML(f"<style>{CSS}</style>", layout=looks.hidden, style=looks.html)
+        self.widget = widgets.VBox([style, self._tabs, self._review], layout=looks.shown)
+        self.widget.add_class("shardstudio-form")
+        self._show()
+
+    @property
+    def inputs(self) -> dict[str, widgets.ValueWidget]:
+        """{field: widget} of the rows that were made so far. To set a `value` is to type it."""
+        return {name: line.input for step in self._steps.values() for name, line in step.lines.items()}
+
+    @property
+    def more(self) -> dict[str, widgets.ToggleButton]:
+        """{step: what shows the rest of its settings}"""
+        return {name: step.more for name, step in self._steps.items()}
+
+    @property
+    def overrides(self) -> list[str]:
+        """What was changed, as `key=value`."""
+        return self._draft.overrides
+
+    @property
+    def config(self) -> ConfigFile:
+        """The config as it stands. Raises ConfigError with everything that is wrong with it."""
+        return configfile.load(self._draft.preset, self.overrides)
+
+    @property
+    def code(self) -> str:
+        """The call that makes this form again."""
+        arguments = [repr(text) for text in (self._named, *self.overrides)]
+        line = f"notebook.form({', '.join(arguments)})"
+        if len(line) <= CODE_WIDTH:
+            return line
+        return "\n".join(["notebook.form(", *(f"    {argument}," for argument in arguments), ")"])
+
+    def _ipython_display_(self) -> None:
+        self._kept = self._kept or DisplayHandle()
+        shown_without_widgets = {"text/plain": "A form, while its kernel lives."}
+        display(self.widget._repr_mimebundle_() | shown_without_widgets, raw=True)
+        self._kept.display(self._keepsake())
+
+    def _keepsake(self) -> HTML:
+        """What the notebook keeps of the form when the kernel has ended. Below a form that lives it is hidden."""
+        return HTML(f'<div class="shardstudio-code">The form as code:<pre>{escape(self.code)}</pre></div>')
+
+    def _typed(self, name: str, value: str | bool) -> None:
+        if not self._is_showing:  # then it is the form that sets the value
+            self._draft = self._draft.typed(name, value)
+            self._show()
+
+    def _show(self) -> None:
+        """Bring all widgets up to date with the draft. They are changed in place: what has the focus keeps it."""
+        if self._is_showing:
+            return
+        if self._kept:
+            self._kept.update(self._keepsake())
+        try:
+            checked = form.check_files(form.check(self._draft))
+        except ConfigError as error:  # the preset's file was changed meanwhile
+            self._review.value = _review([("", str(error))], "", self.code)
+            return
+        self._is_showing = True
+        try:
+            self._show_rows(form.rows(checked))
+        finally:
+            self._is_showing = False
+        self._review.value = _review(checked.errors.items(), _changes(checked), self.code)
+
+    def _show_rows(self, rows: Sequence[Row]) -> None:
+        for index, (name, step) in enumerate(self._steps.items()):
+            own = [row for row in rows if form.step_of(row.field) == name]
+            step.show(own)
+            wrong = sum(bool(row.error) for row in own)
+            self._tabs.set_title(index, TITLES.get(name, name) + (f" ({wrong} wrong)" if wrong else ""))
+
+
+@dataclass(frozen=True)
+class _Looks:
+    """What all widgets of a form share. By default every widget has its own, each 1 kB of a saved notebook."""
+
+    shown: widgets.Layout = field(default_factory=lambda: widgets.Layout(width="auto"))
+    hidden: widgets.Layout = field(default_factory=lambda: widgets.Layout(display="none"))
+    html: HTMLStyle = field(default_factory=HTMLStyle)
+    text: TextStyle = field(default_factory=TextStyle)
+    choice: DescriptionStyle = field(default_factory=DescriptionStyle)
+    switch: CheckboxStyle = field(default_factory=CheckboxStyle)
+
+    def layout(self, is_visible: bool) -> widgets.Layout:
+        return self.shown if is_visible else self.hidden
+
+
+class _Step:
+    """The rows of a step: those in front, and below a button the others, which are made when it is first pressed.
+
+    A row stays where it was first shown.
+    """
+
+    def __init__(self, looks: _Looks, typed: Typed, opened: Callable[[], None]) -> None:
+        self._looks = looks
+        self._typed = typed
+        self._front: dict[str, _Line] = {}
+        self._others: dict[str, _Line] = {}
+        self._front_box, self._others_box = widgets.Box(layout=looks.shown), widgets.Box(layout=looks.hidden)
+        self._front_box.add_class("shardstudio-rows")
+        self._others_box.add_class("shardstudio-rows")
+        self.more = widgets.ToggleButton(layout=looks.hidden)
+        self.more.observe(lambda _: opened(), "value")
+        self.box = widgets.VBox([self._front_box, self.more, self._others_box], layout=looks.shown)
+
+    @property
+    def lines(self) -> Mapping[str, _Line]:
+        return self._front | self._others
+
+    def show(self, rows: Sequence[Row]) -> None:
+        self.more.value = self.more.value or any(row.error and row.field in self._others for row in rows)
+        for row in rows:
+            if row.field in self.lines:
+                self.lines[row.field].show(row)
+            elif row.is_visible and (row.in_front or row.error):
+                self._front[row.field] = _Line(self._looks, row, self._typed)
+            elif row.is_visible and self.more.value:
+                self._others[row.field] = _Line(self._looks, row, self._typed)
+        self._front_box.children = _in_order(rows, self._front)
+        self._others_box.children = _in_order(rows, self._others)
+        self._others_box.layout = self._looks.layout(self.more.value)
+        count = sum(row.is_visible and row.field not in self._front for row in rows)
+        self.more.description = f"{count} more settings"
+        self.more.layout = self._looks.layout(count > 0)
+
+
+class _Line:
+    """One field: its input, and a note of what it is and what is wrong with it."""
+
+    def __init__(self, looks: _Looks, row: Row, typed: Typed) -> None:
+        self._looks = looks
+        self.input = _input(looks, row)
+        self.note = widgets.HTML(layout=looks.shown, style=looks.html)
+        self.input.observe(lambda change: typed(row.field, change["new"]), "value")
+        self.show(row)
+
+    def show(self, row: Row) -> None:
+        with self.input.hold_sync():
+            if row.kind == "choice" and self.input.options != _options(row):
+                self.input.options = _options(row)  # chooses the first of them
+            self.input.value = row.value
+            self.input.layout = self._looks.layout(row.is_visible)
+        if row.error:
+            self.input.add_class("shardstudio-bad")
+        else:
+            self.input.remove_class("shardstudio-bad")
+        self.note.value = _note(row)
+        self.note.layout = self.input.layout
+
+
+def _in_order(rows: Iterable[Row], lines: Mapping[str, _Line]) -> list[widgets.Widget]:
+    made = [lines[row.field] for row in rows if row.field in lines]
+    return [widget for line in made for widget in (line.input, line.note)]
+
+
+def _input(looks: _Looks, row: Row) -> widgets.ValueWidget:
+    common = {"value": row.value, "description": row.label, "layout": looks.shown}
+    if row.kind == "choice":
+        return widgets.Dropdown(options=_options(row), style=looks.choice, **common)
+    if row.kind == "switch":
+        return widgets.Checkbox(style=looks.switch, **common)
+    if row.kind == "text":
+        return widgets.Text(continuous_update=False, style=looks.text, **common)
+    return widgets.Textarea(rows=TEXTAREA_ROWS[row.kind], continuous_update=False, style=looks.text, **common)
+
+
+def _options(row: Row) -> tuple[str, ...]:
+    """The words to choose from; what was chosen is among them also when it is wrong."""
+    return tuple(dict.fromkeys([*row.choices, str(row.value)]))
+
+
+def _note(row: Row) -> str:
+    error = f'<span role="alert" class="wrong">✗ {escape(row.error)}</span>' if row.error else ""
+    told = CODE.sub(r"<code>\1</code>", escape(row.help))
+    return f'{error}<span class="help">{told}</span>'
+
+
+def _review(errors: Iterable[tuple[str, str]], changes: str, code: str) -> str:
+    """errors: (field, what is wrong with it).  changes: as HTML."""
+    wrong = "".join(f"<li><b>{escape(name)}</b> {escape(text)}</li>" for name, text in errors)
+    alert = f'<div role="alert" class="wrong">Not ready to start:<ul>{wrong}</ul></div>' if wrong else ""
+    return f'<div class="review">{alert}<p role="status">{changes}</p><pre>{escape(code)}</pre></div>'
+
+
+def _changes(checked: Checked) -> str:
+    """What differs from the preset, as HTML of one line."""
+    told = [
+        f"<b>{escape(name)}</b> {escape(shown(old))} → {escape(shown(new))}"
+        for name, (old, new) in checked.changes.items()
+    ]
+    if not told:
+        return "" if checked.errors else "As in the preset."
+    return f"{len(told)} {'change' if len(told) == 1 else 'changes'}: {'; '.join(told)}."
