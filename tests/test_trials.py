@@ -49,6 +49,7 @@ def config_file(pictures: Path, folder: Path, ranks: int, **changes: Any) -> Con
         "train__steps": 4,
         "train__micro_batch": 2,
         "data__validation": 2,
+        "data__max_aspect": 1,  # pictures of one size: activations are theirs
         "optim__lr": 1e-3,
     }
     cfg = run_config(pictures, **(settings | changes))
@@ -64,7 +65,7 @@ def measured(world: World, run: RunDir) -> None:
             trials.write(cost, trial)
 
 
-QUICK = (("full fine-tune", 4), ("lora on bf16", 2))
+QUICK = (("lora on bf16", 2),)
 PARAMS = [
     pytest.param(case, marks=() if case in QUICK else pytest.mark.slow, id=f"{case[0]}, {case[1]} ranks")
     for case in itertools.product(KINDS, (2, 4))
@@ -153,6 +154,21 @@ def test_checkpointing_keeps_a_fraction_of_the_activations(pictures: Path, tmp_p
     kept = {trial.label: trial.cost.activations[0] for trial in trials.read(run)}
     assert kept["full"] < kept["every second"] < kept["none"]
     assert kept["full"] < 0.5 * kept["none"]
+
+
+@pytest.mark.parametrize("kind", ["full fine-tune", pytest.param("lora on bf16", marks=pytest.mark.slow)])
+def test_a_step_of_several_passes_gathers_in_each_and_has_the_activations_of_one(
+    kind: str, pictures: Path, tmp_path: Path
+) -> None:
+    one_by_one = ("train.micro_batch=1",)
+    variants = {"at once": ()} | {name: (*one_by_one, *changes) for name, changes in STRATEGIES.items()}
+    run = trials.create(config_file(pictures, tmp_path, 2, **KINDS[kind]), variants, tmp_path)
+    run_ranks(2, measured, run)
+    at_once, *others = trials.read(run)
+    for trial in others:
+        assert (at_once.cost.images, trial.cost.images) == (2, 1)
+        assert trial.cost.activations[0] == pytest.approx(at_once.cost.activations[0] / 2, rel=0.02)
+        assert trial.cost.ranks[0].sent == pytest.approx(trial.cost.formula.sent, rel=0.02), trial.label
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from trainer.__main__ import cache_folder, on_every_rank
 from trainer.events import StatusEvent
 from trainer.optim import state_tensors
 from trainer.parallel.memory import full_bytes, local_bytes
+from trainer.parallel.place import explaining_lack_of_memory
 from trainer.parallel.probe import Probe
 from trainer.parallel.shard import COMPUTE_DTYPE, blocks_of
 from trainer.report import write_report
@@ -44,20 +45,13 @@ def _measure_all(run: RunDir) -> None:
 
 
 def measure(run: RunDir, world: World, cache: Path) -> Cost:
-    """Train a run to its end and say what it took. Collective."""
+    """Train a run to its end and say what it took; no checkpoint is kept. Collective."""
     say = speaker(run, world)
     trainer = Trainer(run.config(), run, world, cache, say)
     try:
-        if trainer.data.validation:
-            trainer.validate()
-        if trainer.cfg.sample.every:
-            trainer.draw_samples()
-        trainer.train_step()  # the first step allocates what later ones reuse
-        cost = _watched_step(trainer)
-        end = trainer.train()
-        if trainer.data.validation:
-            trainer.validate()
-        say(StatusEvent(state=end, step=trainer.step))
+        with explaining_lack_of_memory(trainer.place, trainer.meter):
+            cost = _train(trainer)
+        say(StatusEvent(state="finished", step=trainer.step))
     finally:
         trainer.close()
         gc.collect()  # hooks and the modules they belong to point at each other: the next trial needs the room
@@ -66,12 +60,27 @@ def measure(run: RunDir, world: World, cache: Path) -> Cost:
     return cost
 
 
+def _train(trainer: Trainer) -> Cost:
+    if trainer.data.validation:
+        trainer.validate()
+    trainer.train_step()  # the first step allocates what later ones reuse
+    cost = _watched_step(trainer)
+    while trainer.step < trainer.cfg.train.steps:
+        trainer.train_step()
+    if trainer.data.validation:
+        trainer.validate()
+    if trainer.cfg.sample.every:
+        trainer.draw_samples()
+    return cost
+
+
 def _watched_step(trainer: Trainer) -> Cost:
     cfg, world, loaded = trainer.cfg, trainer.world, trainer.loaded
     module = loaded.module[trainer.family.components[0]]
     with Probe(module, blocks_of(module, trainer.family.shard_blocks), trainer.optimizer) as probe:
         trainer.train_step()
-    images = cfg.train.batch_size // world.size // cfg.micro_steps
+    passes = cfg.micro_steps
+    images = cfg.train.batch_size // world.size // passes
     model = _whole(trainer)
     shards = loaded.mesh.size(-1) if loaded.mesh else 1
     mine = RankBytes(
@@ -92,7 +101,7 @@ def _watched_step(trainer: Trainer) -> Cost:
         ranks=tuple(world.gather(mine)),
         activations=tuple(world.gather(probe.activations)),
         peaks=tuple(world.gather(trainer.meter.read().peak)),
-        formula=expected(model, loaded.strategy, world.size, shards),
+        formula=expected(model, loaded.strategy, world.size, shards, passes, passes if loaded.shards_gradients else 1),
     )
 
 

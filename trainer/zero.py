@@ -55,15 +55,20 @@ class RankBytes:
         return self.weights + self.gradients + self.optimizer_state
 
 
-def expected(model: ModelBytes, strategy: str, ranks: int, shard_size: int) -> RankBytes:
-    """What a strategy means for a rank. shard_size: ranks of a group of `hybrid`."""
+def expected(
+    model: ModelBytes, strategy: str, ranks: int, shard_size: int, passes: int = 1, reductions: int = 1
+) -> RankBytes:
+    """What a strategy means for a rank. shard_size: ranks of a group of `hybrid`.
+
+    passes: forward and backward passes of a step.  reductions: in how many of them gradients go to their shards.
+    """
     shards = {"ddp": 1, "none": 1, "grad_op": ranks, "full": ranks, "hybrid": shard_size}[strategy]
     frees_blocks = strategy in ("full", "hybrid")
     # FSDP2 computes on gathered copies also where a group is a single rank, as in ddp.
     whole = model.root + model.block if frees_blocks else model.computed
     # Blocks freed after forward are gathered again in backward; the root is not freed.
     gathers = model.computed + (model.computed - model.root if frees_blocks else 0)
-    inside = ring_share(shards) * (gathers + model.gradients)
+    inside = ring_share(shards) * (passes * gathers + reductions * model.gradients)
     between = 2 * ring_share(ranks // shards) * model.gradients / shards
     return RankBytes(
         weights=model.weights / shards,

@@ -21,9 +21,9 @@ from trainer.zero import ring_share
 class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While entered it watches every operation of a step.
 
-    sent: bytes this rank gives to others, by ring algorithms.  activations: bytes that forward left behind.
-    gathered: most bytes of weights that were whole at once in forward, beside the held shards.
-    gradients: bytes that the optimizer was given.
+    sent: bytes this rank gives to others, by ring algorithms.  activations: bytes that the module's forward left for
+    backward, in the pass that left most.  gathered: most bytes of weights that were whole at once in forward, beside
+    the held shards.  gradients: bytes that the optimizer was given.
     """
 
     def __init__(self, module: nn.Module, units: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
@@ -40,7 +40,6 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._hooks = ExitStack()
 
     def __enter__(self) -> Self:
-        self._new.clear()
         for unit in self._units:
             # After FSDP's own hook, which puts itself first: what the unit needs is gathered.
             self._hooks.callback(unit.register_forward_pre_hook(self._before_unit).remove)
@@ -64,14 +63,16 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _before_unit(self, unit: nn.Module, inputs: Any) -> None:
+        if unit is self._module:
+            self._new.clear()  # what the passes before left are gradients
         self.gathered = max(self.gathered, sum(storage.nbytes() for storage in self._whole()))
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         weights = {storage.data_ptr() for storage in self._whole()}
         alive = [storage for reference in self._new.values() if (storage := reference()) is not None]
         sizes = {storage.data_ptr(): storage.nbytes() for storage in alive}
-        self.activations += sum(size for place, size in sizes.items() if place not in weights)
-        self._new.clear()
+        kept = sum(size for place, size in sizes.items() if place not in weights)
+        self.activations = max(self.activations, kept)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = (p for group in optimizer.param_groups for p in group["params"])
