@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 import launch as command_line
 from trainer import headless
 from trainer.config import DataConfig, ModelConfig, RunConfig
-from trainer.doctor import graphics, package, requirements, shared_memory
+from trainer.doctor import graphics, notebooks, package, requirements, shared_memory
 from trainer.events import CheckpointEvent, SampleEvent, StatusEvent, StepEvent, WarningEvent
 from trainer.rundir import RunDir
 
@@ -267,8 +267,22 @@ def test_the_doctor_warns_of_a_container_with_little_shared_memory(tmp_path):
     )
 
 
+def test_the_doctor_tells_what_the_notebooks_lack(tmp_path, monkeypatch):
+    wanted = requirements("notebook")
+    assert {"ipykernel", "ipywidgets", "jupyterlab"} == {requirement.name for requirement in wanted}
+    assert str(notebooks([Requirement("no-such-widgets"), *wanted])) == (
+        "warn  notebooks: no-such-widgets not installed; for the notebooks: pip install 'shardstudio[notebook]'"
+    )
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert str(notebooks(wanted)) == (
+        f"warn  notebooks: JupyterLab has no widgets: no {tmp_path}/share/jupyter/labextensions/@jupyter-widgets/"
+        "jupyterlab-manager; for the notebooks: pip install 'shardstudio[notebook]'"
+    )
+
+
 def test_the_doctor_finds_this_machine_fit(tmp_path, capsys):
     assert command_line.main(["--doctor", "--runs", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert all(line.startswith(("ok    ", "warn  ")) for line in lines)
     assert any(line.startswith("ok    torch: ") for line in lines)
+    assert any(line.startswith("ok    notebooks: ipykernel ") for line in lines)

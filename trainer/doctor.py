@@ -9,8 +9,9 @@ import platform
 import resource
 import shutil
 import socket
+import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -60,17 +61,27 @@ def checks(runs: Path) -> Iterator[Check]:
     yield disk(runs)
     yield limits()
     yield port()
+    yield notebooks(requirements("notebook"))
 
 
-def requirements() -> list[Requirement]:
-    """What this version needs: from the installed distribution, or from the checkout's pyproject.toml."""
+def requirements(extra: str = "") -> list[Requirement]:
+    """What this version needs, or one of its extras besides: from the installed distribution, or from the checkout's
+    pyproject.toml."""
     project = Path(__file__).parent.parent / "pyproject.toml"
     if project.is_file():
-        lines = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
+        table = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
+        lines = table["optional-dependencies"][extra] if extra else table["dependencies"]
     else:
         lines = importlib.metadata.requires(DISTRIBUTION) or []
-    wanted = [Requirement(line) for line in lines]
-    return [requirement for requirement in wanted if requirement.marker is None or requirement.marker.evaluate()]
+    wanted = map(Requirement, lines)
+    # In a distribution what an extra needs says so in its marker, and what is always needed has none.
+    return [one for one in wanted if _applies(one, extra if not project.is_file() else "")]
+
+
+def _applies(requirement: Requirement, extra: str) -> bool:
+    if requirement.marker is None:
+        return not extra
+    return requirement.marker.evaluate({"extra": extra})
 
 
 def package(requirement: Requirement) -> Check:
@@ -115,6 +126,18 @@ def nccl() -> Check:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return Check("ok", "nccl", importlib.metadata.version(name))
     return Check("warn", "nccl", "not installed beside torch", "install the CUDA build of torch")
+
+
+def notebooks(wanted: Sequence[Requirement]) -> Check:
+    """Whether JupyterLab here shows forms and dashboards: it and the widgets must be of one environment."""
+    remedy = f"for the notebooks: pip install '{DISTRIBUTION}[notebook]'"
+    found = [package(requirement) for requirement in wanted]
+    if missing := [check for check in found if check.verdict != "ok"]:
+        return Check("warn", "notebooks", ", ".join(f"{check.what} {check.fact}" for check in missing), remedy)
+    extension = Path(sys.prefix, "share", "jupyter", "labextensions", "@jupyter-widgets", "jupyterlab-manager")
+    if not extension.is_dir():
+        return Check("warn", "notebooks", f"JupyterLab has no widgets: no {extension}", remedy)
+    return Check("ok", "notebooks", ", ".join(f"{check.what} {check.fact}" for check in found))
 
 
 def limits() -> Check:
