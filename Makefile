@@ -9,7 +9,7 @@ AS_ROOT := $(if $(filter-out 0,$(shell id -u)),sudo)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-all check ui parity bench interop gpu-check table browser screenshots eightbit schema demo-base clean
+.PHONY: demo test test-all check ui notebooks lab parity bench interop gpu-check table browser screenshots eightbit schema demo-base clean
 
 demo: .venv
 	$(BIN)/python launch.py --headless presets/quickstart.yaml --runs $(RUNS)
@@ -27,6 +27,15 @@ check: .venv
 
 ui: .venv
 	$(BIN)/python launch.py
+
+# Every notebook's .ipynb from its .py, without outputs.
+notebooks: .venv
+	$(BIN)/python -m tests.notebooks
+
+# JupyterLab with the notebooks, with no question about news from outside.
+lab: .venv
+	$(BIN)/python -m jupyterlab --LabApp.news_url=None \
+		--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate notebooks
 
 parity: eightbit
 	$(BIN)/python -m tests.distributed.matrix

@@ -55,6 +55,13 @@ class _Kept:
 _KEPT = TypeAdapter(_Kept)
 
 
+def find_presets(own: Path, shipped: Path = PRESETS) -> dict[str, Path]:
+    """{name: file}: the quickstart first, then what was saved in the folder `own`, then the others."""
+    files = [*sorted(own.glob("*.yaml")), *sorted(shipped.glob("*.yaml"))]
+    named = {file.stem: file for file in reversed(files)}
+    return dict(sorted(named.items(), key=lambda item: (item[0] != FIRST_PRESET, item[1].parent != own, item)))
+
+
 class Studio:
     """One folder of runs. Several pages and commands may use it at once."""
 
@@ -76,11 +83,7 @@ class Studio:
 
     def presets(self) -> dict[str, Path]:
         """{name: file}: the quickstart first, then what was saved here, then the others."""
-        files = [*sorted(self._own.glob("*.yaml")), *sorted(self._shipped.glob("*.yaml"))]
-        named = {file.stem: file for file in reversed(files)}
-        return dict(
-            sorted(named.items(), key=lambda item: (item[0] != FIRST_PRESET, item[1].parent != self._own, item))
-        )
+        return find_presets(self._own, self._shipped)
 
     def save_preset(self, checked: Checked, name: str) -> Path:
         """Keep a config as a preset. Raises InputError for no name, or one that is taken."""

@@ -36,6 +36,15 @@ POINTS_PER_LINE = 600
 SAMPLE_COLUMNS = 8
 WIDTH, HEIGHT = 640, 240
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 28
+LINE_COLORS = (
+    ("#1d4ed8", "#93c5fd"),
+    ("#c2410c", "#fdba74"),
+    ("#15803d", "#86efac"),
+    ("#7e22ce", "#d8b4fe"),
+    ("#be123c", "#fda4af"),
+    ("#0e7490", "#67e8f9"),
+)
+"""By day and by night."""
 PICTURE_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 
 Point = tuple[float, float]
@@ -152,7 +161,7 @@ def _memory(run: RunDir, world_size: int) -> list[Line]:
 
 
 def chart(title: str, lines: Sequence[Line]) -> str:
-    """A line chart over steps as a figure with inline SVG; nothing when no line has a point."""
+    """A line chart over steps as a figure with inline SVG, styled by CHART_STYLE; nothing when no line has a point."""
     drawn = [Line(line.label, thin(line.points)) for line in lines if line.points]
     finite = [point for line in drawn for point in line.points if math.isfinite(point[1])]
     if not finite:
@@ -162,7 +171,7 @@ def chart(title: str, lines: Sequence[Line]) -> str:
     paths = "".join(f'<path class="c{at % 6}" d="{axes.path(line.points)}"/>' for at, line in enumerate(drawn))
     legend = "".join(f'<li class="c{at % 6}">{escape(line.label)}</li>' for at, line in enumerate(drawn))
     return (
-        f"<figure><h2>{escape(title)}</h2>"
+        f'<figure class="chart"><h2>{escape(title)}</h2>'
         f'<svg role="img" viewBox="0 0 {WIDTH} {HEIGHT}"><title>{escape(f"{title} by step. Last: {last}")}</title>'
         f"{axes.grid()}{paths}</svg><figcaption><ul>{legend}</ul></figcaption></figure>"
     )
@@ -281,26 +290,31 @@ def _picture(run: RunDir, event: SampleEvent | None) -> str:
     return f'<img src="data:{kind};base64,{data}" alt="{escape(f"{event.prompt}, step {event.step}")}">'
 
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1a1a1a; --paper: #fff; --faint: #d4d4d4; --error: #b91c1c; --warning: #92400e;
-  --c0: #1d4ed8; --c1: #c2410c; --c2: #15803d; --c3: #7e22ce; --c4: #be123c; --c5: #0e7490; }
-@media (prefers-color-scheme: dark) { :root { --ink: #ededed; --paper: #161616; --faint: #444; --error: #fca5a5;
-  --warning: #fcd34d; --c0: #93c5fd; --c1: #fdba74; --c2: #86efac; --c3: #d8b4fe; --c4: #fda4af; --c5: #67e8f9; } }
-body { margin: 0; font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); }
-main { max-width: 1320px; margin: auto; padding: 1rem; }
-h1 { overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin: 1rem 0 .25rem; }
-section { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 0 1.5rem; }
-figure { margin: 0; }
-svg { width: 100%; } svg text { font-size: 12px; fill: var(--ink); }
-path { fill: none; stroke: currentColor; stroke-width: 1.5; stroke-linecap: round; stroke-linejoin: round; }
-path.grid { stroke: var(--faint); stroke-width: 1; }
-.c0 { color: var(--c0); } .c1 { color: var(--c1); stroke-dasharray: 8 3; }
-.c2 { color: var(--c2); stroke-dasharray: 2 4; } .c3 { color: var(--c3); stroke-dasharray: 12 4 2 4; }
-.c4 { color: var(--c4); stroke-dasharray: 4 4; } .c5 { color: var(--c5); }
-figcaption ul { display: flex; flex-wrap: wrap; gap: 0 1.5rem; margin: 0; padding: 0 0 0 64px; }
-figcaption li::marker { content: "\\2014  "; }
-th { text-align: left; font-weight: 600; padding: .1rem 1rem .1rem 0; vertical-align: top; }
-td { padding: .1rem .25rem; } div { overflow-x: auto; } img { width: 192px; display: block; }
-.error { color: var(--error); } .warning { color: var(--warning); }
-pre { overflow-x: auto; border: 1px solid var(--faint); padding: .75rem; }
+CHART_STYLE = f"""
+.chart {{ margin: 0; --faint: light-dark(#d4d4d4, #444);
+  {" ".join(f"--c{at}: light-dark({day}, {night});" for at, (day, night) in enumerate(LINE_COLORS))} }}
+.chart h2 {{ font-size: 1.1rem; margin: 1rem 0 .25rem; }}
+.chart svg {{ width: 100%; }} .chart text {{ font-size: 12px; fill: currentColor; }}
+.chart path {{ fill: none; stroke: currentColor; stroke-width: 1.5; stroke-linecap: round; stroke-linejoin: round; }}
+.chart path.grid {{ stroke: var(--faint); stroke-width: 1; }}
+.chart .c0 {{ color: var(--c0); }} .chart .c1 {{ color: var(--c1); stroke-dasharray: 8 3; }}
+.chart .c2 {{ color: var(--c2); stroke-dasharray: 2 4; }} .chart .c3 {{ color: var(--c3); stroke-dasharray: 12 4 2 4; }}
+.chart .c4 {{ color: var(--c4); stroke-dasharray: 4 4; }} .chart .c5 {{ color: var(--c5); }}
+.chart ul {{ display: flex; flex-wrap: wrap; gap: 0 1.5rem; margin: 0; padding: 0 0 0 64px; }}
+.chart li::marker {{ content: "\\2014  "; }}
+"""
+"""What a chart needs wherever it stands. Day or night is the `color-scheme` of what holds it."""
+
+STYLE = f"""
+:root {{ color-scheme: light dark; --ink: light-dark(#1a1a1a, #ededed); --paper: light-dark(#fff, #161616);
+  --faint: light-dark(#d4d4d4, #444); --error: light-dark(#b91c1c, #fca5a5); --warning: light-dark(#92400e, #fcd34d); }}
+body {{ margin: 0; font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); }}
+main {{ max-width: 1320px; margin: auto; padding: 1rem; }}
+h1 {{ overflow-wrap: anywhere; }} h2 {{ font-size: 1.1rem; margin: 1rem 0 .25rem; }}
+section {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 0 1.5rem; }}
+{CHART_STYLE}
+th {{ text-align: left; font-weight: 600; padding: .1rem 1rem .1rem 0; vertical-align: top; }}
+td {{ padding: .1rem .25rem; }} div {{ overflow-x: auto; }} img {{ width: 192px; display: block; }}
+.error {{ color: var(--error); }} .warning {{ color: var(--warning); }}
+pre {{ overflow-x: auto; border: 1px solid var(--faint); padding: .75rem; }}
 """

@@ -11,7 +11,8 @@ import gradio as gr
 
 from app import dataset, form
 from app.dataset import Captions, Card
-from app.pages.parts import QUIET, WAITING_S, alert, attempted, note, picture, table
+from app.pages.parts import QUIET, WAITING_S, picture, table
+from app.panels import alert, attempted, note
 from app.scans import Found
 from app.studio import Studio
 from trainer.config import InputError, RunConfig

@@ -11,8 +11,9 @@ from typing import Any, get_args
 import gradio as gr
 
 from app.monitor import RunView
-from app.pages.parts import QUIET, alert, attempted, note, table
+from app.pages.parts import QUIET, table
 from app.pages.ticks import SKIP, Made, Tick, choices
+from app.panels import alert, attempted, note
 from app.studio import Studio
 from trainer.config import ExportConfig, InputError, RunConfig, export_formats
 from trainer.rundir import RunDir

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -21,24 +21,6 @@ closing; on busy cores some answers never came.
 
 WAITING_S = 1.0
 """Between two looks while the images are being read."""
-
-
-def alert(message: str) -> str:
-    """Something that went wrong, read aloud by a screen reader."""
-    return f'<div role="alert" class="alert"><pre>{escape(message)}</pre></div>'
-
-
-def note(message: str) -> str:
-    """Something that went well."""
-    return f'<p role="status">{escape(message)}</p>'
-
-
-def attempted(act: Callable[[], str]) -> str:
-    """What an action says, or what kept it from acting: the user's mistake, or a disk."""
-    try:
-        return note(act())
-    except (InputError, OSError) as error:
-        return alert(str(error))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

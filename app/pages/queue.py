@@ -9,8 +9,9 @@ from typing import Any
 
 import gradio as gr
 
-from app.pages.parts import QUIET, alert, table
+from app.pages.parts import QUIET, table
 from app.pages.ticks import SKIP, Made, Tick, choices
+from app.panels import alert
 from app.studio import Studio
 from trainer import launch
 from trainer.config import InputError

@@ -11,8 +11,9 @@ import gradio as gr
 
 from app import charts, runs
 from app.monitor import Follower
-from app.pages.parts import QUIET, alert, attempted, picture, sample_text, table
+from app.pages.parts import QUIET, picture, sample_text, table
 from app.pages.ticks import SKIP, Tick, choices
+from app.panels import alert, attempted
 from app.runs import MOST_COMPARED, Summary
 from app.studio import Studio
 from trainer.config import InputError

@@ -14,7 +14,8 @@ import gradio as gr
 
 from app import form
 from app.form import Checked, Draft, Row
-from app.pages.parts import QUIET, WAITING_S, alert, attempted
+from app.pages.parts import QUIET, WAITING_S
+from app.panels import alert, attempted
 from app.studio import Studio
 from trainer import configfile
 from trainer.config import InputError

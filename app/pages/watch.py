@@ -10,28 +10,19 @@ from typing import Any, cast
 
 import gradio as gr
 
-from app import charts, monitor
-from app.monitor import SILENT_S, Follower, Level, RunView
-from app.pages.parts import QUIET, alert, attempted, picture, sample_text
+from app import charts, monitor, panels
+from app.monitor import Follower, Level, RunView
+from app.pages.parts import QUIET, picture, sample_text
 from app.pages.ticks import SKIP, Made, Tick, choices
+from app.panels import alert, attempted
 from app.studio import Studio
-from trainer import launch
 from trainer.config import InputError
 from trainer.events import StepEvent
-from trainer.gpus import Gpu
 from trainer.headless import sentence
 from trainer.rundir import Request, RunDir
 
-GIB = 2**30
 NUM_EVENTS = 40
 NUM_SAMPLES = 12
-ANSWERS = {
-    "stop": "Stopping after this step, with a checkpoint.",
-    "save": "A checkpoint follows after this step.",
-    "sample": "Samples follow after this step.",
-    "resume": "Continuing from the newest checkpoint.",
-}
-"""{request: what is said when it was made}"""
 
 
 @dataclass(frozen=True)
@@ -117,9 +108,9 @@ def _shown(page: WatchPage, run: RunDir, axis: str, is_log: bool, source: str, l
         return charts.chart_json(title, follower.lines(title, chosen), word, is_log and title == "Loss")
 
     return [
-        figures(view),
+        panels.figures(view, "run"),
         _retry(view),
-        ranks(view, page.studio.gpus()),
+        panels.ranks(view, page.studio.gpus()),
         _newest(page.studio, follower, view),
         f"<pre>{html.escape(log)}</pre>",
         _events(follower),
@@ -127,52 +118,6 @@ def _shown(page: WatchPage, run: RunDir, axis: str, is_log: bool, source: str, l
         *(gr.update(interactive=can) for can in _allowed(view, page.buttons)),
         *(Made(drawn, partial(chart, title)) for title in page.charts),
     ]
-
-
-def figures(view: RunView) -> str:
-    """The state in a sentence, the progress, and the figures of the last steps."""
-    share = 100 * view.step / view.num_steps
-    facts = [("step", f"{view.step} / {view.num_steps}"), ("images/s", f"{view.images_per_second:.2f}")]
-    if view.loss is not None:
-        facts.insert(1, ("loss", f"{view.loss:.4f}"))
-    facts += [(f"s {part}", f"{seconds:.3f}") for part, seconds in view.seconds.items()]
-    cells = "".join(f"<div><dt>{html.escape(name)}</dt><dd>{fact}</dd></div>" for name, fact in facts)
-    return (
-        f'<div id="run" class="{_mood(view)}" data-state="{view.state}" data-step="{view.step}">'
-        f'<p role="status" aria-live="polite" class="sentence">{html.escape(view.sentence)}</p>{_error(view)}'
-        f'<div class="progress" role="progressbar" aria-label="steps" aria-valuenow="{view.step}" aria-valuemin="0" '
-        f'aria-valuemax="{view.num_steps}"><i style="width:{share:.1f}%"></i></div><dl>{cells}</dl></div>'
-    )
-
-
-def ranks(view: RunView, gpus: Sequence[Gpu] = ()) -> str:
-    """A bar per rank: allocated, reserved and peak against the limit, and when it last spoke. Below them the GPUs."""
-    rows = []
-    for rank in view.ranks:
-        limit = max(rank.limit, 1)
-        bars = "".join(
-            f'<i class="{name}" style="width:{min(100.0, 100 * value / limit):.1f}%"></i>'
-            for name, value in (("peak", rank.peak), ("reserved", rank.reserved), ("allocated", rank.allocated))
-        )
-        heard = f"{rank.age_s:.0f} s ago" if view.is_running else "ended"
-        late = " late" if view.is_running and rank.age_s > SILENT_S else ""
-        rows.append(
-            f'<li class="rank{late}" data-rank="{rank.rank}"><span>rank {rank.rank}</span><div class="bar">{bars}</div>'
-            f"<span>{rank.allocated / GIB:.2f} allocated, {rank.reserved / GIB:.2f} reserved, {rank.peak / GIB:.2f} "
-            f"peak of {rank.limit / GIB:.1f} GiB</span><span>step {rank.step}, {rank.phase}, "
-            f"{heard}</span></li>"
-        )
-    imbalance = f"<p>Largest peak to the mean: {view.imbalance:.2f}</p>" if len(view.ranks) > 1 else ""
-    cards = "".join(f"<li>{html.escape(gpu_line(gpu))}</li>" for gpu in gpus)
-    machine = f'<h2>GPUs</h2><ul class="ranks">{cards}</ul>' if cards else ""
-    return f'<h2>Memory per rank</h2><ul class="ranks">{"".join(rows)}</ul>{imbalance}{machine}'
-
-
-def gpu_line(gpu: Gpu) -> str:
-    """What a GPU does, in words. What the driver does not tell is left out."""
-    told = [f"{gpu.memory_used / 1024:.1f} of {gpu.memory / 1024:.1f} GiB used"]
-    told += [f"{gpu.busy} % busy"] * (gpu.busy >= 0) + [f"{gpu.celsius} °C"] * (gpu.celsius >= 0)
-    return f"{gpu.index} {gpu.name}: {', '.join(told)}"
 
 
 def _chart(title: str) -> gr.HTML:
@@ -195,33 +140,16 @@ def _retry(view: RunView) -> Any:
 def _asker(studio: Studio, name: str) -> Callable[[str], str]:
     def ask(run_name: str) -> str:
         run = studio.run(run_name)
-        if name == "resume":
-            studio.resume(run)
-        elif name == "stop":
-            launch.stop(run)
-        else:
-            run.request(cast(Request, name))
-        return ANSWERS[name]
+        if name != "resume":
+            return panels.ask(run, cast(Request, name))
+        studio.resume(run)
+        return "Continuing from the newest checkpoint."
 
     return lambda run_name: attempted(lambda: ask(run_name))
 
 
 def _allowed(view: RunView, buttons: Sequence[str] | dict[str, gr.Button]) -> list[bool]:
     return [not view.is_alive if name == "resume" else view.is_running for name in buttons]
-
-
-def _mood(view: RunView) -> str:
-    if view.state == "failed":
-        return "bad"
-    return "slow" if view.is_stuck else "good"
-
-
-def _error(view: RunView) -> str:
-    if view.error is None or view.state != "failed":
-        return ""
-    remedy = f"<p>What to do: {html.escape(view.error.remedy)}</p>" if view.error.remedy else ""
-    log = f"<p>Log: {html.escape(str(view.path / view.error.log))}</p>" if view.error.log else ""
-    return f'<div role="alert" class="alert">{remedy}{log}</div>'
 
 
 def _newest(studio: Studio, follower: Follower, view: RunView) -> str:

@@ -123,24 +123,34 @@ def opened(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
 @contextmanager
 def visited(tab: Page, url: str, width: int = 1280, height: int = 900, scheme: Scheme = "light") -> Iterator[Page]:
     """The page in a tab. Afterwards: no error of its scripts, no request to another host, and the tab is empty."""
-    tab.set_default_timeout(PATIENCE_S * 1e3)
     tab.set_viewport_size({"width": width, "height": height})
     tab.emulate_media(color_scheme=scheme)
+    try:
+        with faultless(tab, url):
+            tab.goto(url)
+            look_settled(tab)
+            yield tab
+    finally:
+        tab.goto("about:blank")
+
+
+@contextmanager
+def faultless(tab: Page, url: str) -> Iterator[None]:
+    """Afterwards: no error of a tab's scripts, and no request to another host than the address's."""
+    tab.set_default_timeout(PATIENCE_S * 1e3)
     wrong: list[str] = []
     listeners: dict[Any, Any] = {
         "pageerror": lambda error: wrong.append(f"error: {error}"),
         "request": lambda request: wrong.extend(_foreign(request.url, url)),
+        "websocket": lambda socket: wrong.extend(_foreign(socket.url, url)),
     }
     for event, listener in listeners.items():
         tab.on(event, listener)
     try:
-        tab.goto(url)
-        look_settled(tab)
-        yield tab
+        yield
     finally:
         for event, listener in listeners.items():
             tab.remove_listener(event, listener)
-        tab.goto("about:blank")
     assert not wrong, wrong
 
 

@@ -1,0 +1,179 @@
+"""A run as widgets of a notebook: followed live by a thread, and a picture that stays when the run has ended."""
+
+from __future__ import annotations
+
+import base64
+import html
+import threading
+import time
+from collections.abc import Mapping
+from functools import partial
+
+import ipywidgets as widgets
+from IPython.display import DisplayHandle, display
+
+from app import panels
+from app.monitor import Follower, RunView
+from app.thumbnails import Thumbnails
+from trainer.config import InputError
+from trainer.events import ENDS, SampleEvent, WarningEvent
+from trainer.report import chart
+from trainer.rundir import Request, RunDir
+
+POLL_S = 0.5
+BUTTONS: Mapping[Request, tuple[str, str]] = {
+    "stop": ("Stop", "End after this step, with a checkpoint"),
+    "save": ("Save a checkpoint", "Write a checkpoint after this step, and go on"),
+    "sample": ("Sample now", "Draw the sample prompts after this step, and go on"),
+}
+"""{request: label and hint of its button}"""
+NUM_SAMPLES = 8
+NUM_WARNINGS = 5
+SIDE = 96
+"""Of a sample, in pixels: the samples stay in the notebook's file."""
+
+STYLE = """
+.shardstudio .dashboard { font-size: var(--jp-ui-font-size1, 13px); line-height: 1.5; overflow: visible;
+  overflow-wrap: anywhere; }
+.shardstudio .dashboard .widget-html-content { font-size: inherit; line-height: inherit; }
+.shardstudio .dashboard p { margin: 0 0 .25rem; }
+.shardstudio .dashboard h2 { font-size: 1rem; font-weight: 600; margin: .75rem 0 .25rem; }
+.shardstudio .dashboard dt { float: none; width: auto; font-weight: normal; white-space: nowrap; }
+.shardstudio .dashboard dd { white-space: nowrap; }
+.shardstudio .sides { display: flex; flex-flow: row wrap; gap: 0 1.5rem; overflow: visible; }
+.shardstudio .sides > :first-child { flex: 3 1 24rem; max-width: 40rem; min-width: 0; }
+.shardstudio .sides > :last-child { flex: 2 1 16rem; min-width: 0; }
+.shardstudio .dashboard ul { font-size: inherit; }
+.shardstudio .newest { grid-template-columns: repeat(auto-fill, 84px); gap: .5rem .75rem; }
+"""
+
+
+class Dashboard:
+    """One run, live: figures, loss, memory per rank, newest samples, and buttons to stop it, to save and to sample.
+
+    As the last line of a cell it is shown below it, as often as one likes. known_as: by what `notebook.attach` finds
+    the run.
+    """
+
+    def __init__(self, run: RunDir, known_as: str) -> None:
+        self.run = run
+        self._known_as = known_as
+        self._follower = Follower(run)
+        self._thumbnails = Thumbnails(run.path.parent / "thumbnails")
+        self._lock = threading.Lock()
+        self._shown: list[tuple[DisplayHandle, DisplayHandle]] = []
+        self._is_followed = self._is_over = False
+        self._sentence = ""
+        self._curves = (-1, -1)
+        self._samples: tuple[SampleEvent, ...] = ()
+
+        self.buttons = {what: self._button(what) for what in BUTTONS}
+        self.said, self.figures, self.loss, self.ranks = (widgets.HTML() for _ in range(4))
+        self.samples, self.warnings, self.trouble = (widgets.HTML() for _ in range(3))
+        sides = widgets.HBox([self.loss, self.ranks]).add_class("sides")
+        row = widgets.HBox([*self.buttons.values(), self.said])
+        parts = [row, self.trouble, self.figures, sides, self.samples, self.warnings]
+        style = widgets.HTML(f"<style>{panels.IN_NOTEBOOK}{STYLE}</style>", layout={"display": "none"})
+        self.widget = widgets.VBox([style, widgets.VBox(parts).add_class("dashboard")]).add_class("shardstudio")
+
+    def _button(self, what: Request) -> widgets.Button:
+        label, hint = BUTTONS[what]
+        button = widgets.Button(description=label, tooltip=hint, disabled=True, layout={"width": "auto"})
+        button.on_click(lambda _: self._ask(what))
+        return button
+
+    def _ask(self, what: Request) -> None:
+        self.said.value = panels.attempted(partial(panels.ask, self.run, what))
+
+    def _ipython_display_(self) -> None:
+        with self._lock:
+            if not self._is_followed:
+                self._is_followed = True
+                self._is_over = self._look()
+                if not self._is_over:
+                    threading.Thread(target=self._follow, name=f"dashboard {self.run.path.name}", daemon=True).start()
+            if self._is_over:
+                display(self._picture(), raw=True)
+                return
+            live = display(self.widget, display_id=True)
+            self._shown.append((live, display(self._way_back(), raw=True, display_id=True)))
+
+    def _follow(self) -> None:
+        is_over = False
+        while not is_over:
+            time.sleep(POLL_S)
+            is_over = self._look()
+        with self._lock:
+            self._is_over = True
+            for live, kept in self._shown:
+                kept.update(self._picture(), raw=True)
+                live.update({"text/html": ""}, raw=True)
+            self._shown.clear()
+
+    def _look(self) -> bool:
+        """Show what is new. Returns whether the run has ended and all that it said is shown."""
+        try:
+            view = self._follower.view()
+            is_over = view.state in ENDS and not view.is_alive
+            # Its last words may have come between what was read and the look at its process.
+            self._show(self._follower.view() if is_over else view)
+        except (InputError, OSError) as error:
+            self.trouble.value = panels.alert(str(error))
+            return False
+        self.trouble.value = ""
+        return is_over
+
+    def _show(self, view: RunView) -> None:
+        """A widget sends its value only when it is another."""
+        self._sentence = view.sentence
+        self.figures.value = f"<p>Run <b>{html.escape(view.path.name)}</b></p>{panels.figures(view)}"
+        self.ranks.value = panels.ranks(view) if view.ranks else ""
+        if view.curves != self._curves:
+            self.loss.value = chart("Loss", self._follower.lines("Loss"))
+            self._curves = view.curves
+        if view.samples != self._samples:
+            self.samples.value = self._newest(view)
+            self._samples = view.samples
+        self.warnings.value = self._warned()
+        for button in self.buttons.values():
+            button.disabled = not view.is_running
+
+    def _newest(self, view: RunView) -> str:
+        newest = sorted(view.samples, key=lambda sample: (-sample.step, sample.index))[:NUM_SAMPLES]
+        figures = "".join(
+            f"<figure>{self._small(sample)}<figcaption>{html.escape(sample.prompt)}, step {sample.step}</figcaption>"
+            "</figure>"
+            for sample in newest
+        )
+        return f'<h2>Newest samples</h2><div class="newest">{figures}</div>'
+
+    def _small(self, sample: SampleEvent) -> str:
+        try:
+            small = self._thumbnails.of(self.run.path / sample.path, SIDE)
+        except InputError as error:
+            return html.escape(str(error))
+        data = base64.b64encode(small.read_bytes()).decode()
+        return f'<img alt="{html.escape(sample.prompt)}" src="data:image/webp;base64,{data}">'
+
+    def _warned(self) -> str:
+        told = [event for event in self._follower.told() if isinstance(event, WarningEvent)]
+        lines = dict.fromkeys(f"Warning, step {event.step}: {event.message}" for event in reversed(told))
+        items = "".join(f"<li>{html.escape(line)}</li>" for line in list(lines)[:NUM_WARNINGS])
+        return f"<ul>{items}</ul>" if items else ""
+
+    def _picture(self) -> dict[str, str]:
+        """All that is shown, as an output that needs no kernel."""
+        page = panels.in_notebook(
+            f'<style>{STYLE}</style><div class="dashboard">{self.figures.value}'
+            f'<div class="sides"><div>{self.loss.value}</div><div>{self.ranks.value}</div></div>'
+            f"{self.samples.value}{self.warnings.value}</div>"
+        )
+        return {"text/html": page, "text/plain": f"Run {self.run.path.name}: {self._sentence}"}
+
+    def _way_back(self) -> dict[str, str]:
+        name, code = self.run.path.name, f"notebook.dashboard(notebook.attach({self._known_as!r}))"
+        words = "After a restart of the kernel"
+        return {
+            "text/html": f"<small>Run <b>{html.escape(name)}</b>. {words}: <code>{html.escape(code)}</code></small>",
+            "text/plain": f"Run {name}. {words}: {code}",
+        }

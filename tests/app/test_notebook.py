@@ -1,0 +1,311 @@
+"""What a notebook does with runs, and the dashboard that follows one, without a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from app import notebook, panels
+from app.monitor import Follower
+from app.widgets import dashboard
+from app.widgets.dashboard import Dashboard
+from tests.app.browser import recorded
+from tests.runs import make_pictures, run_config, write_preset
+from trainer import launch
+from trainer.config import InputError
+from trainer.configfile import ConfigError
+from trainer.events import (
+    AnyEvent,
+    ErrorEvent,
+    EventWriter,
+    ExportEvent,
+    SampleEvent,
+    StatusEvent,
+    StepEvent,
+    WarningEvent,
+)
+from trainer.rundir import RunDir
+
+PATIENCE_S = 20
+PICTURE_BYTES = 120_000
+SHOUT = "<script>alert(1)</script>"
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def run(runs: Path) -> RunDir:
+    """A run that was never started."""
+    return RunDir.create(runs, run_config(runs, train__steps=100), runs / "one")
+
+
+def write(run: RunDir, *events: AnyEvent) -> None:
+    with EventWriter(run.events_file) as writer:
+        for event in events:
+            writer.write(event)
+
+
+def step(number: int, loss: float = 1.0) -> StepEvent:
+    return StepEvent(
+        step=number, loss=loss, lr=1e-4, grad_norm=2.0, seconds=0.9, seconds_data=0.1, seconds_forward=0.2,
+        seconds_backward=0.4, seconds_optimizer=0.05, seconds_communication=0.15, images_per_second=8.0,
+    )  # fmt: skip
+
+
+def test_a_notebook_loads_neither_torch_nor_the_page():
+    program = "import sys, app.notebook; sys.exit(str({'torch', 'gradio', 'diffusers'} & set(sys.modules) or ''))"
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert told.stderr.strip() == ""
+
+
+def test_a_config_is_a_preset_by_name_or_a_file_with_overrides(tmp_path: Path):
+    assert notebook.config("quickstart", "train.steps=40").config.train.steps == 40
+    own = write_preset(tmp_path / "own.yaml", make_pictures(tmp_path / "pictures", count=2), steps=7)
+    assert notebook.config(own).config.train.steps == 7
+    assert notebook.config(str(own), "train.steps=8").config.train.steps == 8
+
+
+def test_a_config_that_is_wrong_says_everything_at_once(tmp_path: Path):
+    with pytest.raises(ConfigError, match="no preset 'quikstart'; did you mean 'quickstart'"):
+        notebook.config("quikstart")
+    with pytest.raises(ConfigError, match="no preset 'zzz'; there are quickstart, "):
+        notebook.config("zzz")
+    with pytest.raises(ConfigError, match="no such file"):
+        notebook.config(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError) as wrong:
+        notebook.config("quickstart", "adapter.rnk=3", "optim.lr=fast")
+    assert [problem.field for problem in wrong.value.problems] == ["adapter.rnk", "optim.lr"]
+
+
+def test_a_run_is_attached_to_by_name_by_folder_or_as_the_latest(runs: Path, tmp_path: Path):
+    with pytest.raises(InputError, match="no run was started here"):
+        notebook.attach(runs=runs)
+    one, other = (RunDir.create(runs, run_config(tmp_path), runs / name) for name in ("one", "other"))
+    time.sleep(0.01)
+    (one.logs / "launch-1.log").touch()
+    assert notebook.attach("other", runs) == notebook.attach(other.path) == notebook.attach(str(other.path)) == other
+    assert notebook.attach(runs=runs) == one
+    with pytest.raises(InputError, match="gone: not a run folder"):
+        notebook.attach("gone", runs)
+
+
+def test_a_run_is_started_awaited_and_exported_and_a_wrong_one_writes_nothing(runs: Path, tmp_path: Path):
+    preset = write_preset(tmp_path / "own.yaml", make_pictures(tmp_path / "pictures", count=2), steps=2)
+    with pytest.raises(ConfigError, match="no folder '/none'"):
+        notebook.start(notebook.config(preset, "data.path=/none"), runs)
+    assert not runs.exists()
+    began = time.monotonic()
+    run = notebook.start(notebook.config(preset), runs)
+    assert time.monotonic() - began < 2
+    try:
+        with pytest.raises(InputError, match="nothing was exported, and the run is "):
+            notebook.exported(run)
+        assert asyncio.run(asyncio.wait_for(notebook.ended(run), 120)) == "finished"
+    finally:
+        launch.terminate(run, grace_s=0.5)
+    assert notebook.exported(run).suffix == ".safetensors"
+    assert notebook.exported(run).is_file()
+
+
+def test_waiting_for_a_run_that_failed_raises_what_went_wrong(run: RunDir):
+    write(run, ErrorEvent(step=3, rank=1, message="boom", remedy="rest"), StatusEvent(state="failed", step=3))
+    with pytest.raises(RuntimeError, match="error: rank 1, step 3: boom\n  what to do: rest"):
+        asyncio.run(notebook.ended(run))
+
+
+def test_an_ended_run_is_continued_with_other_fields(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    started = []
+    monkeypatch.setattr("trainer.launch.start", lambda config, run: started.append(config.train.steps))
+    run = RunDir.create(runs, run_config(make_pictures(tmp_path / "pictures")), runs / "one")
+    assert notebook.resume(run, "train.steps=9") == run
+    assert started == [9]
+    assert run.config().train.steps == 9
+
+
+def test_an_export_is_awaited_and_one_that_fails_says_why(run: RunDir, monkeypatch: pytest.MonkeyPatch):
+    codes = [0, 2]
+    begun = []
+
+    def begin(run: RunDir, cfg: Any) -> subprocess.Popen[bytes]:
+        begun.append((cfg.export.what, cfg.export.format))
+        return subprocess.Popen([sys.executable, "-c", f"raise SystemExit({codes.pop(0)})"])
+
+    monkeypatch.setattr("trainer.headless.begin_export", begin)
+    write(run, ExportEvent(path="export/merged", what="merged", format="auto"))
+    (run.logs / "export-answer.txt").write_text("no checkpoint yet\n")
+    assert asyncio.run(notebook.export(run, "merged")) == run.path / "export" / "merged"
+    with pytest.raises(InputError, match="no checkpoint yet"):
+        asyncio.run(notebook.export(run, "adapter"))
+    assert begun == [("merged", "auto"), ("adapter", "auto")]
+    with pytest.raises(InputError, match=r"export\.format: single_file"):
+        asyncio.run(notebook.export(run, "adapter", format="single_file"))
+
+
+class Shown:
+    """What a cell shows, as the notebook would keep it: the first is the live widget, the second what stays."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+
+    def display(self, output: Any, raw: bool = False, display_id: bool = False) -> Handle:
+        self.outputs.append(output)
+        return Handle(self, len(self.outputs) - 1)
+
+
+class Handle:
+    def __init__(self, shown: Shown, place: int) -> None:
+        self.shown, self.place = shown, place
+
+    def update(self, output: Any, raw: bool) -> None:
+        self.shown.outputs[self.place] = output
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
+    shown = Shown()
+    monkeypatch.setattr(dashboard, "display", shown.display)
+    monkeypatch.setattr(dashboard, "POLL_S", 0.02)
+    return shown
+
+
+@pytest.fixture
+def living(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """The run's process is taken to be there until this is emptied."""
+    alive = {"alive"}
+    monkeypatch.setattr("trainer.launch.alive", lambda run: bool(alive))
+    yield alive
+    alive.clear()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_dashboard_of_an_ended_run_is_a_picture_at_once(runs: Path, shown: Shown):
+    Dashboard(recorded(runs, "one"), "one")._ipython_display_()
+    [picture] = shown.outputs
+    page = picture["text/html"]
+    assert "Finished after 40 steps" in page
+    assert picture["text/plain"] == "Run one: Finished after 40 steps"
+    assert (page.count("<svg"), page.count('data-rank="'), page.count("data:image/webp;base64,")) == (1, 2, 4)
+    assert "a cat, step 40" in page
+    assert " id=" not in page, "several stand in one notebook"
+
+
+def test_the_picture_of_ten_thousand_steps_and_eight_samples_is_small(run: RunDir, shown: Shown):
+    write(run, *(step(number, random.random()) for number in range(1, 10_001)))
+    for index in range(9):
+        file = run.samples / f"{index}.png"
+        Image.frombytes("RGB", (96, 96), random.randbytes(96 * 96 * 3)).save(file)  # nothing compresses worse
+        write(run, SampleEvent(step=10_000, prompt="a cat", index=index, path=f"samples/{index}.png"))
+    write(run, StatusEvent(state="finished", step=10_000))
+    Dashboard(run, "one")._ipython_display_()
+    page = shown.outputs[0]["text/html"]
+    assert page.count("<img") == 8
+    assert len(page.encode()) <= PICTURE_BYTES
+
+
+def test_a_dashboard_follows_the_run_and_leaves_a_picture_when_it_ends(run: RunDir, shown: Shown, living: set[str]):
+    write(run, StatusEvent(state="encoding", done=3, total=8))
+    board = Dashboard(run, "one")
+    board._ipython_display_()
+    [live, kept] = shown.outputs
+    assert live is board.widget
+    assert "notebook.dashboard(notebook.attach('one'))" in kept["text/plain"]
+    assert "Encoding 3 of 8" in board.figures.value
+    assert not any(button.disabled for button in board.buttons.values())
+    sent: list[str] = []
+    board.loss.observe(lambda change: sent.append(change.new), "value")
+    write(run, StatusEvent(state="training"), step(1), step(2))
+    until(lambda: "step 2 of 100" in board.figures.value)
+    until(lambda: bool(sent))
+    time.sleep(0.1)
+    assert len(sent) == 1, "what has not changed is not sent again"
+    assert shown.outputs == [live, kept], "what stays in the notebook is not changed meanwhile"
+    write(run, step(3), StatusEvent(state="finished", step=3))
+    living.clear()
+    until(lambda: shown.outputs[1] is not kept)
+    until(lambda: shown.outputs[0] is not live)
+    assert shown.outputs[0] == {"text/html": ""}
+    assert "Finished after 3 steps" in shown.outputs[1]["text/html"]
+    assert all(button.disabled for button in board.buttons.values())
+
+
+def test_a_dashboard_is_shown_as_often_as_one_likes(run: RunDir, shown: Shown, living: set[str]):
+    board = Dashboard(run, "one")
+    write(run, StatusEvent(state="training"))
+    for _ in range(2):
+        board._ipython_display_()
+    assert len(shown.outputs) == 4
+    write(run, StatusEvent(state="stopped"))
+    living.clear()
+    until(lambda: [isinstance(output, dict) for output in shown.outputs] == [True] * 4)
+    board._ipython_display_()
+    assert shown.outputs[4] == shown.outputs[3] == shown.outputs[1]
+
+
+def test_the_last_words_of_a_run_are_in_its_picture(run: RunDir, shown: Shown, monkeypatch: pytest.MonkeyPatch):
+    """They may be written between what was read and the look at the process."""
+
+    def gone(run: RunDir) -> bool:
+        if not Path(run.path / "said").exists():
+            (run.path / "said").touch()
+            write(run, WarningEvent(message="the last word"))
+        return False
+
+    monkeypatch.setattr("trainer.launch.alive", gone)
+    write(run, StatusEvent(state="stopped"))
+    Dashboard(run, "one")._ipython_display_()
+    assert "the last word" in shown.outputs[0]["text/html"]
+
+
+def test_what_keeps_a_dashboard_from_reading_is_shown_until_it_reads_again(
+    run: RunDir, shown: Shown, living: set[str], monkeypatch: pytest.MonkeyPatch
+):
+    write(run, StatusEvent(state="training"))
+    board = Dashboard(run, "one")
+    board._ipython_display_()
+    with monkeypatch.context() as patched:
+        patched.setattr(Follower, "view", lambda self: (_ for _ in ()).throw(OSError("no such disk")))
+        until(lambda: "no such disk" in board.trouble.value)
+    until(lambda: board.trouble.value == "")
+    write(run, step(5))
+    until(lambda: "step 5 of 100" in board.figures.value)
+
+
+def test_a_button_asks_the_trainer_and_says_what_follows(run: RunDir, shown: Shown, living: set[str]):
+    write(run, StatusEvent(state="training"))
+    board = Dashboard(run, "one")
+    board._ipython_display_()
+    for what, button in board.buttons.items():
+        button.click()
+        assert run.requested(what)
+        assert panels.ANSWERS[what] in board.said.value
+    living.clear()
+    board.buttons["stop"].click()
+    assert "is not running" in board.said.value
+
+
+def test_what_a_run_says_cannot_become_a_script(runs: Path, shown: Shown):
+    error = ErrorEvent(message=SHOUT, remedy=SHOUT, log=SHOUT)
+    end = [WarningEvent(message=SHOUT), error, StatusEvent(state="failed")]
+    run = recorded(runs, "one", end, sample__prompts=[SHOUT])
+    Dashboard(run, SHOUT)._ipython_display_()
+    page = shown.outputs[0]["text/html"]
+    assert page.count("&lt;script&gt;") >= 6
+    assert "<script" not in page
