@@ -18,6 +18,7 @@ from typing import Literal
 from app.lessons import Table, exercise, gallery
 from app.monitor import Follower, find_runs
 from app.studio import find_presets
+from app.widgets import dashboard as dashboards
 from app.widgets.dashboard import Dashboard
 from app.widgets.form import Form
 from trainer import configfile, gpus, headless, launch, prepare, trials
@@ -140,6 +141,7 @@ async def ended(run: RunDir) -> State:
     while launch.alive(run):
         await asyncio.sleep(POLL_S)
     launch.settle(run)
+    await asyncio.sleep(2 * dashboards.POLL_S)  # what the notebook keeps of a dashboard is its last look
     view = Follower(run).view()
     if view.state == "failed" and view.error is not None:
         raise RuntimeError(headless.explain(view.error, run))

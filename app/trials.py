@@ -10,7 +10,7 @@ from trainer.trials import Trial
 from trainer.zero import ModelBytes, RankBytes, expected
 
 MB, GB = 1e6, 1e9
-ZERO = {"ddp": "none", "grad_op": "gradients, optimizer state", "full": "weights too"}
+ZERO = {"ddp": "nothing", "grad_op": "gradients, optimizer state", "full": "weights too"}
 """{strategy: what of a 7B model it divides between steps and inside one}, as ZeRO has it."""
 
 

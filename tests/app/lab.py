@@ -1,4 +1,4 @@
-"""A JupyterLab of its own for tests: nothing of the user's settings, no news, and notebooks written cell by cell."""
+"""A JupyterLab of its own for tests: nothing of the user's settings, no news, and copies of the project's notebooks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,20 +16,18 @@ from typing import Any
 import httpx
 import nbformat
 import psutil
+from nbformat import NotebookNode
 from playwright.sync_api import Page
 
 from tests.app.browser import PATIENCE_S, STARTED_WITHIN_S, free_port, until_so
+from tests.notebooks.execution import set_parameters
+from tests.notebooks.pairs import NOTEBOOKS
 
 TOKEN = "secret"
 GRACE_S = 10
 SETTINGS: dict[str, Any] = {
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
 }
-METADATA = {
-    "kernelspec": {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"},
-    "language_info": {"name": "python"},
-}
-"""Without it JupyterLab asks which kernel to take."""
 IDLE = ".jp-Notebook-ExecutionIndicator[data-status=idle]"
 
 
@@ -44,11 +42,11 @@ class Lab:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def write(self, name: str, cells: Sequence[str]) -> Path:
-        """A notebook of these code cells."""
-        notebook = nbformat.v4.new_notebook(metadata=METADATA)
-        notebook.cells = [nbformat.v4.new_code_cell(cell) for cell in cells]
-        file = self.notebooks / name
+    def copy(self, name: str, parameters: Mapping[str, object]) -> Path:
+        """One of the project's notebooks with other parameters, set at the end of the cell of its own."""
+        notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+        set_parameters(notebook, parameters)
+        file = self.notebooks / f"{name}.ipynb"
         nbformat.write(notebook, file)
         return file
 
@@ -71,6 +69,16 @@ class Lab:
         if answer.is_error:  # the server fails on a kernel that is just being started
             return False
         return [(kernel["execution_state"], kernel["connections"]) for kernel in answer.json()] == [("idle", 1)]
+
+
+def code_cells(notebook: Path) -> list[NotebookNode]:
+    """Of a saved notebook."""
+    return [cell for cell in nbformat.read(notebook, as_version=4).cells if cell.cell_type == "code"]
+
+
+def position_of(notebook: Path, text: str) -> int:
+    """Of the first code cell with this text among the code cells."""
+    return next(position for position, cell in enumerate(code_cells(notebook)) if text in cell.source)
 
 
 @contextmanager

@@ -5,12 +5,17 @@ from __future__ import annotations
 import io
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from tests.app.browser import ROOT, TRAINED_WITHIN_S, choose, opened, serving, show, start_chromium, state_is, until
+from tests.app.lab import choose as choose_menu
+from tests.app.lab import position_of, serving_lab
+from trainer import launch
+from trainer.rundir import RunDir
 
 PICTURES = ROOT / "trainer" / "assets" / "readme"
 PAGES = ("Train", "Monitor", "Samples", "Dataset", "Queue", "Runs", "Export", "Doctor")
@@ -29,6 +34,27 @@ def take(browser: Browser, url: str, run: str, folder: Path) -> list[Path]:
             _settle(page, name)
             files.append(_save(page.screenshot(), folder / f"page-{name.lower()}.png"))
     return files
+
+
+def take_notebook(browser: Browser, folder: Path) -> Path:
+    """A picture of the quickstart notebook's dashboard while it trains."""
+    with tempfile.TemporaryDirectory() as temporary, serving_lab(Path(temporary)) as lab:
+        runs = Path(temporary) / "runs"
+        file = lab.copy("01_quickstart", {"RUNS": runs, "STEPS": 400})
+        position = position_of(file, "notebook.dashboard(run)")
+        with closing(browser.new_context(viewport={"width": 1280, "height": 1100})) as context:
+            page = context.new_page()
+            lab.open(page, file.name)
+            choose_menu(page, "Run", "Run All Cells")
+            widget = page.locator(".jp-CodeCell").nth(position).locator(".shardstudio").first
+            figures = f"document.querySelectorAll('.jp-CodeCell')[{position}].querySelector('.run').dataset.step"
+            until(page, f"{figures} >= 25", TRAINED_WITHIN_S)
+            widget.scroll_into_view_if_needed()
+            page.wait_for_timeout(500)
+            picture = _save(widget.screenshot(), folder / "notebook.png")
+        for config in runs.glob("*/config.yaml"):
+            launch.terminate(RunDir.open(config.parent), grace_s=1)
+    return picture
 
 
 def _settle(page: Page, name: str) -> None:
@@ -59,6 +85,7 @@ def main() -> int:
             [run] = runs.glob("quickstart-*")
             for file in take(browser, server.url, run.name, PICTURES):
                 print(file)
+        print(take_notebook(browser, PICTURES))
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,25 +11,14 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from tests.app.browser import TRAINED_WITHIN_S, faultless, until, until_so
-from tests.app.lab import Lab, choose, serving_lab
+from tests.app.lab import Lab, choose, code_cells, position_of, serving_lab
 from trainer import launch
 from trainer.rundir import RunDir
 
+pytestmark = pytest.mark.slow
 STOP_S = 1.0
 NOTEBOOK_BYTES = 500_000
-IMPORTS = "from pathlib import Path\nfrom app import notebook\nRUNS = Path({runs!r})"
-CELLS = (
-    'config = notebook.config("quickstart", "train.steps=2000", "sample.every=0", "checkpoint.every=0", '
-    '"data.validation=0", "export.what=none")\nrun = notebook.start(config, RUNS)',
-    "notebook.dashboard(run)",
-    'print("the run has", await notebook.ended(run))',
-)
-AGAIN = (
-    "run = notebook.attach(runs=RUNS)\nnotebook.dashboard(run)",
-    'print("the run has", await notebook.ended(run))',
-)
-DASHBOARD, DASHBOARD_AGAIN, LAST = 2, 4, 5
-"""Positions of cells."""
+NOTEBOOK = "01_quickstart"
 
 
 @pytest.fixture(scope="module")
@@ -55,33 +43,44 @@ def runs(tmp_path: Path) -> Iterator[Path]:
         launch.terminate(RunDir.open(file.parent), grace_s=1)
 
 
-def test_a_run_is_watched_and_stopped_from_a_notebook_whose_kernel_was_restarted(lab: Lab, page: Page, runs: Path):
-    imports = IMPORTS.format(runs=str(runs))
-    file = lab.write("train.ipynb", [imports, *CELLS, f"{imports}\n{AGAIN[0]}", AGAIN[1]])
+def test_a_run_is_watched_and_stopped_from_the_quickstart_whose_kernel_was_restarted(lab: Lab, page: Page, runs: Path):
+    file = lab.copy(NOTEBOOK, {"RUNS": runs, "STEPS": 2000})
+    parameters, dashboard, dashboard_again = (
+        position_of(file, text) for text in ("STEPS = 2000", "notebook.dashboard(run)", "notebook.attach(")
+    )
     lab.open(page, file.name)
     choose(page, "Run", "Run All Cells")
-    _grows(page, DASHBOARD)
+    _grows(page, dashboard)
     [run] = (RunDir.open(config.parent) for config in runs.glob("*/config.yaml"))
 
     choose(page, "Kernel", "Restart Kernel…")
     page.locator(".jp-Dialog button.jp-mod-accept").click()
     lab.await_kernel(page)
-    page.locator(".jp-CodeCell").nth(DASHBOARD_AGAIN).locator(".cm-content").click()
-    page.keyboard.press("Shift+Enter")
-    page.keyboard.press("Shift+Enter")
-    _grows(page, DASHBOARD_AGAIN)
+    for position in (parameters, dashboard_again):
+        page.locator(".jp-CodeCell").nth(position).locator(".cm-content").click()
+        page.keyboard.press("Shift+Enter")
+    _grows(page, dashboard_again)
     assert launch.alive(run)
 
-    stop_s = _stopped_after_s(page, DASHBOARD_AGAIN)
+    stop_s = _stopped_after_s(page, dashboard_again)
     assert stop_s <= STOP_S
-    until(page, f"{_cell(LAST)}.innerText.includes('the run has stopped')", TRAINED_WITHIN_S)
-    until(page, f"{_cell(DASHBOARD_AGAIN)}.querySelector('.run').dataset.state === 'stopped'")
-    until(page, f"!{_cell(DASHBOARD_AGAIN)}.querySelector('button.jupyter-button')")
+    until(page, f"{_cell(dashboard_again)}.querySelector('.run').dataset.state === 'stopped'", TRAINED_WITHIN_S)
+    until(page, f"!{_cell(dashboard_again)}.querySelector('button.jupyter-button')")
     page.keyboard.press("Control+s")
-    until_so(page, lambda: "Stopped at step" in _html_of(file, DASHBOARD_AGAIN))
-    assert "<svg" in _html_of(file, DASHBOARD_AGAIN)
+    until_so(page, lambda: "Stopped at step" in _html_of(file, dashboard_again))
+    assert "<svg" in _html_of(file, dashboard_again)
     assert file.stat().st_size <= NOTEBOOK_BYTES
     print(f"Stop was answered after {stop_s:.2f} s; the notebook has {file.stat().st_size} bytes")
+
+
+def test_a_cell_that_waits_for_the_end_goes_on_when_the_run_is_stopped(lab: Lab, page: Page, runs: Path):
+    file = lab.copy(NOTEBOOK, {"RUNS": runs, "STEPS": 2000})
+    dashboard, waiting = (position_of(file, text) for text in ("notebook.dashboard(run)", "await notebook.ended(run)"))
+    lab.open(page, file.name)
+    choose(page, "Run", "Run All Cells")
+    _grows(page, dashboard)
+    assert _stopped_after_s(page, dashboard) <= STOP_S
+    until(page, f"{_cell(waiting)}.innerText.includes('The run has stopped')", TRAINED_WITHIN_S)
 
 
 def _cell(position: int) -> str:
@@ -108,5 +107,5 @@ def _stopped_after_s(page: Page, position: int) -> float:
 
 def _html_of(notebook: Path, position: int) -> str:
     """What the saved notebook shows below a cell."""
-    outputs = json.loads(notebook.read_text(encoding="utf-8"))["cells"][position]["outputs"]
-    return "".join("".join(output["data"]["text/html"]) for output in outputs if "text/html" in output.get("data", {}))
+    outputs = code_cells(notebook)[position].outputs
+    return "".join(output.data["text/html"] for output in outputs if "text/html" in output.get("data", {}))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trainer.adapters import Targets, initial_value, inject
 from trainer.config import AdapterSection
 
-STEPS = 250
+STEPS = 200
 LEARNING_RATE = 0.02
 
 

@@ -1,0 +1,214 @@
+# %% [markdown]
+# # 7. Your own images
+#
+# From a folder of pictures to a run: captions, what is checked before anything starts, how pictures of all shapes are
+# trained together, and how often each one is seen.
+#
+# Put your own folder into the next cell. Without one, this notebook makes a folder of pictures in three shapes from
+# those that come with ShardStudio.
+
+# %% tags=["parameters"]
+from pathlib import Path
+
+from app import notebook
+
+RUNS = notebook.RUNS
+IMAGES = None  # or your own folder, as Path("/home/ada/photos")
+TRIGGER = "risograph"  # the word that will stand for what is learned
+STEPS = 40
+DEVICE = notebook.device(2)  # cuda where this machine has two GPUs
+
+# %% [markdown]
+# ## A folder
+#
+# A picture is a file of type png, jpg, webp, bmp or tif, of any size, in any depth of folders. Its *caption* is a text
+# file of the same name beside it. (Many captions also fit into one `metadata.jsonl`, see the README.)
+
+# %%
+from PIL import Image
+
+SHAPES = {"square": (160, 160), "wide": (200, 120), "tall": (120, 200)}
+shipped = sorted(Path(notebook.config("quickstart").config.data.path).glob("*.png"))
+
+
+def make_folder(folder: Path, count: int = 24) -> Path:
+    """Shipped pictures with their captions, in three shapes: with paper at their sides."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, picture in enumerate(shipped[:count]):
+        shape, size = list(SHAPES.items())[number % len(SHAPES)]
+        with Image.open(picture) as image:
+            thing = image.convert("RGB").resize((min(size), min(size)))
+        paper = Image.new("RGB", size, thing.getpixel((0, 0)))
+        paper.paste(thing, ((size[0] - min(size)) // 2, (size[1] - min(size)) // 2))
+        file = folder / f"{picture.stem}-{shape}.png"
+        paper.save(file)
+        file.with_suffix(".txt").write_text(picture.with_suffix(".txt").read_text())
+    return folder
+
+
+folder = Path(IMAGES) if IMAGES else make_folder(RUNS / "my-images")
+files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in (".png", ".jpg", ".webp"))
+notebook.gallery({"": {file.name: file for file in files[:12]}})
+
+# %% [markdown]
+# ## What would stop a run, told before it starts
+#
+# A typing mistake should not be found by a GPU after an hour of loading. So `start` first looks at every file. Here is
+# a folder with four mistakes in it:
+
+# %%
+wrong = make_folder(RUNS / "images-with-mistakes", count=5)
+spoilt = sorted(wrong.glob("*.png"))
+spoilt[0].write_bytes(spoilt[0].read_bytes()[:20])  # a download that broke off
+spoilt[1].with_suffix(".txt").unlink()  # no caption
+spoilt[2].with_suffix(".txt").write_text("  \n")  # an empty one
+spoilt[3].with_suffix(".txt").write_bytes("Kaninchen, müde".encode("latin-1"))  # not UTF-8
+CHANGES = [
+    *(f"data.trigger={TRIGGER}", f"train.steps={STEPS}", f"parallel.device={DEVICE}"),
+    *(f"sample.every={STEPS}", "sample.steps=12", "data.validation=0"),
+]
+try:
+    notebook.start(notebook.config("quickstart", *CHANGES, f"data.path={wrong}"), RUNS)
+except ValueError as error:
+    print(str(error).replace(f"{wrong}/", ""))
+
+# %% [markdown]
+# Each line names the file and the way out. Some of it you may want as it is: `data.missing_caption: empty` trains a
+# picture without a caption, and `data.bad_image: warn` leaves out what cannot be read. The fourth has to be repaired.
+
+# %%
+from trainer.data import images
+
+spoilt[3].with_suffix(".txt").write_text("Kaninchen, müde", encoding="utf-8")
+LENIENT = ["data.missing_caption=empty", "data.bad_image=warn", "data.validation=0"]
+patient = notebook.config("quickstart", f"data.path={wrong}", *LENIENT)
+found = images.scan(patient.config.data)
+print(*(warning.replace(f"{wrong}/", "") for warning in found.warnings), sep="\n")
+print(f"{len(found.train)} pictures to train")
+
+# %% [markdown]
+# ## Captions and the trigger
+#
+# The caption says what is in the picture, *except* what is to be learned: that is what the trigger is for. `[trigger]`
+# in a caption is replaced by it; a caption without it gets it in front.
+#
+# The best trigger is a word that means nothing to the model yet. Below are captions as the model will read them.
+
+# %%
+config = notebook.config("quickstart", *CHANGES, f"data.path={folder}")
+dataset = images.scan(config.config.data)
+notebook.Table(
+    ["file", "width", "height", "caption"],
+    [[photo.path.name, photo.width, photo.height, photo.caption] for photo in dataset.train[:6]],
+)
+
+# %% [markdown]
+# ## Buckets
+#
+# Pictures that are trained in one pass must have one size. Squeezing all into a square would crop the wide ones. So
+# there are *buckets*: sizes of about the same area, `data.resolution` squared, in several shapes. Each picture goes
+# into the bucket whose shape is nearest to its own, is scaled to cover it, and what stands out is cut off. A batch is
+# taken from one bucket.
+
+# %%
+from trainer import facts
+from trainer.data.buckets import bucket_sizes, choose_bucket, images_per_bucket
+
+data = config.config.data
+multiple = facts.of(config.config.model.family).size_multiple
+sizes = bucket_sizes(data.resolution, multiple, data.max_aspect)
+filled = images_per_bucket(dataset.train, sizes)
+print("all buckets:", ", ".join(f"{width} x {height}" for width, height in sizes))
+notebook.Table(
+    ["bucket", "pixels", "pictures"],
+    [[f"{width} x {height}", width * height, count] for (width, height), count in filled.items()],
+)
+
+# %% [markdown]
+# Some of the pictures as the model would get them, bucket by bucket:
+
+# %%
+from trainer.data.pixels import load_rgb
+
+cut = RUNS / "as-trained"
+cut.mkdir(exist_ok=True)
+rows: dict[str, dict[str, Path]] = {f"{width} x {height}": {} for width, height in filled}
+for photo in dataset.train[:12]:
+    size = choose_bucket(photo.width, photo.height, sizes)
+    load_rgb(photo, size).save(cut / photo.path.name)
+    row = rows[f"{size[0]} x {size[1]}"]
+    row[f"{len(row) + 1}"] = cut / photo.path.name
+notebook.gallery(rows, size=max(max(size) for size in sizes))
+
+# %% [markdown]
+# ### Exercise 1
+#
+# `data.repeats: 5` would show each picture five times per *epoch*, one round through all pictures. How many steps of
+# `train.batch_size` pictures would an epoch of your folder then take, if no picture were left over? (A number, perhaps
+# with a fraction.)
+
+# %%
+print(f"{len(dataset.train)} pictures, {config.config.train.batch_size} per step")
+answer_1 = ...
+notebook.exercise(
+    answer_1,
+    right=5 * len(dataset.train) / config.config.train.batch_size,
+    hint="Pictures times repeats, divided by the pictures of a step.",
+)
+
+# %% [markdown]
+# ### Exercise 2
+#
+# When a picture is drawn, the prompt counts more than what the model would draw without one. For that the model must
+# know what it draws without a prompt. So `data.caption_dropout` trains a share of the samples with an empty caption.
+# How many samples of this run will that be, on average?
+
+# %%
+print(f"{STEPS} steps of {config.config.train.batch_size}, caption_dropout {data.caption_dropout}")
+answer_2 = ...
+notebook.exercise(
+    answer_2,
+    right=STEPS * config.config.train.batch_size * data.caption_dropout,
+    hint="The share of all samples of all steps.",
+)
+
+# %% [markdown]
+# ## Train
+#
+# One more decision. `data.max_aspect` says how long and narrow a bucket may be: 2 by default, as published models were
+# trained in many shapes. The demo model has only ever seen squares, and would forget how to draw them while it learned
+# other shapes. So here it is 1. Change it if you want to see that.
+#
+# The sample prompts of the preset name things that are in none of the pictures.
+
+# %%
+config = notebook.config("quickstart", *CHANGES, f"data.path={folder}", "data.max_aspect=1")
+run = notebook.start(config, RUNS)
+notebook.dashboard(run)
+
+# %% [markdown]
+# Wait for the end:
+
+# %%
+print("The run has", await notebook.ended(run))
+
+# %% [markdown]
+# ## Before and after
+#
+# From the same noise each.
+
+# %%
+notebook.gallery(notebook.samples(run))
+
+# %% [markdown]
+# ## With a model of your own
+#
+# Everything above is the same for a published model: take its preset, download what it names, and set `data.path` and
+# `data.trigger`. A few dozen pictures are usual for one subject or one look. Then:
+#
+# - look at the samples of the first few hundred steps, not only at the loss;
+# - if samples copy your pictures, train shorter, or with a smaller `adapter.rank`, or add pictures;
+# - if they do not change, check that the trigger is in the prompt, then raise `optim.lr`.
+#
+# `notebook.form("flux2-klein-4b-lora-1gpu", "data.path=...")` shows what can be set. The page (`make ui`) has a tab
+# *Dataset* in which captions are edited beside their pictures.

@@ -1,0 +1,141 @@
+"""What each notebook is run with by the tests, and what it must show."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.notebooks.execution import Answers, execute
+
+MOST_BYTES = 500_000
+"""Of a notebook that is saved with its outputs."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """parameters: of the run of the tests, smaller than a person's.  answers: to its exercises, in their order.
+
+    shows: regular expressions of what its cells print.
+    """
+
+    answers: tuple[Answers, ...]
+    shows: tuple[str, ...]
+    parameters: Mapping[str, object] = field(default_factory=dict)
+
+
+FINISHED = "The run has finished"
+
+LESSONS = {
+    "01_quickstart": Lesson(
+        parameters={"STEPS": 12, "SUBJECTS": ["fox face", "bicycle"]},
+        answers=(Answers("12 * 16 / 28", "12"), Answers("16 * (256 + 1024)", "256 * 1024")),
+        shows=(
+            r"adapter\.rnk: unknown field; did you mean 'rank'\?",
+            FINISHED,
+            r"step 0 .* step 12 ",
+            r"12 steps of 16 pictures\n32 pictures, 4 of them held out",
+            r"quickstart\.safetensors +1,123 +64",
+            r"without .* with the LoRA",
+            r"Finished after 12 steps; exported export/quickstart\.safetensors",
+        ),
+    ),
+    "02_sharding_lab": Lesson(
+        parameters={"STEPS": 4, "MODEL": "tiny"},
+        answers=(
+            Answers("64", "512"),
+            Answers("(2 * model.weights + model.optimizer_state) / 16e6", "model.weights / 16e6"),
+            Answers("'full'", "'ddp'"),
+        ),
+        shows=(
+            *(rf"\n{strategy} +\d" for strategy in ("ddp", "grad_op", "full", "hybrid", "offload")),
+            r"full on 4 ranks saves 7\d% of what ddp holds\.",
+            r"largest deviation of any rank: [01]\.\d+%",
+        ),
+    ),
+    "03_mixed_precision_and_checkpointing": Lesson(
+        parameters={"STEPS": 4, "MODEL": "tiny"},
+        answers=(Answers("2**-7", "2**-8"), Answers("activations / 2", "activations"), Answers("'bf16'", "'micro'")),
+        shows=(
+            r"float32 +2\.0000 +32",
+            r"bfloat16 +1\.0000 +16",
+            r"fp32, every block again +0\.0e\+00",
+            r"fp32, four pictures in a pass: \d+\.\d+ MB",
+        ),
+    ),
+    "04_adapters": Lesson(
+        parameters={"STEPS": 6},
+        answers=(
+            Answers("2 * 16 * 6144", "6144 * 6144"),
+            Answers("'lokr'", "'lora'"),
+            Answers("'lengths of rows'", "'rank 2'"),
+        ),
+        shows=(
+            *(rf"{adapter} +[\d,]+ +\d+\.\d% " for adapter in ("lora", "dora", "loha", "lokr", "diag-oft", "boft")),
+            r"lokr +\d\.\d\d +\d\.\d\d +\d\.\d\d +0\.00",
+        ),
+    ),
+    "05_checkpoints": Lesson(
+        parameters={"STEPS": 8, "STOP_AT": 2},
+        answers=(Answers("12 * P", "4 * P"), Answers("'Step'", "'seed'")),
+        shows=(
+            "The run has stopped",
+            r"step-00000\d holds \d steps",
+            r"manifest\.json",
+            r"__1_0\.distcp",
+            r"P = 557,056",
+            r"full\.pt: [\d,]+ kB with trainables, optimizer",
+            FINISHED,
+            r"stopped after \d of 8 steps, then continued on one rank",
+            "\nwithin 1e-6",
+            r"adapter: export/quickstart\.safetensors, read back, differs by \d",
+            r"merged: export/quickstart-merged, read back, differs by \d",
+            r"base \+ adapter's file and merged folder differ by at most \d\.\de-0[4-9]",
+        ),
+    ),
+    "06_many_nodes": Lesson(
+        parameters={"STEPS": 4},
+        answers=(Answers("weights / 1e6", "2 * weights / 1e6"), Answers("0.125", "1 / 128")),
+        shows=(
+            r"-m torch\.distributed\.run --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d",
+            r"start +[01] +0 +[01] +4[^j]*join +[23] +1 +[01] +4|start +[23] +1 +[01] +4[^j]*join +[01] +0 +[01] +4",
+            r"rank3\.jsonl",
+            FINISHED,
+            r"largest difference of a loss: .*; within 1e-6",
+            r"2 nodes, hybrid +128 to 255",
+            r"1 node, full +192 to 255",
+        ),
+    ),
+    "07_your_own_images": Lesson(
+        parameters={"STEPS": 12},
+        answers=(Answers("7.5", "24 / 16"), Answers("0.1 * 12 * 16", "12 * 16")),
+        shows=(
+            r"-square\.png: cannot be read \(.*\); replace or remove it, or set data\.bad_image: warn",
+            r"-wide\.png: no caption; write it into .*-wide\.txt, or set data\.missing_caption: empty",
+            r"-square\.txt: byte 12 \(0xfc\) is not UTF-8; save the file as UTF-8",
+            r"left out: 0000-rat-square",
+            r"4 pictures to train",
+            r"rat risograph",
+            r"all buckets: 48 x 80, 64 x 64, 80 x 48",
+            FINISHED,
+            r"step 0 .* step 12 ",
+        ),
+    ),
+}
+
+
+def check(name: str, folder: Path, record: Callable[[str, object], None]) -> None:
+    """Execute it with the parameters and the answers of the tests, and look at all it shows.
+
+    record: takes the seconds it took and the bytes of the file.
+    """
+    lesson = LESSONS[name]
+    executed = execute(name, folder, lesson.parameters, lesson.answers)
+    num_bytes = executed.save(folder / f"{name}.ipynb")
+    record("seconds", round(executed.seconds, 1))
+    record("bytes", num_bytes)
+    assert [pattern for pattern in lesson.shows if not re.search(pattern, executed.text, re.DOTALL)] == []
+    said = re.findall(r"^(Right\.|Not yet: )", executed.text, re.MULTILINE)
+    assert said == ["Not yet: ", "Right."] * len(lesson.answers)
+    assert num_bytes <= MOST_BYTES

@@ -1,0 +1,15 @@
+"""The notebooks that measure run from their first cell to their last."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.notebooks.lessons import check
+
+SLOW = ("02_sharding_lab", "04_adapters")
+NAMES = ("03_mixed_precision_and_checkpointing", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_notebook_runs_and_shows_what_it_promises(name, tmp_path, record_property):
+    check(name, tmp_path, record_property)
