@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from trainer.rundir import RunDir
 from trainer.train import Trainer
 from trainer.world import World, joined
 
+T = TypeVar("T")
 SIZES = ((64, 64), (96, 48), (48, 96))
 
 
@@ -121,3 +124,12 @@ def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """Largest absolute difference of two sets of tensors with equal names."""
     assert a.keys() == b.keys()
     return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def awaited(waiting: Coroutine[Any, Any, T], timeout_s: float = 120) -> T:
+    """What a coroutine returns. In a thread of its own: where a browser is driven, this one has a loop already.
+
+    Raises TimeoutError when it takes longer.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, asyncio.wait_for(waiting, timeout_s)).result()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from app.monitor import Follower
 from app.widgets import dashboard
 from app.widgets.dashboard import Dashboard
 from tests.app.browser import recorded
-from tests.runs import make_pictures, run_config, write_preset
+from tests.runs import awaited, make_pictures, run_config, write_preset
 from trainer import launch
 from trainer.config import InputError
 from trainer.configfile import ConfigError
@@ -112,7 +111,7 @@ def test_a_run_is_started_awaited_and_exported_and_a_wrong_one_writes_nothing(ru
     try:
         with pytest.raises(InputError, match="nothing was exported, and the run is "):
             notebook.exported(run)
-        assert asyncio.run(asyncio.wait_for(notebook.ended(run), 120)) == "finished"
+        assert awaited(notebook.ended(run)) == "finished"
     finally:
         launch.terminate(run, grace_s=0.5)
     assert notebook.exported(run).suffix == ".safetensors"
@@ -122,7 +121,7 @@ def test_a_run_is_started_awaited_and_exported_and_a_wrong_one_writes_nothing(ru
 def test_waiting_for_a_run_that_failed_raises_what_went_wrong(run: RunDir):
     write(run, ErrorEvent(step=3, rank=1, message="boom", remedy="rest"), StatusEvent(state="failed", step=3))
     with pytest.raises(RuntimeError, match="error: rank 1, step 3: boom\n  what to do: rest"):
-        asyncio.run(notebook.ended(run))
+        awaited(notebook.ended(run))
 
 
 def test_an_ended_run_is_continued_with_other_fields(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -145,12 +144,12 @@ def test_an_export_is_awaited_and_one_that_fails_says_why(run: RunDir, monkeypat
     monkeypatch.setattr("trainer.headless.begin_export", begin)
     write(run, ExportEvent(path="export/merged", what="merged", format="auto"))
     (run.logs / "export-answer.txt").write_text("no checkpoint yet\n")
-    assert asyncio.run(notebook.export(run, "merged")) == run.path / "export" / "merged"
+    assert awaited(notebook.export(run, "merged")) == run.path / "export" / "merged"
     with pytest.raises(InputError, match="no checkpoint yet"):
-        asyncio.run(notebook.export(run, "adapter"))
+        awaited(notebook.export(run, "adapter"))
     assert begun == [("merged", "auto"), ("adapter", "auto")]
     with pytest.raises(InputError, match=r"export\.format: single_file"):
-        asyncio.run(notebook.export(run, "adapter", format="single_file"))
+        awaited(notebook.export(run, "adapter", format="single_file"))
 
 
 class Shown:
@@ -309,3 +308,14 @@ def test_what_a_run_says_cannot_become_a_script(runs: Path, shown: Shown):
     page = shown.outputs[0]["text/html"]
     assert page.count("&lt;script&gt;") >= 6
     assert "<script" not in page
+
+
+@pytest.mark.slow
+def test_a_comparison_whose_cell_is_interrupted_trains_no_longer(runs: Path, tmp_path: Path):
+    preset = write_preset(tmp_path / "own.yaml", make_pictures(tmp_path / "pictures", count=2), steps=5000)
+    compared = notebook.compare(notebook.config(preset), {"as it is": (), "again": ()}, runs)
+    with pytest.raises(TimeoutError):
+        awaited(compared, timeout_s=12)
+    run = notebook.attach(runs=runs)
+    assert not launch.alive(run)
+    assert Follower(run).view().state == "stopped"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
 from app import notebook
-from tests.runs import make_pictures, make_run, run_config
+from tests.runs import awaited, make_pictures, make_run, run_config
 from trainer import gpus, launch
 from trainer.config import InputError
 from trainer.events import AnyEvent, EventWriter, ExportEvent, SampleEvent, StatusEvent, StepEvent
@@ -70,9 +69,9 @@ def test_exports_are_told_in_their_order(run):
 def test_a_step_is_waited_for_no_longer_than_the_run_lasts(run, monkeypatch):
     monkeypatch.setattr(launch, "alive", lambda run: True)
     write(run, StatusEvent(state="training"), step(1), step(2), step(3))
-    assert asyncio.run(notebook.reached(run, 2)) == 3
+    assert awaited(notebook.reached(run, 2)) == 3
     write(run, StatusEvent(state="finished", step=3))
-    assert asyncio.run(notebook.reached(run, 10)) == 3
+    assert awaited(notebook.reached(run, 10)) == 3
 
 
 def test_a_run_that_waits_for_no_other_node_cannot_be_joined(run):
