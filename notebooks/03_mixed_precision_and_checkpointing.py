@@ -54,7 +54,8 @@ notebook.exercise(
 #
 # So the trained weights stay fp32, the *master weights*, with fp32 gradients and optimizer state. For the compute each
 # block gets a copy in bf16. That is `train.precision: bf16`. Under sharding there is a second gain: what is gathered
-# and sent between ranks is the bf16 copy. (Weights that are not trained need no master: they are kept in bf16.)
+# and sent between ranks is the bf16 copy; only gradients travel as fp32.
+# (Weights that are not trained need no master: they are kept in bf16.)
 #
 # ## Activation checkpointing
 #
@@ -140,7 +141,7 @@ notebook.exercise(answer_2, right=activations / 2, hint="Each picture has its ow
 # %% [markdown]
 # ### Exercise 3
 #
-# Under `full` sharding, which setting makes a rank *send* half as much: `bf16`, `checkpointing` or `micro_batch`?
+# Under `full` sharding, which setting makes a rank *send* less: `bf16`, `checkpointing` or `micro_batch`?
 # Look at the column, and mind that more passes gather the weights more often. Answer with a word in quotes.
 
 # %%
