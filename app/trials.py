@@ -21,8 +21,8 @@ def zero_table(parameters: int, ranks: Sequence[int]) -> Table:
     for strategy, divided in ZERO.items():
         held = [expected(model, strategy, count, count) for count in ranks]
         # In ZeRO's second stage every rank has all weights: ours are whole during a step only.
-        whole = model.weights if strategy == "grad_op" else 0
-        sizes = [rank.held + (whole - rank.weights if whole else 0) for rank in held]
+        more = [model.weights - rank.weights if strategy == "grad_op" else 0 for rank in held]
+        sizes = [rank.held + weights for rank, weights in zip(held, more, strict=True)]
         rows.append([strategy, divided, *(f"{size / GB:.1f}" for size in sizes)])
     return Table(["strategy", "divided", *(f"GB per rank of {count}" for count in ranks)], rows)
 

@@ -100,7 +100,6 @@ def _watched_step(trainer: Trainer) -> Cost:
         model=model,
         ranks=tuple(world.gather(mine)),
         activations=tuple(world.gather(probe.activations)),
-        peaks=tuple(world.gather(trainer.meter.read().peak)),
         formula=expected(model, loaded.strategy, world.size, shards, passes, passes if loaded.shards_gradients else 1),
     )
 
@@ -114,13 +113,14 @@ def _whole(trainer: Trainer) -> ModelBytes:
     def computed(parameters: Iterable[Tensor]) -> int:
         return sum(p.numel() * dtype.itemsize for p in parameters)
 
+    whole = computed(module.parameters())
     sizes = [computed(block.parameters()) for block in blocks]
     return ModelBytes(
         weights=full_bytes(module.parameters()),
         gradients=full_bytes(trainer.parameters),
         optimizer_state=full_bytes(state_tensors(trainer.optimizer)),
-        computed=computed(module.parameters()),
-        root=computed(module.parameters()) - sum(sizes),
+        computed=whole,
+        root=whole - sum(sizes),
         block=max(sizes, default=0),
     )
 

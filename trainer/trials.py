@@ -27,11 +27,11 @@ WARM_UP_STEPS = 2
 
 @dataclass(frozen=True)
 class Cost:
-    """What one trial took. ranks, activations, peaks: bytes of each rank.  model: bytes of the whole.
+    """What one trial took. ranks, activations: bytes of each rank.  model: bytes of the whole.
 
-    activations: what forward left for backward.  peaks: the most a rank had taken, on a CPU its process with all that
-    came before.  shard_size: ranks that share one copy.  images: per rank and pass.  num_trained: parameters that are
-    trained.  is_offloaded: whether what is held lies in the host's memory.  formula: what `trainer.zero` expects.
+    activations: what forward left for backward.  shard_size: ranks that share one copy.  images: per rank and pass.
+    num_trained: parameters that are trained.  is_offloaded: whether what is held lies in the host's memory.
+    formula: what `trainer.zero` expects.
     """
 
     strategy: str
@@ -43,7 +43,6 @@ class Cost:
     model: ModelBytes
     ranks: tuple[RankBytes, ...]
     activations: tuple[int, ...]
-    peaks: tuple[int, ...]
     formula: RankBytes
 
 

@@ -36,7 +36,6 @@ def trial(label: str, strategy: str, ranks: int = 4, is_offloaded: bool = False,
         model=MODEL,
         ranks=(formula,) * ranks,
         activations=(5_000_000,) * ranks,
-        peaks=(10**9,) * ranks,
         formula=formula,
     )
     return Trial(label, RunDir(Path("runs")), cost, 0.5, (2.0, 1.0), (1.5, 0.5))
