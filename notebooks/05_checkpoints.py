@@ -47,10 +47,10 @@ print("The run has", await notebook.ended(run))
 # failed at.
 
 # %%
-from trainer import checkpoint
+from trainer import checkpoint, manifest
 
-folder = checkpoint.complete(run.checkpoints)[-1]
-print(folder.name, "holds", checkpoint.steps_in(folder), "steps")
+folder = manifest.complete(run.checkpoints)[-1]
+print(folder.name, "holds", manifest.steps_in(folder), "steps")
 files = sorted(folder.iterdir())
 notebook.Table(["file", "bytes"], [[file.name, f"{file.stat().st_size:,}"] for file in files])
 
@@ -153,10 +153,10 @@ print("The run has", await notebook.ended(straight))
 # millionth would be no mistake. `StoredWeights` reads one tensor after the other from a checkpoint.
 
 # %%
-ends = [checkpoint.StoredWeights(checkpoint.complete(one.checkpoints)[-1]) for one in (run, straight)]
+ends = [checkpoint.StoredWeights(manifest.complete(one.checkpoints)[-1]) for one in (run, straight)]
 difference = max(float((ends[0][name] - ends[1][name]).abs().max()) for name in ends[0])
 largest = max(float(ends[1][name].abs().max()) for name in ends[1])
-print(f"stopped after {checkpoint.steps_in(folder)} of {STEPS} steps, then continued on one rank")
+print(f"stopped after {manifest.steps_in(folder)} of {STEPS} steps, then continued on one rank")
 print(f"largest difference of a weight: {difference:.1e}; largest weight: {largest:.3f}")
 print("within 1e-6" if difference <= 1e-6 else "NOT within 1e-6")
 

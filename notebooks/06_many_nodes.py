@@ -187,7 +187,7 @@ notebook.Table(
 # %%
 from torch.distributed.checkpoint import FileSystemReader
 
-from trainer.checkpoint import complete
+from trainer.manifest import complete
 
 rows = []
 for label, one in (("2 nodes, hybrid", run), ("1 node, full", alone)):

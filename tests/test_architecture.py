@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 # A module imports only from rows above its own. Modules of one row never import each other; those of one package may.
 ROWS = (
     "config yamltext",
-    "events facts fields foreign zero",
+    "changes events facts fields foreign manifest signals zero",
     "configfile",
     "rundir",
     "diagnosis gpus hub report rng weights world",
@@ -311,6 +311,7 @@ WITHOUT_UNIT = [
     "sample.guidance",
     "sample.seed",
     "checkpoint.keep",
+    "checkpoint.keep_best",
 ]
 
 

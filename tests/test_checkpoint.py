@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.distributed import run_ranks
 from tests.runs import alone
 from trainer import checkpoint
 from trainer.checkpoint import Checkpointer, StoredWeights, TrainState
 from trainer.config import InputError
+from trainer.manifest import Progress, complete, progress_of
 from trainer.world import World
 
 
@@ -29,15 +35,15 @@ def make_state(width: int = 8, seed: int = 0) -> TrainState:
 def save(folder: Path, state: TrainState, *steps: int, keep: int = 3) -> Checkpointer:
     saver = Checkpointer(folder, alone(), keep)
     for step in steps:
-        saver.save(step, state)
+        saver.save(Progress(step), state)
         saver.wait()
     return saver
 
 
 def test_a_checkpoint_has_its_name_only_when_it_is_complete(tmp_path: Path) -> None:
     saver = Checkpointer(tmp_path, alone(), 3)
-    saver.save(5, make_state())
-    assert checkpoint.complete(tmp_path) == []
+    saver.save(Progress(5), make_state())
+    assert complete(tmp_path) == []
     assert saver.writing
     assert saver.wait() == tmp_path / "step-000005"
     assert not saver.writing
@@ -47,11 +53,95 @@ def test_a_checkpoint_has_its_name_only_when_it_is_complete(tmp_path: Path) -> N
     assert all((tmp_path / "step-000005" / name).stat().st_size == size for name, size in manifest["files"].items())
 
 
+def test_the_manifest_tells_how_far_the_run_is_and_sums_up_every_file(tmp_path: Path) -> None:
+    saver = Checkpointer(tmp_path, alone(), 3)
+    progress = Progress(5, samples_seen=20, skipped=1, validation_loss=0.5, config={"name": "fox"}, data="abc")
+    saver.save(progress, make_state())
+    path = saver.wait()
+    assert path is not None
+    assert progress_of(path) == progress
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["config_hash"] == hashlib.sha256(b'{"name": "fox"}').hexdigest()
+    files = {file.name: file.read_bytes() for file in path.iterdir() if file.name != "manifest.json"}
+    assert manifest["checksums"] == {
+        name: hashlib.blake2b(data, digest_size=16).hexdigest() for name, data in files.items()
+    }
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(bytes(data))
+
+
+def cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "complaint"),
+    [
+        (flip_a_bit, "__0_0.distcp", "__0_0.distcp is not what was written: its checksum differs"),
+        (cut_short, "__0_0.distcp", "__0_0.distcp has {0} bytes, {1} were written"),
+        (flip_a_bit, ".metadata", ".metadata is not what was written: its checksum differs"),
+        (cut_short, "manifest.json", "JSONDecodeError: "),
+        (Path.unlink, "manifest.json", "FileNotFoundError: "),
+    ],
+)
+def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_is_taken(
+    tmp_path: Path, damage: Callable[[Path], None], name: str, complaint: str
+) -> None:
+    save(tmp_path, make_state(), 1, 2)
+    file = tmp_path / "step-000002" / name
+    size = file.stat().st_size
+    damage(file)
+    found, (problem,) = checkpoint.newest_intact(tmp_path, alone())
+    assert found == tmp_path / "step-000001"
+    expected = f"step-000002 is damaged and was put aside as damaged-step-000002: {complaint.format(size - 1, size)}"
+    assert problem.startswith(expected)
+    assert (tmp_path / "damaged-step-000002").is_dir()
+    save(tmp_path, make_state(), 2)
+    assert checkpoint.newest_intact(tmp_path, alone()) == (tmp_path / "step-000002", [])
+
+
+def test_two_ranks_agree_on_the_newest_checkpoint_that_is_intact(tmp_path: Path) -> None:
+    run_ranks(2, save_from_ranks, tmp_path)
+    flip_a_bit(tmp_path / "step-000002" / "__1_0.distcp")
+    outcomes = run_ranks(2, intact_name, tmp_path)
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][0] == "step-000001"
+
+
+def save_from_ranks(world: World, folder: Path) -> None:
+    """Two checkpoints, a file of each rank in both."""
+    saver = Checkpointer(folder, world, 3)
+    mesh = init_device_mesh("cpu", (world.size,))
+    for step in (1, 2):
+        state = make_state()
+        average = {"part": distribute_tensor(torch.arange(64.0), mesh, [Shard(0)])}
+        saver.save(Progress(step), TrainState(state.model, state.trainables, state.optimizer, average))
+        saver.wait()
+
+
+def intact_name(world: World, folder: Path) -> tuple[str | None, list[str]]:
+    found, problems = checkpoint.newest_intact(folder, world)
+    return found and found.name, problems
+
+
+def test_the_best_are_kept_besides_the_newest(tmp_path: Path) -> None:
+    saver = Checkpointer(tmp_path, alone(), keep=1, keep_best=2)
+    losses = {1: 0.5, 2: 0.1, 3: 0.3, 4: math.nan, 5: 0.9, 6: 0.4}
+    for step, loss in losses.items():
+        saver.save(Progress(step, validation_loss=loss), make_state())
+        saver.wait()
+    assert [path.name for path in complete(tmp_path)] == ["step-000002", "step-000003", "step-000006"]
+
+
 def test_what_training_changes_after_save_is_not_in_the_checkpoint(tmp_path: Path) -> None:
     state = make_state()
     before = state.model.weight.detach().clone()
     saver = Checkpointer(tmp_path, alone(), 3)
-    saver.save(1, state)
+    saver.save(Progress(1), state)
     with torch.no_grad():
         for parameter in state.trainables.values():
             parameter.zero_()
@@ -65,19 +155,19 @@ def test_a_folder_that_was_being_written_when_the_run_was_killed_is_passed_over_
     torn = tmp_path / ".step-000002"
     torn.mkdir()
     (torn / "__0_0.distcp").write_bytes(b"half")
-    assert [path.name for path in checkpoint.complete(tmp_path)] == ["step-000001"]
+    assert [path.name for path in complete(tmp_path)] == ["step-000001"]
     save(tmp_path, make_state(), 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     save(tmp_path, make_state(), 1, 2, 3, 10, keep=2)
-    assert [path.name for path in checkpoint.complete(tmp_path)] == ["step-000003", "step-000010"]
+    assert [path.name for path in complete(tmp_path)] == ["step-000003", "step-000010"]
 
 
 def test_the_newest_is_the_one_with_the_highest_number_of_steps(tmp_path: Path) -> None:
     save(tmp_path, make_state(), 999_999, 1_000_000, keep=1)
-    assert [path.name for path in checkpoint.complete(tmp_path)] == ["step-1000000"]
+    assert [path.name for path in complete(tmp_path)] == ["step-1000000"]
 
 
 def test_what_a_killed_run_left_half_written_is_gone_when_it_starts_again(tmp_path: Path) -> None:
@@ -98,10 +188,10 @@ def test_saving_twice_at_one_step_leaves_the_first_where_it_is(tmp_path: Path) -
 def save_where_a_file_is_in_the_way(world: World, folder: Path) -> tuple[str, str | None]:
     """The error of a checkpoint that rank 0 cannot give its name, and the name of the next one."""
     saver, state = Checkpointer(folder, world, 3), make_state()
-    saver.save(1, state)
+    saver.save(Progress(1), state)
     with pytest.raises(OSError, match="checkpoint of step 1 could not be written") as error:
         saver.wait()
-    saver.save(2, state)
+    saver.save(Progress(2), state)
     path = saver.wait()
     return str(error.value), path.name if path else None
 
@@ -111,7 +201,7 @@ def test_all_ranks_hear_that_rank_0_could_not_name_a_checkpoint_and_the_next_one
     outcomes = run_ranks(2, save_where_a_file_is_in_the_way, tmp_path)
     assert outcomes[0] == outcomes[1]
     assert outcomes[0][0].endswith("free disk space; the checkpoints before it are untouched")
-    assert [path.name for path in checkpoint.complete(tmp_path)] == [outcomes[0][1]] == ["step-000002"]
+    assert [path.name for path in complete(tmp_path)] == [outcomes[0][1]] == ["step-000002"]
     assert not (tmp_path / ".step-000001").exists()
 
 
@@ -130,7 +220,7 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
 def test_restoring_gives_weights_and_optimizer_back(tmp_path: Path) -> None:
     saved, other = make_state(seed=1), make_state(seed=2)
     save(tmp_path, saved, 7)
-    assert checkpoint.restore(tmp_path / "step-000007", other) == 7
+    assert checkpoint.restore(tmp_path / "step-000007", other).step == 7
     assert all(torch.equal(saved.trainables[name], other.trainables[name]) for name in saved.trainables)
     for mine, theirs in zip(saved.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(saved.optimizer.state[mine]["exp_avg"], other.optimizer.state[theirs]["exp_avg"])

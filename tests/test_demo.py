@@ -17,9 +17,10 @@ from PIL import Image, ImageStat
 from torch import Tensor
 
 from tests.commands import launch_py
-from trainer.checkpoint import StoredWeights, complete
+from trainer.checkpoint import StoredWeights
 from trainer.config import DEMO
 from trainer.events import AnyEvent, EventReader, RankReader, StatusEvent, StepEvent, ValidationEvent
+from trainer.manifest import complete
 from trainer.rundir import RunDir
 
 ROOT = Path(__file__).parents[1]

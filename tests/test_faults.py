@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.commands import PRESET, Started, launch_py
 from tests.runs import make_pictures
-from trainer.checkpoint import StoredWeights, complete
+from trainer.checkpoint import StoredWeights
 from trainer.events import (
     AnyEvent,
     CheckpointEvent,
@@ -26,6 +26,7 @@ from trainer.events import (
     WarningEvent,
     latest_steps,
 )
+from trainer.manifest import complete
 from trainer.rundir import RunDir
 
 ENDLESS = "train.steps=1000000"

@@ -17,6 +17,7 @@ from tests.runs import alone, difference, make_pictures, make_run, run_config, s
 from trainer import adapters
 from trainer.config import InputError, RunConfig
 from trainer.events import AnyEvent, SampleEvent, ValidationEvent, WarningEvent
+from trainer.manifest import progress_of
 from trainer.parallel.place import OutOfMemoryError
 from trainer.rng import SampleRng
 from trainer.rundir import RunDir
@@ -143,6 +144,56 @@ def train_on_nan(world: World, cfg: RunConfig, run: RunDir) -> tuple[str, float]
     finally:
         trainer.close()
     return "trained on", 0.0
+
+
+def test_a_step_that_is_not_finite_is_passed_over_and_counted_where_that_is_allowed(
+    pictures: Path,
+) -> None:
+    changes = {"parallel__devices": 2, "parallel__strategy": "full", "train__non_finite": "skip", "train__steps": 30}
+    cfg = run_config(pictures, **changes)
+    outcomes = run_ranks(2, train_over_nan, cfg, make_run(pictures.parent, cfg, "skipped"))
+    for moved, saved, losses, warnings, end in outcomes:
+        assert moved == [True, False, True]
+        assert saved == (1, 3 * 4)
+        assert [math.isnan(loss) for loss in losses[:3]] == [False, True, False]
+        assert warnings[0] == "step 2: the loss is not finite on 1 of 2 ranks; passed over, 1 in this run so far"
+        assert end == "step 23: the loss is not finite on 1 of 2 ranks, as in the 19 steps before"
+
+
+def train_over_nan(
+    world: World, cfg: RunConfig, run: RunDir
+) -> tuple[list[bool], tuple[int, int], list[float], list[str], str]:
+    """Rank 1 predicts what is not a number in the second step, and from the fourth on in each.
+
+    Returns which of three steps moved the weights, what the checkpoint after them tells of (skipped, samples seen),
+    the losses, the warnings and the error at the end.
+    """
+    events: list[AnyEvent] = []
+    trainer = Trainer(cfg, run, world, run.path.parent / "cache", events.append)
+    if world.rank == 1:
+        factor = lambda: float("nan") if trainer.step == 1 or trainer.step >= 3 else 1.0  # noqa: E731
+        hook = lambda model, arguments, output: (output[0] * factor(),)  # noqa: E731
+        trainer.model["transformer"].register_forward_hook(hook)
+    moved = []
+    for _ in range(3):
+        before = [parameter.detach().clone() for parameter in trainer.parameters]
+        trainer.train_step()
+        now = zip(before, trainer.parameters, strict=True)
+        differ = sum(float((a - b.detach()).abs().sum()) for a, b in now)  # type: ignore[misc]
+        moved.append(differ > 0)
+    trainer.save()
+    path = trainer.checkpointer.wait()
+    assert path is not None
+    saved = progress_of(path)
+    try:
+        trainer.train()
+    except FloatingPointError as error:
+        losses = [event.loss for event in steps_of(events)]
+        warnings = [event.message for event in events if isinstance(event, WarningEvent)]
+        return moved, (saved.skipped, saved.samples_seen), losses, warnings, str(error)
+    finally:
+        trainer.close()
+    raise AssertionError("trained to the end")
 
 
 def test_validation_uses_the_same_noise_every_time_and_any_number_of_ranks(pictures: Path) -> None:

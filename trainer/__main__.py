@@ -19,6 +19,7 @@ from trainer.config import InputError, RunConfig, TrackersConfig
 from trainer.events import EventWriter, ExportEvent, State, StatusEvent
 from trainer.report import write_report
 from trainer.rundir import RunDir
+from trainer.signals import Told, noted
 
 if TYPE_CHECKING:
     from trainer.world import World
@@ -62,10 +63,10 @@ def _train(run: RunDir) -> None:
     from trainer.world import connect
 
     cfg = run.config()
-    with connect(cfg.parallel) as world:
+    with noted() as told, connect(cfg.parallel) as world:
         say = speaker(run, world)
         with following(cfg.trackers if world.rank == 0 else TrackersConfig(), run, say):
-            end = _train_on(world, cfg, run, say)
+            end = _train_on(world, cfg, run, say, told)
     if world.rank:
         return
     # The other ranks have gone: an export takes minutes for a large model, and nobody need wait for it.
@@ -85,13 +86,13 @@ class _End:
     weights: Mapping[str, Tensor]
 
 
-def _train_on(world: World, cfg: RunConfig, run: RunDir, say: Callable[[Any], None]) -> _End:
-    from trainer.checkpoint import newest_step
+def _train_on(world: World, cfg: RunConfig, run: RunDir, say: Callable[[Any], None], told: Told) -> _End:
     from trainer.encode import StopRequested
+    from trainer.manifest import newest_step
     from trainer.train import Trainer
 
     try:
-        trainer = Trainer(cfg, run, world, cache_folder(cfg, run), say)
+        trainer = Trainer(cfg, run, world, cache_folder(cfg, run), say, told)
     except StopRequested:
         return _End("stopped", newest_step(run.checkpoints), {})
     try:
@@ -105,8 +106,8 @@ def _train_on(world: World, cfg: RunConfig, run: RunDir, say: Callable[[Any], No
 
 def _export(cfg: RunConfig, run: RunDir, weights: Mapping[str, Tensor] | None = None) -> list[Path]:
     """Returns the paths, the main one last: what reads a command's output takes its last line."""
-    from trainer.checkpoint import newest_step
     from trainer.export import export
+    from trainer.manifest import newest_step
 
     # The launcher gives each of its processes one thread, as ranks share the cores. The others have gone.
     torch.set_num_threads(os.cpu_count() or 1)

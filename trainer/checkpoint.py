@@ -1,28 +1,34 @@
 """Checkpoints: every rank writes its shards in the background; the folder gets its name only when it is complete.
 
-`checkpoints/.step-000100/` is being written. When all ranks are done, rank 0 writes `manifest.json` into it and renames
-it to `step-000100`. A folder without the dot is therefore complete, whatever moment the run was killed at, and one that
-is removed loses its name first.
+`checkpoints/.step-000100/` is being written. When the files of all ranks are on the disk, rank 0 writes `manifest.json`
+with their sizes and checksums into it and renames it to `step-000100`. A folder without the dot is therefore complete,
+whatever moment the run was killed at, and one that is removed loses its name first. Training waits only for the copy of
+its state in host memory.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
+import math
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
@@ -36,10 +42,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from trainer.config import InputError
+from trainer.manifest import MANIFEST, Progress, complete, defect, manifest_of, name_of, named, progress_of
 from trainer.world import World
 
-MANIFEST = "manifest.json"
-_NAME = re.compile(r"step-\d{6,}")
 TRAINABLE_ONLY = StateDictOptions(ignore_frozen_params=True)
 
 
@@ -58,97 +63,121 @@ class TrainState:
     evaluation: Mapping[str, Tensor]
 
 
-@dataclass(frozen=True)
-class _Pending:
-    step: int
-    optimizer: str
-    folder: Path
-    future: Future[Any]
-
-
 class Checkpointer:
     """Saves the checkpoints of one run, and removes what a run that was killed left half written.
 
-    `save` and `wait` are collective.
+    keep: how many of the newest stay.  keep_best: how many stay besides, of those with the lowest validation loss.
+    `save` and `wait` are called by all ranks.
     """
 
-    def __init__(self, folder: Path, world: World, keep: int) -> None:
+    def __init__(self, folder: Path, world: World, keep: int, keep_best: int = 0) -> None:
         self._folder = folder
         self._world = world
-        self._keep = keep
-        self._pending: _Pending | None = None
+        self._keep, self._keep_best = keep, keep_best
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[Path] | None = None
         if world.rank == 0:
             for left in folder.glob(".step-*"):
                 shutil.rmtree(left, ignore_errors=True)
 
-    def save(self, step: int, state: TrainState) -> None:
-        """Begin to write the state after `step` steps; training may go on at once. The one before was waited for."""
+    def save(self, progress: Progress, state: TrainState) -> None:
+        """Begin to write the state; training may go on at once. The one before was waited for."""
         assert self._pending is None
-        target = self._folder / f".step-{step:06d}"
-        future = dcp.async_save(
+        draft = self._folder / f".{name_of(progress.step)}"
+        files = _SumsFileSystem()
+        writer = dcp.FileSystemWriter(draft)
+        writer.fs = files
+        written = dcp.async_save(
             _tensors(state),
-            checkpoint_id=target,
+            storage_writer=writer,
             process_group=self._world.background,
             async_stager=_SnapshotStager(),
         )
-        assert isinstance(future, Future)
-        self._pending = _Pending(step, type(state.optimizer).__name__, target, future)
+        assert isinstance(written, Future)
+        facts = {**asdict(progress), "optimizer": type(state.optimizer).__name__, "world_size": self._world.size}
+        self._pending = self._thread.submit(self._complete, draft, facts, written, files.sums)
 
     def wait(self) -> Path | None:
-        """Wait for the checkpoint being written and give it its name. Returns it, None if there was none.
+        """Wait for the checkpoint being written and return it, None if there was none.
 
         Raises OSError on every rank, naming the folder, when a rank could not write (disk full).
         """
         if self._pending is None:
             return None
         pending, self._pending = self._pending, None
-        final = pending.folder.with_name(pending.folder.name[1:])
-        failures = self._world.gather(_failure(pending.future))
-        if not any(failures):
-            # The manifest may not fit on the disk either: rank 0 alone would know.
-            failures = self._world.gather(self._name(pending, final))
-        if any(failures):
-            if self._world.rank == 0:
-                shutil.rmtree(pending.folder, ignore_errors=True)
-            self._world.barrier()  # now there is room for what the ranks write about the failure
-            raise OSError(
-                f"{pending.folder}: checkpoint of step {pending.step} could not be written "
-                f"({next(filter(None, failures))}); free disk space; the checkpoints before it are untouched"
-            )
-        return final
+        return pending.result()
 
     @property
     def done(self) -> bool:
-        """Whether this rank's part of the checkpoint being written is on disk; True if none is being written."""
-        return self._pending is None or self._pending.future.done()
+        """Whether the checkpoint being written has its name, or failed; True if none is being written."""
+        return self._pending is None or self._pending.done()
 
     @property
     def writing(self) -> bool:
         """Whether a checkpoint was begun that has not been waited for."""
         return self._pending is not None
 
-    def _name(self, written: _Pending, final: Path) -> str | None:
+    def _complete(self, draft: Path, facts: dict[str, Any], written: Future[Any], sums: dict[str, str]) -> Path:
+        """On a thread of every rank: when all have written, rank 0 gives the checkpoint its name."""
+        outcomes = self._gather((_failure(written), sums))
+        failures = [failure for failure, _ in outcomes if failure]
+        if not failures:
+            facts["checksums"] = {name: digest for _, part in outcomes for name, digest in part.items()}
+            # The manifest may not fit on the disk either: rank 0 alone would know.
+            failures = [failure for failure in self._gather(self._name_draft(draft, facts)) if failure]
+        if failures:
+            if self._world.rank == 0:
+                shutil.rmtree(draft, ignore_errors=True)
+            self._gather(None)  # now there is room for what the ranks write about the failure
+            raise OSError(
+                f"{draft}: checkpoint of step {facts['step']} could not be written "
+                f"({failures[0]}); free disk space; the checkpoints before it are untouched"
+            )
+        return draft.with_name(name_of(facts["step"]))
+
+    def _gather(self, value: Any) -> list[Any]:
+        """`value` of every rank, beside what the ranks tell each other about the step they train."""
+        if self._world.size == 1:
+            return [value]
+        values: list[Any] = [None] * self._world.size
+        dist.all_gather_object(values, value, group=self._world.background)
+        return values
+
+    def _name_draft(self, draft: Path, facts: dict[str, Any]) -> str | None:
         """On rank 0: give what all ranks have written its name, and remove what is too old. Returns what failed."""
         if self._world.rank:
             return None
         try:
-            _complete(written, final, self._world.size)
-            for old in complete(self._folder)[: -self._keep]:
+            _finish(draft, facts)
+            for old in _too_old(complete(self._folder), self._keep, self._keep_best):
                 _remove(old)
         except OSError as error:
             return _described(error)
         return None
 
 
-def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints in a run's `checkpoints` folder, oldest first."""
-    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
-    # By number: step-1000000 comes before step-999999 in the alphabet.
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+def newest_intact(folder: Path, world: World) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint whose files are what was written, and what is wrong with newer ones. Collective.
+
+    The damaged ones are put aside as `damaged-step-000100`, so that a new one can take their place. None without one.
+    """
+    problems: list[str] = []
+    # A network file system may show a node what is already gone, or not yet what is there: rank 0's list counts.
+    for checkpoint in world.gather(named(folder)[::-1])[0]:
+        defects = world.gather(defect(checkpoint) or _wrong_sum(checkpoint, world.rank, world.size))
+        found = next(filter(None, defects), None)
+        if found is None:
+            return checkpoint, problems
+        aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
+        if world.rank == 0:
+            with suppress(OSError):  # it stays what it is, and is passed over
+                checkpoint.rename(aside)
+        problems.append(f"{checkpoint.name} is damaged and was put aside as {aside.name}: {found}")
+    return None, problems
 
 
-def restore(checkpoint: Path, state: TrainState) -> int:
-    """Load a checkpoint into the state, resharding as needed. Returns the number of steps it holds. Collective.
+def restore(checkpoint: Path, state: TrainState) -> Progress:
+    """Load a checkpoint into the state, resharding as needed. Returns how far it is. Collective.
 
     Raises InputError when the checkpoint holds other tensors than the run trains, or another optimizer's state.
     """
@@ -160,18 +189,7 @@ def restore(checkpoint: Path, state: TrainState) -> int:
     set_optimizer_state_dict(state.model, state.optimizer, tensors["optimizer"], options=TRAINABLE_ONLY)
     for group, values in zip(state.optimizer.param_groups, settings, strict=True):
         group.update(values)
-    return steps_in(checkpoint)
-
-
-def steps_in(checkpoint: Path) -> int:
-    """Optimizer steps that a checkpoint holds."""
-    return int(_manifest(checkpoint)["step"])
-
-
-def newest_step(folder: Path) -> int:
-    """Optimizer steps of the newest complete checkpoint in a run's `checkpoints` folder, 0 without one."""
-    found = complete(folder)
-    return steps_in(found[-1]) if found else 0
+    return progress_of(checkpoint)
 
 
 class StoredWeights(Mapping[str, Tensor]):
@@ -254,7 +272,7 @@ def _check_same_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
 
 
 def _check_same_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
-    stored, wanted = _manifest(checkpoint)["optimizer"], type(optimizer).__name__
+    stored, wanted = manifest_of(checkpoint)["optimizer"], type(optimizer).__name__
     if stored != wanted:
         raise InputError(
             f"{checkpoint}: holds the state of {stored}, the config's optimizer is {wanted}; "
@@ -262,9 +280,51 @@ def _check_same_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
         )
 
 
-def _manifest(checkpoint: Path) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-    return facts
+def _checksum() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=16)
+
+
+class _SumsFileSystem(FileSystem):
+    """Files whose checksums are known when they are written. sums: {file name: digest}."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, str] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(path, mode) as stream:
+            summed = _SummedStream(stream)
+            yield summed
+        self.sums[Path(path).name.removesuffix(".tmp")] = summed.digest()  # torch writes its table under such a name
+
+
+class _SummedStream(io.BufferedIOBase):
+    """Writes to a file and sums up what it writes, in its order."""
+
+    def __init__(self, stream: io.IOBase) -> None:
+        self._stream: Any = stream
+        self._sum = _checksum()
+
+    def write(self, data: Any) -> int:
+        self._sum.update(data)
+        written: int = self._stream.write(data)
+        return written
+
+    def tell(self) -> int:
+        position: int = self._stream.tell()
+        return position
+
+    def fileno(self) -> int:
+        """For fsync, which torch calls without flushing the end of the file."""
+        self._stream.flush()
+        descriptor: int = self._stream.fileno()
+        return descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def digest(self) -> str:
+        return self._sum.hexdigest()
 
 
 class _SnapshotStager(BlockingAsyncStager):
@@ -305,22 +365,40 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _complete(written: _Pending, final: Path, world_size: int) -> None:
-    folder = written.folder
+def _finish(draft: Path, facts: dict[str, Any]) -> None:
+    final = draft.with_name(name_of(facts["step"]))
     if (final / MANIFEST).is_file():
         # Saved at this step before: the state is the same, and replacing it would leave a moment without any.
-        shutil.rmtree(folder)
+        shutil.rmtree(draft)
         return
-    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    for name in files:
-        _flush(folder / name)
-    manifest = folder / MANIFEST
-    facts = {"step": written.step, "optimizer": written.optimizer, "world_size": world_size, "files": files}
+    facts["files"] = {path.name: path.stat().st_size for path in sorted(draft.iterdir())}
+    if not math.isfinite(facts["validation_loss"]):
+        facts["validation_loss"] = None
+    facts["config_hash"] = hashlib.sha256(json.dumps(facts["config"], sort_keys=True).encode()).hexdigest()
+    manifest = draft / MANIFEST
     manifest.write_text(json.dumps(facts, indent=1), "utf-8")
     _flush(manifest)
-    _flush(folder)
-    folder.rename(final)
+    _flush(draft)
+    draft.rename(final)
     _flush(final.parent)
+
+
+def _too_old(checkpoints: list[Path], keep: int, keep_best: int) -> list[Path]:
+    """Those to remove, oldest first: neither among the newest nor among those of lowest validation loss."""
+    losses = {checkpoint: progress_of(checkpoint).validation_loss for checkpoint in checkpoints}
+    measured = [checkpoint for checkpoint in checkpoints if math.isfinite(losses[checkpoint])]
+    best = sorted(measured, key=losses.__getitem__)[:keep_best]
+    return [checkpoint for checkpoint in checkpoints[:-keep] if checkpoint not in best]
+
+
+def _wrong_sum(checkpoint: Path, rank: int, num_ranks: int) -> str | None:
+    """A file of this rank's part of a checkpoint that is not what was written, however long it is."""
+    sums = sorted(manifest_of(checkpoint).get("checksums", {}).items())
+    for name, digest in sums[rank::num_ranks]:
+        with (checkpoint / name).open("rb") as stream:
+            if hashlib.file_digest(stream, _checksum).hexdigest() != digest:
+                return f"{name} is not what was written: its checksum differs"
+    return None
 
 
 def _remove(checkpoint: Path) -> None:

@@ -359,6 +359,8 @@ class TrainConfig(Section):
     """Backend of torch.compile."""
     check_replicas: Whole = option(100, ge=0, unit="steps")
     """Steps between two comparisons of replicated weights across ranks. 0 = never."""
+    non_finite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient that is not finite: end the run, or pass over the step and count it; 20 in a row end it."""
 
 
 class ParallelConfig(Section):
@@ -417,6 +419,8 @@ class CheckpointConfig(Section):
     """Steps between two checkpoints. 0 = only at the end and on stop."""
     keep: Whole = option(3, ge=1, le=10000)
     """How many of the newest checkpoints are kept."""
+    keep_best: Whole = option(1, ge=0, le=10000)
+    """How many are kept besides, of those with the lowest validation loss, which is measured before each is saved."""
 
 
 class ExportConfig(Section):

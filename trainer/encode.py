@@ -85,6 +85,12 @@ class EncodedData:
         references = () if prompt.reference is None else (prompt.reference,)
         return self.cache.read(prompt.key) | _reference_latents(references, self.cache.read)
 
+    @property
+    def digest(self) -> str:
+        """Of what is trained and in which order: another one means other images, captions or weights."""
+        parts = [(one.latents, one.text, one.mask, one.references, one.photo.weight) for one in self.train]
+        return _key(*parts)
+
     def loss_weight(self, item: Item) -> float:
         """The weight of an item's loss."""
         return self.train[item.photo].photo.loss_weight
@@ -115,7 +121,7 @@ def encode_data(
 ) -> EncodedData:
     """Encode what a run needs and is not cached yet: each image and each caption once, by one of the ranks. Collective.
 
-    cache_folder: shared by runs.  stopping: whether a stop is requested, asked on rank 0 only.
+    cache_folder: shared by runs.  stopping: whether this rank is asked to stop.
     Raises StopRequested on every rank, or InputError for an image that cannot be decoded, unless `data.bad_image` is
     warn, and for reference images of a family that reads none.
     """
@@ -240,7 +246,7 @@ class _DataEncoder:
 
         def progress(done: int, total: int) -> None:
             self.say(StatusEvent(state="encoding", message=what, done=done, total=total))
-            if any(self.world.gather(self.world.rank == 0 and self.stopping())):
+            if any(self.world.gather(self.stopping())):
                 raise StopRequested
 
         return encode_missing(work, self.cache, encode, self.crew, progress)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer import configfile, launch
+from trainer import changes, configfile, launch, manifest
 from trainer.config import InputError
 from trainer.configfile import ConfigFile
 from trainer.data import images
 from trainer.hub import find_folder
+from trainer.manifest import Progress
 from trainer.rundir import RunDir
 
 
@@ -26,16 +27,27 @@ def new_run(loaded: ConfigFile, runs: Path, at: Path | None = None) -> RunDir:
 def continued_run(run: RunDir, overrides: Sequence[str]) -> ConfigFile:
     """The config an ended run is to be continued with, saved in its folder where fields were changed.
 
-    Raises InputError as `new_run` does, and when the run is running.
+    Raises InputError as `new_run` does, when the run is running, and for a change that its checkpoint does not allow.
     """
     launch.require_ended(run)
     loaded = configfile.load(run.config_file, overrides)
-    if not any(run.checkpoints.glob("step-*")):  # a checkpoint holds what became of the file
+    saved = manifest.complete(run.checkpoints)
+    if saved:
+        _check_changes(loaded, manifest.progress_of(saved[-1]))
+    else:  # a checkpoint holds what became of the file
         configfile.check_start(loaded)
     check(loaded)
     if overrides:
         run.replace_config(loaded.config)
     return loaded
+
+
+def _check_changes(loaded: ConfigFile, saved: Progress) -> None:
+    """Raises InputError for every field that must be what it was when the run was saved."""
+    changed = changes.changes(saved.config, loaded.config.model_dump(mode="json")) if saved.config else []
+    problems = [f"{loaded.where(problem.field)}: {problem}" for problem in changes.refused(changed, saved.step)]
+    if problems:
+        raise InputError("\n".join(problems))
 
 
 def check(loaded: ConfigFile) -> None:

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from PIL import Image
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer import adapters, checkpoint, families
+from trainer import adapters, changes, checkpoint, families
 from trainer.clock import BACKWARD, DATA, FORWARD, OPTIMIZER, StepClock
 from trainer.config import RunConfig
 from trainer.data.loader import BatchPlan, Loader, MicroBatch
@@ -34,6 +34,7 @@ from trainer.events import (
     WarningEvent,
 )
 from trainer.export import check_export
+from trainer.manifest import Progress, steps_in
 from trainer.modules import build_model, continue_adapter, encoder_loader, load_model, reshard, sync_gradients
 from trainer.objectives import Loss
 from trainer.optim import (
@@ -51,19 +52,23 @@ from trainer.parallel.place import Place, explaining_lack_of_memory
 from trainer.rng import SampleRng, derived_seed
 from trainer.rundir import Request, RunDir
 from trainer.sampling import draw_all
+from trainer.signals import Told
 from trainer.world import World
 
 HEARTBEAT_SECONDS = 1.0
+SKIPS_IN_A_ROW = 20
+"""A model that gives no finite number so often is broken, and no further step mends it."""
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know after the one small reduction of a step."""
+    """What all ranks know after the one small reduction of a step. loss: NaN where a rank's was not finite."""
 
     loss: float
     weight: float
     non_finite: int
     stop: bool
+    told: bool
     save: bool
     sample: bool
     saved: bool
@@ -73,17 +78,23 @@ class Trainer:
     """One run on one rank. Every public method is collective.
 
     cache: folder shared by runs, for encoded data and tiny models.  say: takes events; only rank 0's is heard.
+    told: whether this process was told to leave.
     """
 
-    def __init__(self, cfg: RunConfig, run: RunDir, world: World, cache: Path, say: Say) -> None:
+    def __init__(
+        self, cfg: RunConfig, run: RunDir, world: World, cache: Path, say: Say, told: Told | None = None
+    ) -> None:
         self.cfg, self.run_dir, self.world, self.say = cfg, run, world, say
+        self.told = told or Told()
+        # A rank whose torchrun was killed is adopted by another process. It would train on unseen.
+        self._parent = os.getppid()
         self.family = families.make(cfg, cache)
         # First what can be refused without weights: captions of a large set take hours to encode.
         built = build_model(cfg, self.family)
         exported = check_export(cfg, self.family, built.trainables)
         self._load_encoder = encoder_loader(cfg, world)
         self.data: EncodedData = encode_data(
-            cfg, self.family, self._load_encoder, cache, world, say, lambda: run.requested("stop")
+            cfg, self.family, self._load_encoder, cache, world, say, self._asked_to_stop
         )
         say(StatusEvent(state="loading"))
         started = time.perf_counter()
@@ -101,22 +112,26 @@ class Trainer:
         check_reduced(self.trainables, optimized, world)
         self.ema = Ema(self.trainables, cfg.optim.ema) if cfg.optim.ema else None
         self.loader = self._make_loader()
-        self.checkpointer = checkpoint.Checkpointer(run.checkpoints, world, cfg.checkpoint.keep)
+        self.checkpointer = checkpoint.Checkpointer(
+            run.checkpoints, world, cfg.checkpoint.keep, cfg.checkpoint.keep_best
+        )
         self.clock = StepClock(world, self.loaded.mesh)
         self.clock.watch(self.model)
         self.meter = MemoryMeter(world)
         self.place = Place(self.model, self.family.shard_blocks, cfg.train.compile)
         self._ranks = EventWriter(run.rank_file(world.rank))
         self._last_heartbeat = 0.0
-        # A rank whose torchrun was killed is adopted by another process. It would train on unseen.
-        self._parent = os.getppid()
-        self.step = self._resume(newest)
+        self.step = self.samples_seen = self.skipped = self._skipped_in_a_row = 0
+        self._validated = (-1, math.nan)  # at which step, the loss
+        if newest is not None:
+            self._resume(newest)
         self._say_loaded(time.perf_counter() - started)
 
     def train(self) -> State:
-        """Run to the last step, or to a stop request. Returns `finished` or `stopped`, with a checkpoint on disk.
+        """Run to the last step, or until asked to stop. Returns `finished` or `stopped`, with a checkpoint on disk.
 
-        Raises OutOfMemoryError with the block, and FloatingPointError for a loss or gradient that is not finite.
+        Raises OutOfMemoryError with the block, and FloatingPointError for a loss or gradient that is not finite, at
+        once or when too many were passed over.
         """
         with explaining_lack_of_memory(self.place, self.meter):
             return self._train()
@@ -132,7 +147,7 @@ class Trainer:
                 self._finish_checkpoint()
             if self._due(cfg.train.check_replicas):
                 self._check_replicas()
-            if self.data.validation and self._due(cfg.data.validation_every):
+            if self.data.validation and self._validation_due():
                 self.validate()
             # Saved before drawn: pictures take memory of their own, and running out of it must cost no steps.
             if agreed.stop:
@@ -142,6 +157,7 @@ class Trainer:
             if agreed.sample or (self._due(cfg.sample.every) and self.step < cfg.train.steps):
                 self.draw_samples()
             if agreed.stop:
+                self._say_left(agreed)
                 return "stopped"
         self._save_last()
         if cfg.sample.every:
@@ -169,11 +185,11 @@ class Trainer:
             total += loss.total.detach()
             weight += loss.weight
         agreed = self._agree(float(total), float(weight))
-        self._refuse_non_finite(agreed)
         self.place.enter(OPTIMIZER)
         grad_norm, lr = self._update(agreed)
         self.clock.mark(OPTIMIZER)
         self.step += 1
+        self.samples_seen += self.cfg.train.batch_size
         self._say_step(agreed.loss, lr, grad_norm, began)
         return agreed
 
@@ -191,6 +207,7 @@ class Trainer:
                 total += float(loss.total)
                 weight += float(loss.weight)
         total, weight = self.world.sum([total, weight])
+        self._validated = (self.step, total / weight)
         self.say(ValidationEvent(step=self.step, loss=total / weight))
         return total / weight
 
@@ -223,7 +240,7 @@ class Trainer:
     def save(self) -> None:
         """Begin a checkpoint; it is written while training goes on."""
         self._finish_checkpoint()
-        self.checkpointer.save(self.step, self._state())
+        self.checkpointer.save(self._progress(), self._state())
 
     def trained_weights(self) -> dict[str, Tensor]:
         """The trained weights as they are exported, whole, on the CPU of rank 0; empty on other ranks."""
@@ -272,17 +289,30 @@ class Trainer:
             total if finite else 0.0,
             weight,
             float(not finite),
-            float((rank0 and self.run_dir.requested("stop")) or os.getppid() != self._parent),
+            float(self._asked_to_stop()),
+            float(bool(self.told)),
             *(float(rank0 and self.run_dir.requested(what)) for what in ("save", "sample")),
             float(self.checkpointer.writing and self.checkpointer.done),
         ]
         with self.clock.communication():
-            total, weight, non_finite, stop, save, sample, saved = self.world.sum(mine)
+            total, weight, non_finite, stop, told, save, sample, saved = self.world.sum(mine)
         if rank0:
             self._clear_requests(stop=stop, save=save, sample=sample)
         return Agreed(
-            total / weight, weight, int(non_finite), bool(stop), bool(save), bool(sample), saved == self.world.size
+            loss=math.nan if non_finite else total / weight,
+            weight=weight,
+            non_finite=int(non_finite),
+            stop=bool(stop),
+            told=bool(told),
+            save=bool(save),
+            sample=bool(sample),
+            saved=saved == self.world.size,
         )
+
+    def _asked_to_stop(self) -> bool:
+        """By a request, by a signal, or by the death of torchrun. Of requests only rank 0 knows."""
+        requested = self.world.rank == 0 and self.run_dir.requested("stop")
+        return requested or bool(self.told) or os.getppid() != self._parent
 
     def _clear_requests(self, **asked: float) -> None:
         """Forget the requests that are answered now; one that came since stays."""
@@ -291,15 +321,20 @@ class Trainer:
                 self.run_dir.clear(what)
 
     def _update(self, agreed: Agreed) -> tuple[float, float]:
-        """Clip and move the weights. Returns the gradient norm before clipping and the learning rate."""
+        """Clip and move the weights, if all is finite. Returns the gradient norm before clipping and the learning rate.
+
+        Raises FloatingPointError where it is not, and may not be passed over.
+        """
         cfg = self.cfg.optim
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         if agreed.weight != self.cfg.train.batch_size:
             torch._foreach_mul_(gradients, self.cfg.train.batch_size / agreed.weight)
         grad_norm = clip_gradients(self.parameters, cfg.clip_norm)
-        if not math.isfinite(grad_norm):
-            raise FloatingPointError(f"step {self.step + 1}: the gradient norm is {grad_norm}, the loss {agreed.loss}")
         lr = learning_rate(self.step, cfg, self.cfg.train.steps)
+        if agreed.non_finite or not math.isfinite(grad_norm):
+            self._pass_over(agreed, grad_norm)
+            return grad_norm, lr
+        self._skipped_in_a_row = 0
         set_learning_rate(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -307,11 +342,21 @@ class Trainer:
             self.ema.update(self.step)
         return grad_norm, lr
 
-    def _refuse_non_finite(self, agreed: Agreed) -> None:
-        if agreed.non_finite:
-            raise FloatingPointError(
-                f"step {self.step + 1}: the loss is not finite on {agreed.non_finite} of {self.world.size} ranks"
-            )
+    def _pass_over(self, agreed: Agreed, grad_norm: float) -> None:
+        """Leave the weights as they are, or end the run: all ranks see the same loss and norm."""
+        what = (
+            f"step {self.step + 1}: the loss is not finite on {agreed.non_finite} of {self.world.size} ranks"
+            if agreed.non_finite
+            else f"step {self.step + 1}: the gradient norm is {grad_norm}, the loss {agreed.loss}"
+        )
+        if self.cfg.train.non_finite == "stop":
+            raise FloatingPointError(what)
+        self.skipped += 1
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row == SKIPS_IN_A_ROW:
+            raise FloatingPointError(f"{what}, as in the {SKIPS_IN_A_ROW - 1} steps before")
+        self.say(WarningEvent(step=self.step + 1, message=f"{what}; passed over, {self.skipped} in this run so far"))
+        self.optimizer.zero_grad()
 
     def _check_replicas(self) -> None:
         name = diverged(self.trainables, self.world)
@@ -342,22 +387,41 @@ class Trainer:
             return {name: parameter.detach().clone() for name, parameter in self.trainables.items()}
 
     def _newest_checkpoint(self) -> Path | None:
-        found = checkpoint.complete(self.run_dir.checkpoints)
-        # A network file system may show a node what is already gone, or not yet what is there.
-        newest: Path | None = self.world.gather(found[-1] if found else None)[0]
+        newest, problems = checkpoint.newest_intact(self.run_dir.checkpoints, self.world)
+        for problem in problems:
+            self.say(WarningEvent(message=problem))
         return newest
 
-    def _resume(self, newest: Path | None) -> int:
-        if newest is None:
-            return 0
-        step = checkpoint.restore(newest, self._state())
-        self.say(StatusEvent(state="loading", step=step, message=f"resumed from {newest.name}"))
-        return step
+    def _resume(self, newest: Path) -> None:
+        saved = checkpoint.restore(newest, self._state())
+        self.step, self.samples_seen, self.skipped = saved.step, saved.samples_seen, saved.skipped
+        self.say(StatusEvent(state="loading", step=self.step, message=f"resumed from {newest.name}"))
+        changed = changes.changes(saved.config, self._config()) if saved.config else []
+        if changed:
+            told = "; ".join(map(str, changed))
+            self.say(StatusEvent(state="loading", step=self.step, message=f"changed since it was saved: {told}"))
+        if saved.data and saved.data != self.data.digest:
+            message = "the images or captions are not those of before: from here on they come in another order"
+            self.say(WarningEvent(step=self.step, message=message))
+
+    def _config(self) -> dict[str, Any]:
+        return self.cfg.model_dump(mode="json")
+
+    def _progress(self) -> Progress:
+        step, loss = self._validated
+        return Progress(
+            step=self.step,
+            samples_seen=self.samples_seen,
+            skipped=self.skipped,
+            validation_loss=loss if step == self.step else math.nan,
+            config=self._config(),
+            data=self.data.digest,
+        )
 
     def _save_last(self) -> None:
         self._status("saving")
         self._finish_checkpoint()
-        self.checkpointer.save(self.step, self._state())
+        self.checkpointer.save(self._progress(), self._state())
         self._say_checkpoint(self.checkpointer.wait())
 
     def _finish_checkpoint(self) -> None:
@@ -370,9 +434,16 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
+    def _validation_due(self) -> bool:
+        """Also where a checkpoint is due: of each the loss is known, and the best can be kept."""
+        saves = self._due(self.cfg.checkpoint.every) or self.step == self.cfg.train.steps
+        return self._due(self.cfg.data.validation_every) or (saves and self.cfg.checkpoint.keep_best > 0)
+
     def _write_sample(self, index: int, png: bytes) -> Path:
         path = self.run_dir.samples / f"step-{self.step:06d}-{index}.png"
-        path.write_bytes(png)
+        draft = path.with_suffix(".draft")
+        draft.write_bytes(png)
+        draft.replace(path)
         self.say(
             SampleEvent(
                 step=self.step,
@@ -382,6 +453,11 @@ class Trainer:
             )
         )
         return path
+
+    def _say_left(self, agreed: Agreed) -> None:
+        if agreed.told:
+            message = "a signal asked to leave; saved, continue with --resume"
+            self.say(StatusEvent(state="saving", step=self.step, message=message))
 
     def _status(self, state: State) -> None:
         self.say(StatusEvent(state=state, step=self.step))
@@ -403,7 +479,7 @@ class Trainer:
 
     def _say_checkpoint(self, path: Path | None) -> None:
         if path:
-            self.say(CheckpointEvent(step=checkpoint.steps_in(path), path=str(path.relative_to(self.run_dir.path))))
+            self.say(CheckpointEvent(step=steps_in(path), path=str(path.relative_to(self.run_dir.path))))
 
     def _say_step(self, loss: float, lr: float, grad_norm: float, began: float) -> None:
         split = self.clock.read()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from trainer import checkpoint, families
+from trainer import checkpoint, families, manifest
 from trainer.config import InputError, RunConfig
 from trainer.export.adapter import export_adapter
 from trainer.export.check import check_export
@@ -28,13 +28,13 @@ def export(cfg: RunConfig, run: RunDir, cache: Path, reference: Mapping[str, Ten
     and folders, the main one first. Raises InputError when there is no checkpoint or the format does not fit the
     family; RuntimeError, and leaves no file, when what is read back differs from the trained weights.
     """
-    saved = checkpoint.complete(run.checkpoints)
+    saved = manifest.complete(run.checkpoints)
     if not saved:
         raise InputError(f"{run.path}: has no complete checkpoint to export; resume the run first")
     family = families.make(cfg, cache)
     weights = checkpoint.StoredWeights(saved[-1])
     if cfg.export_what == "adapter":
-        return export_adapter(cfg, run.export, family, weights, reference or weights, checkpoint.steps_in(saved[-1]))
+        return export_adapter(cfg, run.export, family, weights, reference or weights, manifest.steps_in(saved[-1]))
     return [export_model(cfg, run.export, family, weights, reference or weights)]
 
 

@@ -1,0 +1,77 @@
+"""What may be changed when a run continues."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs import run_config
+from trainer.changes import changes, refused
+from trainer.config import RunConfig
+
+
+def config(tmp_path: Path, **other: Any) -> dict[str, Any]:
+    return run_config(tmp_path, **other).model_dump(mode="json")
+
+
+def test_every_changed_field_is_told_with_both_values(tmp_path: Path) -> None:
+    before = config(tmp_path, sample__prompts=["a fox"], sample__every=5)
+    after = config(tmp_path, optim__lr=2e-4, parallel__devices=4, sample__prompts=["a fox"])
+    assert list(map(str, changes(before, after))) == [
+        "optim.lr: 0.0001 -> 0.0002",
+        "parallel.devices: 1 -> 4",
+        "sample.every: 5 -> 0",
+    ]
+    assert changes(after, after) == []
+
+
+def test_a_field_that_another_version_did_not_have_is_no_problem(tmp_path: Path) -> None:
+    before = config(tmp_path)
+    del before["checkpoint"]["keep_best"]
+    (change,) = changes(before, config(tmp_path))
+    assert str(change) == "checkpoint.keep_best: nothing -> 1"
+    assert list(refused([change], 10)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"adapter__rank": 8}, "adapter.rank"),
+        ({"adapter": {"type": "dora", "rank": 4}}, "adapter.type"),
+        ({"adapter": {"type": "lora", "rank": 4, "alpha": 8}}, "adapter.alpha"),
+        ({"model": {"family": "sd3"}}, "model.family"),
+        ({"optim__type": "schedulefree"}, "optim.type"),
+        ({"optim__ema": 0.9}, "optim.ema"),
+    ],
+)
+def test_what_a_checkpoint_does_not_go_with_is_refused_with_the_reason(
+    tmp_path: Path, change: dict[str, Any], field: str
+) -> None:
+    problem, *_ = refused(changes(config(tmp_path), config(tmp_path, **change)), 100)
+    assert problem.field == field
+    assert " in the checkpoint of step 100, not " in problem.message
+    assert problem.message.endswith(("start a new run", "to begin from what this one exported"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"adapter__dropout": 0.1},
+        {"model__path": "demo"},
+        {"optim__lr": 1e-5},
+        {"train__batch_size": 8},
+        {"parallel__devices": 2, "parallel__strategy": "full"},
+        {"data__caption_dropout": 0.5},
+    ],
+)
+def test_what_a_run_can_go_on_with_is_not(tmp_path: Path, change: dict[str, Any]) -> None:
+    changed = changes(config(tmp_path), config(tmp_path, **change))
+    assert changed
+    assert list(refused(changed, 100)) == []
+
+
+def test_the_decay_of_an_average_may_change(tmp_path: Path) -> None:
+    before, after = (RunConfig.model_dump(run_config(tmp_path, optim__ema=decay)) for decay in (0.9, 0.99))
+    assert list(refused(changes(before, after), 1)) == []

@@ -1,0 +1,70 @@
+"""What may be changed when a run continues: every change is told, and some are refused with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.config import Problem
+
+_NEW_ADAPTER = "start a new run, with adapter.start to begin from what this one exported"
+FIXED = {
+    "adapter.dropout": "",
+    "adapter.start": "",
+    "adapter": f"the checkpoint holds an adapter of that kind and size; {_NEW_ADAPTER}",
+    "model.family": "the checkpoint holds what was trained into another model; start a new run",
+    "model.train": "the checkpoint holds what was trained so far, no more and no less; start a new run",
+    "model.options": "the model that is trained would be another one; start a new run",
+    "optim.type": "the checkpoint holds the state of that optimizer; start a new run",
+}
+"""{field or section: why a checkpoint does not go with another value}, the first that fits counts; "" = it does."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A field of the config that is not what it was."""
+
+    field: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.field}: {_shown(self.before)} -> {_shown(self.after)}"
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+    """The fields that differ between two configs, as `RunConfig.model_dump(mode="json")` gives them."""
+    former, now = dict(_leaves(before)), dict(_leaves(after))
+    # A field that one of them lacks is of another version, or of another kind of adapter.
+    return [
+        Change(field, former.get(field), now.get(field))
+        for field in dict.fromkeys([*former, *now])
+        if former.get(field) != now.get(field)
+    ]
+
+
+def refused(changed: Iterable[Change], step: int) -> Iterator[Problem]:
+    """Why some of the changes cannot be made after `step` steps."""
+    for change in changed:
+        why = next((FIXED[field] for field in FIXED if f"{change.field}.".startswith(f"{field}.")), "")
+        if change.field == "optim.ema" and not (change.before and change.after):
+            why = "the checkpoint holds an average or it does not; start a new run"
+        if why:
+            yield Problem(
+                change.field,
+                f"{_shown(change.before)} in the checkpoint of step {step}, not {_shown(change.after)}: {why}",
+            )
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            # Nothing is one thing, however a version writes it.
+            yield f"{prefix}{key}", None if value in ({}, []) else value
+
+
+def _shown(value: object) -> str:
+    return "nothing" if value is None else str(value)
