@@ -60,12 +60,14 @@ def cache_folder(cfg: RunConfig, run: RunDir) -> Path:
 def _train(run: RunDir) -> None:
     from trainer.trackers import following
     from trainer.train import speaker
+    from trainer.watch import Watch
     from trainer.world import connect
 
     cfg = run.config()
     with noted() as told, connect(cfg.parallel) as world:
         say = speaker(run, world)
-        with following(cfg.trackers if world.rank == 0 else TrackersConfig(), run, say):
+        trackers = cfg.trackers if world.rank == 0 else TrackersConfig()
+        with Watch(world, run, cfg.parallel.timeout, told, say), following(trackers, run, say):
             end = _train_on(world, cfg, run, say, told)
     if world.rank:
         return

@@ -42,7 +42,7 @@ def diagnose(run: RunDir, events: Sequence[AnyEvent]) -> ErrorEvent:
     cause = min(failures, key=lambda failure: (failure.is_consequence, failure.when), default=torchrun_itself)
     return ErrorEvent(
         message=cause.message,
-        remedy=_remedy(cause.message),
+        remedy=remedy_for(cause.message),
         retry=_retry(cause.message, run.config()),
         rank=cause.rank,
         step=max((event.step for event in events), default=0),
@@ -161,11 +161,25 @@ _REMEDIES = (
     ),
     (r"Rendezvous\w*Error", "no meeting of the nodes: check that parallel.rendezvous is host:port of the first node"),
     (r"ModuleNotFoundError|ImportError", "the environment is incomplete: run --doctor"),
+    (
+        r"does not answer",
+        "that machine, its network or the process is gone or frozen: see to it, then continue with --resume",
+    ),
+    (
+        r"nothing moved for",
+        "the log shows where every rank stands; if it was only slow, raise parallel.timeout; continue with --resume",
+    ),
+    (
+        r"differs between ranks",
+        "copies of one weight drifted apart, which a faulty GPU or memory does: run --doctor, and continue with "
+        "--resume on other hardware",
+    ),
     (r"CUDA|NCCL", "run --doctor; if the GPUs are fine, set NCCL_DEBUG=INFO and continue with --resume"),
 )
 
 
-def _remedy(message: str) -> str:
+def remedy_for(message: str) -> str:
+    """What a person can do about an error with this message."""
     return next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, message)), "read the end of the log")
 
 

@@ -118,7 +118,7 @@ class Trainer:
         self.clock = StepClock(world, self.loaded.mesh)
         self.clock.watch(self.model)
         self.meter = MemoryMeter(world)
-        self.place = Place(self.model, self.family.shard_blocks, cfg.train.compile)
+        self.place = Place(self.model, self.family.shard_blocks, cfg.train.compile, world.pulse)
         self._ranks = EventWriter(run.rank_file(world.rank))
         self._last_heartbeat = 0.0
         self.step = self.samples_seen = self.skipped = self._skipped_in_a_row = 0
@@ -167,6 +167,8 @@ class Trainer:
     def train_step(self) -> Agreed:
         """One optimizer step over `train.batch_size` images of all ranks."""
         self.clock.start()
+        self.world.pulse.step = self.step
+        self.place.enter("data")
         began = time.perf_counter()
         micro_batches = self.loader.micro_batches(self.step)
         self.clock.mark(DATA)
@@ -191,6 +193,7 @@ class Trainer:
         self.step += 1
         self.samples_seen += self.cfg.train.batch_size
         self._say_step(agreed.loss, lr, grad_norm, began)
+        self.place.enter("the end of a step")
         return agreed
 
     def validate(self) -> float:
@@ -460,6 +463,7 @@ class Trainer:
             self.say(StatusEvent(state="saving", step=self.step, message=message))
 
     def _status(self, state: State) -> None:
+        self.world.pulse.enter(state, moves=False)
         self.say(StatusEvent(state=state, step=self.step))
         self._heartbeat(state)
 

@@ -7,14 +7,18 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 
+from trainer.board import Board
 from trainer.config import InputError, ParallelConfig
+from trainer.pulse import Pulse
+
+BEYOND_THE_WATCH_S = 120
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class World:
     """This rank among the others. Every method that talks to other ranks must be called by all of them.
 
     rank, size: of all ranks.  local_rank, local_size: of this machine.  background: a group of its own for
-    checkpoints that are written while training goes on.
+    checkpoints that are written while training goes on.  board: notes beside the collectives.  pulse: of this rank.
     """
 
     rank: int
@@ -31,9 +35,12 @@ class World:
     local_size: int
     device: torch.device
     background: dist.ProcessGroup
+    board: Board
+    pulse: Pulse = field(default_factory=Pulse)
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, in rank order."""
+        self.pulse.beat()
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -42,6 +49,7 @@ class World:
 
     def sum(self, values: list[float]) -> list[float]:
         """Element-wise sum over the ranks, computed in fp64."""
+        self.pulse.beat()
         if self.size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -51,8 +59,14 @@ class World:
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
+        self.pulse.beat()
         if self.size > 1:
             dist.barrier()
+
+    @property
+    def restarts_left(self) -> int:
+        """How often torchrun will start the ranks again when one of them fails."""
+        return _torchrun("TORCHELASTIC_MAX_RESTARTS", 0) - _torchrun("TORCHELASTIC_RESTART_COUNT", 0)
 
     @property
     def memory(self) -> int:
@@ -73,11 +87,15 @@ def connect(cfg: ParallelConfig) -> Iterator[World]:
     local_rank, local_size = _torchrun("LOCAL_RANK", 0), _torchrun("LOCAL_WORLD_SIZE", 1)
     device = _device(cfg, local_rank, local_size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    timeout = datetime.timedelta(seconds=cfg.timeout)
+    # The watch comes first, and knows more. This is for what it does not see.
+    timeout = datetime.timedelta(seconds=cfg.timeout + BEYOND_THE_WATCH_S)
     if _torchrun("WORLD_SIZE", 1) == 1:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        # torchrun starts ranks again with the store of before, and gloo would call those that are gone.
+        attempt = dist.PrefixStore(f"attempt_{_torchrun('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        dist.init_process_group(backend, store=attempt, rank=rank, world_size=size, timeout=timeout)
     yield joined(device, local_rank, local_size)
     # Not after an error: NCCL would wait for the other ranks, and torchrun would hear of it only after the timeout.
     dist.destroy_process_group()
@@ -87,7 +105,8 @@ def joined(device: torch.device, local_rank: int, local_size: int) -> World:
     """The world of a default process group that exists already."""
     background = dist.new_group(backend="gloo")
     assert background is not None
-    return World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, background)
+    board = Board(dist.distributed_c10d._get_default_store())
+    return World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, background, board)
 
 
 def _torchrun(name: str, alone: int) -> int:

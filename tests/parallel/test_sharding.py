@@ -45,7 +45,7 @@ def test_copies_hold_everything(pictures: Path) -> None:
 
 def strategy_for(parallel: ParallelConfig, size: int, local_size: int, state_gib: float) -> str:
     """What is chosen on ranks of 100 GiB."""
-    world = World(0, size, 0, local_size, torch.device("cpu"), alone().background)
+    world = World(0, size, 0, local_size, torch.device("cpu"), alone().background, alone().board)
     return resolve_strategy(parallel, world, int(state_gib * GIB), 100 * GIB)
 
 
@@ -57,11 +57,15 @@ def strategy_for(parallel: ParallelConfig, size: int, local_size: int, state_gib
         (1, 4, 59, False, "ddp"),
         (1, 4, 61, False, "full"),
         (1, 4, 10, True, "full"),
+        (2, 4, 59, False, "hybrid"),
         (2, 4, 200, False, "hybrid"),
+        (2, 4, 200, True, "hybrid"),
+        (2, 1, 59, False, "ddp"),
+        (2, 1, 61, False, "full"),
         (2, 4, 400, False, "full"),
     ],
 )
-def test_auto_replicates_what_fits_shards_inside_a_node_what_fits_there_and_else_over_all_ranks(
+def test_auto_keeps_copies_on_one_node_shards_inside_several_and_over_all_ranks_what_fits_on_none(
     nodes: int, devices: int, state_gib: float, offload: bool, expected: str
 ) -> None:
     parallel = ParallelConfig(nodes=nodes, devices=devices, cpu_offload=offload)

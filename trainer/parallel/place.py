@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.diagnosis import OUT_OF_MEMORY
 from trainer.parallel.memory import MemoryMeter
+from trainer.pulse import Pulse
 
 GIB = 2**30
 
@@ -23,14 +24,16 @@ class OutOfMemoryError(RuntimeError):
 
 
 class Place:
-    """The block a pass is in. blocks: class names.
+    """The block a pass is in. blocks: class names.  pulse: beats at every block.
 
     Hooks on each block and on the gradient of its output, a few microseconds a pass. A compiled block has none: they
     would become part of its graph.
     """
 
-    def __init__(self, model: nn.Module, blocks: Collection[str], is_compiled: bool) -> None:
+    def __init__(self, model: nn.Module, blocks: Collection[str], is_compiled: bool, pulse: Pulse) -> None:
         self._what, self._block = "", ""
+        self._pulse = pulse
+        self._moves = not is_compiled
         for name, module in model.named_modules():
             if type(module).__name__.removeprefix("FSDP") in blocks and not is_compiled:
                 # Before the sharded block gathers its weights, which may be what does not fit.
@@ -40,12 +43,14 @@ class Place:
     def enter(self, what: str) -> None:
         """From now on the rank does something else, as "forward"; no block yet."""
         self._what, self._block = what, ""
+        self._pulse.enter(what, self._moves)
 
     def __str__(self) -> str:
         return f"{self._what} of {self._block}" if self._block else self._what
 
     def _enter(self, name: str, *_: Any) -> None:
         self._block = name
+        self._pulse.enter(str(self))
 
     def _watch_gradient(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:
         for tensor in tree_leaves(output):

@@ -1,0 +1,163 @@
+"""Ranks that stand still: who waits for what is told, and the run ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.runs import alone, make_pictures, make_run, run_config
+from trainer import launch
+from trainer.config import RunConfig
+from trainer.events import AnyEvent, ErrorEvent, EventReader, StepEvent, WarningEvent, latest_steps
+from trainer.pulse import Pulse
+from trainer.rundir import RunDir
+from trainer.signals import Told, noted
+from trainer.watch import Report, Watch, stand_still
+
+WORKER = '''
+"""The trainer, but rank 1 goes its own way after the second step: as the run is named."""
+import os, sys, time
+from trainer import __main__ as trainer
+from trainer.train import Trainer
+from trainer.rundir import RunDir
+
+train_step = Trainer.train_step
+
+def step(self):
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if self.world.rank == 1 and self.step == 2 and attempt == 0:
+        globals()[self.cfg.name](self)
+    return train_step(self)
+
+def deadlock(trainer):
+    trainer.world.barrier()  # the others are in their step
+
+def asleep(trainer):
+    time.sleep(1000)
+
+Trainer.train_step = step
+sys.exit(trainer.main())
+'''
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """Start WORKER on two ranks in a run of that name; what still runs at the end is killed."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    pictures = make_pictures(tmp_path / "pictures", count=4)
+    runs: list[RunDir] = []
+
+    def start(name: str, **changes: object) -> RunDir:
+        two = {"parallel__devices": 2, "parallel__strategy": "full", "parallel__timeout": 10}
+        cfg = run_config(pictures, name=name, train__steps=4, export__what="none", **two, **changes)
+        runs.append(make_run(tmp_path, cfg, name))
+        launch.start(cfg, runs[-1], module="worker")
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        launch.terminate(run)
+
+
+def events_of(run: RunDir) -> list[AnyEvent]:
+    return EventReader(run.events_file).read()
+
+
+def test_ranks_that_wait_for_each_other_are_told_with_both_stacks_and_the_run_ends(start) -> None:
+    run = start("deadlock")
+    assert launch.wait(run, timeout_s=120) == "failed"
+    events = events_of(run)
+    [error] = [event for event in events if isinstance(event, ErrorEvent)]
+    last = latest_steps(events)[-1]
+    assert error.time - last.time < 10 + 10
+    assert error.message.startswith("step 2: nothing moved for 1")
+    assert "rank 0 waits in " in error.message
+    assert "rank 1 waits in barrier, called by train.py" in error.message
+    assert "raise parallel.timeout" in error.remedy
+    stacks = (run.path / error.log).read_text()
+    rank0, rank1 = stacks.split("== rank 1 on ")
+    assert "all_gather" in rank0
+    assert "deadlock" in rank1
+    assert "world.barrier()" in rank1
+
+
+@pytest.mark.slow
+def test_a_rank_that_was_frozen_is_named_and_ended_and_the_run_resumes_by_itself(start) -> None:
+    run = start("asleep", parallel__max_restarts=1, checkpoint__every=1)
+    while not any(isinstance(event, StepEvent) and event.step == 2 for event in events_of(run)):
+        time.sleep(0.1)
+    os.kill(rank(run, 1).pid, signal.SIGSTOP)
+    assert launch.wait(run, timeout_s=180) == "finished"
+    events = events_of(run)
+    [warning] = [event.message for event in events if isinstance(event, WarningEvent)]
+    assert warning.startswith("step 2: nothing moved for 1")
+    assert "rank 1 on " in warning
+    assert " does not answer" in warning
+    assert warning.endswith("; the ranks are started again")
+    assert latest_steps(events)[-1].step == 4
+
+
+def rank(run: RunDir, number: int) -> psutil.Process:
+    torchrun = psutil.Process(launch.Launch.read(run).pid)  # type: ignore[union-attr]
+    return next(child for child in torchrun.children() if child.environ()["RANK"] == str(number))
+
+
+class Ended(threading.Event):
+    """Stands for the end of the process."""
+
+    code: int
+
+    def __call__(self, code: int) -> None:
+        self.code = code
+        self.set()
+
+
+def watch(tmp_path: Path, limit_s: float, told: Told, said: list[AnyEvent]) -> tuple[Watch, Ended, Pulse]:
+    cfg: RunConfig = run_config(tmp_path)
+    ended, world = Ended(), alone()
+    return Watch(world, make_run(tmp_path, cfg, "watched"), limit_s, told, said.append, ended), ended, world.pulse
+
+
+def test_a_rank_that_moves_is_left_alone_and_one_that_stands_still_in_a_step_is_not(tmp_path: Path) -> None:
+    said: list[AnyEvent] = []
+    one, ended, pulse = watch(tmp_path, 1.2, Told(), said)
+    with one:
+        pulse.enter("saving", moves=False)
+        assert not ended.wait(2.5)
+        for _ in range(10):
+            pulse.enter("forward of blocks.0")
+            assert not ended.wait(0.25)
+        assert ended.wait(10)
+    [error] = said
+    assert isinstance(error, ErrorEvent)
+    assert error.message == "step 0: nothing moved for 1 s: rank 0 is busy with forward of blocks.0"
+    assert ended.code == 1
+
+
+def test_a_signal_is_known_while_the_main_thread_is_in_torch(tmp_path: Path) -> None:
+    heard = []
+    with noted() as told:
+        listener = threading.Thread(target=lambda: heard.append((time.sleep(0.3), told.by)))
+        listener.start()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        listener.join()
+    assert heard == [(None, "SIGUSR1")]
+
+
+def test_ranks_that_stand_at_the_same_place_are_told_together() -> None:
+    def report(rank: int, waits_in: str, where: str) -> Report:
+        return Report(rank, "node-a", where, waits_in, 60.0, "")
+
+    together = [report(rank, "all_reduce, called by train.py:7 _agree", "optimizer") for rank in (0, 1, 2, 4)]
+    assert stand_still([*together, report(3, "", "forward of blocks.1")], ["node-a"] * 5 + ["node-b"]) == (
+        "nothing moved for 60 s: each of ranks 0, 1, 2, 4 waits in all_reduce, called by train.py:7 _agree "
+        "(optimizer); rank 3 is busy with forward of blocks.1; rank 5 on node-b does not answer"
+    )

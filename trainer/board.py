@@ -1,0 +1,33 @@
+"""Notes that ranks leave for each other beside their collectives: they are read also when those stand still."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from typing import Any
+
+import torch.distributed as dist
+
+PATIENCE = datetime.timedelta(seconds=5)
+
+
+class Board:
+    """A board that every rank of an attempt reads and writes, kept by the store the ranks met at.
+
+    Values are JSON. A call blocks while the machine with the store cannot be reached: never make one on a thread that
+    must not wait.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        # A connection of its own: the other one is taken while a rank waits for the others in it.
+        own = store.clone() if hasattr(store, "clone") else store
+        own.set_timeout(PATIENCE)
+        self._store = dist.PrefixStore("board", own)
+
+    def post(self, key: str, note: Any) -> None:
+        """Leave a note, or replace it."""
+        self._store.set(key, json.dumps(note))
+
+    def read(self, key: str) -> Any:
+        """The note, None while there is none."""
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None

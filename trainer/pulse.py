@@ -1,0 +1,28 @@
+"""When a rank last moved on, and where it was then."""
+
+from __future__ import annotations
+
+import time
+
+
+class Pulse:
+    """Set by the thread that trains, a few hundred nanoseconds each time; read by the one that watches.
+
+    step: of the run.  where: as "forward of transformer_blocks.0".  moves: whether that part moves on at every block,
+    so that standing still means something is wrong; False for reading weights, encoding, saving.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.where = ""
+        self.moves = False
+        self.at = time.monotonic()
+
+    def beat(self) -> None:
+        """Something was done."""
+        self.at = time.monotonic()
+
+    def enter(self, where: str, moves: bool = True) -> None:
+        """Something else begins."""
+        self.where, self.moves = where, moves
+        self.beat()

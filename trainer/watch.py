@@ -1,0 +1,275 @@
+"""A thread on every rank that sees when training stands still, says who waits for what, and ends the run.
+
+Ranks that wait for each other, a machine that is gone, a process that was frozen: the collectives themselves would
+only time out, each rank by itself and without a word about the others.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+from trainer.board import Board
+from trainer.diagnosis import remedy_for
+from trainer.events import ErrorEvent, WarningEvent
+from trainer.rundir import RunDir
+from trainer.signals import Told
+from trainer.world import World
+
+LOOK_EVERY_S = 0.5
+ANSWER_WITHIN_S = 10.0
+"""How long the others are waited for when one rank has found that nothing moves."""
+LEAVE_WITHIN_S = 30.0
+"""How long a rank that was told to leave may stand still: another one may have died, and will not come."""
+STACKS = signal.SIGUSR2
+"""What makes a rank write its stacks even where Python itself stands still."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where one rank stands. waits_in: a collective and who called it, empty when it is in none.
+
+    still_s: seconds since it moved.  stacks: of all its threads.
+    """
+
+    rank: int
+    host: str
+    where: str
+    waits_in: str
+    still_s: float
+    stacks: str
+
+    def __str__(self) -> str:
+        where = f" ({self.where})" if self.where else ""
+        return f"waits in {self.waits_in}{where}" if self.waits_in else f"is busy with {self.where or 'nothing known'}"
+
+
+class Watch:
+    """Watches this rank and hears of the others, as a context manager around all that the rank does.
+
+    limit_s: how long a rank may stand still in a collective or a step.  end: what ends the process, given its exit
+    code.  Construction is collective.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        run: RunDir,
+        limit_s: float,
+        told: Told,
+        say: Callable[[Any], None],
+        end: Callable[[int], Any] = os._exit,
+    ) -> None:
+        self._world, self._run, self._limit_s, self._told, self._say, self._end = world, run, limit_s, told, say, end
+        self._pulse = world.pulse
+        self._trains = threading.get_ident()
+        self._processes: list[tuple[str, int]] = world.gather((socket.gethostname(), os.getpid()))
+        self._mail = _Mail(world.board, range(world.size))
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        with suppress(OSError):  # a full disk: this file is for the worst case only
+            folder = self._run.logs / "stacks"
+            folder.mkdir(parents=True, exist_ok=True)
+            self._stacks = (folder / f"rank{self._world.rank}.txt").open("w")
+            faulthandler.register(STACKS, self._stacks, all_threads=True)
+        self._mail.start()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+        self._mail.stop()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        told_at: float | None = None
+        while not self._over.wait(LOOK_EVERY_S):
+            if self._told and told_at is None:
+                told_at = time.monotonic()
+            still_s = self._still_s()
+            if still_s > self._limit_s or self._mail.alarm:
+                self._give_up()
+                return
+            if told_at is not None and min(still_s, time.monotonic() - told_at) > LEAVE_WITHIN_S:
+                print(f"told to leave by {self._told.by}, and nothing moves", file=sys.stderr, flush=True)
+                self._end(1)
+                return
+
+    def _still_s(self) -> float:
+        """Seconds that this rank has stood still where it should not."""
+        still_s = time.monotonic() - self._pulse.at
+        return still_s if self._pulse.moves or _collective(self._frame()) else 0.0
+
+    def _frame(self) -> FrameType | None:
+        return sys._current_frames().get(self._trains)
+
+    def _report(self) -> Report:
+        frame = self._frame()
+        still_s = time.monotonic() - self._pulse.at
+        host, _ = self._processes[self._world.rank]
+        return Report(self._world.rank, host, self._pulse.where, _collective(frame), still_s, _all_stacks())
+
+    def _give_up(self) -> None:
+        """Tell the others, let rank 0 tell the user, and end this process."""
+        mine = self._report()
+        message = f"rank {mine.rank} on {mine.host} {mine}; nothing moved for {mine.still_s:.0f} s"
+        print(f"{mine.stacks}\n{message}", file=sys.stderr, flush=True)
+        self._mail.report(mine.rank, asdict(mine))
+        self._mail.has_all.wait(ANSWER_WITHIN_S)
+        reports = {rank: Report(**note) for rank, note in dict(self._mail.reports).items()}
+        if self._world.rank == 0:
+            self._tell(reports)
+            self._mail.tell()
+        # Rank 0 has to write before torchrun ends it for the failure of another.
+        self._mail.told.wait(ANSWER_WITHIN_S)
+        self._end_frozen(reports)
+        self._end(1)
+
+    def _tell(self, reports: Mapping[int, Report]) -> None:
+        """On rank 0: the event, and all stacks in one file."""
+        hosts = [host for host, _ in self._processes]
+        message = stand_still(reports.values(), hosts)
+        log = self._run.logs / f"standstill-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+        texts = [f"== rank {rank} on {one.host}: {one}\n{one.stacks}\n" for rank, one in sorted(reports.items())]
+        with suppress(OSError):
+            log.write_text(f"{message}\n\n" + "\n".join(texts), encoding="utf-8")
+        said = f"step {self._pulse.step}: {message}"
+        if self._world.restarts_left:
+            self._say(WarningEvent(step=self._pulse.step, message=f"{said}; the ranks are started again"))
+            return
+        path = str(log.relative_to(self._run.path))
+        self._say(ErrorEvent(step=self._pulse.step, message=said, remedy=remedy_for(said), log=path))
+
+    def _end_frozen(self, reports: Mapping[int, Report]) -> None:
+        """End ranks of this machine that do not answer: torchrun would wait for them. First they write their stacks."""
+        here = self._processes[self._world.rank][0]
+        frozen = [pid for rank, (host, pid) in enumerate(self._processes) if rank not in reports and host == here]
+        for signal_number in (STACKS, signal.SIGKILL):
+            for pid in frozen:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal_number)
+            if frozen:
+                time.sleep(0.5)
+
+
+class _Mail:
+    """Reads and writes the board on a thread of its own, which may wait for a machine that is gone."""
+
+    def __init__(self, board: Board, ranks: Iterable[int]) -> None:
+        self.alarm = False
+        self.told, self.has_all = threading.Event(), threading.Event()
+        self.reports: dict[int, dict[str, Any]] = {}
+        self._board = board
+        self._ranks = tuple(ranks)
+        self._letters: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._carry, name="mail", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._letters.put(None)
+
+    def report(self, rank: int, report: dict[str, Any]) -> None:
+        """Say where this rank stands, and ask the others; as soon as the board can be reached."""
+        self.alarm = True
+        self.reports[rank] = report
+        self._letters.put((f"report/{rank}", report))
+        self._letters.put(("alarm", True))
+
+    def tell(self) -> None:
+        """Say that the user was told."""
+        self._letters.put(("told", True))
+
+    def _carry(self) -> None:
+        with suppress(RuntimeError):  # the store is gone with its machine: so are the other ranks
+            while self._post_letters():
+                self._look()
+
+    def _post_letters(self) -> bool:
+        """Post what was sent. Returns False after the end."""
+        wait_s = 0.1 if self.alarm else LOOK_EVERY_S
+        with suppress(queue.Empty):
+            while True:
+                letter = self._letters.get(timeout=wait_s)
+                if letter is None:
+                    return False
+                self._board.post(*letter)
+                wait_s = 0.0
+        return True
+
+    def _look(self) -> None:
+        if not self.alarm:
+            self.alarm = self._board.read("alarm") is not None
+            return
+        for rank in self._ranks:
+            if rank not in self.reports and (note := self._board.read(f"report/{rank}")) is not None:
+                self.reports[rank] = note
+        if len(self.reports) == len(self._ranks):
+            self.has_all.set()
+        if self._board.read("told"):
+            self.told.set()
+
+
+def stand_still(reports: Iterable[Report], hosts: Sequence[str]) -> str:
+    """A sentence about all ranks. hosts: of each rank; one without a report does not answer."""
+    known = {report.rank: report for report in reports}
+    groups: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, host in enumerate(hosts):
+        groups[str(known[rank]) if rank in known else f"on {host} does not answer"].append(rank)
+    said = [f"{_ranks(ranks)} {what}" for what, ranks in groups.items()]
+    longest = max((report.still_s for report in known.values()), default=0.0)
+    return f"nothing moved for {longest:.0f} s: " + "; ".join(said)
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    is_row = numbers[-1] - numbers[0] == len(numbers) - 1 and len(numbers) > 2
+    return "each of ranks " + (f"{numbers[0]}-{numbers[-1]}" if is_row else ", ".join(map(str, numbers)))
+
+
+_C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
+_FSDP = os.path.join("torch", "distributed", "fsdp", "")
+_OWN = str(Path(__file__).parent)
+_PASS_THROUGH = ("clock.py", "world.py")
+"""Ours, but not what wanted the collective."""
+
+
+def _collective(frame: FrameType | None) -> str:
+    """The collective a thread is in and the line of ours that called it, empty when it is in none."""
+    called = ""
+    while frame is not None:
+        file, function = frame.f_code.co_filename, frame.f_code.co_name
+        if file.endswith(_C10D) or (_FSDP in file and not called):
+            # The outermost is what was asked for: all_gather_object, and not the all_gather it is made of.
+            called = function
+        elif called and file.startswith(_OWN) and Path(file).name not in _PASS_THROUGH:
+            return f"{called}, called by {Path(file).name}:{frame.f_lineno} {function}"
+        frame = frame.f_back
+    return called
+
+
+def _all_stacks() -> str:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for number, frame in sys._current_frames().items():
+        lines = "".join(traceback.format_stack(frame))
+        parts.append(f"thread {names.get(number, number)}:\n{lines}")
+    return "\n".join(parts)
