@@ -1,17 +1,57 @@
-"""TensorBoard's view of a run."""
+"""What TensorBoard, wandb and trackio show of a run, read back with their own readers; and that none costs a run."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from PIL import Image
 
-from tests.runs import run_config
-from trainer.config import TrackersConfig
-from trainer.events import AnyEvent, EventWriter, SampleEvent, StepEvent, ValidationEvent, WarningEvent
+from tests.runs import make_pictures, run_config, write_preset
+from trainer import configfile, launch, prepare
+from trainer.config import InputError, TrackersConfig
+from trainer.events import (
+    AnyEvent,
+    ErrorEvent,
+    EventReader,
+    EventWriter,
+    RankLine,
+    SampleEvent,
+    State,
+    StatusEvent,
+    StepEvent,
+    ValidationEvent,
+    WarningEvent,
+)
 from trainer.rundir import RunDir
-from trainer.trackers import following
+from trainer.signals import LEAVE
+from trainer.trackers import WATCH_SECONDS, Files, following, without_secrets
+
+NAMES = ("tensorboard", "wandb", "trackio")
+WANDB = Path(sys.executable).with_name("wandb")
+FIGURES = {
+    "loss", "lr", "grad_norm", "seconds", "seconds_data", "seconds_forward", "seconds_backward", "seconds_optimizer",
+    "seconds_communication", "images_per_second",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is logged in, and trackio's folder is the test's own."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
 
 
 @pytest.fixture
@@ -26,37 +66,388 @@ def step(number: int, loss: float) -> StepEvent:
     )  # fmt: skip
 
 
-def follow(run: RunDir, *events: AnyEvent) -> list[AnyEvent]:
-    """Write events while the trackers follow; returns what they say."""
-    said: list[AnyEvent] = []
-    with following(TrackersConfig(tensorboard=True), run, said.append), EventWriter(run.events_file) as writer:
+def sample(run: RunDir, number: int) -> SampleEvent:
+    path = f"samples/step-{number:06d}-0.png"
+    Image.new("RGB", (4, 4), (255, 0, 0)).save(run.path / path)
+    return SampleEvent(step=number, prompt="a fox", index=0, path=path)
+
+
+def status(state: State, number: int = 0) -> StatusEvent:
+    return StatusEvent(step=number, state=state)
+
+
+def memory(run: RunDir, rank: int, number: int, peak: int) -> None:
+    with EventWriter(run.rank_file(rank)) as writer:
+        writer.write(RankLine(rank=rank, step=number, phase="", allocated=1, reserved=2, peak=peak, limit=1000))
+
+
+def write(run: RunDir, *events: AnyEvent) -> None:
+    with EventWriter(run.events_file) as writer:
         for event in events:
             writer.write(event)
-    return said
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_shows_every_figure_the_validation_loss_and_the_samples(run: RunDir) -> None:
+def warnings(run: RunDir) -> list[str]:
+    return [event.message for event in EventReader(run.events_file).read() if isinstance(event, WarningEvent)]
+
+
+def send(run: RunDir, name: str) -> None:
+    """Give a tracker what is there, as a person does by hand."""
+    argv = [sys.executable, "-m", "trainer.trackers", str(run.path), name]
+    done = subprocess.run(argv, env=launch.worker_environment(), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+Shown = dict[str, list[tuple[int, object]]]
+"""{figure: (step, value) of each point}"""
+
+
+def in_tensorboard(run: RunDir) -> Shown:
+    accumulated = accumulate(run)
+    tags = accumulated.Tags()["scalars"]
+    return {tag: [(point.step, point.value) for point in accumulated.Scalars(tag)] for tag in tags}
+
+
+def accumulate(run: RunDir):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    Image.new("RGB", (4, 4), (255, 0, 0)).save(run.samples / "a.png")
-    sample = SampleEvent(step=2, prompt="a fox", index=0, path="samples/a.png")
-    assert follow(run, step(1, 3.0), step(2, 2.5), ValidationEvent(step=2, loss=2.75), sample) == []
-    shown = EventAccumulator(str(run.path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in shown.Scalars("loss")] == [(1, 3.0), (2, 2.5)]
-    assert [(event.step, event.value) for event in shown.Scalars("validation_loss")] == [(2, 2.75)]
-    assert {"lr", "grad_norm", "seconds_forward", "images_per_second"} <= set(shown.Tags()["scalars"])
-    assert shown.Tags()["images"] == ["0 a fox"]
+    return EventAccumulator(str(run.path / "tensorboard")).Reload()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_tracker_that_fails_is_a_warning(run: RunDir) -> None:
-    (said,) = follow(run, SampleEvent(step=1, prompt="a fox", index=0, path="samples/missing.png"))
-    assert isinstance(said, WarningEvent)
-    assert said.message.startswith("trackers.tensorboard stopped: FileNotFoundError: ")
+def texts(run: RunDir) -> list[str]:
+    return [point.tensor_proto.string_val[0].decode() for point in accumulate(run).Tensors("events")]
 
 
-def test_without_trackers_nothing_is_followed(run: RunDir) -> None:
-    with following(TrackersConfig(), run, lambda event: None):
+def in_wandb(run: RunDir) -> Shown:
+    return points((row["step"], row) for row in (record["item"] for record in wandb_records(run, "history")))
+
+
+def wandb_records(run: RunDir, kind: str) -> list[dict]:
+    """The records of one kind in the run's files, as wandb's own viewer reads them."""
+    found = []
+    for file in sorted((run.path / "wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_ctime):
+        argv = [WANDB, "leet", "inspect", "--json", file]
+        lines = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+        found += [record[kind] for record in map(json.loads, lines) if record["type"] == kind]
+    return found
+
+
+def in_trackio(run: RunDir) -> Shown:
+    rows = trackio_rows(run, "select step, metrics from metrics order by id")
+    return points((step, json.loads(values)) for step, values in rows)
+
+
+def trackio_rows(run: RunDir, query: str) -> list[tuple]:
+    database = sqlite3.connect(run.path.parent / "trackio" / "shardstudio.db")
+    try:
+        return database.execute(query).fetchall()
+    finally:
+        database.close()
+
+
+def points(rows) -> Shown:
+    found: Shown = {}
+    for number, values in rows:
+        for name, value in values.items():
+            if name != "step" and not name.startswith("_"):
+                found.setdefault(name, []).append((number, value))
+    return found
+
+
+READERS: dict[str, Callable[[RunDir], Shown]] = {
+    "tensorboard": in_tensorboard,
+    "wandb": in_wandb,
+    "trackio": in_trackio,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_and_its_resumption_are_one_run_with_every_step_once(run: RunDir, name: str) -> None:
+    memory(run, 0, 1, 700)
+    memory(run, 1, 1, 800)
+    write(run, status("training"), step(1, 3.0), step(2, 2.5), ValidationEvent(step=2, loss=2.75), sample(run, 2))
+    send(run, name)
+    memory(run, 1, 1, 800)
+    memory(run, 1, 2, 900)
+    again = (step(2, 2.5), ValidationEvent(step=2, loss=2.75), sample(run, 2))
+    write(run, status("starting"), status("training", 1), *again, step(3, float("nan")), status("finished", 3))
+    send(run, name)
+    found = READERS[name](run)
+    assert found["loss"][:2] == [(1, 3.0), (2, 2.5)]
+    assert [number for number, _ in found["loss"]] == [1, 2, 3]
+    assert found["validation_loss"] == [(2, 2.75)]
+    assert found["memory/rank0"] == [(1, 700)]
+    assert found["memory/rank1"] == [(1, 800), (2, 900)]
+    assert found.keys() >= FIGURES
+
+
+def test_tensorboard_has_the_pictures_the_config_and_what_happened(run: RunDir) -> None:
+    write(run, status("training"), sample(run, 2), WarningEvent(message="hot", step=2))
+    write(run, ErrorEvent(message="lost rank 1", remedy="resume", step=2))
+    send(run, "tensorboard")
+    accumulated = accumulate(run)
+    assert accumulated.Tags()["images"] == ["0 a fox"]
+    [picture] = accumulated.Images("0 a fox")
+    assert (picture.step, picture.width, picture.height) == (2, 4, 4)
+    assert texts(run) == ["**state** training", "**warning** hot", "**error** lost rank 1. resume"]
+    [config] = accumulated.Tensors("config")
+    assert "    name: tiny\n" in config.tensor_proto.string_val[0].decode()
+
+
+def test_wandb_without_login_writes_files_for_wandb_sync_and_says_so(run: RunDir) -> None:
+    write(run, sample(run, 2), WarningEvent(message="hot", step=2))
+    send(run, "wandb")
+    [opened] = wandb_records(run, "run")
+    [_, said] = warnings(run)
+    files = run.path / "wandb" / f"offline-run-*-{opened['run_id']}"
+    assert said == (
+        "trackers.wandb writes offline: No API key configured. Use `wandb login` to log in. "
+        f"Send it later with: wandb sync {files}"
+    )
+    assert (opened["project"], opened["display_name"]) == ("shardstudio", run.path.name)
+    [row] = [record["item"] for record in wandb_records(run, "history")]
+    assert row["samples/0.caption"] == "a fox"
+    assert next(record["line"] for record in wandb_records(run, "output_logger")) == "step 2, warning: hot\n"
+    assert wandb_records(run, "config")[0]["update"]["optim"]["lr"] == 1e-4
+
+
+@pytest.mark.slow  # wandb itself tries for ten seconds
+def test_wandb_without_network_writes_files_too(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
+    write(run, step(1, 3.0))
+    send(run, "wandb")
+    assert in_wandb(run)["loss"] == [(1, 3.0)]
+    [said] = warnings(run)
+    assert said.startswith("trackers.wandb writes offline: ")
+    assert "a" * 40 not in "".join(file.read_text(errors="replace") for file in run.path.rglob("*") if file.is_file())
+
+
+def test_wandb_that_is_switched_off_is_asked_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    write(run, step(1, 3.0))
+    send(run, "wandb")
+    assert warnings(run) == []
+    assert wandb_records(run, "history") == []
+
+
+def test_trackio_has_the_pictures_the_config_and_what_happened(run: RunDir) -> None:
+    write(run, status("training"), sample(run, 2), WarningEvent(message="hot", step=2))
+    send(run, "trackio")
+    assert trackio_rows(run, "select title, text, level, step from alerts order by id") == [
+        ("state", "training", "info", 0),
+        ("warning", "hot", "warn", 2),
+    ]
+    [(number, picture)] = in_trackio(run)["samples/0"]
+    assert (number, picture["caption"]) == (2, "a fox")
+    [(name, config)] = trackio_rows(run, "select run_name, config from configs")
+    assert name == run.path.name
+    assert json.loads(config)["optim"]["lr"] == 1e-4
+
+
+def test_what_trackio_cannot_send_is_told_once_and_without_its_token(run: RunDir, monkeypatch) -> None:
+    monkeypatch.setenv("TRACKIO_SERVER_URL", "http://127.0.0.1:9/?write_token=abcdef")
+    write(run, step(1, 3.0), step(2, 2.0))
+    send(run, "trackio")
+    [said] = warnings(run)
+    assert said.startswith("trackers.trackio: trackio.init() could not ")
+    assert "abcdef" not in said
+
+
+def test_what_looks_like_a_secret_is_not_repeated() -> None:
+    text = "GET https://me:pw@host/?write_token=abc&x=1\nfailed, api_key: abc"
+    assert without_secrets(text) == "GET https://***host/?write_token=***&x=1 failed, api_key: ***"
+
+
+def test_no_tracker_imports_torch() -> None:
+    modules = ", ".join(f"trainer.trackers.{name}" for name in ("__main__", *NAMES))
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], env=launch.worker_environment(), check=True, timeout=100)
+
+
+# A rank 0 of a few lines: it starts a tracker, says how long that took, and leaves when its input ends.
+RANK_0 = """
+import sys, time
+from pathlib import Path
+from trainer.config import TrackersConfig
+from trainer.events import EventWriter
+from trainer.rundir import RunDir
+from trainer.trackers import following
+run = RunDir.open(Path(sys.argv[1]))
+before = time.perf_counter()
+with following(TrackersConfig(**{sys.argv[2]: True}), run, EventWriter(run.events_file).write, int(sys.argv[3])):
+    print(time.perf_counter() - before, flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def rank_0(run: RunDir, name: str, patience_s: int = 60) -> Iterator[subprocess.Popen[str]]:
+    """Inside, a process with a tracker is at work; at the end it leaves, waiting for nothing."""
+    argv = [sys.executable, "-c", RANK_0, str(run.path), name, str(patience_s)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, env=launch.worker_environment(), stdin=pipe, stdout=pipe, text=True) as process:
+        process.stdout.readline()
+        yield process
+        process.stdin.close()
+        assert process.wait(5) == 0
+
+
+def tracker_of(run: RunDir, name: str) -> psutil.Process:
+    """The process of a tracker that is at work."""
+    return until(lambda: next((each for each in trackers(run) if name in each.cmdline()), None), 20)
+
+
+def trackers(run: RunDir) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        argv = process.info["cmdline"] or []
+        if "trainer.trackers" in argv and str(run.path) in argv and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+def until(asked: Callable[[], object], timeout_s: float = 60):
+    deadline = time.monotonic() + timeout_s
+    while not (answer := asked()):
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.1)
+    return answer
+
+
+def test_a_tracker_outlives_rank_0_and_ends_by_itself_when_all_is_shown(run: RunDir) -> None:
+    with rank_0(run, "tensorboard"):
+        write(run, step(1, 3.0), status("finished", 1))
+    until(lambda: not trackers(run))
+    assert in_tensorboard(run)["loss"] == [(1, 3.0)]
+    assert warnings(run) == []
+
+
+def test_a_tracker_shows_what_the_launcher_writes_of_a_rank_that_died(run: RunDir) -> None:
+    with rank_0(run, "tensorboard"):
+        write(run, status("training"))
+        tracker_of(run, "tensorboard")
+    write(run, ErrorEvent(message="rank 0 died"), status("failed", 1))
+    until(lambda: not trackers(run))
+    assert texts(run) == ["**state** training", "**error** rank 0 died", "**state** failed"]
+
+
+def test_two_processes_never_send_the_same_run_at_once(run: RunDir) -> None:
+    with rank_0(run, "tensorboard"):
+        until(Files(run, "tensorboard").place.exists)
+        with rank_0(run, "tensorboard"):
+            write(run, step(1, 3.0))
+            until(lambda: len(trackers(run)) == 2)
+            write(run, step(2, 2.0), status("finished", 2))
+    until(lambda: not trackers(run))
+    assert in_tensorboard(run)["loss"] == [(1, 3.0), (2, 2.0)]
+    assert warnings(run) == []
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_tracker_that_is_killed_is_one_warning_and_the_rest_can_be_sent(run: RunDir, name: str) -> None:
+    with rank_0(run, name):
+        write(run, step(1, 3.0))
+        process = tracker_of(run, name)
+        until(lambda: '"step": 1' in Files(run, name).place.read_text() if Files(run, name).place.exists() else False)
+        children = process.children(recursive=True)
+        process.send_signal(signal.SIGKILL)
+        [said] = until(lambda: [said for said in warnings(run) if "stopped" in said])
+        assert said == (
+            f"trackers.{name} stopped: SIGKILL ended its process; see logs/tracker-{name}.log, and send the rest "
+            f"with: python -m trainer.trackers {run.path} {name}"
+        )
+        until(lambda: not any(child.is_running() for child in children))
+    write(run, step(2, 2.0))
+    send(run, name)
+    assert READERS[name](run)["loss"][-1] == (2, 2.0)
+
+
+def test_a_tracker_that_raises_is_one_warning_and_passes_that_thing_over_when_sent_again(run: RunDir) -> None:
+    missing = SampleEvent(step=1, prompt="a fox", index=0, path="samples/no.png")
+    with rank_0(run, "tensorboard"):
+        write(run, step(1, 3.0), missing, step(2, 2.0))
+        [said] = until(lambda: warnings(run))
+        assert said == (
+            "trackers.tensorboard stopped: FileNotFoundError: [Errno 2] No such file or directory: "
+            f"'{run.path}/samples/no.png'; see logs/tracker-tensorboard.log, and send the rest with: "
+            f"python -m trainer.trackers {run.path} tensorboard"
+        )
+        until(lambda: not trackers(run))
+        time.sleep(2 * WATCH_SECONDS)  # rank 0 has looked as well
+    assert len(warnings(run)) == 1
+    send(run, "tensorboard")
+    assert in_tensorboard(run)["loss"] == [(1, 3.0), (2, 2.0)]
+
+
+@pytest.mark.parametrize("is_over", [False, True], ids=["while the run goes on", "after its end"])
+def test_a_tracker_that_hangs_ends_with_one_warning(run: RunDir, is_over: bool) -> None:
+    os.mkfifo(run.samples / "pipe.png")  # whoever opens it waits for ever
+    write(run, SampleEvent(step=1, prompt="a fox", index=0, path="samples/pipe.png"), status("finished"))
+    with rank_0(run, "tensorboard", patience_s=3):
+        if not is_over:
+            until(lambda: warnings(run))
+    [said] = until(lambda: warnings(run))
+    assert said.startswith("trackers.tensorboard stopped: it did not get on for 3 s; see ")
+    until(lambda: not trackers(run))
+
+
+def test_a_tracker_that_is_frozen_is_ended_by_rank_0(run: RunDir) -> None:
+    with rank_0(run, "tensorboard", patience_s=1):
+        process = tracker_of(run, "tensorboard")
+        until(Files(run, "tensorboard").place.exists)
+        process.send_signal(signal.SIGSTOP)
+        [said] = until(lambda: warnings(run))
+        assert said.startswith("trackers.tensorboard stopped: it did nothing for ")
+        until(lambda: not trackers(run))
+
+
+def test_what_asks_the_ranks_to_leave_does_not_end_a_tracker(run: RunDir) -> None:
+    with rank_0(run, "tensorboard"):
+        process = tracker_of(run, "tensorboard")
+        until(Files(run, "tensorboard").place.exists)
+        for number in LEAVE:
+            process.send_signal(number)
+        write(run, step(1, 3.0), status("stopped", 1))
+    until(lambda: not trackers(run))
+    assert in_tensorboard(run)["loss"] == [(1, 3.0)]
+
+
+def test_a_package_that_is_not_installed_is_named_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_pictures(tmp_path / "photos", 2)
+    preset = write_preset(tmp_path / "mine.yaml", tmp_path / "photos")
+    preset.write_text(preset.read_text() + "trackers: {trackio: true}\n")
+    (tmp_path / "trackio").mkdir()  # a folder of that name is no package
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *(place for place in sys.path if "site-packages" not in place)])
+    message = "trackers.trackio: true needs the package trackio; pip install trackio"
+    with pytest.raises(InputError) as error:
+        prepare.new_run(configfile.load(preset), tmp_path / "runs")
+    assert str(error.value) == f"{preset}:5: {message}"
+    assert not (tmp_path / "runs").exists()
+    run = RunDir.create(tmp_path, run_config(tmp_path))
+    with pytest.raises(InputError) as error, following(TrackersConfig(trackio=True), run, lambda event: None):
         pass
-    assert not (run.path / "tensorboard").exists()
+    assert str(error.value) == message
+
+
+def test_without_trackers_nothing_is_started(run: RunDir) -> None:
+    with following(TrackersConfig(), run, lambda event: None):
+        assert trackers(run) == []
+    assert not (run.path / "trackers").exists()
+
+
+def test_a_real_run_is_shown_by_all_trackers(tmp_path: Path) -> None:
+    changes = {f"trackers__{name}": True for name in NAMES}
+    cfg = run_config(make_pictures(tmp_path / "photos"), train__steps=3, **changes)
+    run = RunDir.create(tmp_path, cfg)
+    launch.start(cfg, run)
+    assert launch.wait(run, 120) == "finished"
+    until(lambda: not trackers(run))
+    for name in NAMES:
+        found = READERS[name](run)
+        assert [number for number, _ in found["loss"]] == [1, 2, 3]
+        assert {"memory/rank0"} <= found.keys()
+    assert [said for said in warnings(run) if "stopped" in said] == []

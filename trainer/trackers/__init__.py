@@ -1,0 +1,168 @@
+"""Other programs' views of a run, each fed from the run folder by a process of its own beside rank 0.
+
+Training starts these processes and never waits for one. `python -m trainer.trackers RUN_DIR NAME` is such a process;
+started by hand it sends what a tracker has not been given yet.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer import launch
+from trainer.config import InputError, Problem, TrackersConfig
+from trainer.events import WarningEvent
+from trainer.rundir import RunDir
+
+NAMES = ("tensorboard", "wandb", "trackio")
+PATIENCE_S = 300
+"""How long one thing may take to send, and how long a tracker may finish after the run's end. wandb alone waits 90 s
+for its server before it gives up."""
+ALREADY_SAID = 3
+"""Exit code of a tracker's process that wrote into the events why it ended."""
+WATCH_SECONDS = 1.0
+_SECRET = re.compile(r"(?i)((?:token|key|password|secret)\w*[=:]\s*)[^\s&'\"]+|(?<=//)[^\s/@]+@")
+
+
+@dataclass(frozen=True)
+class Files:
+    """What one tracker keeps in the run folder."""
+
+    run: RunDir
+    name: str
+
+    @property
+    def place(self) -> Path:
+        """How far it came, and the name its program gave the run."""
+        return self.run.path / "trackers" / f"{self.name}.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the one process that sends; its time says when that was last at work."""
+        return self.place.with_suffix(".lock")
+
+    @property
+    def log(self) -> Path:
+        """What the process and the tracker's own code print."""
+        return self.run.logs / f"tracker-{self.name}.log"
+
+
+def missing(cfg: TrackersConfig) -> list[Problem]:
+    """A problem for every tracker of the config whose package is not installed."""
+    return [
+        Problem(f"trackers.{name}", f"true needs the package {name}; pip install {name}")
+        for name in _wanted(cfg)
+        if not _is_installed(name)
+    ]
+
+
+def require(cfg: TrackersConfig) -> None:
+    """Raises InputError with the command that installs a tracker's package."""
+    for problem in missing(cfg):
+        raise InputError(str(problem))
+
+
+def without_secrets(text: str) -> str:
+    """One line of what a library says, without what looks like a token, a key or a password."""
+    return " ".join(_SECRET.sub(r"\1***", text).split())[:500]
+
+
+def stopped(run: RunDir, name: str, reason: str) -> WarningEvent:
+    """What the user is told of a tracker that ended early."""
+    log = Files(run, name).log.relative_to(run.path)
+    rest = f"python -m trainer.trackers {run.path} {name}"
+    return WarningEvent(message=f"trackers.{name} stopped: {reason}; see {log}, and send the rest with: {rest}")
+
+
+@contextmanager
+def following(
+    cfg: TrackersConfig, run: RunDir, say: Callable[[Any], None], patience_s: int = PATIENCE_S
+) -> Iterator[None]:
+    """From here on, the trackers of the config follow the run's events, until after this process has ended.
+
+    A tracker that fails, hangs or is killed is a WarningEvent. Raises InputError when its package is not installed.
+    """
+    require(cfg)
+    processes = {}
+    for name in _wanted(cfg):
+        try:
+            processes[name] = _start(run, name, patience_s)
+        except OSError as error:
+            say(stopped(run, name, f"its process could not be started ({error.strerror})"))
+    if processes:
+        watch = threading.Thread(target=_watch, args=(processes, run, say, patience_s), name="trackers", daemon=True)
+        watch.start()
+    yield
+
+
+def _wanted(cfg: TrackersConfig) -> list[str]:
+    wanted = {"tensorboard": cfg.tensorboard, "wandb": cfg.wandb, "trackio": cfg.trackio}
+    return [name for name, is_wanted in wanted.items() if is_wanted]
+
+
+def _is_installed(package: str) -> bool:
+    """A folder of that name in the current one, as wandb makes, is found too: it has no origin."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def _start(run: RunDir, name: str, patience_s: int) -> subprocess.Popen[bytes]:
+    files = Files(run, name)
+    files.lock.parent.mkdir(exist_ok=True)
+    files.lock.touch()
+    argv = [sys.executable, "-m", "trainer.trackers", str(run.path), name]
+    argv += ["--beside", str(os.getpid()), "--patience", str(patience_s)]
+    with files.log.open("ab") as log:
+        return subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,  # nothing may ask for a login
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=launch.worker_environment(),
+            start_new_session=True,  # what ends the ranks does not end it
+        )
+
+
+def _watch(
+    processes: Mapping[str, subprocess.Popen[bytes]], run: RunDir, say: Callable[[Any], None], patience_s: int
+) -> None:
+    """Say why a tracker ended that could not say it itself; end one that does nothing any more."""
+    running = dict(processes)
+    while running:
+        time.sleep(WATCH_SECONDS)
+        for name, process in list(running.items()):
+            code = process.poll()
+            # A process notices by itself that it hangs, unless it was stopped or hangs inside C.
+            hangs = code is None and _idle_seconds(run, name) > 1.2 * patience_s + 5
+            if hangs:
+                _end_session(process.pid)
+                say(stopped(run, name, f"it did nothing for {_idle_seconds(run, name):.0f} s"))
+            elif code not in (None, 0, ALREADY_SAID):
+                say(stopped(run, name, _ended_by(code)))
+            if hangs or code is not None:
+                del running[name]
+
+
+def _idle_seconds(run: RunDir, name: str) -> float:
+    return time.time() - Files(run, name).lock.stat().st_mtime
+
+
+def _end_session(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _ended_by(code: int | None) -> str:
+    assert code is not None
+    return f"its process ended with code {code}" if code > 0 else f"{signal.Signals(-code).name} ended its process"

@@ -1,0 +1,79 @@
+"""Weights & Biases, online or offline as the user set it up (WANDB_MODE, `wandb login`); its files lie in the run
+folder."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import wandb
+
+from trainer.config import RunConfig
+from trainer.events import WarningEvent
+from trainer.rundir import RunDir
+from trainer.trackers import without_secrets
+from trainer.trackers.feed import Figures, Note, Picture, Place
+
+
+def connect(run: RunDir, cfg: RunConfig, place: Place, say: Callable[[WarningEvent], None]) -> Wandb:
+    """The run at wandb, made or continued. Without a login or a network it is written to files for `wandb sync`."""
+    place.run = place.run or secrets.token_hex(4)
+    try:
+        opened = _open(run, cfg, place, None)
+    except wandb.Error as error:
+        wandb.teardown()  # else the run that could not be opened still holds the id
+        opened = _open(run, cfg, place, "offline")
+        reason = without_secrets(str(error).partition("\n")[0])
+        command = f"wandb sync {run.path}/wandb/offline-run-*-{place.run}"
+        say(WarningEvent(message=f"trackers.wandb writes offline: {reason} Send it later with: {command}"))
+    # Rows are numbered by us, and drawn over the steps they are of: what ranks say of a step comes after it.
+    opened.define_metric("step", hidden=True)
+    opened.define_metric("*", step_metric="step")
+    opened.config.update(cfg.model_dump(mode="json"), allow_val_change=True)
+    return Wandb(opened, place)
+
+
+def _open(run: RunDir, cfg: RunConfig, place: Place, mode: Any) -> wandb.Run:
+    settings = wandb.Settings(
+        console="off",
+        disable_git=True,
+        save_code=False,
+        x_disable_machine_info=True,  # no host's hardware, no command line
+        x_save_requirements=False,
+    )
+    return wandb.init(
+        project=cfg.trackers.project,
+        id=place.run,
+        name=run.path.name,
+        dir=str(run.path),
+        resume="allow",
+        mode=mode,
+        settings=settings,
+    )
+
+
+class Wandb:
+    """A Tracker."""
+
+    def __init__(self, run: wandb.Run, place: Place) -> None:
+        self._run = run
+        self._place = place
+
+    def figures(self, item: Figures) -> None:
+        self._log({**item.values}, item.step)
+
+    def picture(self, item: Picture) -> None:
+        self._log({f"samples/{item.index}": wandb.Image(str(item.path), caption=item.prompt)}, item.step)
+
+    def note(self, item: Note) -> None:
+        self._run.write_logs(f"step {item.step}, {item.kind}: {item.text}")
+
+    def flush(self) -> None:
+        """wandb sends by itself."""
+
+    def finish(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        self._run.log({"step": step, **values}, step=self._place.given, commit=True)
