@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from trainer.config import InputError
-from trainer.data.cache import Crew, ExampleCache, content_keys, encode_missing, missing
+from trainer.data.cache import PARTS, Crew, ExampleCache, content_keys, encode_missing, missing
 from trainer.objectives import Example
 
 T = TypeVar("T")
@@ -90,6 +90,26 @@ def test_nothing_but_the_example_is_left_in_a_folder_named_by_the_key(tmp_path: 
     ExampleCache(tmp_path).write(key_of(0), example_of(0))
     files = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()]
     assert files == [f"{key_of(0)[:2]}/{key_of(0)}.safetensors"]
+
+
+def test_what_a_killed_run_left_of_an_example_goes_when_it_is_written(tmp_path: Path) -> None:
+    cache = ExampleCache(tmp_path)
+    cache.write(key_of(0), example_of(0))
+    left = [tmp_path / PARTS / f"{key}.0123" for key in (key_of(1), key_of(2))]
+    for part in left:
+        part.write_bytes(b"half")
+    cache.write(key_of(1), example_of(1))
+    assert [part.exists() for part in left] == [False, True]
+
+
+def test_two_runs_that_write_the_same_example_at_once_do_not_stumble(tmp_path: Path) -> None:
+    caches = [ExampleCache(tmp_path) for _ in range(4)]
+    with ThreadPoolExecutor(len(caches)) as pool:
+        for _ in range(50):
+            list(pool.map(lambda cache: cache.write(key_of(0), example_of(0)), caches))
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert files == [caches[0].path(key_of(0))]
+    assert torch.equal(caches[0].read(key_of(0))["latents"], example_of(0)["latents"])
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 4, 40, -1])

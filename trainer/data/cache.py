@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import uuid
@@ -15,12 +16,16 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 
 from trainer.config import InputError
 from trainer.objectives import Example
 
 T = TypeVar("T")
+
+SUM = "blake2b"
+PARTS = ".parts"
+"""Folder of examples that are being written: few files, so that what is left of killed runs is found at once."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +60,18 @@ class ExampleCache:
             return False
 
     def read(self, key: str) -> Example:
-        """The example, on the CPU. Raises InputError naming the file when it is missing or damaged."""
+        """The example, on the CPU. Raises InputError naming the file when it is missing or not what was cached.
+
+        A file that is not is removed, or the next start would find it again.
+        """
+        file = self.path(key)
         with self._damage_reported(key):
-            return load_file(self.path(key))
+            data = file.read_bytes()
+            example = load(data)
+            if _sum_inside(data) not in (None, _sum_of(data)):
+                file.unlink(missing_ok=True)
+                raise SafetensorError("checksum")
+            return example
 
     def shapes(self, key: str) -> Example:
         """Tensors of the example's shapes on the meta device, from the file's header alone; all of them fp32.
@@ -74,15 +88,27 @@ class ExampleCache:
         Raises OSError naming the file when it cannot be written.
         """
         target = self.path(key)
-        part = target.with_name(f"{key}.{uuid.uuid4().hex}.part")
+        part = self.folder / PARTS / f"{key}.{uuid.uuid4().hex}"
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _write_through(part, save({name: tensor.contiguous() for name, tensor in example.items()}))
-            os.replace(part, target)
+            for folder in (target.parent, part.parent):
+                folder.mkdir(parents=True, exist_ok=True)
+            tensors = {name: tensor.contiguous() for name, tensor in example.items()}
+            _write_through(part, save(tensors, {SUM: _sum_of(save(tensors))}))
+            self._name(part, target)
         except OSError as error:
             part.unlink(missing_ok=True)
             reason = f"{error.strerror}; make room, or set data.cache to another disk"
             raise OSError(error.errno, reason, str(target)) from error
+
+    def _name(self, part: Path, target: Path) -> None:
+        """Give a part the name of its example, and remove what killed runs left of the same one."""
+        try:
+            os.replace(part, target)
+        except FileNotFoundError:  # another run was first with the same example, and took this for a killed one's
+            if not self.has(target.stem):
+                raise
+        for left in part.parent.glob(f"{target.stem}.*"):
+            left.unlink(missing_ok=True)
 
     @contextmanager
     def _damage_reported(self, key: str) -> Iterator[None]:
@@ -92,6 +118,22 @@ class ExampleCache:
             raise InputError(
                 f"{self.path(key)}: missing or damaged since it was cached; start again to encode it anew"
             ) from error
+
+
+def _sum_of(data: bytes) -> str:
+    """Of the tensors' bytes in a safetensors file, without its header, which names the sum."""
+    return hashlib.blake2b(memoryview(data)[8 + _header_size(data) :], digest_size=16).hexdigest()
+
+
+def _sum_inside(data: bytes) -> str | None:
+    """The sum that a file names, None in one of an older version."""
+    header = json.loads(data[8 : 8 + _header_size(data)])
+    found: str | None = header.get("__metadata__", {}).get(SUM)
+    return found
+
+
+def _header_size(data: bytes) -> int:
+    return int.from_bytes(data[:8], "little")
 
 
 def _write_through(path: Path, data: bytes) -> None:
