@@ -9,15 +9,15 @@ AS_ROOT := $(if $(filter-out 0,$(shell id -u)),sudo)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-all check ui notebooks lab parity bench interop gpu-check table browser screenshots eightbit schema demo-base clean
+.PHONY: demo test test-all check ui notebooks lab parity survive bench interop gpu-check table browser network screenshots eightbit schema demo-base clean
 
 demo: .venv
 	$(BIN)/python launch.py --headless presets/quickstart.yaml --runs $(RUNS)
 
-test: .venv browser
+test: .venv browser network
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL)
 
-test-all: eightbit browser
+test-all: eightbit browser network
 	$(BIN)/python -m pytest -m "not gpu" --timeout 1200 $(PARALLEL)
 
 check: .venv
@@ -41,6 +41,10 @@ parity: eightbit
 	$(BIN)/python -m tests.distributed.matrix
 	$(BIN)/python -m pytest tests/distributed/test_parity.py tests/distributed/test_resume.py --timeout 1200
 
+# A run killed 200 times; KILLS and SEED take others.
+survive: .venv
+	$(BIN)/python -m tests.survival $(if $(KILLS),--kills $(KILLS)) $(if $(SEED),--seed $(SEED))
+
 bench: .venv browser
 	$(BIN)/python -m tests.benchmarks.startup
 	$(BIN)/python -m tests.benchmarks.memory
@@ -62,6 +66,11 @@ table: .venv
 browser:
 	@command -v chromium > /dev/null || { $(AS_ROOT) apt-get update -qq && \
 	$(AS_ROOT) apt-get install -y -qq chromium fonts-dejavu-core > /dev/null; }
+
+# With what the tests of several nodes make machines of their own.
+network:
+	@command -v ip > /dev/null || { $(AS_ROOT) apt-get update -qq && \
+	$(AS_ROOT) apt-get install -y -qq iproute2 > /dev/null; }
 
 # The pictures of the page in the README.
 screenshots: .venv browser

@@ -27,6 +27,9 @@ except ModuleNotFoundError as missing:
 
 TAKEN_BY = {
     "run_dir": ("headless",),
+    "slurm": ("headless",),
+    "kubernetes": ("headless",),
+    "node_rank": ("resume", "join"),
     "what": ("export",),
     "format": ("export", "extract"),
     "dtype": ("export", "extract"),
@@ -36,11 +39,21 @@ TAKEN_BY = {
     "to": ("extract",),
 }
 """{option: the modes that take it}"""
+MODES_WITH_VALUE = {
+    "headless": "PRESET",
+    "resume": "RUN_DIR",
+    "join": "RUN_DIR",
+    "export": "RUN_DIR",
+    "extract": "TUNED",
+}
+"""{mode: what it is given}"""
 EPILOG = """\
 examples:
   python launch.py --headless presets/quickstart.yaml
   python launch.py --headless presets/quickstart.yaml train.steps=200 optim.lr=2e-4 --run-dir runs/second
   python launch.py --resume runs/second train.steps=400
+  python launch.py --join runs/big --node-rank 1
+  python launch.py --headless presets/quickstart.yaml --slurm
   python launch.py --export runs/second --what merged
   python launch.py --extract TUNED --base BASE --family FAMILY --rank 32 --to lora.safetensors
 
@@ -72,28 +85,14 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    # The modes' values may be missing for argparse, so that `--headless --help` is help and not an error.
-    modes = parser.add_mutually_exclusive_group()
-    modes.add_argument("--headless", nargs="?", const="", metavar="PRESET", help="train a preset, export at the end")
-    modes.add_argument(
-        "--resume", nargs="?", const="", metavar="RUN_DIR", help="continue a run from its newest checkpoint"
-    )
-    modes.add_argument("--export", nargs="?", const="", metavar="RUN_DIR", help="export a run's newest checkpoint")
-    modes.add_argument(
-        "--extract",
-        nargs="?",
-        const="",
-        metavar="TUNED",
-        help="write a lora of what a checkpoint learned over its base",
-    )
-    modes.add_argument("--queue", action="store_true", help="start what waits in the queue, one after the other")
-    modes.add_argument("--doctor", action="store_true", help="check Python, packages, GPUs, disk, memory and ports")
+    _add_modes(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields that replace those of the config")
     parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where run folders are made")
     parser.add_argument("--port", type=int, metavar="N", help="port of the page; default: 7860")
     parser.add_argument("--host", metavar="H", help="address of the page; default: this machine alone")
     parser.add_argument("--auth", metavar="USER:PASS", help="who may use the page; needed for another --host")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="make this very run folder (--headless)")
+    _add_node_options(parser)
     parser.add_argument("--what", choices=_choices("what"), help="what is written (--export); default: the run's own")
     parser.add_argument(
         "--format",
@@ -110,12 +109,53 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_modes(parser: argparse.ArgumentParser) -> None:
+    # The modes' values may be missing for argparse, so that `--headless --help` is help and not an error.
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--headless", nargs="?", const="", metavar="PRESET", help="train a preset, export at the end")
+    modes.add_argument(
+        "--resume", nargs="?", const="", metavar="RUN_DIR", help="continue a run from its newest checkpoint"
+    )
+    modes.add_argument(
+        "--join", nargs="?", const="", metavar="RUN_DIR", help="be another node of a run that the first one starts"
+    )
+    modes.add_argument("--export", nargs="?", const="", metavar="RUN_DIR", help="export a run's newest checkpoint")
+    modes.add_argument(
+        "--extract",
+        nargs="?",
+        const="",
+        metavar="TUNED",
+        help="write a lora of what a checkpoint learned over its base",
+    )
+    modes.add_argument("--queue", action="store_true", help="start what waits in the queue, one after the other")
+    modes.add_argument("--doctor", action="store_true", help="check Python, packages, GPUs, disk, memory and ports")
+
+
+def _add_node_options(parser: argparse.ArgumentParser) -> None:
+    jobs = parser.add_mutually_exclusive_group()
+    jobs.add_argument(
+        "--slurm", action="store_const", const="slurm", help="write a SLURM job instead of starting (--headless)"
+    )
+    jobs.add_argument(
+        "--kubernetes",
+        action="store_const",
+        const="kubernetes",
+        help="write a Kubeflow TrainJob instead of starting (--headless)",
+    )
+    parser.add_argument(
+        "--node-rank",
+        type=int,
+        metavar="K",
+        help="number of this node (--join, --resume); default: what SLURM or Kubeflow gave it",
+    )
+
+
 def _choices(field: str) -> list[str]:
     return [value for value in get_args(ExportConfig.model_fields[field].annotation) if value != "none"]
 
 
 def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    for mode, value in (("headless", "PRESET"), ("resume", "RUN_DIR"), ("export", "RUN_DIR"), ("extract", "TUNED")):
+    for mode, value in MODES_WITH_VALUE.items():
         if getattr(options, mode) == "":
             parser.error(f"--{mode} needs {value}")
     if options.headless is None and options.resume is None and options.overrides:
@@ -131,7 +171,7 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         from trainer import queue
 
         return queue.work_off(options.runs, lambda text: print(text, flush=True))
-    if options.headless is None and options.resume is None and options.export is None:
+    if all(getattr(options, mode) is None for mode in MODES_WITH_VALUE):
         return _page(options)
     return _headless(options)
 
@@ -157,10 +197,15 @@ def _headless(options: argparse.Namespace) -> int:
     from trainer import headless
 
     if options.resume is not None:
-        return headless.resume(Path(options.resume), options.overrides)
+        return headless.resume(Path(options.resume), options.overrides, options.node_rank)
+    if options.join is not None:
+        return headless.join(Path(options.join), options.node_rank)
     if options.export is not None:
         return headless.export(Path(options.export), options.what or "auto", options.format, options.dtype)
-    return headless.train(Path(options.headless), options.overrides, options.runs, options.run_dir)
+    preset, scheduler = Path(options.headless), options.slurm or options.kubernetes
+    if scheduler is not None:
+        return headless.write_job(preset, options.overrides, options.runs, options.run_dir, scheduler)
+    return headless.train(preset, options.overrides, options.runs, options.run_dir)
 
 
 def _extract(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

@@ -26,7 +26,10 @@ STEPS: Mapping[str, tuple[str, ...]] = {
     "Model": ("model", "quantize"),
     "Adapter": ("adapter",),
     "Dataset": ("data",),
-    "Hardware": ("name", "parallel", "train", "optim", "objective", "sample", "checkpoint", "export", "trackers"),
+    "Hardware": (
+        *("name", "parallel", "train", "optim", "objective", "sample"),
+        *("checkpoint", "export", "trackers", "cluster"),
+    ),
 }
 """{step of the wizard: sections of the config}"""
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import socket
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -25,7 +22,7 @@ from trainer import configfile, gpus, headless, launch, prepare, trials
 from trainer.config import InputError
 from trainer.configfile import ConfigError, ConfigFile
 from trainer.events import ENDS, EventReader, ExportEvent, State, StatusEvent
-from trainer.launch import Launch
+from trainer.launch import RunHandle
 from trainer.rundir import RunDir
 from trainer.trials import Trial
 
@@ -103,23 +100,12 @@ def resume(run: RunDir, *overrides: str) -> RunDir:
     return run
 
 
-def join(run: RunDir) -> subprocess.Popen[bytes]:
-    """Start this machine's ranks of a run on several nodes that another one has started, and return at once.
+def join(run: RunDir, node_rank: int = 1) -> RunHandle:
+    """Start this machine's ranks of a run on several nodes that the first one starts, and return at once.
 
-    What they say goes into the run's logs. Raises InputError when the run was not started or is for one node.
+    What they say goes into the run's logs. Raises InputError as `launch.join` does.
     """
-    started = Launch.read(run)
-    if started is None or run.config().parallel.nodes == 1:
-        raise InputError(f"{run.path}: waits for no other node; start a run with parallel.nodes above 1 on the first")
-    with (run.logs / f"joined-{socket.gethostname()}.log").open("ab") as output:
-        return subprocess.Popen(
-            [sys.executable, *started.argv[1:]],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=launch.worker_environment(),
-            start_new_session=True,
-        )
+    return launch.join(run.config(), run, node_rank)
 
 
 def dashboard(run: RunDir) -> Dashboard:

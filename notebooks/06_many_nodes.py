@@ -6,8 +6,8 @@
 # - a *node* is a machine;
 # - a *rank* is one of the processes that train, counted over all nodes from 0; the *local rank* counts those of one
 #   node, and is also the number of its GPU there;
-# - the *rendezvous* is the place where the nodes meet, an address `host:port` on one of them. Who comes there waits
-#   until all have come, and is then told its rank.
+# - the *rendezvous* is the place where the nodes meet, an address `host:port` on the first of them. Who comes there
+#   waits until all have come.
 #
 # Here this machine plays two nodes, each with two ranks on the CPU. The commands, the meeting and the messages between
 # the ranks are those of a real cluster; only the cable is missing.
@@ -104,22 +104,21 @@ notebook.dashboard(run)
 # %% [markdown]
 # ## The second node
 #
-# It needs no config: it joins the run folder, which both nodes must see under the same path. `join` starts the same
-# command that the first node started, and that is also what you would type on a second machine:
+# It needs no config: it joins the run folder, which both nodes must see under the same path, and says its number. On a
+# second machine you would type `python launch.py --join RUN_DIR --node-rank 1`. Both start torchrun, and only the
+# number differs:
 
 # %%
 import shlex
 
-from trainer.launch import Launch
-
-second = notebook.join(run)
-print(shlex.join(Launch.read(run).argv))
+second = notebook.join(run, node_rank=1)
+print(shlex.join(second.argv))
 
 # %% [markdown]
 # Now both have met, and torchrun has dealt the ranks. It told each process its place by environment variables, which
 # any program may look at as long as the process lives.
 #
-# Which node becomes node 0 is decided at the meeting, and need not be the one that came first.
+# Node 0 is the one that started the run: rank 0 is there, and writes what all see of the run.
 
 # %%
 import asyncio
@@ -127,11 +126,12 @@ import asyncio
 import psutil
 
 from trainer import launch
+from trainer.launch import Launch
 
 while len(list(run.ranks.iterdir())) < world and launch.alive(run):
     await asyncio.sleep(0.2)
 rows = []
-for how, pid in (("start", Launch.read(run).pid), ("join", second.pid)):
+for how, pid in (("start", Launch.read(run).pid), ("join", second.process.pid)):
     for rank in psutil.Process(pid).children():
         told = rank.environ()
         rows.append([how, told["RANK"], told["GROUP_RANK"], told["LOCAL_RANK"], told["WORLD_SIZE"]])
@@ -224,10 +224,13 @@ notebook.exercise(
 # 2. On the first node, with its name and a free port:
 #    `python launch.py --headless presets/flux2-dev-lora-2x8gpu.yaml parallel.rendezvous=node0:29400`. It prints the
 #    command for the others.
-# 3. On each other node: that command; or in a notebook there `notebook.join(notebook.attach("the run"))`.
+# 3. On each other node: that command; or in a notebook there `notebook.join(notebook.attach("the run"), node_rank=1)`.
 #
-# Which strategy? `hybrid` when the model fits on the GPUs of one node. When it does not, `full` shares it over all
-# nodes and pays with the network. `parallel.shard_size` is in between: any number of ranks that share a copy.
+# Where SLURM or Kubernetes deals the nodes, `--slurm` or `--kubernetes` writes the file of the job instead.
+#
+# Which strategy? `hybrid` when the model fits on the GPUs of one node, and `auto` takes it then. When it does not,
+# `full` shares it over all nodes and pays with the network. `parallel.shard_size` is in between: any number of ranks
+# that share a copy.
 #
 # When a node fails, the others cannot go on: the run ends, and says which rank failed. `launch.py --resume` continues
 # from the newest checkpoint, also on fewer nodes (`05_checkpoints`).

@@ -27,12 +27,13 @@ ROOT = Path(__file__).parents[1]
 # A module imports only from rows above its own. Modules of one row never import each other; those of one package may.
 ROWS = (
     "config yamltext",
-    "changes events facts fields foreign manifest signals zero",
+    "changes events facts fields foreign manifest pulse signals zero",
     "configfile",
     "rundir",
-    "diagnosis gpus hub report rng weights world",
+    "board cluster debuglog diagnosis gpus hub report rng weights",
+    "world",
     "launch",
-    "clock doctor objectives",
+    "clock doctor objectives watch",
     "adapters checkpoint data families optim parallel quantize sampling trackers",
     "prepare trained",
     "encode export extract headless modules queue recipe trials",

@@ -62,8 +62,9 @@ def test_help_names_every_mode_and_imports_neither_torch_nor_gradio():
         (["--host", "0.0.0.0"], "--host 0.0.0.0: others could start runs here; add --auth USER:PASS\n"),
         (["--resume", "nowhere"], "nowhere: not a run folder (it has no config.yaml); name a folder below runs/\n"),
         (["--export", "nowhere"], "nowhere: not a run folder (it has no config.yaml); name a folder below runs/\n"),
+        (["--join", "nowhere"], "nowhere: not a run folder (it has no config.yaml); name a folder below runs/\n"),
     ],
-    ids=["page", "resume", "export"],
+    ids=["page", "resume", "export", "join"],
 )
 def test_what_cannot_be_done_is_said_with_exit_code_2(argv, message, capsys):
     assert run_command(argv, capsys) == (2, message)
@@ -80,6 +81,11 @@ def test_what_cannot_be_done_is_said_with_exit_code_2(argv, message, capsys):
         (["--resume", "run", "--dtype", "fp32"], "--dtype goes with --export or --extract only; leave it out"),
         (["--export", "run", "--rank", "4"], "--rank goes with --extract only; leave it out"),
         (["--export", "run", "--run-dir", "other"], "--run-dir goes with --headless only; leave it out"),
+        (["--resume", "run", "--slurm"], "--slurm goes with --headless only; leave it out"),
+        (["--headless", "p", "--node-rank", "1"], "--node-rank goes with --resume or --join only; leave it out"),
+        (["--join"], "--join needs RUN_DIR"),
+        (["--join", "run", "train.steps=5"], "train.steps=5: only --headless and --resume take key=value"),
+        (["--headless", "p", "--slurm", "--kubernetes"], "argument --kubernetes: not allowed with argument --slurm"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_refused_in_one_line(argv, message, capsys):
@@ -112,6 +118,29 @@ def run(tmp_path) -> RunDir:
     (tmp_path / "photos").mkdir()
     cfg = RunConfig(name="fox", model=ModelConfig(family="flux2"), data=DataConfig(path=str(tmp_path / "photos")))
     return RunDir.create(tmp_path, cfg, at=tmp_path / "fox")
+
+
+def test_a_node_is_asked_for_its_number_where_no_scheduler_gave_it_one(run, capsys):
+    message = "--join needs the number of this node: --node-rank 1, on the next one 2, and so on\n"
+    assert run_command(["--join", str(run.path)], capsys) == (2, message)
+
+
+def test_a_run_folder_is_made_on_the_first_node_alone(run, tmp_path, monkeypatch, capsys):
+    preset = tmp_path / "preset.yaml"
+    preset.write_text(run.config_file.read_text())
+    monkeypatch.setenv("SLURM_NODEID", "1")
+    nodes = ["parallel.nodes=2", "parallel.rendezvous=node0:29400"]
+    assert run_command(["--headless", str(preset), *nodes, "--runs", str(tmp_path / "runs")], capsys) == (
+        2,
+        "this is node 1, and the run folder is made on node 0: start --headless there alone, and here --join RUN_DIR; "
+        "or let --slurm write the job\n",
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("nodes", "end"), [(2, "--node-rank 1"), (4, "--node-rank K  # K = 1 to 3, another on each")])
+def test_the_other_nodes_are_told_what_to_type(run, nodes, end):
+    assert headless.joining(run, nodes) == f"{sys.executable} {ROOT}/launch.py --join {run.path} {end}"
 
 
 def test_a_run_that_is_to_export_nothing_is_exported_only_on_request(tmp_path, capsys):

@@ -91,6 +91,18 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"parallel": {"nodes": 2}}, "parallel.rendezvous: 2 nodes need host:port of the first one"),
     (
+        {"cluster": {"slurm": {"nodes": 4}}},
+        "cluster.slurm.nodes: is written from parallel.nodes; set that",
+    ),
+    (
+        {"cluster": {"slurm": {"--partition": "gpu"}}},
+        "cluster.slurm: '--partition' is no long option of sbatch; write it without dashes: partition",
+    ),
+    (
+        {"cluster": {"slurm": {"comment": "one\ntwo"}}},
+        "cluster.slurm.comment: holds a line break; write one line",
+    ),
+    (
         {"parallel": {"nodes": 2, "rendezvous": "node0"}},
         "parallel.rendezvous: 'node0' is not host:port, as node0:29400",
     ),

@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -184,6 +185,16 @@ def test_a_run_is_started_once_in_its_own_session_and_ctrl_c_stops_it(start, cap
     assert errors_and_end(run) == [vars(StatusEvent(time=0, step=5, state="stopped"))]
 
 
+def test_a_scheduler_that_asks_to_leave_again_and_again_does_not_cost_the_checkpoint(start, capsys):
+    cfg, run = start("patient")
+    wait_for(lambda: launch.status(run) == "training")
+    for after_s in (0.3, 0.6):
+        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    assert watch(cfg, run, EventReader(run.events_file)) == 130
+    assert capsys.readouterr().err == f"stopped; continue with --resume {run.path}\n"
+    assert errors_and_end(run) == [vars(StatusEvent(time=0, step=5, state="stopped"))]
+
+
 def test_terminating_ends_ranks_that_ignore_it_and_is_no_failure(start):
     _, run = start("stubborn")
     wait_for(lambda: all((run.path / f"ready{rank}").exists() for rank in range(2)))
@@ -214,26 +225,168 @@ def test_ranks_of_a_killed_torchrun_do_not_train_on(start):
 def test_the_command_takes_a_free_port_on_one_node_and_the_rendezvous_on_several(make_run, monkeypatch, tmp_path):
     cfg, run = make_run("good")
     newer = tmp_path / "run.py"
-    newer.write_text('parser.add_argument("--shutdown-timeout")', encoding="utf-8")
+    newer.write_text('parser.add_argument("--shutdown-timeout", "--signals-to-handle")', encoding="utf-8")
     monkeypatch.setattr(launch, "_torchrun_source", lambda: newer)
     assert launch.torchrun_argv(cfg, run) == [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"),
         *("--rdzv-id", f"{run.path.name}-1", "--max-restarts", "0", "--shutdown-timeout", "600"),
+        *("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"),
         *("--redirects", "3", "--log-dir", str(run.logs), "-m", "trainer", str(run.path)),
     ]
     nodes = cfg.model_copy(update={"parallel": ParallelConfig(devices=8, nodes=2, rendezvous="gpu01:29500")})
     assert launch.torchrun_argv(nodes, run)[3:11] == [
-        *("--nnodes", "2", "--nproc-per-node", "8", "--rdzv-backend", "c10d", "--rdzv-endpoint", "gpu01:29500")
+        *("--nnodes", "2", "--nproc-per-node", "8", "--rdzv-backend", "static", "--rdzv-endpoint", "gpu01:29500")
     ]
+    assert launch.torchrun_argv(nodes, run, node_rank=1)[11:15] == ["--node-rank", "1", "--rdzv-id", run.path.name]
 
 
-def test_a_torchrun_that_knows_no_shutdown_timeout_is_given_none(make_run, monkeypatch, tmp_path):
+def test_a_torchrun_that_does_not_know_an_option_is_not_given_it(make_run, monkeypatch, tmp_path):
     cfg, run = make_run("good")
     older = tmp_path / "run.py"
     older.write_text('parser.add_argument("--max-restarts")', encoding="utf-8")
     monkeypatch.setattr(launch, "_torchrun_source", lambda: older)
-    assert "--shutdown-timeout" not in launch.torchrun_argv(cfg, run)
+    assert not set(launch.OPTIONS) & set(launch.torchrun_argv(cfg, run))
+
+
+@pytest.fixture
+def two_nodes(make_run):
+    """A run of two nodes with two ranks each, both of this machine. What it started is gone when the test ends."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+
+    def make(name: str) -> tuple[RunConfig, RunDir]:
+        cfg, run = make_run(name)
+        parallel = ParallelConfig(devices=2, nodes=2, rendezvous=f"localhost:{port}")
+        runs.append(run)
+        return cfg.model_copy(update={"parallel": parallel}), run
+
+    runs: list[RunDir] = []
+    yield make
+    for run in runs:
+        for process in processes_of(run):
+            process.kill()
+        psutil.wait_procs(processes_of(run), timeout=10)
+
+
+def processes_of(run: RunDir) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter(["cmdline"]) if str(run.path) in process.info["cmdline"]]
+
+
+def test_a_node_waits_for_the_first_one_and_joins_once(two_nodes):
+    cfg, run = two_nodes("good")
+    handle = launch.join(cfg, run, 1)
+    assert psutil.Process(handle.process.pid).environ()["GLOO_SOCKET_IFNAME"] == "lo"
+    with pytest.raises(InputError) as error:
+        launch.join(cfg, run, 1)
+    assert str(error.value) == f"{run.path}: node 1 of it runs on this machine already"
+    assert handle.process.poll() is None
+    assert launch.status(run) == "created"
+
+
+@pytest.mark.parametrize(
+    ("node_rank", "message"),
+    [
+        (0, "--node-rank 0: the nodes that join {run} have the numbers 1"),
+        (2, "--node-rank 2: the nodes that join {run} have the numbers 1"),
+    ],
+)
+def test_a_node_that_is_none_of_the_others_cannot_join(two_nodes, node_rank, message):
+    cfg, run = two_nodes("good")
+    with pytest.raises(InputError) as error:
+        launch.join(cfg, run, node_rank)
+    assert str(error.value) == message.format(run=run.path)
+
+
+def test_a_run_on_one_node_waits_for_no_other(make_run):
+    cfg, run = make_run("good")
+    with pytest.raises(InputError, match="waits for no other node"):
+        launch.join(cfg, run, 1)
+
+
+def test_the_first_node_is_the_one_that_starts_the_run_whatever_their_names(two_nodes):
+    cfg, run = two_nodes("good")
+    second = subprocess.Popen(launch.torchrun_argv(cfg, run, "worker", 1), env=launch.worker_environment())
+    launch.start(cfg, run, "worker")
+    assert launch.wait(run, timeout_s=60) == "finished"
+    assert second.wait(60) == 0
+    first = (run.logs / "launch-1.log").read_text()
+    assert "Traceback" not in first
+
+
+def test_ranks_of_a_killed_torchrun_end_beside_another_node_that_is_left_alone(two_nodes):
+    cfg, run = two_nodes("stubborn")
+    argv = launch.torchrun_argv(cfg, run, "worker", 1)
+    with subprocess.Popen(argv, env=launch.worker_environment()) as second:
+        first = launch.start(cfg, run, "worker").process
+        wait_for(lambda: all((run.path / f"ready{rank}").exists() for rank in range(4)))
+        orphans, others = (psutil.Process(torchrun.pid).children() for torchrun in (first, second))
+        first.kill()
+        assert launch.wait(run, timeout_s=10) == "failed"
+        _, left = psutil.wait_procs(orphans, timeout=10)
+        assert not left
+        assert all(rank.is_running() for rank in others)
+        assert second.poll() is None
+        second.kill()
+
+
+def ran_on(run: RunDir, host: str, job: str = "") -> None:
+    """Leave what a run leaves that is at its fifth step on another machine."""
+    launch.Launch(os.getpid(), 1.0, ["-m", "trainer", str(run.path)], host, job).write(run)
+    with EventWriter(run.events_file) as events:
+        events.write(StatusEvent(state="starting"))
+        events.write(StatusEvent(state="training", step=5))
+
+
+def test_a_run_on_another_machine_lives_as_long_as_it_is_heard_of_and_is_never_judged_from_here(make_run):
+    _, run = make_run("good")
+    ran_on(run, "gpu07")
+    before = run.events_file.read_bytes()
+    assert launch.status(run) == "training"
+    launch.settle(run)
+    with pytest.raises(InputError) as error:
+        launch.require_ended(run)
+    assert str(error.value) == (
+        f"{run.path}: is running on gpu07; stop it first, or start a new run. If gpu07 is down, remove "
+        f"{run.launch_file}"
+    )
+    long_ago = time.time() - launch.UNHEARD_S
+    for file in (run.launch_file, run.events_file):
+        os.utime(file, (long_ago, long_ago))
+    assert launch.status(run) == "failed"
+    launch.settle(run)
+    launch.require_ended(run)
+    assert run.events_file.read_bytes() == before
+    run.rank_file(3).touch()  # a heartbeat
+    assert launch.status(run) == "training"
+
+
+def test_a_run_on_another_machine_has_ended_when_it_says_so_or_when_its_slurm_job_was_started_again(
+    make_run, monkeypatch
+):
+    _, run = make_run("good")
+    ran_on(run, "gpu07", job="4711-0")
+    monkeypatch.setenv("SLURM_JOB_ID", "4712")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert launch.alive(run)
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    assert not launch.alive(run)
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert launch.alive(run)
+    with EventWriter(run.events_file) as events:
+        events.write(StatusEvent(state="stopped", step=6))
+    assert not launch.alive(run)
+    assert launch.status(run) == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("variables", "number"),
+    [({}, None), ({"SLURM_NODEID": "3", "SLURM_PROCID": "6"}, 3), ({"PET_NODE_RANK": "2", "SLURM_NODEID": "0"}, 2)],
+)
+def test_a_scheduler_deals_the_numbers_of_the_nodes(monkeypatch, variables, number):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert launch.dealt_node_rank() == number
 
 
 def test_a_folder_of_the_same_name_in_the_current_one_is_not_taken_for_the_trainer(tmp_path):
@@ -406,6 +559,22 @@ def test_an_error_file_of_one_of_several_nodes_names_no_rank(make_run):
     log = rank_log(run, 0, "", error=json.dumps({"message": {"message": "RuntimeError: no"}}))
     (run.logs / f"{run.path.name}-1_def" / "attempt_0" / "0").mkdir(parents=True)
     assert error_of(run) == f"error: RuntimeError: no\n  what to do: read the end of the log\n  log: {log}"
+
+
+def test_of_several_nodes_the_logs_of_the_latest_start_count(make_run):
+    _, run = make_run("good")
+    for node, age_s in (("abc", 60), ("def", -1)):
+        folder = run.logs / f"{run.path.name}_{node}" / "attempt_0" / "1"
+        folder.mkdir(parents=True)
+        (folder / "stderr.log").touch()
+        (folder / "error.json").write_text(json.dumps({"message": {"message": f"RuntimeError: {node}"}}))
+        when = time.time() - age_s
+        os.utime(folder.parents[1], (when, when))
+    pretend_it_ran(run, "")
+    log = run.logs / f"{run.path.name}_def" / "attempt_0" / "1" / "stderr.log"
+    assert error_of(run) == (
+        f"error: rank 1, step 0: RuntimeError: def\n  what to do: read the end of the log\n  log: {log}"
+    )
 
 
 def test_an_error_file_cut_short_by_a_full_disk_gives_way_to_the_log(make_run):

@@ -361,6 +361,9 @@ class TrainConfig(Section):
     """Steps between two comparisons of replicated weights across ranks. 0 = never."""
     non_finite: Literal["stop", "skip"] = "stop"
     """A loss or gradient that is not finite: end the run, or pass over the step and count it; 20 in a row end it."""
+    out_of_memory: Literal["stop", "retry"] = "stop"
+    """When memory runs out: end the run, or start the ranks again with recomputed activations, and then with smaller
+    passes of the same batch. Each retry is one of `parallel.max_restarts`."""
 
 
 class ParallelConfig(Section):
@@ -435,6 +438,32 @@ class ExportConfig(Section):
 class TrackersConfig(Section):
     tensorboard: bool = False
     """Also write the figures for TensorBoard into the run folder (needs tensorboard)."""
+    wandb: bool = False
+    """Also send the figures to Weights & Biases; without login or network they are kept for `wandb sync` (needs wandb).
+    """
+    trackio: bool = False
+    """Also send the figures to trackio, which shows them on this machine (needs trackio)."""
+    project: str = option("shardstudio", pattern=NAME_PATTERN)
+    """Name of the project at wandb and trackio."""
+    debug: bool = False
+    """Every rank also writes what it does, with times, to logs/debug-rank<k>.log."""
+
+
+class ClusterConfig(Section):
+    slurm: dict[str, str | Whole] = option({})
+    """Options for sbatch by their long names, as {partition: gpu, time: 24:00:00}; an empty text for one without value.
+    They count more than those written from the other fields."""
+    warning: Whole = option(120, ge=1, le=65535, unit="seconds")
+    """How long before the end of a SLURM job's time its run stops with a checkpoint and queues again. A step and a
+    checkpoint must fit into it."""
+    image: str | None = None
+    """Container image with this program, for Kubernetes."""
+    program: str = option("/opt/shardstudio", pattern=r"^/")
+    """Folder of this program in the image."""
+    volume: str | None = None
+    """PersistentVolumeClaim that holds runs, images and models, for Kubernetes. All nodes must be able to write it."""
+    mount: str = option("/data", pattern=r"^/")
+    """Where that volume is mounted: in the pods, and where the manifest is written."""
 
 
 class StageConfig(Section):
@@ -461,6 +490,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     export: ExportConfig = ExportConfig()
     trackers: TrackersConfig = TrackersConfig()
+    cluster: ClusterConfig = ClusterConfig()
     stages: tuple[StageConfig, ...] = ()
     """Parts of the run that follow each other, each from the weights of the one before."""
 
@@ -518,6 +548,7 @@ def rules(cfg: RunConfig) -> Iterator[Problem]:
     yield from _group_rules(cfg)
     yield from _data_rules(cfg)
     yield from _sample_rules(cfg)
+    yield from _cluster_rules(cfg)
     yield from _unbuilt_rules(cfg)
 
 
@@ -631,6 +662,12 @@ def _optim_rules(cfg: RunConfig) -> Iterator[Problem]:
     optim, every = cfg.optim, cfg.train.checkpointing
     if isinstance(every, int) and every < 1:
         yield Problem("train.checkpointing", f"{every} is not none, full or n >= 1 for every n-th block")
+    if cfg.train.out_of_memory == "retry" and not cfg.parallel.max_restarts:
+        yield Problem(
+            "train.out_of_memory",
+            "retry starts the ranks again, but parallel.max_restarts is 0; set it to 2 or more",
+            depends_on=("parallel.max_restarts",),
+        )
     if optim.schedule != "constant" and optim.warmup >= cfg.train.steps:
         yield Problem(
             "optim.warmup",
@@ -745,6 +782,25 @@ def _sample_rules(cfg: RunConfig) -> Iterator[Problem]:
             "[trigger] stands for data.trigger, which is empty; set it or remove [trigger]",
             depends_on=("data.trigger",),
         )
+
+
+SBATCH_OPTIONS = {
+    "nodes": "parallel.nodes",
+    "ntasks": "parallel.nodes",
+    "ntasks-per-node": "parallel.devices",
+    "signal": "cluster.warning",
+}
+"""{option of sbatch: the field it is written from}, where another value would be another run."""
+
+
+def _cluster_rules(cfg: RunConfig) -> Iterator[Problem]:
+    for name, value in cfg.cluster.slurm.items():
+        if name in SBATCH_OPTIONS:
+            yield Problem(f"cluster.slurm.{name}", f"is written from {SBATCH_OPTIONS[name]}; set that")
+        elif not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+            yield Problem("cluster.slurm", f"'{name}' is no long option of sbatch; write it without dashes: partition")
+        elif not str(value).isprintable():
+            yield Problem(f"cluster.slurm.{name}", "holds a line break; write one line")
 
 
 def _unbuilt_rules(cfg: RunConfig) -> Iterator[Problem]:

@@ -71,8 +71,15 @@ class _Failure:
 
 
 def _last_attempts(run: RunDir, number: int) -> list[Path]:
-    """The folders with the ranks' logs, one per node: those of the last attempt where torchrun started ranks again."""
-    nodes = run.logs.glob(f"{glob.escape(run.path.name)}-{number}_*")
+    """The folders with the ranks' logs, one per node: those of the last attempt where torchrun started ranks again.
+
+    Several nodes name them after the run alone: those of an earlier start were not touched since the latest one.
+    """
+    name = glob.escape(run.path.name)
+    nodes = [*run.logs.glob(f"{name}-{number}_*")]
+    if run.launch_file.exists():
+        began = run.launch_file.stat().st_mtime
+        nodes += [folder for folder in run.logs.glob(f"{name}_*") if folder.stat().st_mtime >= began]
     attempts = [sorted(node.glob("attempt_*"), key=lambda folder: int(folder.name.partition("_")[2])) for node in nodes]
     return [folders[-1] for folders in attempts if folders]
 
@@ -154,6 +161,11 @@ _REMEDIES = (
     ),
     (r"torchrun ended without", "it was killed, or the machine ran out of memory: continue with --resume"),
     (r"SIGTERM|SignalException", "it was ended from outside: continue with --resume"),
+    (
+        r"Read-only file system",
+        "see the system log for why the disk turned read-only, make it writable, then continue with --resume; finished "
+        "checkpoints are intact",
+    ),
     (r"No space left on device", "free some disk space, then continue with --resume; finished checkpoints are intact"),
     (
         r"[Aa]ddress already in use|EADDRINUSE",
@@ -183,14 +195,20 @@ def remedy_for(message: str) -> str:
     return next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, message)), "read the end of the log")
 
 
+def less_memory(cfg: RunConfig) -> str | None:
+    """The change, as `key=value`, with which the same is learned in less memory: recomputing, then smaller passes."""
+    if cfg.train.checkpointing != "full":
+        return "train.checkpointing=full"
+    return f"train.micro_batch={cfg.train.micro_batch // 2}" if cfg.train.micro_batch > 1 else None
+
+
 def _retry(message: str, cfg: RunConfig) -> tuple[str, ...]:
-    """What to change first, so that the same is learned: memory by recomputing or smaller passes, then fewer pixels."""
+    """What to change first; of a lack of memory, fewer pixels last."""
     if re.search("FloatingPointError", message):
         return (f"optim.lr={cfg.optim.lr / 10:g}",)
     if not re.search(OUT_OF_MEMORY, message):
         return ()
-    if cfg.train.checkpointing != "full":
-        return ("train.checkpointing=full",)
-    if cfg.train.micro_batch > 1:
-        return (f"train.micro_batch={cfg.train.micro_batch // 2}",)
+    less = less_memory(cfg)
+    if less:
+        return (less,)
     return (f"data.resolution={cfg.data.resolution * 3 // 4 // 64 * 64}",) if cfg.data.resolution > 256 else ()

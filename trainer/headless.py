@@ -16,7 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol, Self
 
-from trainer import configfile, diagnosis, launch, prepare
+from trainer import cluster, configfile, diagnosis, launch, prepare
+from trainer.cluster import Scheduler
 from trainer.config import InputError, RunConfig
 from trainer.configfile import ConfigFile
 from trainer.events import (
@@ -51,20 +52,79 @@ Told = StatusEvent | ValidationEvent | SampleEvent | CheckpointEvent | ExportEve
 def train(preset: Path, overrides: Sequence[str], runs: Path, at: Path | None) -> int:
     """Train a preset in a new run folder below `runs`, or in `at`. Returns 0 done, 1 or 2 failed, or 130 stopped.
 
-    Raises InputError before anything is started or written when the config, its files or its images are wrong.
+    Raises InputError before anything is started or written when the config, its files or its images are wrong, and
+    on a node that a scheduler gave another number than 0.
     """
     loaded = configfile.load(preset, overrides)
+    node_rank = launch.dealt_node_rank() or 0
+    if loaded.config.parallel.nodes > 1 and node_rank:
+        raise InputError(
+            f"this is node {node_rank}, and the run folder is made on node 0: start --headless there alone, "
+            f"and here --join RUN_DIR; or let --slurm write the job"
+        )
     run = prepare.new_run(loaded, runs, at)
     return _run(loaded, run)
 
 
-def resume(path: Path, overrides: Sequence[str]) -> int:
+def resume(path: Path, overrides: Sequence[str], node_rank: int | None = None) -> int:
     """Continue a run from its newest checkpoint, with some fields changed. Returns what `train` returns.
 
-    Raises InputError as `train` does, and when the run is running.
+    node_rank: None takes the number that a scheduler gave this node, 0 without one. So a scheduler may give the same
+    command to every node: those above 0 join. Raises InputError as `train` does, and when the run is running.
     """
     run = RunDir.open(path)
+    number = (launch.dealt_node_rank() or 0) if node_rank is None else node_rank
+    if number:
+        cfg = configfile.load(run.config_file, overrides).config
+        if cfg.parallel.nodes > 1 or node_rank:
+            return _join(cfg, run, number)
     return _run(prepare.continued_run(run, overrides), run)
+
+
+def join(path: Path, node_rank: int | None = None) -> int:
+    """Be one more node of a run that another one starts, until it ends. Returns 0, or 1 when it failed here.
+
+    node_rank: None takes the number that a scheduler gave this node.  Raises InputError as `launch.join` does.
+    """
+    run = RunDir.open(path)
+    number = launch.dealt_node_rank() if node_rank is None else node_rank
+    if number is None:
+        raise InputError("--join needs the number of this node: --node-rank 1, on the next one 2, and so on")
+    return _join(run.config(), run, number)
+
+
+def _join(cfg: RunConfig, run: RunDir, node_rank: int) -> int:
+    handle = launch.join(cfg, run, node_rank)
+    log = launch.node_log(run, node_rank)
+    print(f"node {node_rank} of {cfg.parallel.nodes} of {run.path}, meeting at {cfg.parallel.rendezvous}", flush=True)
+    with _AskedToEnd() as asked:
+        while handle.process.poll() is None:
+            if asked.count >= 2:
+                handle.process.terminate()
+            elif asked.count == 1 and not asked.is_answered:
+                asked.is_answered = True
+                run.request("stop")
+                print("stopping all nodes after this step; Ctrl-C again ends this one at once", flush=True)
+            time.sleep(POLL_S)
+    if handle.process.returncode:
+        print(f"error: {diagnosis.last_line(log)}\n  log: {log}", file=sys.stderr)
+        return 1
+    print("done; node 0 tells how the run ended")
+    return 0
+
+
+def write_job(preset: Path, overrides: Sequence[str], runs: Path, at: Path | None, scheduler: Scheduler) -> int:
+    """Make the run folder of a preset and write the file that starts it in it. Returns 0.
+
+    The last line on stdout is the command that submits the job. Raises InputError as `train` does.
+    """
+    loaded = cluster.load(preset, overrides, scheduler)
+    cluster.check_place(loaded, at or runs, scheduler)
+    run = prepare.new_run(loaded, runs, at)
+    file = cluster.write(run, scheduler)
+    print(f"run folder: {run.path}")
+    print(cluster.submission(file, scheduler))
+    return 0
 
 
 def export(path: Path, what: str, format: str | None, dtype: str | None) -> int:
@@ -109,11 +169,17 @@ def _run(loaded: ConfigFile, run: RunDir) -> int:
     events = EventReader(run.events_file)
     events.read()  # a run that continues does not tell its past again
     handle = launch.start(cfg, run)
-    if cfg.parallel.nodes > 1:
-        print(f"on each other node: {shlex.join(handle.argv)}", flush=True)
+    if cfg.parallel.nodes > 1 and launch.dealt_node_rank() is None:
+        print(f"on each other node: {joining(run, cfg.parallel.nodes)}", flush=True)
     code = watch(cfg, run, events)
     handle.process.wait()
     return code
+
+
+def joining(run: RunDir, nodes: int) -> str:
+    """What is typed on the other nodes, with the number to fill in where they are several."""
+    argv = [sys.executable, str(Path(__file__).parents[1] / "launch.py"), "--join", str(run.path), "--node-rank"]
+    return f"{shlex.join(argv)} 1" if nodes == 2 else f"{shlex.join(argv)} K  # K = 1 to {nodes - 1}, another on each"
 
 
 def watch(cfg: RunConfig, run: RunDir, events: EventReader) -> int:
@@ -122,18 +188,18 @@ def watch(cfg: RunConfig, run: RunDir, events: EventReader) -> int:
     The last line on stdout is the path of the export, or of the run folder when nothing was to be exported.
     """
     print(f"run folder: {run.path}", flush=True)
-    with _CtrlC() as ctrl_c, _face(cfg.train.steps) as face:
-        told = _follow(cfg, run, events, face, ctrl_c)
+    with _AskedToEnd() as asked, _face(cfg.train.steps) as face:
+        told = _follow(cfg, run, events, face, asked)
     return _conclude(run, told)
 
 
-def _follow(cfg: RunConfig, run: RunDir, events: EventReader, face: Face, ctrl_c: _CtrlC) -> list[Told]:
+def _follow(cfg: RunConfig, run: RunDir, events: EventReader, face: Face, asked: _AskedToEnd) -> list[Told]:
     """Show what happens until the run has ended. Returns everything but the steps."""
     ranks = [RankReader(run.rank_file(rank)) for rank in range(cfg.parallel.world_size)]
     told: list[Told] = []
     while launch.alive(run):
         told += _show_new(events, ranks, face)
-        _answer(ctrl_c, run, face)
+        _answer(asked, run, face)
         time.sleep(POLL_S)
     _attempt(run.events_file, lambda: launch.settle(run))
     return told + _show_new(events, ranks, face)
@@ -152,11 +218,11 @@ def _show_new(events: EventReader, ranks: Sequence[RankReader], face: Face) -> l
     return told
 
 
-def _answer(ctrl_c: _CtrlC, run: RunDir, face: Face) -> None:
-    if ctrl_c.count >= 2:
+def _answer(asked: _AskedToEnd, run: RunDir, face: Face) -> None:
+    if asked.count >= 2:
         launch.terminate(run)
-    elif ctrl_c.count == 1 and not ctrl_c.is_answered:
-        ctrl_c.is_answered = True  # the trainer forgets the request when it begins to stop: never ask again
+    elif asked.count == 1 and not asked.is_answered:
+        asked.is_answered = True  # the trainer forgets the request when it begins to stop: never ask again
         run.request("stop")
         face.say("stopping after this step, with a checkpoint; Ctrl-C again ends it at once, without one")
 
@@ -201,22 +267,26 @@ def explain(error: ErrorEvent, run: RunDir) -> str:
     return "\n".join(lines)
 
 
-class _CtrlC:
-    """Counts Ctrl-C instead of raising KeyboardInterrupt in the middle of something."""
+class _AskedToEnd:
+    """Counts Ctrl-C instead of raising KeyboardInterrupt in the middle of something.
+
+    SIGTERM, by which schedulers and containers ask to leave, counts once: it comes again shortly before SIGKILL.
+    """
 
     def __init__(self) -> None:
         self.count = 0
         self.is_answered = False
 
     def __enter__(self) -> Self:
-        self._former = signal.signal(signal.SIGINT, self._add)
+        self._former = {number: signal.signal(number, self._add) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *exception: object) -> None:
-        signal.signal(signal.SIGINT, self._former)
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
 
-    def _add(self, _signal: int, _frame: FrameType | None) -> None:
-        self.count += 1
+    def _add(self, number: int, _frame: FrameType | None) -> None:
+        self.count = max(self.count, 1) if number == signal.SIGTERM else self.count + 1
 
 
 class Figures:

@@ -16,8 +16,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 import psutil
@@ -27,17 +28,47 @@ from trainer.diagnosis import diagnose, launches, output_file
 from trainer.events import ENDS, AnyEvent, ErrorEvent, EventReader, EventWriter, State, StatusEvent, last_state
 from trainer.rundir import RunDir
 
-SHUTDOWN_TIMEOUT_S = 600
-"""How long torchrun waits after SIGTERM before it kills a rank: enough to save a checkpoint of a large model."""
+OPTIONS = {
+    "--shutdown-timeout": "600",
+    "--signals-to-handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+}
+"""Of torchrun: seconds between SIGTERM and the end of a rank, enough to save a checkpoint of a large model; what it
+hands on to the ranks, SIGUSR1 too, which SLURM can be told to send before it takes the machine away."""
+
+
+UNHEARD_S = 1800
+"""A run on another machine that wrote nothing for so long is taken for ended. Loading or exporting is silent too."""
+LAST_WORDS = 65536
+"""Bytes at the end of a run's events among which its end stands, where it has ended."""
+ELSEWHERE = ("192.0.2.1", 9)
+"""An address that is no machine's (RFC 5737): the way to it is the way out. Nothing is ever sent there."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What `launch.json` holds. A process id alone may belong to another process by now; the create time tells."""
+    """What `launch.json` holds. A process id alone may belong to another process by now; the create time tells.
+
+    create_time: unix seconds.  since_boot: the same, which no clock that is set moves.
+    host: the machine it is a process of.  job: of SLURM, with the number of its restarts; empty without one.
+    """
 
     pid: int
     create_time: float
     argv: list[str]
+    host: str = field(default_factory=socket.gethostname)
+    job: str = ""
+    since_boot: float | None = None
+
+    @classmethod
+    def of(cls, process: subprocess.Popen[bytes], argv: list[str]) -> Launch:
+        """The launch of a process that was begun just now."""
+        created = psutil.Process(process.pid).create_time()
+        return cls(process.pid, created, argv, job=_job(), since_boot=created - psutil.boot_time())
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its process can be seen from here."""
+        return self.host == socket.gethostname()
 
     @classmethod
     def read(cls, run: RunDir) -> Launch | None:
@@ -61,8 +92,8 @@ class RunHandle:
     argv: list[str]
 
 
-def torchrun_argv(cfg: RunConfig, run: RunDir, module: str = "trainer") -> list[str]:
-    """The command that starts the ranks of this node; on several nodes it is the same on each of them.
+def torchrun_argv(cfg: RunConfig, run: RunDir, module: str = "trainer", node_rank: int = 0) -> list[str]:
+    """The command that starts the ranks of one node.
 
     One node rendezvouses on a free port of its own, so runs never meet. module: what every rank executes.
     """
@@ -71,21 +102,90 @@ def torchrun_argv(cfg: RunConfig, run: RunDir, module: str = "trainer") -> list[
         sys.executable, "-m", "torch.distributed.run",
         "--nnodes", str(parallel.nodes),
         "--nproc-per-node", str(parallel.devices),
-        "--rdzv-backend", "c10d", *_meeting_place(parallel),
-        "--rdzv-id", f"{run.path.name}-{launches(run) + 1}",
+        *_meeting_place(parallel, run, node_rank),
         "--max-restarts", str(parallel.max_restarts),
-        *_shutdown_timeout(_torchrun_source()),
+        *_known_options(_torchrun_source()),
         "--redirects", "3",
         "--log-dir", str(run.logs),
         "-m", module, str(run.path),
     ]  # fmt: skip
 
 
-def _meeting_place(parallel: ParallelConfig) -> list[str]:
+def _meeting_place(parallel: ParallelConfig, run: RunDir, node_rank: int) -> list[str]:
     if parallel.nodes > 1:
-        return ["--rdzv-endpoint", str(parallel.rendezvous)]
+        # Rank 0 must be where the run was started: it writes the run folder. c10d numbers nodes by their sorted
+        # addresses. The name of the meeting counts no starts, as another node may not see them, or see them late.
+        place = ["--rdzv-backend", "static", "--rdzv-endpoint", str(parallel.rendezvous)]
+        return [*place, "--node-rank", str(node_rank), "--rdzv-id", run.path.name]
     # The machine's own name is never looked up: many containers cannot resolve it.
-    return ["--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
+    place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
+    return [*place, "--rdzv-id", f"{run.path.name}-{launches(run) + 1}"]
+
+
+def dealt_node_rank() -> int | None:
+    """The number that a scheduler gave this node, None without one.
+
+    Kubeflow's runtime for torch sets PET_NODE_RANK, as torchrun's own option. SLURM sets SLURM_NODEID, which counts
+    nodes; SLURM_PROCID counts tasks, and is the same only while each node has one.
+    """
+    names = (name for name in ("PET_NODE_RANK", "SLURM_NODEID") if name in os.environ)
+    return next((int(os.environ[name]) for name in names), None)
+
+
+def _job() -> str:
+    """The SLURM job this process belongs to, another one after each restart; empty outside of jobs."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    return f"{job}-{os.environ.get('SLURM_RESTART_COUNT', 0)}" if job else ""
+
+
+def _node_environment(parallel: ParallelConfig) -> dict[str, str]:
+    """What the ranks of one of several nodes must know: by which network interface the other nodes reach them.
+
+    gloo takes the address of the machine's own name, which is 127.0.0.1 in many containers and 127.0.1.1 on Debian.
+    NCCL passes over such addresses by itself.
+    """
+    if parallel.nodes == 1 or "GLOO_SOCKET_IFNAME" in os.environ:
+        return {}
+    interface = _interface_towards(*_host_and_port(parallel))
+    return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+
+
+def _interface_towards(host: str, port: int) -> str | None:
+    """The network interface by which this machine reaches another one, None where it cannot.
+
+    The first node asks about itself. Where its name is a loopback address the interface by which it reaches all
+    others is taken, unless that is what the user named.
+    """
+    address = _own_address(host, port)
+    if address is not None and address.is_loopback and not _is_loopback(host):
+        address = _own_address(*ELSEWHERE) or address
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(str(address) == one.address.partition("%")[0] for one in addresses):
+            return name
+    return "lo" if address is not None and address.is_loopback else None
+
+
+def _own_address(host: str, port: int) -> IPv4Address | IPv6Address | None:
+    """The address with which packets to another machine leave this one. None are sent."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return ip_address(probe.getsockname()[0].partition("%")[0])
+    except OSError:  # an unknown name, or no way: torchrun tells
+        return None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _host_and_port(parallel: ParallelConfig) -> tuple[str, int]:
+    host, _, port = str(parallel.rendezvous).rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def _torchrun_source() -> Path:
@@ -96,10 +196,10 @@ def _torchrun_source() -> Path:
     return Path(torch.origin).parent / "distributed" / "run.py"
 
 
-def _shutdown_timeout(torchrun: Path) -> list[str]:
-    """torch 2.11 has no such option and kills after 30 s; torchrun refuses options it does not know."""
-    option = "--shutdown-timeout"
-    return [option, str(SHUTDOWN_TIMEOUT_S)] if option in torchrun.read_text(encoding="utf-8") else []
+def _known_options(torchrun: Path) -> list[str]:
+    """Those of OPTIONS that this version has: it refuses what it does not know, and 2.11 kills after 30 s."""
+    source = torchrun.read_text(encoding="utf-8")
+    return [word for option, value in OPTIONS.items() if option in source for word in (option, value)]
 
 
 def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[int] = ()) -> RunHandle:
@@ -109,23 +209,69 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
     """
     with run.locked():
         require_ended(run)
-        _end_orphans(run)
+        argv = torchrun_argv(cfg, run, module)
+        _end_orphans(argv)
         for request in ("stop", "save", "sample"):
             run.clear(request)
-        argv = torchrun_argv(cfg, run, module)
         with EventWriter(run.events_file) as events:
             events.write(StatusEvent(state="starting"))
-        process = _spawn(argv, output_file(run, launches(run) + 1), gpus)
-        Launch(process.pid, psutil.Process(process.pid).create_time(), argv).write(run)
+        process = _spawn(argv, output_file(run, launches(run) + 1), _node_environment(cfg.parallel) | _seen(gpus))
+        Launch.of(process, argv).write(run)
+    return _begun(run, process, argv)
+
+
+def join(cfg: RunConfig, run: RunDir, node_rank: int) -> RunHandle:
+    """Start this machine's ranks of a run on several nodes, the first of which calls `start`, and return at once.
+
+    It may be called before that: the nodes wait for each other, for ten minutes. Raises InputError when the run is
+    for one node or has no node of this number, and when that was begun on this machine already.
+    """
+    nodes = cfg.parallel.nodes
+    if nodes == 1:
+        raise InputError(f"{run.path}: waits for no other node; start a run with parallel.nodes above 1 on the first")
+    if not 1 <= node_rank < nodes:
+        numbers = "1" if nodes == 2 else f"1 to {nodes - 1}"
+        raise InputError(f"--node-rank {node_rank}: the nodes that join {run.path} have the numbers {numbers}")
+    with run.locked():
+        argv = torchrun_argv(cfg, run, node_rank=node_rank)
+        if any(_arguments(process) == argv for process in psutil.process_iter()):
+            raise InputError(f"{run.path}: node {node_rank} of it runs on this machine already")
+        _end_orphans(argv)
+        process = _spawn(argv, _free_node_log(run, node_rank), _node_environment(cfg.parallel))
+    return _begun(run, process, argv)
+
+
+def node_log(run: RunDir, node_rank: int) -> Path:
+    """What torchrun of another node than the first printed at its latest start, where there was one."""
+    logs = run.logs.glob(f"node{node_rank}-*.log")
+    return max(logs, key=lambda file: file.stat().st_mtime, default=run.logs / f"node{node_rank}-1.log")
+
+
+def _free_node_log(run: RunDir, node_rank: int) -> Path:
+    return run.logs / f"node{node_rank}-{len(list(run.logs.glob(f'node{node_rank}-*.log'))) + 1}.log"
+
+
+def _begun(run: RunDir, process: subprocess.Popen[bytes], argv: list[str]) -> RunHandle:
     # Whoever started it may not care for its end, and it would stay as a zombie.
     threading.Thread(target=process.wait, name=f"end of {run.path.name}", daemon=True).start()
     return RunHandle(run, process, argv)
 
 
+def _seen(gpus: Sequence[int]) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+
+
 def require_ended(run: RunDir) -> None:
-    """Raises InputError when the run is running."""
-    if alive(run):
+    """Raises InputError when the run is running, here or on another machine."""
+    launch = Launch.read(run)
+    if launch is None or not alive(run):
+        return
+    if launch.is_here:
         raise InputError(f"{run.path}: is running already; stop it first, or start a new run")
+    raise InputError(
+        f"{run.path}: is running on {launch.host}; stop it first, or start a new run. If {launch.host} is down, "
+        f"remove {run.launch_file}"
+    )
 
 
 def require_free_port(parallel: ParallelConfig) -> None:
@@ -135,9 +281,9 @@ def require_free_port(parallel: ParallelConfig) -> None:
     """
     if parallel.nodes == 1:
         return
-    host, _, port = str(parallel.rendezvous).rpartition(":")
+    host, port = _host_and_port(parallel)
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torchrun: a port just left is free
             probe.bind(address)
@@ -161,32 +307,58 @@ def worker_environment() -> dict[str, str]:
     }
 
 
-def _spawn(argv: Sequence[str], output: Path, gpus: Sequence[int]) -> subprocess.Popen[bytes]:
-    seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+def _spawn(argv: Sequence[str], output: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     with output.open("xb") as file:
         return subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=worker_environment() | seen,
+            env={**worker_environment(), **environment},
             start_new_session=True,
         )
 
 
 def alive(run: RunDir) -> bool:
-    """Whether the torchrun process of the latest start still runs."""
-    return _process(run) is not None
+    """Whether the torchrun process of the latest start still runs.
+
+    The processes of another machine cannot be seen. There a run counts as alive until it says that it has ended, or
+    says nothing for UNHEARD_S seconds, or its SLURM job was started anew: that ends all it had begun.
+    """
+    launch = Launch.read(run)
+    if launch is None or launch.is_here:
+        return _process(run) is not None
+    if launch.job and launch.job != _job() and launch.job.partition("-")[0] == _job().partition("-")[0]:
+        return False
+    if _has_said_its_end(run):
+        return False
+    return time.time() - _last_heard(run) < UNHEARD_S
+
+
+def _has_said_its_end(run: RunDir) -> bool:
+    """Whether the last status is an end. Only the end of the file is read: whoever watches asks every second."""
+    with run.events_file.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_WORDS))
+        statuses = [line for line in file.read().splitlines() if b'"type": "status"' in line]
+    return bool(statuses) and json.loads(statuses[-1])["state"] in ENDS
+
+
+def _last_heard(run: RunDir) -> float:
+    """When a rank wrote last, or somebody an event: unix seconds."""
+    return max(file.stat().st_mtime for file in (run.launch_file, run.events_file, *run.ranks.glob("*.jsonl")))
 
 
 def _process(run: RunDir) -> psutil.Process | None:
     launch = Launch.read(run)
-    if launch is None:
+    if launch is None or not launch.is_here:
         return None
     try:
         process = psutil.Process(launch.pid)
-        # The create time is derived from the boot time, which moves a little when the clock is adjusted.
-        same = abs(process.create_time() - launch.create_time) < 1.0
+        # The create time is derived from the boot time, and both move when the clock is set.
+        created, known = process.create_time(), launch.create_time
+        if launch.since_boot is not None:
+            created, known = created - psutil.boot_time(), launch.since_boot
+        same = abs(created - known) < 1.0
         # Its arguments are empty for a moment while a process begins, and while it ends.
         same = same and process.cmdline() in (launch.argv, [])
         return process if same and process.status() != psutil.STATUS_ZOMBIE else None
@@ -249,12 +421,14 @@ def record_mistake(run: RunDir, rank: int, message: str) -> None:
 def settle(run: RunDir) -> None:
     """Record the end of a run whose process is gone without having said so: one ErrorEvent, then `failed`.
 
-    Any number of readers may call it, at any time; only the first call after the end writes something.
+    Any number of readers may call it, at any time; only the first call after the end writes something. Only those on
+    the machine where it ran do: from elsewhere a run that is suspended or cut off looks like one that is gone.
     """
     with run.locked():
-        if alive(run) or Launch.read(run) is None:
+        launch = Launch.read(run)
+        if launch is None or not launch.is_here or alive(run):
             return
-        _end_orphans(run)
+        _end_orphans(launch.argv)
         events = _since_start(EventReader(run.events_file).read())
         end = last_state(events)
         if end in ("finished", "stopped"):
@@ -266,15 +440,26 @@ def settle(run: RunDir) -> None:
                 writer.write(StatusEvent(state="failed", step=max(event.step for event in events)))
 
 
-def _end_orphans(run: RunDir) -> None:
-    """Kill the ranks of a torchrun that was itself killed: they would train on, and write beside a continued run."""
-    launch = Launch.read(run)
-    if launch is None:
-        return
-    for process in psutil.process_iter():
+def _end_orphans(torchrun: Sequence[str]) -> None:
+    """Kill the ranks of a torchrun that was itself killed: they would train on, and write beside a continued run.
+
+    They end with the same three arguments as it. Those below a torchrun that lives are left alone: they belong to
+    another node of the run on this machine.
+    """
+    own = [process for process in psutil.process_iter() if _arguments(process)[-3:] == list(torchrun[-3:])]
+    torchruns = {process for process in own if "torch.distributed.run" in _arguments(process)}
+    for process in set(own) - torchruns:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if process.cmdline()[-3:] == launch.argv[-3:]:
+            if not torchruns.intersection(process.parents()):
                 process.kill()
+
+
+def _arguments(process: psutil.Process) -> list[str]:
+    """The command line of a process, empty where it is gone or not ours to see."""
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+        return []
 
 
 def _since_start(events: Sequence[AnyEvent]) -> Sequence[AnyEvent]:

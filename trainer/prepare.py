@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer import changes, configfile, launch, manifest
+from trainer import changes, configfile, launch, manifest, trackers
 from trainer.config import InputError
 from trainer.configfile import ConfigFile
 from trainer.data import images
@@ -51,10 +51,11 @@ def _check_changes(loaded: ConfigFile, saved: Progress) -> None:
 
 
 def check(loaded: ConfigFile) -> None:
-    """Raises InputError for every file, folder, image, model or port of the config that is wrong."""
+    """Raises InputError for every file, folder, image, model, tracker or port of the config that is wrong."""
     configfile.check_files(loaded)
     images.scan(loaded.config.data)
     _check_hub_model(loaded)
+    _check_trackers(loaded)
     launch.require_free_port(loaded.config.parallel)
 
 
@@ -66,3 +67,9 @@ def _check_hub_model(loaded: ConfigFile) -> None:
         find_folder(field, path)
     except InputError as error:
         raise InputError(f"{loaded.where(field)}: {error}") from error
+
+
+def _check_trackers(loaded: ConfigFile) -> None:
+    """Raises InputError with the command that installs a tracker's package."""
+    for problem in trackers.missing(loaded.config.trackers):
+        raise InputError(f"{loaded.where(problem.field)}: {problem}")

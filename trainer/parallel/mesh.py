@@ -20,18 +20,23 @@ def resolve_strategy(cfg: ParallelConfig, world: World, state_bytes: int, memory
     """`parallel.strategy` with `auto` decided.
 
     state_bytes: weights, gradients and optimizer state of the whole model.  memory: bytes that the smallest rank may
-    fill; the same number on every rank, or each would decide for itself. `auto` keeps a copy on every rank when that
-    fits (no gathers: fastest), shards inside each node when it fits there, and over all ranks otherwise.
+    fill; the same number on every rank, or each would decide for itself. On one node `auto` keeps a copy on every rank
+    where that fits (no gathers: fastest), and shards over all ranks otherwise.
+
+    On several nodes it shards inside each node where a copy fits there, even if it would fit on every rank: what is
+    sent between nodes decides, over a network that is many times slower than the links inside. With a copy per rank
+    all gradients cross it from every rank; with one per node each rank sends only those of its own shard, once per
+    step, and the weights never. Sharded over all nodes, the weights cross it in forward and in backward too.
     """
     if cfg.strategy != "auto":
         return cfg.strategy
     if world.size == 1:
         return "full" if cfg.cpu_offload else "none"
     room = RESIDENT_SHARE * memory
+    if cfg.nodes > 1 and world.local_size > 1 and state_bytes / world.local_size <= room:
+        return "hybrid"
     if state_bytes <= room and not cfg.cpu_offload:
         return "ddp"
-    if cfg.nodes > 1 and state_bytes / world.local_size <= room:
-        return "hybrid"
     return "full"
 
 

@@ -1,0 +1,192 @@
+"""A run as a job of a cluster: the file that SLURM or Kubernetes starts it by, in its run folder.
+
+Each node of a job runs the same `launch.py --resume`: the number that the scheduler gave the node says whether it
+starts the run or joins it. A job that starts again finds the newest checkpoint by itself.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from trainer import configfile
+from trainer.config import InputError, RunConfig
+from trainer.configfile import ConfigFile
+from trainer.rundir import RunDir
+
+Scheduler = Literal["slurm", "kubernetes"]
+FIRST_NODE = "first-node.invalid:29400"
+"""`parallel.rendezvous` until the job knows its first node: a name that is no machine's (RFC 2606)."""
+CPUS_PER_GPU = 4
+"""For a rank, its reader of images, its writer of checkpoints and NCCL's own thread."""
+POD_NAME = 50
+"""Most letters of a job's name: the names of its pods and of their addresses are longer, and end at 63."""
+
+
+def load(preset: Path, overrides: Sequence[str], scheduler: Scheduler) -> ConfigFile:
+    """The config of a preset, as a scheduler is to start it. Raises InputError for what the job would lack."""
+    loaded = configfile.load(preset, [*overrides, f"parallel.rendezvous={FIRST_NODE}"])
+    if loaded.config.parallel.nodes == 1:
+        loaded = configfile.load(preset, overrides)
+    if scheduler == "kubernetes":
+        for field in ("image", "volume"):
+            if not getattr(loaded.config.cluster, field):
+                where = loaded.where(f"cluster.{field}")
+                raise InputError(f"{where}: cluster.{field}: is empty; --kubernetes needs it")
+    return loaded
+
+
+def check_place(loaded: ConfigFile, runs: Path, scheduler: Scheduler) -> None:
+    """Raises InputError when the pods of a job could not see a run folder below `runs`."""
+    mount = loaded.config.cluster.mount
+    if scheduler == "kubernetes" and not runs.absolute().is_relative_to(mount):
+        raise InputError(
+            f"{runs}: is not on the volume of the pods, which is at {mount} there; mount it at the same path here and "
+            f"add --runs {mount}/runs, or set cluster.mount"
+        )
+
+
+def write(run: RunDir, scheduler: Scheduler) -> Path:
+    """Write the file of a job into its run folder. Returns it."""
+    text, name = (sbatch, "job.sbatch") if scheduler == "slurm" else (train_job, "trainjob.yaml")
+    file = run.path / name
+    file.write_text(text(run.config(), run), encoding="utf-8")
+    return file
+
+
+def submission(file: Path, scheduler: Scheduler) -> str:
+    """The command that submits a job."""
+    return f"{'sbatch' if scheduler == 'slurm' else 'kubectl apply -f'} {shlex.quote(str(file))}"
+
+
+def sbatch(cfg: RunConfig, run: RunDir) -> str:
+    """The script that sbatch takes: one task per node, and what the run needs when its time is up.
+
+    SLURM warns the script alone (`B:`), which asks the run to stop as any person does, and queues the job again when
+    it has stopped. Sent to the tasks the warning would not be told from scancel or pre-emption, which send SIGTERM.
+    """
+    options = "\n".join(f"#SBATCH --{name}{_value(value)}" for name, value in _options(cfg, run).items())
+    argv = [sys.executable, str(Path(__file__).parents[1] / "launch.py"), "--resume", str(run.path)]
+    meeting = ' "parallel.rendezvous=$first:$port"' if cfg.parallel.nodes > 1 else ""
+    return _SBATCH.format(
+        options=options, stop=shlex.quote(str(run.requests / "stop")), command=f"{shlex.join(argv)}{meeting}"
+    )
+
+
+def _options(cfg: RunConfig, run: RunDir) -> dict[str, object]:
+    """{option of sbatch: its value, "" for one that takes none}; those of the config count."""
+    ranks = cfg.parallel.devices
+    on_cpu = cfg.parallel.device == "cpu"
+    return {
+        "job-name": cfg.name,
+        "nodes": cfg.parallel.nodes,
+        "ntasks-per-node": 1,
+        **({"cpus-per-task": ranks} if on_cpu else {"gpus-per-node": ranks, "cpus-per-task": CPUS_PER_GPU * ranks}),
+        "signal": f"B:USR1@{cfg.cluster.warning}",
+        "requeue": "",
+        "open-mode": "append",
+        "output": f"{run.logs}/slurm-".replace("%", "%%") + "%j.log",
+        **cfg.cluster.slurm,
+    }
+
+
+def _value(value: object) -> str:
+    text = str(value)
+    if re.fullmatch(r"[\w.,:@%+/=-]+", text):
+        return f"={text}"
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'="{escaped}"' if text else ""
+
+
+_SBATCH = """\
+#!/bin/bash
+# Written by launch.py --slurm. Each time this job starts, the run goes on from its newest checkpoint.
+{options}
+
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+port=$((20000 + SLURM_JOB_ID % 10000))  # two jobs on one node must not meet
+if [ -n "${{SLURM_CPUS_PER_TASK:-}}" ]; then
+    export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # from SLURM 22.05 on srun does not ask for them by itself
+fi
+
+stop={stop}
+time_is_up=
+trap 'time_is_up=yes; touch "$stop"' USR1
+# A node that fails must not end the first one before that has recorded why; and it exports when the others are gone.
+srun --kill-on-bad-exit=0 --wait=0 \\
+    {command} &
+step=$!
+while :; do
+    wait "$step"
+    code=$?
+    [ "$code" -eq 138 ] || break  # the warning ended the waiting, not the step
+done
+if [ -n "$time_is_up" ] && [ "$code" -eq 130 ]; then  # stopped, with a checkpoint
+    exec scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+def train_job(cfg: RunConfig, run: RunDir) -> str:
+    """The manifest of a TrainJob for Kubeflow Trainer 2.2 or newer and its runtime torch-distributed.
+
+    That runtime gives every pod torchrun's options as variables: PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK,
+    PET_MASTER_ADDR and PET_MASTER_PORT. launch.py takes the number of the node from them and gives torchrun the rest
+    itself. Kubernetes puts the address of the first pod into the command, which it knows before they run.
+    """
+    cluster, parallel = cfg.cluster, cfg.parallel
+    command = ["python", f"{cluster.program}/launch.py", "--resume", str(run.path)]
+    if parallel.nodes > 1:
+        command.append("parallel.rendezvous=$(PET_MASTER_ADDR):$(PET_MASTER_PORT)")
+    resource = "cpu" if parallel.device == "cpu" else "nvidia.com/gpu"
+    manifest = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": {"name": job_name(run.path.name)},
+        "spec": {
+            "runtimeRef": {"name": "torch-distributed"},
+            "trainer": {
+                "image": cluster.image,
+                "command": command,
+                "numNodes": parallel.nodes,
+                "resourcesPerNode": {"limits": {resource: parallel.devices}},
+            },
+            "runtimePatches": [{"manager": "shardstudio", "trainingRuntimeSpec": _volumes(cfg)}],
+        },
+    }
+    return _TRAIN_JOB + yaml.safe_dump(manifest, sort_keys=False, width=120)
+
+
+def job_name(name: str) -> str:
+    """The name of a run as Kubernetes allows it: small letters, digits and `-`, a letter first.
+
+    Where it is too long its end is kept, which tells two runs apart.
+    """
+    label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[-POD_NAME:].strip("-")
+    return label if label[:1].isalpha() else f"run-{label}"[:POD_NAME].strip("-")
+
+
+def _volumes(cfg: RunConfig) -> dict[str, Any]:
+    """What is mounted into every pod: the claim, and shared memory, of which NCCL wants more than a pod's 64 MiB."""
+    claim = {"name": "runs", "persistentVolumeClaim": {"claimName": cfg.cluster.volume}}
+    mounts = [{"name": "runs", "mountPath": cfg.cluster.mount}, {"name": "shm", "mountPath": "/dev/shm"}]
+    pod = {
+        "volumes": [claim, {"name": "shm", "emptyDir": {"medium": "Memory"}}],
+        "containers": [{"name": "node", "volumeMounts": mounts}],
+    }
+    job = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
+    return {"template": {"spec": {"replicatedJobs": [job]}}}
+
+
+_TRAIN_JOB = """\
+# Written by launch.py --kubernetes. Pods that are started again go on from the newest checkpoint.
+# The user of the pods must be the owner of the run folder, or be allowed to write in it.
+# To end the run for good, delete this job: one that was only stopped is started again.
+"""
