@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.commands import PRESET, Started, launch_py
@@ -191,3 +192,37 @@ def test_a_disk_that_fills_up_costs_a_periodic_checkpoint_and_ends_the_run_at_th
     done = launch_py(folder, "--resume", "runs/fox")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == f"{run.export}/fox.safetensors"
+
+
+def make_read_only(folder: Path) -> None:
+    """From now on nothing can be made or changed by a path below the folder; files that are open stay so."""
+    subprocess.run(["mount", "--bind", folder, folder], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+
+
+@pytest.mark.slow
+def test_a_run_folder_that_turns_read_only_loses_no_checkpoint_and_the_run_ends_well_afterwards(folder, start):
+    reference = launch_py(folder, "--headless", "preset.yaml", "train.steps=300", "--run-dir", "runs/reference")
+    assert reference.returncode == 0
+    every = ["train.steps=300", "checkpoint.every=20", f"data.cache={folder}/cache"]
+    running = start("--headless", "preset.yaml", *every, "--run-dir", "runs/fox")
+    run = running.run
+    running.wait_for(CheckpointEvent)
+    make_read_only(run.path)
+    try:
+        code, _, err = running.end()
+    finally:
+        subprocess.run(["umount", "--lazy", run.path], check=True)
+    assert code == 1
+    assert "[Errno 30] Read-only file system" in err
+    assert "make it writable, then continue with --resume; finished checkpoints are intact" in err
+    warnings = [event.message for event in events_of(run) if isinstance(event, WarningEvent)]
+    assert any("make the folder writable; the checkpoints before it are untouched" in message for message in warnings)
+    assert last_step(run) == 300  # it trained on
+    saved = complete(run.checkpoints)[-1]
+    assert_intact(saved)
+
+    done = launch_py(folder, "--resume", "runs/fox")
+    assert (done.returncode, done.stderr) == (0, "")
+    ends = [load_file(folder / "runs" / name / "export" / "fox.safetensors") for name in ("fox", "reference")]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -15,7 +16,17 @@ import pytest
 from tests.runs import alone, make_pictures, make_run, run_config
 from trainer import launch
 from trainer.config import RunConfig
-from trainer.events import AnyEvent, ErrorEvent, EventReader, StepEvent, WarningEvent, latest_steps
+from trainer.events import (
+    AnyEvent,
+    CheckpointEvent,
+    ErrorEvent,
+    EventReader,
+    StatusEvent,
+    StepEvent,
+    WarningEvent,
+    latest_steps,
+)
+from trainer.manifest import complete, steps_in
 from trainer.pulse import Pulse
 from trainer.rundir import RunDir
 from trainer.signals import Told, noted
@@ -24,6 +35,7 @@ from trainer.watch import Report, Watch, stand_still
 WORKER = '''
 """The trainer, but rank 1 goes its own way after the second step: as the run is named."""
 import os, sys, time
+import torch
 from trainer import __main__ as trainer
 from trainer.train import Trainer
 from trainer.rundir import RunDir
@@ -32,12 +44,16 @@ train_step = Trainer.train_step
 
 def step(self):
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    if self.world.rank == 1 and self.step == 2 and attempt == 0:
+    if self.world.rank == 1 and self.step == 2 and attempt == 0 and self.cfg.name in globals():
         globals()[self.cfg.name](self)
     return train_step(self)
 
 def deadlock(trainer):
     trainer.world.barrier()  # the others are in their step
+
+def greedy(trainer):
+    if trainer.cfg.train.checkpointing == "none":
+        trainer.model["transformer"].register_forward_hook(lambda *_: torch.empty(10**15))
 
 def asleep(trainer):
     time.sleep(1000)
@@ -57,7 +73,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
 
     def start(name: str, **changes: object) -> RunDir:
         two = {"parallel__devices": 2, "parallel__strategy": "full", "parallel__timeout": 10}
-        cfg = run_config(pictures, name=name, train__steps=4, export__what="none", **two, **changes)
+        cfg = run_config(pictures, **{"name": name, "train__steps": 4, "export__what": "none", **two, **changes})
         runs.append(make_run(tmp_path, cfg, name))
         launch.start(cfg, runs[-1], module="worker")
         return runs[-1]
@@ -71,6 +87,7 @@ def events_of(run: RunDir) -> list[AnyEvent]:
     return EventReader(run.events_file).read()
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_each_other_are_told_with_both_stacks_and_the_run_ends(start) -> None:
     run = start("deadlock")
     assert launch.wait(run, timeout_s=120) == "failed"
@@ -105,6 +122,44 @@ def test_a_rank_that_was_frozen_is_named_and_ended_and_the_run_resumes_by_itself
     assert latest_steps(events)[-1].step == 4
 
 
+@pytest.mark.slow
+def test_a_rank_that_runs_out_of_memory_has_all_start_again_with_less(start) -> None:
+    retry = {"train__out_of_memory": "retry", "parallel__max_restarts": 2, "checkpoint__every": 1}
+    run = start("greedy", **retry)
+    assert launch.wait(run, timeout_s=180) == "finished"
+    events = events_of(run)
+    warnings = [event.message for event in events if isinstance(event, WarningEvent)]
+    assert warnings == ["memory ran out; the ranks are started again with train.checkpointing=full"]
+    assert run.config().train.checkpointing == "full"
+    assert latest_steps(events)[-1].step == 4
+    [log] = run.logs.glob("greedy-1_*/attempt_0/1/stderr.log")
+    assert re.search(
+        r"out of memory in .*: peak \S+ of \S+ GiB: weights \S+, gradients \S+, optimizer state \S+, activations, "
+        r"gathered blocks and the rest \S+ GiB \(.*can't allocate memory",
+        log.read_text(),
+    )
+    told = [event.message for event in events if isinstance(event, StatusEvent)]
+    assert any("train.checkpointing: none -> full" in message for message in told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_torchrun_saves_and_leaves(start, number: signal.Signals) -> None:
+    run = start("untouched", train__steps=100_000)
+    while not any(isinstance(event, StepEvent) for event in events_of(run)):
+        time.sleep(0.1)
+    os.kill(launch.Launch.read(run).pid, number)  # type: ignore[union-attr]
+    assert launch.wait(run, timeout_s=120) == "stopped"
+    events = events_of(run)
+    last = latest_steps(events)[-1].step
+    assert [event.step for event in events if isinstance(event, CheckpointEvent)] == [last]
+    assert any(
+        isinstance(event, StatusEvent) and "a signal asked to leave; saved, continue with --resume" in event.message
+        for event in events
+    )
+    assert steps_in(complete(run.checkpoints)[-1]) == last
+
+
 def rank(run: RunDir, number: int) -> psutil.Process:
     torchrun = psutil.Process(launch.Launch.read(run).pid)  # type: ignore[union-attr]
     return next(child for child in torchrun.children() if child.environ()["RANK"] == str(number))
@@ -123,7 +178,8 @@ class Ended(threading.Event):
 def watch(tmp_path: Path, limit_s: float, told: Told, said: list[AnyEvent]) -> tuple[Watch, Ended, Pulse]:
     cfg: RunConfig = run_config(tmp_path)
     ended, world = Ended(), alone()
-    return Watch(world, make_run(tmp_path, cfg, "watched"), limit_s, told, said.append, ended), ended, world.pulse
+    run = make_run(tmp_path, cfg, "watched")
+    return Watch(world, run, limit_s, told, said.append, end=ended), ended, world.pulse
 
 
 def test_a_rank_that_moves_is_left_alone_and_one_that_stands_still_in_a_step_is_not(tmp_path: Path) -> None:

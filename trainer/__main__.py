@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from trainer import launch
+from trainer import configfile, launch
 from trainer.config import InputError, RunConfig, TrackersConfig
-from trainer.events import EventWriter, ExportEvent, State, StatusEvent
+from trainer.diagnosis import less_memory
+from trainer.events import EventWriter, ExportEvent, State, StatusEvent, WarningEvent
 from trainer.report import write_report
 from trainer.rundir import RunDir
 from trainer.signals import Told, noted
@@ -58,17 +60,20 @@ def cache_folder(cfg: RunConfig, run: RunDir) -> Path:
 
 @record
 def _train(run: RunDir) -> None:
+    from trainer.debuglog import debug_log
     from trainer.trackers import following
     from trainer.train import speaker
     from trainer.watch import Watch
     from trainer.world import connect
 
     cfg = run.config()
-    with noted() as told, connect(cfg.parallel) as world:
+    # Signals are noted from when the ranks have met: before, one that waits for a dead rank must simply end.
+    with connect(cfg.parallel) as world, noted() as told, debug_log(cfg.trackers, run, world.rank):
         say = speaker(run, world)
         trackers = cfg.trackers if world.rank == 0 else TrackersConfig()
-        with Watch(world, run, cfg.parallel.timeout, told, say), following(trackers, run, say):
-            end = _train_on(world, cfg, run, say, told)
+        grant = partial(_start_again_with, run, say)
+        with Watch(world, run, cfg.parallel.timeout, told, say, grant) as watch, following(trackers, run, say):
+            end = _train_on(world, cfg, run, say, told, watch.ask)
     if world.rank:
         return
     # The other ranks have gone: an export takes minutes for a large model, and nobody need wait for it.
@@ -88,9 +93,21 @@ class _End:
     weights: Mapping[str, Tensor]
 
 
-def _train_on(world: World, cfg: RunConfig, run: RunDir, say: Callable[[Any], None], told: Told) -> _End:
+def _start_again_with(run: RunDir, say: Callable[[Any], None], change: str) -> None:
+    """On rank 0, for a rank that ran out of memory: the ranks that torchrun starts next read the changed config."""
+    try:
+        run.replace_config(configfile.load(run.config_file, (change,)).config)
+        say(WarningEvent(message=f"memory ran out; the ranks are started again with {change}"))
+    except (InputError, OSError) as error:
+        say(WarningEvent(message=f"memory ran out, and {change} could not be set: {error}"))
+
+
+def _train_on(
+    world: World, cfg: RunConfig, run: RunDir, say: Callable[[Any], None], told: Told, ask: Callable[[str], None]
+) -> _End:
     from trainer.encode import StopRequested
     from trainer.manifest import newest_step
+    from trainer.parallel.place import OutOfMemoryError
     from trainer.train import Trainer
 
     try:
@@ -102,6 +119,12 @@ def _train_on(world: World, cfg: RunConfig, run: RunDir, say: Callable[[Any], No
         # What is trained fully may not fit on one host: there the checkpoint is compared with.
         small = state == "finished" and "full" not in map(cfg.mode, trainer.model)
         return _End(state, trainer.step, trainer.trained_weights() if small else {})
+    except OutOfMemoryError as error:
+        change = less_memory(cfg)
+        if cfg.train.out_of_memory == "retry" and world.restarts_left and change:
+            print(error, file=sys.stderr, flush=True)
+            ask(change)
+        raise
     finally:
         trainer.close()
 

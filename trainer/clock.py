@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -25,7 +25,8 @@ class StepClock:
 
     `communication` is the time this rank's compute stood still for other ranks: exact where collectives block the
     host (gloo). NaN with several ranks on CUDA, where the wait happens inside streams that torch does not expose, and
-    with copies of the model, whose all-reduce torch does not let us time.
+    with copies of the model, whose all-reduce torch does not let us time. `own` is what this rank does by itself:
+    reading its examples, and forward of the blocks once their weights are there.
     """
 
     def __init__(self, world: World, mesh: DeviceMesh | None) -> None:
@@ -35,10 +36,13 @@ class StepClock:
         self._marks: list[tuple[str, Mark]] = []
         self._start: Mark = 0.0
         self._communication = 0.0
+        self._block_start: Mark = 0.0
+        self._in_blocks: list[tuple[Mark, Mark]] = []
 
     def start(self) -> None:
         """Begin a step."""
         self._marks.clear()
+        self._in_blocks.clear()
         self._communication = 0.0
         self._start = self._now()
 
@@ -56,17 +60,26 @@ class StepClock:
             self._communication += time.perf_counter() - begin
 
     def read(self) -> dict[str, float]:
-        """Seconds per phase since `start`, with `communication` (which is part of the others)."""
+        """Seconds per phase since `start`, with `communication` and `own` (which are parts of the others)."""
         seconds: dict[str, float] = defaultdict(float)
         before = self._start
         for phase, mark in self._marks:
             seconds[phase] += _elapsed(before, mark)
             before = mark
         seconds["communication"] = float("nan") if self._hidden else self._communication
+        seconds["own"] = seconds[DATA] + sum(_elapsed(*block) for block in self._in_blocks)
         return seconds
 
-    def watch(self, model: nn.Module) -> None:
-        """Count the collectives of a sharded model as communication. Does nothing on CUDA."""
+    def watch(self, model: nn.Module, blocks: Collection[str], is_compiled: bool) -> None:
+        """Time the forward of blocks, given by class names, and count the collectives of a sharded model.
+
+        A compiled block is not timed, hooks would become part of its graph; collectives are not on CUDA.
+        """
+        for module in model.modules():
+            if type(module).__name__.removeprefix("FSDP") in blocks and not is_compiled:
+                # Inside the hooks of the sharded block, which gather its weights and free them.
+                module.register_forward_pre_hook(self._enter_block)
+                module.register_forward_hook(self._leave_block, prepend=True)
         if self._cuda:
             return
         gather, scatter = _TimedAllGather(self), _TimedReduceScatter(self)
@@ -74,6 +87,12 @@ class StepClock:
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(gather)
                 module.set_custom_reduce_scatter(scatter)
+
+    def _enter_block(self, *_: object) -> None:
+        self._block_start = self._now()
+
+    def _leave_block(self, *_: object) -> None:
+        self._in_blocks.append((self._block_start, self._now()))
 
     def _now(self) -> Mark:
         if not self._cuda:

@@ -49,7 +49,7 @@ def measure(run: RunDir, world: World, cache: Path) -> Cost:
     say = speaker(run, world)
     trainer = Trainer(run.config(), run, world, cache, say)
     try:
-        with explaining_lack_of_memory(trainer.place, trainer.meter):
+        with explaining_lack_of_memory(trainer.place, trainer.meter, trainer.held):
             cost = _train(trainer)
         say(StatusEvent(state="finished", step=trainer.step))
     finally:

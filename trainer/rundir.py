@@ -6,6 +6,7 @@ stored.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -146,7 +147,12 @@ class RunDir:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Only one process at a time starts this run, judges it or records its end. Never held for long."""
-        lock = os.open(self.events_file, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            lock = os.open(self.events_file, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+            lock = os.open(self.events_file, os.O_RDONLY)  # nobody can start it, but it can be judged
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield

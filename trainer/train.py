@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,16 +47,19 @@ from trainer.optim import (
     learning_rate,
     make_optimizer,
     set_learning_rate,
+    state_tensors,
 )
 from trainer.parallel.check import check_reduced, diverged
-from trainer.parallel.memory import MemoryMeter
+from trainer.parallel.memory import MemoryMeter, local_bytes
 from trainer.parallel.place import Place, explaining_lack_of_memory
+from trainer.parallel.straggler import Stragglers
 from trainer.rng import SampleRng, derived_seed
 from trainer.rundir import Request, RunDir
 from trainer.sampling import draw_all
 from trainer.signals import Told
 from trainer.world import World
 
+log = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 1.0
 SKIPS_IN_A_ROW = 20
 """A model that gives no finite number so often is broken, and no further step mends it."""
@@ -85,7 +90,7 @@ class Trainer:
         self, cfg: RunConfig, run: RunDir, world: World, cache: Path, say: Say, told: Told | None = None
     ) -> None:
         self.cfg, self.run_dir, self.world, self.say = cfg, run, world, say
-        self.told = told or Told()
+        self.told = Told() if told is None else told
         # A rank whose torchrun was killed is adopted by another process. It would train on unseen.
         self._parent = os.getppid()
         self.family = families.make(cfg, cache)
@@ -116,7 +121,9 @@ class Trainer:
             run.checkpoints, world, cfg.checkpoint.keep, cfg.checkpoint.keep_best
         )
         self.clock = StepClock(world, self.loaded.mesh)
-        self.clock.watch(self.model)
+        self.clock.watch(self.model, self.family.shard_blocks, cfg.train.compile)
+        self._own_s = 0.0  # of the last step, what this rank did by itself
+        self.stragglers = Stragglers(world.gather(socket.gethostname()))
         self.meter = MemoryMeter(world)
         self.place = Place(self.model, self.family.shard_blocks, cfg.train.compile, world.pulse)
         self._ranks = EventWriter(run.rank_file(world.rank))
@@ -133,12 +140,21 @@ class Trainer:
         Raises OutOfMemoryError with the block, and FloatingPointError for a loss or gradient that is not finite, at
         once or when too many were passed over.
         """
-        with explaining_lack_of_memory(self.place, self.meter):
+        with explaining_lack_of_memory(self.place, self.meter, self.held):
             return self._train()
+
+    def held(self) -> dict[str, int]:
+        """Bytes on this rank of what stays from step to step."""
+        average = self.ema.average.values() if self.ema else ()
+        return {
+            "weights": local_bytes(self.model.parameters()),
+            "gradients": local_bytes(p.grad for p in self.parameters if p.grad is not None),
+            "optimizer state": local_bytes([*state_tensors(self.optimizer), *average]),
+        }
 
     def _train(self) -> State:
         cfg = self.cfg
-        if self.step == 0 and cfg.sample.every:
+        if cfg.sample.every and self._due(cfg.sample.every) and self.step < cfg.train.steps and self._lacks_samples():
             self.draw_samples()
         self._status("training")
         while self.step < cfg.train.steps:
@@ -296,11 +312,13 @@ class Trainer:
             float(bool(self.told)),
             *(float(rank0 and self.run_dir.requested(what)) for what in ("save", "sample")),
             float(self.checkpointer.writing and self.checkpointer.done),
+            *(self._own_s if rank == self.world.rank else 0.0 for rank in range(self.world.size)),
         ]
         with self.clock.communication():
-            total, weight, non_finite, stop, told, save, sample, saved = self.world.sum(mine)
+            total, weight, non_finite, stop, told, save, sample, saved, *own_s = self.world.sum(mine)
         if rank0:
             self._clear_requests(stop=stop, save=save, sample=sample)
+            self._name_stragglers(own_s)
         return Agreed(
             loss=math.nan if non_finite else total / weight,
             weight=weight,
@@ -311,6 +329,12 @@ class Trainer:
             sample=bool(sample),
             saved=saved == self.world.size,
         )
+
+    def _name_stragglers(self, own_s: Sequence[float]) -> None:
+        if self._own_s:
+            sentence = self.stragglers.add(own_s)
+            if sentence:
+                self.say(WarningEvent(step=self.step, message=sentence))
 
     def _asked_to_stop(self) -> bool:
         """By a request, by a signal, or by the death of torchrun. Of requests only rank 0 knows."""
@@ -442,8 +466,17 @@ class Trainer:
         saves = self._due(self.cfg.checkpoint.every) or self.step == self.cfg.train.steps
         return self._due(self.cfg.data.validation_every) or (saves and self.cfg.checkpoint.keep_best > 0)
 
+    def _lacks_samples(self) -> bool:
+        """Whether pictures of this step are missing: before the first, and where a killed run had saved only."""
+        paths = [self._sample_file(index) for index in range(len(self.data.prompts))]
+        drawn: bool = self.world.gather(bool(paths) and all(path.exists() for path in paths))[0]
+        return not drawn
+
+    def _sample_file(self, index: int) -> Path:
+        return self.run_dir.samples / f"step-{self.step:06d}-{index}.png"
+
     def _write_sample(self, index: int, png: bytes) -> Path:
-        path = self.run_dir.samples / f"step-{self.step:06d}-{index}.png"
+        path = self._sample_file(index)
         draft = path.with_suffix(".draft")
         draft.write_bytes(png)
         draft.replace(path)
@@ -464,6 +497,7 @@ class Trainer:
 
     def _status(self, state: State) -> None:
         self.world.pulse.enter(state, moves=False)
+        log.debug("step %d: %s", self.step, state)
         self.say(StatusEvent(state=state, step=self.step))
         self._heartbeat(state)
 
@@ -487,6 +521,8 @@ class Trainer:
 
     def _say_step(self, loss: float, lr: float, grad_norm: float, began: float) -> None:
         split = self.clock.read()
+        self._own_s = split["own"]
+        log.debug("step %d: loss %.6g, gradient norm %.6g, seconds %s", self.step, loss, grad_norm, dict(split))
         # After reading the clock, which waits for the accelerator: its optimizer step belongs to this one.
         seconds = time.perf_counter() - began
         self.say(

@@ -7,6 +7,7 @@ only time out, each rank by itself and without a word about the others.
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import queue
 import signal
@@ -30,6 +31,7 @@ from trainer.rundir import RunDir
 from trainer.signals import Told
 from trainer.world import World
 
+log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.5
 ANSWER_WITHIN_S = 10.0
 """How long the others are waited for when one rank has found that nothing moves."""
@@ -61,8 +63,8 @@ class Report:
 class Watch:
     """Watches this rank and hears of the others, as a context manager around all that the rank does.
 
-    limit_s: how long a rank may stand still in a collective or a step.  end: what ends the process, given its exit
-    code.  Construction is collective.
+    limit_s: how long a rank may stand still in a collective or a step.  grant: does on rank 0 what a rank asks for;
+    on a thread of its own.  end: what ends the process, given its exit code.  Construction is collective.
     """
 
     def __init__(
@@ -72,13 +74,14 @@ class Watch:
         limit_s: float,
         told: Told,
         say: Callable[[Any], None],
+        grant: Callable[[str], None] = lambda wish: None,
         end: Callable[[int], Any] = os._exit,
     ) -> None:
         self._world, self._run, self._limit_s, self._told, self._say, self._end = world, run, limit_s, told, say, end
         self._pulse = world.pulse
         self._trains = threading.get_ident()
         self._processes: list[tuple[str, int]] = world.gather((socket.gethostname(), os.getpid()))
-        self._mail = _Mail(world.board, range(world.size))
+        self._mail = _Mail(world.board, range(world.size), grant if world.rank == 0 else None)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
 
@@ -96,6 +99,11 @@ class Watch:
         self._over.set()
         self._mail.stop()
         self._thread.join()
+
+    def ask(self, wish: str) -> None:
+        """Have rank 0 do something before this rank fails. Waits until it is done, but not for long."""
+        self._mail.ask(wish)
+        self._mail.granted.wait(ANSWER_WITHIN_S)
 
     def _watch(self) -> None:
         told_at: float | None = None
@@ -129,6 +137,7 @@ class Watch:
         """Tell the others, let rank 0 tell the user, and end this process."""
         mine = self._report()
         message = f"rank {mine.rank} on {mine.host} {mine}; nothing moved for {mine.still_s:.0f} s"
+        log.debug(message)
         print(f"{mine.stacks}\n{message}", file=sys.stderr, flush=True)
         self._mail.report(mine.rank, asdict(mine))
         self._mail.has_all.wait(ANSWER_WITHIN_S)
@@ -171,9 +180,10 @@ class Watch:
 class _Mail:
     """Reads and writes the board on a thread of its own, which may wait for a machine that is gone."""
 
-    def __init__(self, board: Board, ranks: Iterable[int]) -> None:
+    def __init__(self, board: Board, ranks: Iterable[int], grant: Callable[[str], None] | None) -> None:
         self.alarm = False
-        self.told, self.has_all = threading.Event(), threading.Event()
+        self.told, self.has_all, self.granted = threading.Event(), threading.Event(), threading.Event()
+        self._grant = grant
         self.reports: dict[int, dict[str, Any]] = {}
         self._board = board
         self._ranks = tuple(ranks)
@@ -197,6 +207,10 @@ class _Mail:
         """Say that the user was told."""
         self._letters.put(("told", True))
 
+    def ask(self, wish: str) -> None:
+        """Ask rank 0 for something, which it does once in an attempt."""
+        self._letters.put(("wish", wish))
+
     def _carry(self) -> None:
         with suppress(RuntimeError):  # the store is gone with its machine: so are the other ranks
             while self._post_letters():
@@ -215,6 +229,11 @@ class _Mail:
         return True
 
     def _look(self) -> None:
+        if self._board.read("granted"):
+            self.granted.set()
+        elif self._grant and (wish := self._board.read("wish")) is not None:
+            self._grant(wish)
+            self._board.post("granted", True)
         if not self.alarm:
             self.alarm = self._board.read("alarm") is not None
             return

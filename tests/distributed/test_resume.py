@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.distributed import run_ranks
-from tests.runs import Outcome, difference, make_pictures, make_run, run_config, train
+from tests.runs import Outcome, difference, make_pictures, make_run, run_config, steps_of, train
 from trainer.config import RunConfig
+from trainer.events import AnyEvent
 from trainer.rundir import RunDir
 from trainer.train import Trainer
 from trainer.world import World
@@ -91,6 +92,50 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_another_number(pictures: Path, kin
     assert difference(moved.weights, straight.weights) <= 1e-6
 
 
+MOVES = {
+    "2_4_1": ((2, "full"), (4, "full"), (1, "none")),
+    "full_grad_op_ddp": ((2, "full"), (2, "grad_op"), (2, "ddp")),
+}
+"""{name: ranks and strategy of each third of the run}"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "moves"),
+    [
+        ("lora_with_dropout_and_average", "2_4_1"),
+        ("lora_with_dropout_and_average", "full_grad_op_ddp"),
+        pytest.param("full", "2_4_1", marks=pytest.mark.slow),
+        pytest.param("full", "full_grad_op_ddp", marks=pytest.mark.slow),
+        pytest.param("dora", "2_4_1", marks=pytest.mark.slow),
+        pytest.param("boft", "full_grad_op_ddp", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_moves_twice_ends_where_one_that_stayed_does(pictures: Path, kind: str, moves: str) -> None:
+    straight = straight_run(pictures, kind)
+    run = make_run(pictures.parent, config(pictures, 2, kind), f"{moves}-{kind}")
+    losses: list[float] = []
+    for number, (ranks, strategy) in enumerate(MOVES[moves], 1):
+        cfg = config(pictures, ranks, kind, strategy)
+        part, weights = run_ranks(ranks, train_until, cfg, run, number * STEPS // 3)[0]
+        losses += part
+    assert losses == pytest.approx(straight.losses, abs=1e-6, rel=0)
+    assert difference(weights, straight.weights) <= 1e-6
+
+
+def train_until(world: World, cfg: RunConfig, run: RunDir, step: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train up to this step and save, wherever the run was. Returns the losses, and the weights on rank 0."""
+    events: list[AnyEvent] = []
+    trainer = Trainer(cfg, run, world, run.path.parent / "cache", events.append)
+    try:
+        while trainer.step < step:
+            trainer.train_step()
+        trainer.save()
+        trainer.checkpointer.wait()
+        return [event.loss for event in steps_of(events)], trainer.trained_weights()
+    finally:
+        trainer.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_bf16_full_fine_tune_goes_on_on_another_number_of_ranks(pictures: Path, ranks: int) -> None:
@@ -116,7 +161,7 @@ def straight_run(pictures: Path, kind: str) -> Outcome:
 _STRAIGHT: dict[Path, Outcome] = {}
 
 
-def config(pictures: Path, ranks: int, kind: str) -> RunConfig:
-    strategy = "none" if ranks == 1 else "full"
+def config(pictures: Path, ranks: int, kind: str, strategy: str = "") -> RunConfig:
+    strategy = strategy or ("none" if ranks == 1 else "full")
     changes = {"train__steps": STEPS, "parallel__devices": ranks, "parallel__strategy": strategy}
     return run_config(pictures, **changes, **KINDS[kind])

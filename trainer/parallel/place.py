@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -59,8 +59,13 @@ class Place:
 
 
 @contextmanager
-def explaining_lack_of_memory(place: Place, meter: MemoryMeter) -> Iterator[None]:
-    """Raises OutOfMemoryError, which tells the place and the peak, for any error that says memory ran out."""
+def explaining_lack_of_memory(
+    place: Place, meter: MemoryMeter, held: Callable[[], Mapping[str, int]] = dict
+) -> Iterator[None]:
+    """Raises OutOfMemoryError, which tells place, peak and what held the memory, for any error that says it ran out.
+
+    held: bytes of what is known by name; the rest are activations, gathered blocks and what libraries take.
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
@@ -69,5 +74,15 @@ def explaining_lack_of_memory(place: Place, meter: MemoryMeter) -> Iterator[None
             raise
         memory = meter.read()
         raise OutOfMemoryError(
-            f"out of memory in {place}: peak {memory.peak / GIB:.2f} of {memory.limit / GIB:.2f} GiB ({first})"
+            f"out of memory in {place}: peak {memory.peak / GIB:.2f} of {memory.limit / GIB:.2f} GiB"
+            f"{_shares(held(), memory.peak)} ({first})"
         ) from error
+
+
+def _shares(held: Mapping[str, int], peak: int) -> str:
+    if not held:
+        return ""
+    named = [f"{name} {size / GIB:.2f}" for name, size in held.items()]
+    return (
+        f": {', '.join(named)}, activations, gathered blocks and the rest {(peak - sum(held.values())) / GIB:.2f} GiB"
+    )

@@ -1,0 +1,102 @@
+"""How long a checkpoint keeps training waiting, for full fine-tuning: it is written while training goes on.
+
+A save waits for the copy of the sharded state in host memory, then a thread writes. The step it belongs to is the one
+after it. What the thread takes of the cores is told beside it: on two cores with two ranks it has none of its own.
+
+    python -m tests.benchmarks.save_time        about 2 minutes; exit code 1 when the limit is exceeded
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.benchmarks.processes import run_ranks_afresh
+from tests.benchmarks.workload import LITTLE, Bench, prepare
+from trainer.config import ParallelConfig
+from trainer.world import World, connect
+
+RANKS = 2
+PERIODS = 5
+STEPS = 8
+"""Between two saves: enough for the writing to end before the next one."""
+LIMIT = 0.05
+MODULE = "tests.benchmarks.save_time"
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """Medians, seconds of the slowest rank. step: one without a save beside it.  save: training waited for it.
+
+    beside: a step while the checkpoint is written.
+    """
+
+    step: float
+    save: float
+    beside: float
+
+    @property
+    def share(self) -> float:
+        return self.save / self.step
+
+
+def measure(world: World, bench: Bench) -> Blocked:
+    """Train and save in turns. Collective."""
+    cfg = bench.config(
+        adapter={"type": "none"},
+        train={"steps": 10_000_000, "precision": "fp32"},
+        parallel={"devices": world.size, "device": "cpu", "strategy": "full"},
+    )
+    trainer = bench.trainer("save", cfg, world)
+    saves, beside, alone = [], [], []
+    for _ in range(3):
+        trainer.train_step()
+    for _ in range(PERIODS):
+        began = time.perf_counter()
+        trainer.save()
+        saves.append(_slowest(world, time.perf_counter() - began))
+        while trainer.checkpointer.writing:
+            began = time.perf_counter()
+            agreed = trainer.train_step()
+            beside.append(_slowest(world, time.perf_counter() - began))
+            if agreed.saved:
+                began = time.perf_counter()
+                trainer.checkpointer.wait()
+                saves[-1] += _slowest(world, time.perf_counter() - began)
+        for _ in range(STEPS):
+            began = time.perf_counter()
+            trainer.train_step()
+            alone.append(_slowest(world, time.perf_counter() - began))
+    trainer.close()
+    return Blocked(statistics.median(alone), statistics.median(saves), statistics.median(beside))
+
+
+def _slowest(world: World, seconds: float) -> float:
+    return max(world.gather(seconds))
+
+
+def main() -> int:
+    if len(sys.argv) > 1:
+        with connect(ParallelConfig(devices=RANKS, device="cpu")) as world:
+            found = measure(world, Bench(Path(sys.argv[1]), LITTLE))
+            if world.rank == 0:
+                print(json.dumps(asdict(found)))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(Path(folder), LITTLE)
+        found = Blocked(**run_ranks_afresh(RANKS, MODULE, folder))
+    verdict = "ok" if found.share <= LIMIT else "TOO LONG"
+    print(
+        f"full fine-tuning, {RANKS} ranks: step {found.step:.3f} s, a save blocks {found.save * 1000:.1f} ms = "
+        f"{found.share:.1%} (limit {LIMIT:.0%}), steps while it is written {found.beside:.3f} s: {verdict}"
+    )
+    return 0 if found.share <= LIMIT else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

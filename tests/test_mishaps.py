@@ -1,0 +1,135 @@
+"""What goes wrong around a run: each mishap has its message, and nothing that was saved is lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.runs import alone, make_pictures, make_run, run_config, steps_of
+from trainer import launch, prepare
+from trainer.config import InputError, RunConfig
+from trainer.events import AnyEvent, StatusEvent, WarningEvent
+from trainer.rundir import RunDir
+from trainer.train import Trainer
+
+
+@pytest.fixture
+def cfg(tmp_path: Path) -> RunConfig:
+    """Four steps on pictures of its own, a checkpoint after each second."""
+    pictures = make_pictures(tmp_path / "pictures", count=4)
+    return run_config(pictures, parallel__strategy="none", train__steps=4, checkpoint__every=2, data__max_aspect=1)
+
+
+@pytest.fixture
+def run(tmp_path: Path, cfg: RunConfig) -> RunDir:
+    return make_run(tmp_path, cfg, "run")
+
+
+def go_on(cfg: RunConfig, run: RunDir, steps: int) -> list[AnyEvent]:
+    """Start or continue the run up to this step, as a process would that ends there with a checkpoint."""
+    said: list[AnyEvent] = []
+    trainer = Trainer(cfg, run, alone(), run.path.parent / "cache", said.append)
+    try:
+        while trainer.step < steps:
+            trainer.train_step()
+        trainer.save()
+        trainer.checkpointer.wait()
+    finally:
+        trainer.close()
+    return said
+
+
+def messages(events: list[AnyEvent], kind: type[WarningEvent] | type[StatusEvent]) -> list[str]:
+    return [event.message for event in events if isinstance(event, kind) and event.message]
+
+
+def test_an_image_that_vanishes_costs_a_running_training_nothing_and_is_told_when_it_continues(
+    cfg: RunConfig, run: RunDir, tmp_path: Path
+) -> None:
+    said: list[AnyEvent] = []
+    trainer = Trainer(cfg, run, alone(), tmp_path / "cache", said.append)
+    trainer.train_step()
+    (tmp_path / "pictures" / "02.png").unlink()
+    (tmp_path / "pictures" / "02.txt").unlink()
+    assert trainer.train() == "finished"
+    trainer.close()
+    assert len(steps_of(said)) == 4
+    assert messages(said, WarningEvent) == []
+    longer = cfg.model_copy(update={"train": cfg.train.model_copy(update={"steps": 6})})
+    assert messages(go_on(longer, run, 6), WarningEvent) == [
+        "the images or captions are not those of before: from here on they come in another order"
+    ]
+
+
+def test_a_cached_example_that_changed_is_named_and_encoded_anew_by_the_next_start(
+    cfg: RunConfig, run: RunDir, tmp_path: Path
+) -> None:
+    go_on(cfg, run, 2)
+    files = sorted((tmp_path / "cache" / "examples").rglob("*.safetensors"))
+    before = {file: file.read_bytes() for file in files}
+    for file, data in before.items():
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(InputError) as error:
+        go_on(cfg, run, 4)
+    [named] = [file for file in files if str(file) in str(error.value)]
+    assert str(error.value) == f"{named}: missing or damaged since it was cached; start again to encode it anew"
+    assert not named.exists()
+    for file, data in before.items():
+        if file != named:
+            file.write_bytes(data)
+    said = go_on(cfg, run, 4)
+    assert named.read_bytes() == before[named]
+    assert "resumed from step-000002" in messages(said, StatusEvent)
+
+
+def test_a_checkpoint_that_was_cut_short_is_put_aside_and_the_run_continues_from_the_one_before(
+    cfg: RunConfig, run: RunDir
+) -> None:
+    go_on(cfg, run, 2)
+    go_on(cfg, run, 3)
+    [part] = (run.checkpoints / "step-000003").glob("*.distcp")
+    size = part.stat().st_size
+    os.truncate(part, size // 2)
+    said = go_on(cfg, run, 4)
+    assert messages(said, WarningEvent) == [
+        f"step-000003 is damaged and was put aside as damaged-step-000003: {part.name} has {size // 2} bytes, "
+        f"{size} were written"
+    ]
+    assert "resumed from step-000002" in messages(said, StatusEvent)
+    assert [event.step for event in steps_of(said)] == [3, 4]
+
+
+def test_what_is_changed_when_a_run_continues_is_told_or_refused_before_a_rank_is_started(
+    cfg: RunConfig, run: RunDir
+) -> None:
+    go_on(cfg, run, 2)
+    with pytest.raises(InputError) as error:
+        prepare.continued_run(run, ["adapter.rank=8", "optim.type=schedulefree"])
+    assert str(error.value).splitlines() == [
+        "command line: adapter.rank: 4 in the checkpoint of step 2, not 8: the checkpoint holds an adapter of that "
+        "kind and size; start a new run, with adapter.start to begin from what this one exported",
+        "command line: optim.type: adamw in the checkpoint of step 2, not schedulefree: the checkpoint holds the state "
+        "of that optimizer; start a new run",
+    ]
+    changed = prepare.continued_run(run, ["optim.lr=2e-4", "train.batch_size=2"]).config
+    assert "changed since it was saved: optim.lr: 0.0001 -> 0.0002; train.batch_size: 4 -> 2" in messages(
+        go_on(changed, run, 3), StatusEvent
+    )
+
+
+def test_a_clock_that_is_set_makes_no_running_process_look_dead(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = [sys.executable, "-c", "import time; time.sleep(100)"]
+    with subprocess.Popen(argv) as process:
+        launch.Launch.of(process, argv).write(run)
+        boot_time = psutil.boot_time()
+        for jump in (-3600.0, 0.0, 3600.0):
+            for place in (psutil, psutil._pslinux):
+                monkeypatch.setattr(place, "boot_time", lambda jump=jump: boot_time + jump)
+            assert launch.alive(run)
+        process.kill()
+    assert not launch.alive(run)
