@@ -158,8 +158,8 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     for mode, value in MODES_WITH_VALUE.items():
         if getattr(options, mode) == "":
             parser.error(f"--{mode} needs {value}")
-    if options.headless is None and options.resume is None and options.overrides:
-        parser.error(f"{options.overrides[0]}: only --headless and --resume take key=value")
+    if options.overrides and options.headless is None and options.resume is None and options.join is None:
+        parser.error(f"{options.overrides[0]}: only --headless, --resume and --join take key=value")
     _refuse_unused(options, parser)
     if options.doctor:
         from trainer import doctor
@@ -199,7 +199,7 @@ def _headless(options: argparse.Namespace) -> int:
     if options.resume is not None:
         return headless.resume(Path(options.resume), options.overrides, options.node_rank)
     if options.join is not None:
-        return headless.join(Path(options.join), options.node_rank)
+        return headless.join(Path(options.join), options.overrides, options.node_rank)
     if options.export is not None:
         return headless.export(Path(options.export), options.what or "auto", options.format, options.dtype)
     preset, scheduler = Path(options.headless), options.slurm or options.kubernetes

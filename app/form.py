@@ -177,7 +177,7 @@ def headless_command(draft: Draft) -> str:
 
 def torchrun_command(config: RunConfig, runs: Path) -> str:
     """What the start of the run will execute."""
-    return shlex.join(launch.torchrun_argv(config, RunDir(runs / f"{config.name}-<time>-<random>")))
+    return shlex.join(launch.torchrun_argv(config.parallel, RunDir(runs / f"{config.name}-<time>-<random>")))
 
 
 def _row(name: str, checked: Checked, values: Mapping[str, Any]) -> Row:

@@ -105,7 +105,7 @@ def join(run: RunDir, node_rank: int = 1) -> RunHandle:
 
     What they say goes into the run's logs. Raises InputError as `launch.join` does.
     """
-    return launch.join(run.config(), run, node_rank)
+    return launch.join(run.config().parallel, run, node_rank)
 
 
 def dashboard(run: RunDir) -> Dashboard:

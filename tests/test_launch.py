@@ -227,7 +227,7 @@ def test_the_command_takes_a_free_port_on_one_node_and_the_rendezvous_on_several
     newer = tmp_path / "run.py"
     newer.write_text('parser.add_argument("--shutdown-timeout", "--signals-to-handle")', encoding="utf-8")
     monkeypatch.setattr(launch, "_torchrun_source", lambda: newer)
-    assert launch.torchrun_argv(cfg, run) == [
+    assert launch.torchrun_argv(cfg.parallel, run) == [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"),
         *("--rdzv-id", f"{run.path.name}-1", "--max-restarts", "0", "--shutdown-timeout", "600"),
@@ -235,10 +235,15 @@ def test_the_command_takes_a_free_port_on_one_node_and_the_rendezvous_on_several
         *("--redirects", "3", "--log-dir", str(run.logs), "-m", "trainer", str(run.path)),
     ]
     nodes = cfg.model_copy(update={"parallel": ParallelConfig(devices=8, nodes=2, rendezvous="gpu01:29500")})
-    assert launch.torchrun_argv(nodes, run)[3:11] == [
+    assert launch.torchrun_argv(nodes.parallel, run)[3:11] == [
         *("--nnodes", "2", "--nproc-per-node", "8", "--rdzv-backend", "static", "--rdzv-endpoint", "gpu01:29500")
     ]
-    assert launch.torchrun_argv(nodes, run, node_rank=1)[11:15] == ["--node-rank", "1", "--rdzv-id", run.path.name]
+    assert launch.torchrun_argv(nodes.parallel, run, node_rank=1)[11:15] == [
+        "--node-rank",
+        "1",
+        "--rdzv-id",
+        run.path.name,
+    ]
 
 
 def test_a_torchrun_that_does_not_know_an_option_is_not_given_it(make_run, monkeypatch, tmp_path):
@@ -246,7 +251,7 @@ def test_a_torchrun_that_does_not_know_an_option_is_not_given_it(make_run, monke
     older = tmp_path / "run.py"
     older.write_text('parser.add_argument("--max-restarts")', encoding="utf-8")
     monkeypatch.setattr(launch, "_torchrun_source", lambda: older)
-    assert not set(launch.OPTIONS) & set(launch.torchrun_argv(cfg, run))
+    assert not set(launch.OPTIONS) & set(launch.torchrun_argv(cfg.parallel, run))
 
 
 @pytest.fixture
@@ -275,10 +280,10 @@ def processes_of(run: RunDir) -> list[psutil.Process]:
 
 def test_a_node_waits_for_the_first_one_and_joins_once(two_nodes):
     cfg, run = two_nodes("good")
-    handle = launch.join(cfg, run, 1)
+    handle = launch.join(cfg.parallel, run, 1)
     assert psutil.Process(handle.process.pid).environ()["GLOO_SOCKET_IFNAME"] == "lo"
     with pytest.raises(InputError) as error:
-        launch.join(cfg, run, 1)
+        launch.join(cfg.parallel, run, 1)
     assert str(error.value) == f"{run.path}: node 1 of it runs on this machine already"
     assert handle.process.poll() is None
     assert launch.status(run) == "created"
@@ -294,19 +299,19 @@ def test_a_node_waits_for_the_first_one_and_joins_once(two_nodes):
 def test_a_node_that_is_none_of_the_others_cannot_join(two_nodes, node_rank, message):
     cfg, run = two_nodes("good")
     with pytest.raises(InputError) as error:
-        launch.join(cfg, run, node_rank)
+        launch.join(cfg.parallel, run, node_rank)
     assert str(error.value) == message.format(run=run.path)
 
 
 def test_a_run_on_one_node_waits_for_no_other(make_run):
     cfg, run = make_run("good")
     with pytest.raises(InputError, match="waits for no other node"):
-        launch.join(cfg, run, 1)
+        launch.join(cfg.parallel, run, 1)
 
 
 def test_the_first_node_is_the_one_that_starts_the_run_whatever_their_names(two_nodes):
     cfg, run = two_nodes("good")
-    second = subprocess.Popen(launch.torchrun_argv(cfg, run, "worker", 1), env=launch.worker_environment())
+    second = subprocess.Popen(launch.torchrun_argv(cfg.parallel, run, "worker", 1), env=launch.worker_environment())
     launch.start(cfg, run, "worker")
     assert launch.wait(run, timeout_s=60) == "finished"
     assert second.wait(60) == 0
@@ -316,7 +321,7 @@ def test_the_first_node_is_the_one_that_starts_the_run_whatever_their_names(two_
 
 def test_ranks_of_a_killed_torchrun_end_beside_another_node_that_is_left_alone(two_nodes):
     cfg, run = two_nodes("stubborn")
-    argv = launch.torchrun_argv(cfg, run, "worker", 1)
+    argv = launch.torchrun_argv(cfg.parallel, run, "worker", 1)
     with subprocess.Popen(argv, env=launch.worker_environment()) as second:
         first = launch.start(cfg, run, "worker").process
         wait_for(lambda: all((run.path / f"ready{rank}").exists() for rank in range(4)))

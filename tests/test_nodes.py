@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from tests.commands import LAUNCH, PRESET, TIMEOUT_S, launch_py
 from tests.namespaces import FIRST, Machine, two_machines
 from tests.runs import difference, make_pictures
-from trainer.events import CheckpointEvent, ErrorEvent, EventReader, StatusEvent
+from trainer.events import CheckpointEvent, ErrorEvent, EventReader, RankReader, StatusEvent
 from trainer.launch import terminate
+from trainer.manifest import complete
 from trainer.rundir import RunDir
 
 PORT = 29400
@@ -44,14 +45,30 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
 class Pair:
     """One run on two machines. Two ranks each; the second is told by the first what to type."""
 
-    def __init__(self, folder: Path, machines: tuple[Machine, Machine], *arguments: str) -> None:
+    def __init__(
+        self, folder: Path, machines: tuple[Machine, Machine], *arguments: str, own_disk: bool = False
+    ) -> None:
         self.run = RunDir(folder / "runs" / "two")
         first = machines[0].command(sys.executable, LAUNCH, *arguments)
         self.first = subprocess.Popen(first, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self.first.stdout is not None
         line = self.first.stdout.readline()
         assert line.startswith("on each other node: "), (line, self.first.communicate())
-        second = machines[1].command(*shlex.split(line.removeprefix("on each other node: ")))
+        typed = shlex.split(line.removeprefix("on each other node: "))
+        hint = self.first.stdout.readline()
+        if own_disk:
+            typed += hint.partition("add: ")[2].split()
+            # An empty disk where the runs lie on the first machine.
+            typed = [
+                "unshare",
+                "--mount",
+                "sh",
+                "-c",
+                'mount -t tmpfs tmpfs "$0" && exec "$@"',
+                str(folder / "runs"),
+                *typed,
+            ]
+        second = machines[1].command(*typed)
         self.second = subprocess.Popen(second, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def __enter__(self) -> Pair:
@@ -97,6 +114,27 @@ def test_two_machines_come_to_the_weights_of_one(folder, machines):
     assert out.splitlines()[-1] == f"{pair.run.export}/fox.safetensors"
     weights = load_file(pair.run.export / "fox.safetensors")
     assert difference(weights, weights_of_one_machine(folder, *changes)) <= 1e-6
+
+
+@pytest.mark.slow
+def test_a_machine_that_does_not_see_the_run_folder_trains_and_resumes_as_well(folder, machines):
+    changes = ("train.batch_size=4", "export.dtype=fp32", "checkpoint.every=2")
+    started = ("--headless", "preset.yaml", *changes, "train.steps=3", *TWO_NODES, "--run-dir", "runs/two")
+    with Pair(folder, machines, *started, own_disk=True) as pair:
+        (code, _, err), (joined, said) = pair.end()
+    assert (code, err, joined) == (0, "", 0), said
+    saved = complete(pair.run.checkpoints)
+    assert [checkpoint.name for checkpoint in saved] == ["step-000002", "step-000003"]
+    assert {f"__{rank}_0.distcp" for rank in range(4)} < {file.name for file in saved[-1].iterdir()}
+    assert all(RankReader(pair.run.rank_file(rank)).read() for rank in range(4))
+    with Pair(folder, machines, "--resume", "runs/two", "train.steps=6", own_disk=True) as pair:
+        (code, _, err), (joined, said) = pair.end()
+    assert (code, err, joined) == (0, "", 0), said
+    events = EventReader(pair.run.events_file).read()
+    assert any("resumed from step-000003" in event.message for event in events if isinstance(event, StatusEvent))
+    weights = load_file(pair.run.export / "fox.safetensors")
+    assert difference(weights, weights_of_one_machine(folder, *changes, "train.steps=6")) <= 1e-6
+    assert not list(pair.run.path.glob("guest-*"))  # they lay on the other disk
 
 
 @pytest.mark.slow

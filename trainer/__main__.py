@@ -21,6 +21,7 @@ from trainer.diagnosis import less_memory
 from trainer.events import EventWriter, ExportEvent, State, StatusEvent, WarningEvent
 from trainer.report import write_report
 from trainer.rundir import RunDir
+from trainer.seat import Seat, cache_folder, take_seat
 from trainer.signals import Told, noted
 
 if TYPE_CHECKING:
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
 def main() -> int:
     """Exit code 0 done or stopped, 1 failed (by torch's record), 2 the user's mistake."""
     arguments = _parser().parse_args()
-    run = RunDir.open(arguments.run_dir)
     if not arguments.export:
-        return on_every_rank(run, _train)
+        return on_every_rank(RunDir(arguments.run_dir.absolute()), _train)
+    run = RunDir.open(arguments.run_dir)
     try:
         cfg = run.config().exporting(arguments.export, arguments.format, arguments.dtype)
         for path in _export(cfg, run):
@@ -53,27 +54,28 @@ def on_every_rank(run: RunDir, work: Callable[[RunDir], None]) -> int:
     return 0
 
 
-def cache_folder(cfg: RunConfig, run: RunDir) -> Path:
-    """Where encoded data and tiny models are shared by runs: `data.cache`, or `cache` beside the run folders."""
-    return Path(cfg.data.cache) if cfg.data.cache else run.path.parent / "cache"
-
-
 @record
 def _train(run: RunDir) -> None:
     from trainer.debuglog import debug_log
     from trainer.trackers import following
     from trainer.train import speaker
     from trainer.watch import Watch
-    from trainer.world import connect
+    from trainer.world import connect, meet
 
-    cfg = run.config()
+    meeting = meet()
+    seat = take_seat(run.path, meeting)
+    run, cfg = seat.run, seat.config
     # Signals are noted from when the ranks have met: before, one that waits for a dead rank must simply end.
-    with connect(cfg.parallel) as world, noted() as told, debug_log(cfg.trackers, run, world.rank):
+    with (
+        connect(cfg.parallel, meeting, seat.is_guest) as world,
+        noted() as told,
+        debug_log(cfg.trackers, run, world.rank),
+    ):
         say = speaker(run, world)
         trackers = cfg.trackers if world.rank == 0 else TrackersConfig()
         grant = partial(_start_again_with, run, say)
         with Watch(world, run, cfg.parallel.timeout, told, say, grant) as watch, following(trackers, run, say):
-            end = _train_on(world, cfg, run, say, told, watch.ask)
+            end = _train_on(seat, world, say, told, watch.ask)
     if world.rank:
         return
     # The other ranks have gone: an export takes minutes for a large model, and nobody need wait for it.
@@ -102,16 +104,15 @@ def _start_again_with(run: RunDir, say: Callable[[Any], None], change: str) -> N
         say(WarningEvent(message=f"memory ran out, and {change} could not be set: {error}"))
 
 
-def _train_on(
-    world: World, cfg: RunConfig, run: RunDir, say: Callable[[Any], None], told: Told, ask: Callable[[str], None]
-) -> _End:
+def _train_on(seat: Seat, world: World, say: Callable[[Any], None], told: Told, ask: Callable[[str], None]) -> _End:
     from trainer.encode import StopRequested
     from trainer.manifest import newest_step
     from trainer.parallel.place import OutOfMemoryError
     from trainer.train import Trainer
 
+    cfg, run = seat.config, seat.run
     try:
-        trainer = Trainer(cfg, run, world, cache_folder(cfg, run), say, told)
+        trainer = Trainer(cfg, run, world, seat.cache, say, told)
     except StopRequested:
         return _End("stopped", newest_step(run.checkpoints), {})
     try:

@@ -44,6 +44,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
+from trainer import ferry
 from trainer.config import InputError
 from trainer.manifest import MANIFEST, Progress, complete, defect, manifest_of, name_of, named, progress_of
 from trainer.world import World
@@ -81,7 +82,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[Path] | None = None
         self._stager = _SnapshotStager()
-        if world.rank == 0:
+        if world.rank == 0 or world.rank in world.guest_leaders:
             for left in folder.glob(".step-*"):
                 shutil.rmtree(left, ignore_errors=True)
 
@@ -128,6 +129,9 @@ class Checkpointer:
         """On a thread of every rank: when all have written, rank 0 gives the checkpoint its name."""
         outcomes = self._gather((_failure(written), sums))
         failures = [failure for failure, _ in outcomes if failure]
+        if self._world.guests and not failures:
+            brought = self._bring(draft, [part for _, part in outcomes])
+            failures = [failure for failure in self._gather(brought) if failure]
         if not failures:
             facts["checksums"] = {name: digest for _, part in outcomes for name, digest in part.items()}
             # The manifest may not fit on the disk either: rank 0 alone would know.
@@ -142,6 +146,22 @@ class Checkpointer:
             )
         log.debug("checkpoint of step %d: complete", facts["step"])
         return draft.with_name(name_of(facts["step"]))
+
+    def _bring(self, draft: Path, sums: list[dict[str, str]]) -> str | None:
+        """Have rank 0 write what others wrote on machines that do not see its folder. Returns what failed."""
+        failure, group = None, self._world.background
+        for rank in self._world.guests:
+            for name in sorted(sums[rank]):
+                try:
+                    if self._world.rank == rank:
+                        ferry.send(draft / name, 0, group)
+                    elif self._world.rank == 0:
+                        ferry.receive(draft / name, rank, group)
+                except OSError as error:
+                    failure = _described(error)
+        if self._world.rank in self._world.guests:
+            shutil.rmtree(draft, ignore_errors=True)
+        return failure
 
     def _gather(self, value: Any) -> list[Any]:
         """`value` of every rank, beside what the ranks tell each other about the step they train."""
@@ -171,10 +191,12 @@ def newest_intact(folder: Path, world: World) -> tuple[Path | None, list[str]]:
     """
     problems: list[str] = []
     # A network file system may show a node what is already gone, or not yet what is there: rank 0's list counts.
-    for checkpoint in world.gather(named(folder)[::-1])[0]:
-        defects = world.gather(defect(checkpoint) or _wrong_sum(checkpoint, world.rank, world.size))
+    for name in world.gather([path.name for path in named(folder)[::-1]])[0]:
+        checkpoint = folder / name
+        defects = world.gather(None if world.rank in world.guests else _damage(checkpoint, world))
         found = next(filter(None, defects), None)
         if found is None:
+            _hand_out(checkpoint, world)
             return checkpoint, problems
         aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
         if world.rank == 0:
@@ -182,6 +204,25 @@ def newest_intact(folder: Path, world: World) -> tuple[Path | None, list[str]]:
                 checkpoint.rename(aside)
         problems.append(f"{checkpoint.name} is damaged and was put aside as {aside.name}: {found}")
     return None, problems
+
+
+def _damage(checkpoint: Path, world: World) -> str | None:
+    """What this rank finds wrong: the ranks that see the files share their reading."""
+    readers = [rank for rank in range(world.size) if rank not in world.guests]
+    return defect(checkpoint) or _wrong_sum(checkpoint, readers.index(world.rank), len(readers))
+
+
+def _hand_out(checkpoint: Path, world: World) -> None:
+    """Send a checkpoint to each machine that does not see it, where it lies until `restore` has read it. Collective."""
+    names = world.gather(sorted(path.name for path in checkpoint.iterdir()) if world.rank == 0 else None)[0]
+    for leader in world.guest_leaders:
+        for name in names:
+            if world.rank == 0:
+                ferry.send(checkpoint / name, leader, world.background)
+            elif world.rank == leader:
+                checkpoint.mkdir(parents=True, exist_ok=True)
+                ferry.receive(checkpoint / name, 0, world.background)
+    world.barrier()
 
 
 def restore(checkpoint: Path, state: TrainState) -> Progress:

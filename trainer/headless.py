@@ -16,9 +16,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol, Self
 
+import yaml
+from pydantic import ValidationError
+
 from trainer import cluster, configfile, diagnosis, launch, prepare
 from trainer.cluster import Scheduler
-from trainer.config import InputError, RunConfig
+from trainer.config import InputError, ParallelConfig, RunConfig
 from trainer.configfile import ConfigFile
 from trainer.events import (
     AnyEvent,
@@ -77,33 +80,58 @@ def resume(path: Path, overrides: Sequence[str], node_rank: int | None = None) -
     if number:
         cfg = configfile.load(run.config_file, overrides).config
         if cfg.parallel.nodes > 1 or node_rank:
-            return _join(cfg, run, number)
+            return _join(cfg.parallel, run, number)
     return _run(prepare.continued_run(run, overrides), run)
 
 
-def join(path: Path, node_rank: int | None = None) -> int:
+def join(path: Path, overrides: Sequence[str], node_rank: int | None = None) -> int:
     """Be one more node of a run that another one starts, until it ends. Returns 0, or 1 when it failed here.
 
-    node_rank: None takes the number that a scheduler gave this node.  Raises InputError as `launch.join` does.
+    overrides: fields of `parallel`, where this machine does not see the run folder.  node_rank: None takes the number
+    that a scheduler gave this node.  Raises InputError as `launch.join` does.
     """
-    run = RunDir.open(path)
+    run = RunDir(path.absolute())
+    parallel = _parallel(run, overrides)
     number = launch.dealt_node_rank() if node_rank is None else node_rank
     if number is None:
         raise InputError("--join needs the number of this node: --node-rank 1, on the next one 2, and so on")
-    return _join(run.config(), run, number)
+    return _join(parallel, run, number)
 
 
-def _join(cfg: RunConfig, run: RunDir, node_rank: int) -> int:
-    handle = launch.join(cfg, run, node_rank)
+def _parallel(run: RunDir, overrides: Sequence[str]) -> ParallelConfig:
+    """How the ranks are laid out: as the run folder says, or where this machine does not see it, as was typed."""
+    if run.config_file.is_file():
+        if overrides:
+            raise InputError(f"{overrides[0]}: {run.path} has its config; leave it out, or change it on the first node")
+        return run.config().parallel
+    if not overrides:
+        raise InputError(
+            f"{run.path}: not a run folder (it has no config.yaml); where this machine does not see that of the first "
+            "node, add parallel.nodes=N parallel.devices=N parallel.rendezvous=HOST:PORT as they are there"
+        )
+    given = (text.partition("=") for text in overrides)
+    try:
+        return ParallelConfig.model_validate(
+            {name.removeprefix("parallel."): yaml.safe_load(value) for name, _, value in given}
+        )
+    except (ValidationError, yaml.YAMLError) as error:
+        raise InputError(f"{' '.join(overrides)}: {error}") from error
+
+
+def _join(parallel: ParallelConfig, run: RunDir, node_rank: int) -> int:
+    handle = launch.join(parallel, run, node_rank)
     log = launch.node_log(run, node_rank)
-    print(f"node {node_rank} of {cfg.parallel.nodes} of {run.path}, meeting at {cfg.parallel.rendezvous}", flush=True)
+    print(f"node {node_rank} of {parallel.nodes} of {run.path}, meeting at {parallel.rendezvous}", flush=True)
     with _AskedToEnd() as asked:
         while handle.process.poll() is None:
             if asked.count >= 2:
                 handle.process.terminate()
             elif asked.count == 1 and not asked.is_answered:
                 asked.is_answered = True
-                run.request("stop")
+                if run.config_file.is_file():
+                    run.request("stop")
+                else:  # the ranks tell each other
+                    handle.process.terminate()
                 print("stopping all nodes after this step; Ctrl-C again ends this one at once", flush=True)
             time.sleep(POLL_S)
     if handle.process.returncode:
@@ -170,7 +198,13 @@ def _run(loaded: ConfigFile, run: RunDir) -> int:
     events.read()  # a run that continues does not tell its past again
     handle = launch.start(cfg, run)
     if cfg.parallel.nodes > 1 and launch.dealt_node_rank() is None:
-        print(f"on each other node: {joining(run, cfg.parallel.nodes)}", flush=True)
+        parallel = cfg.parallel
+        print(f"on each other node: {joining(run, parallel.nodes)}", flush=True)
+        print(
+            f"  where it does not see that folder, add: parallel.nodes={parallel.nodes} "
+            f"parallel.devices={parallel.devices} parallel.rendezvous={parallel.rendezvous}",
+            flush=True,
+        )
     code = watch(cfg, run, events)
     handle.process.wait()
     return code

@@ -92,12 +92,11 @@ class RunHandle:
     argv: list[str]
 
 
-def torchrun_argv(cfg: RunConfig, run: RunDir, module: str = "trainer", node_rank: int = 0) -> list[str]:
+def torchrun_argv(parallel: ParallelConfig, run: RunDir, module: str = "trainer", node_rank: int = 0) -> list[str]:
     """The command that starts the ranks of one node.
 
     One node rendezvouses on a free port of its own, so runs never meet. module: what every rank executes.
     """
-    parallel = cfg.parallel
     return [
         sys.executable, "-m", "torch.distributed.run",
         "--nnodes", str(parallel.nodes),
@@ -209,7 +208,7 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
     """
     with run.locked():
         require_ended(run)
-        argv = torchrun_argv(cfg, run, module)
+        argv = torchrun_argv(cfg.parallel, run, module)
         _end_orphans(argv)
         for request in ("stop", "save", "sample"):
             run.clear(request)
@@ -220,24 +219,26 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
     return _begun(run, process, argv)
 
 
-def join(cfg: RunConfig, run: RunDir, node_rank: int) -> RunHandle:
+def join(parallel: ParallelConfig, run: RunDir, node_rank: int) -> RunHandle:
     """Start this machine's ranks of a run on several nodes, the first of which calls `start`, and return at once.
 
-    It may be called before that: the nodes wait for each other, for ten minutes. Raises InputError when the run is
-    for one node or has no node of this number, and when that was begun on this machine already.
+    It may be called before that: the nodes wait for each other, for ten minutes. Where this machine does not see the
+    run folder, one of that path is made for the logs. Raises InputError when the run is for one node or has no node of
+    this number, and when that was begun on this machine already.
     """
-    nodes = cfg.parallel.nodes
+    nodes = parallel.nodes
+    run.logs.mkdir(parents=True, exist_ok=True)
     if nodes == 1:
         raise InputError(f"{run.path}: waits for no other node; start a run with parallel.nodes above 1 on the first")
     if not 1 <= node_rank < nodes:
         numbers = "1" if nodes == 2 else f"1 to {nodes - 1}"
         raise InputError(f"--node-rank {node_rank}: the nodes that join {run.path} have the numbers {numbers}")
     with run.locked():
-        argv = torchrun_argv(cfg, run, node_rank=node_rank)
+        argv = torchrun_argv(parallel, run, node_rank=node_rank)
         if any(_arguments(process) == argv for process in psutil.process_iter()):
             raise InputError(f"{run.path}: node {node_rank} of it runs on this machine already")
         _end_orphans(argv)
-        process = _spawn(argv, _free_node_log(run, node_rank), _node_environment(cfg.parallel))
+        process = _spawn(argv, _free_node_log(run, node_rank), _node_environment(parallel))
     return _begun(run, process, argv)
 
 

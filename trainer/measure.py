@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from trainer import trials
-from trainer.__main__ import cache_folder, on_every_rank
+from trainer.__main__ import on_every_rank
 from trainer.events import StatusEvent
 from trainer.optim import state_tensors
 from trainer.parallel.memory import full_bytes, local_bytes
@@ -20,6 +20,7 @@ from trainer.parallel.probe import Probe
 from trainer.parallel.shard import COMPUTE_DTYPE, blocks_of
 from trainer.report import write_report
 from trainer.rundir import RunDir
+from trainer.seat import cache_folder
 from trainer.train import Trainer, speaker
 from trainer.trials import Cost
 from trainer.world import World, connect

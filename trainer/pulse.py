@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 
 class Pulse:
     """Set by the thread that trains, a few hundred nanoseconds each time; read by the one that watches.
 
     step: of the run.  where: as "forward of transformer_blocks.0".  moves: whether that part moves on at every block,
-    so that standing still means something is wrong; False for reading weights, encoding, saving.
+    so that standing still means something is wrong; False for reading weights, encoding, saving.  line: the last
+    heartbeat, as it is written to the rank's file.
     """
 
     def __init__(self) -> None:
@@ -17,6 +19,7 @@ class Pulse:
         self.where = ""
         self.moves = False
         self.at = time.monotonic()
+        self.line: dict[str, Any] | None = None
 
     def beat(self) -> None:
         """Something was done."""

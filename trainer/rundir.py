@@ -40,7 +40,11 @@ class RunDir:
         path = at or root / f"{cfg.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         run = cls(path.absolute())
         try:
-            run._make_folders()
+            if run.path.exists() and any(run.path.iterdir()):
+                raise InputError(
+                    f"{run.path}: exists and is not empty; name a new folder, or continue it with --resume"
+                )
+            run.make_folders()
             draft = run.config_file.with_suffix(".draft")
             draft.write_text(configfile.dump(cfg), encoding="utf-8")
             draft.replace(run.config_file)
@@ -56,13 +60,12 @@ class RunDir:
             raise InputError(f"{path}: not a run folder (it has no config.yaml); name a folder below runs/")
         return run
 
-    def _make_folders(self) -> None:
+    def make_folders(self) -> None:
+        """Make the folder and those in it, where they are not there, readable by the owner only."""
         self.path.mkdir(parents=True, exist_ok=True)
-        if any(self.path.iterdir()):
-            raise InputError(f"{self.path}: exists and is not empty; name a new folder, or continue it with --resume")
         self.path.chmod(0o700)
         for folder in (self.ranks, self.logs, self.samples, self.checkpoints, self.requests, self.export):
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
 
     def config(self) -> RunConfig:
         """The config this run was last started with. Raises InputError when the file was damaged."""
@@ -82,6 +85,11 @@ class RunDir:
     def config_file(self) -> Path:
         """The resolved config."""
         return self.path / "config.yaml"
+
+    @property
+    def identity_file(self) -> Path:
+        """A word by which a machine knows whether it sees this very folder."""
+        return self.path / ".identity"
 
     @property
     def launch_file(self) -> Path:

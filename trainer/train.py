@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -421,6 +422,9 @@ class Trainer:
 
     def _resume(self, newest: Path) -> None:
         saved = checkpoint.restore(newest, self._state())
+        self.world.barrier()
+        if self.world.rank in self.world.guest_leaders:
+            shutil.rmtree(newest)  # a copy of rank 0's
         self.step, self.samples_seen, self.skipped = saved.step, saved.samples_seen, saved.skipped
         self.say(StatusEvent(state="loading", step=self.step, message=f"resumed from {newest.name}"))
         changed = changes.changes(saved.config, self._config()) if saved.config else []
@@ -516,7 +520,7 @@ class Trainer:
         self._heartbeat("loading")
 
     def _say_checkpoint(self, path: Path | None) -> None:
-        if path:
+        if path and self.world.rank == 0:
             self.say(CheckpointEvent(step=steps_in(path), path=str(path.relative_to(self.run_dir.path))))
 
     def _say_step(self, loss: float, lr: float, grad_norm: float, began: float) -> None:
@@ -555,6 +559,7 @@ class Trainer:
             peak=memory.peak,
             limit=memory.limit,
         )
+        self.world.pulse.line = asdict(line)
         with suppress(OSError):  # the disk is full: a heartbeat is not worth the run
             self._ranks.write(line)
 

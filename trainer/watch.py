@@ -24,9 +24,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from trainer.board import Board
 from trainer.diagnosis import remedy_for
-from trainer.events import ErrorEvent, WarningEvent
+from trainer.events import ErrorEvent, EventWriter, RankLine, WarningEvent
 from trainer.rundir import RunDir
 from trainer.signals import Told
 from trainer.world import World
@@ -81,7 +80,7 @@ class Watch:
         self._pulse = world.pulse
         self._trains = threading.get_ident()
         self._processes: list[tuple[str, int]] = world.gather((socket.gethostname(), os.getpid()))
-        self._mail = _Mail(world.board, range(world.size), grant if world.rank == 0 else None)
+        self._mail = _Mail(world, run, grant)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
 
@@ -180,13 +179,14 @@ class Watch:
 class _Mail:
     """Reads and writes the board on a thread of its own, which may wait for a machine that is gone."""
 
-    def __init__(self, board: Board, ranks: Iterable[int], grant: Callable[[str], None] | None) -> None:
+    def __init__(self, world: World, run: RunDir, grant: Callable[[str], None]) -> None:
         self.alarm = False
         self.told, self.has_all, self.granted = threading.Event(), threading.Event(), threading.Event()
-        self._grant = grant
+        self._grant = grant if world.rank == 0 else None
         self.reports: dict[int, dict[str, Any]] = {}
-        self._board = board
-        self._ranks = tuple(ranks)
+        self._world, self._run, self._board = world, run, world.board
+        self._ranks = tuple(range(world.size))
+        self._lines: dict[int, Any] = {}
         self._letters: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._carry, name="mail", daemon=True)
 
@@ -194,7 +194,9 @@ class _Mail:
         self._thread.start()
 
     def stop(self) -> None:
+        """Post what is left and end. A thread that is inside the store when Python ends aborts the process."""
         self._letters.put(None)
+        self._thread.join(ANSWER_WITHIN_S)
 
     def report(self, rank: int, report: dict[str, Any]) -> None:
         """Say where this rank stands, and ask the others; as soon as the board can be reached."""
@@ -228,7 +230,21 @@ class _Mail:
                 wait_s = 0.0
         return True
 
+    def _pass_on_lines(self) -> None:
+        """Rank 0 writes the heartbeats of ranks that do not see its folder."""
+        rank, line = self._world.rank, self._world.pulse.line
+        if rank in self._world.guests and line != self._lines.get(rank):
+            self._board.post(f"line/{rank}", line)
+            self._lines[rank] = line
+        for guest in self._world.guests if rank == 0 else ():
+            line = self._board.read(f"line/{guest}")
+            if line and line != self._lines.get(guest):
+                with suppress(OSError), EventWriter(self._run.rank_file(guest)) as file:
+                    file.write(RankLine(**line))
+                self._lines[guest] = line
+
     def _look(self) -> None:
+        self._pass_on_lines()
         if self._board.read("granted"):
             self.granted.set()
         elif self._grant and (wish := self._board.read("wish")) is not None:

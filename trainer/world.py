@@ -7,7 +7,7 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -19,6 +19,7 @@ from trainer.config import InputError, ParallelConfig
 from trainer.pulse import Pulse
 
 BEYOND_THE_WATCH_S = 120
+MEET_WITHIN = datetime.timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class World:
 
     rank, size: of all ranks.  local_rank, local_size: of this machine.  background: a group of its own for
     checkpoints that are written while training goes on.  board: notes beside the collectives.  pulse: of this rank.
+    guests: ranks on machines that do not see the run folder of rank 0.  guest_leaders: the first on each of those.
     """
 
     rank: int
@@ -37,6 +39,8 @@ class World:
     background: dist.ProcessGroup
     board: Board
     pulse: Pulse = field(default_factory=Pulse)
+    guests: tuple[int, ...] = ()
+    guest_leaders: tuple[int, ...] = ()
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, in rank order."""
@@ -78,10 +82,29 @@ class World:
         return share if limit == resource.RLIM_INFINITY else min(share, limit)
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of one attempt meet, before they can talk."""
+
+    store: dist.Store
+    rank: int
+    size: int
+
+
+def meet() -> Meeting:
+    """Find the store of the ranks that torchrun started; a process without torchrun is alone."""
+    if _torchrun("WORLD_SIZE", 1) == 1:
+        return Meeting(dist.HashStore(), 0, 1)
+    store, rank, size = next(dist.rendezvous("env://", timeout=MEET_WITHIN))
+    # torchrun starts ranks again with the store of before, and gloo would call those that are gone.
+    return Meeting(dist.PrefixStore(f"attempt_{_torchrun('TORCHELASTIC_RESTART_COUNT', 0)}", store), rank, size)
+
+
 @contextmanager
-def connect(cfg: ParallelConfig) -> Iterator[World]:
+def connect(cfg: ParallelConfig, meeting: Meeting | None = None, is_guest: bool = False) -> Iterator[World]:
     """Join the ranks torchrun started, on the device `parallel.device` names; leave them at a good end.
 
+    meeting: where they meet, if that was found before.  is_guest: this machine does not see the run folder.
     Raises InputError when CUDA is asked for and absent, or has fewer devices than ranks.
     """
     local_rank, local_size = _torchrun("LOCAL_RANK", 0), _torchrun("LOCAL_WORLD_SIZE", 1)
@@ -89,14 +112,9 @@ def connect(cfg: ParallelConfig) -> Iterator[World]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     # The watch comes first, and knows more. This is for what it does not see.
     timeout = datetime.timedelta(seconds=cfg.timeout + BEYOND_THE_WATCH_S)
-    if _torchrun("WORLD_SIZE", 1) == 1:
-        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
-    else:
-        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        # torchrun starts ranks again with the store of before, and gloo would call those that are gone.
-        attempt = dist.PrefixStore(f"attempt_{_torchrun('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        dist.init_process_group(backend, store=attempt, rank=rank, world_size=size, timeout=timeout)
-    yield joined(device, local_rank, local_size)
+    place = meeting or meet()
+    dist.init_process_group(backend, store=place.store, rank=place.rank, world_size=place.size, timeout=timeout)
+    yield _with_guests(joined(device, local_rank, local_size), is_guest)
     # Not after an error: NCCL would wait for the other ranks, and torchrun would hear of it only after the timeout.
     dist.destroy_process_group()
 
@@ -107,6 +125,12 @@ def joined(device: torch.device, local_rank: int, local_size: int) -> World:
     assert background is not None
     board = Board(dist.distributed_c10d._get_default_store())
     return World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, background, board)
+
+
+def _with_guests(world: World, is_guest: bool) -> World:
+    found = world.gather((is_guest, world.local_rank))
+    guests = tuple(rank for rank, (guest, _) in enumerate(found) if guest)
+    return replace(world, guests=guests, guest_leaders=tuple(rank for rank in guests if found[rank][1] == 0))
 
 
 def _torchrun(name: str, alone: int) -> int:

@@ -1,0 +1,69 @@
+"""Where a rank finds its run: in the folder of rank 0, or in a folder of its own where its machine does not see that.
+
+Every rank trains by rank 0's config, which comes through the store they meet at: what a network file system still
+shows of an older one, and what a rank asked to be changed before a restart, is the same for all.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer import configfile
+from trainer.config import RunConfig
+from trainer.rundir import RunDir
+from trainer.world import Meeting
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a rank works with. cache: for encoded data.  is_guest: no other machine sees the files of `run`."""
+
+    run: RunDir
+    config: RunConfig
+    cache: Path
+    is_guest: bool
+
+
+def cache_folder(cfg: RunConfig, run: RunDir) -> Path:
+    """Where encoded data and tiny models are shared by runs: `data.cache`, or `cache` beside the run folders."""
+    return Path(cfg.data.cache) if cfg.data.cache else run.path.parent / "cache"
+
+
+def take_seat(path: Path, meeting: Meeting) -> Seat:
+    """The run folder and the config of this rank. path: the run folder of rank 0.
+
+    Raises InputError when there is none, or its config was damaged.
+    """
+    if meeting.rank == 0:
+        run = RunDir.open(path)
+        meeting.store.set("config", run.config_file.read_text(encoding="utf-8"))
+        meeting.store.set("folder", _identity(run))
+        cfg = run.config()
+        return Seat(run, cfg, cache_folder(cfg, run), False)
+    cfg = _parsed(meeting.store.get("config").decode())
+    run = RunDir(path.absolute())
+    cache = cache_folder(cfg, run)
+    if run.identity_file.is_file() and run.identity_file.read_bytes() == meeting.store.get("folder"):
+        return Seat(run, cfg, cache, False)
+    # Named after the machine: should the folder be shared after all, and only be slow to show, nothing is overwritten.
+    guest = RunDir(run.path / f"guest-{socket.gethostname()}")
+    guest.make_folders()
+    return Seat(guest, cfg, cache, True)
+
+
+def _identity(run: RunDir) -> str:
+    """A word that only those find who see this very folder."""
+    if not run.identity_file.exists():
+        run.identity_file.write_text(secrets.token_hex(16), encoding="utf-8")
+    return run.identity_file.read_text(encoding="utf-8")
+
+
+def _parsed(text: str) -> RunConfig:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.yaml"
+        file.write_text(text, encoding="utf-8")
+        return configfile.load(file).config
