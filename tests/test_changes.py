@@ -29,10 +29,16 @@ def test_every_changed_field_is_told_with_both_values(tmp_path: Path) -> None:
 
 def test_a_field_that_another_version_did_not_have_is_no_problem(tmp_path: Path) -> None:
     before = config(tmp_path)
-    del before["checkpoint"]["keep_best"]
-    (change,) = changes(before, config(tmp_path))
-    assert str(change) == "checkpoint.keep_best: nothing -> 1"
-    assert list(refused([change], 10)) == []
+    del before["checkpoint"]["keep_best"], before["adapter"]["dropout"], before["adapter"]["rank_pattern"]
+    changed = changes(before, config(tmp_path, adapter__rank_pattern={"to_q": 8}))
+    assert list(map(str, changed)) == [
+        "adapter.dropout: nothing -> 0.0",
+        "adapter.rank_pattern.to_q: nothing -> 8",
+        "checkpoint.keep_best: nothing -> 1",
+    ]
+    assert list(refused(changed, 10)) == []
+    (change,) = changes(config(tmp_path), config(tmp_path, adapter__rank_pattern={"to_q": 8}))
+    assert [problem.field for problem in refused([change], 10)] == ["adapter.rank_pattern.to_q"]
 
 
 @pytest.mark.parametrize(

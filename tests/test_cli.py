@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import launch as command_line
-from trainer import headless
+from trainer import headless, launch
 from trainer.config import DataConfig, ModelConfig, RunConfig
 from trainer.doctor import graphics, notebooks, package, requirements, shared_memory
 from trainer.events import CheckpointEvent, SampleEvent, StatusEvent, StepEvent, WarningEvent
@@ -62,9 +62,17 @@ def test_help_names_every_mode_and_imports_neither_torch_nor_gradio():
         (["--host", "0.0.0.0"], "--host 0.0.0.0: others could start runs here; add --auth USER:PASS\n"),
         (["--resume", "nowhere"], "nowhere: not a run folder (it has no config.yaml); name a folder below runs/\n"),
         (["--export", "nowhere"], "nowhere: not a run folder (it has no config.yaml); name a folder below runs/\n"),
-        (["--join", "nowhere"], "nowhere: not a run folder (it has no config.yaml); name a folder below runs/\n"),
+        (
+            ["--join", "nowhere"],
+            f"{Path.cwd()}/nowhere: not a run folder (it has no config.yaml); where this machine does not see that of "
+            "the first node, add parallel.nodes=N parallel.devices=N parallel.rendezvous=HOST:PORT as they are there\n",
+        ),
+        (
+            ["--join", "nowhere", "train.steps=5"],
+            "train.steps=5: is no field of parallel; --join takes only those, as parallel.nodes=2\n",
+        ),
     ],
-    ids=["page", "resume", "export", "join"],
+    ids=["page", "resume", "export", "join", "join with a field"],
 )
 def test_what_cannot_be_done_is_said_with_exit_code_2(argv, message, capsys):
     assert run_command(argv, capsys) == (2, message)
@@ -75,7 +83,7 @@ def test_what_cannot_be_done_is_said_with_exit_code_2(argv, message, capsys):
     [
         (["--headless"], "--headless needs PRESET"),
         (["--resume"], "--resume needs RUN_DIR"),
-        (["--doctor", "train.steps=3"], "train.steps=3: only --headless and --resume take key=value"),
+        (["--doctor", "train.steps=3"], "train.steps=3: only --headless, --resume and --join take key=value"),
         (["--headless", "a.yaml", "--doctor"], "argument --doctor: not allowed with argument --headless"),
         (["--headless", "a.yaml", "--what", "merged"], "--what goes with --export only; leave it out"),
         (["--resume", "run", "--dtype", "fp32"], "--dtype goes with --export or --extract only; leave it out"),
@@ -84,7 +92,6 @@ def test_what_cannot_be_done_is_said_with_exit_code_2(argv, message, capsys):
         (["--resume", "run", "--slurm"], "--slurm goes with --headless only; leave it out"),
         (["--headless", "p", "--node-rank", "1"], "--node-rank goes with --resume or --join only; leave it out"),
         (["--join"], "--join needs RUN_DIR"),
-        (["--join", "run", "train.steps=5"], "train.steps=5: only --headless and --resume take key=value"),
         (["--headless", "p", "--slurm", "--kubernetes"], "argument --kubernetes: not allowed with argument --slurm"),
     ],
 )
@@ -140,7 +147,7 @@ def test_a_run_folder_is_made_on_the_first_node_alone(run, tmp_path, monkeypatch
 
 @pytest.mark.parametrize(("nodes", "end"), [(2, "--node-rank 1"), (4, "--node-rank K  # K = 1 to 3, another on each")])
 def test_the_other_nodes_are_told_what_to_type(run, nodes, end):
-    assert headless.joining(run, nodes) == f"{sys.executable} {ROOT}/launch.py --join {run.path} {end}"
+    assert launch.joining(run, nodes) == f"{sys.executable} {ROOT}/launch.py --join {run.path} {end}"
 
 
 def test_a_run_that_is_to_export_nothing_is_exported_only_on_request(tmp_path, capsys):

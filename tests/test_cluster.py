@@ -18,7 +18,8 @@ import yaml
 import launch as command_line
 from tests.commands import LAUNCH, PRESET, TIMEOUT_S, launch_py
 from tests.runs import make_pictures, run_config
-from trainer import cluster
+from trainer import cluster, configfile
+from trainer.config import InputError
 from trainer.events import AnyEvent, CheckpointEvent, EventReader, StatusEvent
 from trainer.rundir import RunDir
 
@@ -87,6 +88,34 @@ def test_the_users_options_of_sbatch_count_and_a_run_on_cpus_asks_for_no_gpu(fol
     assert [option for option in found if "cpus" in option] == ["--cpus-per-task=4"]
 
 
+def test_an_option_of_sbatch_that_a_site_does_not_know_is_left_out(folder):
+    preset = folder / "preset.yaml"
+    slurm = "cluster.slurm={gpus-per-node: null, gres: 'gpu:8', requeue: null}"
+    run = RunDir.create(folder, configfile.load(preset, ["parallel.device=cuda", slurm]).config)
+    found = [option.partition("=")[0] for option in options_of(run)]
+    assert not {"--gpus-per-node", "--requeue"} & set(found)
+    assert "--gres" in found
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("nodes: null", "cluster.slurm.nodes: is written from parallel.nodes; set that"),
+        ("ntasks: 2", "cluster.slurm.ntasks: is one per node; set parallel.nodes"),
+        ("array: 0-3", "cluster.slurm.array: would start one run several times at once; submit a job for each run"),
+        (
+            "ntasks-per-gpu: 1",
+            "cluster.slurm.ntasks-per-gpu: each node has one task, which starts its ranks; set parallel.devices",
+        ),
+        ("p: gpu", "cluster.slurm: 'p' is no long option of sbatch; write it without dashes: partition"),
+    ],
+)
+def test_an_option_of_sbatch_that_would_make_another_run_is_refused(folder, option, message):
+    with pytest.raises(InputError) as error:
+        configfile.load(folder / "preset.yaml", [f"cluster.slurm={{{option}}}"])
+    assert message in str(error.value)
+
+
 def test_every_node_of_a_job_runs_the_same_command_and_meets_at_the_first_one(folder):
     run = run_of(folder, parallel__nodes=2, parallel__rendezvous=cluster.FIRST_NODE)
     text = cluster.sbatch(run.config(), run)
@@ -148,8 +177,10 @@ def states_of(events: list[AnyEvent]) -> list[str]:
     return [state for state in states if state in ("starting", "stopped", "finished", "failed")]
 
 
+@pytest.mark.slow
 def test_a_job_whose_time_is_up_saves_queues_again_and_goes_on_where_it_was(folder, submit):
-    overrides = ("parallel.nodes=2", "parallel.devices=1", "train.steps=60", "checkpoint.every=5")
+    # So many steps that a busy machine has not done them before it is seen that one is saved.
+    overrides = ("parallel.nodes=2", "parallel.devices=1", "train.steps=100000", "checkpoint.every=5")
     done = launch_py(folder, "--headless", "preset.yaml", *overrides, "--slurm", "--run-dir", "a run")
     assert done.returncode == 0, done.stderr
     run = RunDir.open(folder / "a run")
@@ -166,13 +197,32 @@ def test_a_job_whose_time_is_up_saves_queues_again_and_goes_on_where_it_was(fold
     events += reader.read()
     assert states_of(events) == ["starting", "stopped"]
     stopped_at = events[-1].step
-    assert stopped_at < 60
 
+    run.replace_config(configfile.load(run.config_file, [f"train.steps={stopped_at + 3}"]).config)
     assert submit(run, 1).wait(TIMEOUT_S) == 0, (run.logs / "slurm.log").read_text()
     events = reader.read()
     assert states_of(events) == ["starting", "finished"]
     assert f"resumed from step-{stopped_at:06d}" in [event.message for event in events if hasattr(event, "message")]
     assert (folder / "requeued").read_text() == f"{os.getpid()}\n"
+
+
+@pytest.mark.parametrize("warned", [False, True], ids=["by itself", "after the warning"])
+def test_a_job_ends_with_the_code_of_srun_also_where_that_looks_like_the_warning(folder, submit, warned):
+    """138 is what `wait` returns when the warning interrupts it, and what a task returns that SIGUSR1 killed."""
+    srun = "touch began; sleep 2; exit 138" if warned else "exit 138"
+    (folder / "bin" / "srun").write_text(f"#!/bin/bash\n{srun}\n")
+    run = run_of(folder, parallel__nodes=2, parallel__rendezvous=cluster.FIRST_NODE)
+    cluster.write(run, "slurm")
+    job = submit(run, 0)
+    if warned:
+        deadline = time.monotonic() + 30
+        while not (folder / "began").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        job.send_signal(signal.SIGUSR1)
+    assert job.wait(30) == 138
+    assert run.requested("stop") == warned
+    assert not (folder / "requeued").exists()
 
 
 # Of Kubeflow Trainer 2.2.0 to 2.3.0, pkg/apis/trainer/v1alpha1/trainjob_types.go: {field: what it holds}. "!" = needed.

@@ -15,11 +15,13 @@ import psutil
 import pytest
 
 from trainer import launch
+from trainer.cluster import FIRST_NODE
 from trainer.config import DataConfig, InputError, ModelConfig, ParallelConfig, RunConfig
 from trainer.diagnosis import OUT_OF_MEMORY
 from trainer.events import ErrorEvent, EventReader, EventWriter, StatusEvent
-from trainer.headless import explain, watch
+from trainer.headless import attend, explain, watch
 from trainer.rundir import RunDir
+from trainer.signals import LEAVE
 
 WORKER = '''
 """A rank that does what the run is named after. It imports no torch but for the decorator every rank has."""
@@ -185,11 +187,12 @@ def test_a_run_is_started_once_in_its_own_session_and_ctrl_c_stops_it(start, cap
     assert errors_and_end(run) == [vars(StatusEvent(time=0, step=5, state="stopped"))]
 
 
-def test_a_scheduler_that_asks_to_leave_again_and_again_does_not_cost_the_checkpoint(start, capsys):
+@pytest.mark.parametrize("number", LEAVE)
+def test_a_scheduler_that_asks_to_leave_again_and_again_does_not_cost_the_checkpoint(start, capsys, number):
     cfg, run = start("patient")
     wait_for(lambda: launch.status(run) == "training")
     for after_s in (0.3, 0.6):
-        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        threading.Timer(after_s, os.kill, (os.getpid(), number)).start()
     assert watch(cfg, run, EventReader(run.events_file)) == 130
     assert capsys.readouterr().err == f"stopped; continue with --resume {run.path}\n"
     assert errors_and_end(run) == [vars(StatusEvent(time=0, step=5, state="stopped"))]
@@ -275,7 +278,7 @@ def two_nodes(make_run):
 
 
 def processes_of(run: RunDir) -> list[psutil.Process]:
-    return [process for process in psutil.process_iter(["cmdline"]) if str(run.path) in process.info["cmdline"]]
+    return [process for process in psutil.process_iter(["cmdline"]) if str(run.path) in (process.info["cmdline"] or ())]
 
 
 def test_a_node_waits_for_the_first_one_and_joins_once(two_nodes):
@@ -335,6 +338,67 @@ def test_ranks_of_a_killed_torchrun_end_beside_another_node_that_is_left_alone(t
         second.kill()
 
 
+def test_a_second_ctrl_c_ends_a_node_that_joined_with_all_its_ranks(two_nodes, capsys):
+    cfg, run = two_nodes("stubborn")
+    first = launch.start(cfg, run, "worker")
+    joined = launch.join(cfg.parallel, run, 1, "worker")
+    wait_for(lambda: all((run.path / f"ready{rank}").exists() for rank in range(4)))
+    ranks = psutil.Process(joined.process.pid).children()
+    for after_s in (0.3, 0.9):
+        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT)).start()
+    assert attend(joined, launch.node_log(run, 1)) == 130
+    assert len(ranks) == 2
+    assert not any(rank.is_running() for rank in ranks)
+    assert first.process.poll() is None
+    told = capsys.readouterr()
+    assert told.out == "stopping all nodes after this step; Ctrl-C again ends this one at once\n"
+    assert told.err == "ended this node; the others notice that it is gone\n"
+
+
+def test_who_starts_a_run_of_several_nodes_is_told_once_what_to_type_on_the_others(two_nodes, monkeypatch):
+    cfg, run = two_nodes("stubborn")
+    launch.start(cfg, run, "worker")
+    [starting] = EventReader(run.events_file).read()
+    assert (starting.state, starting.message) == ("starting", f"waits for the other nodes: {launch.joining(run, 2)}")
+    monkeypatch.setenv("SLURM_NODEID", "0")  # srun starts the others
+    _, job = two_nodes("good")
+    launch.start(cfg, job, "worker")
+    assert [event.message for event in EventReader(job.events_file).read()] == [""]
+
+
+def test_the_log_of_a_node_never_gets_the_name_of_another_one(make_run):
+    _, run = make_run("good")
+    for number in (1, 10):
+        (run.logs / f"node2-{number}.log").touch()
+    assert launch._free_node_log(run, 2).name == "node2-11.log"
+    assert launch._free_node_log(run, 1).name == "node1-1.log"
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("192.0.2.1:29400", "192.0.2.1:29400 is not this machine; start the run there, and --join here"),
+        (
+            "nobody.invalid:29400",
+            "nobody.invalid:29400: no machine of the name nobody.invalid is known here; give the name or address by "
+            "which the other nodes reach this one",
+        ),
+    ],
+)
+def test_a_run_of_several_nodes_is_started_on_the_first_one(monkeypatch, place, message):
+    parallel = ParallelConfig(nodes=2, rendezvous=place)
+    with pytest.raises(InputError) as error:
+        launch.require_free_port(parallel)
+    assert str(error.value) == f"parallel.rendezvous: {message}"
+    monkeypatch.setenv("PET_NODE_RANK", "0")  # a scheduler's names may come to be known after the first node begins
+    launch.require_free_port(parallel)
+
+
+def test_a_job_that_does_not_know_its_first_node_yet_looks_for_none(monkeypatch):
+    monkeypatch.setattr(socket, "getaddrinfo", None)
+    launch.require_free_port(ParallelConfig(nodes=2, rendezvous=FIRST_NODE))
+
+
 def ran_on(run: RunDir, host: str, job: str = "") -> None:
     """Leave what a run leaves that is at its fifth step on another machine."""
     launch.Launch(os.getpid(), 1.0, ["-m", "trainer", str(run.path)], host, job).write(run)
@@ -382,6 +446,22 @@ def test_a_run_on_another_machine_has_ended_when_it_says_so_or_when_its_slurm_jo
         events.write(StatusEvent(state="stopped", step=6))
     assert not launch.alive(run)
     assert launch.status(run) == "stopped"
+
+
+@pytest.mark.parametrize("state", ["failed", "training"])
+def test_the_end_of_a_run_elsewhere_is_seen_beside_lines_that_are_cut(make_run, state):
+    _, run = make_run("good")
+    ran_on(run, "gpu07")
+    end = json.dumps(vars(StatusEvent(state=state))).encode() + b"\n"
+    half = b'{"step": 7, "type": "status", "sta'  # as a machine leaves it that lost its power
+    straddling = b'{"message": "' + b"x" * launch.LAST_WORDS + b'", "type": "status", "state": "training"}\n'
+    for tail in (end, half + b"\n" + end, end + half, end + b'{"type": "step"}\n' * 9):
+        begin = len(straddling) - (launch.LAST_WORDS - len(tail))  # the window begins inside its line
+        run.events_file.write_bytes(straddling + tail)
+        assert begin > 0
+        assert launch.alive(run) == (state == "training")
+    run.events_file.write_bytes(straddling)
+    assert launch.alive(run)
 
 
 @pytest.mark.parametrize(
@@ -443,6 +523,10 @@ def test_an_error_of_an_earlier_start_does_not_hide_that_of_the_latest(make_run)
     assert [error["message"] for error in errors_and_end(run)[:-1]] == ["first", "OSError: second"]
 
 
+NO_MEETING = (
+    "the nodes did not meet: check that parallel.rendezvous is host:port of the first node, that --join was typed on "
+    "every other one within ten minutes, and that no firewall closes that port"
+)
 TABLE = """
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 ============================================================
@@ -546,8 +630,14 @@ def test_after_restarts_the_last_attempt_counts(make_run):
             "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error",
             "run --doctor; if the GPUs are fine, set NCCL_DEBUG=INFO and continue with --resume",
         ),
+        ("DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined.", NO_MEETING),
+        (
+            "DistNetworkError: The client socket has timed out after 600000ms while trying to connect to "
+            "(node0, 29400).",
+            NO_MEETING,
+        ),
     ],
-    ids=["disk", "port", "nan", "nccl"],
+    ids=["disk", "port", "nan", "nccl", "nobody joined", "first node not found"],
 )
 def test_a_known_error_comes_with_its_remedy(make_run, message, remedy):
     _, run = make_run("good")
@@ -598,7 +688,7 @@ def test_torchrun_that_fails_by_itself_is_told_without_a_rank(make_run):
     pretend_it_ran(run, "Traceback:\ntorch.distributed.elastic.rendezvous.api.RendezvousConnectionError: no store\n")
     assert error_of(run) == (
         "error: torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: no store\n"
-        "  what to do: no meeting of the nodes: check that parallel.rendezvous is host:port of the first node\n"
+        f"  what to do: {NO_MEETING}\n"
         f"  log: {run.logs}/launch-1.log"
     )
 

@@ -62,7 +62,7 @@ def test_an_image_that_vanishes_costs_a_running_training_nothing_and_is_told_whe
     assert messages(said, WarningEvent) == []
     longer = cfg.model_copy(update={"train": cfg.train.model_copy(update={"steps": 6})})
     assert messages(go_on(longer, run, 6), WarningEvent) == [
-        "the images or captions are not those of before: from here on they come in another order"
+        "images, captions or how they are encoded are not as before: from here on the order is another"
     ]
 
 

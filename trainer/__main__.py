@@ -22,7 +22,7 @@ from trainer.events import EventWriter, ExportEvent, State, StatusEvent, Warning
 from trainer.report import write_report
 from trainer.rundir import RunDir
 from trainer.seat import Seat, cache_folder, take_seat
-from trainer.signals import Told, noted
+from trainer.signals import Preemption, noted
 
 if TYPE_CHECKING:
     from trainer.world import World
@@ -59,7 +59,7 @@ def _train(run: RunDir) -> None:
     from trainer.debuglog import debug_log
     from trainer.trackers import following
     from trainer.train import speaker
-    from trainer.watch import Watch
+    from trainer.watchdog import Watchdog
     from trainer.world import connect, meet
 
     meeting = meet()
@@ -74,7 +74,7 @@ def _train(run: RunDir) -> None:
         say = speaker(run, world)
         trackers = cfg.trackers if world.rank == 0 else TrackersConfig()
         grant = partial(_start_again_with, run, say)
-        with Watch(world, run, cfg.parallel.timeout, told, say, grant) as watch, following(trackers, run, say):
+        with Watchdog(world, run, cfg.parallel.timeout, told, say, grant) as watch, following(trackers, run, say):
             end = _train_on(seat, world, say, told, watch.ask)
     if world.rank:
         return
@@ -104,7 +104,9 @@ def _start_again_with(run: RunDir, say: Callable[[Any], None], change: str) -> N
         say(WarningEvent(message=f"memory ran out, and {change} could not be set: {error}"))
 
 
-def _train_on(seat: Seat, world: World, say: Callable[[Any], None], told: Told, ask: Callable[[str], None]) -> _End:
+def _train_on(
+    seat: Seat, world: World, say: Callable[[Any], None], told: Preemption, ask: Callable[[str], None]
+) -> _End:
     from trainer.encode import StopRequested
     from trainer.manifest import newest_step
     from trainer.parallel.place import OutOfMemoryError

@@ -20,7 +20,7 @@ class Board:
 
     def __init__(self, store: dist.Store) -> None:
         # A connection of its own: the other one is taken while a rank waits for the others in it.
-        own = store.clone() if hasattr(store, "clone") else store
+        own = store.clone()  # type: ignore[attr-defined]
         own.set_timeout(PATIENCE)
         self._store = dist.PrefixStore("board", own)
 

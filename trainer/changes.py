@@ -23,11 +23,12 @@ FIXED = {
 
 @dataclass(frozen=True)
 class Change:
-    """A field of the config that is not what it was."""
+    """A field of the config that is not what it was. was_there: whether the former config had such a field."""
 
     field: str
     before: Any
     after: Any
+    was_there: bool = True
 
     def __str__(self) -> str:
         return f"{self.field}: {_shown(self.before)} -> {_shown(self.after)}"
@@ -38,7 +39,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
     former, now = dict(_leaves(before)), dict(_leaves(after))
     # A field that one of them lacks is of another version, or of another kind of adapter.
     return [
-        Change(field, former.get(field), now.get(field))
+        Change(field, former.get(field), now.get(field), any(f"{field}.".startswith(f"{known}.") for known in former))
         for field in dict.fromkeys([*former, *now])
         if former.get(field) != now.get(field)
     ]
@@ -50,7 +51,8 @@ def refused(changed: Iterable[Change], step: int) -> Iterator[Problem]:
         why = next((FIXED[field] for field in FIXED if f"{change.field}.".startswith(f"{field}.")), "")
         if change.field == "optim.ema" and not (change.before and change.after):
             why = "the checkpoint holds an average or it does not; start a new run"
-        if why:
+        # What a version before this one did not have says nothing, or belongs to another kind of adapter.
+        if why and change.was_there:
             yield Problem(
                 change.field,
                 f"{_shown(change.before)} in the checkpoint of step {step}, not {_shown(change.after)}: {why}",

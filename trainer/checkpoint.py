@@ -11,10 +11,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
+import itertools
 import json
 import logging
 import math
 import os
+import re
 import shutil
 import time
 import warnings
@@ -160,7 +162,10 @@ class Checkpointer:
                 except OSError as error:
                     failure = _described(error)
         if self._world.rank in self._world.guests:
-            shutil.rmtree(draft, ignore_errors=True)
+            for name in sums[self._world.rank]:  # and not the folder: another rank of this machine may still send
+                (draft / name).unlink(missing_ok=True)
+            with suppress(OSError):
+                draft.rmdir()
         return failure
 
     def _gather(self, value: Any) -> list[Any]:
@@ -177,10 +182,13 @@ class Checkpointer:
             return None
         try:
             _finish(draft, facts)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
+            return _described(error)
+        try:
             for old in _too_old(complete(self._folder), self._keep, self._keep_best):
                 _remove(old)
-        except OSError as error:
-            return _described(error)
+        except OSError as error:  # the new one is there all the same, and the next one tries again
+            log.warning("an old checkpoint could not be removed: %s", error)
         return None
 
 
@@ -198,12 +206,22 @@ def newest_intact(folder: Path, world: World) -> tuple[Path | None, list[str]]:
         if found is None:
             _hand_out(checkpoint, world)
             return checkpoint, problems
-        aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
-        if world.rank == 0:
-            with suppress(OSError):  # it stays what it is, and is passed over
-                checkpoint.rename(aside)
-        problems.append(f"{checkpoint.name} is damaged and was put aside as {aside.name}: {found}")
+        where = world.gather(_put_aside(checkpoint) if world.rank == 0 else None)[0]
+        problems.append(f"{checkpoint.name} is damaged and {where}: {found}")
     return None, problems
+
+
+def _put_aside(checkpoint: Path) -> str:
+    """Give its name free for a new one. Returns what became of it."""
+    numbers = itertools.count(2)
+    aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
+    while aside.exists():
+        aside = checkpoint.with_name(f"damaged-{checkpoint.name}-{next(numbers)}")
+    try:
+        checkpoint.rename(aside)
+    except OSError as error:
+        return f"could not be put aside ({error.strerror})"
+    return f"was put aside as {aside.name}"
 
 
 def _damage(checkpoint: Path, world: World) -> str | None:
@@ -391,7 +409,7 @@ class _SnapshotStager(BlockingAsyncStager):
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         self._used = 0
         copy: dict[str, Any] = tree_map_only(Tensor, self._snapshot, state_dict)
-        if torch.cuda.is_available():
+        if any(place.is_pinned() for place in self._memory[:1]):
             torch.cuda.synchronize()
         return copy
 
@@ -425,7 +443,10 @@ def _layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...]]:
 
 
 def _remedy(failure: str) -> str:
-    return "make the folder writable" if f"[Errno {errno.EROFS}]" in failure else "free disk space"
+    found = re.search(r"\[Errno (\d+)\]", failure)
+    remedies = {errno.ENOSPC: "free disk space", errno.EDQUOT: "free disk space", errno.EFBIG: "free disk space"}
+    remedies |= {errno.EROFS: "make the folder writable", errno.EACCES: "make the folder writable"}
+    return remedies.get(int(found[1]) if found else 0, "see to that")
 
 
 def _failure(future: Future[Any]) -> str | None:
@@ -471,9 +492,12 @@ def _wrong_sum(checkpoint: Path, rank: int, num_ranks: int) -> str | None:
     """A file of this rank's part of a checkpoint that is not what was written, however long it is."""
     sums = sorted(manifest_of(checkpoint).get("checksums", {}).items())
     for name, digest in sums[rank::num_ranks]:
-        with (checkpoint / name).open("rb") as stream:
-            if hashlib.file_digest(stream, _checksum).hexdigest() != digest:
-                return f"{name} is not what was written: its checksum differs"
+        try:
+            with (checkpoint / name).open("rb") as stream:
+                if hashlib.file_digest(stream, _checksum).hexdigest() != digest:
+                    return f"{name} is not what was written: its checksum differs"
+        except OSError as error:
+            return _described(error)
     return None
 
 

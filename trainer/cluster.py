@@ -71,7 +71,9 @@ def sbatch(cfg: RunConfig, run: RunDir) -> str:
     SLURM warns the script alone (`B:`), which asks the run to stop as any person does, and queues the job again when
     it has stopped. Sent to the tasks the warning would not be told from scancel or pre-emption, which send SIGTERM.
     """
-    options = "\n".join(f"#SBATCH --{name}{_value(value)}" for name, value in _options(cfg, run).items())
+    options = "\n".join(
+        f"#SBATCH --{name}{_value(value)}" for name, value in _options(cfg, run).items() if value is not None
+    )
     argv = [sys.executable, str(Path(__file__).parents[1] / "launch.py"), "--resume", str(run.path)]
     meeting = ' "parallel.rendezvous=$first:$port"' if cfg.parallel.nodes > 1 else ""
     return _SBATCH.format(
@@ -80,7 +82,7 @@ def sbatch(cfg: RunConfig, run: RunDir) -> str:
 
 
 def _options(cfg: RunConfig, run: RunDir) -> dict[str, object]:
-    """{option of sbatch: its value, "" for one that takes none}; those of the config count."""
+    """{option of sbatch: its value, "" for one that takes none, None for one that is left out}; the config's count."""
     ranks = cfg.parallel.devices
     on_cpu = cfg.parallel.device == "cpu"
     return {
@@ -122,11 +124,13 @@ trap 'time_is_up=yes; touch "$stop"' USR1
 srun --kill-on-bad-exit=0 --wait=0 \\
     {command} &
 step=$!
+# The warning ends the waiting, not the step. Whether the step lives tells the two apart; its code alone does not.
 while :; do
     wait "$step"
-    code=$?
-    [ "$code" -eq 138 ] || break  # the warning ended the waiting, not the step
+    kill -0 "$step" 2>/dev/null || break
 done
+wait "$step"
+code=$?
 if [ -n "$time_is_up" ] && [ "$code" -eq 130 ]; then  # stopped, with a checkpoint
     exec scontrol requeue "$SLURM_JOB_ID"
 fi

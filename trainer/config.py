@@ -439,20 +439,19 @@ class TrackersConfig(Section):
     tensorboard: bool = False
     """Also write the figures for TensorBoard into the run folder (needs tensorboard)."""
     wandb: bool = False
-    """Also send the figures to Weights & Biases; without login or network they are kept for `wandb sync` (needs wandb).
-    """
+    """Also send the figures to wandb; without login or network they are kept for `wandb sync` (needs wandb)."""
     trackio: bool = False
     """Also send the figures to trackio, which shows them on this machine (needs trackio)."""
     project: str = option("shardstudio", pattern=NAME_PATTERN)
     """Name of the project at wandb and trackio."""
     debug: bool = False
-    """Every rank also writes what it does, with times, to logs/debug-rank<k>.log."""
+    """Every rank also writes what it does, with times, to logs/debug-rank0.log and on."""
 
 
 class ClusterConfig(Section):
-    slurm: dict[str, str | Whole] = option({})
+    slurm: dict[str, str | Whole | None] = option({})
     """Options for sbatch by their long names, as {partition: gpu, time: 24:00:00}; an empty text for one without value.
-    They count more than those written from the other fields."""
+    They count more than those written from the other fields; null leaves one of those out: {gpus-per-node: null}."""
     warning: Whole = option(120, ge=1, le=65535, unit="seconds")
     """How long before the end of a SLURM job's time its run stops with a checkpoint and queues again. A step and a
     checkpoint must fit into it."""
@@ -785,19 +784,23 @@ def _sample_rules(cfg: RunConfig) -> Iterator[Problem]:
 
 
 SBATCH_OPTIONS = {
-    "nodes": "parallel.nodes",
-    "ntasks": "parallel.nodes",
-    "ntasks-per-node": "parallel.devices",
-    "signal": "cluster.warning",
+    "nodes": "is written from parallel.nodes; set that",
+    "ntasks": "is one per node; set parallel.nodes",
+    "signal": "is written from cluster.warning; set that",
+    "array": "would start one run several times at once; submit a job for each run",
 }
-"""{option of sbatch: the field it is written from}, where another value would be another run."""
+"""{option of sbatch: why it is not taken}: with another value it would be another run."""
 
 
 def _cluster_rules(cfg: RunConfig) -> Iterator[Problem]:
     for name, value in cfg.cluster.slurm.items():
         if name in SBATCH_OPTIONS:
-            yield Problem(f"cluster.slurm.{name}", f"is written from {SBATCH_OPTIONS[name]}; set that")
-        elif not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+            yield Problem(f"cluster.slurm.{name}", SBATCH_OPTIONS[name])
+        elif name.startswith("ntasks-per-"):
+            yield Problem(
+                f"cluster.slurm.{name}", "each node has one task, which starts its ranks; set parallel.devices"
+            )
+        elif not re.fullmatch(r"[a-z][a-z0-9-]+", name):
             yield Problem("cluster.slurm", f"'{name}' is no long option of sbatch; write it without dashes: partition")
         elif not str(value).isprintable():
             yield Problem(f"cluster.slurm.{name}", "holds a line break; write one line")

@@ -171,7 +171,11 @@ _REMEDIES = (
         r"[Aa]ddress already in use|EADDRINUSE",
         "another program holds the port: start again, or change parallel.rendezvous",
     ),
-    (r"Rendezvous\w*Error", "no meeting of the nodes: check that parallel.rendezvous is host:port of the first node"),
+    (
+        r"Rendezvous\w*Error|DistStoreError: Timed out .*waiting for clients|client socket has (timed out|failed)",
+        "the nodes did not meet: check that parallel.rendezvous is host:port of the first node, that --join was typed "
+        "on every other one within ten minutes, and that no firewall closes that port",
+    ),
     (r"ModuleNotFoundError|ImportError", "the environment is incomplete: run --doctor"),
     (
         r"does not answer",

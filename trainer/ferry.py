@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 
@@ -13,14 +14,21 @@ CHUNK = 32 * 2**20
 
 
 def send(file: Path, target: int, group: dist.ProcessGroup) -> None:
-    """Send a file to another rank, which calls `receive`."""
+    """Send a file to another rank, which calls `receive`. Raises OSError when it cannot be read; so does the other."""
+    try:
+        data = memoryview(_mapped(file))
+    except OSError:
+        dist.send(torch.tensor([-1]), target, group)
+        raise
+    dist.send(torch.tensor([len(data)]), target, group)
+    for start in range(0, len(data), CHUNK):
+        dist.send(torch.frombuffer(bytearray(data[start : start + CHUNK]), dtype=torch.uint8), target, group)
+
+
+def _mapped(file: Path) -> mmap.mmap | bytes:
     with file.open("rb") as stream:
-        left = os.fstat(stream.fileno()).st_size
-        dist.send(torch.tensor([left]), target, group)
-        while left:
-            chunk = stream.read(min(CHUNK, left))
-            dist.send(torch.frombuffer(bytearray(chunk), dtype=torch.uint8), target, group)
-            left -= len(chunk)
+        is_empty = os.fstat(stream.fileno()).st_size == 0
+        return b"" if is_empty else mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def receive(file: Path, source: int, group: dist.ProcessGroup) -> None:
@@ -31,6 +39,8 @@ def receive(file: Path, source: int, group: dist.ProcessGroup) -> None:
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, source, group)
     left, failure = int(size), None
+    if left < 0:
+        raise OSError(f"{file.name} could not be read by rank {source}")
     try:
         stream = file.open("wb")
     except OSError as error:

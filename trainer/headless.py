@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import signal
 import statistics
 import subprocess
@@ -38,7 +37,9 @@ from trainer.events import (
     WarningEvent,
     smoothed,
 )
+from trainer.launch import RunHandle
 from trainer.rundir import RunDir
+from trainer.signals import LEAVE
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -85,7 +86,7 @@ def resume(path: Path, overrides: Sequence[str], node_rank: int | None = None) -
 
 
 def join(path: Path, overrides: Sequence[str], node_rank: int | None = None) -> int:
-    """Be one more node of a run that another one starts, until it ends. Returns 0, or 1 when it failed here.
+    """Be one more node of a run that another one starts, until it ends. Returns what `attend` returns.
 
     overrides: fields of `parallel`, where this machine does not see the run folder.  node_rank: None takes the number
     that a scheduler gave this node.  Raises InputError as `launch.join` does.
@@ -109,24 +110,35 @@ def _parallel(run: RunDir, overrides: Sequence[str]) -> ParallelConfig:
             f"{run.path}: not a run folder (it has no config.yaml); where this machine does not see that of the first "
             "node, add parallel.nodes=N parallel.devices=N parallel.rendezvous=HOST:PORT as they are there"
         )
-    given = (text.partition("=") for text in overrides)
+    given = [text.removeprefix("parallel.").partition("=") for text in overrides]
+    for text, (name, _, _) in zip(overrides, given, strict=True):
+        if name not in ParallelConfig.model_fields:
+            raise InputError(f"{text}: is no field of parallel; --join takes only those, as parallel.nodes=2")
     try:
-        return ParallelConfig.model_validate(
-            {name.removeprefix("parallel."): yaml.safe_load(value) for name, _, value in given}
-        )
+        return ParallelConfig.model_validate({name: yaml.safe_load(value) for name, _, value in given})
     except (ValidationError, yaml.YAMLError) as error:
         raise InputError(f"{' '.join(overrides)}: {error}") from error
 
 
 def _join(parallel: ParallelConfig, run: RunDir, node_rank: int) -> int:
     handle = launch.join(parallel, run, node_rank)
-    log = launch.node_log(run, node_rank)
     print(f"node {node_rank} of {parallel.nodes} of {run.path}, meeting at {parallel.rendezvous}", flush=True)
+    return attend(handle, launch.node_log(run, node_rank))
+
+
+def attend(handle: RunHandle, log: Path) -> int:
+    """Wait until a node that joined a run has ended; Ctrl-C stops all nodes, a second one ends this one.
+
+    Returns 0, 1 when it failed here, or 130 when it was ended by that second one.
+    """
+    run = handle.run
     with _AskedToEnd() as asked:
         while handle.process.poll() is None:
             if asked.count >= 2:
-                handle.process.terminate()
-            elif asked.count == 1 and not asked.is_answered:
+                launch.end_family(handle.process.pid)
+                print("ended this node; the others notice that it is gone", file=sys.stderr)
+                return EXIT_CODES["stopped"]
+            if asked.count == 1 and not asked.is_answered:
                 asked.is_answered = True
                 if run.config_file.is_file():
                     run.request("stop")
@@ -197,9 +209,9 @@ def _run(loaded: ConfigFile, run: RunDir) -> int:
     events = EventReader(run.events_file)
     events.read()  # a run that continues does not tell its past again
     handle = launch.start(cfg, run)
-    if cfg.parallel.nodes > 1 and launch.dealt_node_rank() is None:
+    if launch.must_be_joined(cfg.parallel):
         parallel = cfg.parallel
-        print(f"on each other node: {joining(run, parallel.nodes)}", flush=True)
+        print(f"on each other node: {launch.joining(run, parallel.nodes)}", flush=True)
         print(
             f"  where it does not see that folder, add: parallel.nodes={parallel.nodes} "
             f"parallel.devices={parallel.devices} parallel.rendezvous={parallel.rendezvous}",
@@ -208,12 +220,6 @@ def _run(loaded: ConfigFile, run: RunDir) -> int:
     code = watch(cfg, run, events)
     handle.process.wait()
     return code
-
-
-def joining(run: RunDir, nodes: int) -> str:
-    """What is typed on the other nodes, with the number to fill in where they are several."""
-    argv = [sys.executable, str(Path(__file__).parents[1] / "launch.py"), "--join", str(run.path), "--node-rank"]
-    return f"{shlex.join(argv)} 1" if nodes == 2 else f"{shlex.join(argv)} K  # K = 1 to {nodes - 1}, another on each"
 
 
 def watch(cfg: RunConfig, run: RunDir, events: EventReader) -> int:
@@ -304,7 +310,7 @@ def explain(error: ErrorEvent, run: RunDir) -> str:
 class _AskedToEnd:
     """Counts Ctrl-C instead of raising KeyboardInterrupt in the middle of something.
 
-    SIGTERM, by which schedulers and containers ask to leave, counts once: it comes again shortly before SIGKILL.
+    What schedulers and containers ask to leave by counts once: it comes again shortly before SIGKILL.
     """
 
     def __init__(self) -> None:
@@ -312,7 +318,7 @@ class _AskedToEnd:
         self.is_answered = False
 
     def __enter__(self) -> Self:
-        self._former = {number: signal.signal(number, self._add) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._former = {number: signal.signal(number, self._add) for number in (signal.SIGINT, *LEAVE)}
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -320,7 +326,7 @@ class _AskedToEnd:
             signal.signal(number, handler)
 
     def _add(self, number: int, _frame: FrameType | None) -> None:
-        self.count = max(self.count, 1) if number == signal.SIGTERM else self.count + 1
+        self.count = self.count + 1 if number == signal.SIGINT else max(self.count, 1)
 
 
 class Figures:

@@ -11,6 +11,7 @@ import errno
 import importlib.util
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import psutil
 
+from trainer.cluster import FIRST_NODE
 from trainer.config import InputError, ParallelConfig, RunConfig
 from trainer.diagnosis import diagnose, launches, output_file
 from trainer.events import ENDS, AnyEvent, ErrorEvent, EventReader, EventWriter, State, StatusEvent, last_state
@@ -206,6 +208,8 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
 
     Raises InputError when this run is running already.
     """
+    environment = _node_environment(cfg.parallel) | _seen(gpus)  # looks names up: not while others wait for the lock
+    waits = f"waits for the other nodes: {joining(run, cfg.parallel.nodes)}" if must_be_joined(cfg.parallel) else ""
     with run.locked():
         require_ended(run)
         argv = torchrun_argv(cfg.parallel, run, module)
@@ -213,13 +217,24 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
         for request in ("stop", "save", "sample"):
             run.clear(request)
         with EventWriter(run.events_file) as events:
-            events.write(StatusEvent(state="starting"))
-        process = _spawn(argv, output_file(run, launches(run) + 1), _node_environment(cfg.parallel) | _seen(gpus))
+            events.write(StatusEvent(state="starting", message=waits))
+        process = _spawn(argv, output_file(run, launches(run) + 1), environment)
         Launch.of(process, argv).write(run)
     return _begun(run, process, argv)
 
 
-def join(parallel: ParallelConfig, run: RunDir, node_rank: int) -> RunHandle:
+def must_be_joined(parallel: ParallelConfig) -> bool:
+    """Whether a person starts the other nodes of a run: there are some, and no scheduler does."""
+    return parallel.nodes > 1 and dealt_node_rank() is None
+
+
+def joining(run: RunDir, nodes: int) -> str:
+    """What is typed on the other nodes, with the number to fill in where they are several."""
+    argv = [sys.executable, str(Path(__file__).parents[1] / "launch.py"), "--join", str(run.path), "--node-rank"]
+    return f"{shlex.join(argv)} 1" if nodes == 2 else f"{shlex.join(argv)} K  # K = 1 to {nodes - 1}, another on each"
+
+
+def join(parallel: ParallelConfig, run: RunDir, node_rank: int, module: str = "trainer") -> RunHandle:
     """Start this machine's ranks of a run on several nodes, the first of which calls `start`, and return at once.
 
     It may be called before that: the nodes wait for each other, for ten minutes. Where this machine does not see the
@@ -233,12 +248,13 @@ def join(parallel: ParallelConfig, run: RunDir, node_rank: int) -> RunHandle:
     if not 1 <= node_rank < nodes:
         numbers = "1" if nodes == 2 else f"1 to {nodes - 1}"
         raise InputError(f"--node-rank {node_rank}: the nodes that join {run.path} have the numbers {numbers}")
+    environment = _node_environment(parallel)
     with run.locked():
-        argv = torchrun_argv(parallel, run, node_rank=node_rank)
+        argv = torchrun_argv(parallel, run, module, node_rank)
         if any(_arguments(process) == argv for process in psutil.process_iter()):
             raise InputError(f"{run.path}: node {node_rank} of it runs on this machine already")
         _end_orphans(argv)
-        process = _spawn(argv, _free_node_log(run, node_rank), _node_environment(parallel))
+        process = _spawn(argv, _free_node_log(run, node_rank), environment)
     return _begun(run, process, argv)
 
 
@@ -249,7 +265,9 @@ def node_log(run: RunDir, node_rank: int) -> Path:
 
 
 def _free_node_log(run: RunDir, node_rank: int) -> Path:
-    return run.logs / f"node{node_rank}-{len(list(run.logs.glob(f'node{node_rank}-*.log'))) + 1}.log"
+    logs = run.logs.glob(f"node{node_rank}-*.log")
+    numbers = (int(log.stem.partition("-")[2]) for log in logs)  # counted they would repeat where one was removed
+    return run.logs / f"node{node_rank}-{max(numbers, default=0) + 1}.log"
 
 
 def _begun(run: RunDir, process: subprocess.Popen[bytes], argv: list[str]) -> RunHandle:
@@ -276,23 +294,31 @@ def require_ended(run: RunDir) -> None:
 
 
 def require_free_port(parallel: ParallelConfig) -> None:
-    """Raises InputError when `parallel.rendezvous` is a port of this machine that another program holds.
+    """Raises InputError when `parallel.rendezvous` is no place of this machine, or one that another program holds.
 
-    torchrun would take that program for the first node, and wait for its answer.
+    The machine that starts a run is its first node. torchrun would wait there for the machine of that name, or take
+    that program for the first node. A job of a cluster learns its first node only when it runs.
     """
-    if parallel.nodes == 1:
+    if parallel.nodes == 1 or parallel.rendezvous == FIRST_NODE:
         return
     host, port = _host_and_port(parallel)
+    field, place = "parallel.rendezvous", parallel.rendezvous
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torchrun: a port just left is free
             probe.bind(address)
-    except OSError as error:  # anything else: the address of another machine
-        if error.errno == errno.EADDRINUSE:
+    except socket.gaierror as error:
+        if must_be_joined(parallel):  # a scheduler may start the first node before its name is known
             raise InputError(
-                f"parallel.rendezvous: another program holds {parallel.rendezvous}; end it or name another port"
+                f"{field}: {place}: no machine of the name {host} is known here; give the name or address by which "
+                "the other nodes reach this one"
             ) from error
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise InputError(f"{field}: another program holds {place}; end it or name another port") from error
+        if error.errno == errno.EADDRNOTAVAIL and must_be_joined(parallel):
+            raise InputError(f"{field}: {place} is not this machine; start the run there, and --join here") from error
 
 
 def worker_environment() -> dict[str, str]:
@@ -339,8 +365,10 @@ def alive(run: RunDir) -> bool:
 def _has_said_its_end(run: RunDir) -> bool:
     """Whether the last status is an end. Only the end of the file is read: whoever watches asks every second."""
     with run.events_file.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_WORDS))
-        statuses = [line for line in file.read().splitlines() if b'"type": "status"' in line]
+        begin = max(0, file.seek(0, os.SEEK_END) - LAST_WORDS)
+        file.seek(begin)
+        whole = file.read().split(b"\n")[1 if begin else 0 : -1]  # the first may be cut, the last half written
+        statuses = [line for line in whole if b'"type": "status"' in line and line.endswith(b"}")]
     return bool(statuses) and json.loads(statuses[-1])["state"] in ENDS
 
 
@@ -401,7 +429,13 @@ def terminate(run: RunDir, grace_s: float = 10.0) -> None:
         return
     with EventWriter(run.events_file) as events:
         events.write(StatusEvent(state="stopped", message="terminated; the last checkpoint remains"))
+    end_family(process.pid, grace_s)
+
+
+def end_family(pid: int, grace_s: float = 10.0) -> None:
+    """End a torchrun and its ranks now: SIGTERM, and after `grace_s` seconds SIGKILL."""
     with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
         family = [process, *process.children(recursive=True)]  # torchrun gives each rank a session of its own
         process.terminate()
         _, survivors = psutil.wait_procs(family, timeout=grace_s)

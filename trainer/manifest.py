@@ -51,11 +51,14 @@ def complete(folder: Path) -> list[Path]:
 def defect(checkpoint: Path) -> str | None:
     """What its manifest and the sizes of its files tell about a checkpoint that is not complete."""
     try:
-        for name, size in manifest_of(checkpoint)["files"].items():
+        facts = manifest_of(checkpoint)
+        if name_of(facts["step"]) != checkpoint.name:
+            return f"its manifest is of step {facts['step']}"
+        for name, size in facts["files"].items():
             found = (checkpoint / name).stat().st_size
             if found != size:
                 return f"{name} has {found} bytes, {size} were written"
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 

@@ -12,7 +12,7 @@ LEAVE = (signal.SIGTERM, signal.SIGUSR1)
 """What asks a rank to save and leave. SLURM sends either before the time is up or the job is pre-empted."""
 
 
-class Told:
+class Preemption:
     """Whether this process was told to leave, and by which signal. Known at once, also while a collective waits."""
 
     def __init__(self, pipe: socket.socket | None = None) -> None:
@@ -34,7 +34,7 @@ class Told:
 
 
 @contextmanager
-def noted() -> Iterator[Told]:
+def noted() -> Iterator[Preemption]:
     """Inside, a signal of LEAVE ends nothing: it is noted, and the run leaves after the step with a checkpoint."""
     reads, writes = socket.socketpair()
     for end in (reads, writes):
@@ -43,7 +43,7 @@ def noted() -> Iterator[Told]:
     former_pipe = signal.set_wakeup_fd(writes.fileno(), warn_on_full_buffer=False)
     former = {number: signal.signal(number, _go_on) for number in LEAVE}
     try:
-        yield Told(reads)
+        yield Preemption(reads)
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)

@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,7 +57,7 @@ from trainer.parallel.straggler import Stragglers
 from trainer.rng import SampleRng, derived_seed
 from trainer.rundir import Request, RunDir
 from trainer.sampling import draw_all
-from trainer.signals import Told
+from trainer.signals import Preemption
 from trainer.world import World
 
 log = logging.getLogger(__name__)
@@ -88,10 +88,10 @@ class Trainer:
     """
 
     def __init__(
-        self, cfg: RunConfig, run: RunDir, world: World, cache: Path, say: Say, told: Told | None = None
+        self, cfg: RunConfig, run: RunDir, world: World, cache: Path, say: Say, told: Preemption | None = None
     ) -> None:
         self.cfg, self.run_dir, self.world, self.say = cfg, run, world, say
-        self.told = Told() if told is None else told
+        self.told = Preemption() if told is None else told
         # A rank whose torchrun was killed is adopted by another process. It would train on unseen.
         self._parent = os.getppid()
         self.family = families.make(cfg, cache)
@@ -145,12 +145,16 @@ class Trainer:
             return self._train()
 
     def held(self) -> dict[str, int]:
-        """Bytes on this rank of what stays from step to step."""
+        """Bytes of this rank's device of what stays from step to step."""
         average = self.ema.average.values() if self.ema else ()
+        kept: dict[str, Iterable[Tensor]] = {
+            "weights": self.model.parameters(),
+            "gradients": [p.grad for p in self.parameters if p.grad is not None],
+            "optimizer state": [*state_tensors(self.optimizer), *average],
+        }
+        device = self.world.device.type
         return {
-            "weights": local_bytes(self.model.parameters()),
-            "gradients": local_bytes(p.grad for p in self.parameters if p.grad is not None),
-            "optimizer state": local_bytes([*state_tensors(self.optimizer), *average]),
+            name: local_bytes(one for one in tensors if one.device.type == device) for name, tensors in kept.items()
         }
 
     def _train(self) -> State:
@@ -160,6 +164,10 @@ class Trainer:
         self._status("training")
         while self.step < cfg.train.steps:
             agreed = self.train_step()
+            if agreed.told:  # by what will not wait long
+                self._save_last()
+                self._say_left()
+                return "stopped"
             if agreed.saved:
                 self._finish_checkpoint()
             if self._due(cfg.train.check_replicas):
@@ -174,7 +182,6 @@ class Trainer:
             if agreed.sample or (self._due(cfg.sample.every) and self.step < cfg.train.steps):
                 self.draw_samples()
             if agreed.stop:
-                self._say_left(agreed)
                 return "stopped"
         self._save_last()
         if cfg.sample.every:
@@ -185,7 +192,8 @@ class Trainer:
         """One optimizer step over `train.batch_size` images of all ranks."""
         self.clock.start()
         self.world.pulse.step = self.step
-        self.place.enter("data")
+        # Storage may be slow, and the first step of a resumed run counts through the epochs before.
+        self.world.pulse.enter("data", moves=False)
         began = time.perf_counter()
         micro_batches = self.loader.micro_batches(self.step)
         self.clock.mark(DATA)
@@ -259,8 +267,10 @@ class Trainer:
 
     def save(self) -> None:
         """Begin a checkpoint; it is written while training goes on."""
+        self.world.pulse.enter("waiting for the checkpoint before", moves=False)
         self._finish_checkpoint()
         self.checkpointer.save(self._progress(), self._state())
+        self.world.pulse.beat()
 
     def trained_weights(self) -> dict[str, Tensor]:
         """The trained weights as they are exported, whole, on the CPU of rank 0; empty on other ranks."""
@@ -432,7 +442,7 @@ class Trainer:
             told = "; ".join(map(str, changed))
             self.say(StatusEvent(state="loading", step=self.step, message=f"changed since it was saved: {told}"))
         if saved.data and saved.data != self.data.digest:
-            message = "the images or captions are not those of before: from here on they come in another order"
+            message = "images, captions or how they are encoded are not as before: from here on the order is another"
             self.say(WarningEvent(step=self.step, message=message))
 
     def _config(self) -> dict[str, Any]:
@@ -494,10 +504,9 @@ class Trainer:
         )
         return path
 
-    def _say_left(self, agreed: Agreed) -> None:
-        if agreed.told:
-            message = "a signal asked to leave; saved, continue with --resume"
-            self.say(StatusEvent(state="saving", step=self.step, message=message))
+    def _say_left(self) -> None:
+        message = "a signal asked to leave; saved, continue with --resume"
+        self.say(StatusEvent(state="saving", step=self.step, message=message))
 
     def _status(self, state: State) -> None:
         self.world.pulse.enter(state, moves=False)

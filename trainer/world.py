@@ -19,6 +19,7 @@ from trainer.config import InputError, ParallelConfig
 from trainer.pulse import Pulse
 
 BEYOND_THE_WATCH_S = 120
+SLOW_STORAGE = datetime.timedelta(minutes=30)
 MEET_WITHIN = datetime.timedelta(minutes=10)
 
 
@@ -44,28 +45,28 @@ class World:
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, in rank order."""
-        self.pulse.beat()
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        with self.pulse.waiting("all_gather_object"):
+            dist.all_gather_object(values, value)
         return values
 
     def sum(self, values: list[float]) -> list[float]:
         """Element-wise sum over the ranks, computed in fp64."""
-        self.pulse.beat()
         if self.size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor)
-        summed: list[float] = tensor.tolist()
+        with self.pulse.waiting("all_reduce"):
+            dist.all_reduce(tensor)
+            summed: list[float] = tensor.tolist()
         return summed
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        self.pulse.beat()
         if self.size > 1:
-            dist.barrier()
+            with self.pulse.waiting("barrier"):
+                dist.barrier()
 
     @property
     def restarts_left(self) -> int:
@@ -114,14 +115,15 @@ def connect(cfg: ParallelConfig, meeting: Meeting | None = None, is_guest: bool 
     timeout = datetime.timedelta(seconds=cfg.timeout + BEYOND_THE_WATCH_S)
     place = meeting or meet()
     dist.init_process_group(backend, store=place.store, rank=place.rank, world_size=place.size, timeout=timeout)
-    yield _with_guests(joined(device, local_rank, local_size), is_guest)
+    yield _with_guests(joined(device, local_rank, local_size, timeout), is_guest)
     # Not after an error: NCCL would wait for the other ranks, and torchrun would hear of it only after the timeout.
     dist.destroy_process_group()
 
 
-def joined(device: torch.device, local_rank: int, local_size: int) -> World:
-    """The world of a default process group that exists already."""
-    background = dist.new_group(backend="gloo")
+def joined(device: torch.device, local_rank: int, local_size: int, timeout: datetime.timedelta | None = None) -> World:
+    """The world of a default process group that exists already. timeout: longest wait for a checkpoint's other ranks;
+    storage may be slow for one of them only."""
+    background = dist.new_group(backend="gloo", timeout=timeout and max(timeout, SLOW_STORAGE))
     assert background is not None
     board = Board(dist.distributed_c10d._get_default_store())
     return World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, background, board)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from trainer.clock import OPTIMIZER
 from trainer.diagnosis import OUT_OF_MEMORY
 from trainer.parallel.memory import MemoryMeter
 from trainer.pulse import Pulse
@@ -44,6 +45,8 @@ class Place:
         """From now on the rank does something else, as "forward"; no block yet."""
         self._what, self._block = what, ""
         self._pulse.enter(what, self._moves)
+        if what == OPTIMIZER:
+            self._moves = True  # compiled by now
 
     def __str__(self) -> str:
         return f"{self._what} of {self._block}" if self._block else self._what

@@ -21,18 +21,31 @@ from pathlib import Path
 from typing import Any
 
 from trainer import launch
-from trainer.config import InputError, Problem, TrackersConfig
+from trainer.config import InputError, Problem, RunConfig, TrackersConfig
 from trainer.events import WarningEvent
 from trainer.rundir import RunDir
 
-NAMES = ("tensorboard", "wandb", "trackio")
+_IS_WANTED: dict[str, Callable[[TrackersConfig], bool]] = {
+    "tensorboard": lambda cfg: cfg.tensorboard,
+    "wandb": lambda cfg: cfg.wandb,
+    "trackio": lambda cfg: cfg.trackio,
+}
+NAMES = tuple(_IS_WANTED)
 PATIENCE_S = 300
 """How long one thing may take to send, and how long a tracker may finish after the run's end. wandb alone waits 90 s
 for its server before it gives up."""
 ALREADY_SAID = 3
 """Exit code of a tracker's process that wrote into the events why it ended."""
 WATCH_SECONDS = 1.0
-_SECRET = re.compile(r"(?i)((?:token|key|password|secret)\w*[=:]\s*)[^\s&'\"]+|(?<=//)[^\s/@]+@")
+_SECRET = re.compile(
+    r"""(?ix)
+    ( (?:token|key|password|secret|authorization) (?!error) \w* [\\"']* \s* [=:] \s* [\\"']* (?:(?:bearer|basic)\s+)?
+    | \b bearer \s+
+    ) [^\s&'"\\]+
+    | (?<=//) [^\s/@]+ @                       # user:password@ in an address
+    | \b (?: hf_[a-z0-9]{20,} | [0-9a-f]{40} | wandb_v\d_\w+ ) \b  # of the Hub, of wandb
+    """
+)
 
 
 @dataclass(frozen=True)
@@ -74,8 +87,18 @@ def require(cfg: TrackersConfig) -> None:
 
 
 def without_secrets(text: str) -> str:
-    """One line of what a library says, without what looks like a token, a key or a password."""
-    return " ".join(_SECRET.sub(r"\1***", text).split())[:500]
+    """What a library says, without what looks like a token, a key or a password."""
+    return _SECRET.sub(r"\1***", text)
+
+
+def short(text: str) -> str:
+    """One line of what a library says, without secrets."""
+    return " ".join(without_secrets(text).split())[:500]
+
+
+def shown_config(cfg: RunConfig) -> dict[str, Any]:
+    """What trackers are given of a config. How it is scheduled names accounts, volumes and registries of a site."""
+    return cfg.model_dump(mode="json", exclude={"cluster"})
 
 
 def stopped(run: RunDir, name: str, reason: str) -> WarningEvent:
@@ -107,8 +130,7 @@ def following(
 
 
 def _wanted(cfg: TrackersConfig) -> list[str]:
-    wanted = {"tensorboard": cfg.tensorboard, "wandb": cfg.wandb, "trackio": cfg.trackio}
-    return [name for name, is_wanted in wanted.items() if is_wanted]
+    return [name for name, is_wanted in _IS_WANTED.items() if is_wanted(cfg)]
 
 
 def _is_installed(package: str) -> bool:
@@ -139,23 +161,35 @@ def _watch(
 ) -> None:
     """Say why a tracker ended that could not say it itself; end one that does nothing any more."""
     running = dict(processes)
+    signs = {name: Signs(Files(run, name).lock) for name in running}
     while running:
         time.sleep(WATCH_SECONDS)
         for name, process in list(running.items()):
             code = process.poll()
             # A process notices by itself that it hangs, unless it was stopped or hangs inside C.
-            hangs = code is None and _idle_seconds(run, name) > 1.2 * patience_s + 5
+            hangs = code is None and signs[name].idle_s() > 1.2 * patience_s + 5
             if hangs:
                 _end_session(process.pid)
-                say(stopped(run, name, f"it did nothing for {_idle_seconds(run, name):.0f} s"))
+                say(stopped(run, name, f"it did nothing for {signs[name].idle_s():.0f} s"))
             elif code not in (None, 0, ALREADY_SAID):
                 say(stopped(run, name, _ended_by(code)))
             if hangs or code is not None:
                 del running[name]
 
 
-def _idle_seconds(run: RunDir, name: str) -> float:
-    return time.time() - Files(run, name).lock.stat().st_mtime
+class Signs:
+    """Of life: how long ago a file was touched, by a clock that nobody sets."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._touched = file.stat().st_mtime_ns
+        self._seen = time.monotonic()
+
+    def idle_s(self) -> float:
+        touched = self._file.stat().st_mtime_ns
+        if touched != self._touched:
+            self._touched, self._seen = touched, time.monotonic()
+        return time.monotonic() - self._seen
 
 
 def _end_session(pid: int) -> None:

@@ -25,7 +25,7 @@ from trainer.config import InputError, TrackersConfig
 from trainer.events import LossyWriter, WarningEvent
 from trainer.rundir import RunDir
 from trainer.signals import LEAVE
-from trainer.trackers import ALREADY_SAID, NAMES, PATIENCE_S, Files, require, stopped, without_secrets
+from trainer.trackers import ALREADY_SAID, NAMES, PATIENCE_S, Files, require, short, stopped, without_secrets
 from trainer.trackers.feed import Feed, Figures, Item, Picture, Place, Tracker
 
 FOLLOW_SECONDS = 1.0
@@ -47,10 +47,10 @@ def main() -> int:
     try:
         work.do()
     except Exception as error:  # noqa: BLE001 - whatever a tracker raises, it is told and the run goes on
-        traceback.print_exc()
+        print(without_secrets(traceback.format_exc()), end="", file=sys.stderr)
         if not arguments.beside:
             return 1
-        work.say(stopped(run, arguments.tracker, f"{type(error).__name__}: {without_secrets(str(error))}"))
+        work.say(stopped(run, arguments.tracker, f"{type(error).__name__}: {short(str(error))}"))
         return ALREADY_SAID
     return 0
 

@@ -16,10 +16,11 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from trainer import configfile
+from trainer import yamltext
 from trainer.config import RunConfig
 from trainer.events import WarningEvent
 from trainer.rundir import RunDir
+from trainer.trackers import shown_config
 from trainer.trackers.feed import Figures, Note, Picture, Place
 
 RGB = 3  # TensorBoard's number for the colour space
@@ -30,7 +31,9 @@ def connect(run: RunDir, cfg: RunConfig, place: Place, say: Callable[[WarningEve
     tracker = TensorBoard(EventFileWriter(str(run.path / "tensorboard")))
     if not place.run:
         place.run = run.path.name
-        tracker.text("config", "\n".join(f"    {line}" for line in configfile.dump(cfg).splitlines()), 0, None)
+        tracker.text(
+            "config", "\n".join(f"    {line}" for line in yamltext.dump(shown_config(cfg)).splitlines()), 0, None
+        )
     return tracker
 
 

@@ -13,7 +13,7 @@ import trackio
 from trainer.config import RunConfig
 from trainer.events import WarningEvent
 from trainer.rundir import RunDir
-from trainer.trackers import without_secrets
+from trainer.trackers import short, shown_config
 from trainer.trackers.feed import Figures, Note, Picture, Place
 
 LEVELS = {
@@ -30,7 +30,7 @@ def connect(run: RunDir, cfg: RunConfig, place: Place, say: Callable[[WarningEve
         project=cfg.trackers.project,
         name=place.run or _name(run),
         resume="allow" if place.run else "never",
-        config=cfg.model_dump(mode="json"),
+        config=shown_config(cfg),
         embed=False,
         auto_log_gpu=False,
         auto_log_cpu=False,
@@ -49,7 +49,7 @@ def _tell_first_warning(say: Callable[[WarningEvent], None]) -> None:
     told: list[str] = []
 
     def show(message: Warning | str, *place: Any, **more: Any) -> None:
-        text = without_secrets(str(message))
+        text = short(str(message))
         print(text)
         if "trackio" in text.lower() and not told:
             told.append(text)

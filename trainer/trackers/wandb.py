@@ -12,7 +12,7 @@ import wandb
 from trainer.config import RunConfig
 from trainer.events import WarningEvent
 from trainer.rundir import RunDir
-from trainer.trackers import without_secrets
+from trainer.trackers import short, shown_config
 from trainer.trackers.feed import Figures, Note, Picture, Place
 
 
@@ -24,13 +24,13 @@ def connect(run: RunDir, cfg: RunConfig, place: Place, say: Callable[[WarningEve
     except wandb.Error as error:
         wandb.teardown()  # else the run that could not be opened still holds the id
         opened = _open(run, cfg, place, "offline")
-        reason = without_secrets(str(error).partition("\n")[0])
+        reason = short(str(error).partition("\n")[0])
         command = f"wandb sync {run.path}/wandb/offline-run-*-{place.run}"
         say(WarningEvent(message=f"trackers.wandb writes offline: {reason} Send it later with: {command}"))
     # Rows are numbered by us, and drawn over the steps they are of: what ranks say of a step comes after it.
     opened.define_metric("step", hidden=True)
     opened.define_metric("*", step_metric="step")
-    opened.config.update(cfg.model_dump(mode="json"), allow_val_change=True)
+    opened.config.update(shown_config(cfg), allow_val_change=True)
     return Wandb(opened, place)
 
 

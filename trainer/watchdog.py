@@ -19,15 +19,17 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
+import psutil
+
 from trainer.diagnosis import remedy_for
 from trainer.events import ErrorEvent, EventWriter, RankLine, WarningEvent
 from trainer.rundir import RunDir
-from trainer.signals import Told
+from trainer.signals import Preemption
 from trainer.world import World
 
 log = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ STACKS = signal.SIGUSR2
 class Report:
     """Where one rank stands. waits_in: a collective and who called it, empty when it is in none.
 
-    still_s: seconds since it moved.  stacks: of all its threads.
+    still_s: seconds since it moved.  stacks: of all its threads.  ended_by: what it failed with, if it did.
     """
 
     rank: int
@@ -53,13 +55,16 @@ class Report:
     waits_in: str
     still_s: float
     stacks: str
+    ended_by: str = ""
 
     def __str__(self) -> str:
+        if self.ended_by:
+            return f"on {self.host} ended by {self.ended_by}"
         where = f" ({self.where})" if self.where else ""
         return f"waits in {self.waits_in}{where}" if self.waits_in else f"is busy with {self.where or 'nothing known'}"
 
 
-class Watch:
+class Watchdog:
     """Watches this rank and hears of the others, as a context manager around all that the rank does.
 
     limit_s: how long a rank may stand still in a collective or a step.  grant: does on rank 0 what a rank asks for;
@@ -71,7 +76,7 @@ class Watch:
         world: World,
         run: RunDir,
         limit_s: float,
-        told: Told,
+        told: Preemption,
         say: Callable[[Any], None],
         grant: Callable[[str], None] = lambda wish: None,
         end: Callable[[int], Any] = os._exit,
@@ -79,7 +84,9 @@ class Watch:
         self._world, self._run, self._limit_s, self._told, self._say, self._end = world, run, limit_s, told, say, end
         self._pulse = world.pulse
         self._trains = threading.get_ident()
-        self._processes: list[tuple[str, int]] = world.gather((socket.gethostname(), os.getpid()))
+        # Machines may bear the same name: only children of one torchrun are processes of one machine for certain.
+        self._processes: list[tuple[str, int, int]] = world.gather((socket.gethostname(), os.getppid(), os.getpid()))
+        self._entered: tuple[str, float] = "", 0.0
         self._mail = _Mail(world, run, grant)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
@@ -88,13 +95,17 @@ class Watch:
         with suppress(OSError):  # a full disk: this file is for the worst case only
             folder = self._run.logs / "stacks"
             folder.mkdir(parents=True, exist_ok=True)
-            self._stacks = (folder / f"rank{self._world.rank}.txt").open("w")
+            self._stacks = (folder / f"rank{self._world.rank}.txt").open("a")
             faulthandler.register(STACKS, self._stacks, all_threads=True)
         self._mail.start()
         self._thread.start()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and self._world.local_size < self._world.size:
+            # torchrun on the other machines knows nothing of it, and their ranks would wait.
+            mine = replace(self._report(), where="", waits_in="", ended_by=f"{type(error).__name__}: {error}")
+            self._mail.report(mine.rank, asdict(mine))
         self._over.set()
         self._mail.stop()
         self._thread.join()
@@ -114,23 +125,40 @@ class Watch:
                 self._give_up()
                 return
             if told_at is not None and min(still_s, time.monotonic() - told_at) > LEAVE_WITHIN_S:
-                print(f"told to leave by {self._told.by}, and nothing moves", file=sys.stderr, flush=True)
-                self._end(1)
-                return
+                told_at = None
+                if self._is_left_alone():
+                    print(f"told to leave by {self._told.by}, and others have gone", file=sys.stderr, flush=True)
+                    self._end(1)
+                    return
 
     def _still_s(self) -> float:
-        """Seconds that this rank has stood still where it should not."""
-        still_s = time.monotonic() - self._pulse.at
-        return still_s if self._pulse.moves or _collective(self._frame()) else 0.0
+        """Seconds that this rank has stood still where it should not: in one collective, or in a step."""
+        now, collective = time.monotonic(), self._waits_in()
+        if collective != self._entered[0]:
+            self._entered = collective, now
+        since = max(self._pulse.at, self._entered[1]) if collective else self._pulse.at
+        return now - since if collective or self._pulse.moves else 0.0
 
-    def _frame(self) -> FrameType | None:
-        return sys._current_frames().get(self._trains)
+    def _waits_in(self) -> str:
+        """The collective this rank is in, empty when it is in none."""
+        frames = sys._current_frames()
+        main = _collective(frames.get(self._trains))
+        if not main and self._pulse.waits_in:
+            return self._pulse.waits_in
+        # Backward runs on threads of torch's where there is an accelerator.
+        own = {thread.ident for thread in threading.enumerate()}
+        others = (_collective(frame) for number, frame in frames.items() if number not in own)
+        return main or next(filter(None, others), "")
+
+    def _is_left_alone(self) -> bool:
+        """Whether another rank of this machine is gone, or the store of the attempt cannot be reached."""
+        here = [(parent, pid) for _, parent, pid in self._processes if parent == os.getppid()]
+        return not all(_is_child(pid, parent) for parent, pid in here) or not self._mail.is_alive
 
     def _report(self) -> Report:
-        frame = self._frame()
         still_s = time.monotonic() - self._pulse.at
-        host, _ = self._processes[self._world.rank]
-        return Report(self._world.rank, host, self._pulse.where, _collective(frame), still_s, _all_stacks())
+        host = self._processes[self._world.rank][0]
+        return Report(self._world.rank, host, self._pulse.where, self._waits_in(), still_s, _all_stacks())
 
     def _give_up(self) -> None:
         """Tell the others, let rank 0 tell the user, and end this process."""
@@ -141,7 +169,8 @@ class Watch:
         self._mail.report(mine.rank, asdict(mine))
         self._mail.has_all.wait(ANSWER_WITHIN_S)
         reports = {rank: Report(**note) for rank, note in dict(self._mail.reports).items()}
-        if self._world.rank == 0:
+        # Rank 0 may be the one that does not answer. The machine it is on tells: the network between may be cut.
+        if self._world.rank == min(reports) and self._processes[0][1] == os.getppid():
             self._tell(reports)
             self._mail.tell()
         # Rank 0 has to write before torchrun ends it for the failure of another.
@@ -150,24 +179,30 @@ class Watch:
         self._end(1)
 
     def _tell(self, reports: Mapping[int, Report]) -> None:
-        """On rank 0: the event, and all stacks in one file."""
-        hosts = [host for host, _ in self._processes]
+        """On one rank: the event, and all stacks in one file."""
+        hosts = [host for host, _, _ in self._processes]
         message = stand_still(reports.values(), hosts)
         log = self._run.logs / f"standstill-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         texts = [f"== rank {rank} on {one.host}: {one}\n{one.stacks}\n" for rank, one in sorted(reports.items())]
         with suppress(OSError):
             log.write_text(f"{message}\n\n" + "\n".join(texts), encoding="utf-8")
         said = f"step {self._pulse.step}: {message}"
+        event: WarningEvent | ErrorEvent
         if self._world.restarts_left:
-            self._say(WarningEvent(step=self._pulse.step, message=f"{said}; the ranks are started again"))
-            return
-        path = str(log.relative_to(self._run.path))
-        self._say(ErrorEvent(step=self._pulse.step, message=said, remedy=remedy_for(said), log=path))
+            event = WarningEvent(step=self._pulse.step, message=f"{said}; the ranks are started again")
+        else:
+            path = str(log.relative_to(self._run.path))
+            event = ErrorEvent(step=self._pulse.step, message=said, remedy=remedy_for(said), log=path)
+        with suppress(OSError), EventWriter(self._run.events_file) as events:
+            events.write(event)
 
     def _end_frozen(self, reports: Mapping[int, Report]) -> None:
         """End ranks of this machine that do not answer: torchrun would wait for them. First they write their stacks."""
-        here = self._processes[self._world.rank][0]
-        frozen = [pid for rank, (host, pid) in enumerate(self._processes) if rank not in reports and host == here]
+        here = os.getppid()
+        silent = [
+            pid for rank, (_, parent, pid) in enumerate(self._processes) if rank not in reports and parent == here
+        ]
+        frozen = [pid for pid in silent if _is_child(pid, here)]
         for signal_number in (STACKS, signal.SIGKILL):
             for pid in frozen:
                 with suppress(ProcessLookupError, PermissionError):
@@ -183,6 +218,8 @@ class _Mail:
         self.alarm = False
         self.told, self.has_all, self.granted = threading.Event(), threading.Event(), threading.Event()
         self._grant = grant if world.rank == 0 else None
+        self._ended = threading.Event()
+        self._answered = time.monotonic()
         self.reports: dict[int, dict[str, Any]] = {}
         self._world, self._run, self._board = world, run, world.board
         self._ranks = tuple(range(world.size))
@@ -195,6 +232,7 @@ class _Mail:
 
     def stop(self) -> None:
         """Post what is left and end. A thread that is inside the store when Python ends aborts the process."""
+        self._ended.set()
         self._letters.put(None)
         self._thread.join(ANSWER_WITHIN_S)
 
@@ -213,10 +251,21 @@ class _Mail:
         """Ask rank 0 for something, which it does once in an attempt."""
         self._letters.put(("wish", wish))
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the store of this attempt answered the last time it was asked, and not long ago."""
+        return self._thread.is_alive() and time.monotonic() - self._answered < 2 * ANSWER_WITHIN_S
+
     def _carry(self) -> None:
-        with suppress(RuntimeError):  # the store is gone with its machine: so are the other ranks
-            while self._post_letters():
+        more = True
+        while more:
+            try:
+                more = self._post_letters()
                 self._look()
+                self._answered = time.monotonic()
+            except RuntimeError as error:  # it is gone with its machine, or slow: whoever waits has limits of his own
+                log.debug("the store of the ranks does not answer: %s", error)
+                more = more and not self._ended.wait(LOOK_EVERY_S)
 
     def _post_letters(self) -> bool:
         """Post what was sent. Returns False after the end."""
@@ -278,6 +327,13 @@ def _ranks(numbers: Sequence[int]) -> str:
         return f"rank {numbers[0]}"
     is_row = numbers[-1] - numbers[0] == len(numbers) - 1 and len(numbers) > 2
     return "each of ranks " + (f"{numbers[0]}-{numbers[-1]}" if is_row else ", ".join(map(str, numbers)))
+
+
+def _is_child(pid: int, parent: int) -> bool:
+    try:
+        return psutil.Process(pid).ppid() == parent
+    except psutil.NoSuchProcess:
+        return False
 
 
 _C10D = os.path.join("torch", "distributed", "distributed_c10d.py")

@@ -29,8 +29,8 @@ from trainer.events import (
 from trainer.manifest import complete, steps_in
 from trainer.pulse import Pulse
 from trainer.rundir import RunDir
-from trainer.signals import Told, noted
-from trainer.watch import Report, Watch, stand_still
+from trainer.signals import Preemption, noted
+from trainer.watchdog import Report, Watchdog, stand_still
 
 WORKER = '''
 """The trainer, but rank 1 goes its own way after the second step: as the run is named."""
@@ -94,7 +94,7 @@ def test_ranks_that_wait_for_each_other_are_told_with_both_stacks_and_the_run_en
     events = events_of(run)
     [error] = [event for event in events if isinstance(event, ErrorEvent)]
     last = latest_steps(events)[-1]
-    assert error.time - last.time < 10 + 10
+    assert error.time - last.time < 10 + 20
     assert error.message.startswith("step 2: nothing moved for 1")
     assert "rank 0 waits in " in error.message
     assert "rank 1 waits in barrier, called by train.py" in error.message
@@ -120,6 +120,18 @@ def test_a_rank_that_was_frozen_is_named_and_ended_and_the_run_resumes_by_itself
     assert " does not answer" in warning
     assert warning.endswith("; the ranks are started again")
     assert latest_steps(events)[-1].step == 4
+
+
+@pytest.mark.slow
+def test_when_the_first_rank_is_frozen_another_one_tells(start) -> None:
+    run = start("untouched", train__steps=100_000)
+    while not any(isinstance(event, StepEvent) for event in events_of(run)):
+        time.sleep(0.1)
+    os.kill(rank(run, 0).pid, signal.SIGSTOP)
+    assert launch.wait(run, timeout_s=120) == "failed"
+    [error] = [event for event in events_of(run) if isinstance(event, ErrorEvent)]
+    assert re.search(r"nothing moved for \d+ s: rank 0 on \S+ does not answer; rank 1 waits in ", error.message)
+    assert "gone or frozen" in error.remedy
 
 
 @pytest.mark.slow
@@ -175,26 +187,25 @@ class Ended(threading.Event):
         self.set()
 
 
-def watch(tmp_path: Path, limit_s: float, told: Told, said: list[AnyEvent]) -> tuple[Watch, Ended, Pulse]:
+def watch(tmp_path: Path, limit_s: float, told: Preemption, said: list[AnyEvent]) -> tuple[Watchdog, Ended, Pulse]:
     cfg: RunConfig = run_config(tmp_path)
     ended, world = Ended(), alone()
     run = make_run(tmp_path, cfg, "watched")
-    return Watch(world, run, limit_s, told, said.append, end=ended), ended, world.pulse
+    return Watchdog(world, run, limit_s, told, said.append, end=ended), ended, world.pulse
 
 
 def test_a_rank_that_moves_is_left_alone_and_one_that_stands_still_in_a_step_is_not(tmp_path: Path) -> None:
     said: list[AnyEvent] = []
-    one, ended, pulse = watch(tmp_path, 1.2, Told(), said)
+    one, ended, pulse = watch(tmp_path, 2.0, Preemption(), said)
     with one:
         pulse.enter("saving", moves=False)
-        assert not ended.wait(2.5)
-        for _ in range(10):
+        assert not ended.wait(3)
+        for _ in range(8):
             pulse.enter("forward of blocks.0")
-            assert not ended.wait(0.25)
+            assert not ended.wait(0.4)
         assert ended.wait(10)
-    [error] = said
-    assert isinstance(error, ErrorEvent)
-    assert error.message == "step 0: nothing moved for 1 s: rank 0 is busy with forward of blocks.0"
+    [error] = [event for event in events_of(RunDir(tmp_path / "watched")) if isinstance(event, ErrorEvent)]
+    assert re.fullmatch(r"step 0: nothing moved for \d s: rank 0 is busy with forward of blocks.0", error.message)
     assert ended.code == 1
 
 
