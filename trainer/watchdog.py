@@ -170,7 +170,7 @@ class Watchdog:
         self._mail.has_all.wait(ANSWER_WITHIN_S)
         reports = {rank: Report(**note) for rank, note in dict(self._mail.reports).items()}
         # Rank 0 may be the one that does not answer. The machine it is on tells: the network between may be cut.
-        if self._world.rank == min(reports) and self._processes[0][1] == os.getppid():
+        if self._world.rank == min(reports) and self._processes[0][:2] == self._processes[self._world.rank][:2]:
             self._tell(reports)
             self._mail.tell()
         # Rank 0 has to write before torchrun ends it for the failure of another.
