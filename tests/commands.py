@@ -88,6 +88,6 @@ class Started:
 
     def kill(self) -> None:
         """End the run, if it still runs, and everything that belongs to it."""
-        terminate(self.run, grace_s=0.5)
+        terminate(self.run)
         self._process.kill()
         self._process.communicate()

@@ -103,7 +103,7 @@ def start(make_run):
 
     yield start
     for handle in handles:
-        launch.terminate(handle.run, grace_s=0.5)
+        launch.terminate(handle.run)
         handle.process.wait(10)
 
 
@@ -202,7 +202,7 @@ def test_terminating_ends_ranks_that_ignore_it_and_is_no_failure(start):
     _, run = start("stubborn")
     wait_for(lambda: all((run.path / f"ready{rank}").exists() for rank in range(2)))
     ranks = psutil.Process(launch.Launch.read(run).pid).children()
-    launch.terminate(run, grace_s=0.5)
+    launch.terminate(run)
     assert not any(rank.is_running() for rank in ranks)
     assert launch.wait(run) == "stopped"
     end = StatusEvent(time=0, state="stopped", message="terminated; the last checkpoint remains")

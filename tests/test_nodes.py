@@ -75,7 +75,7 @@ class Pair:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        terminate(self.run, grace_s=0.5)
+        terminate(self.run)
         for process in (self.first, self.second):
             process.kill()
             process.communicate()

@@ -47,7 +47,7 @@ def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     queue = Queue(tmp_path / "runs", module="queueworker")
     yield queue
     for entry in queue.running():
-        launch.terminate(queue.run_of(entry), grace_s=0.5)
+        launch.terminate(queue.run_of(entry))
 
 
 def names(entries) -> list[str]:

@@ -52,7 +52,7 @@ def diagnose(run: RunDir, events: Sequence[AnyEvent]) -> ErrorEvent:
 
 _LOST_ANOTHER_RANK = re.compile(
     r"Connection (closed|reset) by peer|Connection refused|Broken pipe|pair closure|remote process exited"
-    r"|ncclRemoteError|killed by SIGTERM"
+    r"|ncclRemoteError|killed by SIG(TERM|USR1)"
 )
 
 
@@ -160,7 +160,7 @@ _REMEDIES = (
         "train.micro_batch, or give it more memory; the system log tells",
     ),
     (r"torchrun ended without", "it was killed, or the machine ran out of memory: continue with --resume"),
-    (r"SIGTERM|SignalException", "it was ended from outside: continue with --resume"),
+    (r"SIGTERM|SIGUSR1|SignalException", "it was ended from outside: continue with --resume"),
     (
         r"Read-only file system",
         "see the system log for why the disk turned read-only, make it writable, then continue with --resume; finished "

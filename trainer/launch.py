@@ -422,26 +422,27 @@ def wait(run: RunDir, timeout_s: float | None = None) -> State:
     return status(run)
 
 
-def terminate(run: RunDir, grace_s: float = 10.0) -> None:
-    """End the run now, without a checkpoint: SIGTERM, and after `grace_s` seconds SIGKILL. No error is recorded."""
-    process = _process(run)
-    if process is None:
-        return
-    with EventWriter(run.events_file) as events:
-        events.write(StatusEvent(state="stopped", message="terminated; the last checkpoint remains"))
-    end_family(process.pid, grace_s)
+def terminate(run: RunDir) -> None:
+    """End the run now, without a checkpoint. No error is recorded; every checkpoint that is complete stays so."""
+    with run.locked():
+        process = _process(run)
+        if process is None:
+            return
+        end_family(process.pid)
+        step = max((event.step for event in EventReader(run.events_file).read()), default=0)
+        with EventWriter(run.events_file) as events:
+            events.write(StatusEvent(state="stopped", step=step, message="terminated; the last checkpoint remains"))
 
 
-def end_family(pid: int, grace_s: float = 10.0) -> None:
-    """End a torchrun and its ranks now: SIGTERM, and after `grace_s` seconds SIGKILL."""
+def end_family(pid: int) -> None:
+    """Kill a torchrun and its ranks: asked to leave they would save first. Trackers see it and end by themselves."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        family = [process, *process.children(recursive=True)]  # torchrun gives each rank a session of its own
-        process.terminate()
-        _, survivors = psutil.wait_procs(family, timeout=grace_s)
-        for survivor in survivors:
-            survivor.kill()
-        psutil.wait_procs(survivors)
+        family = [process, *process.children()]  # torchrun gives each rank a session of its own
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        psutil.wait_procs(family, timeout=10)
 
 
 def record_mistake(run: RunDir, rank: int, message: str) -> None:

@@ -53,7 +53,7 @@ def take_notebook(browser: Browser, folder: Path) -> Path:
             page.wait_for_timeout(500)
             picture = _save(widget.screenshot(), folder / "notebook.png")
         for config in runs.glob("*/config.yaml"):
-            launch.terminate(RunDir.open(config.parent), grace_s=1)
+            launch.terminate(RunDir.open(config.parent))
     return picture
 
 

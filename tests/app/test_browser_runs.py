@@ -136,7 +136,7 @@ def test_two_pages_on_one_folder_see_the_same_and_one_resumes(page: Page, browse
     run, other_server = RunDir.open(runs / "shared"), Server(runs)
     other_server.start()
     with ExitStack() as stack:
-        stack.callback(launch.terminate, run, grace_s=0.5)
+        stack.callback(launch.terminate, run)
         stack.callback(other_server.kill)
         other = stack.enter_context(opened(browser, other_server.url))
         for one in (page, other):

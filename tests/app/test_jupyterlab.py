@@ -40,7 +40,7 @@ def runs(tmp_path: Path) -> Iterator[Path]:
     """Where the notebook's runs lie; none of them goes on after the test."""
     yield tmp_path / "runs"
     for file in (tmp_path / "runs").glob("*/config.yaml"):
-        launch.terminate(RunDir.open(file.parent), grace_s=1)
+        launch.terminate(RunDir.open(file.parent))
 
 
 def test_a_run_is_watched_and_stopped_from_the_quickstart_whose_kernel_was_restarted(lab: Lab, page: Page, runs: Path):

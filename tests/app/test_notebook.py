@@ -113,7 +113,7 @@ def test_a_run_is_started_awaited_and_exported_and_a_wrong_one_writes_nothing(ru
             notebook.exported(run)
         assert awaited(notebook.ended(run)) == "finished"
     finally:
-        launch.terminate(run, grace_s=0.5)
+        launch.terminate(run)
     assert notebook.exported(run).suffix == ".safetensors"
     assert notebook.exported(run).is_file()
 

@@ -70,7 +70,7 @@ def test_many_clicks_at_once_start_one_run(studio: Studio, preset: Path):
         click.join()
     assert len({run.path for run in found}) == 1
     assert len(studio.runs_found()) == 1
-    launch.terminate(found[0], grace_s=0.5)
+    launch.terminate(found[0])
 
 
 def test_gpus_of_a_waiting_run_are_numbers(studio: Studio, preset: Path):

@@ -66,7 +66,7 @@ def execute(
         client.execute(env=_environment(folder))
     finally:
         for file in runs.glob("*/launch.json"):
-            terminate(RunDir(file.parent), grace_s=1.0)
+            terminate(RunDir(file.parent))
     return Executed(notebook, "\n".join(map(shown, notebook.cells)), time.monotonic() - began)
 
 
