@@ -14,13 +14,14 @@ import psutil
 import pytest
 
 from tests.runs import alone, make_pictures, make_run, run_config
-from trainer import launch
+from trainer import launch, watchdog
 from trainer.config import RunConfig
 from trainer.events import (
     AnyEvent,
     CheckpointEvent,
     ErrorEvent,
     EventReader,
+    RankReader,
     StatusEvent,
     StepEvent,
     WarningEvent,
@@ -207,6 +208,20 @@ def test_a_rank_that_moves_is_left_alone_and_one_that_stands_still_in_a_step_is_
     [error] = [event for event in events_of(RunDir(tmp_path / "watched")) if isinstance(event, ErrorEvent)]
     assert re.fullmatch(r"step 0: nothing moved for \d s: rank 0 is busy with forward of blocks.0", error.message)
     assert ended.code == 1
+
+
+def test_a_rank_that_is_long_in_one_thing_shows_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "HEARTBEAT_EVERY_S", 0.4)
+    one, ended, pulse = watch(tmp_path, 60, Preemption(), [])
+    memory = {"allocated": 1, "reserved": 2, "peak": 3, "limit": 4}
+    line = {"rank": 0, "step": 7, "phase": "loading", "time": 1.0, **memory}
+    with one:
+        pulse.line = line
+        assert not ended.wait(2.5)
+    beats = RankReader(RunDir(tmp_path / "watched").rank_file(0)).read()
+    assert len(beats) >= 2
+    assert all(vars(beat) == {**line, "time": beat.time} for beat in beats)
+    assert time.time() - beats[-1].time < 5
 
 
 def test_a_signal_is_known_while_the_main_thread_is_in_torch(tmp_path: Path) -> None:

@@ -94,6 +94,10 @@ class Trainer:
         self.told = Preemption() if told is None else told
         # A rank whose torchrun was killed is adopted by another process. It would train on unseen.
         self._parent = os.getppid()
+        self.step = self.samples_seen = self.skipped = self._skipped_in_a_row = 0
+        self.meter = MemoryMeter(world)
+        self._ranks = EventWriter(run.rank_file(world.rank))
+        self._heartbeat("starting")
         self.family = families.make(cfg, cache)
         # First what can be refused without weights: captions of a large set take hours to encode.
         built = build_model(cfg, self.family)
@@ -125,11 +129,7 @@ class Trainer:
         self.clock.watch(self.model, self.family.shard_blocks, cfg.train.compile)
         self._own_s = 0.0  # of the last step, what this rank did by itself
         self.stragglers = Stragglers(world.gather(socket.gethostname()))
-        self.meter = MemoryMeter(world)
         self.place = Place(self.model, self.family.shard_blocks, cfg.train.compile, world.pulse)
-        self._ranks = EventWriter(run.rank_file(world.rank))
-        self._last_heartbeat = 0.0
-        self.step = self.samples_seen = self.skipped = self._skipped_in_a_row = 0
         self._validated = (-1, math.nan)  # at which step, the loss
         if newest is not None:
             self._resume(newest)

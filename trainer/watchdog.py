@@ -34,6 +34,8 @@ from trainer.world import World
 
 log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.5
+HEARTBEAT_EVERY_S = 10.0
+"""A rank that is long in one thing, as reading weights, shows so often that it lives."""
 ANSWER_WITHIN_S = 10.0
 """How long the others are waited for when one rank has found that nothing moves."""
 LEAVE_WITHIN_S = 30.0
@@ -87,6 +89,7 @@ class Watchdog:
         # Machines may bear the same name: only children of one torchrun are processes of one machine for certain.
         self._processes: list[tuple[str, int, int]] = world.gather((socket.gethostname(), os.getppid(), os.getpid()))
         self._entered: tuple[str, float] = "", 0.0
+        self._beaten: tuple[dict[str, Any] | None, float] = None, 0.0
         self._mail = _Mail(world, run, grant)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
@@ -118,6 +121,7 @@ class Watchdog:
     def _watch(self) -> None:
         told_at: float | None = None
         while not self._over.wait(LOOK_EVERY_S):
+            self._beat()
             if self._told and told_at is None:
                 told_at = time.monotonic()
             still_s = self._still_s()
@@ -130,6 +134,17 @@ class Watchdog:
                     print(f"told to leave by {self._told.by}, and others have gone", file=sys.stderr, flush=True)
                     self._end(1)
                     return
+
+    def _beat(self) -> None:
+        """Repeat the last heartbeat where the rank has not written one for a while."""
+        line, now = self._pulse.line, time.monotonic()
+        if line is not self._beaten[0]:
+            self._beaten = line, now
+        elif line and now - self._beaten[1] > HEARTBEAT_EVERY_S:
+            self._beaten = line, now
+            with suppress(OSError), EventWriter(self._run.rank_file(self._world.rank)) as file:
+                file.write(RankLine(**{**line, "time": time.time()}))
+            self._pulse.line = {**line, "time": time.time()}
 
     def _still_s(self) -> float:
         """Seconds that this rank has stood still where it should not: in one collective, or in a step."""
