@@ -8,13 +8,16 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from tests.runs import alone, make_pictures, make_run, run_config
 from trainer import launch, watchdog
+from trainer.board import Board
 from trainer.config import RunConfig
 from trainer.events import (
     AnyEvent,
@@ -190,7 +193,8 @@ class Ended(threading.Event):
 
 def watch(tmp_path: Path, limit_s: float, told: Preemption, said: list[AnyEvent]) -> tuple[Watchdog, Ended, Pulse]:
     cfg: RunConfig = run_config(tmp_path)
-    ended, world = Ended(), alone()
+    # What one test left on the board is nothing to the next.
+    ended, world = Ended(), replace(alone(), board=Board(dist.HashStore()), pulse=Pulse())
     run = make_run(tmp_path, cfg, "watched")
     return Watchdog(world, run, limit_s, told, said.append, end=ended), ended, world.pulse
 
