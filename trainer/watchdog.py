@@ -18,7 +18,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -92,6 +92,7 @@ class Watchdog:
         self._beaten: tuple[dict[str, Any] | None, float] = None, 0.0
         self._mail = _Mail(world, run, grant)
         self._over = threading.Event()
+        self._files = ExitStack()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
 
     def __enter__(self) -> Self:
@@ -112,6 +113,7 @@ class Watchdog:
         self._over.set()
         self._mail.stop()
         self._thread.join()
+        self._files.close()
 
     def ask(self, wish: str) -> None:
         """Have rank 0 do something before this rank fails. Waits until it is done, but not for long."""
