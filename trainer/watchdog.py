@@ -99,8 +99,9 @@ class Watchdog:
         with suppress(OSError):  # a full disk: this file is for the worst case only
             folder = self._run.logs / "stacks"
             folder.mkdir(parents=True, exist_ok=True)
-            self._stacks = (folder / f"rank{self._world.rank}.txt").open("a")
-            faulthandler.register(STACKS, self._stacks, all_threads=True)
+            stacks = self._files.enter_context((folder / f"rank{self._world.rank}.txt").open("a"))
+            faulthandler.register(STACKS, stacks, all_threads=True)
+            self._files.callback(faulthandler.unregister, STACKS)
         self._mail.start()
         self._thread.start()
         return self
