@@ -191,17 +191,16 @@ class Ended(threading.Event):
         self.set()
 
 
-def watch(tmp_path: Path, limit_s: float, told: Preemption, said: list[AnyEvent]) -> tuple[Watchdog, Ended, Pulse]:
+def watch(tmp_path: Path, limit_s: float) -> tuple[Watchdog, Ended, Pulse]:
     cfg: RunConfig = run_config(tmp_path)
     # What one test left on the board is nothing to the next.
     ended, world = Ended(), replace(alone(), board=Board(dist.HashStore()), pulse=Pulse())
     run = make_run(tmp_path, cfg, "watched")
-    return Watchdog(world, run, limit_s, told, said.append, end=ended), ended, world.pulse
+    return Watchdog(world, run, limit_s, Preemption(), end=ended), ended, world.pulse
 
 
 def test_a_rank_that_moves_is_left_alone_and_one_that_stands_still_in_a_step_is_not(tmp_path: Path) -> None:
-    said: list[AnyEvent] = []
-    one, ended, pulse = watch(tmp_path, 2.0, Preemption(), said)
+    one, ended, pulse = watch(tmp_path, 2.0)
     with one:
         pulse.enter("saving", moves=False)
         assert not ended.wait(3)
@@ -216,7 +215,7 @@ def test_a_rank_that_moves_is_left_alone_and_one_that_stands_still_in_a_step_is_
 
 def test_a_rank_that_is_long_in_one_thing_shows_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "HEARTBEAT_EVERY_S", 0.4)
-    one, ended, pulse = watch(tmp_path, 60, Preemption(), [])
+    one, ended, pulse = watch(tmp_path, 60)
     memory = {"allocated": 1, "reserved": 2, "peak": 3, "limit": 4}
     line = {"rank": 0, "step": 7, "phase": "loading", "time": 1.0, **memory}
     with one:

@@ -74,7 +74,7 @@ def _train(run: RunDir) -> None:
         say = speaker(run, world)
         trackers = cfg.trackers if world.rank == 0 else TrackersConfig()
         grant = partial(_start_again_with, run, say)
-        with Watchdog(world, run, cfg.parallel.timeout, told, say, grant) as watch, following(trackers, run, say):
+        with Watchdog(world, run, cfg.parallel.timeout, told, grant) as watch, following(trackers, run, say):
             end = _train_on(seat, world, say, told, watch.ask)
     if world.rank:
         return

@@ -225,13 +225,13 @@ class _Follower(Generic[T]):
     """Yields each whole line of a growing file once, from where the last `read` ended.
 
     A half-written last line waits for its end. A line that is damaged, or of a type this version does not know, is
-    passed over: one bad line must not take the view of the whole run away.
+    passed over: one bad line must not take the view of the whole run away. offset: the byte up to which it has read.
     """
 
-    def __init__(self, path: Path, kind: TypeAdapter[T]) -> None:
+    def __init__(self, path: Path, kind: TypeAdapter[T], offset: int) -> None:
         self._path = path
         self._kind = kind
-        self._offset = 0
+        self.offset = offset
 
     def read(self) -> list[T]:
         """What was appended since the last call; nothing while the file does not exist."""
@@ -246,12 +246,12 @@ class _Follower(Generic[T]):
     def _new_lines(self) -> list[bytes]:
         try:
             with self._path.open("rb") as file:
-                file.seek(self._offset)
+                file.seek(self.offset)
                 data = file.read()
         except FileNotFoundError:
             return []
         whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
+        self.offset += len(whole)
         return whole.splitlines()
 
 
@@ -262,15 +262,15 @@ _RANK_LINE = TypeAdapter(RankLine)
 class EventReader(_Follower[AnyEvent]):
     """Follows `events.jsonl`."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, _EVENT)
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        super().__init__(path, _EVENT, offset)
 
 
 class RankReader(_Follower[RankLine]):
     """Follows `ranks/rank<k>.jsonl`."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, _RANK_LINE)
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        super().__init__(path, _RANK_LINE, offset)
 
 
 def latest_steps(events: Iterable[AnyEvent]) -> list[StepEvent]:

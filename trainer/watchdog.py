@@ -79,11 +79,10 @@ class Watchdog:
         run: RunDir,
         limit_s: float,
         told: Preemption,
-        say: Callable[[Any], None],
         grant: Callable[[str], None] = lambda wish: None,
         end: Callable[[int], Any] = os._exit,
     ) -> None:
-        self._world, self._run, self._limit_s, self._told, self._say, self._end = world, run, limit_s, told, say, end
+        self._world, self._run, self._limit_s, self._told, self._end = world, run, limit_s, told, end
         self._pulse = world.pulse
         self._trains = threading.get_ident()
         # Machines may bear the same name: only children of one torchrun are processes of one machine for certain.
@@ -107,11 +106,11 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._over.set()
         if error is not None and self._world.local_size < self._world.size:
             # torchrun on the other machines knows nothing of it, and their ranks would wait.
             mine = replace(self._report(), where="", waits_in="", ended_by=f"{type(error).__name__}: {error}")
             self._mail.report(mine.rank, asdict(mine))
-        self._over.set()
         self._mail.stop()
         self._thread.join()
         self._files.close()
@@ -200,16 +199,16 @@ class Watchdog:
         """On one rank: the event, and all stacks in one file."""
         hosts = [host for host, _, _ in self._processes]
         message = stand_still(reports.values(), hosts)
-        log = self._run.logs / f"standstill-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+        file = self._run.logs / f"standstill-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         texts = [f"== rank {rank} on {one.host}: {one}\n{one.stacks}\n" for rank, one in sorted(reports.items())]
         with suppress(OSError):
-            log.write_text(f"{message}\n\n" + "\n".join(texts), encoding="utf-8")
+            file.write_text(f"{message}\n\n" + "\n".join(texts), encoding="utf-8")
         said = f"step {self._pulse.step}: {message}"
         event: WarningEvent | ErrorEvent
         if self._world.restarts_left:
             event = WarningEvent(step=self._pulse.step, message=f"{said}; the ranks are started again")
         else:
-            path = str(log.relative_to(self._run.path))
+            path = str(file.relative_to(self._run.path))
             event = ErrorEvent(step=self._pulse.step, message=said, remedy=remedy_for(said), log=path)
         with suppress(OSError), EventWriter(self._run.events_file) as events:
             events.write(event)

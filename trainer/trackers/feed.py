@@ -124,8 +124,8 @@ class Feed:
     def __init__(self, run: RunDir, place: Place) -> None:
         self._run = run
         self._place = place
-        self._events = _Events(run.events_file, place.offset)
-        self._ranks: dict[str, _RankLines] = {}
+        self._events = EventReader(run.events_file, place.offset)
+        self._ranks: dict[str, RankReader] = {}
         self.state: State = place.state
         self.step = 0
 
@@ -187,7 +187,7 @@ class Feed:
         place = self._place
         by_step: dict[int, dict[str, float]] = defaultdict(dict)
         for file in sorted(self._run.ranks.glob("rank*.jsonl")):
-            reader = self._ranks.setdefault(file.name, _RankLines(file, place.ranks.get(file.name, 0)))
+            reader = self._ranks.setdefault(file.name, RankReader(file, place.ranks.get(file.name, 0)))
             for line in reader.read():
                 by_step[line.step][f"memory/rank{line.rank}"] = line.peak
             place.ranks[file.name] = reader.offset
@@ -200,27 +200,3 @@ class Feed:
     def _will_give(self) -> None:
         self._place.given += 1
         self._place.save()
-
-
-class _Events(EventReader):
-    """Begins at a byte of the file and says how far it came."""
-
-    def __init__(self, path: Path, offset: int) -> None:
-        super().__init__(path)
-        self._offset = offset
-
-    @property
-    def offset(self) -> int:
-        return self._offset
-
-
-class _RankLines(RankReader):
-    """Begins at a byte of the file and says how far it came."""
-
-    def __init__(self, path: Path, offset: int) -> None:
-        super().__init__(path)
-        self._offset = offset
-
-    @property
-    def offset(self) -> int:
-        return self._offset
