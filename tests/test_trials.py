@@ -193,7 +193,8 @@ def test_two_steps_are_too_few_to_measure(pictures: Path, tmp_path: Path) -> Non
 
 def test_a_wrong_variant_is_refused_before_anything_starts(pictures: Path, tmp_path: Path) -> None:
     with pytest.raises(configfile.ConfigError, match=r"train\.stepz: unknown field"):
-        trials.create(config_file(pictures, tmp_path, 2), {"wrong": ("train.stepz=3",)}, tmp_path)
+        trials.create(config_file(pictures, tmp_path, 2), {"good": (), "wrong": ("train.stepz=3",)}, tmp_path)
+    assert not list(tmp_path.glob("*/config.yaml"))
 
 
 def test_a_view_of_what_was_there_is_no_activation() -> None:

@@ -60,10 +60,15 @@ def load(path: Path, overrides: Sequence[str] = ()) -> ConfigFile:
     Relative paths in the file are relative to its folder, those in overrides to the current folder.
     Raises ConfigError with every problem there is.
     """
+    return load_text(_read_text(path), overrides, path)
+
+
+def load_text(text: str, overrides: Sequence[str], path: Path) -> ConfigFile:
+    """What `load` makes of a file that holds this text and lies at `path`, whether it does or not."""
     draft = _Draft(str(path))
-    draft.add(_read_file(path, draft), Path(os.path.abspath(path)).parent)
-    for text in overrides:
-        _add_override(text, draft)
+    draft.add(_parsed(text, draft), Path(os.path.abspath(path)).parent)
+    for override in overrides:
+        _add_override(override, draft)
     draft.leave_out_other_types()
     config = _validate(draft)
     if draft.findings or config is None:
@@ -288,10 +293,11 @@ def _resolved(here: Slot | None, value: Any, folder: Path) -> Any:
     return path
 
 
-def _read_file(path: Path, draft: _Draft) -> dict[str, Any]:
-    """The file as nested mappings; its lines go into the draft. Raises ConfigError when it is no YAML mapping."""
+def _parsed(text: str, draft: _Draft) -> dict[str, Any]:
+    """The text as nested mappings; its lines go into the draft. Raises ConfigError when it is no YAML mapping."""
+    path = draft.file.source
     try:
-        parsed = yamltext.parse(_read_text(path))
+        parsed = yamltext.parse(text)
     except yamltext.YamlError as error:
         raise ConfigError(f"{path}:{error.line}: {error}") from error
     if not parsed.value:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 import socket
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,8 +43,8 @@ def take_seat(path: Path, meeting: Meeting) -> Seat:
         meeting.store.set("folder", _identity(run))
         cfg = run.config()
         return Seat(run, cfg, cache_folder(cfg, run), False)
-    cfg = _parsed(meeting.store.get("config").decode())
     run = RunDir(path.absolute())
+    cfg = configfile.load_text(meeting.store.get("config").decode(), (), run.config_file).config
     cache = cache_folder(cfg, run)
     if run.identity_file.is_file() and run.identity_file.read_bytes() == meeting.store.get("folder"):
         return Seat(run, cfg, cache, False)
@@ -60,10 +59,3 @@ def _identity(run: RunDir) -> str:
     if not run.identity_file.exists():
         run.identity_file.write_text(secrets.token_hex(16), encoding="utf-8")
     return run.identity_file.read_text(encoding="utf-8")
-
-
-def _parsed(text: str) -> RunConfig:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "config.yaml"
-        file.write_text(text, encoding="utf-8")
-        return configfile.load(file).config

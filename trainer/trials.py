@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from trainer import configfile, launch, prepare
-from trainer.config import InputError
+from trainer.config import InputError, RunConfig
 from trainer.configfile import ConfigFile
 from trainer.events import EventReader, ValidationEvent, latest_steps
 from trainer.rundir import RunDir
@@ -69,18 +69,25 @@ def create(config: ConfigFile, variants: Mapping[str, Sequence[str]], runs: Path
             f"{config.where('train.steps')}: train.steps: {config.config.train.steps} steps are too few to compare; "
             f"set {WARM_UP_STEPS + 1} or more"
         )
-    run = prepare.new_run(config, runs)
-    for number, (label, overrides) in enumerate(variants.items(), 1):
-        variant = configfile.load(run.config_file, overrides)
-        prepare.check(variant)
-        if variant.config.parallel.world_size != size:
+    # All are checked before a folder is made: a wrong one must leave nothing behind.
+    checked = {label: _variant(config, overrides) for label, overrides in variants.items()}
+    for label, variant in checked.items():
+        if variant.parallel.world_size != size:
             raise InputError(
-                f"variant '{label}': {variant.config.parallel.world_size} ranks, but the others have {size}; "
+                f"variant '{label}': {variant.parallel.world_size} ranks, but the others have {size}; "
                 "compare them in a run of their own"
             )
-        RunDir.create(run.path, variant.config, run.path / "trials" / f"{number:02d}-{_file_name(label)}")
+    run = prepare.new_run(config, runs)
+    for number, (label, variant) in enumerate(checked.items(), 1):
+        RunDir.create(run.path, variant, run.path / "trials" / f"{number:02d}-{_file_name(label)}")
     (run.path / "trials" / "labels.json").write_bytes(_LABELS.dump_json(list(variants)))
     return run
+
+
+def _variant(config: ConfigFile, overrides: Sequence[str]) -> RunConfig:
+    loaded = configfile.load_text(configfile.dump(config.config), overrides, config.source)
+    prepare.check(loaded)
+    return loaded.config
 
 
 def start(run: RunDir) -> None:

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any, Self
 
 import psutil
+import torch
 
 from trainer.diagnosis import remedy_for
 from trainer.events import ErrorEvent, EventWriter, RankLine, WarningEvent
@@ -380,4 +381,14 @@ def _all_stacks() -> str:
     for number, frame in sys._current_frames().items():
         lines = "".join(traceback.format_stack(frame))
         parts.append(f"thread {names.get(number, number)}:\n{lines}")
-    return "\n".join(parts)
+    return "\n".join([*parts, *_nccl()])
+
+
+def _nccl() -> Iterator[str]:
+    """What NCCL's own recorder knows of collectives that are under way: the host does not wait in them."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    with suppress(ImportError, RuntimeError):
+        from torch._C._distributed_c10d import _dump_nccl_trace_json  # type: ignore[attr-defined]  # CUDA builds only
+
+        yield f"NCCL: {_dump_nccl_trace_json(True, True).decode()}"
