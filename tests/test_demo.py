@@ -82,7 +82,7 @@ def test_both_ranks_tell_their_memory(demo):
     for rank in range(2):
         lines = RankReader(demo.run.rank_file(rank)).read()
         assert {line.rank for line in lines} == {rank}
-        assert {line.phase for line in lines} == {"loading", "sampling", "training", "saving"}
+        assert {line.phase for line in lines} == {"starting", "loading", "sampling", "training", "saving"}
         assert (lines[0].step, lines[-1].step) == (0, STEPS)
         assert all(2**20 < line.allocated <= line.peak <= line.limit for line in lines)
 
