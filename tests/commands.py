@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import psutil
 
+from tests.runs import make_pictures
 from trainer.events import AnyEvent, EventReader
 from trainer.launch import Launch, terminate
 from trainer.rundir import RunDir
@@ -41,6 +42,13 @@ parallel:
   strategy: full
 """
 """A run of seconds on two ranks, for a file beside a folder `pictures`."""
+
+
+def preset_folder(folder: Path) -> Path:
+    """Make `preset.yaml` with PRESET and its dataset in a folder, which is returned."""
+    make_pictures(folder / "pictures", count=4)
+    (folder / "preset.yaml").write_text(PRESET)
+    return folder
 
 
 def launch_py(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:

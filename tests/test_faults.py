@@ -15,8 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.commands import PRESET, Started, launch_py
-from tests.runs import make_pictures
+from tests.commands import Started, launch_py, preset_folder
 from trainer.checkpoint import StoredWeights
 from trainer.events import (
     AnyEvent,
@@ -36,9 +35,7 @@ ENDLESS = "train.steps=1000000"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with a preset and its dataset."""
-    make_pictures(tmp_path / "pictures", count=4)
-    (tmp_path / "preset.yaml").write_text(PRESET)
-    return tmp_path
+    return preset_folder(tmp_path)
 
 
 @pytest.fixture

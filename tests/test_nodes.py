@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.commands import LAUNCH, PRESET, TIMEOUT_S, launch_py
+from tests.commands import LAUNCH, TIMEOUT_S, launch_py, preset_folder
 from tests.namespaces import FIRST, Machine, two_machines
-from tests.runs import difference, make_pictures
+from tests.runs import difference
 from trainer.events import CheckpointEvent, ErrorEvent, EventReader, RankReader, StatusEvent
 from trainer.launch import terminate
 from trainer.manifest import complete
@@ -31,9 +31,7 @@ CUT_OFF = rf"nothing moved for {COLLECTIVE_S // 10}\d s: .*ranks 2, 3 on \S+ doe
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with a preset and its dataset."""
-    make_pictures(tmp_path / "pictures", count=4)
-    (tmp_path / "preset.yaml").write_text(PRESET)
-    return tmp_path
+    return preset_folder(tmp_path)
 
 
 @pytest.fixture

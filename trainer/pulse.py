@@ -34,9 +34,11 @@ class Pulse:
         """Inside, the rank is in a collective."""
         self.waits_in = collective
         self.beat()
-        yield
-        self.waits_in = ""
-        self.beat()
+        try:
+            yield
+        finally:
+            self.waits_in = ""
+            self.beat()
 
     def enter(self, where: str, moves: bool = True) -> None:
         """Something else begins."""

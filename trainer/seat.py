@@ -39,9 +39,10 @@ def take_seat(path: Path, meeting: Meeting) -> Seat:
     """
     if meeting.rank == 0:
         run = RunDir.open(path)
-        meeting.store.set("config", run.config_file.read_text(encoding="utf-8"))
+        text = run.config_file.read_text(encoding="utf-8")
+        meeting.store.set("config", text)
         meeting.store.set("folder", _identity(run))
-        cfg = run.config()
+        cfg = configfile.load_text(text, (), run.config_file).config
         return Seat(run, cfg, cache_folder(cfg, run), False)
     run = RunDir(path.absolute())
     cfg = configfile.load_text(meeting.store.get("config").decode(), (), run.config_file).config
