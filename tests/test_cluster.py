@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 import launch as command_line
-from tests.commands import LAUNCH, PRESET, TIMEOUT_S, launch_py
-from tests.runs import make_pictures, run_config
+from tests.commands import LAUNCH, TIMEOUT_S, launch_py, preset_folder
+from tests.runs import run_config
 from trainer import cluster, configfile
 from trainer.config import InputError
 from trainer.events import AnyEvent, CheckpointEvent, EventReader, StatusEvent
@@ -44,8 +44,7 @@ esac
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with a preset, its dataset, and what a job calls of SLURM, in `bin`."""
-    make_pictures(tmp_path / "pictures", count=4)
-    (tmp_path / "preset.yaml").write_text(PRESET)
+    preset_folder(tmp_path)
     (tmp_path / "bin").mkdir()
     for name, script in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / "bin" / name).write_text(script)
