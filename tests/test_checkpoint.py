@@ -138,16 +138,27 @@ def test_the_best_are_kept_besides_the_newest(tmp_path: Path) -> None:
 
 
 def test_what_training_changes_after_save_is_not_in_the_checkpoint(tmp_path: Path) -> None:
-    state = make_state()
+    state = make_state(width=2_000)  # its copy takes longer than to come back from `save`
     before = state.model.weight.detach().clone()
     saver = Checkpointer(tmp_path, alone(), 3)
     saver.save(Progress(1), state)
+    saver.wait_for_copy()
     with torch.no_grad():
         for parameter in state.trainables.values():
             parameter.zero_()
     path = saver.wait()
     assert path is not None
     assert torch.equal(StoredWeights(path)["weight"], before)
+
+
+def test_a_state_that_cannot_be_copied_ends_the_rank(tmp_path: Path) -> None:
+    state = make_state()
+    saver = Checkpointer(tmp_path, alone(), 3)
+    nowhere = torch.empty(4, device="meta")
+    saver.save(Progress(1), TrainState(state.model, state.trainables, state.optimizer, {"weight": nowhere}))
+    with pytest.raises(NotImplementedError, match="meta tensor"):
+        saver.wait_for_copy()
+    assert complete(tmp_path) == []
 
 
 def test_a_folder_that_was_being_written_when_the_run_was_killed_is_passed_over_and_replaced(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import nn
 
 from tests.distributed import run_ranks
 from tests.runs import alone, difference, make_pictures, make_run, run_config, steps_of, train
-from trainer import adapters
+from trainer import adapters, checkpoint
 from trainer.config import InputError, RunConfig
 from trainer.events import AnyEvent, SampleEvent, ValidationEvent, WarningEvent
 from trainer.manifest import progress_of
@@ -305,3 +307,40 @@ def test_the_time_of_copies_that_reduce_among_themselves_is_not_claimed_to_be_kn
     cfg = run_config(pictures, parallel__devices=2, parallel__strategy="ddp", train__steps=1)
     found = run_ranks(2, train, cfg, make_run(pictures.parent, cfg, "copies"))[0]
     assert [math.isnan(event.seconds_communication) for event in steps_of(found.events)] == [True]
+
+
+def evaluate(trainer: Trainer) -> None:
+    with trainer._evaluating():
+        time.sleep(3)
+
+
+@pytest.mark.parametrize("change", [Trainer.train_step, evaluate])
+def test_training_waits_until_what_it_changes_is_copied(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Trainer], object]
+) -> None:
+    copy = checkpoint._SnapshotStager._copy
+
+    def slow_copy(*args: Any) -> dict[str, Any]:
+        time.sleep(2)
+        return copy(*args)
+
+    monkeypatch.setattr(checkpoint._SnapshotStager, "_copy", slow_copy)
+    cfg = run_config(pictures, parallel__strategy="none", optim__ema=0.5, optim__lr=1e-2)
+    trainer = make_trainer(cfg, make_run(tmp_path, cfg, "run"))
+    trainer.train_step()
+    saved = state_of(trainer)
+    trainer.save()
+    change(trainer)
+    trainer.checkpointer.wait()
+    trainer.close()
+    again = make_trainer(cfg, trainer.run_dir)
+    assert again.step == 1
+    assert difference(state_of(again), saved) == 0.0
+    again.close()
+
+
+def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Copies of the trained weights and of their average."""
+    assert trainer.ema
+    average = {f"average of {name}": tensor.clone() for name, tensor in trainer.ema.average.items()}
+    return average | {name: parameter.detach().clone() for name, parameter in trainer.trainables.items()}

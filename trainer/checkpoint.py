@@ -2,8 +2,9 @@
 
 `checkpoints/.step-000100/` is being written. When the files of all ranks are on the disk, rank 0 writes `manifest.json`
 with their sizes and checksums into it and renames it to `step-000100`. A folder without the dot is therefore complete,
-whatever moment the run was killed at, and one that is removed loses its name first. Training waits only for the copy of
-its state in host memory.
+whatever moment the run was killed at, and one that is removed loses its name first. The state is copied to host memory
+during the forward and backward pass of the next step, which only read it; training waits for what is left of the copy
+before it changes the state.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -83,15 +85,15 @@ class Checkpointer:
         self._keep, self._keep_best = keep, keep_best
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[Path] | None = None
+        self._copied: Future[None] | None = None
         self._stager = _SnapshotStager()
         if world.rank == 0 or world.rank in world.guest_leaders:
             for left in folder.glob(".step-*"):
                 shutil.rmtree(left, ignore_errors=True)
 
     def save(self, progress: Progress, state: TrainState) -> None:
-        """Begin to write the state; training may go on at once. The one before was waited for."""
+        """Begin to write the state; `wait_for_copy` before it changes. The checkpoint before was waited for."""
         assert self._pending is None
-        began = time.perf_counter()
         draft = self._folder / f".{name_of(progress.step)}"
         files = _SumsFileSystem()
         writer = dcp.FileSystemWriter(draft)
@@ -102,16 +104,26 @@ class Checkpointer:
             process_group=self._world.background,
             async_stager=self._stager,
         )
-        assert isinstance(written, Future)
-        log.debug("checkpoint of step %d: copied in %.3f s, now written", progress.step, time.perf_counter() - began)
+        assert isinstance(written, AsyncSaveResponse)
+        self._copied = written.staging_completion
         facts = {**asdict(progress), "optimizer": type(state.optimizer).__name__, "world_size": self._world.size}
         self._pending = self._thread.submit(self._complete, draft, facts, written, files.sums)
+
+    def wait_for_copy(self) -> None:
+        """Wait until the state may change: what was to be saved of it is copied."""
+        if self._copied is None:
+            return
+        began = time.perf_counter()
+        copied, self._copied = self._copied, None
+        copied.result()
+        log.debug("waited %.3f s for the copy of the state", time.perf_counter() - began)
 
     def wait(self) -> Path | None:
         """Wait for the checkpoint being written and return it, None if there was none.
 
         Raises OSError on every rank, naming the folder, when a rank could not write (disk full).
         """
+        self.wait_for_copy()
         if self._pending is None:
             return None
         pending, self._pending = self._pending, None
@@ -127,9 +139,10 @@ class Checkpointer:
         """Whether a checkpoint was begun that has not been waited for."""
         return self._pending is not None
 
-    def _complete(self, draft: Path, facts: dict[str, Any], written: Future[Any], sums: dict[str, str]) -> Path:
+    def _complete(self, draft: Path, facts: dict[str, Any], written: AsyncSaveResponse, sums: dict[str, str]) -> Path:
         """On a thread of every rank: when all have written, rank 0 gives the checkpoint its name."""
-        outcomes = self._gather((_failure(written), sums))
+        written.staging_completion.result()  # no room for the copy ends the rank; the others wait within the writing
+        outcomes = self._gather((_failure(written.upload_completion), sums))
         failures = [failure for failure, _ in outcomes if failure]
         if self._world.guests and not failures:
             brought = self._bring(draft, [part for _, part in outcomes])
@@ -395,7 +408,7 @@ class _SummedStream(io.BufferedIOBase):
 
 
 class _SnapshotStager(BlockingAsyncStager):
-    """Copies the state to the host before training changes it, into the memory of the copy before.
+    """Copies the state to the host on a thread, into the memory of the copy before.
 
     torch's own stager clones each shard, which 8-bit optimizer states (a tensor subclass of torchao) do not support.
     Fresh memory would cost as much again as the copying, and on a GPU only pinned memory is filled at full speed.
@@ -403,14 +416,24 @@ class _SnapshotStager(BlockingAsyncStager):
 
     def __init__(self) -> None:
         super().__init__()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
         self._memory: list[Tensor] = []
         self._used = 0
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        """A future of the copy, of what has been computed when this is called."""
+        # On the stream that computes, the copies would wait their turn among its kernels.
+        aside = torch.cuda.Stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        if aside:
+            aside.wait_stream(torch.cuda.current_stream())
+        return self._thread.submit(self._copy, state_dict, aside)
+
+    def _copy(self, state_dict: dict[str, Any], aside: torch.cuda.Stream | None) -> dict[str, Any]:
         self._used = 0
-        copy: dict[str, Any] = tree_map_only(Tensor, self._snapshot, state_dict)
-        if any(place.is_pinned() for place in self._memory[:1]):
-            torch.cuda.synchronize()
+        with torch.cuda.stream(aside):  # nothing without one
+            copy: dict[str, Any] = tree_map_only(Tensor, self._snapshot, state_dict)
+        if aside:
+            aside.synchronize()
         return copy
 
     def _snapshot(self, tensor: Tensor) -> Tensor:

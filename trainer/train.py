@@ -373,6 +373,7 @@ class Trainer:
             self._pass_over(agreed, grad_norm)
             return grad_norm, lr
         self._skipped_in_a_row = 0
+        self.checkpointer.wait_for_copy()
         set_learning_rate(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -406,6 +407,7 @@ class Trainer:
         """Inside: eval mode, no gradients, the weights to evaluate with, and nothing gathered from before."""
         reshard(self.model)
         self.place.enter("evaluation")
+        self.checkpointer.wait_for_copy()
         self.model.eval()
         with torch.no_grad(), evaluation_weights(self.optimizer, self.parameters, self.ema):
             yield
