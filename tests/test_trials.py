@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.pool import run_ranks
-from tests.runs import make_pictures, run_config
+from tests.runs import alone, make_pictures, run_config
 from trainer import configfile, launch, measure, trials
 from trainer.config import InputError
 from trainer.configfile import ConfigFile
@@ -207,3 +208,19 @@ def test_a_view_of_what_was_there_is_no_activation() -> None:
     assert probe.activations == 8 * 64 * 4
     assert probe.gradients == 64 * 64 * 4
     assert probe.gathered == probe.sent == 0
+
+
+def test_what_a_collective_wrote_is_no_activation_while_its_thread_still_holds_it() -> None:
+    alone()
+    summed = []
+
+    class Sums(nn.Linear):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            summed.append(torch.ones(4096))
+            dist.all_reduce(summed[-1])
+            return super().forward(images)
+
+    linear = Sums(64, 64, bias=False)
+    with Probe(linear, [], torch.optim.SGD(linear.parameters())) as probe:
+        linear(torch.zeros(8, 64))
+    assert probe.activations == 8 * 64 * 4

@@ -56,6 +56,8 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             self.sent += sent_bytes(func._schema.name, args)
+            for storage in _storages(args):
+                self._new.pop(id(storage), None)  # no activation, though its backend's thread may hold it for a while
         given = {storage.data_ptr() for storage in _storages((args, kwargs))}
         for storage in _storages(result):
             if storage.data_ptr() not in given:  # else a view, or changed in place
