@@ -175,7 +175,8 @@ def page_handler(page: TrainPage, change: Any) -> Any:
             after, said = change(page, shown, *sent[count:])
             if after.draft != answered.draft:
                 said = _keep(page, after.draft) or said
-            return _renewed(page, shown, after, said, is_fresh=shown.looks != answered.looks)
+            before = replace(shown, wants_all=answered.wants_all)  # as the rows: what is wanted now is not shown yet
+            return _renewed(page, before, after, said, is_fresh=shown.looks != answered.looks)
         except (InputError, OSError) as error:
             return _refused(page, str(error))
 

@@ -38,6 +38,19 @@ def test_the_form_shows_what_the_adapter_has_and_tells_a_wrong_value_at_its_row(
     assert page.locator("#start").is_disabled()
 
 
+def test_all_settings_are_there_when_they_are_asked_for(page: Page):
+    form_step(page, "Hardware")
+    restarts, timeout = page.locator("#field-parallel-max_restarts"), page.locator("#field-parallel-timeout")
+    restarts.wait_for(state="hidden")
+    page.locator("#all-settings input").check()
+    restarts.wait_for()
+    write_over(page, "field-parallel-max_restarts", "3")
+    page.locator("#changes", has_text="parallel.max_restarts").wait_for()
+    page.locator("#all-settings input").uncheck()
+    timeout.wait_for(state="hidden")
+    assert restarts.is_visible()  # what was set stays
+
+
 def test_the_draft_is_there_after_a_reload_and_in_another_browser(page: Page, browser: Browser, server: Server):
     form_step(page, "Hardware")
     write_over(page, "field-train-steps", "123")

@@ -26,6 +26,7 @@ class Shown:
         self.page = page
         self.token, self.preset, self.wants_all, self.looks = "", "quickstart", False, 0
         self.values = {name: component.value for name, component in page.inputs.items()}
+        self.visible = {name for name, component in page.inputs.items() if component.visible}
 
     def ask(self) -> list[Any]:
         return train.looked(self.page)(self.token, self.preset, self.wants_all, self.looks, *self.values.values())
@@ -35,6 +36,8 @@ class Shown:
         self.preset = answer[self.page.outputs.index(self.page.preset)].get("value", self.preset)
         for name, update in zip(self.values, answer[-len(self.values) :], strict=True):
             self.values[name] = update.get("value", self.values[name])
+            if "visible" in update:
+                (self.visible.add if update["visible"] else self.visible.discard)(name)
 
 
 @pytest.fixture
@@ -60,6 +63,17 @@ def test_a_chosen_preset_fills_the_inputs(browser: Shown, studio: Studio):
     assert browser.values["data.path"].endswith("pictures")
     assert browser.values["train.steps"] == "20"
     assert studio.draft() == Draft(studio.preset("own"))
+
+
+def test_all_settings_are_shown_when_they_are_wanted_and_no_longer_when_not(browser: Shown):
+    in_front = set(browser.visible)
+    assert "train.steps" in in_front
+    browser.wants_all = True
+    browser.take(browser.ask())
+    assert browser.visible > in_front | {"parallel.max_restarts", "cluster.slurm"}
+    browser.wants_all = False
+    browser.take(browser.ask())
+    assert browser.visible == in_front
 
 
 def test_what_is_typed_before_the_answer_to_a_preset_is_all_that_differs_from_it(browser: Shown, studio: Studio):
