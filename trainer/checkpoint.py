@@ -85,7 +85,7 @@ class Checkpointer:
         self._keep, self._keep_best = keep, keep_best
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[Path] | None = None
-        self._copied: Future[None] | None = None
+        self._copied: Future[dict[str, Any]] | None = None
         self._stager = _SnapshotStager()
         if world.rank == 0 or world.rank in world.guest_leaders:
             for left in folder.glob(".step-*"):
@@ -105,9 +105,9 @@ class Checkpointer:
             async_stager=self._stager,
         )
         assert isinstance(written, AsyncSaveResponse)
-        self._copied = written.staging_completion
+        copied = self._copied = self._stager.copied  # torch's `staging_completion` misses a failure that comes at once
         facts = {**asdict(progress), "optimizer": type(state.optimizer).__name__, "world_size": self._world.size}
-        self._pending = self._thread.submit(self._complete, draft, facts, written, files.sums)
+        self._pending = self._thread.submit(self._complete, draft, facts, copied, written.upload_completion, files.sums)
 
     def wait_for_copy(self) -> None:
         """Wait until the state may change: what was to be saved of it is copied."""
@@ -139,10 +139,12 @@ class Checkpointer:
         """Whether a checkpoint was begun that has not been waited for."""
         return self._pending is not None
 
-    def _complete(self, draft: Path, facts: dict[str, Any], written: AsyncSaveResponse, sums: dict[str, str]) -> Path:
+    def _complete(
+        self, draft: Path, facts: dict[str, Any], copied: Future[Any], written: Future[Any], sums: dict[str, str]
+    ) -> Path:
         """On a thread of every rank: when all have written, rank 0 gives the checkpoint its name."""
-        written.staging_completion.result()  # no room for the copy ends the rank; the others wait within the writing
-        outcomes = self._gather((_failure(written.upload_completion), sums))
+        copied.result()  # no room for the copy ends the rank; the others wait within the writing
+        outcomes = self._gather((_failure(written), sums))
         failures = [failure for failure, _ in outcomes if failure]
         if self._world.guests and not failures:
             brought = self._bring(draft, [part for _, part in outcomes])
@@ -412,7 +414,10 @@ class _SnapshotStager(BlockingAsyncStager):
 
     torch's own stager clones each shard, which 8-bit optimizer states (a tensor subclass of torchao) do not support.
     Fresh memory would cost as much again as the copying, and on a GPU only pinned memory is filled at full speed.
+    copied: the newest copy.
     """
+
+    copied: Future[dict[str, Any]]
 
     def __init__(self) -> None:
         super().__init__()
@@ -426,7 +431,8 @@ class _SnapshotStager(BlockingAsyncStager):
         aside = torch.cuda.Stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         if aside:
             aside.wait_stream(torch.cuda.current_stream())
-        return self._thread.submit(self._copy, state_dict, aside)
+        self.copied = self._thread.submit(self._copy, state_dict, aside)
+        return self.copied
 
     def _copy(self, state_dict: dict[str, Any], aside: torch.cuda.Stream | None) -> dict[str, Any]:
         self._used = 0
