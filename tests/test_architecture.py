@@ -33,7 +33,7 @@ ROWS = (
     "board cluster debuglog diagnosis gpus hub report rng weights",
     "ferry world",
     "launch",
-    "clock doctor objectives seat watchdog",
+    "clock doctor objectives seat snapshot watchdog",
     "adapters checkpoint data families optim parallel quantize sampling trackers",
     "prepare trained",
     "encode export extract headless modules queue recipe trials",

@@ -16,13 +16,14 @@ from torch import nn
 
 from tests.distributed import run_ranks
 from tests.runs import alone, difference, make_pictures, make_run, run_config, steps_of, train
-from trainer import adapters, checkpoint
+from trainer import adapters
 from trainer.config import InputError, RunConfig
 from trainer.events import AnyEvent, SampleEvent, ValidationEvent, WarningEvent
 from trainer.manifest import progress_of
 from trainer.parallel.place import OutOfMemoryError
 from trainer.rng import SampleRng
 from trainer.rundir import RunDir
+from trainer.snapshot import Snapshots
 from trainer.train import Trainer
 from trainer.world import World
 
@@ -318,13 +319,13 @@ def evaluate(trainer: Trainer) -> None:
 def test_training_waits_until_what_it_changes_is_copied(
     pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Trainer], object]
 ) -> None:
-    copy = checkpoint._SnapshotStager._copy
+    copy = Snapshots._copy
 
     def slow_copy(*args: Any) -> dict[str, Any]:
         time.sleep(2)
         return copy(*args)
 
-    monkeypatch.setattr(checkpoint._SnapshotStager, "_copy", slow_copy)
+    monkeypatch.setattr(Snapshots, "_copy", slow_copy)
     cfg = run_config(pictures, parallel__strategy="none", optim__ema=0.5, optim__lr=1e-2)
     trainer = make_trainer(cfg, make_run(tmp_path, cfg, "run"))
     trainer.train_step()

@@ -36,21 +36,17 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map_only
 
 from trainer import ferry
 from trainer.config import InputError
 from trainer.manifest import MANIFEST, Progress, complete, defect, manifest_of, name_of, named, progress_of
+from trainer.snapshot import Snapshots
 from trainer.world import World
 
 log = logging.getLogger(__name__)
@@ -86,7 +82,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[Path] | None = None
         self._copied: Future[dict[str, Any]] | None = None
-        self._stager = _SnapshotStager()
+        self._snapshots = Snapshots()
         if world.rank == 0 or world.rank in world.guest_leaders:
             for left in folder.glob(".step-*"):
                 shutil.rmtree(left, ignore_errors=True)
@@ -95,19 +91,9 @@ class Checkpointer:
         """Begin to write the state; `wait_for_copy` before it changes. The checkpoint before was waited for."""
         assert self._pending is None
         draft = self._folder / f".{name_of(progress.step)}"
-        files = _SumsFileSystem()
-        writer = dcp.FileSystemWriter(draft)
-        writer.fs = files
-        written = dcp.async_save(
-            _tensors(state),
-            storage_writer=writer,
-            process_group=self._world.background,
-            async_stager=self._stager,
-        )
-        assert isinstance(written, AsyncSaveResponse)
-        copied = self._copied = self._stager.copied  # torch's `staging_completion` misses a failure that comes at once
+        self._copied = self._snapshots.take(_tensors(state))
         facts = {**asdict(progress), "optimizer": type(state.optimizer).__name__, "world_size": self._world.size}
-        self._pending = self._thread.submit(self._complete, draft, facts, copied, written.upload_completion, files.sums)
+        self._pending = self._thread.submit(self._write, draft, facts, self._copied)
 
     def wait_for_copy(self) -> None:
         """Wait until the state may change: what was to be saved of it is copied."""
@@ -139,12 +125,18 @@ class Checkpointer:
         """Whether a checkpoint was begun that has not been waited for."""
         return self._pending is not None
 
-    def _complete(
-        self, draft: Path, facts: dict[str, Any], copied: Future[Any], written: Future[Any], sums: dict[str, str]
-    ) -> Path:
+    def _write(self, draft: Path, facts: dict[str, Any], copied: Future[dict[str, Any]]) -> Path:
         """On a thread of every rank: when all have written, rank 0 gives the checkpoint its name."""
-        copied.result()  # no room for the copy ends the rank; the others wait within the writing
-        outcomes = self._gather((_failure(written), sums))
+        tensors = copied.result()  # no room for the copy ends the rank; the others wait within the writing
+        files = _SumsFileSystem()
+        writer = dcp.FileSystemWriter(draft)
+        writer.fs = files
+        failure = None
+        try:
+            dcp.save(tensors, storage_writer=writer, process_group=self._world.background)
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 - the other ranks wait to hear of it
+            failure = _described(error)
+        outcomes = self._gather((failure, files.sums))
         failures = [failure for failure, _ in outcomes if failure]
         if self._world.guests and not failures:
             brought = self._bring(draft, [part for _, part in outcomes])
@@ -409,68 +401,6 @@ class _SummedStream(io.BufferedIOBase):
         return self._sum.hexdigest()
 
 
-class _SnapshotStager(BlockingAsyncStager):
-    """Copies the state to the host on a thread, into the memory of the copy before.
-
-    torch's own stager clones each shard, which 8-bit optimizer states (a tensor subclass of torchao) do not support.
-    Fresh memory would cost as much again as the copying, and on a GPU only pinned memory is filled at full speed.
-    copied: the newest copy.
-    """
-
-    copied: Future[dict[str, Any]]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
-        self._memory: list[Tensor] = []
-        self._used = 0
-
-    def stage(self, state_dict: dict[str, Any]) -> Any:
-        """A future of the copy, of what has been computed when this is called."""
-        # On the stream that computes, the copies would wait their turn among its kernels.
-        aside = torch.cuda.Stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-        if aside:
-            aside.wait_stream(torch.cuda.current_stream())
-        self.copied = self._thread.submit(self._copy, state_dict, aside)
-        return self.copied
-
-    def _copy(self, state_dict: dict[str, Any], aside: torch.cuda.Stream | None) -> dict[str, Any]:
-        self._used = 0
-        with torch.cuda.stream(aside):  # nothing without one
-            copy: dict[str, Any] = tree_map_only(Tensor, self._snapshot, state_dict)
-        if aside:
-            aside.synchronize()
-        return copy
-
-    def _snapshot(self, tensor: Tensor) -> Tensor:
-        """A copy on the host: of a plain tensor, of a DTensor's shard, of the tensors inside another wrapper."""
-        if isinstance(tensor, DTensor):
-            # from_local would move the shard back to the mesh's device.
-            local = self._snapshot(tensor.to_local())
-            shard: Tensor = DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-            return shard
-        if not is_traceable_wrapper_subclass(tensor):
-            return self._place_for(tensor).copy_(tensor.detach(), non_blocking=True)
-        names, context = tensor.__tensor_flatten__()
-        inner = {name: self._snapshot(getattr(tensor, name)) for name in names}
-        copy: Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
-        return copy
-
-    def _place_for(self, tensor: Tensor) -> Tensor:
-        """The memory that held this tensor the last time: the order of the tensors is the same each time."""
-        number, self._used = self._used, self._used + 1
-        known = self._memory[number] if number < len(self._memory) else None
-        if known is not None and (known.shape, known.dtype, known.stride()) == _layout(tensor):
-            return known
-        place = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
-        self._memory[number:] = [place]
-        return place
-
-
-def _layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...]]:
-    return tensor.shape, tensor.dtype, tensor.stride()
-
-
 def _remedy(failure: str) -> str:
     found = re.search(r"\[Errno (\d+)\]", failure)
     remedies = {errno.ENOSPC: "free disk space", errno.EDQUOT: "free disk space", errno.EFBIG: "free disk space"}
@@ -478,16 +408,9 @@ def _remedy(failure: str) -> str:
     return remedies.get(int(found[1]) if found else 0, "see to that")
 
 
-def _failure(future: Future[Any]) -> str | None:
-    error = future.exception()
-    if error is None:
-        return None
+def _described(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         error, _ = next(iter(error.failures.values()))
-    return _described(error)
-
-
-def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 

@@ -11,24 +11,25 @@ import gradio as gr
 
 from app.pages.parts import QUIET, table
 from app.pages.ticks import SKIP, Made, Tick, choices
-from app.panels import alert
+from app.panels import alert, note
 from app.studio import Studio
 from trainer import launch
 from trainer.config import InputError
-from trainer.queue import AfterFailure, Entry, Queue
+from trainer.queue import AfterFailure, Entry, Queue, Settings
 
 AFTER: dict[str, AfterFailure] = {"go on with the next": "go on", "pause": "pause"}
+WORDS = {kind: word for word, kind in AFTER.items()}
+PAUSE, GO_ON = "Pause: start nothing", "Go on"
 
 
 def build(studio: Studio) -> Tick:
     """Lay out the page, inside a `gr.Blocks`."""
     queue = studio.queue
-    words = {kind: word for word, kind in AFTER.items()}
     with gr.Row():
         after = gr.Radio(
-            list(AFTER), value=words[queue.settings.after_failure], label="After a failure", elem_id="after"
+            list(AFTER), value=WORDS[queue.settings.after_failure], label="After a failure", elem_id="after"
         )
-        is_paused = gr.Checkbox(queue.settings.is_paused, label="Paused: start nothing", elem_id="paused")
+        pause = gr.Button(_offered(queue.settings), elem_id="pause")
     with gr.Row():
         chosen = gr.Dropdown([], label="Waiting run", elem_id="waiting")
         earlier = gr.Button("Earlier", elem_id="earlier")
@@ -36,16 +37,26 @@ def build(studio: Studio) -> Tick:
         remove = gr.Button("Take out", elem_id="take-out")
     shown = gr.HTML(elem_id="queue")
     after.input(lambda word: _change(studio, after_failure=AFTER[word]), after, None, **QUIET)
-    is_paused.input(lambda value: _change(studio, is_paused=value), is_paused, None, **QUIET)
     acted = gr.Number(0, visible=False)
+    pause.click(partial(_pause, studio), [pause, acted], acted, **QUIET)
     earlier.click(_on_entry(lambda number: queue.move(number, -1)), [chosen, acted], acted, **QUIET)
     later.click(_on_entry(lambda number: queue.move(number, 1)), [chosen, acted], acted, **QUIET)
     remove.click(_on_entry(queue.remove), [chosen, acted], acted, **QUIET)
-    return Tick(partial(_shown, studio), [chosen, is_paused], [shown, chosen, is_paused], (acted.change,))
+    return Tick(partial(_shown, studio), [chosen], [shown, chosen, pause, after], (acted.change,))
 
 
 def _change(studio: Studio, **values: Any) -> None:
     studio.queue.change(replace(studio.queue.settings, **values))
+
+
+def _offered(settings: Settings) -> str:
+    return GO_ON if settings.is_paused else PAUSE
+
+
+def _pause(studio: Studio, clicked: str, acted: float) -> float:
+    """Do what the button said when it was clicked, whatever another browser did meanwhile."""
+    _change(studio, is_paused=clicked == PAUSE)
+    return acted + 1
 
 
 def _on_entry(act: Callable[[int], None]) -> Callable[[str | None, float], float]:
@@ -59,7 +70,7 @@ def _on_entry(act: Callable[[int], None]) -> Callable[[str | None, float], float
     return handle
 
 
-def _shown(studio: Studio, chosen: str | None, is_paused: bool) -> list[Any]:
+def _shown(studio: Studio, chosen: str | None) -> list[Any]:
     queue = studio.queue
     try:
         waiting, taken = queue.waiting(), queue.taken()
@@ -67,11 +78,15 @@ def _shown(studio: Studio, chosen: str | None, is_paused: bool) -> list[Any]:
         shown = table(("Number", "Name", "GPUs", "State", "Run"), rows) if rows else "<p>Nothing waits.</p>"
         if studio.queue_trouble:
             shown = alert(studio.queue_trouble) + shown
-        now = queue.settings.is_paused
+        settings = queue.settings
+        if settings.is_paused:
+            shown = note("Paused: nothing is started.") + shown
         names = [f"{entry.number} {entry.name}" for entry in waiting]
-        return [shown, choices(names, chosen, None), Made((now, is_paused), lambda: now)]
+        # What the user sets is sent to a new page only: a late answer would take the user's choice back.
+        after = Made("after", lambda: WORDS[settings.after_failure])
+        return [shown, choices(names, chosen, None), gr.update(value=_offered(settings)), after]
     except (InputError, OSError, ValueError) as error:
-        return [alert(f"{queue.runs}/queue: {error}"), SKIP, SKIP]
+        return [alert(f"{queue.runs}/queue: {error}"), SKIP, SKIP, SKIP]
 
 
 def _row(queue: Queue, entry: Entry) -> tuple[str, ...]:

@@ -10,8 +10,10 @@ from playwright.sync_api import Page
 
 from tests.app.browser import (
     TRAINED_WITHIN_S,
+    answers_held,
     choose,
     form_step,
+    reload,
     show,
     until,
     until_so,
@@ -73,7 +75,8 @@ def test_the_noise_images_are_trained_at_is_shown_per_bucket(own_data: Path, pag
 
 def test_runs_wait_in_the_queue_in_an_order_that_can_be_changed(own_data: Path, page: Page):
     show(page, "Queue")
-    page.locator("#paused input").check()
+    page.get_by_role("button", name="Pause").click()
+    page.locator("#queue", has_text="Paused").wait_for()
     show(page, "Train")
     page.locator("#enqueue").click()
     page.locator("#problems", has_text="waits in the queue").wait_for()
@@ -95,7 +98,22 @@ def test_runs_wait_in_the_queue_in_an_order_that_can_be_changed(own_data: Path, 
         choose(page, "waiting", label)
         page.locator("#take-out").click()
         page.locator("#queue tr", has_text=name).wait_for(state="detached")
-    page.locator("#paused input").uncheck()
+    page.get_by_role("button", name="Go on").click()
+    page.locator("#queue", has_text="Paused").wait_for(state="detached")
+
+
+def test_what_the_queue_was_told_outlives_answers_that_come_late(own_data: Path, page: Page):
+    show(page, "Queue")
+    with answers_held(page) as held:
+        until_so(page, lambda: bool(held))
+        page.get_by_role("button", name="Pause").click()
+        page.get_by_label("pause", exact=True).check()
+    page.locator("#queue", has_text="Paused").wait_for()
+    reload(page)
+    show(page, "Queue")
+    page.get_by_role("button", name="Go on").click()
+    page.get_by_role("button", name="Pause").wait_for()
+    until(page, "document.querySelector('#after input[value=pause]').checked")
 
 
 @pytest.mark.slow

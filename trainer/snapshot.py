@@ -1,0 +1,72 @@
+"""Copies of a run's state in host memory, made on a thread beside the training."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
+
+
+class Snapshots:
+    """Copies the state into the memory of the copy before, which is in use no more by then.
+
+    torch's own stager clones each shard, which 8-bit optimizer states (a tensor subclass of torchao) do not support.
+    Fresh memory would cost as much again as the copying, and on a GPU only pinned memory is filled at full speed.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
+        self._memory: list[Tensor] = []
+        self._used = 0
+
+    def take(self, state: dict[str, Any]) -> Future[dict[str, Any]]:
+        """A copy of the tensors in nested dictionaries, of what has been computed when this is called.
+
+        They must not change before the future has its result.
+        """
+        # On the stream that computes, the copies would wait their turn among its kernels.
+        aside = torch.cuda.Stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        if aside:
+            aside.wait_stream(torch.cuda.current_stream())
+        return self._thread.submit(self._copy, state, aside)
+
+    def _copy(self, state: dict[str, Any], aside: torch.cuda.Stream | None) -> dict[str, Any]:
+        self._used = 0
+        with torch.cuda.stream(aside):  # nothing without one
+            copy: dict[str, Any] = tree_map_only(Tensor, self._copy_of, state)
+        if aside:
+            aside.synchronize()
+        return copy
+
+    def _copy_of(self, tensor: Tensor) -> Tensor:
+        """A copy on the host: of a plain tensor, of a DTensor's shard, of the tensors inside another wrapper."""
+        if isinstance(tensor, DTensor):
+            # from_local would move the shard back to the mesh's device.
+            local = self._copy_of(tensor.to_local())
+            shard: Tensor = DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+            return shard
+        if not is_traceable_wrapper_subclass(tensor):
+            return self._place_for(tensor).copy_(tensor.detach(), non_blocking=True)
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: self._copy_of(getattr(tensor, name)) for name in names}
+        copy: Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+        return copy
+
+    def _place_for(self, tensor: Tensor) -> Tensor:
+        """The memory that held this tensor the last time: the order of the tensors is the same each time."""
+        number, self._used = self._used, self._used + 1
+        known = self._memory[number] if number < len(self._memory) else None
+        if known is not None and (known.shape, known.dtype, known.stride()) == _layout(tensor):
+            return known
+        place = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
+        self._memory[number:] = [place]
+        return place
+
+
+def _layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...]]:
+    return tensor.shape, tensor.dtype, tensor.stride()
