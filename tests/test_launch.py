@@ -51,8 +51,12 @@ def raising(run, rank, events):
     time.sleep(60)
 
 def killed(run, rank, events):
+    dying = run.path / "dying"
     if rank == 1:
+        dying.touch()
         os.kill(os.getpid(), signal.SIGKILL)
+    while not dying.exists():
+        time.sleep(0.02)
     time.sleep(0.05)
     raise RuntimeError("[gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:4321")
 

@@ -130,6 +130,7 @@ def build(studio: Studio) -> TrainPage:
             with gr.Row():
                 gpus = gr.Textbox(label="GPUs in the queue", info="0,1; empty: all", elem_id="gpus", max_lines=1)
                 enqueue = gr.Button("Add to queue", elem_id="enqueue")
+            outcome = gr.HTML(elem_id="outcome")  # in no answer to what is typed: a late one would wipe it away
             changes = gr.HTML(elem_id="changes")
             commands = gr.HTML(elem_id="commands")
             with gr.Accordion("The whole config", open=False):
@@ -150,8 +151,8 @@ def build(studio: Studio) -> TrainPage:
     renews(page, one_for_all, looked(page), page.shown)
     renews(page, take.click, page_handler(page, _yaml_taken), [*page.shown, yaml])
     renews(page, keep.click, page_handler(page, _preset_kept), [*page.shown, name])
-    start.click(lambda *sent: _started(page, *sent), page.shown, [started, problems], trigger_mode="once", **QUIET)
-    enqueue.click(lambda *sent: _queued(page, *sent), [*page.shown, gpus], problems, **QUIET)
+    start.click(lambda *sent: _started(page, *sent), page.shown, [started, outcome], trigger_mode="once", **QUIET)
+    enqueue.click(lambda *sent: _queued(page, *sent), [*page.shown, gpus], outcome, **QUIET)
     return page
 
 
