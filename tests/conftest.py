@@ -23,6 +23,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def the_same_numbers() -> None:
+    """What a test draws without a seed of its own is the same in every run."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
     """`--device`; a test that asks for CUDA where there is none is skipped."""

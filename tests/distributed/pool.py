@@ -105,6 +105,7 @@ def _serve(tasks: Any, results: Any) -> None:
                 timeout=datetime.timedelta(seconds=TIMEOUT_S),
             )
             world: World = joined(torch.device("cpu"), rank, count)
+            torch.manual_seed(0)
             results.put((False, function(world, *arguments)))
         except BaseException:  # noqa: BLE001 - the test that asked is told
             results.put((True, traceback.format_exc()))
