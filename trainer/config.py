@@ -40,6 +40,7 @@ Rank = Annotated[Whole, Field(ge=1, le=1024)]
 Pixels = Annotated[Whole, Field(ge=16, le=8192)]
 Layer = Annotated[Whole, Field(ge=0)]
 ExportFormat = Literal["auto", "diffusers", "comfyui", "kohya", "lycoris", "peft", "single_file"]
+BaseFormat = Literal["none", "nf4", "int8", "fp8"]
 SINGLE_FILES = ("comfyui", "single_file")
 ADAPTER_FILES = ("auto", "diffusers", "comfyui", "kohya", "lycoris", "peft")
 
@@ -235,12 +236,17 @@ Adapter = Annotated[
 
 
 class QuantizeConfig(Section):
-    format: Literal["none", "nf4", "int8", "fp8"] = "none"
-    """Storage of the frozen base: bf16 (`none`), or fewer bits."""
+    format: BaseFormat = "none"
+    """How the layers of the frozen base are stored: in bf16 (`none`), in 8 bits (`int8`, or `fp8`, which keeps what is
+    stored in fp8 already), or in 4 bits (`nf4`). Norms, modulation, embedders and the output stay in bf16."""
     keep: tuple[str, ...] = ()
     """Layers that stay in bf16, by name or regular expression."""
+    formats: dict[str, BaseFormat] = option({})
+    """Another format for some layers of the blocks, also of modulation, by name or regular expression."""
     encoders: bool = False
     """Store the text encoders in the same format while captions are encoded."""
+    cache: bool = False
+    """Keep the base in this format on disk, beside the cached images, so that later runs need not convert it."""
 
 
 class DataFolder(Section):
@@ -542,6 +548,7 @@ def rules(cfg: RunConfig) -> Iterator[Problem]:
     """Everything that is wrong although each field is valid by itself."""
     yield from _model_rules(cfg)
     yield from _adapter_rules(cfg)
+    yield from _quantize_rules(cfg)
     yield from _optim_rules(cfg)
     yield from _strategy_rules(cfg)
     yield from _group_rules(cfg)
@@ -646,6 +653,7 @@ def _adapter_rules(cfg: RunConfig) -> Iterator[Problem]:
 
 def _pattern_rules(cfg: RunConfig) -> Iterator[Problem]:
     patterns = [("quantize.keep", pattern) for pattern in cfg.quantize.keep]
+    patterns += [("quantize.formats", pattern) for pattern in cfg.quantize.formats]
     if isinstance(cfg.adapter, AdapterSection):
         patterns += [("adapter.targets", pattern) for pattern in cfg.adapter.targets]
     if isinstance(cfg.adapter, RankAdapter):
@@ -655,6 +663,29 @@ def _pattern_rules(cfg: RunConfig) -> Iterator[Problem]:
             re.compile(pattern)
         except re.error as error:
             yield Problem(field, f"'{pattern}' is not a layer name or regular expression: {error}")
+
+
+def _quantize_rules(cfg: RunConfig) -> Iterator[Problem]:
+    quantize = cfg.quantize
+    for name, value in quantize:
+        if quantize.format == "none" and value != QuantizeConfig.model_fields[name].default:
+            yield Problem(
+                f"quantize.{name}",
+                "needs quantize.format nf4, int8 or fp8, but it is none; set it, or leave this out",
+                depends_on=("quantize.format",),
+            )
+    if (
+        quantize.format != "none"
+        and not quantize.encoders
+        and isinstance(cfg.adapter, NoAdapter)
+        and not cfg.model.train
+    ):
+        yield Problem(
+            "quantize.format",
+            f"{quantize.format} is for what is frozen, but the whole model is trained; train an adapter "
+            "(adapter.type), or set none",
+            depends_on=("adapter.type", "model.train"),
+        )
 
 
 def _optim_rules(cfg: RunConfig) -> Iterator[Problem]:
@@ -808,7 +839,5 @@ def _cluster_rules(cfg: RunConfig) -> Iterator[Problem]:
 
 def _unbuilt_rules(cfg: RunConfig) -> Iterator[Problem]:
     """Fields whose place is fixed but whose work is not in this version: refused, never ignored."""
-    if cfg.quantize != QuantizeConfig():
-        yield Problem("quantize", "a quantized base is not in this version; remove the section")
     if cfg.stages:
         yield Problem("stages", "runs in stages are not in this version; start one run per stage")

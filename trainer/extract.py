@@ -24,8 +24,9 @@ from trainer.config import InputError, ModelConfig, ObjectiveConfig, family_name
 from trainer.families.base import ModelFamily
 from trainer.hub import find_folder
 from trainer.rng import generator
+from trainer.stored import TensorEntry
 from trainer.trained import naming
-from trainer.weights import TensorEntry, WeightFiles, read_tensor, safetensors_in
+from trainer.weights import WeightFiles, read_tensor, safetensors_in
 
 TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3, "fp32": 1e-5}
 """Rounding to the file's type, relative to the update of a layer."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,15 +18,25 @@ from trainer.adapters import Injected
 from trainer.adapters.files import read_adapter
 from trainer.adapters.state import parameters_of
 from trainer.adapters.targets import counted
+from trainer.basecache import BaseCache
 from trainer.config import InputError, NoAdapter, RunConfig
 from trainer.families.base import LoadModule, ModelFamily
-from trainer.parallel.load import fill_rows, load_weights
+from trainer.parallel.load import Coded, Loading, check_same_weights, fill_rows, load_weights
 from trainer.parallel.memory import full_bytes
 from trainer.parallel.mesh import Strategy, device_mesh, resolve_strategy
 from trainer.parallel.shard import COMPUTE_DTYPE, blocks_of, offload_policy, parallelize, shard_units
+from trainer.quantize import FORMATS, VERSION, Format, quantize_layers, quantized_layers
 from trainer.trained import BaseWeights, naming
 from trainer.weights import WeightFiles
 from trainer.world import World
+
+Told = Callable[[int, int], None]
+"""(bytes read, bytes to read) by this rank."""
+
+
+def _silent(done: int, total: int) -> None:
+    """Nobody is told."""
+
 
 # fp32 master, its gradient and two moments of AdamW.
 TRAINED_BYTES = 16
@@ -36,7 +47,7 @@ class LoadedModel:
     """The sharded model with its weights. trainables: parameters that are trained, by name, in model order.
 
     module: the live components by name.  shards_gradients: whether no rank may hold the whole gradient, because it is
-    as large as the sharded model.  adapter: what it changed.
+    as large as the sharded model.  adapter: what it changed.  notes: sentences for the log about the loading.
     """
 
     module: nn.ModuleDict
@@ -46,6 +57,7 @@ class LoadedModel:
     bytes_read: int
     shards_gradients: bool
     adapter: Injected
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,13 +73,28 @@ class BuiltModel:
 
 
 def build_model(cfg: RunConfig, family: ModelFamily) -> BuiltModel:
-    """Build -> inject, without a byte of weights. Raises InputError for an adapter that does not fit the model."""
+    """Build -> quantize -> inject, without a byte of weights.
+
+    Raises InputError for an adapter that does not fit the model, or patterns that match no layer.
+    """
     model = nn.ModuleDict({name: family.build(name) for name in family.live})
+    _freeze_base(model, cfg, family)
+    if cfg.quantize.format != "none":
+        quantize_layers(model, _stored_formats(model, cfg, family))
     return BuiltModel(model, _inject_adapter(model, cfg, family))
 
 
-def load_model(built: BuiltModel, cfg: RunConfig, family: ModelFamily, world: World) -> LoadedModel:
+def load_model(
+    built: BuiltModel,
+    cfg: RunConfig,
+    family: ModelFamily,
+    world: World,
+    cache: Path | None = None,
+    told: Told = _silent,
+) -> LoadedModel:
     """Checkpointing -> compile -> shard -> load -> initialise adapters. Collective.
+
+    cache: folder shared by runs.  told: of the bytes that are read.
 
     Each live component is sharded by itself, with a root of its own.
     """
@@ -78,12 +105,17 @@ def load_model(built: BuiltModel, cfg: RunConfig, family: ModelFamily, world: Wo
         methods = family.forward_methods if name == family.components[0] else ()
         parallelize(module, cfg.train, cfg.parallel, strategy, mesh, family.shard_blocks, methods, family.fp32_inputs)
     _materialize(model, cfg, world)
-    bytes_read = sum(_load(model, name, family.weights(name), injected.parameters) for name in model)
+    loader = _Loader(_loading(world, told), world, _base_cache(cfg, world, cache))
+    bytes_read = sum(
+        loader.load(model[name], family.weights(name), _inside(injected.parameters, name)) for name in model
+    )
     parameters = dict(model.named_parameters())
     _draw_adapter(parameters, injected, cfg.train.seed)
     model.train()
     shards_gradients = "full" in map(cfg.mode, model) and strategy in ("full", "grad_op", "hybrid")
-    return LoadedModel(model, strategy, mesh, built.trainables, bytes_read, shards_gradients, injected)
+    return LoadedModel(
+        model, strategy, mesh, built.trainables, bytes_read, shards_gradients, injected, tuple(loader.notes)
+    )
 
 
 def continue_adapter(loaded: LoadedModel, cfg: RunConfig, family: ModelFamily) -> tuple[str, ...]:
@@ -109,25 +141,31 @@ def continue_adapter(loaded: LoadedModel, cfg: RunConfig, family: ModelFamily) -
     return _start_notes(file, used, idle, loaded.adapter)
 
 
-def encoder_loader(cfg: RunConfig, world: World) -> LoadModule:
+def encoder_loader(cfg: RunConfig, world: World, cache: Path | None = None, told: Told = _silent) -> LoadModule:
     """How families load their encoders: frozen, in the run's compute type; sharded over all ranks if they have blocks.
 
     A module without block names is replicated and fp32: it is small, and an autoencoder's bf16 shows in pictures.
+    With `quantize.encoders` the linear layers of the blocks are stored in `quantize.format`.
     """
+    format = FORMATS.get(cfg.quantize.format) if cfg.quantize.encoders else None
+    loader = _Loader(_loading(world, told), world, _base_cache(cfg, world, cache))
 
     def load(module: nn.Module, files: WeightFiles, blocks: Sequence[str]) -> nn.Module:
         module.requires_grad_(False).eval()
         if blocks:
             module.to(COMPUTE_DTYPE[cfg.train.precision])
+        if blocks and format:
+            quantize_layers(module, dict.fromkeys(_block_layers(module, blocks), format))
         if blocks and (world.size > 1 or cfg.parallel.cpu_offload):
             mesh = device_mesh(cfg.parallel, world, "full")
             assert mesh is not None
             offload = offload_policy(cfg.parallel)
             shard_units(module, blocks_of(module, blocks), mesh, True, torch.float32, offload)
             _materialize(module, cfg, world)
+            loader.load(module, files)
         else:
             module.to_empty(device=world.device)
-        load_weights(module, files)
+            load_weights(module, files, coded=_coded(module), loading=_loading(world, told))
         return module
 
     return load
@@ -164,14 +202,45 @@ def _materialize(module: nn.Module, cfg: RunConfig, world: World) -> None:
             setattr(part, name, buffer.to(world.device))
 
 
-def _inject_adapter(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> Injected:
-    """Unfreeze or freeze each component and inject the adapter."""
+def _freeze_base(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> None:
+    """Unfreeze or freeze each component; what is frozen is in the run's compute type."""
     for name, module in model.items():
         module.requires_grad_(cfg.mode(name) == "full")
         if cfg.mode(name) != "full":
             # nn.Module's own `to`: diffusers' warns of an empty list of modules to keep in fp32.
             nn.Module.to(module, COMPUTE_DTYPE[cfg.train.precision])
     _freeze(model, family.never_trained)
+
+
+def _stored_formats(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> dict[str, Format]:
+    """{layer: format} of the layers of the frozen components that are quantized.
+
+    These are the linear layers of the sharded blocks that the family recommends to adapters, which leaves out norms and
+    modulation, and those that `quantize.formats` names.
+    """
+    quantize, frozen = cfg.quantize, nn.ModuleDict({name: m for name, m in model.items() if cfg.mode(name) != "full"})
+    linear = _block_layers(frozen, family.shard_blocks)
+    formats = dict.fromkeys(filter(family.is_target, linear), quantize.format)
+    for pattern, format in quantize.formats.items():
+        named = adapters.match_names(linear, (pattern,), "quantize.formats", cfg.model.family)
+        formats |= dict.fromkeys(named, format)
+    kept = adapters.match_names(linear, quantize.keep, "quantize.keep", cfg.model.family)
+    stored = {name: FORMATS[format] for name, format in formats.items() if format != "none" and name not in kept}
+    if not stored and not quantize.encoders:
+        raise InputError(
+            f"quantize.format: {quantize.format} is for frozen layers, but none is left to store; "
+            "train less (model.train), keep less (quantize.keep), or set none"
+        )
+    return stored
+
+
+def _block_layers(module: nn.Module, blocks: Sequence[str]) -> list[str]:
+    """Names of the linear layers inside the sharded blocks, in model order."""
+    inside = {id(layer) for block in blocks_of(module, blocks) for layer in block.modules()}
+    return [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear) and id(layer) in inside]
+
+
+def _inject_adapter(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> Injected:
     if isinstance(cfg.adapter, NoAdapter):
         return Injected((), {}, ())
     changed = nn.ModuleDict({name: module for name, module in model.items() if cfg.mode(name) == "adapter"})
@@ -186,10 +255,53 @@ def _freeze(model: nn.ModuleDict, patterns: Sequence[str]) -> None:
                 parameter.requires_grad_(False)
 
 
-def _load(model: nn.ModuleDict, component: str, files: WeightFiles, added: Iterable[str]) -> int:
+def _inside(names: Iterable[str], component: str) -> set[str]:
     prefix = f"{component}."
-    skipped = {name.removeprefix(prefix) for name in added if name.startswith(prefix)}
-    return load_weights(model[component], files, skipped)
+    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+
+
+def _base_cache(cfg: RunConfig, world: World, cache: Path | None) -> BaseCache | None:
+    """Where the quantized base is kept. Not where machines have folders of their own: none holds all rows."""
+    return BaseCache(cache / "base", world) if cache and cfg.quantize.cache and not world.guests else None
+
+
+class _Loader:
+    """Fills modules from their files, or from the cache of the quantized base. notes: what is to be told."""
+
+    def __init__(self, loading: Loading, world: World, cache: BaseCache | None) -> None:
+        self._loading, self._world, self._cache = loading, world, cache
+        self.notes: list[str] = []
+
+    def load(self, module: nn.Module, files: WeightFiles, added: Iterable[str] = ()) -> int:
+        """Returns the bytes read on this rank. added: parameters that are in no file. Collective."""
+        coded = _coded(module)
+        cached = self._cache.find(files, coded) if self._cache and coded else None
+        if cached:
+            num_bytes = load_weights(module, WeightFiles({**files.entries, **cached.entries}), added, {}, self._loading)
+        else:
+            num_bytes = load_weights(module, files, added, coded, self._loading)
+        check_same_weights(module, files, added, coded, self._world)
+        if self._cache and coded and not cached:
+            failed = self._cache.keep(module, files, coded)
+            if failed:
+                self.notes.append(f"quantize.cache: the base could not be kept ({failed}); free disk space")
+        return num_bytes
+
+
+def _loading(world: World, told: Told) -> Loading:
+    return Loading(world.device, max(1, (os.cpu_count() or 1) // world.local_size), told)
+
+
+def _coded(module: nn.Module) -> dict[str, Coded]:
+    """How the bytes of quantized layers come from stored weights, by name without what adapters put into it."""
+    coded = {}
+    for name, layer in quantized_layers(module).items():
+        stored = name.removesuffix(".base_layer")
+        shape = (layer.out_features, layer.in_features)
+        coded[f"{stored}.qweight"] = Coded(
+            f"{stored}.weight", shape, f"{layer.format.name} {VERSION}", layer.format.encode
+        )
+    return coded
 
 
 def _draw_adapter(parameters: Mapping[str, nn.Parameter], injected: Injected, seed: int) -> None:

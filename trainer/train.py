@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -62,6 +63,7 @@ from trainer.world import World
 
 log = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 1.0
+SMALL_MODEL_BYTES = 1 << 30
 SKIPS_IN_A_ROW = 20
 """A model that gives no finite number so often is broken, and no further step mends it."""
 
@@ -96,24 +98,25 @@ class Trainer:
         self._parent = os.getppid()
         self.step = self.samples_seen = self.skipped = self._skipped_in_a_row = 0
         self.meter = MemoryMeter(world)
+        self._said_read = time.monotonic()
         self._ranks = EventWriter(run.rank_file(world.rank))
         self._heartbeat("starting")
         self.family = families.make(cfg, cache)
         # First what can be refused without weights: captions of a large set take hours to encode.
         built = build_model(cfg, self.family)
         exported = check_export(cfg, self.family, built.trainables)
-        self._load_encoder = encoder_loader(cfg, world)
+        self._load_encoder = encoder_loader(cfg, world, cache, partial(self._say_read, "encoding"))
         self.data: EncodedData = encode_data(
             cfg, self.family, self._load_encoder, cache, world, say, self._asked_to_stop
         )
         say(StatusEvent(state="loading"))
         started = time.perf_counter()
-        self.loaded = load_model(built, cfg, self.family, world)
+        self.loaded = load_model(built, cfg, self.family, world, cache, partial(self._say_read, "loading"))
         self.model = self.loaded.module
         self.trainables = self.loaded.trainables
         newest = self._newest_checkpoint()
         started_from = continue_adapter(self.loaded, cfg, self.family) if newest is None else ()
-        for note in (*self.loaded.adapter.notes, *started_from, *exported):
+        for note in (*self.loaded.adapter.notes, *self.loaded.notes, *started_from, *exported):
             say(StatusEvent(state="loading", message=note))
         self._dropouts = adapters.dropouts(self.model)
         self.parameters = list(self.trainables.values())
@@ -515,6 +518,14 @@ class Trainer:
         log.debug("step %d: %s", self.step, state)
         self.say(StatusEvent(state=state, step=self.step))
         self._heartbeat(state)
+
+    def _say_read(self, state: State, done: int, total: int) -> None:
+        """How much of a large model is read, now and then."""
+        self.world.pulse.beat()
+        now = time.monotonic()
+        if now - self._said_read >= HEARTBEAT_SECONDS and total > SMALL_MODEL_BYTES:
+            self._said_read = now
+            self.say(StatusEvent(state=state, message="MiB of weights", done=done >> 20, total=total >> 20))
 
     def _say_loaded(self, seconds: float) -> None:
         trained = sum(parameter.numel() for parameter in self.parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,42 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from trainer.config import InputError
+from trainer.stored import OpenFiles, TensorEntry, without_codings
 
 MAX_HEADER_BYTES = 100_000_000
+DIGEST_BYTES = 1 << 20
 ORIGINAL_PREFIX = "model.diffusion_model."
 """Before the denoiser's names in original files that hold other parts besides."""
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """One tensor on disk. shape: its full shape.  dtype: safetensors' name, as `BF16`.
-
-    start: row of the stored tensor with which it begins; past the last one it goes on with the first.
-    transposed: its rows are the stored tensor's columns.
-    """
-
-    file: Path
-    key: str
-    shape: tuple[int, ...]
-    dtype: str
-    start: int = 0
-    transposed: bool = False
-
-    def rows(self, stored: Any, begin: int, end: int) -> Tensor:
-        """Some of its rows. stored: safetensors' slice of the tensor `key` in `file`."""
-        if self.transposed:
-            columns: Tensor = stored[:, self.start + begin : self.start + end]
-            return columns.T
-        total = stored.get_shape()[0]
-        first = (self.start + begin) % total
-        last = first + end - begin
-        rows: Tensor = stored[first:last] if last <= total else torch.cat([stored[first:], stored[: last - total]])
-        # The original may keep a matrix as a convolution of one pixel.
-        return rows.reshape(-1, *self.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -61,13 +35,11 @@ class WeightFiles:
         rename: key in the file -> name in the module, or None for a tensor the module does not have.
         Raises InputError for a file that is missing, truncated or no safetensors file.
         """
-        entries: dict[str, TensorEntry] = {}
+        stored: dict[str, TensorEntry] = {}
         for file in files:
-            for key, (shape, dtype) in _read_header(file).items():
-                name = rename(key)
-                if name is not None:
-                    entries[name] = TensorEntry(file, key, shape, dtype)
-        return cls(entries)
+            stored |= {key: TensorEntry(file, key, *found) for key, found in _read_header(file).items()}
+        named = ((rename(key), entry) for key, entry in without_codings(stored).items())
+        return cls({name: entry for name, entry in named if name is not None})
 
     def by_our_names(self, layout: Iterable[Fused], shapes: Mapping[str, tuple[int, ...]]) -> WeightFiles:
         """The tensors of a file in its original layout by diffusers' names; files in diffusers' layout as they are.
@@ -137,11 +109,7 @@ class Fused:
 
 def read_tensor(entry: TensorEntry) -> Tensor:
     """The whole tensor, on the CPU, in the type it is stored in."""
-    with safe_open(entry.file, "pt") as stream:
-        if not entry.shape:
-            scalar: Tensor = stream.get_tensor(entry.key)
-            return scalar
-        return entry.rows(stream.get_slice(entry.key), 0, entry.shape[0])
+    return entry.whole(OpenFiles())
 
 
 def _parts(fused: Fused, entry: TensorEntry, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorEntry]:
@@ -180,6 +148,24 @@ def safetensors_in(folder: Path, stem: str) -> list[Path]:
     if single.is_file():
         return [single]
     raise InputError(f"{folder}: neither {stem}.safetensors nor {index.name}; expected the weights of this component")
+
+
+def digest(places: Iterable[Path]) -> str:
+    """Changes when one of the files, or of the folders' files, changes: hex digits from names, sizes, first and last
+    MiB of each.
+
+    Reading 48 GB of weights takes minutes. Training changes all of a file, so its ends tell as much.
+    """
+    total = hashlib.sha256()
+    for place in places:
+        for file in sorted(path for path in (place, *place.rglob("*")) if path.is_file()):
+            size = file.stat().st_size
+            total.update(f"{file.relative_to(place.parent)} {size}\n".encode())
+            with file.open("rb") as stream:
+                total.update(stream.read(DIGEST_BYTES))
+                stream.seek(max(0, size - DIGEST_BYTES))
+                total.update(stream.read(DIGEST_BYTES))
+    return total.hexdigest()
 
 
 def _read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -26,6 +26,7 @@ from trainer.adapters.targets import (
     layer_ranks,
     match_layers,
 )
+from trainer.adapters.targets import match as match_names
 from trainer.adapters.tuner import ADAPTER, Layer, Make, replace_layers
 from trainer.config import (
     AdapterSection,
@@ -46,6 +47,7 @@ __all__ = [
     "initial_value",
     "inject",
     "match_layers",
+    "match_names",
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -10,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from trainer.stored import layout
+
 NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}
-ALIGNMENT = 8
 
 Planned = tuple[torch.dtype, tuple[int, ...]]
 """Type and shape of a tensor."""
@@ -20,14 +20,10 @@ Plan = Mapping[str, Planned]
 
 
 def write_stream(file: Path, plan: Plan, tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file, holding one tensor at a time. tensors: those of `plan`, in its order.
-
-    Source: the format's description in the safetensors repository (8 bytes of length, JSON header, bytes).
-    """
-    header = _header(plan, metadata)
+    """Write a safetensors file, holding one tensor at a time. tensors: those of `plan`, in its order."""
+    announced = {name: (NAMES[dtype], shape, num_bytes((dtype, shape))) for name, (dtype, shape) in plan.items()}
     with file.open("wb") as stream:
-        stream.write(len(header).to_bytes(8, "little"))
-        stream.write(header)
+        stream.write(layout(announced, metadata).head)
         for (name, (dtype, shape)), tensor in zip(plan.items(), tensors, strict=True):
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{name}: {list(tensor.shape)} was announced as {list(shape)}")
@@ -46,13 +42,3 @@ def _bytes_of(tensor: Tensor, dtype: torch.dtype) -> memoryview:
         limit = torch.finfo(dtype).max
         tensor = tensor.float().clamp(-limit, limit)
     return tensor.to(dtype).contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-def _header(plan: Plan, metadata: Mapping[str, str]) -> bytes:
-    fields: dict[str, object] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name, (dtype, shape) in plan.items():
-        begin, end = end, end + num_bytes((dtype, shape))
-        fields[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % ALIGNMENT)

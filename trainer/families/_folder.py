@@ -19,9 +19,8 @@ from torch import nn
 from trainer.config import DEMO, InputError, ModelConfig
 from trainer.hub import find_folder
 from trainer.rng import generator
-from trainer.weights import Fused, WeightFiles, safetensors_in
+from trainer.weights import Fused, WeightFiles, digest, safetensors_in
 
-DIGEST_BYTES = 1 << 20
 DIFFUSERS_STEM = "diffusion_pytorch_model"
 TRANSFORMERS_STEM = "model"
 
@@ -165,24 +164,6 @@ def read_json(field: str, folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InputError(f"{file}: holds no JSON object; download it again")
     return content
-
-
-def digest(places: Iterable[Path]) -> str:
-    """Changes when one of the files, or of the folders' files, changes: hex digits from names, sizes, first and last
-    MiB of each.
-
-    Reading 48 GB of weights takes minutes. Training changes all of a file, so its ends tell as much.
-    """
-    total = hashlib.sha256()
-    for place in places:
-        for file in sorted(path for path in (place, *place.rglob("*")) if path.is_file()):
-            size = file.stat().st_size
-            total.update(f"{file.relative_to(place.parent)} {size}\n".encode())
-            with file.open("rb") as stream:
-                total.update(stream.read(DIGEST_BYTES))
-                stream.seek(max(0, size - DIGEST_BYTES))
-                total.update(stream.read(DIGEST_BYTES))
-    return total.hexdigest()
 
 
 def write_once(folder: Path, write: Callable[[Path], None]) -> Path:

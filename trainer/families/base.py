@@ -6,6 +6,7 @@ It knows nothing of sharding, adapters or files of a run; it is given a way to l
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -110,6 +111,11 @@ class ModelFamily(ABC):
     def folder(self) -> Path:
         """The diffusers folder with the model's configs; for `tiny` a folder under `cache`, written when missing."""
         return self._folder.path
+
+    def is_target(self, layer: str) -> bool:
+        """Whether adapters change the linear layer by default. layer: with its component, `transformer.proj_out`."""
+        component, _, inside = layer.partition(".")
+        return any(re.fullmatch(pattern, inside) for pattern in self.adapter_targets.get(component, ()))
 
     @property
     @abstractmethod

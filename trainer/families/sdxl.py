@@ -25,7 +25,6 @@ from trainer.families._flow import asked, guided
 from trainer.families._folder import (
     TRANSFORMERS_STEM,
     check_architecture,
-    digest,
     open_folder,
     write_model_index,
     write_random,
@@ -48,7 +47,7 @@ from trainer.objectives import (
     total_loss,
 )
 from trainer.rng import SampleRng
-from trainer.weights import Fused, WeightFiles
+from trainer.weights import Fused, WeightFiles, digest
 
 ENCODERS = ("text_encoder", "text_encoder_2")
 TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}

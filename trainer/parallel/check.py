@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
+from trainer.parallel.load import digest
 from trainer.parallel.mesh import REPLICATE
 from trainer.world import World
 
@@ -37,7 +36,7 @@ def diverged(trainables: Mapping[str, nn.Parameter], world: World) -> str | None
     replicated = {name: p for name, p in trainables.items() if isinstance(p, DTensor) and _is_replicated(p)}
     if not replicated:
         return None
-    digests = {name: _digest(p.to_local()) for name, p in replicated.items()}
+    digests = {name: digest(p.to_local()) for name, p in replicated.items()}
     place = next(iter(replicated.values())).device_mesh.get_local_rank(-1)
     everyone = world.gather((place, digests))
     copies = [other for other_place, other in everyone if other_place == place]
@@ -49,8 +48,3 @@ def diverged(trainables: Mapping[str, nn.Parameter], world: World) -> str | None
 def _is_replicated(parameter: DTensor) -> bool:
     mesh = parameter.device_mesh
     return REPLICATE in (mesh.mesh_dim_names or ()) and mesh[REPLICATE].size() > 1
-
-
-def _digest(tensor: Tensor) -> bytes:
-    raw = tensor.detach().cpu().contiguous().view(torch.uint8)
-    return hashlib.blake2b(raw.numpy().tobytes(), digest_size=16).digest()

@@ -2,41 +2,168 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer.config import InputError
-from trainer.weights import TensorEntry, WeightFiles
+from trainer.stored import OpenFiles, TensorEntry
+from trainer.weights import WeightFiles
+from trainer.world import World
+
+PIECE = 1 << 18
+"""Numbers that are read and encoded at a time: their fp32 copies stay in a core's cache."""
 
 
-def load_weights(model: nn.Module, files: WeightFiles, skip: Iterable[str] = ()) -> int:
+@dataclass(frozen=True)
+class Coded:
+    """A parameter of bytes that are made from a stored weight, row by row. stored, shape: its name and shape.
+
+    format: names what the bytes are, and changes when equal weights give other bytes.
+
+    encode: (some rows, the scale they are stored with if they are 8-bit floats) -> rows of the parameter. Raises
+    ValueError for numbers that cannot be encoded.
+    """
+
+    stored: str
+    shape: tuple[int, ...]
+    format: str
+    encode: Callable[[Tensor, float | None], Tensor]
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How weights are read. device: where they are encoded.  threads: how many read at a time.
+
+    told: (bytes read, bytes to read) by this rank, again and again.
+    """
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    threads: int = 1
+    told: Callable[[int, int], None] = lambda done, total: None
+
+
+def load_weights(
+    model: nn.Module,
+    files: WeightFiles,
+    skip: Iterable[str] = (),
+    coded: Mapping[str, Coded] | None = None,
+    loading: Loading | None = None,
+) -> int:
     """Fill parameters and persistent buffers from disk, cast to their types. Returns the bytes read on this rank.
 
     skip: names that are not in the files, as an adapter's. Names inside the model may carry `.base_layer`.
+    coded: parameters that are made from stored weights, by name.
     Raises InputError for a tensor that is missing or has another shape, naming file, tensor and both shapes.
     """
-    skipped = set(skip)
+    loading = loading or Loading()
+    parts = [part for source in _sources(model, files, skip, coded).values() for part in source.parts()]
+    opened = OpenFiles()
+    done, total = 0, sum(part.num_bytes for part in parts)
+    # Reading and encoding leave Python's lock. A failure cancels what waits.
+    with ThreadPoolExecutor(loading.threads, "load") as pool:
+        for part, _ in zip(parts, pool.map(lambda part: part.load(opened, loading.device), parts), strict=True):
+            done += part.num_bytes
+            loading.told(done, total)
+    return done
+
+
+def check_same_weights(
+    model: nn.Module, files: WeightFiles, skip: Iterable[str], coded: Mapping[str, Coded] | None, world: World
+) -> None:
+    """Compare a row of every tensor that each rank holds with what the rank before it finds in its files. Collective.
+
+    The arguments are those of `load_weights`. Raises InputError on every rank where they differ: torch shards what each
+    rank holds, and would train a model that is a mixture of both.
+    """
+    if world.size == 1:
+        return
+    sources, opened = _sources(model, files, skip, coded), OpenFiles()
+    firsts = {name: next(source.parts(), None) for name, source in sources.items()}
+    held = {name: (part.begin, digest(part.into[:1])) for name, part in firsts.items() if part}
+    other = (world.rank + 1) % world.size
+    wrong = None
+    for name, (row, expected) in world.gather(held)[other].items():
+        source = sources[name]
+        own = torch.empty(1, *source.tensor.shape[1:], dtype=source.tensor.dtype)
+        _Part(source.entry, row, row + 1, own, source.coded).load(opened, own.device)
+        if wrong is None and digest(own) != expected:
+            wrong = f"row {row} of '{name}' on rank {other} is not what rank {world.rank} finds in {source.entry.file}"
+    found = next(filter(None, world.gather(wrong)), None)
+    if found:
+        raise InputError(f"{found}; give every machine the same files, and remove the folder of quantize.cache")
+
+
+def digest(tensor: Tensor) -> bytes:
+    """Of a tensor's bytes."""
+    raw = tensor.detach().cpu().contiguous().view(torch.uint8)
+    return hashlib.blake2b(raw.numpy().tobytes(), digest_size=16).digest()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some rows of a tensor that this rank holds. begin, end: rows of the whole.  into: their place."""
+
+    entry: TensorEntry
+    begin: int
+    end: int
+    into: Tensor
+    coded: Coded | None
+
+    @property
+    def num_bytes(self) -> int:
+        """What is read."""
+        return int(self.entry.stored_bytes(self.end - self.begin))
+
+    def load(self, files: OpenFiles, device: torch.device) -> None:
+        """Raises InputError for a file that cannot be read, or numbers that cannot be encoded."""
+        entry = self.entry
+        try:
+            with torch.no_grad():
+                rows = entry.rows(files, self.begin, self.end) if entry.shape else entry.whole(files)
+                self.into.copy_(self.coded.encode(rows.to(device), entry.scale(files)) if self.coded else rows)
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{entry.file}: cannot be read ({error}); download it again") from error
+        except ValueError as error:
+            raise InputError(f"{entry.file}: '{entry.key}' {error}; download it again") from error
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A tensor of the model and where it comes from."""
+
+    tensor: Tensor
+    entry: TensorEntry
+    coded: Coded | None
+
+    def parts(self) -> Iterator[_Part]:
+        """What this rank reads of it."""
+        step = max(1, PIECE // max(1, math.prod(self.entry.shape[1:])))
+        for rows, local in own_rows(self.tensor):
+            for begin in range(rows.start, rows.stop, step):
+                end = min(begin + step, rows.stop)
+                into = local[begin - rows.start : end - rows.start] if self.tensor.dim() else local
+                yield _Part(self.entry, begin, end, into, self.coded)
+
+
+def _sources(
+    model: nn.Module, files: WeightFiles, skip: Iterable[str], coded: Mapping[str, Coded] | None
+) -> dict[str, _Source]:
+    """By name without an adapter's `.base_layer`. Raises InputError as `load_weights` does."""
+    skipped, coded = set(skip), coded or {}
     wanted = {name.replace(".base_layer.", "."): t for name, t in model.state_dict().items() if name not in skipped}
-    check_weights({name: tuple(tensor.shape) for name, tensor in wanted.items()}, files)
-    total = 0
-    with torch.no_grad():
-        for file, names in _by_file(files, wanted).items():
-            try:
-                with safe_open(file, "pt") as stream:
-                    for name in names:
-                        entry = files.entries[name]
-                        total += _copy_rows(wanted[name], entry, stream.get_slice(entry.key))
-            except (SafetensorError, OSError) as error:
-                raise InputError(f"{file}: cannot be read ({error}); download it again") from error
-    return total
+    stored = {name: coded[name].stored if name in coded else name for name in wanted}
+    shapes = {stored[n]: coded[n].shape if n in coded else tuple(tensor.shape) for n, tensor in wanted.items()}
+    check_weights(shapes, files)
+    return {name: _Source(tensor, files.entries[stored[name]], coded.get(name)) for name, tensor in wanted.items()}
 
 
 def check_weights(wanted: dict[str, tuple[int, ...]], files: WeightFiles) -> None:
@@ -59,28 +186,11 @@ def check_weights(wanted: dict[str, tuple[int, ...]], files: WeightFiles) -> Non
 
 def fill_rows(target: Tensor, full: Tensor) -> None:
     """Copy this rank's rows of a full tensor into a parameter, sharded or not."""
-    for rows, local in _own_rows(target):
+    for rows, local in own_rows(target):
         local.copy_(full[rows] if target.dim() else full)
 
 
-def _by_file(files: WeightFiles, wanted: Iterable[str]) -> dict[Path, list[str]]:
-    grouped: dict[Path, list[str]] = defaultdict(list)
-    for name in wanted:
-        entry: TensorEntry = files.entries[name]
-        grouped[entry.file].append(name)
-    return grouped
-
-
-def _copy_rows(target: Tensor, entry: TensorEntry, stored: Any) -> int:
-    total = 0
-    for rows, local in _own_rows(target):
-        source = entry.rows(stored, rows.start, rows.stop) if target.dim() else stored[()]
-        local.copy_(source)
-        total += source.numel() * source.element_size()
-    return total
-
-
-def _own_rows(target: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def own_rows(target: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """The rows of dim 0 that this rank holds, with the local tensor; nothing for an empty shard."""
     if not isinstance(target, DTensor):
         yield slice(0, len(target) if target.dim() else 1), target

@@ -172,7 +172,7 @@ def _on_copies(forward: Callable[..., Any], modules: Sequence[nn.Module], dtype:
         (m._parameters, name)
         for m in modules
         for name, p in m._parameters.items()
-        if p is not None and p.dtype != dtype
+        if p is not None and p.is_floating_point() and p.dtype != dtype
     ]
 
     def run(*args: Any, **kwargs: Any) -> Any:

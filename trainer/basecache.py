@@ -1,0 +1,102 @@
+"""The quantized base on disk, beside the cached images: converted once, read by any number of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trainer.config import InputError
+from trainer.parallel.load import Coded, own_rows
+from trainer.parallel.mesh import REPLICATE
+from trainer.stored import Layout, layout
+from trainer.weights import WeightFiles, digest
+from trainer.world import World
+
+ABANDONED_S = 3600
+"""After so long without a write a draft is taken for what a killed run left."""
+
+
+class BaseCache:
+    """Files of records, one per component, format and set of weight files. Every method is collective.
+
+    folder: shared by runs; all ranks must see it.
+    """
+
+    def __init__(self, folder: Path, world: World) -> None:
+        self._folder, self._world = folder, world
+
+    def find(self, files: WeightFiles, coded: Mapping[str, Coded]) -> WeightFiles | None:
+        """The records of all of `coded` by their own names, None where they are not cached yet."""
+        file = self._file(files, coded)
+        try:
+            found = WeightFiles.read([file]) if file.is_file() else None
+        except InputError:  # cut short by a full disk; it is written again
+            found = None
+        return found if all(self._world.gather(found is not None)) else None
+
+    def keep(self, module: nn.Module, files: WeightFiles, coded: Mapping[str, Coded]) -> str:
+        """Write the records that the ranks hold. Returns what failed, empty when the file is there."""
+        tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in module.state_dict().items()}
+        records = {name: tensors[name] for name in coded}
+        plan = layout({name: ("U8", tuple(t.shape), t.numel()) for name, t in records.items()}, {})
+        file = self._file(files, coded)
+        draft = file.with_name(self._world.gather(f".{file.stem}-{secrets.token_hex(4)}")[0])
+        failed = self._failed(lambda: self._begin(draft, plan))
+        failed = failed or self._failed(lambda: _write(draft, plan, records))
+        failed = failed or self._failed(lambda: draft.rename(file) if self._world.rank == 0 else None)
+        if failed and self._world.rank == 0:
+            draft.unlink(missing_ok=True)
+        return failed
+
+    def _file(self, files: WeightFiles, coded: Mapping[str, Coded]) -> Path:
+        sources = {files.entries[made.stored].file for made in coded.values()}
+        made = sorted((name, made.shape, made.format) for name, made in coded.items())
+        key = hashlib.sha256(f"{digest(sorted(sources))} {made}".encode()).hexdigest()
+        return self._folder / f"{key[:32]}.safetensors"
+
+    def _begin(self, draft: Path, plan: Layout) -> None:
+        """On rank 0: make room, and a file of the right length."""
+        if self._world.rank:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for left in self._folder.glob(".*"):
+            if time.time() - left.stat().st_mtime > ABANDONED_S:
+                left.unlink(missing_ok=True)
+        with draft.open("wb") as stream:
+            os.posix_fallocate(stream.fileno(), 0, plan.size)
+            stream.write(plan.head)
+
+    def _failed(self, act: Callable[[], object]) -> str:
+        """What kept one of the ranks from acting."""
+        try:
+            act()
+            mine = ""
+        except OSError as error:
+            mine = str(error)
+        return next(filter(None, self._world.gather(mine)), "")
+
+
+def _write(draft: Path, plan: Layout, records: Mapping[str, Tensor]) -> None:
+    """Write this rank's rows to their places; of several copies the first."""
+    with draft.open("r+b") as stream:
+        for name, tensor in records.items():
+            if not _is_first_copy(tensor):
+                continue
+            for rows, local in own_rows(tensor):
+                stream.seek(plan.places[name] + rows.start * tensor.shape[1])
+                stream.write(local.cpu().contiguous().numpy().data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _is_first_copy(tensor: Tensor) -> bool:
+    mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+    names = (mesh.mesh_dim_names or ()) if mesh else ()
+    return mesh is None or REPLICATE not in names or mesh.get_local_rank(REPLICATE) == 0

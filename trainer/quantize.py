@@ -1,0 +1,296 @@
+"""A frozen base in 4 or 8 bits: linear layers whose weights are bytes, which FSDP2 shards and gathers as they are.
+
+The format, version 1. A weight (out, in) is stored as one uint8 matrix (out, row bytes): a record per row, so that any
+rows can be written, read, sharded and gathered by themselves. A record is the codes of the row, then its scales:
+
+  nf4   4 bits per weight: the index of the nearest of the 16 levels of NF4 (arXiv 2305.14314, appendix E); of two
+        neighbours the first is in the upper half of their byte. A scale per block of 64 weights: the largest magnitude.
+        A row that ends within a block is filled up with zeros.
+  int8  8 bits per weight: a whole number from -127 to 127, two's complement. A scale per block of 64: the largest
+        magnitude / 127. The last block may be shorter.
+  fp8   8 bits per weight: a float of 4 bits exponent and 3 bits mantissa (e4m3fn). A scale per row: the largest
+        magnitude / 448.
+
+Scales are bf16, the lower byte first. Codes are those of weight / scale, with the scale as it is stored, ties to even
+(nf4: to the lower level). The weight of a code is level * scale, multiplied in fp32 and rounded once to the type that
+is asked for.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VERSION = 1
+"""Of the format: raise it when equal weights are to give other bytes."""
+BLOCK = 64
+SCALE = torch.bfloat16
+NF4_LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+CELLS = 64
+PIECE = {"cpu": 1 << 18, "cuda": 1 << 25}
+"""Numbers that are decoded at a time, by kind of device: fp32 copies of more would not stay in a core's cache, and on a
+GPU would take as much again as the layer itself."""
+
+
+class Format(ABC):
+    """How a row of a weight becomes a record of bytes, and back. One instance per format, in FORMATS.
+
+    largest: magnitude of the code that stands for the largest weight.
+    """
+
+    name: ClassVar[str]
+    largest: ClassVar[float]
+
+    @abstractmethod
+    def block(self, inputs: int) -> int:
+        """Weights that share a scale."""
+
+    @abstractmethod
+    def code_bytes(self, inputs: int) -> int:
+        """Bytes of a row's codes."""
+
+    @abstractmethod
+    def to_codes(self, levels: Tensor) -> Tensor:
+        """levels: (rows, weights of whole blocks) in units of the scale, fp32.  Returns uint8, (rows, bytes)."""
+
+    @abstractmethod
+    def to_levels(self, codes: Tensor, table: Tensor) -> Tensor:
+        """codes: (rows, bytes).  table: `table()`.  Returns the levels, (rows, weights), in a type that fp32 holds."""
+
+    def table(self) -> Tensor:
+        """What `to_levels` looks up, on the CPU. A layer keeps it where its bytes are."""
+        return torch.empty(0, device="cpu")
+
+    def num_blocks(self, inputs: int) -> int:
+        """Scales per row."""
+        return -(-inputs // self.block(inputs))
+
+    def row_bytes(self, inputs: int) -> int:
+        """Length of a record."""
+        return self.code_bytes(inputs) + self.num_blocks(inputs) * SCALE.itemsize
+
+    def encode(self, weight: Tensor, scale_of_fp8: float | None = None) -> Tensor:
+        """Records of some rows: (rows, inputs), any floating type -> (rows, row bytes), uint8.
+
+        scale_of_fp8: with which the weight was stored, if it was stored in fp8: fp8 then keeps its codes.
+        Raises ValueError for a weight that is not finite.
+        """
+        rows, inputs = weight.shape
+        block, count = self.block(inputs), self.num_blocks(inputs)
+        blocks = F.pad(weight.float(), (0, count * block - inputs)).view(rows, count, block)
+        scale = self.scales(blocks, scale_of_fp8)
+        if not torch.isfinite(scale).all():
+            raise ValueError("holds numbers that are not finite")
+        levels = blocks / torch.where(scale == 0, 1, scale.float())  # all zero where the scale is
+        return self.pack(self.to_codes(levels.view(rows, -1)), scale.view(rows, count), inputs)
+
+    def scales(self, blocks: Tensor, scale_of_fp8: float | None) -> Tensor:
+        """Of blocks (rows, blocks, weights): (rows, blocks, 1), as they are stored."""
+        return (blocks.abs().amax(dim=-1, keepdim=True) / self.largest).to(SCALE)
+
+    def pack(self, codes: Tensor, scales: Tensor, inputs: int) -> Tensor:
+        """Records from codes (rows, bytes of whole blocks) and scales (rows, blocks)."""
+        return torch.cat([codes[:, : self.code_bytes(inputs)], scales.to(SCALE).contiguous().view(torch.uint8)], dim=1)
+
+    def decode(self, records: Tensor, inputs: int, dtype: torch.dtype, table: Tensor) -> Tensor:
+        """The weights of some rows: (rows, row bytes) -> (rows, inputs). Its temporaries take several times that."""
+        end = self.code_bytes(inputs)
+        codes, scales = records[:, :end], records[:, end:]
+        levels = self.to_levels(codes.contiguous(), table)
+        scale = scales.contiguous().view(SCALE).float()
+        block, count = self.block(inputs), self.num_blocks(inputs)
+        if count * block != levels.shape[1]:  # codes of 8 bits are not filled up
+            levels = F.pad(levels.float(), (0, count * block - levels.shape[1]))
+        weight = levels.view(-1, count, block) * scale.unsqueeze(-1)
+        whole: Tensor = weight.view(-1, count * block)[:, :inputs].to(dtype)
+        return whole
+
+
+class _Nf4(Format):
+    name, largest = "nf4", 1.0
+
+    def block(self, inputs: int) -> int:
+        return BLOCK
+
+    def code_bytes(self, inputs: int) -> int:
+        return self.num_blocks(inputs) * BLOCK // 2
+
+    def to_codes(self, levels: Tensor) -> Tensor:
+        low, inside = _cells(levels.device)
+        cell = (levels * CELLS + CELLS).int().clamp_(0, 2 * CELLS).flatten()
+        codes = low.index_select(0, cell) + (levels.flatten() > inside.index_select(0, cell))
+        return ((codes[0::2] << 4) | codes[1::2]).view(len(levels), -1)
+
+    def to_levels(self, codes: Tensor, table: Tensor) -> Tensor:
+        return F.embedding(codes.int(), table).flatten(1)
+
+    def table(self) -> Tensor:
+        """(256, 2): the two levels of a byte."""
+        byte = torch.arange(256, device="cpu")
+        return torch.tensor(NF4_LEVELS, device="cpu")[torch.stack([byte >> 4, byte & 15], dim=1)]
+
+
+class _Int8(Format):
+    name, largest = "int8", 127.0
+
+    def block(self, inputs: int) -> int:
+        return BLOCK
+
+    def code_bytes(self, inputs: int) -> int:
+        return inputs
+
+    def to_codes(self, levels: Tensor) -> Tensor:
+        return levels.round().clamp(-127, 127).to(torch.int8).view(torch.uint8)
+
+    def to_levels(self, codes: Tensor, table: Tensor) -> Tensor:
+        return codes.view(torch.int8)
+
+
+class _Fp8(Format):
+    name, largest = "fp8", 448.0
+
+    def block(self, inputs: int) -> int:
+        return inputs
+
+    def code_bytes(self, inputs: int) -> int:
+        return inputs
+
+    def scales(self, blocks: Tensor, scale_of_fp8: float | None) -> Tensor:
+        if scale_of_fp8 is None:
+            return super().scales(blocks, None)
+        return torch.full_like(blocks[..., :1], scale_of_fp8, dtype=SCALE)
+
+    def to_codes(self, levels: Tensor) -> Tensor:
+        return levels.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+
+    def to_levels(self, codes: Tensor, table: Tensor) -> Tensor:
+        return codes.view(torch.float8_e4m3fn).float()  # torch multiplies no fp8
+
+
+FORMATS: Mapping[str, Format] = {kind.name: kind() for kind in (_Nf4, _Int8, _Fp8)}
+
+
+@cache
+def _cells(device: torch.device) -> tuple[Tensor, Tensor]:
+    """NF4 codes by a grid of CELLS per unit: the code at the lower end of each cell, and where in it the next begins.
+
+    The next begins half way between two levels; no cell holds two such places. Five times as fast as a search.
+    """
+    levels = torch.tensor(NF4_LEVELS, dtype=torch.float64, device="cpu")
+    bounds = ((levels[1:] + levels[:-1]) / 2).float()
+    grid = torch.arange(-CELLS, CELLS + 1, device="cpu") / CELLS
+    inside = torch.full_like(grid, torch.inf)
+    inside[torch.searchsorted(grid, bounds) - 1] = bounds
+    return torch.bucketize(grid, bounds).to(torch.uint8).to(device), inside.to(device)
+
+
+class QuantLinear(nn.Linear):
+    """A frozen linear layer whose weight is stored as bytes: `qweight`, (out, row bytes).
+
+    It is an `nn.Linear` to whoever looks for one; `weight` is made when it is asked for. dtype: of `weight` and `bias`.
+    """
+
+    qweight: nn.Parameter
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, format: Format, dtype: torch.dtype, device: Any) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.format, self.dtype = inputs, outputs, format, dtype
+        records = torch.empty(outputs, format.row_bytes(inputs), dtype=torch.uint8, device=device)
+        self.qweight = nn.Parameter(records, requires_grad=False)
+        values = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device), requires_grad=False) if bias else None
+        self.register_parameter("bias", values)
+        # Neither parameter nor buffer: what has a floating type is rounded by `model.to(dtype)`.
+        self._table = format.table()
+
+    @classmethod
+    def of(cls, layer: nn.Linear, format: Format) -> QuantLinear:
+        """The layer in this format; on the meta device without values.
+
+        Raises ValueError for a weight that is not finite.
+        """
+        weight = layer.weight
+        bias = layer.bias is not None
+        made = cls(layer.in_features, layer.out_features, bias, format, weight.dtype, weight.device)
+        with torch.no_grad():
+            if not weight.is_meta:
+                made.qweight.copy_(format.encode(weight))
+            if bias:
+                made.bias.copy_(layer.bias)
+        return made
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The weight that `forward` multiplies with, (out, in), made anew: what is written to it is lost."""
+        if self.qweight.is_meta:
+            return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
+        return decoded(self.qweight.detach(), self.format, self.in_features, self.dtype, self._table_on(self.qweight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        apply: Callable[..., Tensor] = _Multiply.apply
+        return apply(x, self.qweight, self.bias, self.format, self.in_features, self._table_on(x))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, format={self.format.name}"
+
+    def _table_on(self, like: Tensor) -> Tensor:
+        if self._table.device != like.device:
+            self._table = self._table.to(like.device)
+        return self._table
+
+
+class _Multiply(torch.autograd.Function):
+    """x @ weight.T + bias. Only the bytes are kept: backward decodes them again. The weight has no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, records: Tensor, bias: Tensor | None, format: Format, inputs: int, table: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(records)
+        ctx.format, ctx.inputs, ctx.table = format, inputs, table
+        return F.linear(x, decoded(records, format, inputs, x.dtype, table), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        (records,) = ctx.saved_tensors
+        x = bias = None
+        if ctx.needs_input_grad[0]:
+            x = gradient @ decoded(records, ctx.format, ctx.inputs, gradient.dtype, ctx.table)
+        if ctx.needs_input_grad[2]:
+            bias = gradient.flatten(0, -2).sum(0)
+        return x, None, bias, None, None, None
+
+
+def decoded(records: Tensor, format: Format, inputs: int, dtype: torch.dtype, table: Tensor) -> Tensor:
+    """The weight (rows, inputs) of records, some rows at a time; compiled as one, which leaves no temporaries."""
+    rows = max(1, PIECE.get(records.device.type, PIECE["cuda"]) // inputs)
+    if torch.compiler.is_compiling() or rows >= len(records):
+        return format.decode(records, inputs, dtype, table)
+    weight = torch.empty(len(records), inputs, dtype=dtype, device=records.device)
+    for piece, into in zip(torch.split(records, rows), torch.split(weight, rows), strict=True):
+        into.copy_(format.decode(piece, inputs, dtype, table))
+    return weight
+
+
+def quantize_layers(model: nn.Module, formats: Mapping[str, Format]) -> None:
+    """Put a `QuantLinear` in the place of linear layers. formats: {name of a layer: its format}."""
+    for name, format in formats.items():
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        model.set_submodule(name, QuantLinear.of(layer, format))
+
+
+def quantized_layers(model: nn.Module) -> dict[str, QuantLinear]:
+    """The layers that are stored as bytes, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}

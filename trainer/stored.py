@@ -1,0 +1,239 @@
+"""A tensor in a safetensors file, whatever form it is stored in: rows in, numbers out."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from trainer.config import InputError
+
+ALIGNMENT = 8
+
+
+def layout(tensors: Mapping[str, tuple[str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> Layout:
+    """How a safetensors file with these tensors begins, and where each of them lies in it.
+
+    tensors: {name: (type, as `BF16`, shape, bytes)}, in the order of the file.
+    Source: the format's description in the safetensors repository (8 bytes of length, JSON header, bytes).
+    """
+    fields: dict[str, object] = {"__metadata__": dict(metadata)}
+    starts: dict[str, int] = {}
+    end = 0
+    for name, (dtype, shape, num_bytes) in tensors.items():
+        starts[name], end = end, end + num_bytes
+        fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [starts[name], end]}
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    head = len(text).to_bytes(8, "little") + text
+    return Layout(head, {name: len(head) + start for name, start in starts.items()}, len(head) + end)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A safetensors file to be written. head: its first bytes.  places: where tensors begin.  size: of the file."""
+
+    head: bytes
+    places: Mapping[str, int]
+    size: int
+
+
+class OpenFiles:
+    """safetensors files that stay open, mapped, while their tensors are read. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, Any] = {}
+        self._lock = threading.Lock()
+
+    def slice(self, file: Path, key: str) -> Any:
+        """safetensors' slice of the tensor `key`: nothing is read until it is indexed."""
+        with self._lock:
+            if file not in self._open:
+                self._open[file] = safe_open(file, "pt")
+            return self._open[file].get_slice(key)
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor on disk. shape: its full shape.  dtype: safetensors' name, as `BF16`.
+
+    start: row of the stored tensor with which it begins; past the last one it goes on with the first.
+    transposed: its rows are the stored tensor's columns.
+    """
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    start: int = 0
+    transposed: bool = False
+
+    def rows(self, files: OpenFiles, begin: int, end: int) -> Tensor:
+        """Some of its rows."""
+        stored = files.slice(self.file, self.key)
+        if self.transposed:
+            columns: Tensor = stored[:, self.start + begin : self.start + end]
+            return columns.T
+        total = stored.get_shape()[0]
+        first = (self.start + begin) % total
+        last = first + end - begin
+        rows: Tensor = stored[first:last] if last <= total else torch.cat([stored[first:], stored[: last - total]])
+        # The original may keep a matrix as a convolution of one pixel.
+        return rows.reshape(-1, *self.shape[1:])
+
+    def whole(self, files: OpenFiles) -> Tensor:
+        """All of it."""
+        if not self.shape:
+            scalar: Tensor = files.slice(self.file, self.key)[()]
+            return scalar
+        return self.rows(files, 0, self.shape[0])
+
+    def scale(self, files: OpenFiles) -> float | None:
+        """What the codes of 8-bit floats of the format e4m3 are multiplied by. None for what is stored otherwise."""
+        return 1.0 if self.dtype == "F8_E4M3" else None
+
+    def stored_bytes(self, rows: int) -> float:
+        """What so many of its rows take on disk."""
+        return rows * math.prod(self.shape[1:]) * _ITEM_BYTES.get(self.dtype, 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledEntry(TensorEntry):
+    """8-bit floats with one scale, which is a tensor of its own."""
+
+    scale_entry: TensorEntry
+
+    def rows(self, files: OpenFiles, begin: int, end: int) -> Tensor:
+        return super().rows(files, begin, end).float() * self._factor(files)
+
+    def scale(self, files: OpenFiles) -> float | None:
+        return self._factor(files) if self.dtype == "F8_E4M3" else None
+
+    def _factor(self, files: OpenFiles) -> float:
+        return float(self.scale_entry.whole(files))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FourBitEntry(TensorEntry):
+    """A weight as bitsandbytes stores it: 4-bit codes of all its numbers in a row, and a scale per block of them.
+
+    levels: of the codes.  scales: one per block of `block` numbers; codes of `scale_levels` themselves where these are
+    given, to be multiplied by `scale_scales`, one per `scale_block` of them, and added to `offset`.
+    """
+
+    levels: TensorEntry
+    scales: TensorEntry
+    block: int
+    scale_levels: TensorEntry | None = None
+    scale_scales: TensorEntry | None = None
+    scale_block: int = 1
+    offset: float = 0.0
+
+    def rows(self, files: OpenFiles, begin: int, end: int) -> Tensor:
+        first, last = begin * self.shape[1], end * self.shape[1]
+        codes = self._codes(files, first, last)
+        blocks = torch.arange(first, last) // self.block
+        first_block = first // self.block
+        scales = self._scales(files, first_block, -(-last // self.block))
+        numbers = self.levels.whole(files)[codes] * scales[blocks - first_block]
+        return numbers.view(end - begin, self.shape[1])
+
+    def stored_bytes(self, rows: int) -> float:
+        return rows * self.shape[1] / 2
+
+    def _codes(self, files: OpenFiles, first: int, last: int) -> Tensor:
+        stored = files.slice(self.file, self.key)
+        per_item = _ITEM_BYTES[self.dtype] * 2  # whatever type the bytes pass for
+        begin, end = first // per_item, -(-last // per_item)
+        packed = stored[begin:end].contiguous().view(-1).view(torch.uint8)
+        codes = torch.stack([packed >> 4, packed & 15], dim=1).flatten()
+        return codes[first - begin * per_item :][: last - first].int()
+
+    def _scales(self, files: OpenFiles, begin: int, end: int) -> Tensor:
+        stored: Tensor = files.slice(self.scales.file, self.scales.key)[begin:end]
+        if self.scale_levels is None or self.scale_scales is None:
+            return stored
+        outer = self.scale_scales.whole(files)[torch.arange(begin, end) // self.scale_block]
+        return self.scale_levels.whole(files)[stored.int()] * outer + self.offset
+
+
+_ITEM_BYTES = {"U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "BF16": 2, "F16": 2, "F32": 4}
+_FP8 = ("F8_E4M3", "F8_E5M2")
+_BITSANDBYTES = re.compile(r"(?P<weight>.+)\.quant_state\.bitsandbytes__(?P<kind>nf4|fp4)")
+_SCALES = (".weight_scale", ".scale_weight")
+_NOT_READ = (".input_scale", ".scale_input", ".comfy_quant")
+"""Beside 8-bit weights: of the activations, which stay as they are here, and which format it is."""
+
+
+def without_codings(stored: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """The tensors of a model, each as it is to be read: those that others are coded with are part of their entries.
+
+    Raises InputError for a coding that is not known here.
+    """
+    parts: set[str] = {key for key in stored if key.endswith(_NOT_READ) or key.rpartition(".")[2] == "scaled_fp8"}
+    coded: dict[str, TensorEntry] = {}
+    for key, entry in stored.items():
+        found = _BITSANDBYTES.fullmatch(key)
+        if found:
+            weight = found["weight"]
+            coded[weight] = _four_bits(stored, weight, entry)
+            parts |= {other for other in stored if other.startswith(f"{weight}.")}
+        elif key.endswith(_SCALES):
+            weight = f"{key.rpartition('.')[0]}.weight"
+            coded[weight] = _scaled(stored, weight, entry)
+            parts.add(key)
+        elif key.endswith((".SCB", ".weight_format")):
+            raise InputError(
+                f"{entry.file}: '{key}' belongs to weights in bitsandbytes' 8 bits, which are not read here; "
+                "name the original model, or one in 4 bits (nf4)"
+            )
+    return {key: coded.get(key, entry) for key, entry in stored.items() if key not in parts}
+
+
+def _scaled(stored: Mapping[str, TensorEntry], weight: str, scale: TensorEntry) -> TensorEntry:
+    entry = stored.get(weight)
+    if entry is None or entry.dtype not in _FP8 or scale.shape not in ((), (1,)):
+        kind = f"{entry.dtype} {list(entry.shape)}" if entry else "missing"
+        raise InputError(
+            f"{scale.file}: '{scale.key}' {list(scale.shape)} scales '{weight}' ({kind}); only 8-bit floats with one "
+            "scale per layer are read: name the original model, or a file in fp8"
+        )
+    return ScaledEntry(**vars(entry), scale_entry=scale)
+
+
+def _four_bits(stored: Mapping[str, TensorEntry], weight: str, state: TensorEntry) -> TensorEntry:
+    """The entry of a weight from what bitsandbytes stores beside it."""
+    facts = json.loads(state.whole(OpenFiles()).numpy().tobytes())
+    try:
+        packed, levels, scales = (stored[key] for key in (weight, f"{weight}.quant_map", f"{weight}.absmax"))
+        entry = FourBitEntry(
+            packed.file,
+            packed.key,
+            tuple(facts["shape"]),
+            packed.dtype,
+            levels=levels,
+            scales=scales,
+            block=int(facts["blocksize"]),
+        )
+        if "nested_blocksize" not in facts:
+            return entry
+        return replace(
+            entry,
+            scale_levels=stored[f"{weight}.nested_quant_map"],
+            scale_scales=stored[f"{weight}.nested_absmax"],
+            scale_block=int(facts["nested_blocksize"]),
+            offset=float(facts["nested_offset"]),
+        )
+    except KeyError as error:
+        raise InputError(
+            f"{state.file}: '{weight}' is in bitsandbytes' 4 bits, but {error} is missing; download it again"
+        ) from error
