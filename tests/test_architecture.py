@@ -27,9 +27,10 @@ ROOT = Path(__file__).parents[1]
 # A module imports only from rows above its own. Modules of one row never import each other; those of one package may.
 ROWS = (
     "config yamltext",
-    "changes events facts fields foreign manifest pulse signals stored zero",
+    "changes events facts fields foreign manifest pulse signals zero",
     "configfile",
     "rundir",
+    "stored",
     "board cluster debuglog diagnosis gpus hub report rng weights",
     "ferry world",
     "launch",

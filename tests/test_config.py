@@ -171,7 +171,20 @@ RULES: list[tuple[dict[str, Any], str]] = [
         {"adapter": {"type": "lokr", "factor": 0}},
         "adapter.factor: 0 is no size; use 1 to 1024, or -1 for factors as near to square as can be",
     ),
-    ({"quantize": {"format": "nf4"}}, "quantize: a quantized base is not in this version; remove the section"),
+    (
+        {"quantize": {"keep": ["attn"]}},
+        "quantize.keep: needs quantize.format nf4, int8 or fp8, but it is none; set it, or leave this out",
+    ),
+    (
+        {"quantize": {"format": "nf4"}, "adapter": ADAPTER_NONE},
+        "quantize.format: nf4 is for what is frozen, but the whole model is trained; train an adapter (adapter.type), "
+        "or set none",
+    ),
+    (
+        {"quantize": {"format": "int8", "formats": {"a(": "none"}}},
+        "quantize.formats: 'a(' is not a layer name or regular expression: missing ), unterminated subpattern at "
+        "position 1",
+    ),
     ({"stages": [{"name": "warm"}]}, "stages: runs in stages are not in this version; start one run per stage"),
 ]
 
@@ -191,6 +204,8 @@ def test_fields_that_do_not_go_together_are_refused_with_the_way_out(sections: d
         {"model": {"train": {"transformer": "full"}}, "adapter": ADAPTER_NONE, "export": {"what": "full"}},
         {"data": {"path": "photos", "trigger": "sks"}, "sample": {"every": 1, "prompts": ["a [trigger]"]}},
         {"optim": {"type": "schedulefree", "warmup": 5}},
+        {"quantize": {"format": "nf4", "keep": ["to_out"], "formats": {"norm.linear": "int8"}}},
+        {"quantize": {"format": "int8", "encoders": True}, "adapter": ADAPTER_NONE},
     ],
 )
 def test_what_goes_together_is_accepted(sections: dict[str, Any]) -> None:

@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from trainer.config import InputError
-from trainer.weights import Fused, TensorEntry, WeightFiles, read_tensor, safetensors_in
+from trainer.stored import OpenFiles, TensorEntry
+from trainer.weights import Fused, WeightFiles, read_tensor, safetensors_in
 
 
 @pytest.fixture
@@ -144,9 +144,8 @@ def test_tensors_of_the_original_layout_are_rows_of_those_in_the_file(original):
 
 def test_any_rows_of_a_tensor_with_swapped_halves_are_read_in_their_order(original):
     entry = WeightFiles.read([original]).by_our_names(LAYOUT, SHAPES).entries["norm.weight"]
-    with safe_open(entry.file, "pt") as stream:
-        stored = stream.get_slice(entry.key)
-        found = {(i, j): entry.rows(stored, i, j).tolist() for i in range(4) for j in range(i, 5)}
+    files = OpenFiles()
+    found = {(i, j): entry.rows(files, i, j).tolist() for i in range(4) for j in range(i, 5)}
     assert found == {(i, j): [2, 3, 0, 1][i:j] for i in range(4) for j in range(i, 5)}
 
 

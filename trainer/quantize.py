@@ -11,15 +11,15 @@ rows can be written, read, sharded and gathered by themselves. A record is the c
   fp8   8 bits per weight: a float of 4 bits exponent and 3 bits mantissa (e4m3fn). A scale per row: the largest
         magnitude / 448.
 
-Scales are bf16, the lower byte first. Codes are those of weight / scale, with the scale as it is stored, ties to even
-(nf4: to the lower level). The weight of a code is level * scale, multiplied in fp32 and rounded once to the type that
-is asked for.
+Scales are bf16, the lower byte first. Codes are those of weight / scale, with the scale as it is stored, ties to even;
+of nf4 with the scale before it is rounded, ties to the lower level. The weight of a code is level * scale, multiplied
+in fp32 and rounded once to the type that is asked for.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, ClassVar
 
@@ -46,11 +46,13 @@ GPU would take as much again as the layer itself."""
 class Format(ABC):
     """How a row of a weight becomes a record of bytes, and back. One instance per format, in FORMATS.
 
-    largest: magnitude of the code that stands for the largest weight.
+    largest: magnitude of the code that stands for the largest weight.  codes_by_exact_scale: whether codes are chosen
+    with the scale before it is rounded to bf16.
     """
 
     name: ClassVar[str]
     largest: ClassVar[float]
+    codes_by_exact_scale: ClassVar[bool] = False
 
     @abstractmethod
     def block(self, inputs: int) -> int:
@@ -89,19 +91,21 @@ class Format(ABC):
         rows, inputs = weight.shape
         block, count = self.block(inputs), self.num_blocks(inputs)
         blocks = F.pad(weight.float(), (0, count * block - inputs)).view(rows, count, block)
-        scale = self.scales(blocks, scale_of_fp8)
-        if not torch.isfinite(scale).all():
+        exact = self.scales(blocks, scale_of_fp8)
+        stored = exact.to(SCALE)
+        if not torch.isfinite(stored).all():
             raise ValueError("holds numbers that are not finite")
-        levels = blocks / torch.where(scale == 0, 1, scale.float())  # all zero where the scale is
-        return self.pack(self.to_codes(levels.view(rows, -1)), scale.view(rows, count), inputs)
+        scale = exact if self.codes_by_exact_scale else stored.float()
+        levels = blocks / torch.where(stored == 0, 1, scale)  # all zero where the scale is
+        return self.pack(self.to_codes(levels.view(rows, -1)), stored.view(rows, count), inputs)
 
     def scales(self, blocks: Tensor, scale_of_fp8: float | None) -> Tensor:
-        """Of blocks (rows, blocks, weights): (rows, blocks, 1), as they are stored."""
-        return (blocks.abs().amax(dim=-1, keepdim=True) / self.largest).to(SCALE)
+        """Of blocks (rows, blocks, weights): (rows, blocks, 1), fp32."""
+        return blocks.abs().amax(dim=-1, keepdim=True) / self.largest
 
     def pack(self, codes: Tensor, scales: Tensor, inputs: int) -> Tensor:
-        """Records from codes (rows, bytes of whole blocks) and scales (rows, blocks)."""
-        return torch.cat([codes[:, : self.code_bytes(inputs)], scales.to(SCALE).contiguous().view(torch.uint8)], dim=1)
+        """Records from codes (rows, bytes of whole blocks) and stored scales (rows, blocks)."""
+        return torch.cat([codes[:, : self.code_bytes(inputs)], scales.view(torch.uint8)], dim=1)
 
     def decode(self, records: Tensor, inputs: int, dtype: torch.dtype, table: Tensor) -> Tensor:
         """The weights of some rows: (rows, row bytes) -> (rows, inputs). Its temporaries take several times that."""
@@ -119,6 +123,7 @@ class Format(ABC):
 
 class _Nf4(Format):
     name, largest = "nf4", 1.0
+    codes_by_exact_scale = True  # as bitsandbytes does, whose codes are thus the same
 
     def block(self, inputs: int) -> int:
         return BLOCK
@@ -169,7 +174,7 @@ class _Fp8(Format):
     def scales(self, blocks: Tensor, scale_of_fp8: float | None) -> Tensor:
         if scale_of_fp8 is None:
             return super().scales(blocks, None)
-        return torch.full_like(blocks[..., :1], scale_of_fp8, dtype=SCALE)
+        return torch.full_like(blocks[..., :1], scale_of_fp8)
 
     def to_codes(self, levels: Tensor) -> Tensor:
         return levels.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -234,11 +239,13 @@ class QuantLinear(nn.Linear):
         """The weight that `forward` multiplies with, (out, in), made anew: what is written to it is lost."""
         if self.qweight.is_meta:
             return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
-        return decoded(self.qweight.detach(), self.format, self.in_features, self.dtype, self._table_on(self.qweight))
+        records = self.qweight.detach()
+        weight: Tensor = decoded(records, self._table_on(records), self.format.name, self.in_features, self.dtype)
+        return weight
 
     def forward(self, x: Tensor) -> Tensor:
-        apply: Callable[..., Tensor] = _Multiply.apply
-        return apply(x, self.qweight, self.bias, self.format, self.in_features, self._table_on(x))
+        y: Tensor = _linear(x, self.qweight, self.bias, self._table_on(x), self.format.name, self.in_features)
+        return y
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, format={self.format.name}"
@@ -249,38 +256,61 @@ class QuantLinear(nn.Linear):
         return self._table
 
 
-class _Multiply(torch.autograd.Function):
-    """x @ weight.T + bias. Only the bytes are kept: backward decodes them again. The weight has no gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, records: Tensor, bias: Tensor | None, format: Format, inputs: int, table: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(records)
-        ctx.format, ctx.inputs, ctx.table = format, inputs, table
-        return F.linear(x, decoded(records, format, inputs, x.dtype, table), bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = gradients
-        (records,) = ctx.saved_tensors
-        x = bias = None
-        if ctx.needs_input_grad[0]:
-            x = gradient @ decoded(records, ctx.format, ctx.inputs, gradient.dtype, ctx.table)
-        if ctx.needs_input_grad[2]:
-            bias = gradient.flatten(0, -2).sum(0)
-        return x, None, bias, None, None, None
+# Operators of our own, opaque to torch.compile: it would find the weight decoded twice, in forward and in backward, and
+# keep the first in between.
 
 
-def decoded(records: Tensor, format: Format, inputs: int, dtype: torch.dtype, table: Tensor) -> Tensor:
-    """The weight (rows, inputs) of records, some rows at a time; compiled as one, which leaves no temporaries."""
-    rows = max(1, PIECE.get(records.device.type, PIECE["cuda"]) // inputs)
-    if torch.compiler.is_compiling() or rows >= len(records):
-        return format.decode(records, inputs, dtype, table)
+@torch.library.custom_op("shardstudio::decoded", mutates_args=())
+def decoded(records: Tensor, table: Tensor, format: str, inputs: int, dtype: torch.dtype) -> Tensor:
+    """The weight (rows, inputs) of records, some rows at a time."""
+    decode, rows = FORMATS[format].decode, max(1, PIECE.get(records.device.type, PIECE["cuda"]) // inputs)
     weight = torch.empty(len(records), inputs, dtype=dtype, device=records.device)
     for piece, into in zip(torch.split(records, rows), torch.split(weight, rows), strict=True):
-        into.copy_(format.decode(piece, inputs, dtype, table))
+        into.copy_(decode(piece, inputs, dtype, table))
     return weight
+
+
+@decoded.register_fake
+def _(records: Tensor, table: Tensor, format: str, inputs: int, dtype: torch.dtype) -> Tensor:
+    return records.new_empty(records.shape[0], inputs, dtype=dtype)
+
+
+@torch.library.custom_op("shardstudio::linear", mutates_args=())
+def _linear(x: Tensor, records: Tensor, bias: Tensor | None, table: Tensor, format: str, inputs: int) -> Tensor:
+    """x @ weight.T + bias. Only the bytes are kept: backward decodes them again. The weight has no gradient."""
+    return F.linear(x, decoded(records, table, format, inputs, x.dtype), bias)
+
+
+@_linear.register_fake
+def _(x: Tensor, records: Tensor, bias: Tensor | None, table: Tensor, format: str, inputs: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], records.shape[0])
+
+
+@torch.library.custom_op("shardstudio::linear_backward", mutates_args=())
+def _linear_backward(gradient: Tensor, records: Tensor, table: Tensor, format: str, inputs: int) -> Tensor:
+    """The gradient of x."""
+    weight: Tensor = decoded(records, table, format, inputs, gradient.dtype)
+    return gradient @ weight
+
+
+@_linear_backward.register_fake
+def _(gradient: Tensor, records: Tensor, table: Tensor, format: str, inputs: int) -> Tensor:
+    return gradient.new_empty(*gradient.shape[:-1], inputs)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, records, _, table, ctx.format, ctx.inputs = inputs
+    ctx.save_for_backward(records, table)
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    records, table = ctx.saved_tensors
+    of_x = _linear_backward(gradient, records, table, ctx.format, ctx.inputs) if ctx.needs_input_grad[0] else None
+    of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+    return of_x, None, of_bias, None, None, None
+
+
+_linear.register_autograd(_gradients, setup_context=_keep)
 
 
 def quantize_layers(model: nn.Module, formats: Mapping[str, Format]) -> None:

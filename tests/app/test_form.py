@@ -72,7 +72,8 @@ def test_the_rows_a_preset_gives_stand_in_front():
         ([], ["parallel.cpu_offload"], ["parallel.shard_size"]),
         ([("parallel.strategy", "hybrid")], ["parallel.shard_size", "parallel.cpu_offload"], []),
         ([("parallel.strategy", "ddp")], [], ["parallel.cpu_offload", "parallel.reshard_after_forward"]),
-        ([], [], ["data.mask_background", "quantize.format", "model.options.without"]),
+        ([], ["quantize.format"], ["data.mask_background", "quantize.keep", "model.options.without"]),
+        ([("quantize.format", "nf4")], ["quantize.keep", "quantize.encoders", "quantize.cache"], []),
         ([("data.masks", "masks")], ["data.mask_background"], []),
     ],
 )

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,24 +40,33 @@ METHODS: dict[str, dict[str, Any]] = {
 ON_BF16 = ("dora", "diag-oft", "boft")
 """Methods that also run on a bf16 base: they read the base's weights, or multiply by what they made of fp32 masters."""
 STRATEGIES = {2: ("full", "grad_op", "ddp"), 4: ("full", "grad_op", "hybrid", "ddp")}
+FORMATS = ("nf4", "int8", "fp8")
+"""In which the frozen base is stored besides, under every method that leaves it frozen."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "hybrid": {"parallel__shard_size": 2},
+    "offload": {"parallel__strategy": "full", "parallel__cpu_offload": True},
+    "checkpointing": {"parallel__strategy": "full", "train__checkpointing": "full"},
+}
+"""What a strategy's name means beyond `parallel.strategy`."""
 TOLERANCE = {"sdxl": 1e-5}
 """Largest absolute difference of a trained weight where it is not 1e-6: convolutions add up in another order."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One training. precision: of the base and of the compute; trained weights are fp32."""
+    """One training. precision: of the base and of the compute; trained weights are fp32.  base: `quantize.format`."""
 
     method: str
     family: str
     strategy: str
     ranks: int
     precision: str = "fp32"
+    base: str = "none"
 
     @property
     def reference(self) -> Cell:
         """The same on one process."""
-        return Cell(self.method, self.family, "none", 1, self.precision)
+        return replace(self, strategy="none", ranks=1)
 
     @property
     def tolerance(self) -> float:
@@ -65,6 +74,7 @@ class Cell:
 
     def __str__(self) -> str:
         base = "-bf16" if self.precision == "bf16" else ""
+        base += f"-{self.base}" if self.base != "none" else ""
         return f"{self.method}{base}-{self.family}-{self.strategy}-{self.ranks}"
 
     def config(self, pictures: Path) -> RunConfig:
@@ -72,12 +82,15 @@ class Cell:
             pictures,
             model={"family": self.family},
             adapter=METHODS[self.method],
-            train__steps=STEPS,
-            train__precision=self.precision,
-            parallel__strategy=self.strategy,
-            parallel__devices=self.ranks,
-            export__what="none",
-            **({"parallel__shard_size": 2} if self.strategy == "hybrid" else {}),
+            quantize__format=self.base,
+            **{
+                "train__steps": STEPS,
+                "train__precision": self.precision,
+                "parallel__strategy": self.strategy,
+                "parallel__devices": self.ranks,
+                "export__what": "none",
+                **VARIANTS.get(self.strategy, {}),
+            },
         )
 
 
@@ -141,7 +154,23 @@ def _train(world: World, cfg: RunConfig, run: RunDir) -> Trained:
 
 
 def whole_matrix() -> list[Cell]:
-    """Every method, family, strategy and number of ranks; on a bf16 base what reads it."""
+    """Every method, family, strategy and number of ranks; on a bf16 base what reads it; on quantized ones FLUX.2."""
+    return [*_plain_cells(), *quantized_cells(METHODS)]
+
+
+def quantized_cells(methods: Iterable[str]) -> list[Cell]:
+    """These methods but full fine-tuning on a base in every format, under everything that moves its bytes."""
+    return [
+        Cell(method, "flux2", strategy, ranks, base=base)
+        for method in methods
+        if method != "full"
+        for base in FORMATS
+        for ranks, strategies in STRATEGIES.items()
+        for strategy in (*strategies, "offload", "checkpointing")
+    ]
+
+
+def _plain_cells() -> list[Cell]:
     kinds = [(method, "fp32") for method in METHODS] + [(method, "bf16") for method in ON_BF16]
     return [
         Cell(method, family, strategy, ranks, precision)
@@ -152,17 +181,18 @@ def whole_matrix() -> list[Cell]:
     ]
 
 
-def table(found: dict[Cell, float]) -> str:
+def table(found: Mapping[Cell, float]) -> str:
     """Markdown: a row per family and method, a column per strategy and number of ranks."""
     columns = list(dict.fromkeys((cell.strategy, cell.ranks) for cell in found))
-    rows = dict.fromkeys((cell.family, cell.method, cell.precision) for cell in found)
+    rows = dict.fromkeys((cell.family, cell.method, cell.precision, cell.base) for cell in found)
     lines = [
         "| family | method | " + " | ".join(f"{strategy} x {ranks}" for strategy, ranks in columns) + " |",
         "|---" * (len(columns) + 2) + "|",
     ]
-    for family, method, precision in rows:
-        cells = [found[Cell(method, family, strategy, ranks, precision)] for strategy, ranks in columns]
-        name = method if precision == "fp32" else f"{method}, bf16 base"
+    for family, method, precision, base in rows:
+        cells = [found[Cell(method, family, *column, precision, base)] for column in columns]
+        stored = "bf16" if precision == "bf16" else base
+        name = method if stored == "none" else f"{method}, {stored} base"
         lines.append(f"| {family} | {name} | " + " | ".join(f"{value:.1e}" for value in cells) + " |")
     return "\n".join(lines)
 
@@ -177,12 +207,14 @@ def main() -> int:
         for family in FAMILIES:
             found |= matrix.differences([cell for cell in cells if cell.family == family])
             print(f"{family}: {len(found)} of {len(cells)} cells, {time.perf_counter() - began:.0f} s", flush=True)
+    plain = {cell: value for cell, value in found.items() if cell.base == "none"}
+    quantized = {cell: value for cell, value in found.items() if cell.base != "none"}
     wrong = [cell for cell in cells if not found[cell] <= cell.tolerance]
     RESULTS.write_text(
         f"# Parity\n\nWritten by `make parity`: {len(cells)} cells of tiny models, torch {torch.__version__}, gloo on "
         f"CPU, {STEPS} AdamW steps at lr 1e-4, batch 4. Each number is the largest absolute difference of a trained "
         "weight to one process that trains the same.\nLimit 1e-6, 1e-5 for sdxl. "
-        f"{len(wrong)} cells are beyond it.\n\n{table(found)}\n",
+        f"{len(wrong)} cells are beyond it.\n\n{table(plain)}\n\n## On a quantized base\n\n{table(quantized)}\n",
         encoding="utf-8",
     )
     for cell in wrong:

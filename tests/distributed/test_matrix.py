@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.matrix import FAMILIES, METHODS, ON_BF16, STRATEGIES, Cell, Matrix
+from tests.distributed.matrix import FAMILIES, FORMATS, METHODS, ON_BF16, STRATEGIES, Cell, Matrix, quantized_cells
 
 THOROUGH = [(method, family) for method in ("lora", "dora", "boft") for family in ("flux2", "sdxl")]
 
@@ -31,3 +31,15 @@ def test_every_strategy_trains_what_one_process_trains(matrix: Matrix, ranks: in
 
 def test_rotations_and_dora_on_a_bf16_base_train_on_two_ranks_what_they_train_on_one(matrix: Matrix) -> None:
     check(matrix, [Cell(method, "flux2", "full", 2, "bf16") for method in ON_BF16])
+
+
+def test_adapters_on_quantized_bases_train_on_two_ranks_what_they_train_on_one(matrix: Matrix) -> None:
+    check(matrix, [Cell(m, "flux2", "full", 2, base=base) for m in ("lora", "dora", "loha") for base in FORMATS])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "full"])
+def test_every_adapter_trains_on_quantized_bases_under_every_strategy_what_one_process_trains(
+    matrix: Matrix, method: str
+) -> None:
+    check(matrix, quantized_cells([method]))

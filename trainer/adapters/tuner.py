@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
 from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
+
+from trainer.config import InputError
 
 ADAPTER = "default"  # peft's name of the one adapter there is; part of parameter names inside the model, not of files
 
@@ -45,7 +48,18 @@ class _Tuner(BaseTuner):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         assert peft_config.make is not None
-        self._replace_module(parent, target_name, peft_config.make(current_key, target), target)
+        layer = peft_config.make(current_key, target)
+        if not isinstance(target.weight, nn.Parameter):
+            layer.merge = partial(_refuse_to_merge, current_key)
+        self._replace_module(parent, target_name, layer, target)
+
+
+def _refuse_to_merge(name: str, *_: Any, **__: Any) -> None:
+    """In the place of peft's, which would change a copy of the weight and then leave the adapter out."""
+    raise InputError(
+        f"{name}: its weight is stored in fewer bits, and an adapter cannot be merged into that; export the run with "
+        "export.what merged, which merges it into the original weights"
+    )
 
 
 def replace_layers(model: nn.Module, names: Collection[str], make: Make) -> None:

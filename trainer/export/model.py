@@ -71,12 +71,21 @@ def _write_folder(
     for component in trained:
         place = path if len(trained) == 1 else path / component
         place.mkdir(parents=True)
-        shutil.copyfile(family.folder / component / "config.json", place / "config.json")
+        _write_config(family.folder / component / "config.json", place / "config.json")
         stem = DENOISER_STEM if component == family.components[0] else ENCODER_STEM
         plan = {name: (DTYPES[cfg.export.dtype], shape) for name, shape in base.shapes(component).items()}
         _write_shards(place, stem, plan, partial(model.tensor, component))
         differences.append(_verify_component(place, component, cfg, family, expected))
     return max(differences)
+
+
+def _write_config(source: Path, file: Path) -> None:
+    """The component's config as it is; without how its weights were stored, which is not how they are written."""
+    config = json.loads(source.read_text("utf-8"))
+    if config.pop("quantization_config", None) is None:
+        shutil.copyfile(source, file)
+    else:
+        file.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 
 def _write_shards(folder: Path, stem: str, plan: Plan, tensor: Callable[[str], Tensor]) -> None:

@@ -45,7 +45,7 @@ class ModelFolder:
 
     def config(self, component: str, class_name: str) -> dict[str, Any]:
         """Config of a diffusers model. Raises InputError when it describes another class."""
-        config = self.read(f"{component}/config.json")
+        config = self._plain_config(component)
         kind = config.get("_class_name")
         if kind != class_name:
             raise InputError(
@@ -59,7 +59,7 @@ class ModelFolder:
 
         model_types: of the whole, or of its part for text where it also reads pictures.
         """
-        config = self.read(f"{component}/config.json")
+        config = self._plain_config(component)
         kind = config.get("model_type")
         if not {kind, config.get("text_config", {}).get("model_type")} & set(model_types):
             raise InputError(
@@ -67,6 +67,11 @@ class ModelFolder:
                 f"expected {' or '.join(model_types)}; download the folder again"
             )
         return config
+
+    def _plain_config(self, component: str) -> dict[str, Any]:
+        """A component's config without how its weights are stored, which their own file tells."""
+        config = self.read(f"{component}/config.json")
+        return {key: value for key, value in config.items() if key != "quantization_config"}
 
     def weights(
         self, component: str, stem: str = DIFFUSERS_STEM, rename: Callable[[str], str | None] = lambda key: key

@@ -1,0 +1,145 @@
+"""Runs on a base in fewer bits: which layers, from which files, with what memory, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.distributed import run_ranks
+from tests.runs import Outcome, alone, difference, make_pictures, make_run, run_config, train
+from tests.test_stored import four_bits
+from trainer import families
+from trainer.config import InputError, RunConfig
+from trainer.modules import build_model
+from trainer.quantize import FORMATS, quantized_layers
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("quantized")
+    make_pictures(root / "pictures", 4)
+    return root
+
+
+def config(root: Path, **changes: Any) -> RunConfig:
+    base = {"quantize__format": "nf4", "train__steps": 3, "export__what": "none", "parallel__strategy": "none"}
+    return run_config(root / "pictures", **base | changes)
+
+
+def stored(root: Path, **changes: Any) -> dict[str, str]:
+    """{layer: its format} of the layers that are stored as bytes."""
+    cfg = config(root, **changes)
+    model = build_model(cfg, families.make(cfg, root / "cache")).module
+    layers = quantized_layers(model).items()
+    return {name.removesuffix(".base_layer"): layer.format.name for name, layer in layers}
+
+
+@pytest.mark.parametrize("family", families.names())
+def test_the_linear_layers_of_the_blocks_are_stored_in_fewer_bits_and_nothing_else(root: Path, family: str) -> None:
+    cfg = config(root, model__family=family)
+    model = build_model(cfg, families.make(cfg, root / "cache")).module
+    blocks = families.make(cfg, root / "cache").shard_blocks
+    inside = {
+        f"{outer}.{name}"
+        for outer, block in model.named_modules()
+        if type(block).__name__ in blocks
+        for name, _ in block.named_modules()
+    }
+    layers = set(quantized_layers(model))
+    assert layers
+    assert layers <= inside
+    modulation = re.compile(r".*\.(norm\w*\.linear|\w+_mod\.1|adaLN_modulation\.0|time_emb_proj)")
+    assert not list(filter(modulation.fullmatch, layers))
+
+
+def test_layers_are_kept_or_stored_otherwise_by_pattern(root: Path) -> None:
+    everything = stored(root, model__family="flux1")
+    assert set(everything.values()) == {"nf4"}
+    found = stored(
+        root,
+        model__family="flux1",
+        quantize__keep=["proj_out"],
+        quantize__formats={"norm.linear": "int8", "to_q": "none"},
+    )
+    assert {name for name in everything if name not in found} == {
+        name for name in everything if name.endswith(("proj_out", "to_q"))
+    }
+    modulation = {name: format for name, format in found.items() if name.endswith("norm.linear")}
+    assert modulation == {f"transformer.single_transformer_blocks.{i}.norm.linear": "int8" for i in range(2)}
+
+
+@pytest.mark.parametrize("field", ["keep", "formats"])
+def test_a_pattern_that_matches_no_layer_of_the_blocks_is_refused(root: Path, field: str) -> None:
+    value: Any = ["attn.to_qq"] if field == "keep" else {"attn.to_qq": "int8"}
+    with pytest.raises(InputError, match=rf"quantize\.{field}: 'attn.to_qq' matches no layer of flux2; nearest: "):
+        stored(root, **{f"quantize__{field}": value})
+
+
+def test_a_format_without_a_layer_to_store_is_refused(root: Path) -> None:
+    with pytest.raises(InputError, match=r"quantize\.format: nf4 is for frozen layers, but none is left to store"):
+        stored(root, adapter__type="none", model__train={"transformer": "full"})
+
+
+def once(root: Path, name: str, **changes: Any) -> Outcome:
+    cfg = config(root, **changes)
+    return train(alone(), cfg, make_run(root, cfg, name))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_run_on_bytes_is_the_run_on_a_base_that_holds_the_decoded_weights(root: Path, format: str) -> None:
+    cfg = config(root, quantize__format=format)
+    folder = families.make(cfg, root / "cache").folder
+    copy = shutil.copytree(folder, root / f"decoded-{format}")
+    file = next((copy / "transformer").glob("*.safetensors"))
+    weights = load_file(file)
+    for name in stored(root, quantize__format=format):
+        key = f"{name.removeprefix('transformer.')}.weight"
+        inputs = weights[key].shape[1]
+        records = FORMATS[format].encode(weights[key])
+        weights[key] = FORMATS[format].decode(records, inputs, torch.float32, FORMATS[format].table())
+    save_file(weights, file, metadata={"format": "pt"})
+    found = once(root, f"bytes-{format}", quantize__format=format)
+    expected = once(root, f"plain-{format}", quantize__format="none", model__path=str(copy))
+    assert found.losses == expected.losses
+    assert difference(found.weights, expected.weights) == 0
+
+
+def test_a_folder_in_four_bits_of_bitsandbytes_trains_as_the_codes_in_it(root: Path) -> None:
+    cfg = config(root)
+    copy = shutil.copytree(families.make(cfg, root / "cache").folder, root / "bitsandbytes")
+    file = next((copy / "transformer").glob("*.safetensors"))
+    weights = load_file(file)
+    for name in stored(root):
+        key = f"{name.removeprefix('transformer.')}.weight"
+        weights |= four_bits(key.removesuffix(".weight"), weights.pop(key))
+    save_file(weights, file, metadata={"format": "pt"})
+    described = json.loads((copy / "transformer" / "config.json").read_text())
+    described["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (copy / "transformer" / "config.json").write_text(json.dumps(described))
+    found = once(root, "from-four-bits", model__path=str(copy))
+    expected = once(root, "from-numbers")
+    assert found.losses == expected.losses
+    assert difference(found.weights, expected.weights) == 0
+
+
+def test_the_cache_of_the_base_is_written_once_and_read_by_any_number_of_ranks(root: Path) -> None:
+    first = once(root, "cache-1", quantize__cache=True)
+    files = list((root / "cache" / "base").iterdir())
+    assert [file.suffix for file in files] == [".safetensors"]
+    written = files[0].stat().st_mtime_ns
+    cfg = config(root, quantize__cache=True, parallel__strategy="full", parallel__devices=2)
+    second = run_ranks(2, train, cfg, make_run(root, cfg, "cache-2"))[0]
+    assert [file.stat().st_mtime_ns for file in (root / "cache" / "base").iterdir()] == [written]
+    plain = once(root, "no-cache")
+    assert first.losses == plain.losses
+    assert second.losses == pytest.approx(plain.losses, abs=1e-6)
+    other = config(root, quantize__format="int8", quantize__cache=True)
+    train(alone(), other, make_run(root, other, "cache-3"))
+    assert len(list((root / "cache" / "base").iterdir())) == 2
