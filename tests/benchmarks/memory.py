@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
+from torch import nn
 
 from tests.benchmarks.processes import run_ranks_afresh
 from tests.benchmarks.workload import KLEIN_MEDIUM, Bench, prepare
@@ -33,27 +34,37 @@ from trainer.world import World, connect
 
 PERIOD_S = 0.005
 OURS, DIFFUSERS = "ours", "diffusers"
-WAYS = ((1, OURS), (1, DIFFUSERS), (2, OURS), (4, OURS))
-"""Numbers of ranks and loaders that are compared; the first is the whole."""
+QUANTIZED = ("nf4", "int8", "fp8")
+WAYS = ((1, OURS), (1, DIFFUSERS), (2, OURS), (4, OURS), *((2, format) for format in QUANTIZED), (4, "nf4"))
+"""Numbers of ranks and loaders that are compared; the first is the whole. A format: ours, in that format."""
 SHARE_LIMITS = {2: 0.51, 4: 0.26}
 """Largest share of the parameters' bytes on one rank, by number of ranks."""
 PEAK_LIMIT = 0.6
 """Largest peak while loading on two ranks, as a share of the peak while loading whole."""
+ROOM = 64 * 2**20
+"""Bytes beyond what is held and one and a half of the largest slice in fp32 that a quantized loading may take."""
 
 
 @dataclass(frozen=True)
 class Loading:
-    """One rank's. peak: growth of anonymous memory while loading.  held, full_bytes: of the parameters. All bytes."""
+    """One rank's. peak: growth of anonymous memory while loading.  held, full_bytes: of the parameters.  slice: the
+    largest part of a weight that is its own, in fp32. All bytes."""
 
     peak: int
     held: int
     full_bytes: int
+    slice: int
     seconds: float
 
     @property
     def share(self) -> float:
         """Part of the parameters that this rank holds."""
         return self.held / self.full_bytes
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether no more of the model was in memory than what is kept, and what is being encoded."""
+        return self.peak <= self.held + 1.5 * self.slice + ROOM
 
 
 class AnonymousPeak:
@@ -96,17 +107,23 @@ def anonymous_bytes() -> int:
     return int(found[1]) * 1024
 
 
-def measure_loading(world: World, bench: Bench) -> Loading:
-    """Load the model with a fresh adapter: whole on one rank, fully sharded on several. Collective."""
+def measure_loading(world: World, bench: Bench, format: str = "none") -> Loading:
+    """Load the model with a fresh adapter: whole on one rank, fully sharded on several. Collective.
+
+    format: of the base.
+    """
     strategy = "full" if world.size > 1 else "none"
-    cfg = bench.config(parallel={"device": "cpu", "devices": world.size, "strategy": strategy})
+    parallel = {"device": "cpu", "devices": world.size, "strategy": strategy}
+    cfg = bench.config(parallel=parallel, quantize={"format": format})
     family = families.make(cfg, bench.root / "cache")
     peak, began = AnonymousPeak(), time.perf_counter()
     with peak.watching():
         model = load_model(build_model(cfg, family), cfg, family, world).module
     seconds = time.perf_counter() - began
     parameters = list(model.parameters())
-    return Loading(peak.growth, local_bytes(parameters), full_bytes(parameters), seconds)
+    largest = max(layer.in_features * layer.out_features for layer in model.modules() if isinstance(layer, nn.Linear))
+    slice_bytes = 4 * largest // world.size
+    return Loading(peak.growth, local_bytes(parameters), full_bytes(parameters), slice_bytes, seconds)
 
 
 def measure_diffusers(bench: Bench) -> Loading:
@@ -120,7 +137,7 @@ def measure_diffusers(bench: Bench) -> Loading:
             parameter.data = parameter.data.clone()
     seconds = time.perf_counter() - began
     size = full_bytes(model.parameters())
-    return Loading(peak.growth, size, size, seconds)
+    return Loading(peak.growth, size, size, 0, seconds)
 
 
 def main() -> int:
@@ -142,7 +159,8 @@ def main() -> int:
 def _measure(bench: Bench, loader: str) -> None:
     """Print the figures of all ranks on rank 0."""
     with connect(ParallelConfig(device="cpu")) as world:
-        loading = measure_loading(world, bench) if loader == OURS else measure_diffusers(bench)
+        format = loader if loader in QUANTIZED else "none"
+        loading = measure_diffusers(bench) if loader == DIFFUSERS else measure_loading(world, bench, format)
         everyone = world.gather(asdict(loading))
     if world.rank == 0:
         print(json.dumps(everyone))
@@ -161,6 +179,10 @@ def _row(ranks: int, loader: str, loading: Loading, whole: int) -> bool:
     if ranks == 1:
         print(f"{start}{'':7}{loading.share:>12.4f}")
         return True
+    if loader in QUANTIZED:
+        limit = (loading.held + 1.5 * loading.slice + ROOM) / whole
+        print(f"{start}{limit:>7.3f}{loading.share:>12.4f}")
+        return loading.is_lean
     share_limit = SHARE_LIMITS[ranks]
     print(f"{start}{PEAK_LIMIT:>7}{loading.share:>12.4f}{share_limit:>7}")
     return peak <= PEAK_LIMIT and loading.share <= share_limit

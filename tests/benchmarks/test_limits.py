@@ -37,6 +37,13 @@ def test_loading_on_two_ranks_takes_at_most_60_percent_of_the_models_bytes(tmp_p
         assert loading.share <= memory.SHARE_LIMITS[2]
 
 
+def test_loading_a_quantized_base_holds_no_more_than_it_keeps_and_what_is_being_encoded(tmp_path: Path) -> None:
+    bench = prepare(tmp_path, KLEIN_SMALL)
+    for loading in run_ranks(2, memory.measure_loading, bench, "nf4"):
+        assert loading.held < loading.peak
+        assert loading.is_lean, loading
+
+
 def test_the_run_folder_and_its_first_event_are_there_at_once(tmp_path: Path) -> None:
     preset, waits = startup.make_preset(tmp_path), []
     for number in range(3):  # neighbours only add to it: the shortest is what it takes

@@ -104,10 +104,14 @@ def offload_policy(parallel: ParallelConfig) -> OffloadPolicy:
 
 
 def reshard_after_forward(parallel: ParallelConfig, strategy: Strategy) -> bool | int:
-    """What `fully_shard` is told: the config's value, else what the strategy means."""
+    """What `fully_shard` is told: the config's value, else what the strategy means.
+
+    Under ddp too: torch computes on a copy of each block, in the compute type. Kept until backward, these copies would
+    take as much again as the model; made twice, each costs one pass over its bytes.
+    """
     if parallel.reshard_after_forward is not None:
         return parallel.reshard_after_forward
-    return strategy in ("full", "hybrid")
+    return strategy in ("full", "hybrid", "ddp")
 
 
 def prefetch(units: Sequence[nn.Module], forward: int, backward: int) -> None:
