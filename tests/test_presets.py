@@ -24,7 +24,8 @@ PRESETS = ROOT / "presets"
 QUICKSTART = PRESETS / "quickstart.yaml"
 NAMES = sorted(preset.stem for preset in PRESETS.glob("*.yaml"))
 GPUS = re.compile(r"-(?:(\d+)x)?(\d+)gpu$")
-FOR_GPUS = [name for name in NAMES if GPUS.search(name)]
+CARDS = re.compile(r"-(\d+)x\d+gb$")
+FOR_GPUS = [name for name in NAMES if GPUS.search(name) or CARDS.search(name)]
 SMALL = (
     *("model.path=tiny", "parallel.device=cpu", "data.resolution=32"),
     *("train.steps=1", "optim.warmup=0", "sample.size=[32,32]", "sample.steps=1"),
@@ -70,8 +71,11 @@ def test_there_is_a_preset_for_each_kind_of_hardware() -> None:
         "flux2-dev-lora-2x8gpu",
         "flux2-dev-lora-4gpu",
         "flux2-dev-lora-8gpu",
+        "flux2-dev-lora-int8-4gpu",
+        "flux2-dev-lora-nf4-2x24gb",
         "flux2-klein-4b-lora-1gpu",
         "flux2-klein-9b-lora-2gpu",
+        "flux2-klein-9b-lora-nf4-1x12gb",
     ]
 
 
@@ -104,9 +108,9 @@ def test_a_preset_for_gpus_asks_for_the_user_s_pictures(name: str, tmp_path: Pat
 
 @pytest.mark.parametrize("name", FOR_GPUS)
 def test_a_preset_for_gpus_uses_those_of_its_name_with_one_image_each(name: str) -> None:
-    cfg, found = load(name), GPUS.search(name)
-    assert found is not None
-    assert (cfg.parallel.nodes, cfg.parallel.devices) == (int(found[1] or 1), int(found[2]))
+    cfg, nodes, cards = load(name), GPUS.search(name), CARDS.search(name)
+    named = (1, int(cards[1])) if cards else (int(nodes[1] or 1), int(nodes[2])) if nodes else None
+    assert (cfg.parallel.nodes, cfg.parallel.devices) == named
     assert cfg.train.batch_size == cfg.parallel.world_size
     assert cfg.train.micro_batch == 1
     assert cfg.parallel.device == "cuda"

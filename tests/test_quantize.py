@@ -195,3 +195,19 @@ def test_a_compiled_layer_computes_the_same_and_keeps_no_decoded_weight(format: 
     assert torch.equal(found, expected)
     assert torch.equal(torch.autograd.grad(found.sum(), x)[0], wanted)
     assert [tuple(tensor.shape) for tensor in kept if tensor.is_floating_point() and tensor.numel() >= 96 * 128] == []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, as it compiles
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_one_compiled_kernel_decodes_to_the_same_bits(format: str, dtype: torch.dtype) -> None:
+    layer = quantized(format, 96, 128, dtype)
+    x = torch.randn(5, 128, dtype=dtype, requires_grad=True)
+    expected, weight = layer(x), layer.weight
+    layer.is_fused = True
+    assert torch.equal(layer.weight, weight)
+    found = layer(x)
+    assert torch.equal(found, expected)
+    gradients = [torch.autograd.grad(y.sum(), x)[0] for y in (found, expected)]
+    assert torch.equal(*gradients)

@@ -23,6 +23,7 @@ from trainer.data.pixels import Picture, load_mask, load_rgb, open_picture
 from trainer.events import StatusEvent, WarningEvent
 from trainer.families.base import LoadModule, ModelFamily
 from trainer.objectives import Example
+from trainer.quantize import VERSION
 from trainer.world import World
 
 CACHE_VERSION = 1
@@ -172,6 +173,12 @@ class _DataEncoder:
         return f"{CACHE_VERSION} {self.cfg.model.family} {self.family.fingerprint()}"
 
     @property
+    def _encoder_types(self) -> tuple[object, ...]:
+        """What captions are encoded in: embeddings of a quantized encoder are others."""
+        quantize, precision = self.cfg.quantize, self.cfg.train.precision
+        return (precision, quantize.format, VERSION) if quantize.encoders else (precision,)
+
+    @property
     def _prompts(self) -> list[str]:
         return [prompt.replace(TRIGGER_PLACE, self.cfg.data.trigger) for prompt in self.cfg.sample.prompts]
 
@@ -191,7 +198,7 @@ class _DataEncoder:
     def _encode_texts(self, photos: Sequence[Photo]) -> dict[str, str]:
         """{caption: key}, with the empty caption, the prompts and the negative prompt."""
         captions = dict.fromkeys(["", self.cfg.sample.negative, *self._prompts, *(photo.caption for photo in photos)])
-        keys = {caption: _key(self._origin, "text", self.cfg.train.precision, caption) for caption in captions}
+        keys = {caption: _key(self._origin, "text", *self._encoder_types, caption) for caption in captions}
         captions_by_key = {key: caption for caption, key in keys.items()}
         work = {key: captions_by_key[key] for key in missing(captions_by_key, self.cache, self.crew)}
         if work:

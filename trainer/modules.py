@@ -25,7 +25,7 @@ from trainer.parallel.load import Coded, Loading, check_same_weights, fill_rows,
 from trainer.parallel.memory import full_bytes
 from trainer.parallel.mesh import Strategy, device_mesh, resolve_strategy
 from trainer.parallel.shard import COMPUTE_DTYPE, blocks_of, offload_policy, parallelize, shard_units
-from trainer.quantize import FORMATS, VERSION, Format, quantize_layers, quantized_layers
+from trainer.quantize import FORMATS, VERSION, Format, choose_kernel, quantize_layers, quantized_layers
 from trainer.trained import BaseWeights, naming
 from trainer.weights import WeightFiles
 from trainer.world import World
@@ -109,6 +109,8 @@ def load_model(
     bytes_read = sum(
         loader.load(model[name], family.weights(name), _inside(injected.parameters, name)) for name in model
     )
+    kernel = choose_kernel(model, world.device)
+    loader.notes += [kernel] if kernel else []
     parameters = dict(model.named_parameters())
     _draw_adapter(parameters, injected, cfg.train.seed)
     model.train()

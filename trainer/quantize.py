@@ -18,8 +18,9 @@ in fp32 and rounded once to the type that is asked for.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, ClassVar
 
@@ -204,9 +205,11 @@ class QuantLinear(nn.Linear):
     """A frozen linear layer whose weight is stored as bytes: `qweight`, (out, row bytes).
 
     It is an `nn.Linear` to whoever looks for one; `weight` is made when it is asked for. dtype: of `weight` and `bias`.
+    is_fused: whether one compiled kernel decodes it, as `choose_kernel` may find faster.
     """
 
     qweight: nn.Parameter
+    is_fused = False
 
     def __init__(self, inputs: int, outputs: int, bias: bool, format: Format, dtype: torch.dtype, device: Any) -> None:
         nn.Module.__init__(self)
@@ -240,11 +243,14 @@ class QuantLinear(nn.Linear):
         if self.qweight.is_meta:
             return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
         records = self.qweight.detach()
-        weight: Tensor = decoded(records, self._table_on(records), self.format.name, self.in_features, self.dtype)
+        weight: Tensor = decoded(
+            records, self._table_on(records), self.format.name, self.in_features, self.dtype, self.is_fused
+        )
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _linear(x, self.qweight, self.bias, self._table_on(x), self.format.name, self.in_features)
+        table, format = self._table_on(x), self.format.name
+        y: Tensor = _linear(x, self.qweight, self.bias, table, format, self.in_features, self.is_fused)
         return y
 
     def extra_repr(self) -> str:
@@ -261,8 +267,12 @@ class QuantLinear(nn.Linear):
 
 
 @torch.library.custom_op("shardstudio::decoded", mutates_args=())
-def decoded(records: Tensor, table: Tensor, format: str, inputs: int, dtype: torch.dtype) -> Tensor:
-    """The weight (rows, inputs) of records, some rows at a time."""
+def decoded(
+    records: Tensor, table: Tensor, format: str, inputs: int, dtype: torch.dtype, is_fused: bool = False
+) -> Tensor:
+    """The weight (rows, inputs) of records: by one kernel without temporaries, or some rows at a time."""
+    if is_fused:
+        return _fused_kernel()(records, table, format, inputs, dtype)
     decode, rows = FORMATS[format].decode, max(1, PIECE.get(records.device.type, PIECE["cuda"]) // inputs)
     weight = torch.empty(len(records), inputs, dtype=dtype, device=records.device)
     for piece, into in zip(torch.split(records, rows), torch.split(weight, rows), strict=True):
@@ -271,43 +281,59 @@ def decoded(records: Tensor, table: Tensor, format: str, inputs: int, dtype: tor
 
 
 @decoded.register_fake
-def _(records: Tensor, table: Tensor, format: str, inputs: int, dtype: torch.dtype) -> Tensor:
+def _(records: Tensor, table: Tensor, format: str, inputs: int, dtype: torch.dtype, is_fused: bool = False) -> Tensor:
     return records.new_empty(records.shape[0], inputs, dtype=dtype)
 
 
+@cache
+def _fused_kernel() -> Callable[[Tensor, Tensor, str, int, torch.dtype], Tensor]:
+    """Made when it is needed: torch.compile imports its compiler."""
+
+    def decode(records: Tensor, table: Tensor, format: str, inputs: int, dtype: torch.dtype) -> Tensor:
+        return FORMATS[format].decode(records, inputs, dtype, table)
+
+    return torch.compile(decode)
+
+
 @torch.library.custom_op("shardstudio::linear", mutates_args=())
-def _linear(x: Tensor, records: Tensor, bias: Tensor | None, table: Tensor, format: str, inputs: int) -> Tensor:
+def _linear(
+    x: Tensor, records: Tensor, bias: Tensor | None, table: Tensor, format: str, inputs: int, is_fused: bool
+) -> Tensor:
     """x @ weight.T + bias. Only the bytes are kept: backward decodes them again. The weight has no gradient."""
-    return F.linear(x, decoded(records, table, format, inputs, x.dtype), bias)
+    return F.linear(x, decoded(records, table, format, inputs, x.dtype, is_fused), bias)
 
 
 @_linear.register_fake
-def _(x: Tensor, records: Tensor, bias: Tensor | None, table: Tensor, format: str, inputs: int) -> Tensor:
+def _(
+    x: Tensor, records: Tensor, bias: Tensor | None, table: Tensor, format: str, inputs: int, is_fused: bool
+) -> Tensor:
     return x.new_empty(*x.shape[:-1], records.shape[0])
 
 
 @torch.library.custom_op("shardstudio::linear_backward", mutates_args=())
-def _linear_backward(gradient: Tensor, records: Tensor, table: Tensor, format: str, inputs: int) -> Tensor:
+def _linear_backward(
+    gradient: Tensor, records: Tensor, table: Tensor, format: str, inputs: int, is_fused: bool
+) -> Tensor:
     """The gradient of x."""
-    weight: Tensor = decoded(records, table, format, inputs, gradient.dtype)
+    weight: Tensor = decoded(records, table, format, inputs, gradient.dtype, is_fused)
     return gradient @ weight
 
 
 @_linear_backward.register_fake
-def _(gradient: Tensor, records: Tensor, table: Tensor, format: str, inputs: int) -> Tensor:
+def _(gradient: Tensor, records: Tensor, table: Tensor, format: str, inputs: int, is_fused: bool) -> Tensor:
     return gradient.new_empty(*gradient.shape[:-1], inputs)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, records, _, table, ctx.format, ctx.inputs = inputs
+    _, records, _, table, *ctx.how = inputs
     ctx.save_for_backward(records, table)
 
 
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     records, table = ctx.saved_tensors
-    of_x = _linear_backward(gradient, records, table, ctx.format, ctx.inputs) if ctx.needs_input_grad[0] else None
+    of_x = _linear_backward(gradient, records, table, *ctx.how) if ctx.needs_input_grad[0] else None
     of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-    return of_x, None, of_bias, None, None, None
+    return of_x, None, of_bias, None, None, None, None
 
 
 _linear.register_autograd(_gradients, setup_context=_keep)
@@ -324,3 +350,47 @@ def quantize_layers(model: nn.Module, formats: Mapping[str, Format]) -> None:
 def quantized_layers(model: nn.Module) -> dict[str, QuantLinear]:
     """The layers that are stored as bytes, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+
+
+TRIES = 5
+
+
+def choose_kernel(model: nn.Module, device: torch.device) -> str:
+    """Have quantized layers on a GPU decoded in the way that is faster there. Returns what was found, for the log.
+
+    Compiling takes about ten seconds. Both ways give the same bits.
+    """
+    layers = quantized_layers(model).values()
+    if device.type != "cuda" or not layers:
+        return ""
+    largest = max(layers, key=lambda layer: layer.in_features * layer.out_features)
+    sample = QuantLinear(largest.in_features, 4096, False, largest.format, largest.dtype, device)
+    with torch.no_grad():
+        sample.qweight.zero_()
+    seconds = {}
+    try:
+        for is_fused in (False, True):
+            sample.is_fused = is_fused
+            seconds[is_fused] = _seconds(sample)
+    except RuntimeError as error:  # torch finds no compiler
+        return f"quantized layers are decoded piece by piece: no kernel could be compiled ({type(error).__name__})"
+    is_fused = seconds[True] < seconds[False]
+    for layer in layers:
+        layer.is_fused = is_fused
+    gigabytes = 4096 * largest.in_features * largest.dtype.itemsize / 1e9
+    rates = [gigabytes / seconds[way] for way in (True, False)]
+    return f"quantized layers are decoded at {rates[0]:.0f} GB/s by a compiled kernel, {rates[1]:.0f} without: " + (
+        "compiled" if is_fused else "not compiled"
+    )
+
+
+def _seconds(layer: QuantLinear) -> float:
+    """The shortest time to decode a layer on a GPU."""
+    times = []
+    for _ in range(TRIES):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        _ = layer.weight
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return min(times)

@@ -62,12 +62,13 @@ class Distances:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One method. parameters: that were trained.  seconds: of the training alone."""
+    """One method. parameters: that were trained.  seconds: of the training alone.  losses: of each step."""
 
     before: Distances
     after: Distances
     parameters: int
     seconds: float
+    losses: list[float]
     pictures: tuple[list[Image.Image], list[Image.Image]]
 
 
@@ -87,15 +88,14 @@ def learn(root: Path, changes: Sequence[str]) -> Outcome:
     try:
         before = [Image.open(path).convert("RGB") for path in trainer.draw_samples()]
         began = time.perf_counter()
-        for _ in range(cfg.train.steps):
-            trainer.train_step()
+        losses = [trainer.train_step().loss for _ in range(cfg.train.steps)]
         seconds = time.perf_counter() - began
         after = [Image.open(path).convert("RGB") for path in trainer.draw_samples()]
         count = sum(parameter.numel() for parameter in trainer.trainables.values())
     finally:
         trainer.close()
     found = [distances(drawn, list(originals.values())) for drawn in (before, after)]
-    return Outcome(found[0], found[1], count, seconds, (before, after))
+    return Outcome(found[0], found[1], count, seconds, losses, (before, after))
 
 
 def distances(drawn: Sequence[Image.Image], originals: Sequence[Image.Image]) -> Distances:
