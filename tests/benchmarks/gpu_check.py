@@ -30,6 +30,7 @@ from trainer import families
 from trainer.launch import worker_environment
 from trainer.modules import build_model, load_model
 from trainer.parallel.memory import MemoryMeter
+from trainer.quantize import FORMATS
 from trainer.world import World, connect
 
 TOTAL_S = 570
@@ -204,10 +205,11 @@ def _by_hand(place: Place) -> Figures:
         return _time(step, world)
 
 
-def _ours(name: str, strategy: str, checkpointing: str) -> Callable[[Place], Figures]:
+def _ours(name: str, strategy: str, checkpointing: str, base: str = "none") -> Callable[[Place], Figures]:
     def measure(place: Place) -> Figures:
         parallel = {"device": place.device, "strategy": strategy}
-        cfg = place.bench.config(train={"checkpointing": checkpointing}, parallel=parallel)
+        train, quantize = {"checkpointing": checkpointing}, {"format": base}
+        cfg = place.bench.config(train=train, parallel=parallel, quantize=quantize)
         with connect(cfg.parallel) as world:
             trainer = place.bench.trainer(name, cfg, world)
             try:
@@ -242,6 +244,8 @@ STEP_PARTS: dict[str, Callable[[Place], Figures]] = {
     "plain": _ours("plain", "none", "none"),
     "checkpointing": _ours("checkpointing", "none", "full"),
     "sharded": _ours("sharded", "full", "none"),
+    **{base: _ours(base, "none", "none", base) for base in FORMATS},
+    "nf4, sharded": _ours("nf4-sharded", "full", "full", "nf4"),
 }
 PARTS: dict[str, Callable[[Place], Figures]] = {"prepare": _prepare, "load": _load, **STEP_PARTS}
 # A part, what it is compared with, and how much longer it may take.

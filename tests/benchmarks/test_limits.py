@@ -61,5 +61,6 @@ def test_the_check_for_gpus_runs_to_its_end_on_a_cpu(tmp_path: Path, monkeypatch
     rows = json.loads((tmp_path / "gpu_check.json").read_text(encoding="utf-8"))
     assert done.returncode == 0, done.stdout
     names = ["machine", "tests", "prepare", "load", "by-hand", "plain", "checkpointing", "sharded"]
+    names += ["nf4", "int8", "fp8", "nf4, sharded"]
     assert [row["name"] for row in rows] == [*names, "plain : by-hand", "sharded : plain"]
     assert "skipped" not in rows[1]["figure"]
