@@ -137,7 +137,7 @@ trials.memory(two + four)
 # each rank
 #
 # - holds `W/S`, `G/S` and `O/S`,
-# - has gathered at most `W` with `ddp` and `grad_op`; with the others the largest block, and what is in no block,
+# - has gathered at most `W` with `grad_op`; with the others the largest block, and what is in no block,
 # - sends, with ring algorithms, `(S-1)/S` of all that is gathered or reduced inside the group, and between groups
 #   `2 (N/S - 1)/(N/S)` of its part of the gradients. `grad_op` gathers `W` once and reduces `G` once. `full` gathers
 #   the blocks twice: what it freed after forward it needs again in backward.

@@ -63,8 +63,8 @@ def expected(
     passes: forward and backward passes of a step.  reductions: in how many of them gradients go to their shards.
     """
     shards = {"ddp": 1, "none": 1, "grad_op": ranks, "full": ranks, "hybrid": shard_size}[strategy]
-    frees_blocks = strategy in ("full", "hybrid")
-    # FSDP2 computes on gathered copies also where a group is a single rank, as in ddp.
+    frees_blocks = strategy != "grad_op"
+    # FSDP2 computes on copies also where a group is a single rank, as in ddp.
     whole = model.root + model.block if frees_blocks else model.computed
     # Blocks freed after forward are gathered again in backward; the root is not freed.
     gathers = model.computed + (model.computed - model.root if frees_blocks else 0)
