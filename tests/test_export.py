@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,23 @@ def test_the_merged_folder_is_a_model_that_predicts_what_the_trained_model_predi
     folder = trained.export("merged", dtype="fp32")
     model = Flux2Transformer2DModel.from_pretrained(folder)
     assert float((predict(model, trained.inputs) - trained.prediction).abs().max()) <= 1e-5
+
+
+@pytest.mark.parametrize("adapter", ["lora", "dora", "boft"])
+def test_what_was_trained_on_fewer_bits_is_merged_into_the_original_weights(
+    train_run: Callable[..., Trained], adapter: str
+) -> None:
+    trained = train_run(f"{adapter}-nf4", adapter={"type": adapter}, quantize__format="nf4")
+    plain = RunConfig.model_validate(trained.cfg.model_dump() | {"quantize": {}})
+    merged, expected = (
+        load_file(next(each.export("merged", dtype="fp32").glob("*.safetensors")))
+        for each in (trained, replace(trained, cfg=plain))
+    )
+    assert all(torch.equal(merged[name], expected[name]) for name in expected)
+    assert merged.keys() == expected.keys()
+    original = load_file(next((trained.family.folder / "transformer").glob("*.safetensors")))
+    changed = {f"{layer.removeprefix('transformer.')}.weight" for layer in trained.layers}
+    assert {name for name in merged if not torch.equal(merged[name], original[name])} == changed
 
 
 def test_a_full_fine_tune_is_exported_whole(train_run: Callable[..., Trained]) -> None:

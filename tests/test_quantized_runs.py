@@ -11,14 +11,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from tests.distributed import run_ranks
 from tests.runs import Outcome, alone, difference, make_pictures, make_run, run_config, train
 from tests.test_stored import four_bits
 from trainer import families
 from trainer.config import InputError, RunConfig
-from trainer.modules import build_model
+from trainer.encode import encode_data
+from trainer.events import StatusEvent
+from trainer.modules import build_model, encoder_loader
 from trainer.quantize import FORMATS, quantized_layers
+from trainer.world import World
 
 
 @pytest.fixture(scope="module")
@@ -143,3 +147,54 @@ def test_the_cache_of_the_base_is_written_once_and_read_by_any_number_of_ranks(r
     other = config(root, quantize__format="int8", quantize__cache=True)
     train(alone(), other, make_run(root, other, "cache-3"))
     assert len(list((root / "cache" / "base").iterdir())) == 2
+
+
+def test_a_cache_that_was_cut_short_is_written_again_and_one_without_a_place_is_told(
+    root: Path, tmp_path: Path
+) -> None:
+    cfg = config(root, quantize__cache=True, train__steps=1)
+    plain = once(root, "whole", train__steps=1)
+    run = make_run(tmp_path, cfg, "first")
+    train(alone(), cfg, run)
+    (file,) = (tmp_path / "cache" / "base").iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    again = train(alone(), cfg, make_run(tmp_path, cfg, "again"))
+    assert file.read_bytes() == whole
+    file.unlink()
+    file.parent.rmdir()
+    file.parent.write_text("in the way")
+    nowhere = train(alone(), cfg, make_run(tmp_path, cfg, "nowhere"))
+    assert again.losses == nowhere.losses == plain.losses
+    told = [event.message for event in nowhere.events if isinstance(event, StatusEvent)]
+    assert any(re.match(r"quantize\.cache: the base could not be kept \(.*File exists.*\); free disk", m) for m in told)
+
+
+def embeddings(world: World, cfg: RunConfig, cache: Path) -> Tensor:
+    """Of the empty caption, (tokens, channels). cache: folder of its own."""
+    data = encode_data(
+        cfg, families.make(cfg, cache), encoder_loader(cfg, world, cache), cache, world, lambda event: None
+    )
+    found: Tensor = data.cache.read(data.empty)["prompt_embeds"]
+    return found
+
+
+def test_captions_are_encoded_by_an_encoder_in_fewer_bits(root: Path, tmp_path: Path) -> None:
+    cfg = config(root, quantize__encoders=True, quantize__cache=True)
+    in_bytes = embeddings(alone(), cfg, tmp_path)
+    assert len(list((tmp_path / "base").iterdir())) == 1
+    exact = embeddings(alone(), config(root), tmp_path)  # in the same folder of examples
+    assert 1e-3 < (in_bytes - exact).norm() / exact.norm() < 0.3
+    sharded = config(root, quantize__encoders=True, parallel__strategy="full", parallel__devices=2)
+    for other in run_ranks(2, embeddings, sharded, tmp_path / "sharded"):
+        assert torch.allclose(other, in_bytes, rtol=0, atol=1e-5)
+
+
+def test_the_reading_of_a_large_model_is_told(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("trainer.train.SMALL_MODEL_BYTES", 0)
+    monkeypatch.setattr("trainer.train.HEARTBEAT_SECONDS", 0.0)
+    cfg = config(root, train__steps=1)
+    events = train(alone(), cfg, make_run(tmp_path, cfg, "told")).events
+    told = [event for event in events if isinstance(event, StatusEvent) and event.message == "MiB of weights"]
+    assert {event.state for event in told} == {"encoding", "loading"}
+    assert all(event.done <= event.total for event in told)

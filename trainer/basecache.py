@@ -7,6 +7,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -52,7 +53,8 @@ class BaseCache:
         failed = failed or self._failed(lambda: _write(draft, plan, records))
         failed = failed or self._failed(lambda: draft.rename(file) if self._world.rank == 0 else None)
         if failed and self._world.rank == 0:
-            draft.unlink(missing_ok=True)
+            with suppress(OSError):
+                draft.unlink()
         return failed
 
     def _file(self, files: WeightFiles, coded: Mapping[str, Coded]) -> Path:

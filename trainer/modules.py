@@ -30,12 +30,13 @@ from trainer.trained import BaseWeights, naming
 from trainer.weights import WeightFiles
 from trainer.world import World
 
-Told = Callable[[int, int], None]
-"""(bytes read, bytes to read) by this rank."""
 
+@dataclass(frozen=True)
+class Listener:
+    """Who is told how a model is loaded. read: (bytes read, bytes to read) by this rank.  note: a sentence."""
 
-def _silent(done: int, total: int) -> None:
-    """Nobody is told."""
+    read: Callable[[int, int], None] = lambda done, total: None
+    note: Callable[[str], None] = lambda sentence: None
 
 
 # fp32 master, its gradient and two moments of AdamW.
@@ -47,7 +48,7 @@ class LoadedModel:
     """The sharded model with its weights. trainables: parameters that are trained, by name, in model order.
 
     module: the live components by name.  shards_gradients: whether no rank may hold the whole gradient, because it is
-    as large as the sharded model.  adapter: what it changed.  notes: sentences for the log about the loading.
+    as large as the sharded model.  adapter: what it changed.
     """
 
     module: nn.ModuleDict
@@ -57,7 +58,6 @@ class LoadedModel:
     bytes_read: int
     shards_gradients: bool
     adapter: Injected
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ def load_model(
     family: ModelFamily,
     world: World,
     cache: Path | None = None,
-    told: Told = _silent,
+    listener: Listener | None = None,
 ) -> LoadedModel:
     """Checkpointing -> compile -> shard -> load -> initialise adapters. Collective.
 
-    cache: folder shared by runs.  told: of the bytes that are read.
+    cache: folder shared by runs.
 
     Each live component is sharded by itself, with a root of its own.
     """
@@ -105,19 +105,19 @@ def load_model(
         methods = family.forward_methods if name == family.components[0] else ()
         parallelize(module, cfg.train, cfg.parallel, strategy, mesh, family.shard_blocks, methods, family.fp32_inputs)
     _materialize(model, cfg, world)
-    loader = _Loader(_loading(world, told), world, _base_cache(cfg, world, cache))
+    listener = listener or Listener()
+    loader = _Loader(cfg, world, cache, listener)
     bytes_read = sum(
         loader.load(model[name], family.weights(name), _inside(injected.parameters, name)) for name in model
     )
     kernel = choose_kernel(model, world.device)
-    loader.notes += [kernel] if kernel else []
+    if kernel:
+        listener.note(kernel)
     parameters = dict(model.named_parameters())
     _draw_adapter(parameters, injected, cfg.train.seed)
     model.train()
     shards_gradients = "full" in map(cfg.mode, model) and strategy in ("full", "grad_op", "hybrid")
-    return LoadedModel(
-        model, strategy, mesh, built.trainables, bytes_read, shards_gradients, injected, tuple(loader.notes)
-    )
+    return LoadedModel(model, strategy, mesh, built.trainables, bytes_read, shards_gradients, injected)
 
 
 def continue_adapter(loaded: LoadedModel, cfg: RunConfig, family: ModelFamily) -> tuple[str, ...]:
@@ -143,14 +143,16 @@ def continue_adapter(loaded: LoadedModel, cfg: RunConfig, family: ModelFamily) -
     return _start_notes(file, used, idle, loaded.adapter)
 
 
-def encoder_loader(cfg: RunConfig, world: World, cache: Path | None = None, told: Told = _silent) -> LoadModule:
+def encoder_loader(
+    cfg: RunConfig, world: World, cache: Path | None = None, listener: Listener | None = None
+) -> LoadModule:
     """How families load their encoders: frozen, in the run's compute type; sharded over all ranks if they have blocks.
 
     A module without block names is replicated and fp32: it is small, and an autoencoder's bf16 shows in pictures.
     With `quantize.encoders` the linear layers of the blocks are stored in `quantize.format`.
     """
     format = FORMATS.get(cfg.quantize.format) if cfg.quantize.encoders else None
-    loader = _Loader(_loading(world, told), world, _base_cache(cfg, world, cache))
+    loader = _Loader(cfg, world, cache, listener or Listener())
 
     def load(module: nn.Module, files: WeightFiles, blocks: Sequence[str]) -> nn.Module:
         module.requires_grad_(False).eval()
@@ -164,10 +166,9 @@ def encoder_loader(cfg: RunConfig, world: World, cache: Path | None = None, told
             offload = offload_policy(cfg.parallel)
             shard_units(module, blocks_of(module, blocks), mesh, True, torch.float32, offload)
             _materialize(module, cfg, world)
-            loader.load(module, files)
         else:
             module.to_empty(device=world.device)
-            load_weights(module, files, coded=_coded(module), loading=_loading(world, told))
+        loader.load(module, files)
         return module
 
     return load
@@ -262,17 +263,18 @@ def _inside(names: Iterable[str], component: str) -> set[str]:
     return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
 
-def _base_cache(cfg: RunConfig, world: World, cache: Path | None) -> BaseCache | None:
-    """Where the quantized base is kept. Not where machines have folders of their own: none holds all rows."""
-    return BaseCache(cache / "base", world) if cache and cfg.quantize.cache and not world.guests else None
-
-
 class _Loader:
-    """Fills modules from their files, or from the cache of the quantized base. notes: what is to be told."""
+    """Fills modules from their files, or from the cache of the quantized base, `base` in the folder shared by runs.
 
-    def __init__(self, loading: Loading, world: World, cache: BaseCache | None) -> None:
-        self._loading, self._world, self._cache = loading, world, cache
-        self.notes: list[str] = []
+    Where machines have folders of their own there is no such cache: none would hold all rows.
+    """
+
+    def __init__(self, cfg: RunConfig, world: World, cache: Path | None, listener: Listener) -> None:
+        threads = max(1, (os.cpu_count() or 1) // world.local_size)
+        self._loading = Loading(world.device, threads, listener.read)
+        self._world, self._note = world, listener.note
+        is_kept = cfg.quantize.cache and not world.guests
+        self._cache = BaseCache(cache / "base", world) if cache and is_kept else None
 
     def load(self, module: nn.Module, files: WeightFiles, added: Iterable[str] = ()) -> int:
         """Returns the bytes read on this rank. added: parameters that are in no file. Collective."""
@@ -286,12 +288,8 @@ class _Loader:
         if self._cache and coded and not cached:
             failed = self._cache.keep(module, files, coded)
             if failed:
-                self.notes.append(f"quantize.cache: the base could not be kept ({failed}); free disk space")
+                self._note(f"quantize.cache: the base could not be kept ({failed}); free disk space")
         return num_bytes
-
-
-def _loading(world: World, told: Told) -> Loading:
-    return Loading(world.device, max(1, (os.cpu_count() or 1) // world.local_size), told)
 
 
 def _coded(module: nn.Module) -> dict[str, Coded]:

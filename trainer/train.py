@@ -39,7 +39,7 @@ from trainer.events import (
 )
 from trainer.export import check_export
 from trainer.manifest import Progress, steps_in
-from trainer.modules import build_model, continue_adapter, encoder_loader, load_model, reshard, sync_gradients
+from trainer.modules import Listener, build_model, continue_adapter, encoder_loader, load_model, reshard, sync_gradients
 from trainer.objectives import Loss
 from trainer.optim import (
     Ema,
@@ -105,18 +105,18 @@ class Trainer:
         # First what can be refused without weights: captions of a large set take hours to encode.
         built = build_model(cfg, self.family)
         exported = check_export(cfg, self.family, built.trainables)
-        self._load_encoder = encoder_loader(cfg, world, cache, partial(self._say_read, "encoding"))
+        self._load_encoder = encoder_loader(cfg, world, cache, self._listener("encoding"))
         self.data: EncodedData = encode_data(
             cfg, self.family, self._load_encoder, cache, world, say, self._asked_to_stop
         )
         say(StatusEvent(state="loading"))
         started = time.perf_counter()
-        self.loaded = load_model(built, cfg, self.family, world, cache, partial(self._say_read, "loading"))
+        self.loaded = load_model(built, cfg, self.family, world, cache, self._listener("loading"))
         self.model = self.loaded.module
         self.trainables = self.loaded.trainables
         newest = self._newest_checkpoint()
         started_from = continue_adapter(self.loaded, cfg, self.family) if newest is None else ()
-        for note in (*self.loaded.adapter.notes, *self.loaded.notes, *started_from, *exported):
+        for note in (*self.loaded.adapter.notes, *started_from, *exported):
             say(StatusEvent(state="loading", message=note))
         self._dropouts = adapters.dropouts(self.model)
         self.parameters = list(self.trainables.values())
@@ -518,6 +518,12 @@ class Trainer:
         log.debug("step %d: %s", self.step, state)
         self.say(StatusEvent(state=state, step=self.step))
         self._heartbeat(state)
+
+    def _listener(self, state: State) -> Listener:
+        return Listener(
+            read=partial(self._say_read, state),
+            note=lambda sentence: self.say(StatusEvent(state=state, message=sentence)),
+        )
 
     def _say_read(self, state: State, done: int, total: int) -> None:
         """How much of a large model is read, now and then."""

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from tests.distributed.pool import run_ranks
-from tests.runs import difference, make_pictures, make_run, run_config
+from tests.runs import difference, make_pictures, make_run, run_config, steps_of
 from trainer.config import RunConfig
+from trainer.events import AnyEvent
 from trainer.rundir import RunDir
 from trainer.train import Trainer
 from trainer.world import World
@@ -49,7 +50,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 """What a strategy's name means beyond `parallel.strategy`."""
 TOLERANCE = {"sdxl": 1e-5}
-"""Largest absolute difference of a trained weight where it is not 1e-6: convolutions add up in another order."""
+"""Largest absolute difference of a weight or a loss where it is not 1e-6: convolutions add up in another order."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,17 @@ class Cell:
 
 @dataclass(frozen=True)
 class Trained:
-    """weights: the trained ones, whole.  moved: the farthest any of them went from its start, where that was asked."""
+    """weights: the trained ones, whole.  losses: of all steps.  moved: the farthest any weight went from its start,
+    where that was asked."""
 
     weights: dict[str, Tensor]
+    losses: list[float]
     moved: float
+
+    def difference(self, other: Trained) -> float:
+        """The largest of a weight or a loss."""
+        pairs = zip(self.losses, other.losses, strict=True)
+        return max(difference(self.weights, other.weights), *(abs(mine - its) for mine, its in pairs))
 
 
 class Matrix:
@@ -112,7 +120,7 @@ class Matrix:
         self._found: dict[Cell, float] = {}
 
     def differences(self, cells: Sequence[Cell]) -> dict[Cell, float]:
-        """Largest absolute difference of each cell's weights to its reference. One process group per number of ranks.
+        """Largest difference of each cell to its reference. One process group per number of ranks.
 
         Raises AssertionError for a reference that did not train: it would agree with anything.
         """
@@ -124,7 +132,7 @@ class Matrix:
         new = [cell for cell in cells if cell not in self._found]
         for ranks in sorted({cell.ranks for cell in new}):
             for cell, trained in self._train([cell for cell in new if cell.ranks == ranks]):
-                self._found[cell] = difference(trained.weights, self._references[cell.reference].weights)
+                self._found[cell] = trained.difference(self._references[cell.reference])
         return {cell: self._found[cell] for cell in cells}
 
     def _train(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, Trained]]:
@@ -142,13 +150,15 @@ def train_all(world: World, runs: Sequence[tuple[RunConfig, RunDir]]) -> list[Tr
 
 
 def _train(world: World, cfg: RunConfig, run: RunDir) -> Trained:
-    trainer = Trainer(cfg, run, world, run.path.parent / "cache", lambda event: None)
+    events: list[AnyEvent] = []
+    trainer = Trainer(cfg, run, world, run.path.parent / "cache", events.append)
     try:
         before = trainer.trained_weights() if world.size == 1 else {}
         for _ in range(STEPS):
             trainer.train_step()
         after = trainer.trained_weights()
-        return Trained(after, difference(before, after) if before else 0.0)
+        losses = [event.loss for event in steps_of(events)]
+        return Trained(after, losses, difference(before, after) if before else 0.0)
     finally:
         trainer.close()
 
@@ -213,7 +223,7 @@ def main() -> int:
     RESULTS.write_text(
         f"# Parity\n\nWritten by `make parity`: {len(cells)} cells of tiny models, torch {torch.__version__}, gloo on "
         f"CPU, {STEPS} AdamW steps at lr 1e-4, batch 4. Each number is the largest absolute difference of a trained "
-        "weight to one process that trains the same.\nLimit 1e-6, 1e-5 for sdxl. "
+        "weight or a loss to one process that trains the same.\nLimit 1e-6, 1e-5 for sdxl. "
         f"{len(wrong)} cells are beyond it.\n\n{table(plain)}\n\n## On a quantized base\n\n{table(quantized)}\n",
         encoding="utf-8",
     )

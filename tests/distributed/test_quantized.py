@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from tests.distributed import run_ranks
 from tests.runs import Outcome, difference, make_pictures, make_run, run_config, train
 from trainer import families
 from trainer.config import InputError, RunConfig
-from trainer.modules import _coded
+from trainer.modules import _coded, build_model, load_model
 from trainer.parallel.load import load_weights
-from trainer.parallel.memory import local_bytes
+from trainer.parallel.memory import full_bytes, local_bytes
+from trainer.parallel.mesh import RESIDENT_SHARE
 from trainer.parallel.shard import shard_units
 from trainer.quantize import FORMATS, quantize_layers, quantized_layers
 from trainer.rundir import RunDir
@@ -93,6 +95,33 @@ def test_a_rank_holds_and_gathers_the_bytes_of_its_format(root: Path) -> None:
             assert count == gathers
             assert held <= share * linear
             assert gathered - others <= share * 2 * linear
+
+
+@dataclass(frozen=True)
+class Small(World):
+    """Ranks with so many bytes of memory."""
+
+    memory: int = 0
+
+
+def chosen(world: World, cfgs: list[RunConfig], cache: Path, memory: int) -> list[str]:
+    """What `auto` chooses on ranks with this much memory."""
+    world = Small(**vars(world), memory=memory)
+    built = [(cfg, families.make(cfg, cache)) for cfg in cfgs]
+    return [load_model(build_model(cfg, family), cfg, family, world).strategy for cfg, family in built]
+
+
+def test_auto_keeps_copies_of_a_base_that_fits_in_fewer_bits_only(root: Path) -> None:
+    cfgs = [
+        config(root, quantize__format=format, parallel__strategy="auto", train__precision="bf16", adapter__rank=1)
+        for format in BYTES
+    ]
+    models = [build_model(cfg, families.make(cfg, root / "cache")).module for cfg in cfgs]
+    plain, nf4 = (full_bytes(model.parameters()) for model in models[:2])
+    middle = int((plain + nf4) / 2 / RESIDENT_SHARE)
+    assert run_ranks(2, chosen, cfgs[:2], root / "cache", middle)[0] == ["full", "ddp"]
+    assert set(run_ranks(2, chosen, cfgs, root / "cache", 10 * middle)[0]) == {"ddp"}
+    assert set(run_ranks(2, chosen, cfgs, root / "cache", middle // 10)[0]) == {"full"}
 
 
 class Block(nn.Sequential):

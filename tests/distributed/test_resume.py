@@ -22,6 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "full": {"adapter__type": "none"},
     "dora": {"adapter__type": "dora"},
     "boft": {"adapter": {"type": "boft"}},
+    "lora_on_nf4": {"quantize": {"format": "nf4"}},
     "schedulefree": {"optim__type": "schedulefree"},
     "adamw8bit": {"optim__type": "adamw8bit", "adapter__rank": 64},
 }

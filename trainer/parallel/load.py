@@ -88,7 +88,7 @@ def check_same_weights(
         return
     sources, opened = _sources(model, files, skip, coded), OpenFiles()
     firsts = {name: next(source.parts(), None) for name, source in sources.items()}
-    held = {name: (part.begin, digest(part.into[:1])) for name, part in firsts.items() if part}
+    held = {name: (part.begin, digest(part.first_row)) for name, part in firsts.items() if part}
     other = (world.rank + 1) % world.size
     wrong = None
     for name, (row, expected) in world.gather(held)[other].items():
@@ -104,7 +104,7 @@ def check_same_weights(
 
 def digest(tensor: Tensor) -> bytes:
     """Of a tensor's bytes."""
-    raw = tensor.detach().cpu().contiguous().view(torch.uint8)
+    raw = tensor.detach().cpu().flatten().view(torch.uint8)
     return hashlib.blake2b(raw.numpy().tobytes(), digest_size=16).digest()
 
 
@@ -122,6 +122,11 @@ class _Part:
     def num_bytes(self) -> int:
         """What is read."""
         return int(self.entry.stored_bytes(self.end - self.begin))
+
+    @property
+    def first_row(self) -> Tensor:
+        """A scalar is a row."""
+        return self.into[:1] if self.into.dim() else self.into
 
     def load(self, files: OpenFiles, device: torch.device) -> None:
         """Raises InputError for a file that cannot be read, or numbers that cannot be encoded."""
