@@ -23,6 +23,6 @@ def write_section(name: str, content: str) -> None:
 
 
 def _place(name: str, text: str) -> re.Match[str]:
-    found = re.search(rf"(?s)(?<=<!-- {name} -->\n).*(?=<!-- end of {name} -->)", text)
-    assert found is not None, f"{README}: no <!-- {name} -->"
-    return found
+    found = list(re.finditer(rf"(?s)(?<=<!-- {name} -->\n).*?(?=<!-- end of {name} -->)", text))
+    assert len(found) == 1, f"{README}: {len(found)} tables between <!-- {name} --> and its end"
+    return found[0]

@@ -72,7 +72,7 @@ def main() -> int:
     """Train on every format, write the table, and return 1 where a loss is beyond its limit."""
     found = train_on(FORMATS)
     print(table(found))
-    write_section("formats", table(found))
+    write_section("quantized", table(found))
     return int(any(abs(excess(found, name)) > limit for name, limit in LIMITS.items()))
 
 
