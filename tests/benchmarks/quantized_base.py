@@ -10,12 +10,12 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from tests.benchmarks.style_transfer import Outcome, learn
+from tests.benchmarks.style_transfer import Outcome, learn, trainer_of
 from tests.readme import write_section
 from trainer.quantize import FORMATS
 
@@ -25,27 +25,28 @@ LAST_STEPS = 20
 """The final loss is their mean."""
 
 
-def train_on(formats: Iterable[str]) -> dict[str, Outcome]:
-    """A LoRA on the base in bf16 (`none`) and in each of the formats."""
-    with tempfile.TemporaryDirectory() as folder:
-        return {
-            name: learn(Path(folder) / name, ("train.precision=bf16", f"quantize.format={name}"))
-            for name in ("none", *formats)
-        }
+def losses_on(root: Path, format: str, precision: str) -> list[float]:
+    """Of each step of a LoRA on the base in this format."""
+    trainer = trainer_of(root, (f"train.precision={precision}", f"quantize.format={format}"))
+    try:
+        return [trainer.train_step().loss for _ in range(trainer.cfg.train.steps)]
+    finally:
+        trainer.close()
 
 
-def final_loss(outcome: Outcome) -> float:
+def excess(losses: Sequence[float], plain: Sequence[float]) -> float:
+    """By how much the final loss differs from that on the base as it is, relative to it."""
+    return final_loss(losses) / final_loss(plain) - 1
+
+
+def final_loss(losses: Sequence[float]) -> float:
     """Mean over the last steps."""
-    return statistics.mean(outcome.losses[-LAST_STEPS:])
+    return statistics.mean(losses[-LAST_STEPS:])
 
 
-def excess(found: dict[str, Outcome], name: str) -> float:
-    """By how much the final loss differs from that on the bf16 base, relative to it."""
-    return final_loss(found[name]) / final_loss(found["none"]) - 1
-
-
-def table(found: dict[str, Outcome]) -> str:
+def table(found: Mapping[str, Outcome]) -> str:
     """Markdown: a row per format."""
+    plain = found["none"].losses
     lines = [
         "| base | bits per weight | error of the weights | final loss | | to the style, before | after |",
         "|---" * 7 + "|",
@@ -53,9 +54,10 @@ def table(found: dict[str, Outcome]) -> str:
     weight = torch.randn(3072, 3072, generator=torch.Generator().manual_seed(0))
     for name, outcome in found.items():
         bits, error = (16.0, 0.0) if name == "none" else _cost(name, weight)
+        loss, more = final_loss(outcome.losses), excess(outcome.losses, plain)
         lines.append(
-            f"| {'bf16' if name == 'none' else name} | {bits:.2f} | {100 * error:.2f} % | {final_loss(outcome):.4f} "
-            f"| {100 * excess(found, name):+.2f} % | {outcome.before.to_style:.3f} | {outcome.after.to_style:.3f} |"
+            f"| {'bf16' if name == 'none' else name} | {bits:.2f} | {100 * error:.2f} % | {loss:.4f} "
+            f"| {100 * more:+.2f} % | {outcome.before.to_style:.3f} | {outcome.after.to_style:.3f} |"
         )
     return "\n".join(lines)
 
@@ -70,10 +72,15 @@ def _cost(name: str, weight: torch.Tensor) -> tuple[float, float]:
 
 def main() -> int:
     """Train on every format, write the table, and return 1 where a loss is beyond its limit."""
-    found = train_on(FORMATS)
+    with tempfile.TemporaryDirectory() as folder:
+        found = {
+            name: learn(Path(folder) / name, ("train.precision=bf16", f"quantize.format={name}"))
+            for name in ("none", *FORMATS)
+        }
     print(table(found))
     write_section("quantized", table(found))
-    return int(any(abs(excess(found, name)) > limit for name, limit in LIMITS.items()))
+    plain = found["none"].losses
+    return int(any(abs(excess(found[name].losses, plain)) > limit for name, limit in LIMITS.items()))
 
 
 if __name__ == "__main__":

@@ -78,17 +78,22 @@ def subjects() -> dict[str, Image.Image]:
     return {file.with_suffix(".txt").read_text().strip(): Image.open(file).convert("RGB") for file in files}
 
 
+def trainer_of(root: Path, changes: Sequence[str]) -> Trainer:
+    """Of the preset with the changes, in this process."""
+    here = ("parallel.devices=1", "train.micro_batch=16", "data.validation=0")
+    cfg = configfile.load(PRESET, (*here, *changes)).config
+    return Trainer(cfg, make_run(root, cfg, "run"), alone(), root / "cache", lambda event: None)
+
+
 def learn(root: Path, changes: Sequence[str]) -> Outcome:
     """Train the preset with the changes in this process, and draw before and after."""
     originals = subjects()
     prompts = ", ".join(f"'{caption} [trigger]'" for caption in originals)
-    here = (f"sample.prompts=[{prompts}]", "parallel.devices=1", "train.micro_batch=16", "data.validation=0")
-    cfg = configfile.load(PRESET, (*here, *changes)).config
-    trainer = Trainer(cfg, make_run(root, cfg, "run"), alone(), root / "cache", lambda event: None)
+    trainer = trainer_of(root, (f"sample.prompts=[{prompts}]", *changes))
     try:
         before = [Image.open(path).convert("RGB") for path in trainer.draw_samples()]
         began = time.perf_counter()
-        losses = [trainer.train_step().loss for _ in range(cfg.train.steps)]
+        losses = [trainer.train_step().loss for _ in range(trainer.cfg.train.steps)]
         seconds = time.perf_counter() - began
         after = [Image.open(path).convert("RGB") for path in trainer.draw_samples()]
         count = sum(parameter.numel() for parameter in trainer.trainables.values())

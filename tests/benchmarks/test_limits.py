@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks import memory, startup, step_time
+from tests.benchmarks import memory, quantized_base, startup, step_time
 from tests.benchmarks.workload import KLEIN_SMALL, LITTLE, prepare
 from tests.distributed import run_ranks
 from tests.runs import alone
@@ -51,6 +51,14 @@ def test_the_run_folder_and_its_first_event_are_there_at_once(tmp_path: Path) ->
         started.kill()
         waits.append(seconds)
     assert min(waits) <= 3 * startup.FIRST_EVENT_LIMIT_S, waits
+
+
+@pytest.mark.slow
+def test_a_lora_on_fewer_bits_ends_at_nearly_the_loss_of_one_on_all(tmp_path: Path) -> None:
+    plain = quantized_base.losses_on(tmp_path / "none", "none", "fp32")
+    for format, limit in quantized_base.LIMITS.items():
+        found = quantized_base.losses_on(tmp_path / format, format, "fp32")
+        assert abs(quantized_base.excess(found, plain)) <= limit, format
 
 
 @pytest.mark.slow
