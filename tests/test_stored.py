@@ -58,6 +58,21 @@ def test_a_row_that_ends_within_a_block_of_bitsandbytes_is_read_with_the_right_s
     assert torch.equal(entry.rows(OpenFiles(), 5, 19), read_tensor(entry)[5:19])
 
 
+def test_parts_of_a_fused_layer_in_four_bits_are_its_own_rows(tmp_path: Path) -> None:
+    tensors = four_bits("qk", torch.randn(*SHAPE)) | four_bits("norm", torch.randn(32, 64))
+    save_file(tensors, tmp_path / "model.safetensors")
+    layout = (
+        Fused("qk.weight", ("q.weight", "k.weight")),
+        Fused("norm.weight", ("norm_out.weight",), halves_swapped=True),
+    )
+    shapes = {"q.weight": (16, 128), "k.weight": (32, 128), "norm_out.weight": (32, 64)}
+    parts = WeightFiles.read([tmp_path / "model.safetensors"]).by_our_names(layout, shapes).entries
+    assert torch.equal(read_tensor(parts["k.weight"]), dequantized(tensors, "qk")[16:])
+    halves = dequantized(tensors, "norm").chunk(2)
+    assert torch.equal(read_tensor(parts["norm_out.weight"]), torch.cat(halves[::-1]))
+    assert torch.equal(parts["norm_out.weight"].rows(OpenFiles(), 10, 20), torch.cat(halves[::-1])[10:20])
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_nf4_made_of_nf4_keeps_its_codes(tmp_path: Path, nested: bool) -> None:
     tensors = four_bits("a", torch.randn(32, 128, dtype=torch.bfloat16), nested=nested)

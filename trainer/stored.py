@@ -79,16 +79,25 @@ class TensorEntry:
 
     def rows(self, files: OpenFiles, begin: int, end: int) -> Tensor:
         """Some of its rows."""
-        stored = files.slice(self.file, self.key)
         if self.transposed:
-            columns: Tensor = stored[:, self.start + begin : self.start + end]
+            columns: Tensor = files.slice(self.file, self.key)[:, self.start + begin : self.start + end]
             return columns.T
-        total = stored.get_shape()[0]
+        total = self._num_rows(files)
         first = (self.start + begin) % total
         last = first + end - begin
-        rows: Tensor = stored[first:last] if last <= total else torch.cat([stored[first:], stored[: last - total]])
+        rows = self._stored_rows(files, first, min(last, total))
+        if last > total:
+            rows = torch.cat([rows, self._stored_rows(files, 0, last - total)])
         # The original may keep a matrix as a convolution of one pixel.
         return rows.reshape(-1, *self.shape[1:])
+
+    def _num_rows(self, files: OpenFiles) -> int:
+        """Of the stored tensor."""
+        return int(files.slice(self.file, self.key).get_shape()[0])
+
+    def _stored_rows(self, files: OpenFiles, begin: int, end: int) -> Tensor:
+        rows: Tensor = files.slice(self.file, self.key)[begin:end]
+        return rows
 
     def whole(self, files: OpenFiles) -> Tensor:
         """All of it."""
@@ -126,10 +135,12 @@ class ScaledEntry(TensorEntry):
 class FourBitEntry(TensorEntry):
     """A weight as bitsandbytes stores it: 4-bit codes of all its numbers in a row, and a scale per block of them.
 
-    levels: of the codes.  scales: one per block of `block` numbers; codes of `scale_levels` themselves where these are
-    given, to be multiplied by `scale_scales`, one per `scale_block` of them, and added to `offset`.
+    num_rows: of the stored weight.  levels: of the codes.  scales: one per `block` numbers; codes of `scale_levels`
+    themselves where these are given, to be multiplied by `scale_scales`, one per `scale_block` of them, and added to
+    `offset`.
     """
 
+    num_rows: int
     levels: TensorEntry
     scales: TensorEntry
     block: int
@@ -138,7 +149,13 @@ class FourBitEntry(TensorEntry):
     scale_block: int = 1
     offset: float = 0.0
 
-    def rows(self, files: OpenFiles, begin: int, end: int) -> Tensor:
+    def stored_bytes(self, rows: int) -> float:
+        return rows * self.shape[1] / 2
+
+    def _num_rows(self, files: OpenFiles) -> int:
+        return self.num_rows
+
+    def _stored_rows(self, files: OpenFiles, begin: int, end: int) -> Tensor:
         first, last = begin * self.shape[1], end * self.shape[1]
         codes = self._codes(files, first, last)
         blocks = torch.arange(first, last) // self.block
@@ -146,9 +163,6 @@ class FourBitEntry(TensorEntry):
         scales = self._scales(files, first_block, -(-last // self.block))
         numbers = self.levels.whole(files)[codes] * scales[blocks - first_block]
         return numbers.view(end - begin, self.shape[1])
-
-    def stored_bytes(self, rows: int) -> float:
-        return rows * self.shape[1] / 2
 
     def _codes(self, files: OpenFiles, first: int, last: int) -> Tensor:
         stored = files.slice(self.file, self.key)
@@ -220,6 +234,7 @@ def _four_bits(stored: Mapping[str, TensorEntry], weight: str, state: TensorEntr
             packed.key,
             tuple(facts["shape"]),
             packed.dtype,
+            num_rows=facts["shape"][0],
             levels=levels,
             scales=scales,
             block=int(facts["blocksize"]),
