@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -17,11 +19,14 @@ from tests.distributed import run_ranks
 from tests.runs import Outcome, alone, difference, make_pictures, make_run, run_config, train
 from tests.test_stored import four_bits
 from trainer import families
+from trainer.basecache import BaseCache
 from trainer.config import InputError, RunConfig
 from trainer.encode import encode_data
-from trainer.events import StatusEvent
-from trainer.modules import build_model, encoder_loader
+from trainer.events import StatusEvent, WarningEvent
+from trainer.export import export
+from trainer.modules import _coded, build_model, encoder_loader, load_model
 from trainer.quantize import FORMATS, quantized_layers
+from trainer.weights import WeightFiles
 from trainer.world import World
 
 
@@ -144,9 +149,66 @@ def test_the_cache_of_the_base_is_written_once_and_read_by_any_number_of_ranks(r
     plain = once(root, "no-cache")
     assert first.losses == plain.losses
     assert second.losses == pytest.approx(plain.losses, abs=1e-6)
+    copies = config(root, quantize__cache=True, parallel__strategy="ddp", parallel__devices=2)
+    run_ranks(2, train, copies, make_run(root / "copies", copies, "cache-4"))
+    (by_turns,) = (root / "copies" / "cache" / "base").iterdir()
+    assert by_turns.read_bytes() == files[0].read_bytes()
     other = config(root, quantize__format="int8", quantize__cache=True)
     train(alone(), other, make_run(root, other, "cache-3"))
     assert len(list((root / "cache" / "base").iterdir())) == 2
+
+
+def test_a_cached_base_is_read_instead_of_the_original_and_another_reading_of_it_is_not_taken(root: Path) -> None:
+    cfg = config(root, quantize__cache=True)
+    cache = root / "read"
+    family = families.make(cfg, cache)
+    loads = [load_model(build_model(cfg, family), cfg, family, alone(), cache) for _ in range(2)]
+    assert loads[1].bytes_read < 0.6 * loads[0].bytes_read
+    first, second = (loaded.module.state_dict() for loaded in loads)
+    assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
+    files, coded = family.weights("transformer"), _coded(loads[0].module["transformer"])
+    name = next(iter(coded))
+    entry = files.entries[coded[name].stored]
+    other = WeightFiles({**files.entries, coded[name].stored: replace(entry, start=16)})
+    kept = BaseCache(cache / "base", alone())
+    assert kept.find(files, coded)
+    assert kept.find(other, coded) is None
+
+
+def test_text_encoders_that_are_trained_along_are_stored_in_fewer_bits(root: Path) -> None:
+    trained = {"unet": "adapter", "text_encoder": "adapter", "text_encoder_2": "frozen"}
+    changes: dict[str, Any] = {"model__family": "sdxl", "model__train": trained, "train__steps": 2}
+    names = stored(root, **changes)
+    assert {name.partition(".")[0] for name in names} == {"unet", "text_encoder"}
+    found = once(root, "live-encoders", **changes)
+    assert any(".q_proj." in name for name in found.weights)
+
+
+def test_dora_goes_on_from_a_file_on_a_base_in_fewer_bits(root: Path) -> None:
+    dora = {"type": "dora", "rank": 2}
+    cfg = config(root, adapter=dora, export__what="adapter", export__dtype="fp32", optim__lr=1e-2)
+    run = make_run(root, cfg, "dora")
+    before = train(alone(), cfg, run)
+    file = export(cfg, run, root / "cache", before.weights)[0].path
+    cfg = config(root, adapter=dora | {"start": str(file)}, train__steps=1, optim__lr=1e-9)
+    after = train(alone(), cfg, make_run(root, cfg, "dora-goes-on"))
+    assert difference(before.weights, after.weights) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of torch, as it traces
+def test_compiled_and_recomputed_blocks_train_the_same_on_bytes(root: Path) -> None:
+    plain = once(root, "as-it-is", train__steps=2)
+    compiled = {"train__compile": True, "train__compile_backend": "aot_eager", "train__checkpointing": "full"}
+    found = once(root, "compiled", train__steps=2, **compiled)
+    assert found.losses == pytest.approx(plain.losses, abs=1e-6)
+    assert difference(found.weights, plain.weights) <= 1e-6
+
+
+def test_the_config_in_the_readme_is_one_of_flux1(root: Path) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```yaml\n(quantize:\n.*?)```", readme, re.DOTALL)
+    section = yaml.safe_load(text)["quantize"]
+    assert set(stored(root, model__family="flux1", quantize=section).values()) == {"nf4", "int8"}
 
 
 def test_a_cache_that_was_cut_short_is_written_again_and_one_without_a_place_is_told(
@@ -166,8 +228,9 @@ def test_a_cache_that_was_cut_short_is_written_again_and_one_without_a_place_is_
     file.parent.write_text("in the way")
     nowhere = train(alone(), cfg, make_run(tmp_path, cfg, "nowhere"))
     assert again.losses == nowhere.losses == plain.losses
-    told = [event.message for event in nowhere.events if isinstance(event, StatusEvent)]
-    assert any(re.match(r"quantize\.cache: the base could not be kept \(.*File exists.*\); free disk", m) for m in told)
+    (told,) = [event.message for event in nowhere.events if isinstance(event, WarningEvent)]
+    assert told.startswith("quantize.cache: the base could not be kept (")
+    assert told.endswith("; the next run converts it again")
 
 
 def embeddings(world: World, cfg: RunConfig, cache: Path) -> Tensor:

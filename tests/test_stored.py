@@ -101,6 +101,18 @@ def test_fp8_with_a_scale_is_read_by_diffusers_names_with_or_without_fused_layer
     assert parts["k.weight"].scale(OpenFiles()) == pytest.approx(0.02)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_without_a_scale_is_read_as_its_numbers(tmp_path: Path, dtype: torch.dtype) -> None:
+    weight = torch.randn(*SHAPE).to(dtype)
+    save_file({"a.weight": weight}, tmp_path / "model.safetensors")
+    entry = WeightFiles.read([tmp_path / "model.safetensors"]).entries["a.weight"]
+    assert torch.equal(read_tensor(entry).float(), weight.float())
+    # Only codes of e4m3 are those of our format.
+    assert entry.scale(OpenFiles()) == (1.0 if dtype == torch.float8_e4m3fn else None)
+    records = FORMATS["int8"].encode(read_tensor(entry), entry.scale(OpenFiles()))
+    assert torch.equal(records, FORMATS["int8"].encode(weight.float()))
+
+
 def error_of(tmp_path: Path, tensors: dict[str, Tensor]) -> str:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(InputError) as caught:
@@ -118,6 +130,11 @@ def test_what_is_stored_in_a_way_that_is_not_known_is_refused_with_the_way_out(t
     assert error_of(tmp_path, by_block) == (
         "/model.safetensors: 'a.weight_scale' [2, 1] scales 'a.weight' (F8_E4M3 [2, 2]); only 8-bit floats with one "
         "scale per layer are read: name the original model, or a file in fp8"
+    )
+    encoder = {"a.weight": by_block["a.weight"], "a.weight_scale_inv": torch.ones(1, 1)}
+    assert error_of(tmp_path, encoder) == (
+        "/model.safetensors: 'a.weight_scale_inv' [1, 1] scales 8-bit floats in a way that is not read here; name the "
+        "original model, or a file in fp8 with one scale per layer"
     )
     torn = four_bits("a", torch.randn(2, 64))
     del torn["a.weight.absmax"]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from trainer.config import InputError
 from trainer.parallel.load import Coded, own_rows
 from trainer.parallel.mesh import REPLICATE
-from trainer.stored import Layout, layout
+from trainer.stored import VERSION, Layout, TensorEntry, layout
 from trainer.weights import WeightFiles, digest
 from trainer.world import World
 
@@ -38,7 +38,7 @@ class BaseCache:
         file = self._file(files, coded)
         try:
             found = WeightFiles.read([file]) if file.is_file() else None
-        except InputError:  # cut short by a full disk; it is written again
+        except (InputError, OSError):  # cut short by a full disk, or of another user; it is written again
             found = None
         return found if all(self._world.gather(found is not None)) else None
 
@@ -59,8 +59,8 @@ class BaseCache:
 
     def _file(self, files: WeightFiles, coded: Mapping[str, Coded]) -> Path:
         sources = {files.entries[made.stored].file for made in coded.values()}
-        made = sorted((name, made.shape, made.format) for name, made in coded.items())
-        key = hashlib.sha256(f"{digest(sorted(sources))} {made}".encode()).hexdigest()
+        made = [(name, made.format, _reading(files.entries[made.stored])) for name, made in sorted(coded.items())]
+        key = hashlib.sha256(f"{digest(sorted(sources))} {VERSION} {made}".encode()).hexdigest()
         return self._folder / f"{key[:32]}.safetensors"
 
     def _begin(self, draft: Path, plan: Layout) -> None:
@@ -69,8 +69,9 @@ class BaseCache:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         for left in self._folder.glob(".*"):
-            if time.time() - left.stat().st_mtime > ABANDONED_S:
-                left.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # another run's, which has its name now
+                if time.time() - left.stat().st_mtime > ABANDONED_S:
+                    left.unlink()
         with draft.open("wb") as stream:
             os.posix_fallocate(stream.fileno(), 0, plan.size)
             stream.write(plan.head)
@@ -86,10 +87,10 @@ class BaseCache:
 
 
 def _write(draft: Path, plan: Layout, records: Mapping[str, Tensor]) -> None:
-    """Write this rank's rows to their places; of several copies the first."""
+    """Write this rank's rows to their places; several copies of the base take turns."""
     with draft.open("r+b") as stream:
-        for name, tensor in records.items():
-            if not _is_first_copy(tensor):
+        for number, (name, tensor) in enumerate(records.items()):
+            if not _is_its_turn(tensor, number):
                 continue
             for rows, local in own_rows(tensor):
                 stream.seek(plan.places[name] + rows.start * tensor.shape[1])
@@ -98,7 +99,15 @@ def _write(draft: Path, plan: Layout, records: Mapping[str, Tensor]) -> None:
         os.fsync(stream.fileno())
 
 
-def _is_first_copy(tensor: Tensor) -> bool:
+def _is_its_turn(tensor: Tensor, number: int) -> bool:
+    """Whether it is this copy of the base that writes the tensor with this number."""
     mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
-    names = (mesh.mesh_dim_names or ()) if mesh else ()
-    return mesh is None or REPLICATE not in names or mesh.get_local_rank(REPLICATE) == 0
+    if mesh is None or REPLICATE not in (mesh.mesh_dim_names or ()):
+        return True
+    copies = mesh[REPLICATE]
+    return number % copies.size() == copies.get_local_rank()
+
+
+def _reading(entry: TensorEntry) -> tuple[object, ...]:
+    """Which numbers of its file a weight is."""
+    return type(entry).__name__, entry.key, entry.shape, entry.dtype, entry.start, entry.transposed

@@ -237,14 +237,15 @@ Adapter = Annotated[
 
 class QuantizeConfig(Section):
     format: BaseFormat = "none"
-    """How the layers of the frozen base are stored: in bf16 (`none`), in 8 bits (`int8`, or `fp8`, which keeps what is
-    stored in fp8 already), or in 4 bits (`nf4`). Norms, modulation, embedders and the output stay in bf16."""
+    """How the layers of the frozen base are stored: in bf16 (`none`), in 8 bits (`int8`, or `fp8`, which keeps the
+    codes of what is stored in fp8 already), or in 4 bits (`nf4`). Norms, modulation, embedders and the output stay in
+    bf16."""
     keep: tuple[str, ...] = ()
     """Layers that stay in bf16, by name or regular expression."""
     formats: dict[str, BaseFormat] = option({})
     """Another format for some layers of the blocks, also of modulation, by name or regular expression."""
     encoders: bool = False
-    """Store the text encoders in the same format while captions are encoded."""
+    """Store the text encoders in the same format while captions are encoded; small ones stay as they are."""
     cache: bool = False
     """Keep the base in this format on disk, beside the cached images, so that later runs need not convert it."""
 

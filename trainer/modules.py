@@ -33,10 +33,11 @@ from trainer.world import World
 
 @dataclass(frozen=True)
 class Listener:
-    """Who is told how a model is loaded. read: (bytes read, bytes to read) by this rank.  note: a sentence."""
+    """Who is told how a model is loaded. read: (bytes read, bytes to read) by this rank.  note, warn: a sentence."""
 
     read: Callable[[int, int], None] = lambda done, total: None
     note: Callable[[str], None] = lambda sentence: None
+    warn: Callable[[str], None] = lambda sentence: None
 
 
 # fp32 master, its gradient and two moments of AdamW.
@@ -272,7 +273,7 @@ class _Loader:
     def __init__(self, cfg: RunConfig, world: World, cache: Path | None, listener: Listener) -> None:
         threads = max(1, (os.cpu_count() or 1) // world.local_size)
         self._loading = Loading(world.device, threads, listener.read)
-        self._world, self._note = world, listener.note
+        self._world, self._warn = world, listener.warn
         is_kept = cfg.quantize.cache and not world.guests
         self._cache = BaseCache(cache / "base", world) if cache and is_kept else None
 
@@ -284,11 +285,12 @@ class _Loader:
             num_bytes = load_weights(module, WeightFiles({**files.entries, **cached.entries}), added, {}, self._loading)
         else:
             num_bytes = load_weights(module, files, added, coded, self._loading)
-        check_same_weights(module, files, added, coded, self._world)
+        if cached or self._world.size > 1:
+            check_same_weights(module, files, added, coded, self._world)
         if self._cache and coded and not cached:
             failed = self._cache.keep(module, files, coded)
             if failed:
-                self._note(f"quantize.cache: the base could not be kept ({failed}); free disk space")
+                self._warn(f"quantize.cache: the base could not be kept ({failed}); the next run converts it again")
         return num_bytes
 
 

@@ -72,7 +72,7 @@ class Format(ABC):
         """codes: (rows, bytes).  table: `table()`.  Returns the levels, (rows, weights), in a type that fp32 holds."""
 
     def table(self) -> Tensor:
-        """What `to_levels` looks up, on the CPU. A layer keeps it where its bytes are."""
+        """What `to_levels` looks up, on the CPU."""
         return torch.empty(0, device="cpu")
 
     def num_blocks(self, inputs: int) -> int:
@@ -102,7 +102,8 @@ class Format(ABC):
 
     def scales(self, blocks: Tensor, scale_of_fp8: float | None) -> Tensor:
         """Of blocks (rows, blocks, weights): (rows, blocks, 1), fp32."""
-        return blocks.abs().amax(dim=-1, keepdim=True) / self.largest
+        # Not by a number: a GPU would multiply by its reciprocal, which rounds otherwise than a CPU.
+        return blocks.abs().amax(dim=-1, keepdim=True) / torch.full_like(blocks[:1, :1, :1], self.largest)
 
     def pack(self, codes: Tensor, scales: Tensor, inputs: int) -> Tensor:
         """Records from codes (rows, bytes of whole blocks) and stored scales (rows, blocks)."""
@@ -113,7 +114,8 @@ class Format(ABC):
         end = self.code_bytes(inputs)
         codes, scales = records[:, :end], records[:, end:]
         levels = self.to_levels(codes.contiguous(), table)
-        scale = scales.contiguous().view(SCALE).float()
+        # A copy: a row by itself is contiguous, but may begin at an odd byte.
+        scale = scales.clone(memory_format=torch.contiguous_format).view(SCALE).float()
         block, count = self.block(inputs), self.num_blocks(inputs)
         if count * block != levels.shape[1]:  # codes of 8 bits are not filled up
             levels = F.pad(levels.float(), (0, count * block - levels.shape[1]))
@@ -173,9 +175,8 @@ class _Fp8(Format):
         return inputs
 
     def scales(self, blocks: Tensor, scale_of_fp8: float | None) -> Tensor:
-        if scale_of_fp8 is None:
-            return super().scales(blocks, None)
-        return torch.full_like(blocks[..., :1], scale_of_fp8)
+        largest = super().scales(blocks, None)  # not finite where a weight is not
+        return largest if scale_of_fp8 is None else torch.where(largest.isfinite(), scale_of_fp8, largest)
 
     def to_codes(self, levels: Tensor) -> Tensor:
         return levels.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -218,8 +219,6 @@ class QuantLinear(nn.Linear):
         self.qweight = nn.Parameter(records, requires_grad=False)
         values = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device), requires_grad=False) if bias else None
         self.register_parameter("bias", values)
-        # Neither parameter nor buffer: what has a floating type is rounded by `model.to(dtype)`.
-        self._table = format.table()
 
     @classmethod
     def of(cls, layer: nn.Linear, format: Format) -> QuantLinear:
@@ -243,23 +242,21 @@ class QuantLinear(nn.Linear):
         if self.qweight.is_meta:
             return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
         records = self.qweight.detach()
-        weight: Tensor = decoded(
-            records, self._table_on(records), self.format.name, self.in_features, self.dtype, self.is_fused
-        )
+        weight: Tensor = decoded(records, self.format.name, self.in_features, self.dtype, self.is_fused)
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
-        table, format = self._table_on(x), self.format.name
-        y: Tensor = _linear(x, self.qweight, self.bias, table, format, self.in_features, self.is_fused)
+        y: Tensor = _linear(x, self.qweight, self.bias, self.format.name, self.in_features, self.is_fused)
         return y
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, format={self.format.name}"
 
-    def _table_on(self, like: Tensor) -> Tensor:
-        if self._table.device != like.device:
-            self._table = self._table.to(like.device)
-        return self._table
+
+@cache
+def _table(format: str, device: torch.device) -> Tensor:
+    """A format's table on a device. Not in the layers: what has a floating type is rounded by `model.to(dtype)`."""
+    return FORMATS[format].table().to(device)
 
 
 # Operators of our own, opaque to torch.compile: it would find the weight decoded twice, in forward and in backward, and
@@ -267,12 +264,12 @@ class QuantLinear(nn.Linear):
 
 
 @torch.library.custom_op("shardstudio::decoded", mutates_args=())
-def decoded(
-    records: Tensor, table: Tensor, format: str, inputs: int, dtype: torch.dtype, is_fused: bool = False
-) -> Tensor:
+def decoded(records: Tensor, format: str, inputs: int, dtype: torch.dtype, is_fused: bool = False) -> Tensor:
     """The weight (rows, inputs) of records: by one kernel without temporaries, or some rows at a time."""
+    records, table = records.detach(), _table(format, records.device)
     if is_fused:
-        return _fused_kernel()(records, table, format, inputs, dtype)
+        with torch.no_grad():  # else it is compiled once for each mode
+            return _fused_kernel()(records, table, format, inputs, dtype)
     decode, rows = FORMATS[format].decode, max(1, PIECE.get(records.device.type, PIECE["cuda"]) // inputs)
     weight = torch.empty(len(records), inputs, dtype=dtype, device=records.device)
     for piece, into in zip(torch.split(records, rows), torch.split(weight, rows), strict=True):
@@ -281,59 +278,56 @@ def decoded(
 
 
 @decoded.register_fake
-def _(records: Tensor, table: Tensor, format: str, inputs: int, dtype: torch.dtype, is_fused: bool = False) -> Tensor:
+def _(records: Tensor, format: str, inputs: int, dtype: torch.dtype, is_fused: bool = False) -> Tensor:
     return records.new_empty(records.shape[0], inputs, dtype=dtype)
 
 
 @cache
 def _fused_kernel() -> Callable[[Tensor, Tensor, str, int, torch.dtype], Tensor]:
-    """Made when it is needed: torch.compile imports its compiler."""
+    """Made when it is needed: torch.compile imports its compiler.
+
+    One for all shapes: torch compiles eight for a function, and then leaves it uncompiled.
+    """
 
     def decode(records: Tensor, table: Tensor, format: str, inputs: int, dtype: torch.dtype) -> Tensor:
         return FORMATS[format].decode(records, inputs, dtype, table)
 
-    return torch.compile(decode)
+    return torch.compile(decode, dynamic=True)
 
 
 @torch.library.custom_op("shardstudio::linear", mutates_args=())
-def _linear(
-    x: Tensor, records: Tensor, bias: Tensor | None, table: Tensor, format: str, inputs: int, is_fused: bool
-) -> Tensor:
+def _linear(x: Tensor, records: Tensor, bias: Tensor | None, format: str, inputs: int, is_fused: bool) -> Tensor:
     """x @ weight.T + bias. Only the bytes are kept: backward decodes them again. The weight has no gradient."""
-    return F.linear(x, decoded(records, table, format, inputs, x.dtype, is_fused), bias)
+    return F.linear(x, decoded(records, format, inputs, x.dtype, is_fused), bias)
 
 
 @_linear.register_fake
-def _(
-    x: Tensor, records: Tensor, bias: Tensor | None, table: Tensor, format: str, inputs: int, is_fused: bool
-) -> Tensor:
+def _(x: Tensor, records: Tensor, bias: Tensor | None, format: str, inputs: int, is_fused: bool) -> Tensor:
     return x.new_empty(*x.shape[:-1], records.shape[0])
 
 
 @torch.library.custom_op("shardstudio::linear_backward", mutates_args=())
-def _linear_backward(
-    gradient: Tensor, records: Tensor, table: Tensor, format: str, inputs: int, is_fused: bool
-) -> Tensor:
+def _linear_backward(gradient: Tensor, records: Tensor, format: str, inputs: int, is_fused: bool) -> Tensor:
     """The gradient of x."""
-    weight: Tensor = decoded(records, table, format, inputs, gradient.dtype, is_fused)
+    weight: Tensor = decoded(records, format, inputs, gradient.dtype, is_fused)
     return gradient @ weight
 
 
 @_linear_backward.register_fake
-def _(gradient: Tensor, records: Tensor, table: Tensor, format: str, inputs: int, is_fused: bool) -> Tensor:
+def _(gradient: Tensor, records: Tensor, format: str, inputs: int, is_fused: bool) -> Tensor:
     return gradient.new_empty(*gradient.shape[:-1], inputs)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, records, _, table, *ctx.how = inputs
-    ctx.save_for_backward(records, table)
+    _, records, _, *ctx.how = inputs
+    ctx.save_for_backward(records)
 
 
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    records, table = ctx.saved_tensors
-    of_x = _linear_backward(gradient, records, table, *ctx.how) if ctx.needs_input_grad[0] else None
+    (records,) = ctx.saved_tensors
+    of_x = _linear_backward(gradient, records, *ctx.how) if ctx.needs_input_grad[0] else None
     of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-    return of_x, None, of_bias, None, None, None, None
+    return of_x, None, of_bias, None, None, None
 
 
 _linear.register_autograd(_gradients, setup_context=_keep)

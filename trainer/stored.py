@@ -17,7 +17,11 @@ from torch import Tensor
 
 from trainer.config import InputError
 
+VERSION = 1
+"""Of the reading: raise it when equal files are to give other numbers."""
 ALIGNMENT = 8
+PIECE = 1 << 20
+"""Numbers that are decoded at a time: their codes and scales take several times as much."""
 
 
 def layout(tensors: Mapping[str, tuple[str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> Layout:
@@ -156,6 +160,13 @@ class FourBitEntry(TensorEntry):
         return self.num_rows
 
     def _stored_rows(self, files: OpenFiles, begin: int, end: int) -> Tensor:
+        rows, step = torch.empty(end - begin, self.shape[1]), max(1, PIECE // self.shape[1])
+        for first in range(begin, end, step):
+            last = min(first + step, end)
+            rows[first - begin : last - begin] = self._decoded(files, first, last)
+        return rows
+
+    def _decoded(self, files: OpenFiles, begin: int, end: int) -> Tensor:
         first, last = begin * self.shape[1], end * self.shape[1]
         codes = self._codes(files, first, last)
         blocks = torch.arange(first, last) // self.block
@@ -205,12 +216,24 @@ def without_codings(stored: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]
             weight = f"{key.rpartition('.')[0]}.weight"
             coded[weight] = _scaled(stored, weight, entry)
             parts.add(key)
+        elif _is_unknown_scale(key, stored):
+            raise InputError(
+                f"{entry.file}: '{key}' {list(entry.shape)} scales 8-bit floats in a way that is not read here; name "
+                "the original model, or a file in fp8 with one scale per layer"
+            )
         elif key.endswith((".SCB", ".weight_format")):
             raise InputError(
                 f"{entry.file}: '{key}' belongs to weights in bitsandbytes' 8 bits, which are not read here; "
                 "name the original model, or one in 4 bits (nf4)"
             )
     return {key: coded.get(key, entry) for key, entry in stored.items() if key not in parts}
+
+
+def _is_unknown_scale(key: str, stored: Mapping[str, TensorEntry]) -> bool:
+    """Whether it stands beside a weight in 8-bit floats, which is not to be read without it."""
+    layer, _, name = key.rpartition(".")
+    weight = stored.get(f"{layer}.weight")
+    return "scale" in name and not key.endswith(_NOT_READ) and weight is not None and weight.dtype in _FP8
 
 
 def _scaled(stored: Mapping[str, TensorEntry], weight: str, scale: TensorEntry) -> TensorEntry:

@@ -523,6 +523,7 @@ class Trainer:
         return Listener(
             read=partial(self._say_read, state),
             note=lambda sentence: self.say(StatusEvent(state=state, message=sentence)),
+            warn=lambda sentence: self.say(WarningEvent(message=sentence)),
         )
 
     def _say_read(self, state: State, done: int, total: int) -> None:

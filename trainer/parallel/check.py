@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.parallel.load import digest
+from trainer.parallel.load import tensor_digest
 from trainer.parallel.mesh import REPLICATE
 from trainer.world import World
 
@@ -36,7 +36,7 @@ def diverged(trainables: Mapping[str, nn.Parameter], world: World) -> str | None
     replicated = {name: p for name, p in trainables.items() if isinstance(p, DTensor) and _is_replicated(p)}
     if not replicated:
         return None
-    digests = {name: digest(p.to_local()) for name, p in replicated.items()}
+    digests = {name: tensor_digest(p.to_local()) for name, p in replicated.items()}
     place = next(iter(replicated.values())).device_mesh.get_local_rank(-1)
     everyone = world.gather((place, digests))
     copies = [other for other_place, other in everyone if other_place == place]
