@@ -175,7 +175,7 @@ def _slot_of(field: FieldInfo) -> Slot:
         limits=_limits(field.metadata),
         unit=str(extra.get("unit", "")),
         path=str(extra.get("path", "")),
-        help=field.description or "",
+        help=" ".join((field.description or "").split()),  # breaks of the source's lines are no breaks of the text
     )
 
 

@@ -34,6 +34,7 @@ def test_every_field_of_the_schema_has_a_row_with_its_help_and_a_step():
     assert list(rows) == [name for name in all_names() if name != "stages"]
     for name, row in rows.items():
         assert row.help == slot(tuple(name.split("."))).help
+        assert "\n" not in row.help
         assert form.step_of(name) in form.STEPS
 
 
