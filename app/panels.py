@@ -40,7 +40,8 @@ def figures(view: RunView, element_id: str = "") -> str:
     cells = "".join(f"<div><dt>{html.escape(name)}</dt><dd>{fact}</dd></div>" for name, fact in facts)
     name = f' id="{element_id}"' if element_id else ""
     return (
-        f'<div{name} class="run {_mood(view)}" data-state="{view.state}" data-step="{view.step}">'
+        f'<div{name} class="run {_mood(view)}" data-run="{html.escape(view.path.name)}" '
+        f'data-state="{view.state}" data-step="{view.step}">'
         f'<p role="status" aria-live="polite" class="sentence">{html.escape(view.sentence)}</p>{_error(view)}'
         f'<div class="progress" role="progressbar" aria-label="steps" aria-valuenow="{view.step}" aria-valuemin="0" '
         f'aria-valuemax="{view.num_steps}"><i style="width:{share:.1f}%"></i></div><dl>{cells}</dl></div>'

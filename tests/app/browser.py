@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import socket
@@ -208,6 +209,13 @@ def until_so(page: Page, is_so: Callable[[], bool]) -> None:
 def state_is(page: Page, *states: str, timeout_s: float = PATIENCE_S) -> None:
     """Wait until the run that is watched is in one of the states."""
     until(page, f"{list(states)}.includes(document.querySelector('#run').dataset.state)", timeout_s)
+
+
+def watch(page: Page, run: str) -> None:
+    """Choose a run, by its name, and wait until the page called Monitor tells of it and no longer of another."""
+    choose(page, "run-choice", run)
+    show(page, "Monitor")
+    until(page, f"document.querySelector('#run').dataset.run === {json.dumps(run)}")
 
 
 def show(page: Page, name: str) -> None:

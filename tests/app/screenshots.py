@@ -11,7 +11,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from tests.app.browser import ROOT, TRAINED_WITHIN_S, choose, opened, serving, show, start_chromium, state_is, until
+from tests.app.browser import ROOT, TRAINED_WITHIN_S, opened, serving, show, start_chromium, state_is, until, watch
 from tests.app.lab import choose as choose_menu
 from tests.app.lab import position_of, serving_lab
 from trainer import launch
@@ -26,8 +26,7 @@ def take(browser: Browser, url: str, run: str, folder: Path) -> list[Path]:
     """A picture of every page, with a run that has ended."""
     files = []
     with opened(browser, url, height=800) as page:
-        choose(page, "run-choice", run)
-        show(page, "Monitor")
+        watch(page, run)
         until(page, "document.querySelector('#chart-loss canvas').dataset.n > 0")
         for name in PAGES:
             show(page, name)

@@ -17,7 +17,7 @@ from playwright.sync_api import Page
 from safetensors.torch import load_file, save_file
 
 from app.monitor import SILENT_S
-from tests.app.browser import TRAINED_WITHIN_S, Server, choose, recorded, show, state_is
+from tests.app.browser import TRAINED_WITHIN_S, Server, recorded, state_is, watch
 from tests.runs import make_pictures, run_config
 from trainer import launch
 from trainer.events import AnyEvent, EventReader, EventWriter, RankLine, StatusEvent, StepEvent
@@ -87,15 +87,10 @@ def poison(cache: Path, copy: Path) -> Path:
     return copy
 
 
-def watch(page: Page, run: RunDir) -> None:
-    choose(page, "run-choice", run.path.name)
-    show(page, "Monitor")
-    state_is(page, "failed")
-
-
 @pytest.mark.slow
 def test_a_lack_of_memory_tells_rank_step_and_block_and_offers_a_config_that_needs_less(failed, page: Page):
-    watch(page, failed["memory"])
+    watch(page, failed["memory"].path.name)
+    state_is(page, "failed")
     sentence = page.locator("#run .sentence").inner_text()
     assert sentence.startswith("Failed on rank 1 at step 0: ")
     assert "out of memory in " in sentence
@@ -107,7 +102,8 @@ def test_a_lack_of_memory_tells_rank_step_and_block_and_offers_a_config_that_nee
 
 @pytest.mark.slow
 def test_a_killed_rank_is_named_with_what_probably_killed_it(failed, page: Page):
-    watch(page, failed["killed"])
+    watch(page, failed["killed"].path.name)
+    state_is(page, "failed")
     assert "on rank 1" in page.locator("#run .sentence").inner_text()
     assert "killed by SIGKILL" in page.locator("#run .sentence").inner_text()
     assert "ran out of memory" in page.locator("#run [role=alert]").inner_text()
@@ -116,7 +112,8 @@ def test_a_killed_rank_is_named_with_what_probably_killed_it(failed, page: Page)
 
 @pytest.mark.slow
 def test_a_loss_that_is_no_number_is_told_with_a_lower_learning_rate(failed, page: Page):
-    watch(page, failed["numbers"])
+    watch(page, failed["numbers"].path.name)
+    state_is(page, "failed")
     assert "the loss is not finite on" in page.locator("#run .sentence").inner_text()
     page.locator("#retry", has_text="optim.lr=1e-05").wait_for()
 
@@ -136,7 +133,6 @@ def silent(server: Server) -> Iterator[RunDir]:
 
 
 def test_a_run_that_says_nothing_is_shown_as_silent_and_not_as_running(silent: RunDir, page: Page):
-    choose(page, "run-choice", silent.path.name)
-    show(page, "Monitor")
+    watch(page, silent.path.name)
     page.locator("#run.slow .sentence", has_text="No step for").wait_for()
     page.locator(".rank.late", has_text="rank 1").wait_for()

@@ -12,7 +12,7 @@ from PIL import Image
 from playwright.sync_api import Browser, Page
 
 from tests.app import screenshots
-from tests.app.browser import Server, choose, recorded, show, until, visited
+from tests.app.browser import Server, choose, recorded, show, until, visited, watch
 from tests.app.screenshots import PAGES
 from tests.benchmarks import page as figures
 from trainer.events import ErrorEvent, StatusEvent
@@ -65,8 +65,7 @@ def test_start_is_reached_and_pressed_by_the_keyboard(page: Page):
 
 
 def test_every_chart_says_in_words_what_it_shows(page: Page, finished: str):
-    choose(page, "run-choice", finished)
-    show(page, "Monitor")
+    watch(page, finished)
     until(page, "document.querySelector('#chart-loss canvas').dataset.n === '82'")
     label = page.locator("#chart-loss canvas").get_attribute("aria-label")
     assert label.startswith("Loss up to step 40. Last: each step 0.02")

@@ -18,6 +18,7 @@ from tests.app.browser import (
     state_is,
     until,
     until_so,
+    watch,
     write_over,
 )
 from trainer import launch
@@ -86,8 +87,7 @@ def test_samples_are_a_matrix_with_a_viewer_and_a_slider(page: Page):
 
 
 def test_text_of_a_run_is_never_a_script(page: Page):
-    choose(page, "run-choice", "scripted")
-    show(page, "Monitor")
+    watch(page, "scripted")
     page.locator("#figures", has_text="onerror").wait_for()
     page.locator("#log", has_text="onerror").wait_for()
     show(page, "Samples")
@@ -96,8 +96,7 @@ def test_text_of_a_run_is_never_a_script(page: Page):
 
 
 def test_the_chosen_run_is_shown_also_when_an_answer_about_another_comes_late(page: Page):
-    show(page, "Monitor")
-    choose(page, "run-choice", "drawn")
+    watch(page, "drawn")
     state_is(page, "finished")
     with answers_held(page) as held:
         until_so(page, lambda: bool(held))
@@ -140,8 +139,7 @@ def test_two_pages_on_one_folder_see_the_same_and_one_resumes(page: Page, browse
         stack.callback(other_server.kill)
         other = stack.enter_context(opened(browser, other_server.url))
         for one in (page, other):
-            choose(one, "run-choice", "shared")
-            show(one, "Monitor")
+            watch(one, "shared")
             state_is(one, "stopped")
             until(one, "!document.querySelector('#resume').disabled")
         for one in (page, other):  # without the time a mouse takes: soon the second button would be off

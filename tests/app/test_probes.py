@@ -11,7 +11,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser
 
-from tests.app.browser import Server, choose, opened, recorded, serving, show
+from tests.app.browser import Server, opened, recorded, serving, watch
 
 USER, PASSWORD = "ada", "long enough"
 
@@ -71,8 +71,7 @@ def test_no_file_but_thumbnails_is_served(client: httpx.Client, runs: Path, path
 def test_a_thumbnail_is_a_picture_and_nothing_else(client: httpx.Client, server: Server, browser: Browser):
     recorded(server.runs, "shown")
     with opened(browser, server.url) as page:
-        choose(page, "run-choice", "shown")
-        show(page, "Monitor")
+        watch(page, "shown")
         page.locator("#newest img").first.wait_for()
         address = page.locator("#newest img").first.get_attribute("src")
     answer = client.get(address)

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from tests.app.browser import Server, choose, opened, recorded, serving, show, start_chromium, until
+from tests.app.browser import Server, opened, recorded, serving, start_chromium, until, watch
 from tests.runs import make_pictures, run_config
 from trainer import launch
 from trainer.events import EventReader, EventWriter, StatusEvent, StepEvent
@@ -51,8 +51,7 @@ def long_run(browser: Browser, server: Server, seconds: int) -> Cost:
     try:
         launch.Launch(process.pid, psutil.Process(process.pid).create_time(), ["sleep", "1000"]).write(run)
         with opened(browser, server.url) as page:
-            choose(page, "run-choice", "long")
-            show(page, "Monitor")
+            watch(page, "long")
             until(page, "document.querySelector('#chart-loss canvas').dataset.n > 500")
             return _watched(page, server, run, seconds)
     finally:
@@ -111,8 +110,7 @@ def cpu_per_step(browser: Browser, server: Server, name: str, is_watched: bool) 
     if not is_watched:
         return _cpu_of(run, handle)
     with opened(browser, server.url) as page:
-        choose(page, "run-choice", name)
-        show(page, "Monitor")
+        watch(page, name)
         return _cpu_of(run, handle)
 
 
