@@ -74,6 +74,25 @@ def clip_states(model: Any, ids: Tensor, layer: int = -2) -> tuple[Tensor, Any]:
     return states[0], output
 
 
+_PUBLISHED = {"vocab_size": 49408, "max_position_embeddings": 77}
+CLIP_L = _PUBLISHED | {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "projection_dim": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+}
+CLIP_G = _PUBLISHED | {
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "projection_dim": 1280,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 20,
+}
+"""Sizes of OpenAI's ViT-L/14 and OpenCLIP's ViT-bigG/14."""
+CLIP_TOKENS = 77
+
+
 def tiny_clip(width: int, num_tokens: int, **changes: Any) -> dict[str, Any]:
     """Config of a tiny model for the tokenizer of `write_tiny_clip_tokenizer`."""
     # The end's number is wrong, as in the published configs; the caption then ends at its highest token.

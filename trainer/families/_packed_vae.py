@@ -41,6 +41,15 @@ def latent_statistics(vae: Any) -> tuple[Tensor, Tensor]:
     return mean, torch.sqrt(variance + vae.config.batch_norm_eps)
 
 
+PACKED_VAE = {
+    "block_out_channels": [128, 256, 512, 512],
+    "layers_per_block": 2,
+    "latent_channels": 32,
+    "norm_num_groups": 32,
+}
+"""Sizes of the published autoencoder, in place of a tiny one's."""
+
+
 def tiny_packed_vae() -> dict[str, Any]:
     """Config of a tiny autoencoder, whose packed latents have 16 channels."""
     return {"block_out_channels": [8, 8, 16, 16], "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 4}

@@ -45,6 +45,18 @@ def _stack_key(key: str) -> str | None:
     return "embed_tokens.weight" if key == "shared.weight" else key.removeprefix("encoder.")
 
 
+T5_XXL = {
+    "vocab_size": 32128,
+    "d_model": 4096,
+    "d_kv": 64,
+    "d_ff": 10240,
+    "num_layers": 24,
+    "num_heads": 64,
+    "relative_attention_num_buckets": 32,
+}
+"""Sizes of the published encoder that image models use."""
+
+
 def tiny_t5(width: int) -> dict[str, Any]:
     """Config of a tiny model for the tokenizer of `write_tiny_t5_tokenizer`."""
     return {

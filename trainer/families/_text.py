@@ -155,6 +155,20 @@ TINY_CHAT_TEMPLATE = """\
 {% endif %}{% endif %}"""
 
 
+QWEN3_4B: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+QWEN3_8B = QWEN3_4B | {"hidden_size": 4096, "intermediate_size": 12288}
+"""Sizes of published language models. Qwen3's layers are of one type, which follows from NO_LAYER_TYPES."""
+NO_LAYER_TYPES = {"layer_types": None}
+
+
 def tiny_language_model(width: int, vocabulary: int, num_layers: int) -> dict[str, Any]:
     """What the configs of tiny language models share."""
     return {

@@ -35,6 +35,19 @@ def decode_latents(vae: Any, latents: Tensor) -> Image.Image:
     return picture_of(vae.decode(latents, return_dict=False)[0])
 
 
+def published_vae(latent_channels: int, has_quant_conv: bool = False) -> dict[str, Any]:
+    """Sizes of the published autoencoders with eight pixels per latent, in place of a tiny one's."""
+    return {
+        "block_out_channels": [128, 256, 512, 512],
+        "layers_per_block": 2,
+        "latent_channels": latent_channels,
+        "norm_num_groups": 32,
+        "sample_size": 1024,
+        "use_quant_conv": has_quant_conv,
+        "use_post_quant_conv": has_quant_conv,
+    }
+
+
 def tiny_vae(latent_channels: int, scaling_factor: float, **changes: Any) -> dict[str, Any]:
     """Config of a tiny autoencoder with the usual eight pixels per latent."""
     return {

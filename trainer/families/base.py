@@ -70,6 +70,10 @@ class ModelFamily(ABC):
     """Whether the model can be given other images to make its own from (`data.references`)."""
     optional_encoders: ClassVar[tuple[str, ...]] = ()
     """Text encoders that `model.options.without` may name."""
+    architectures: ClassVar[tuple[str, ...]]
+    """Published models, as `model.options.architecture` names them."""
+    default_architecture: ClassVar[str]
+    """The one that is meant where none is named."""
     single_file: ClassVar[tuple[str, ...]] = ()
     """Parts of the pipeline that the original single file holds, each with a `layout`. Empty: the denoiser alone."""
     diffusers_adapters: ClassVar[frozenset[str]] = frozenset({"lora", "locon", "dora"})
@@ -197,6 +201,22 @@ class ModelFamily(ABC):
         """Load an adapter file into the components of `build` through the code a diffusers user runs.
 
         The base may stay on the meta device; the adapter's tensors are real afterwards.
+        """
+
+    @abstractmethod
+    def blank_example(self, width: int, height: int, text_tokens: int, dtype: torch.dtype) -> Example:
+        """Zeros in the shapes and types of what `encode_image` and `encode_text` give together.
+
+        width, height: of the image, in pixels.  text_tokens: of the caption, where captions are not padded to a length
+        of their own.  dtype: of the text encoders.
+        """
+
+    @classmethod
+    @abstractmethod
+    def published(cls, architecture: str) -> dict[str, Any]:
+        """What the configs of a published model's parts have in place of a tiny one's: {folder: {key: value}}.
+
+        architecture: one of `architectures`. Tokenizers by their `model_max_length`.
         """
 
     @classmethod

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from trainer.config import InputError, ModelConfig, ObjectiveConfig, SampleConfig
 from trainer.families._clip import (
+    CLIP_L,
+    CLIP_TOKENS,
     CLIP_TYPES,
     clip_pooled,
     load_clip,
@@ -39,9 +41,9 @@ from trainer.families._flow import (
 from trainer.families._folder import check_architecture, open_folder, write_model_index, write_random, write_tiny
 from trainer.families._images import device_of, pack, patchify, unpack, unpatchify
 from trainer.families._layout import numbered, tensors_of
-from trainer.families._t5 import T5_TYPES, load_t5, t5_states, tiny_t5, write_tiny_t5, write_tiny_t5_tokenizer
+from trainer.families._t5 import T5_TYPES, T5_XXL, load_t5, t5_states, tiny_t5, write_tiny_t5, write_tiny_t5_tokenizer
 from trainer.families._text import TextEncoder, max_tokens
-from trainer.families._vae import build_vae, decode_latents, encode_latents, tiny_vae
+from trainer.families._vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
 from trainer.families.base import FLOW_FIELDS, LoadModule, ModelFamily, check_unread
 from trainer.objectives import Batch, Example, Loss
 from trainer.rng import SampleRng
@@ -88,6 +90,8 @@ class Flux1(ModelFamily):
         )
     }
     halves_swapped = (r"norm_out\.linear",)
+    architectures = tuple(ARCHITECTURES)
+    default_architecture = DEFAULT_ARCHITECTURE
     size_multiple = 16
     objective_fields = FLOW_FIELDS | {"guidance"}
     options_read = frozenset({"architecture", "max_tokens"})
@@ -190,6 +194,34 @@ class Flux1(ModelFamily):
         FluxLoraLoaderMixin.load_lora_into_transformer(
             state, network_alphas=alphas, transformer=model["transformer"], low_cpu_mem_usage=True
         )
+
+    def blank_example(self, width: int, height: int, text_tokens: int, dtype: torch.dtype) -> Example:
+        return {
+            "latents": torch.zeros(self._vae["latent_channels"], height // 8, width // 8),
+            "prompt_embeds": torch.zeros(self._max_tokens, self._architecture.joint_attention_dim, dtype=dtype),
+            "pooled_embeds": torch.zeros(self._architecture.pooled_projection_dim, dtype=dtype),
+        }
+
+    @classmethod
+    def published(cls, architecture: str) -> dict[str, Any]:
+        sizes = ARCHITECTURES[architecture]
+        return {
+            "transformer": {
+                "in_channels": 64,
+                "num_layers": sizes.num_layers,
+                "num_single_layers": sizes.num_single_layers,
+                "attention_head_dim": 128,
+                "num_attention_heads": 24,
+                "joint_attention_dim": T5_XXL["d_model"],
+                "pooled_projection_dim": CLIP_L["hidden_size"],
+                "axes_dims_rope": [16, 56, 56],
+            },
+            "vae": published_vae(latent_channels=16),
+            "text_encoder": CLIP_L,
+            "text_encoder_2": T5_XXL,
+            "tokenizer": {"model_max_length": CLIP_TOKENS},
+            "tokenizer_2": {"model_max_length": MAX_TOKENS[architecture]},
+        }
 
     @classmethod
     def tiny(cls, architecture: str | None = None) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from trainer.families._folder import check_architecture, open_folder, write_mode
 from trainer.families._images import device_of, pack, unpack
 from trainer.families._layout import numbered, tensors_of
 from trainer.families._packed_vae import (
+    PACKED_VAE,
     build_packed_vae,
     decode_packed,
     encode_packed,
@@ -40,6 +41,9 @@ from trainer.families._packed_vae import (
     write_tiny_packed_vae,
 )
 from trainer.families._text import (
+    NO_LAYER_TYPES,
+    QWEN3_4B,
+    QWEN3_8B,
     TINY_SPECIAL,
     TextEncoder,
     hidden_states,
@@ -76,6 +80,21 @@ ARCHITECTURES = {
     "klein-9b": Architecture(8, 24, guidance_embeds=False, encoder="qwen3"),
 }
 DEFAULT_ARCHITECTURE = "klein-4b"
+MISTRAL_SMALL = {
+    "vocab_size": 131072,
+    "hidden_size": 5120,
+    "intermediate_size": 32768,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+LANGUAGE_MODELS: Mapping[str, tuple[Mapping[str, Any], int]] = {
+    "dev": (MISTRAL_SMALL, 48),
+    "klein-4b": (QWEN3_4B | NO_LAYER_TYPES, 24),
+    "klein-9b": (QWEN3_8B | NO_LAYER_TYPES, 32),
+}
+"""Of each architecture: the sizes of its language model, and the attention heads of the transformer."""
 MAX_TOKENS = 512
 REFERENCE_TIME = 10
 """Distance in time of each reference image from the one before, the noisy image first, as in diffusers' pipelines."""
@@ -131,6 +150,8 @@ class Flux2(ModelFamily):
         )
     }
     halves_swapped = (r"norm_out\.linear",)
+    architectures = tuple(ARCHITECTURES)
+    default_architecture = DEFAULT_ARCHITECTURE
     size_multiple = 16
     objective_fields = FLOW_FIELDS | {"guidance"}
     options_read = frozenset({"architecture", "text_layers", "max_tokens"})
@@ -227,6 +248,34 @@ class Flux2(ModelFamily):
 
         state = Flux2LoraLoaderMixin.lora_state_dict(str(file.parent), weight_name=file.name, local_files_only=True)
         Flux2LoraLoaderMixin.load_lora_into_transformer(state, transformer=model["transformer"], low_cpu_mem_usage=True)
+
+    def blank_example(self, width: int, height: int, text_tokens: int, dtype: torch.dtype) -> Example:
+        side = self.size_multiple
+        return {
+            "latents": torch.zeros(self._architecture.in_channels, height // side, width // side),
+            "prompt_embeds": torch.zeros(self._text.max_tokens, self._architecture.joint_attention_dim, dtype=dtype),
+        }
+
+    @classmethod
+    def published(cls, architecture: str) -> dict[str, Any]:
+        sizes = ARCHITECTURES[architecture]
+        language_model, heads = LANGUAGE_MODELS[architecture]
+        return {
+            "transformer": {
+                "in_channels": 128,
+                "num_layers": sizes.num_layers,
+                "num_single_layers": sizes.num_single_layers,
+                "attention_head_dim": 128,
+                "num_attention_heads": heads,
+                "joint_attention_dim": 3 * language_model["hidden_size"],
+                "timestep_guidance_channels": 256,
+                "axes_dims_rope": [32, 32, 32, 32],
+                "guidance_embeds": sizes.guidance_embeds,
+            },
+            "vae": PACKED_VAE,
+            "text_encoder": language_model,
+            "tokenizer": {"model_max_length": MAX_TOKENS},
+        }
 
     @classmethod
     def tiny(cls, architecture: str | None = None) -> dict[str, Any]:

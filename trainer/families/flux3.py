@@ -26,6 +26,7 @@ from trainer.families._folder import check_architecture, open_folder, write_rand
 from trainer.families._images import device_of, pack, unpack
 from trainer.families._layout import numbered, tensors_of
 from trainer.families._packed_vae import (
+    PACKED_VAE,
     build_packed_vae,
     decode_packed,
     encode_packed,
@@ -33,6 +34,7 @@ from trainer.families._packed_vae import (
     write_tiny_packed_vae,
 )
 from trainer.families._text import (
+    QWEN3_4B,
     TextEncoder,
     hidden_states,
     language_model_config,
@@ -83,6 +85,8 @@ class Flux3(ModelFamily):
     }
     halves_swapped = (r"norm_out\.linear",)
     never_trained = (r"(x_embedders|early_stream_modulations|single_stream_modulations|mode_blocks)\.image_cond\..+",)
+    architectures = tuple(ARCHITECTURES)
+    default_architecture = DEFAULT_ARCHITECTURE
     size_multiple = 16
     fp32_inputs = frozenset({"img_ids", "image_cond_ids"})
     options_read = frozenset({"architecture", "text_layers", "max_tokens"})
@@ -179,6 +183,35 @@ class Flux3(ModelFamily):
 
         state = Loader.lora_state_dict(str(file.parent), weight_name=file.name, local_files_only=True)
         Loader.load_lora_into_transformer(state, transformer=model["transformer"], low_cpu_mem_usage=True)
+
+    def blank_example(self, width: int, height: int, text_tokens: int, dtype: torch.dtype) -> Example:
+        tokens = min(math.ceil(text_tokens / WINDOW) * WINDOW, self._max_tokens)
+        side = self.size_multiple
+        return {
+            "latents": torch.zeros(self._architecture.in_channels, height // side, width // side),
+            "prompt_embeds": torch.zeros(tokens, self._architecture.joint_attention_dim, dtype=dtype),
+        }
+
+    @classmethod
+    def published(cls, architecture: str) -> dict[str, Any]:
+        sizes = ARCHITECTURES[architecture]
+        rope = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_theta": 5e6, "rope_type": "default"}
+        return {
+            "transformer": {
+                "in_channels": 128,
+                "cond_in_channels": 128,
+                "num_layers": sizes.num_layers,
+                "num_single_layers": sizes.num_single_layers,
+                "attention_head_dim": 128,
+                "num_attention_heads": sizes.num_heads,
+                "joint_attention_dim": 8 * QWEN3_4B["hidden_size"],
+                "timestep_channels": 256,
+                "axes_dims_rope": [32, 32, 32, 32],
+            },
+            "vae": PACKED_VAE,
+            "text_encoder": QWEN3_4B | {"rope_parameters": rope},
+            "tokenizer": {"model_max_length": MAX_TOKENS},
+        }
 
     @classmethod
     def tiny(cls, architecture: str | None = None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ longest; "prompt_mask" (B, L) is true for a caption's own tokens, where they dif
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,16 @@ class Architecture:
 ARCHITECTURES = {"qwen-image": Architecture(60, 24)}
 DEFAULT_ARCHITECTURE = "qwen-image"
 MAX_TOKENS = 512
+QWEN2_5_VL_7B = {
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "layer_types": None,
+    "rope_parameters": {"mrope_section": [16, 24, 24], "rope_theta": 1000000.0, "rope_type": "default"},
+}
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
     "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -87,6 +98,8 @@ class QwenImage(ModelFamily):
             r"transformer_blocks\.\d+\.(img_mlp|txt_mlp)\.net\.(0\.proj|2)",
         )
     }
+    architectures = tuple(ARCHITECTURES)
+    default_architecture = DEFAULT_ARCHITECTURE
     size_multiple = 16
     options_read = frozenset({"architecture", "max_tokens"})
     shift = Shift(ShiftLine(many=8192, high=0.9))
@@ -173,8 +186,10 @@ class QwenImage(ModelFamily):
         texts = [example["prompt_embeds"] for example in examples]
         batch = {key: torch.stack([e[key] for e in examples]) for key in examples[0] if key != "prompt_embeds"}
         batch["prompt_embeds"] = pad_sequence(texts, batch_first=True)
+        if len({len(text) for text in texts}) == 1:
+            return batch
         mask = pad_sequence([torch.ones(len(text), dtype=torch.bool) for text in texts], batch_first=True)
-        return batch if mask.all() else batch | {"prompt_mask": mask}
+        return batch | {"prompt_mask": mask}
 
     def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
         height, width = (side // 2 for side in batch["latents"].shape[-2:])
@@ -212,6 +227,33 @@ class QwenImage(ModelFamily):
 
         state = Loader.lora_state_dict(str(file.parent), weight_name=file.name, local_files_only=True)
         Loader.load_lora_into_transformer(state, transformer=model["transformer"], low_cpu_mem_usage=True)
+
+    def blank_example(self, width: int, height: int, text_tokens: int, dtype: torch.dtype) -> Example:
+        tokens = min(text_tokens, self._max_tokens)
+        return {
+            "latents": torch.zeros(self._vae["z_dim"], height // 8, width // 8),
+            "prompt_embeds": torch.zeros(tokens, self._architecture.joint_attention_dim, dtype=dtype),
+        }
+
+    @classmethod
+    def published(cls, architecture: str) -> dict[str, Any]:
+        sizes = ARCHITECTURES[architecture]
+        published = inspect.signature(AutoencoderKLQwenImage.__init__).parameters
+        vae = ("base_dim", "z_dim", "dim_mult", "num_res_blocks", "latents_mean", "latents_std")
+        return {
+            "transformer": {
+                "in_channels": 64,
+                "out_channels": 16,
+                "num_layers": sizes.num_layers,
+                "attention_head_dim": 128,
+                "num_attention_heads": sizes.num_heads,
+                "joint_attention_dim": QWEN2_5_VL_7B["hidden_size"],
+                "axes_dims_rope": [16, 56, 56],
+            },
+            "vae": {name: published[name].default for name in vae},
+            "text_encoder": QWEN2_5_VL_7B,
+            "tokenizer": {"model_max_length": TEMPLATE_TOKENS + MAX_TOKENS},
+        }
 
     @classmethod
     def tiny(cls, architecture: str | None = None) -> dict[str, Any]:

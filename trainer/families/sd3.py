@@ -21,6 +21,9 @@ from torch import Tensor, nn
 
 from trainer.config import ModelConfig, ObjectiveConfig, SampleConfig
 from trainer.families._clip import (
+    CLIP_G,
+    CLIP_L,
+    CLIP_TOKENS,
     CLIP_TYPES,
     clip_states,
     clip_tokens,
@@ -41,9 +44,9 @@ from trainer.families._flow import (
 from trainer.families._folder import check_architecture, open_folder, write_model_index, write_random, write_tiny
 from trainer.families._images import device_of
 from trainer.families._layout import numbered, tensors_of
-from trainer.families._t5 import T5_TYPES, load_t5, t5_states, tiny_t5, write_tiny_t5, write_tiny_t5_tokenizer
+from trainer.families._t5 import T5_TYPES, T5_XXL, load_t5, t5_states, tiny_t5, write_tiny_t5, write_tiny_t5_tokenizer
 from trainer.families._text import TextEncoder, max_tokens
-from trainer.families._vae import build_vae, decode_latents, encode_latents, tiny_vae
+from trainer.families._vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
 from trainer.families.base import LoadModule, ModelFamily
 from trainer.objectives import Batch, Example, Loss, Shift
 from trainer.rng import SampleRng
@@ -69,6 +72,8 @@ ARCHITECTURES = {
     "sd35-large": Architecture(38, 0, qk_norm=True),
 }
 DEFAULT_ARCHITECTURE = "sd35-medium"
+HEADS = {"sd3-medium": 24, "sd35-medium": 24, "sd35-large": 38}
+"""Attention heads, 64 wide each."""
 MODEL_SPECS = {
     "sd3-medium": "stable-diffusion-3-m",
     "sd35-medium": "stable-diffusion-3-5-medium",
@@ -98,6 +103,8 @@ class Sd3(ModelFamily):
     }
     # Only the last block's norm1_context has two halves; no adapter needs that of the others.
     halves_swapped = (r"norm_out\.linear", r"transformer_blocks\.\d+\.norm1_context\.linear")
+    architectures = tuple(ARCHITECTURES)
+    default_architecture = DEFAULT_ARCHITECTURE
     size_multiple = 16
     fp32_inputs = frozenset({"timestep"})
     options_read = frozenset({"architecture", "max_tokens", "without"})
@@ -218,6 +225,42 @@ class Sd3(ModelFamily):
 
         state = SD3LoraLoaderMixin.lora_state_dict(str(file.parent), weight_name=file.name, local_files_only=True)
         SD3LoraLoaderMixin.load_lora_into_transformer(state, transformer=model["transformer"], low_cpu_mem_usage=True)
+
+    def blank_example(self, width: int, height: int, text_tokens: int, dtype: torch.dtype) -> Example:
+        config = self._architecture
+        clips = self._folder.encoder_config("text_encoder", *CLIP_TYPES)["max_position_embeddings"]
+        return {
+            "latents": torch.zeros(config.in_channels, height // 8, width // 8),
+            "prompt_embeds": torch.zeros(clips + self._max_tokens, config.joint_attention_dim, dtype=dtype),
+            "pooled_embeds": torch.zeros(config.pooled_projection_dim, dtype=dtype),
+        }
+
+    @classmethod
+    def published(cls, architecture: str) -> dict[str, Any]:
+        sizes, heads = ARCHITECTURES[architecture], HEADS[architecture]
+        return {
+            "transformer": {
+                "in_channels": 16,
+                "out_channels": 16,
+                "num_layers": sizes.num_layers,
+                "attention_head_dim": 64,
+                "num_attention_heads": heads,
+                "caption_projection_dim": 64 * heads,
+                "joint_attention_dim": T5_XXL["d_model"],
+                "pooled_projection_dim": CLIP_L["projection_dim"] + CLIP_G["projection_dim"],
+                "pos_embed_max_size": 384 if architecture == "sd35-medium" else 192,
+                "sample_size": 128,
+                "dual_attention_layers": list(range(sizes.num_dual_layers)),
+                "qk_norm": "rms_norm" if sizes.qk_norm else None,
+            },
+            "vae": published_vae(latent_channels=16),
+            "text_encoder": CLIP_L,
+            "text_encoder_2": CLIP_G,
+            "text_encoder_3": T5_XXL,
+            "tokenizer": {"model_max_length": CLIP_TOKENS},
+            "tokenizer_2": {"model_max_length": CLIP_TOKENS},
+            "tokenizer_3": {"model_max_length": 512},
+        }
 
     @classmethod
     def tiny(cls, architecture: str | None = None) -> dict[str, Any]:

@@ -20,7 +20,16 @@ from PIL import Image
 from torch import Tensor, nn
 
 from trainer.config import InputError, ModelConfig, ObjectiveConfig, SampleConfig
-from trainer.families._clip import build_clip, clip_states, clip_tokens, tiny_clip, write_tiny_clip_tokenizer
+from trainer.families._clip import (
+    CLIP_G,
+    CLIP_L,
+    CLIP_TOKENS,
+    build_clip,
+    clip_states,
+    clip_tokens,
+    tiny_clip,
+    write_tiny_clip_tokenizer,
+)
 from trainer.families._flow import asked, guided
 from trainer.families._folder import (
     TRANSFORMERS_STEM,
@@ -32,7 +41,7 @@ from trainer.families._folder import (
 )
 from trainer.families._images import device_of
 from trainer.families._ldm import clip_layout, open_clip_layout, unet_layout, vae_key, vae_layout
-from trainer.families._vae import build_vae, decode_latents, encode_latents, tiny_vae
+from trainer.families._vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
 from trainer.families.base import DIFFUSION_FIELDS, LoadModule, ModelFamily
 from trainer.objectives import (
     Batch,
@@ -98,6 +107,8 @@ class Sdxl(ModelFamily):
     # all keys of an attention changes nothing: its gradient is rounding, which Adam would make as large as any.
     never_trained = (r"final_layer_norm\..+", r".+\.self_attn\.k_proj\.bias")
     fp32_inputs = frozenset({"timestep"})
+    architectures = tuple(ARCHITECTURES)
+    default_architecture = "base"
     size_multiple = 32  # 8 pixels per latent pixel, and the U-Net halves these twice
     objective_fields = DIFFUSION_FIELDS
     single_file = (*components, "vae")
@@ -244,6 +255,43 @@ class Sdxl(ModelFamily):
                 Loader.load_lora_into_unet(state, alphas, module, low_cpu_mem_usage=True)
             else:
                 Loader.load_lora_into_text_encoder(state, alphas, module, prefix=name, low_cpu_mem_usage=True)
+
+    def blank_example(self, width: int, height: int, text_tokens: int, dtype: torch.dtype) -> Example:
+        """Without text encoders' type: they are whole and in their own."""
+        example = {"latents": torch.zeros(self._architecture.in_channels, height // 8, width // 8)}
+        for name, config in self._clip.items():
+            tokens = config.max_position_embeddings
+            if name in self.live:
+                example[f"{name}.ids"] = torch.zeros(tokens, dtype=torch.int64)
+                continue
+            example[f"{name}.states"] = torch.zeros(tokens, config.hidden_size)
+            if name == ENCODERS[-1]:
+                example[f"{name}.pooled"] = torch.zeros(config.projection_dim)
+        return example
+
+    @classmethod
+    def published(cls, architecture: str) -> dict[str, Any]:
+        sizes = ARCHITECTURES[architecture]
+        return {
+            "unet": {
+                "block_out_channels": list(sizes.widths),
+                "transformer_layers_per_block": list(sizes.depths),
+                "attention_head_dim": [width // 64 for width in sizes.widths],
+                "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+                "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+                "layers_per_block": 2,
+                "cross_attention_dim": CLIP_L["hidden_size"] + CLIP_G["hidden_size"],
+                "addition_time_embed_dim": 256,
+                "projection_class_embeddings_input_dim": CLIP_G["projection_dim"] + 6 * 256,
+                "norm_num_groups": 32,
+                "sample_size": 128,
+            },
+            "vae": published_vae(latent_channels=4, has_quant_conv=True) | {"scaling_factor": 0.13025},
+            "text_encoder": CLIP_L,
+            "text_encoder_2": CLIP_G,
+            "tokenizer": {"model_max_length": CLIP_TOKENS},
+            "tokenizer_2": {"model_max_length": CLIP_TOKENS},
+        }
 
     @classmethod
     def tiny(cls, architecture: str | None = None) -> dict[str, Any]:

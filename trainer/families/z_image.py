@@ -41,6 +41,8 @@ from trainer.families._folder import (
 )
 from trainer.families._images import device_of
 from trainer.families._text import (
+    NO_LAYER_TYPES,
+    QWEN3_4B,
     TextEncoder,
     hidden_states,
     language_model_config,
@@ -49,7 +51,7 @@ from trainer.families._text import (
     tiny_language_model,
     write_tiny_tokenizer,
 )
-from trainer.families._vae import build_vae, decode_latents, encode_latents, tiny_vae
+from trainer.families._vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
 from trainer.families.base import LoadModule, ModelFamily
 from trainer.objectives import Batch, Example, Loss, Shift
 from trainer.rng import SampleRng
@@ -83,6 +85,8 @@ class ZImage(ModelFamily):
             r"(layers|noise_refiner|context_refiner)\.\d+\.feed_forward\.(w1|w2|w3)",
         )
     }
+    architectures = tuple(ARCHITECTURES)
+    default_architecture = DEFAULT_ARCHITECTURE
     size_multiple = 16
     fp32_inputs = frozenset({"t"})
     options_read = frozenset({"architecture", "max_tokens"})
@@ -186,6 +190,34 @@ class ZImage(ModelFamily):
 
         state = Loader.lora_state_dict(str(file.parent), weight_name=file.name, local_files_only=True)
         Loader.load_lora_into_transformer(state, transformer=model["transformer"], low_cpu_mem_usage=True)
+
+    def blank_example(self, width: int, height: int, text_tokens: int, dtype: torch.dtype) -> Example:
+        config = self._architecture
+        return {
+            "latents": torch.zeros(config.in_channels, height // 8, width // 8),
+            "prompt_embeds": torch.zeros(min(text_tokens, self._max_tokens), config.cap_feat_dim, dtype=dtype),
+        }
+
+    @classmethod
+    def published(cls, architecture: str) -> dict[str, Any]:
+        sizes = ARCHITECTURES[architecture]
+        heads = sizes.width // 128
+        return {
+            "transformer": {
+                "in_channels": 16,
+                "dim": sizes.width,
+                "n_layers": sizes.num_layers,
+                "n_refiner_layers": sizes.num_refiners,
+                "n_heads": heads,
+                "n_kv_heads": heads,
+                "cap_feat_dim": QWEN3_4B["hidden_size"],
+                "axes_dims": [32, 48, 48],
+                "axes_lens": [1536, 512, 512],
+            },
+            "vae": published_vae(latent_channels=16),
+            "text_encoder": QWEN3_4B | NO_LAYER_TYPES,
+            "tokenizer": {"model_max_length": MAX_TOKENS},
+        }
 
     @classmethod
     def tiny(cls, architecture: str | None = None) -> dict[str, Any]:
