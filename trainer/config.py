@@ -539,6 +539,14 @@ class RunConfig(Section):
             return self.model.train.get(component, "frozen")
         return "full" if isinstance(self.adapter, NoAdapter) else "adapter"
 
+    def shards_gradients(self, strategy: str) -> bool:
+        """Whether no rank may hold the whole gradient, because it is as large as the sharded model.
+
+        strategy: `parallel.strategy` decided.
+        """
+        trained = "full" in self.model.train.values() if self.model.train else isinstance(self.adapter, NoAdapter)
+        return trained and strategy in ("full", "grad_op", "hybrid")
+
     @property
     def micro_steps(self) -> int:
         """Passes per rank and optimizer step. The last may hold padding that carries no weight."""

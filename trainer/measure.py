@@ -91,6 +91,7 @@ def _watched_step(trainer: Trainer) -> Cost:
         gathered=probe.gathered,
         sent=probe.sent,
     )
+    reductions = passes if cfg.shards_gradients(loaded.strategy) else 1
     return Cost(
         strategy=loaded.strategy,
         shard_size=shards,
@@ -101,7 +102,7 @@ def _watched_step(trainer: Trainer) -> Cost:
         model=model,
         ranks=tuple(world.gather(mine)),
         activations=tuple(world.gather(probe.activations)),
-        formula=expected(model, loaded.strategy, world.size, shards, passes, passes if loaded.shards_gradients else 1),
+        formula=expected(model, loaded.strategy, world.size, shards, passes, reductions),
     )
 
 

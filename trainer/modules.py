@@ -23,12 +23,13 @@ from trainer.config import InputError, NoAdapter, RunConfig
 from trainer.families.base import LoadModule, ModelFamily
 from trainer.parallel.load import Coded, Loading, check_same_weights, fill_rows, load_weights
 from trainer.parallel.memory import full_bytes
-from trainer.parallel.mesh import Strategy, device_mesh, resolve_strategy
+from trainer.parallel.mesh import device_mesh, resolve_strategy
 from trainer.parallel.shard import COMPUTE_DTYPE, blocks_of, offload_policy, parallelize, shard_units
 from trainer.quantize import FORMATS, VERSION, Format, choose_kernel, quantize_layers, quantized_layers
 from trainer.trained import BaseWeights, naming
 from trainer.weights import WeightFiles
 from trainer.world import World
+from trainer.zero import TRAINED_BYTES, Strategy
 
 
 @dataclass(frozen=True)
@@ -40,16 +41,11 @@ class Listener:
     warn: Callable[[str], None] = lambda sentence: None
 
 
-# fp32 master, its gradient and two moments of AdamW.
-TRAINED_BYTES = 16
-
-
 @dataclass(frozen=True)
 class LoadedModel:
     """The sharded model with its weights. trainables: parameters that are trained, by name, in model order.
 
-    module: the live components by name.  shards_gradients: whether no rank may hold the whole gradient, because it is
-    as large as the sharded model.  adapter: what it changed.
+    module: the live components by name.  adapter: what it changed.
     """
 
     module: nn.ModuleDict
@@ -57,7 +53,6 @@ class LoadedModel:
     mesh: DeviceMesh | None
     trainables: dict[str, nn.Parameter]
     bytes_read: int
-    shards_gradients: bool
     adapter: Injected
 
 
@@ -102,10 +97,8 @@ def load_model(
     model, injected = built.module, built.adapter
     strategy = resolve_strategy(cfg.parallel, world, _state_bytes(model), min(world.gather(world.memory)))
     mesh = device_mesh(cfg.parallel, world, strategy)
-    for name, module in model.items():
-        methods = family.forward_methods if name == family.components[0] else ()
-        parallelize(module, cfg.train, cfg.parallel, strategy, mesh, family.shard_blocks, methods, family.fp32_inputs)
-    _materialize(model, cfg, world)
+    shard_model(model, cfg, family, strategy, mesh)
+    materialize(model, cfg, world.device)
     listener = listener or Listener()
     loader = _Loader(cfg, world, cache, listener)
     bytes_read = sum(
@@ -117,8 +110,16 @@ def load_model(
     parameters = dict(model.named_parameters())
     _draw_adapter(parameters, injected, cfg.train.seed)
     model.train()
-    shards_gradients = "full" in map(cfg.mode, model) and strategy in ("full", "grad_op", "hybrid")
-    return LoadedModel(model, strategy, mesh, built.trainables, bytes_read, shards_gradients, injected)
+    return LoadedModel(model, strategy, mesh, built.trainables, bytes_read, injected)
+
+
+def shard_model(
+    model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily, strategy: Strategy, mesh: DeviceMesh | None
+) -> None:
+    """Checkpointing -> compile -> shard each live component, on the meta device. Without a mesh nothing is sharded."""
+    for name, module in model.items():
+        methods = family.forward_methods if name == family.components[0] else ()
+        parallelize(module, cfg.train, cfg.parallel, strategy, mesh, family.shard_blocks, methods, family.fp32_inputs)
 
 
 def continue_adapter(loaded: LoadedModel, cfg: RunConfig, family: ModelFamily) -> tuple[str, ...]:
@@ -166,13 +167,21 @@ def encoder_loader(
             assert mesh is not None
             offload = offload_policy(cfg.parallel)
             shard_units(module, blocks_of(module, blocks), mesh, True, torch.float32, offload)
-            _materialize(module, cfg, world)
+            materialize(module, cfg, world.device)
         else:
             module.to_empty(device=world.device)
         loader.load(module, files)
         return module
 
     return load
+
+
+def materialize(module: nn.Module, cfg: RunConfig, device: torch.device) -> None:
+    """Uninitialized storage for the meta module: parameters on the host where they are offloaded, never buffers."""
+    module.to_empty(device=torch.device("cpu") if cfg.parallel.cpu_offload else device)
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, buffer.to(device))
 
 
 def reshard(module: nn.Module) -> None:
@@ -182,28 +191,20 @@ def reshard(module: nn.Module) -> None:
             unit.reshard()
 
 
-def sync_gradients(loaded: LoadedModel, last: bool) -> None:
+def sync_gradients(model: nn.ModuleDict, last: bool, shards_gradients: bool) -> None:
     """Prepare the next backward of a step: gradients are reduced over the ranks in the last one, and added up before.
 
-    Where no rank may hold the whole gradient it is reduced to shards in each backward, and only these are added up.
+    shards_gradients: reduce them to shards in each backward, and add up only these.
     """
-    for component in loaded.module.values():
+    for component in model.values():
         if isinstance(component, FSDPModule):
-            component.set_requires_gradient_sync(last or loaded.shards_gradients)
+            component.set_requires_gradient_sync(last or shards_gradients)
             component.set_requires_all_reduce(last)
             # A frozen unit has nothing to add up, and one that no input reached (blocks for reference images) torch
             # cannot ask for it.
             for unit in component.modules():
                 if isinstance(unit, FSDPModule) and not any(p.requires_grad for p in unit.parameters()):
                     unit.set_requires_gradient_sync(True, recurse=False)
-
-
-def _materialize(module: nn.Module, cfg: RunConfig, world: World) -> None:
-    """Uninitialized storage for the meta module: parameters on the host where they are offloaded, never buffers."""
-    module.to_empty(device=torch.device("cpu") if cfg.parallel.cpu_offload else world.device)
-    for part in module.modules():
-        for name, buffer in part.named_buffers(recurse=False):
-            setattr(part, name, buffer.to(world.device))
 
 
 def _freeze_base(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> None:

@@ -270,7 +270,7 @@ def decoded(records: Tensor, format: str, inputs: int, dtype: torch.dtype, is_fu
     if is_fused:
         with torch.no_grad():  # else it is compiled once for each mode
             return _fused_kernel()(records, table, format, inputs, dtype)
-    decode, rows = FORMATS[format].decode, max(1, PIECE.get(records.device.type, PIECE["cuda"]) // inputs)
+    decode, rows = FORMATS[format].decode, piece_rows(records.device, inputs)
     weight = torch.empty(len(records), inputs, dtype=dtype, device=records.device)
     for piece, into in zip(torch.split(records, rows), torch.split(weight, rows), strict=True):
         into.copy_(decode(piece, inputs, dtype, table))
@@ -280,6 +280,11 @@ def decoded(records: Tensor, format: str, inputs: int, dtype: torch.dtype, is_fu
 @decoded.register_fake
 def _(records: Tensor, format: str, inputs: int, dtype: torch.dtype, is_fused: bool = False) -> Tensor:
     return records.new_empty(records.shape[0], inputs, dtype=dtype)
+
+
+def piece_rows(device: torch.device, inputs: int) -> int:
+    """Rows that are decoded at a time."""
+    return max(1, PIECE.get(device.type, PIECE["cuda"]) // inputs)
 
 
 @cache

@@ -8,6 +8,16 @@ P_os+g, `full` its P_os+g+p, `hybrid` is `full` inside groups of ranks that are 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+from trainer.config import ParallelConfig
+
+Strategy = Literal["full", "grad_op", "hybrid", "ddp", "none"]
+
+# What `auto` may fill with weights, gradients and optimizer state: the rest is for activations.
+RESIDENT_SHARE = 0.6
+# fp32 master, its gradient and two moments of AdamW.
+TRAINED_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -82,3 +92,45 @@ def expected(
 def ring_share(ranks: int) -> float:
     """Share of a tensor that each rank sends in a ring all-gather or reduce-scatter over `ranks`."""
     return (ranks - 1) / ranks
+
+
+def choose_strategy(cfg: ParallelConfig, ranks: int, local_ranks: int, state_bytes: float, memory: float) -> Strategy:
+    """`parallel.strategy` with `auto` decided. ranks: of the run.  local_ranks: of each node.
+
+    state_bytes: weights, gradients and optimizer state of the whole model.  memory: bytes that the smallest rank may
+    fill; the same number on every rank, or each would decide for itself. On one node `auto` keeps a copy on every rank
+    where that fits (no gathers: fastest), and shards over all ranks otherwise.
+
+    On several nodes it shards inside each node where a copy fits there, even if it would fit on every rank: what is
+    sent between nodes decides, over a network that is many times slower than the links inside. With a copy per rank
+    all gradients cross it from every rank; with one per node each rank sends only those of its own shard, once per
+    step, and the weights never. Sharded over all nodes, the weights cross it in forward and in backward too.
+    """
+    if cfg.strategy != "auto":
+        return cfg.strategy
+    if ranks == 1:
+        return "full" if cfg.cpu_offload else "none"
+    room = RESIDENT_SHARE * memory
+    if cfg.nodes > 1 and local_ranks > 1 and state_bytes / local_ranks <= room:
+        return "hybrid"
+    if state_bytes <= room and not cfg.cpu_offload:
+        return "ddp"
+    return "full"
+
+
+def shard_ranks(cfg: ParallelConfig, strategy: Strategy, ranks: int) -> int:
+    """Ranks that share one copy of the model. ranks: of the run."""
+    if strategy in ("ddp", "none"):
+        return 1
+    return cfg.shard_size or cfg.devices if strategy == "hybrid" else ranks
+
+
+def reshard_after_forward(parallel: ParallelConfig, strategy: Strategy) -> bool | int:
+    """What `fully_shard` is told: the config's value, else what the strategy means.
+
+    Under ddp too: torch computes on a copy of each block, in the compute type. Kept until backward, these copies would
+    take as much again as the model; made twice, each costs one pass over its bytes.
+    """
+    if parallel.reshard_after_forward is not None:
+        return parallel.reshard_after_forward
+    return strategy in ("full", "hybrid", "ddp")

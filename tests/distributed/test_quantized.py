@@ -24,13 +24,13 @@ from trainer.config import InputError, RunConfig
 from trainer.modules import _coded, build_model, load_model
 from trainer.parallel.load import load_weights
 from trainer.parallel.memory import full_bytes, local_bytes
-from trainer.parallel.mesh import RESIDENT_SHARE
 from trainer.parallel.shard import shard_units
 from trainer.quantize import FORMATS, quantize_layers, quantized_layers
 from trainer.rundir import RunDir
 from trainer.train import Trainer
 from trainer.weights import WeightFiles
 from trainer.world import World
+from trainer.zero import RESIDENT_SHARE
 
 BYTES = {"none": 1.0, "nf4": 0.27, "int8": 0.52, "fp8": 0.52}
 """Of the block's linear layers, relative to bf16."""

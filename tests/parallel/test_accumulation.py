@@ -30,7 +30,7 @@ def sharded_gradients_after_a_first_pass(world: World, cfg: RunConfig, cache: Pa
     """Share of the trained parameters whose gradient is a shard between two passes; the others' is whole."""
     family = families.make(cfg, cache)
     loaded = load_model(build_model(cfg, family), cfg, family, world)
-    sync_gradients(loaded, last=False)
+    sync_gradients(loaded.module, False, cfg.shards_gradients(loaded.strategy))
     config = loaded.module["transformer"].config
     batch = {
         "latents": torch.ones(1, config.in_channels, 4, 4),

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config import ParallelConfig, TrainConfig
-from trainer.parallel.mesh import Strategy
+from trainer.zero import Strategy, reshard_after_forward
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -101,17 +101,6 @@ def _own_storage(unit: nn.Module, arguments: Any, output: Any) -> Any:
 def offload_policy(parallel: ParallelConfig) -> OffloadPolicy:
     """Where shards live between uses. Pinned host memory needs an accelerator; without one torch refuses it."""
     return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if parallel.cpu_offload else OffloadPolicy()
-
-
-def reshard_after_forward(parallel: ParallelConfig, strategy: Strategy) -> bool | int:
-    """What `fully_shard` is told: the config's value, else what the strategy means.
-
-    Under ddp too: torch computes on a copy of each block, in the compute type. Kept until backward, these copies would
-    take as much again as the model; made twice, each costs one pass over its bytes.
-    """
-    if parallel.reshard_after_forward is not None:
-        return parallel.reshard_after_forward
-    return strategy in ("full", "hybrid", "ddp")
 
 
 def prefetch(units: Sequence[nn.Module], forward: int, backward: int) -> None:
