@@ -9,7 +9,7 @@ AS_ROOT := $(if $(filter-out 0,$(shell id -u)),sudo)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-all check ui notebooks lab parity survive bench interop gpu-check table browser network screenshots eightbit schema demo-base clean
+.PHONY: demo test test-all check ui notebooks lab parity survive bench plan recorded interop gpu-check table browser network screenshots eightbit schema demo-base clean
 
 demo: .venv
 	$(BIN)/python launch.py --headless presets/quickstart.yaml --runs $(RUNS)
@@ -52,6 +52,14 @@ bench: .venv browser
 	$(BIN)/python -m tests.benchmarks.save_time
 	$(BIN)/python -m tests.benchmarks.adapter_time
 	$(BIN)/python -m tests.benchmarks.page
+
+# The plan against full traces of published models.
+plan: .venv
+	$(BIN)/python -m tests.benchmarks.plan
+
+# What the plan knows of published models, after a change of their code; MODELS names some.
+recorded: .venv
+	$(BIN)/python -m trainer.plan tables $(MODELS)
 
 # COMFYUI=path names a source tree of ComfyUI, whose loader is asked too.
 interop: .venv

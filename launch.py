@@ -37,10 +37,15 @@ TAKEN_BY = {
     "family": ("extract",),
     "rank": ("extract",),
     "to": ("extract",),
+    "gpus": ("plan",),
+    "json": ("plan",),
+    "exactly": ("plan",),
 }
 """{option: the modes that take it}"""
+TAKE_OVERRIDES = ("headless", "plan", "resume", "join")
 MODES_WITH_VALUE = {
     "headless": "PRESET",
+    "plan": "PRESET",
     "resume": "RUN_DIR",
     "join": "RUN_DIR",
     "export": "RUN_DIR",
@@ -51,6 +56,7 @@ EPILOG = """\
 examples:
   python launch.py --headless presets/quickstart.yaml
   python launch.py --headless presets/quickstart.yaml train.steps=200 optim.lr=2e-4 --run-dir runs/second
+  python launch.py --plan presets/quickstart.yaml train.micro_batch=8 --gpus 2x24gb
   python launch.py --resume runs/second train.steps=400
   python launch.py --join runs/big --node-rank 1
   python launch.py --headless presets/quickstart.yaml --slurm
@@ -106,6 +112,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--family", metavar="FAMILY", help="their kind of model (--extract)")
     parser.add_argument("--rank", metavar="RANK", help="rank of the lora (--extract)")
     parser.add_argument("--to", metavar="FILE.safetensors", help="where it is written (--extract)")
+    parser.add_argument(
+        "--gpus", metavar="NxCARD", help="GPUs to plan for, as 4x24gb (--plan); default: this machine's"
+    )
+    parser.add_argument("--json", action="store_const", const=True, help="the plan for programs (--plan)")
+    parser.add_argument(
+        "--exactly", action="store_const", const=True, help="trace the whole model besides: half a minute (--plan)"
+    )
     return parser
 
 
@@ -113,6 +126,9 @@ def _add_modes(parser: argparse.ArgumentParser) -> None:
     # The modes' values may be missing for argparse, so that `--headless --help` is help and not an error.
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--headless", nargs="?", const="", metavar="PRESET", help="train a preset, export at the end")
+    modes.add_argument(
+        "--plan", nargs="?", const="", metavar="PRESET", help="what a preset takes on each GPU, and whether it fits"
+    )
     modes.add_argument(
         "--resume", nargs="?", const="", metavar="RUN_DIR", help="continue a run from its newest checkpoint"
     )
@@ -158,8 +174,8 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     for mode, value in MODES_WITH_VALUE.items():
         if getattr(options, mode) == "":
             parser.error(f"--{mode} needs {value}")
-    if options.overrides and options.headless is None and options.resume is None and options.join is None:
-        parser.error(f"{options.overrides[0]}: only --headless, --resume and --join take key=value")
+    if options.overrides and all(getattr(options, mode) is None for mode in TAKE_OVERRIDES):
+        parser.error(f"{options.overrides[0]}: only --headless, --plan, --resume and --join take key=value")
     _refuse_unused(options, parser)
     if options.doctor:
         from trainer import doctor
@@ -167,6 +183,11 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         return doctor.examine(options.runs)
     if options.extract is not None:
         return _extract(options, parser)
+    if options.plan is not None:
+        from trainer.plan import command
+
+        as_json, exactly = bool(options.json), bool(options.exactly)
+        return command.show(Path(options.plan), options.overrides, options.runs, options.gpus, as_json, exactly)
     if options.queue:
         from trainer import queue
 

@@ -38,6 +38,7 @@ ROWS = (
     "adapters checkpoint data families optim parallel quantize sampling trackers",
     "basecache prepare trained",
     "encode export extract headless modules queue recipe trials",
+    "plan",
     "train",
     "__main__ demo",
     "measure",

@@ -55,6 +55,9 @@ from trainer.parallel.check import check_reduced, diverged
 from trainer.parallel.memory import MemoryMeter, local_bytes
 from trainer.parallel.place import Place, explaining_lack_of_memory
 from trainer.parallel.straggler import Stragglers
+from trainer.plan import live
+from trainer.plan.calibration import Measured, keep
+from trainer.plan.memory import MemoryPlan
 from trainer.rng import SampleRng, derived_seed
 from trainer.rundir import Request, RunDir
 from trainer.sampling import draw_all
@@ -64,6 +67,8 @@ from trainer.world import World
 log = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 1.0
 SMALL_MODEL_BYTES = 1 << 30
+MEASURED_STEPS = 10
+"""Steps after which the plan is compared with what there is."""
 SKIPS_IN_A_ROW = 20
 """A model that gives no finite number so often is broken, and no further step mends it."""
 
@@ -114,6 +119,7 @@ class Trainer:
         self.loaded = load_model(built, cfg, self.family, world, cache, self._listener("loading"))
         self.model = self.loaded.module
         self.trainables = self.loaded.trainables
+        self._shards_gradients = cfg.shards_gradients(self.loaded.strategy)
         newest = self._newest_checkpoint()
         started_from = continue_adapter(self.loaded, cfg, self.family) if newest is None else ()
         for note in (*self.loaded.adapter.notes, *started_from, *exported):
@@ -137,6 +143,7 @@ class Trainer:
         if newest is not None:
             self._resume(newest)
         self._say_loaded(time.perf_counter() - started)
+        self._cache, self._plan, self._measure_at = cache, self._planned(cache), self.step + MEASURED_STEPS
 
     def train(self) -> State:
         """Run to the last step, or until asked to stop. Returns `finished` or `stopped`, with a checkpoint on disk.
@@ -204,7 +211,7 @@ class Trainer:
         weight = torch.zeros((), device=self.world.device)
         for i, micro_batch in enumerate(micro_batches):
             if len(micro_batches) > 1:  # it visits every module, and a single pass always reduces
-                sync_gradients(self.loaded, last=i == len(micro_batches) - 1)
+                sync_gradients(self.model, i == len(micro_batches) - 1, self._shards_gradients)
             self.place.enter(FORWARD)
             loss = self._forward(micro_batch)
             self.clock.mark(FORWARD)
@@ -548,6 +555,36 @@ class Trainer:
         )
         self._heartbeat("loading")
 
+    def _planned(self, cache: Path) -> MemoryPlan | None:
+        """The plan, told before the first step; None where the model was not recorded, and without a GPU."""
+        if self.world.device.type != "cuda" or self.world.rank:
+            return None
+        found = live.plan_here(self.cfg, cache, torch.cuda.get_device_name(self.world.device), self.world.memory)
+        if found is not None:
+            self.say(StatusEvent(state="loading", step=self.step, message=live.told(found)))
+            warning = live.warning(self.cfg, found, cache)
+            if warning:
+                self.say(WarningEvent(step=self.step, message=warning))
+        return found
+
+    def _compare_with_plan(self, seconds: float) -> None:
+        """After some steps: what the plan said and what there is; plans to come learn from it."""
+        if self._plan is None or self._plan.card is None or self.step != self._measure_at:
+            return
+        device = self.world.device
+        free, total = torch.cuda.mem_get_info(device)
+        measured = Measured(
+            gpu=self._plan.card.name,
+            ranks=self.world.size,
+            planned=self._plan.peak,
+            allocated=torch.cuda.max_memory_allocated(device),
+            reserved=torch.cuda.max_memory_reserved(device),
+            used=total - free,
+            seconds=seconds,
+        )
+        self.say(StatusEvent(state="training", step=self.step, message=live.compared(measured)))
+        keep(self._cache, measured)
+
     def _say_checkpoint(self, path: Path | None) -> None:
         if path and self.world.rank == 0:
             self.say(CheckpointEvent(step=steps_in(path), path=str(path.relative_to(self.run_dir.path))))
@@ -573,6 +610,7 @@ class Trainer:
                 images_per_second=self.cfg.train.batch_size / seconds,
             )
         )
+        self._compare_with_plan(seconds)
         if time.monotonic() - self._last_heartbeat >= HEARTBEAT_SECONDS:
             self._heartbeat("training")
 

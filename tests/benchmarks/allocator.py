@@ -1,0 +1,136 @@
+"""What the plan's tracer counts, against what PyTorch's CPU allocator gave out for the same step of real tensors.
+
+A FLUX.2 of 2 + 6 blocks (136 M parameters, bf16), 256 x 256 pixels, two ranks: traced with fake tensors, run with real
+ones on rank 0 of a fake process group, and on two real gloo ranks, whose transport takes copies of its own.
+
+    python -m tests.benchmarks.allocator        about 6 minutes; exit code 1 when a limit is exceeded
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tests.benchmarks.processes import run_ranks_afresh
+from trainer import families
+from trainer.config import ModelConfig, ModelOptions, RunConfig
+from trainer.configfile import load_text
+from trainer.families._published import published_folder
+from trainer.modules import build_model, materialize, shard_model
+from trainer.optim import make_optimizer
+from trainer.parallel.mesh import device_mesh
+from trainer.plan import virtual
+from trainer.plan.record import batch_of, trace
+from trainer.plan.steps import Size
+from trainer.rng import SampleRng
+from trainer.world import World, connect
+
+BLOCKS = {"num_layers": 2, "num_single_layers": 6, "num_attention_heads": 8, "joint_attention_dim": 7680}
+SIZE = Size(256 * 256, 1)
+LIMIT = 0.02
+"""Largest error of the tracer against real tensors, as a share."""
+STAGING_LIMIT = 0.15
+"""Largest share that gloo's copies may add."""
+METHODS = {
+    "lora": (),
+    "dora": ("adapter.type=dora",),
+    "loha": ("adapter.type=loha",),
+    "full": ("adapter.type=none",),
+    "nf4": ("quantize.format=nf4",),
+}
+MIB = 2**20
+
+
+def config(method: str, checkpointing: str, cache: Path) -> RunConfig:
+    """The run, on two ranks."""
+    model = ModelConfig(family="flux2", path="a/b", options=ModelOptions(architecture="klein-4b"))
+    folder = cache / "small"
+    if not folder.exists():
+        shutil.copytree(published_folder(model, cache), folder)
+        file = folder / "transformer" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | BLOCKS))
+    fields = ("model.family=flux2", f"model.path={folder}", "parallel.devices=2", "parallel.strategy=full")
+    more = ("train.batch_size=2", f"train.checkpointing={checkpointing}", "parallel.device=cpu")
+    return load_text("data: {path: .}", (*fields, *more, *METHODS[method]), Path("run.yaml")).config
+
+
+def traced(cfg: RunConfig, cache: Path) -> int:
+    """Bytes by the plan's tracer, as for a CPU: its attention, and the pieces in which it decodes."""
+    return trace(cfg, families.make(cfg, cache), torch.device("cpu"), SIZE).peak
+
+
+def allocated(cfg: RunConfig, cache: Path, world: World) -> int:
+    """Bytes that PyTorch gave out on this rank at most, from the sharded model to the end of the second step."""
+    family = families.make(cfg, cache)
+    built = build_model(cfg, family)
+    mesh = device_mesh(cfg.parallel, world, "full")
+    # Before: one thread computes backward, as in the tracer.
+    with torch.autograd.set_multithreading_enabled(False):
+        shard_model(built.module, cfg, family, "full", mesh)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            materialize(built.module, cfg, torch.device("cpu"))
+            for tensor in (*built.module.parameters(), *built.module.buffers()):
+                torch.nn.init.zeros_(tensor)
+            built.module.train()
+            optimizer = make_optimizer(list(built.trainables.values()), cfg.optim)
+            for _ in range(2):
+                batch = batch_of(family, SIZE, torch.bfloat16, torch.device("cpu"))
+                family.loss(built.module, batch, SampleRng(0, (0,), torch.device("cpu"))).total.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiled.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    return max(event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compare and judge; with arguments, measure one case on the ranks of torchrun or of a fake process group."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    if argv:
+        how, method, checkpointing, cache = argv[0], argv[1], argv[2], Path(argv[3])
+        cfg = config(method, checkpointing, cache)
+        print(json.dumps(traced(cfg, cache) if how == "trace" else _run(cfg, cache, how)), flush=True)
+        return 0
+    worst = staged = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        for method in METHODS:
+            for checkpointing in ("none", "full"):
+                config(method, checkpointing, Path(folder))
+                case = (method, checkpointing, folder)
+                plan, real = (run_ranks_afresh(1, __spec__.name, how, *case) for how in ("trace", "fake"))
+                gloo = run_ranks_afresh(2, __spec__.name, "gloo", *case)
+                worst, staged = max(worst, abs(plan / real - 1)), max(staged, gloo / real - 1)
+                print(
+                    f"{method:4} checkpointing {checkpointing}: {plan / MIB:.1f} MiB traced, {real / MIB:.1f} given "
+                    f"out ({plan / real - 1:+.2%}); two gloo ranks {gloo / MIB:.1f} ({gloo / real - 1:+.1%} staging)",
+                    flush=True,
+                )
+    print(f"largest error {worst:.2%}, largest staging {staged:.1%}")
+    return int(worst > LIMIT or staged > STAGING_LIMIT)
+
+
+def _run(cfg: RunConfig, cache: Path, how: str) -> int:
+    with ExitStack() as stack:
+        if how == "gloo":
+            world = stack.enter_context(connect(cfg.parallel))
+        else:
+            stack.enter_context(virtual.ranks(2))
+            world = World(0, 2, 0, 2, torch.device("cpu"), None, None)  # type: ignore[arg-type]
+        return allocated(cfg, cache, world)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

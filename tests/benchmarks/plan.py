@@ -1,0 +1,169 @@
+"""The plan against full traces: every block of the published model through the trainer's own step, on fake tensors.
+
+python -m tests.benchmarks.plan [--only TEXT]     about 10 minutes; exit code 1 when a limit is exceeded
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+from trainer.config import RunConfig
+from trainer.configfile import load_text
+from trainer.plan.memory import plan_of, size_of
+from trainer.plan.store import find_table
+
+USUAL, WORST = 0.01, 0.03
+"""Largest error, as a share of the traced peak: of all but UNUSUAL, and of any."""
+UNUSUAL = 2
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of a published model. ranks: on one machine.  fields: overrides."""
+
+    family: str
+    architecture: str
+    ranks: int
+    fields: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.family} {self.architecture}, {self.ranks} ranks, {' '.join(self.fields)}"
+
+    def config(self) -> RunConfig:
+        """The run, one image per rank and pass unless it says otherwise."""
+        strategy = "full" if self.ranks > 1 else "none"
+        fields = (
+            f"model.family={self.family}",
+            "model.path=published/model",
+            f"model.options.architecture={self.architecture}",
+            f"parallel.devices={self.ranks}",
+            f"parallel.strategy={strategy}",
+            f"train.batch_size={self.ranks}",
+        )
+        given = {field.partition("=")[0] for field in self.fields}
+        usual = [field for field in fields if field.partition("=")[0] not in given]
+        return load_text("data: {path: .}", (*usual, *self.fields), Path("case.yaml")).config
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Bytes on rank 0 at its fullest, and floating-point operations of a step: traced, and planned."""
+
+    case: Case
+    traced: int
+    planned: float
+    traced_flops: int
+    planned_flops: float
+    traced_items: dict[str, int]
+
+    @property
+    def error(self) -> float:
+        return self.planned / self.traced - 1
+
+    def __str__(self) -> str:
+        flops = self.planned_flops / self.traced_flops - 1
+        return (
+            f"{100 * self.error:+6.2f} %  {self.traced / GIB:7.2f} GiB traced, {self.planned / GIB:7.2f} planned, "
+            f"FLOP {100 * flops:+.2f} %: {self.case}"
+        )
+
+
+def cases() -> list[Case]:
+    """Families, adapters, formats, strategies, checkpointing, offload, sizes and ranks."""
+    again, small, half = "train.checkpointing=full", "data.resolution=512", "data.resolution=768"
+    nf4, int8, fp8 = (f"quantize.format={name}" for name in ("nf4", "int8", "fp8"))
+    full = "adapter.type=none"
+    lines: list[tuple[str, int, tuple[str, ...]]] = [
+        ("flux2 dev", 4, ()),
+        ("flux2 dev", 4, (again,)),
+        ("flux2 dev", 4, (again, small)),
+        ("flux2 dev", 4, (again, "parallel.cpu_offload=true")),
+        ("flux2 dev", 2, (again, nf4)),
+        ("flux2 dev", 4, (again, int8, "adapter.rank=64")),
+        ("flux2 dev", 8, (again, half, "train.micro_batch=2", "train.batch_size=16")),
+        ("flux2 dev", 8, (full, again, small)),
+        ("flux2 klein-4b", 1, ()),
+        ("flux2 klein-4b", 1, (again,)),
+        ("flux2 klein-4b", 2, ("adapter.type=dora", small)),
+        ("flux2 klein-4b", 2, ("adapter.type=loha", again)),
+        ("flux2 klein-4b", 2, ("adapter.type=lokr", small)),
+        ("flux2 klein-4b", 2, ("adapter.type=diag-oft", small, again)),
+        ("flux2 klein-4b", 2, ("adapter.type=boft", small)),
+        ("flux2 klein-4b", 1, ("adapter.type=boft", small)),
+        ("flux2 klein-4b", 4, ("parallel.strategy=grad_op", small)),
+        ("flux2 klein-4b", 4, ("parallel.strategy=hybrid", "parallel.shard_size=2", again)),
+        ("flux2 klein-4b", 2, ("parallel.strategy=ddp", again)),
+        ("flux2 klein-4b", 4, (full, again, half)),
+        ("flux2 klein-4b", 4, (full, "parallel.cpu_offload=true", again)),
+        ("flux2 klein-4b", 2, ("train.batch_size=8", again)),
+        ("flux2 klein-4b", 2, (full, "train.batch_size=4", small)),
+        ("flux2 klein-4b", 2, ("train.checkpointing=3", half)),
+        ("flux2 klein-4b", 4, ("parallel.prefetch_forward=2", "parallel.prefetch_backward=2", again)),
+        ("flux2 klein-9b", 2, (again,)),
+        ("flux2 klein-9b", 1, (again, nf4)),
+        ("flux1 dev", 2, (again,)),
+        ("flux1 dev", 1, (again, nf4)),
+        ("flux1 dev", 4, (small, "adapter.rank=8")),
+        ("flux1 dev", 2, (again, fp8)),
+        ("sd3 sd35-large", 2, ()),
+        ("sd3 sd35-large", 2, (again, int8)),
+        ("sd3 sd3-medium", 1, ("train.micro_batch=2", "train.batch_size=2")),
+        ("sdxl base", 1, ()),
+        ("sdxl base", 2, ("adapter.type=locon",)),
+        ("sdxl base", 4, (full, again)),
+        ("qwen_image qwen-image", 2, (again,)),
+        ("qwen_image qwen-image", 4, (again, nf4, half)),
+        ("z_image z-image", 1, (again,)),
+        ("z_image z-image", 2, (full, again, small)),
+        ("flux3 flux3", 4, (again,)),
+        ("flux3 flux3", 2, (again, nf4, small)),
+    ]
+    return [Case(*model.split(), ranks, fields) for model, ranks, fields in lines]
+
+
+def compare(chosen: Sequence[Case]) -> list[Outcome]:
+    """Trace and plan each case, in two processes."""
+    with tempfile.TemporaryDirectory() as cache, ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        return list(pool.map(_outcome, chosen, [Path(cache)] * len(chosen)))
+
+
+def _outcome(case: Case, cache: Path) -> Outcome:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    from trainer import families
+    from trainer.plan import virtual
+    from trainer.plan.record import on_this_machine, trace
+
+    cfg = case.config()
+    planned = plan_of(cfg, find_table(cfg, cache), None)
+    size = size_of(cfg)
+    traced = trace(cfg, families.make(on_this_machine(cfg, cache), cache), virtual.install(), size)
+    outcome = Outcome(case, traced.peak, planned.peak, traced.flops, planned.flops, traced.items)
+    print(outcome, flush=True)
+    return outcome
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compare and judge."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.plan")
+    parser.add_argument("--only", default="", help="cases whose line holds this text")
+    options = parser.parse_args(argv)
+    outcomes = compare([case for case in cases() if options.only in str(case)])
+    errors = sorted(abs(outcome.error) for outcome in outcomes)
+    beyond = sum(error > USUAL for error in errors)
+    print(f"{len(errors)} cases, {beyond} beyond {USUAL:.0%}, largest {errors[-1]:.2%}")
+    return int(beyond > UNUSUAL or errors[-1] > WORST)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

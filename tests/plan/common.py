@@ -1,0 +1,38 @@
+"""Runs to plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainer.config import RunConfig
+from trainer.configfile import load_text
+from trainer.plan.memory import MemoryPlan, plan_of
+from trainer.plan.store import SHIPPED, decode, known_table
+from trainer.plan.tables import Table
+
+NOWHERE = Path("nowhere")
+"""A cache that does not exist: what is planned with it comes with the program."""
+MODELS = {file.name.removesuffix(".json.gz"): file for file in sorted(SHIPPED.glob("*.json.gz"))}
+
+
+def shipped() -> list[tuple[str, str, Table]]:
+    """(model, key, table) of everything that comes with the program."""
+    return [(name, key, table) for name, file in MODELS.items() for key, table in decode(file.read_bytes()).items()]
+
+
+def run(model: str, *fields: str) -> RunConfig:
+    """A run of a published model, `flux2 dev`, with one image per rank and pass."""
+    family, architecture = model.split()
+    named = [f"model.family={family}", f"model.options.architecture={architecture}"]
+    usual = ["model.path=published/model", "parallel.strategy=full", "parallel.devices=4"]
+    given = {field.partition("=")[0] for field in fields}
+    lines = [field for field in (*named, *usual) if field.partition("=")[0] not in given]
+    return load_text("data: {path: .}", (*lines, *fields), Path("run.yaml")).config
+
+
+def planned(model: str, *fields: str) -> MemoryPlan:
+    """The plan of such a run, from what comes with the program."""
+    cfg = run(model, *fields)
+    table = known_table(cfg, NOWHERE)
+    assert table is not None
+    return plan_of(cfg, table, None)

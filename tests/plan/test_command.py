@@ -1,0 +1,104 @@
+"""`launch.py --plan`, as it is typed."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.plan.common import NOWHERE
+from trainer import configfile
+from trainer.plan.store import known_table
+
+ROOT = Path(__file__).parents[2]
+PRESETS = [preset for preset in sorted((ROOT / "presets").glob("*.yaml")) if preset.stem != "demo-base-cpu"]
+"""All but the one whose model is made by `make demo-base`."""
+LIMIT_S = 1.5
+"""Cold. `make bench` measures it; here only what is far beyond fails."""
+WITHOUT_TORCH = "import sys, launch; code = launch.main(sys.argv[1:]); assert 'torch' not in sys.modules; exit(code)"
+
+
+def answer(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, "--plan", *argv], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+def test_a_plan_names_what_takes_the_memory_and_whether_it_fits() -> None:
+    done = answer("presets/flux2-dev-lora-nf4-2x24gb.yaml", "--gpus", "2x24gb")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0] == (
+        "flux2-dev-lora: lora rank 16, base in nf4, 1024 px, 1 per rank and pass, 2 ranks, strategy full"
+    )
+    sizes = [float(line.split()[0]) for line in lines if " GiB  " in line]
+    assert sum(sizes[:-1]) == pytest.approx(sizes[-1], abs=0.05)
+    assert lines[-2].startswith("fits: leaves ")
+    assert lines[-1].startswith("largest that fit, each by itself: data.resolution=")
+
+
+def test_a_plan_that_does_not_fit_says_by_how_much_and_ends_with_1() -> None:
+    done = answer("presets/flux2-dev-lora-4gpu.yaml", "train.checkpointing=none", "--gpus", "4x24gb")
+    assert done.returncode == 1
+    verdict, *ways = done.stdout.partition("does not fit: ")[2].splitlines()
+    assert verdict.endswith(" GiB more than the 23.99 GiB of 24 GB (RTX 4090)")
+    assert ways[0].startswith("  fits with train.checkpointing=full quantize.format=nf4: ")
+
+
+def test_a_plan_for_programs_is_json_in_bytes() -> None:
+    done = answer("presets/flux2-klein-4b-lora-1gpu.yaml", "--gpus", "1x80gb", "--json")
+    found = json.loads(done.stdout)
+    assert found["verdict"] == "fits"
+    assert sum(item["size"] for item in found["items"]) == pytest.approx(found["need"])
+    assert found["need"] < found["card"]["memory"]
+
+
+def test_the_answer_comes_at_once() -> None:
+    began = time.monotonic()
+    assert answer("presets/flux2-dev-lora-4gpu.yaml", "--gpus", "4x80gb").returncode == 0
+    assert time.monotonic() - began < 3 * LIMIT_S
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.stem)
+def test_what_a_preset_needs_comes_with_the_program(preset: Path) -> None:
+    assert known_table(configfile.load(preset).config, NOWHERE) is not None
+
+
+@pytest.mark.parametrize(
+    ("gpus", "message"),
+    [
+        ("four", "--gpus: 'four' is not a number of GPUs and their memory, as 4x24gb or 1x80gb\n"),
+        ("4x25gb", "--gpus: '25gb' is not one of 12gb, 16gb, 24gb, 32gb, 48gb, 80gb, 141gb\n"),
+    ],
+)
+def test_gpus_that_are_none_are_refused(gpus: str, message: str) -> None:
+    done = answer("presets/flux2-klein-4b-lora-1gpu.yaml", "--gpus", gpus)
+    assert (done.returncode, done.stderr) == (2, message)
+
+
+def test_a_model_that_is_not_here_must_be_named_by_its_architecture() -> None:
+    done = answer("presets/flux2-klein-4b-lora-1gpu.yaml", "model.options.architecture=null", "--gpus", "1x24gb")
+    assert done.returncode == 2
+    assert "or name model.options.architecture, to plan without the files" in done.stderr
+
+
+def test_gpus_go_with_a_plan_only() -> None:
+    argv = [sys.executable, "launch.py", "--doctor", "--gpus", "1x24gb"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--gpus goes with --plan only; leave it out" in done.stderr
+
+
+def test_a_plan_can_be_verified_by_a_trace_of_the_whole_model() -> None:
+    done = answer("presets/quickstart.yaml", "--gpus", "2x12gb", "--exactly")
+    assert (done.returncode, done.stderr) == (0, "")
+    said = re.fullmatch(
+        r"traced, block by block: 0\.06 GiB of tensors; planned 0\.06 \(([+-][\d.]+)%\)", done.stdout.splitlines()[-1]
+    )
+    assert said is not None
+    assert abs(float(said[1])) < 1

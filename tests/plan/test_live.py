@@ -1,0 +1,85 @@
+"""The plan beside a run, and what plans learn from runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.plan.common import run
+from trainer.gpus import Gpu
+from trainer.plan.calibration import Measured, keep, reserve_of
+from trainer.plan.fixes import planned
+from trainer.plan.hardware import CARDS, like, of_machine
+from trainer.plan.live import compared, plan_here, told, warning
+from trainer.plan.memory import GIB, Reserve
+
+CARD = CARDS["24gb"]
+ONE = Measured(CARD.name, 1, 10 * GIB, 10 * GIB, 12 * GIB, 13 * GIB, 1.5)
+
+
+def test_without_measurements_the_reserve_is_assumed(tmp_path: Path) -> None:
+    assert reserve_of(tmp_path, CARD) == Reserve()
+    assert reserve_of(tmp_path, None) == Reserve()
+
+
+def test_what_runs_took_beside_their_tensors_is_what_plans_reserve(tmp_path: Path) -> None:
+    for reserved in (11 * GIB, 12 * GIB, 15 * GIB):
+        keep(tmp_path, replace(ONE, reserved=reserved, used=reserved + GIB))
+    keep(tmp_path, replace(ONE, ranks=4, used=14 * GIB))
+    keep(tmp_path, replace(ONE, gpu="another", reserved=40 * GIB))
+    learned = reserve_of(tmp_path, CARD)
+    assert learned.share == pytest.approx(0.2)  # the middle of 0.1, 0.2, 0.2 and 0.5
+    assert (learned.context, learned.communication) == (GIB, GIB)
+    cfg = run("flux2 klein-4b", "train.checkpointing=full")
+    found = planned(cfg, CARD, tmp_path)
+    assert found is not None
+    assert found.need == pytest.approx(1.2 * found.peak + 2 * GIB)
+    assert found.items[-1].sentence.endswith("as measured here")
+
+
+def test_a_line_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
+    keep(tmp_path, ONE)
+    file = tmp_path / "plans" / "measured.jsonl"
+    file.write_bytes(file.read_bytes() + file.read_bytes()[:30])
+    assert reserve_of(tmp_path, CARD).share == pytest.approx(0.2)
+
+
+def test_a_run_is_told_its_plan_and_warned_when_it_will_not_fit(tmp_path: Path) -> None:
+    cfg = run("flux2 dev", "train.checkpointing=full")
+    found = plan_here(cfg, tmp_path, "some GPU", 24 * GIB)
+    assert found is not None
+    assert told(found) == (
+        "plan: 24.19 GiB of tensors on each GPU at its fullest, 26.61 with the allocator's reserve, of 24.00"
+    )
+    assert warning(cfg, found, tmp_path) == (
+        "the plan needs 26.61 GiB on each GPU, which has 24.00: memory will probably run out; "
+        "it would fit with quantize.format=nf4"
+    )
+    roomy = plan_here(cfg, tmp_path, "some GPU", 80 * GIB)
+    assert roomy is not None
+    assert warning(cfg, roomy, tmp_path) == ""
+
+
+def test_a_model_that_was_not_recorded_has_no_plan_and_stops_no_run(tmp_path: Path) -> None:
+    cfg = run("flux2 dev", "model.path=nobody/nothing", "model.options.architecture=null")
+    assert plan_here(cfg, tmp_path, "some GPU", 24 * GIB) is None
+
+
+def test_after_some_steps_plan_and_measurement_stand_beside_each_other() -> None:
+    assert compared(replace(ONE, allocated=11 * GIB)) == (
+        "memory: 10.00 GiB planned, 11.00 allocated at most (+10.0%), 12.00 reserved; 1.50 s per step"
+    )
+
+
+def test_a_machine_is_as_good_as_its_smallest_gpu_and_as_fast_as_one_of_that_memory() -> None:
+    def gpu(index: int, mib: int) -> Gpu:
+        return Gpu(index, f"GPU of {mib}", mib, 0, 0, 40)
+
+    assert of_machine([]) is None
+    hardware = of_machine([gpu(0, 81559), gpu(1, 24000)])
+    assert hardware is not None
+    assert (hardware.count, hardware.card.name, hardware.card.memory) == (2, "GPU of 24000", 24000 * 2**20)
+    assert hardware.card.tflops == CARD.tflops
+    assert like("x", 90 * GIB).tflops == CARDS["80gb"].tflops

@@ -1,0 +1,144 @@
+"""What would make a run fit: the changes that cost least time, and the largest run that fits. No torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from trainer.config import NoAdapter, RankAdapter, RunConfig
+from trainer.plan.calibration import reserve_of
+from trainer.plan.hardware import Card
+from trainer.plan.memory import MemoryPlan, plan_of
+from trainer.plan.store import known_table
+
+MOST = 3
+"""Changes of one fix, and fixes that are proposed."""
+STEPS = {"data.resolution": 64, "train.micro_batch": 1, "adapter.rank": 4}
+"""What the largest values are multiples of."""
+LIMITS = {"data.resolution": 4096, "train.micro_batch": 512, "adapter.rank": 512}
+
+
+@dataclass(frozen=True)
+class Fix:
+    """Fields to change, and the plan with them."""
+
+    changes: Mapping[str, Any]
+    plan: MemoryPlan
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={_written(value)}" for name, value in self.changes.items())
+
+
+def fixes(cfg: RunConfig, card: Card, cache: Path) -> list[Fix]:
+    """The cheapest changes that make the run fit, fastest first; none when it fits, or nothing helps.
+
+    What changes the result, as smaller pictures, is proposed only where nothing else helps. cache: as for `plan`; a
+    change to what was not recorded yet is not proposed.
+    """
+    found = planned(cfg, card, cache)
+    if found is None or found.verdict == "fits":
+        return []
+    for choices in (_same_result(cfg, found), _same_result(cfg, found) | _other_result(cfg)):
+        for count in range(1, MOST + 1):
+            fitting = [fix for fix in _tried(cfg, card, cache, choices, count) if fix.plan.verdict == "fits"]
+            if fitting:
+                return sorted(fitting, key=_seconds)[:MOST]
+    return []
+
+
+def largest(cfg: RunConfig, card: Card, cache: Path) -> dict[str, int]:
+    """{field: the largest value with which the run fits, the others unchanged}; fields with none are left out."""
+    fields = [field for field in STEPS if field != "adapter.rank" or isinstance(cfg.adapter, RankAdapter)]
+
+    def fits(field: str) -> Callable[[int], bool]:
+        def check(value: int) -> bool:
+            changed = _changed(cfg, {field: value} | _batch_of(cfg, field, value))
+            plan = planned(changed, card, cache) if changed else None
+            return plan is not None and plan.verdict == "fits"
+
+        return check
+
+    found = {field: _last(LIMITS[field] // STEPS[field], STEPS[field], fits(field)) for field in fields}
+    return {field: value for field, value in found.items() if value}
+
+
+def planned(cfg: RunConfig, card: Card | None, cache: Path) -> MemoryPlan | None:
+    """The plan, None where the model is not recorded yet."""
+    table = known_table(cfg, cache)
+    return plan_of(cfg, table, card, reserve_of(cache, card)) if table else None
+
+
+def _same_result(cfg: RunConfig, found: MemoryPlan) -> dict[str, tuple[Any, ...]]:
+    """{field: other values} that train the same, or nearly: a base in fewer bits is rounded."""
+    choices: dict[str, tuple[Any, ...]] = {}
+    if cfg.train.checkpointing != "full":
+        choices["train.checkpointing"] = ("full",)
+    if found.strategy not in ("full", "none"):
+        choices["parallel.strategy"] = ("full",)
+    if cfg.quantize.format == "none" and not isinstance(cfg.adapter, NoAdapter):
+        choices["quantize.format"] = ("int8", "nf4")
+    if not cfg.parallel.cpu_offload:
+        choices["parallel.cpu_offload"] = (True,)
+    if cfg.train.micro_batch > 1:
+        choices["train.micro_batch"] = (1,)
+    return choices
+
+
+def _other_result(cfg: RunConfig) -> dict[str, tuple[Any, ...]]:
+    smaller = tuple(side for side in (1024, 768, 512) if side < cfg.data.resolution)
+    return {"data.resolution": smaller} if smaller else {}
+
+
+def _tried(
+    cfg: RunConfig, card: Card, cache: Path, choices: Mapping[str, tuple[Any, ...]], count: int
+) -> Iterator[Fix]:
+    for fields in itertools.combinations(choices, count):
+        for values in itertools.product(*(choices[field] for field in fields)):
+            changes = dict(zip(fields, values, strict=True))
+            changed = _changed(cfg, changes)
+            plan = planned(changed, card, cache) if changed else None
+            if plan:
+                yield Fix(changes, plan)
+
+
+def _changed(cfg: RunConfig, changes: Mapping[str, Any]) -> RunConfig | None:
+    """The config with other values; None where they do not go together."""
+    tree = cfg.model_dump()
+    for field, value in changes.items():
+        section, name = field.split(".")
+        tree[section][name] = value
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError:
+        return None
+
+
+def _batch_of(cfg: RunConfig, field: str, value: int) -> dict[str, int]:
+    """A larger pass is one only where the batch is."""
+    return {"train.batch_size": value * cfg.parallel.world_size} if field == "train.micro_batch" else {}
+
+
+def _last(count: int, step: int, fits: Callable[[int], bool]) -> int:
+    """The largest multiple of step, up to `count` of it, that fits; 0 for none. A larger one never needs less."""
+    low, high = 0, count
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle * step):
+            low = middle
+        else:
+            high = middle - 1
+    return low * step
+
+
+def _seconds(fix: Fix) -> float:
+    assert fix.plan.time is not None
+    return (fix.plan.time.low + fix.plan.time.high) / 2
+
+
+def _written(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,296 @@
+"""Plays a recorded step with FSDP2's memory in it, for any strategy and number of ranks: what is held when.
+
+The order of events is FSDP2's own (torch/distributed/fsdp/_fully_shard, torch 2.11 to 2.13): in forward what was
+gathered of a block is held until the next block's has been copied out; in backward the next block is gathered while one
+computes; the buffer in which a block's gradients are reduced is held until the next one's. No torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from trainer.plan.steps import Moment, Parameter, Step, Unit, grains
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a step is spread. ranks: that share a copy.  replicas: copies.  is_sharded: whether FSDP wraps the model.
+
+    reshard: free blocks after forward, or keep them on so many ranks.  prefetch: blocks gathered ahead in forward and
+    in backward; 0 is torch's own order.  passes: per optimizer step.  is_reduced_each_pass: no rank may hold the whole
+    gradient.  optimizer_bytes: state per trained number, the moving average included.
+    """
+
+    ranks: int = 1
+    replicas: int = 1
+    is_sharded: bool = True
+    reshard: bool | int = True
+    offload: bool = False
+    prefetch: tuple[int, int] = (0, 0)
+    passes: int = 1
+    is_reduced_each_pass: bool = False
+    optimizer_bytes: float = 8.0
+
+
+@dataclass
+class Memory:
+    """Bytes on one rank. peak: the most at once.  items: what it was made of.  when: the moment and the unit.
+
+    host: bytes of pinned memory of what is offloaded.  gathered, scattered, reduced: bytes through collectives in an
+    optimizer step, of the whole tensors.  flops: of an optimizer step.
+    """
+
+    peak: float = 0.0
+    items: dict[str, float] = field(default_factory=dict)
+    when: tuple[str, str] = ("", "")
+    host: float = 0.0
+    gathered: float = 0.0
+    scattered: float = 0.0
+    reduced: float = 0.0
+    flops: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of one unit. shard: at rest.  inputs: copies that the all-gather reads.  buffer: what it writes.
+
+    whole: the parameters made of it.  copied: those of another type than the stored ones.  kept: what remains of it
+    after forward.  reduced: the gradients in fp32, whole, and reduced_shard this rank's part.  trained: numbers that
+    this rank trains.
+    """
+
+    shard: int
+    inputs: int
+    buffer: int
+    whole: int
+    copied: int
+    kept: int
+    reduced: int
+    reduced_shard: int
+    trained: int
+
+
+REDUCED_BYTES = 4
+"""Gradients are reduced in fp32."""
+
+
+def simulate(step: Step, sharding: Sharding) -> Memory:
+    """The memory of rank 0, which holds the most, in the second step and later. step: of the whole model."""
+    play = _Play(step, sharding)
+    for number in range(sharding.passes):
+        play.one_pass(is_last=number == sharding.passes - 1)
+    return play.memory
+
+
+class _Play:
+    def __init__(self, step: Step, sharding: Sharding) -> None:
+        self.step, self.sharding = step, sharding
+        known: dict[tuple[Parameter, ...], _Sizes] = {}
+        for unit in step.units:
+            if unit.parameters not in known:
+                known[unit.parameters] = _sizes(unit, sharding)
+        self.sizes = [known[unit.parameters] for unit in step.units]
+        self.memory = Memory()
+        self.held: defaultdict[str, float] = defaultdict(float)
+        self.total = 0.0
+        self.when = ("", "")
+        trained = sum(sizes.trained for sizes in self.sizes)
+        resident = {
+            "weights": sum(sizes.shard for sizes in self.sizes),
+            "optimizer": trained * sharding.optimizer_bytes,
+        }
+        if sharding.offload:
+            self.memory.host = sum(resident.values()) + trained * REDUCED_BYTES
+        else:
+            for what, size in resident.items():
+                self._add(what, size)
+        self._add("buffers", step.buffers)
+        self.whole: dict[int, int] = {}  # gathered units, and what they take
+        self.buffers: dict[int, int] = {}  # gathered bytes that are not copied out yet
+        self.kept: dict[int, int] = {}
+        self.last_buffer = 0
+        self.order: list[int] = []
+        self.scatter = 0
+        self.accumulated: set[int] = set()
+        self.has_gradients: set[int] = set()
+
+    def one_pass(self, is_last: bool) -> None:
+        self.order.clear()
+        units = [number for number, unit in enumerate(self.step.units) if not unit.is_root]
+        for mark in self.step.marks:
+            name = self.step.units[mark.unit].name if mark.unit >= 0 else ""
+            self.when = (mark.moment, name)
+            self._see("activations", mark.peak)
+            self._add("activations", mark.change)
+            self.memory.flops += mark.flops
+            if mark.moment == "end":
+                continue
+            if not self.sharding.is_sharded:
+                self._copy(mark.moment, mark.unit)
+                continue
+            match mark.moment:
+                case "forward":
+                    self._forward(mark.unit, units)
+                case "forward_end":
+                    self._forward_end(mark.unit)
+                case "backward":
+                    self._backward(mark.unit, units)
+                case "backward_end":
+                    self._backward_end(mark.unit, is_last)
+        self._add("gradients being reduced", -self.scatter)
+        self.scatter = 0
+        self._add("activations", -self.held["activations"])
+        for unit in list(self.buffers):  # gathered ahead for a backward that came before, or never
+            self._add("gathered blocks", -self.buffers.pop(unit))
+        if is_last:
+            self._forget_gradients()
+
+    def _copy(self, moment: Moment, unit: int) -> None:
+        """Without FSDP a unit computes on copies of its fp32 weights; a recomputed one makes them again."""
+        copied = self.sizes[unit].copied
+        again = unit in self.step.recomputed
+        if moment == "forward" or (moment == "backward" and again):
+            self._add("gathered blocks", copied)
+        elif moment == "backward_end" or (moment == "forward_end" and again):
+            self._add("gathered blocks", -copied)
+            if moment == "backward_end" and unit not in self.has_gradients:
+                self.has_gradients.add(unit)
+                self._add("gradients", self.sizes[unit].reduced)
+
+    def _forward(self, unit: int, units: list[int]) -> None:
+        self._gather(unit)
+        if unit in self.buffers:
+            self._copy_out(unit)
+            self._drop_last_buffer()  # torch still names it while it copies
+            self.last_buffer = self.buffers.pop(unit)
+        ahead = self.sharding.prefetch[0]
+        if ahead and unit in units:
+            at = units.index(unit)
+            for other in units[at + 1 : at + 1 + ahead]:
+                self._gather(other)
+
+    def _forward_end(self, unit: int) -> None:
+        if self.step.units[unit].is_root:
+            self._drop_last_buffer()
+        elif self.sharding.reshard:
+            kept = self.sizes[unit].kept
+            self._add("gathered blocks", kept)
+            self._free(unit)
+            if kept:
+                self.kept[unit] = kept
+        self.order.append(unit)
+
+    def _backward(self, unit: int, units: list[int]) -> None:
+        self._gather(unit)
+        if unit in self.buffers:
+            self._copy_out(unit)
+            self._add("gathered blocks", -self.buffers.pop(unit))
+        ahead = self.sharding.prefetch[1]
+        if ahead and unit in units:
+            at = units.index(unit)
+            for other in units[max(0, at - ahead) : at][::-1]:
+                self._gather(other)
+        elif unit in self.order:
+            at = self.order.index(unit)
+            if at > 0:
+                self._gather(self.order[at - 1])
+
+    def _backward_end(self, unit: int, is_last: bool) -> None:
+        """The mark after it holds that the gradients were freed."""
+        sizes = self.sizes[unit]
+        self._free(unit)
+        if not sizes.reduced:
+            return
+        if not is_last and not self.sharding.is_reduced_each_pass:
+            if unit not in self.accumulated:
+                self.accumulated.add(unit)
+                self._add("gradients", sizes.reduced)
+            return
+        self._add("gradients being reduced", -self.scatter)
+        self.scatter = sizes.reduced
+        self._add("gradients being reduced", sizes.reduced)
+        self.memory.scattered += sizes.reduced
+        if unit in self.accumulated:
+            self.accumulated.remove(unit)
+            self._add("gradients", -sizes.reduced)
+        if self.sharding.replicas > 1 and is_last:
+            self.memory.reduced += sizes.reduced_shard
+        if not self.sharding.offload and unit not in self.has_gradients:
+            self.has_gradients.add(unit)
+            self._add("gradients", sizes.reduced_shard)
+        elif not self.sharding.offload:
+            self._see("gradients", sizes.reduced_shard)
+
+    def _gather(self, unit: int) -> None:
+        if unit in self.whole or unit in self.buffers:
+            return
+        sizes = self.sizes[unit]
+        kept = self.kept.pop(unit, 0)
+        self._see("gathered blocks", sizes.inputs + sizes.buffer)
+        self._add("gathered blocks", sizes.buffer)
+        self.buffers[unit] = sizes.buffer
+        if kept:
+            self._add("gathered blocks", -kept)
+        self.memory.gathered += sizes.buffer
+
+    def _copy_out(self, unit: int) -> None:
+        whole = self.sizes[unit].whole
+        self.whole[unit] = whole
+        self._add("gathered blocks", whole)
+
+    def _drop_last_buffer(self) -> None:
+        self._add("gathered blocks", -self.last_buffer)
+        self.last_buffer = 0
+
+    def _free(self, unit: int) -> None:
+        self._add("gathered blocks", -self.whole.pop(unit, 0))
+
+    def _forget_gradients(self) -> None:
+        self._add("gradients", -self.held["gradients"])
+        self.has_gradients.clear()
+
+    def _see(self, what: str, more: float) -> None:
+        """For a moment there is more."""
+        if self.total + more > self.memory.peak:
+            self.memory.peak = self.total + more
+            self.memory.items = dict(self.held) | {what: self.held[what] + more}
+            self.memory.when = self.when
+
+    def _add(self, what: str, num_bytes: float) -> None:
+        self.held[what] += num_bytes
+        self.total += num_bytes
+        if num_bytes > 0:
+            self._see(what, 0)
+
+
+def _sizes(unit: Unit, sharding: Sharding) -> _Sizes:
+    ranks = sharding.ranks
+    shard = inputs = transient = buffer = whole = copied = kept = reduced = reduced_shard = trained = 0
+    for p in unit.parameters:
+        rows = p.shard_rows(ranks)
+        numbers = rows * p.row
+        shard += p.count * grains(numbers * p.stored)
+        if p.stored != p.gathered:
+            inputs += p.count * grains(numbers * p.gathered)
+            copied += p.count * grains(p.rows * p.row * p.gathered)
+            transient = max(transient, grains(numbers * p.stored) if sharding.offload else 0)
+        elif sharding.offload:
+            inputs += p.count * grains(numbers * p.stored)
+        buffer += p.count * ranks * numbers * p.gathered
+        whole += p.count * grains(ranks * numbers * p.gathered)
+        if sharding.reshard and sharding.reshard is not True:
+            kept += p.count * grains(ranks * numbers * p.gathered // sharding.reshard)
+        if p.is_trained:
+            reduced += p.count * ranks * numbers * REDUCED_BYTES
+            reduced_shard += p.count * numbers * REDUCED_BYTES
+            trained += p.count * numbers
+    if ranks == 1:
+        # Copied without a collective, one parameter after the other.
+        biggest = max(
+            (grains(p.rows * p.row * p.gathered) for p in unit.parameters if p.stored != p.gathered), default=0
+        )
+        return _Sizes(shard, biggest, 0, whole, copied, kept, grains(reduced), grains(reduced_shard), trained)
+    return _Sizes(
+        shard, inputs + transient, grains(buffer), whole, copied, kept, grains(reduced), grains(reduced_shard), trained
+    )

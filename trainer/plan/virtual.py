@@ -1,0 +1,172 @@
+"""A device that holds nothing: torch computes shapes on it, FSDP2 shards over it, and nobody needs a GPU.
+
+Tensors are torch's fake ones on a device of the backend that torch keeps for others ("privateuseone"), so that autograd
+and FSDP2 take the paths they take on CUDA. Ranks are those of torch's fake process group, of which this is rank 0.
+
+What is done here cannot be undone in a process: it is for one that traces and ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME = "virtual"
+
+
+class _Event:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    def wait(self, *_: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class _Stream(_Event):
+    def wait_stream(self, _: Any) -> None:
+        pass
+
+    def wait_event(self, _: Any) -> None:
+        pass
+
+    def record_event(self, _: Any = None) -> _Event:
+        return _Event()
+
+
+class _Module:
+    """What torch asks of `torch.<device>`."""
+
+    Stream, Event = _Stream, _Event
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, _: Any) -> None:
+        pass
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, _: int) -> None:
+        pass
+
+    def manual_seed(self, _: int) -> None:
+        pass
+
+    def get_rng_state(self, *_: Any) -> Tensor:
+        return torch.zeros(16, dtype=torch.uint8, device="cpu")
+
+    def set_rng_state(self, *_: Any) -> None:
+        pass
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    def stream(self, _: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def device(self, _: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def current_stream(self, *_: Any) -> _Stream:
+        return _Stream()
+
+    def synchronize(self, *_: Any) -> None:
+        pass
+
+
+@cache
+def install() -> torch.device:
+    """Register the device with torch."""
+    _setup_privateuseone_for_python_backend(rename=NAME, backend_module=_Module())
+    dist.Backend.default_device_backend_map[NAME] = "fake"
+    # FSDP2 asks here where it gathered a block that no backward came to; torch's own streams are of real devices.
+    torch.accelerator.current_stream = lambda *_: _Stream()  # type: ignore[assignment]
+    return torch.device(NAME, 0)
+
+
+@contextmanager
+def ranks(size: int) -> Iterator[None]:
+    """A process group of `size` ranks, of which only this one exists."""
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _FakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    avoid_device_init = True
+    """Else it really copies tensors that have values to the device."""
+
+
+@contextmanager
+def fake_tensors(device: torch.device) -> Iterator[None]:
+    """Inside, tensors have no values, and on the virtual device attention is the kernel that CUDA takes.
+
+    Not by a mode of torch: modes are off in backward, where checkpointing computes forward again.
+    """
+    mode = _FakeTensorMode(allow_non_fake_inputs=True)
+    attention = F.scaled_dot_product_attention
+    if device.type == NAME:
+        F.scaled_dot_product_attention = _attention
+    try:
+        with mode, torch.autograd.set_multithreading_enabled(False):
+            yield
+    finally:
+        F.scaled_dot_product_attention = attention
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The fused kernels of CUDA: flash attention, with a mask the memory-efficient one."""
+    if enable_gqa:
+        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], dim=-3) for t in (key, value))
+    if attn_mask is None:
+        out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
+    else:
+        bias = attn_mask
+        if bias.dtype == torch.bool:
+            bias = torch.zeros_like(bias, dtype=query.dtype)
+        bias = bias.expand(*query.shape[:-1], key.shape[-2])
+        out = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+        )
+    attended: Tensor = out[0]
+    return attended
