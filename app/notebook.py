@@ -1,4 +1,4 @@
-"""What a notebook does with runs: configure, start, watch, wait for, continue and export them.
+"""What a notebook does with runs: configure, plan, start, watch, wait for, continue and export them.
 
 Nothing here blocks the kernel: runs are processes of their own, which go on when the kernel ends, and what waits for
 one is awaited, so that the buttons of its dashboard answer meanwhile.
@@ -9,20 +9,27 @@ from __future__ import annotations
 import asyncio
 import difflib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Literal
 
 from app.lessons import Table, exercise, gallery
 from app.monitor import Follower, find_runs
+from app.panels import in_notebook, plan_bar
 from app.studio import find_presets
 from app.widgets import dashboard as dashboards
 from app.widgets.dashboard import Dashboard
 from app.widgets.form import Form
 from trainer import configfile, gpus, headless, launch, prepare, trials
+from trainer import plan as plans
 from trainer.config import InputError
 from trainer.configfile import ConfigError, ConfigFile
 from trainer.events import ENDS, EventReader, ExportEvent, State, StatusEvent
 from trainer.launch import RunHandle
+from trainer.plan import hardware as hardware_of
+from trainer.plan.fixes import Fix, fixes
+from trainer.plan.memory import GIB, MemoryPlan
 from trainer.rundir import RunDir
 from trainer.trials import Trial
 
@@ -61,6 +68,33 @@ def preset_file(preset: str | Path) -> Path:
     near = difflib.get_close_matches(str(preset), presets, 1)
     hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(presets)}"
     raise ConfigError(f"no preset '{preset}'; {hint}")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan as the last line of a cell shows it. ways: what would make the run fit."""
+
+    plan: MemoryPlan
+    ways: tuple[Fix, ...]
+
+    def _repr_html_(self) -> str:
+        ways = "".join(f"<li>fits with {escape(str(way))}: {way.plan.need / GIB:.2f} GiB</li>" for way in self.ways)
+        return in_notebook(plan_bar(self.plan) + (f"<ul>{ways}</ul>" if ways else ""))
+
+
+def plan(config: ConfigFile, gpus: str | None = None, runs: Path = RUNS) -> Planned:
+    """What the run takes on each GPU, before it is started. gpus: as `4x24gb`; None: this machine's, if it has any.
+
+    Raises InputError for a model that is neither known nor on this machine. One that is not known is recorded first.
+    """
+    hardware = hardware_of.named(gpus) if gpus else hardware_of.detected()
+    cfg = config.config
+    if gpus and hardware and hardware.count:
+        cfg = cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update={"devices": hardware.count})})
+    cache = Path(cfg.data.cache) if cfg.data.cache else runs / "cache"
+    card = hardware.card if hardware else None
+    found = plans.plan(cfg, card, cache, print)
+    return Planned(found, tuple(fixes(cfg, card, cache)) if card else ())
 
 
 def start(config: ConfigFile, runs: Path = RUNS) -> RunDir:

@@ -9,6 +9,7 @@ from app.monitor import SILENT_S, RunView
 from trainer import launch
 from trainer.config import InputError
 from trainer.gpus import Gpu
+from trainer.plan.memory import MemoryPlan, verdict
 from trainer.report import CHART_STYLE, LINE_COLORS
 from trainer.rundir import Request, RunDir
 
@@ -46,6 +47,39 @@ def figures(view: RunView, element_id: str = "") -> str:
         f'<div class="progress" role="progressbar" aria-label="steps" aria-valuenow="{view.step}" aria-valuemin="0" '
         f'aria-valuemax="{view.num_steps}"><i style="width:{share:.1f}%"></i></div><dl>{cells}</dl></div>'
     )
+
+
+def plan_bar(plan: MemoryPlan) -> str:
+    """What a run takes of each GPU, as a bar with its parts, and in sentences."""
+    whole = max(plan.need, plan.card.memory if plan.card else 0)
+    parts = [item for item in plan.items if item.size >= whole / 200]
+    colors = [f"var(--line-{number % len(LINE_COLORS)})" for number in range(len(parts))]
+    bars = "".join(
+        f'<i style="width:{100 * item.size / whole:.2f}%;background:{color}"></i>'
+        for item, color in zip(parts, colors, strict=True)
+    )
+    legend = "".join(
+        f'<li title="{html.escape(item.sentence)}"><i style="background:{color}"></i>'
+        f"{html.escape(item.name)} {item.size / GIB:.2f}</li>"
+        for item, color in zip(parts, colors, strict=True)
+    )
+    mood = {"fits": "good", "tight": "slow", "does not fit": "bad"}.get(plan.verdict or "", "good")
+    time = f", {plan.time.low:.1f} to {plan.time.high:.1f} s per step" if plan.time else ""
+    return (
+        f'<div class="plan run {mood}" data-verdict="{plan.verdict or ""}"><p role="status" class="sentence">'
+        f"{plan.need / GIB:.2f} GiB on each GPU. {html.escape(_sentence(verdict(plan)))}</p>"
+        f'<div class="parts" role="img" aria-label="{html.escape(_spoken(plan))}">{bars}</div><ul>{legend}</ul>'
+        f"<p>GiB at the fullest moment, in {html.escape(plan.when)}; {html.escape(plan.strategy)}{time}. "
+        f"Reserve and time are estimates.</p></div>"
+    )
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _spoken(plan: MemoryPlan) -> str:
+    return ", ".join(f"{item.name} {item.size / GIB:.2f} GiB" for item in plan.items)
 
 
 def _mood(view: RunView) -> str:
@@ -134,6 +168,11 @@ ul.ranks { list-style: none; margin: 0; padding: 0; font-size: .85rem; }
 .bar .peak { border-right: 2px solid currentColor; }
 .bar .reserved { background: color-mix(in srgb, var(--line-0) 45%, transparent); }
 .bar .allocated { background: var(--line-0); }
+.plan .parts { display: flex; height: 1rem; background: color-mix(in srgb, currentColor 15%, transparent); }
+.plan .parts i { height: 100%; } .plan p { font-size: .85em; margin: 0; }
+.plan ul { display: flex; flex-wrap: wrap; gap: 0 1rem; list-style: none; margin: .25rem 0; padding: 0; }
+.plan li { font-size: .85em; } .plan li i { display: inline-block; width: .8em; height: .8em; margin-right: .35em; }
+.plan p.sentence { font-size: 1rem; margin: 0 0 .25rem; }
 .newest { display: grid; grid-template-columns: repeat(auto-fill, minmax(112px, 1fr)); gap: .5rem; }
 .newest figure { margin: 0; } .newest img { width: 100%; } .newest figcaption { font-size: .8rem; }
 """

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 from app import form
 from app.form import Checked, Draft
 from app.monitor import Follower, find_runs
+from app.preflight import Preflight, Preflights
 from app.scans import Scans
 from app.thumbnails import Downloads, Thumbnails
 from trainer import configfile, gpus, headless, launch, prepare
@@ -71,6 +72,7 @@ class Studio:
         self.thumbnails = Thumbnails(self.runs / "thumbnails")
         self.downloads = Downloads(self.runs / "downloads")
         self.scans = Scans()
+        self.preflights = Preflights(self.runs)
         self._shipped = presets
         self._own = self.runs / "presets"
         self._drafts = self.runs / "drafts"
@@ -140,6 +142,10 @@ class Studio:
         if not found.is_complete:
             return replace(checked, waiting=f"The images are being read: {found.num_files} files so far.")
         return replace(checked, errors={"data.path": "\n".join(found.problems)}) if found.problems else checked
+
+    def preflight(self, checked: Checked, place: str) -> Preflight:
+        """What the run takes on GPUs of this machine or others. place: one of `preflight.PLACES`."""
+        return self.preflights.of(checked.config, place, self.gpus())
 
     def recipe(self, draft: Draft) -> list[dict[str, Any]]:
         """The rows of `trainer.recipe`, computed by a process of its own. Raises InputError when it fails."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import shutil
@@ -16,10 +15,13 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from tests.runs import alone, make_run, run_config, steps_of, train
+from tests.readme import README
+from tests.runs import alone, make_run, steps_of, train
 from trainer import configfile, families
 from trainer.config import RunConfig, family_names
+from trainer.families._published import published_folder
 from trainer.modules import build_model
+from trainer.plan.fixes import planned
 
 ROOT = Path(__file__).parents[1]
 PRESETS = ROOT / "presets"
@@ -120,50 +122,25 @@ def test_a_preset_for_gpus_uses_those_of_its_name_with_one_image_each(name: str)
     assert architecture == "base" or architecture in name
 
 
-DEV = {"in_channels": 128, "num_layers": 8, "num_single_layers": 48, "num_attention_heads": 48}
-PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
-    "flux2-dev": {
-        "transformer": DEV | {"joint_attention_dim": 15360, "timestep_guidance_channels": 256, "guidance_embeds": True},
-        "text_encoder": {"hidden_size": 5120, "num_hidden_layers": 40},
-    },
-    "flux2-klein-9b": {
-        "transformer": DEV
-        | {"num_single_layers": 24, "num_attention_heads": 32, "joint_attention_dim": 12288, "guidance_embeds": False}
-        | {"timestep_guidance_channels": 256},
-        "text_encoder": {"hidden_size": 4096, "num_hidden_layers": 36},
-    },
-    "flux1-dev": {
-        "transformer": {"in_channels": 64, "num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24}
-        | {"joint_attention_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True},
-        "vae": {"latent_channels": 16},
-    },
-}
-"""What the published configs of a model have in place of a tiny one's."""
-
-
-def published_folder(model: str, cache: Path, to: Path) -> Path:
-    """The configs of a tiny model with the sizes of a published one; the weights stay tiny and are never read."""
-    family, _, architecture = model.partition("-")
-    tiny = run_config(cache, model={"family": family, "path": "tiny", "options": {"architecture": architecture}})
-    folder = shutil.copytree(families.make(tiny, cache).folder, to / model)
-    for part, values in PUBLISHED[model].items():
-        file = folder / part / "config.json"
-        config = json.loads(file.read_text())
-        text = config.get("text_config", config)
-        text |= values | ({"attention_head_dim": 128, "axes_dims_rope": None} if part == "transformer" else {})
-        file.write_text(json.dumps({key: value for key, value in config.items() if key != "axes_dims_rope"}))
-    return folder
-
-
 @pytest.mark.parametrize("name", [name for name in NAMES if load(name).quantize.format != "none"])
 def test_what_a_preset_says_of_its_base_is_what_the_published_model_takes(name: str, tmp_path: Path) -> None:
-    model = next(model for model in PUBLISHED if name.startswith(model))
-    cfg = load(name, f"model.path={published_folder(model, tmp_path, tmp_path)}")
+    cfg = load(name, f"model.path={published_folder(load(name).model, tmp_path)}")
     built = build_model(cfg, families.make(cfg, tmp_path))
     held = sum(p.numel() * p.element_size() for p in built.module.parameters() if not p.requires_grad)
     said = re.search(r"([\d.]+) GiB of the base", (PRESETS / f"{name}.yaml").read_text(encoding="utf-8"))
     assert said is not None
     assert float(said[1]) == pytest.approx(held / cfg.parallel.devices / 2**30, abs=0.006)
+
+
+@pytest.mark.parametrize("name", FOR_GPUS)
+def test_what_a_preset_and_the_readme_say_of_training_is_what_the_plan_says(name: str) -> None:
+    plans = [planned(load(name, f"train.checkpointing={way}"), None, PRESETS) for way in ("full", "none")]
+    recomputed, kept = (f"{plan.peak / 2**30:.1f}" for plan in plans if plan)
+    said = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8")
+    assert f"training {recomputed} (without checkpointing {kept})" in said
+    rows = [line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith(f"| [{name}]")]
+    assert rows
+    assert all(f" | {recomputed} |" in row for row in rows)
 
 
 def one_per_method() -> Iterator[Any]:

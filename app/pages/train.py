@@ -15,11 +15,13 @@ import gradio as gr
 from app import form
 from app.form import Checked, Draft, Row
 from app.pages.parts import QUIET, WAITING_S
-from app.panels import alert, attempted
+from app.panels import alert, attempted, plan_bar
+from app.preflight import HERE, PLACES, Preflight
 from app.studio import Studio
 from trainer import configfile
 from trainer.config import InputError
 from trainer.fields import shown
+from trainer.plan.fixes import MOST
 from trainer.rundir import RunDir
 
 Input = gr.Dropdown | gr.Checkbox | gr.Textbox
@@ -32,7 +34,7 @@ class Seen:
     """What one browser shows: the draft, its rows by field, whether all settings are wanted, and the draft as YAML.
 
     preset: the name that is chosen.  typed: fields whose inputs show what was typed, which may be longer by the time an
-    answer comes.  looks: how often files and images were to be read again.
+    answer comes.  looks: how often files and images were to be read again.  place: GPUs that are planned for.
     """
 
     draft: Draft
@@ -42,6 +44,7 @@ class Seen:
     yaml: str = ""
     typed: frozenset[str] = frozenset()
     looks: float = 0
+    place: str = HERE
 
     def shows(self, row: Row) -> bool:
         return row.is_visible and (self.wants_all or row.in_front or bool(row.error))
@@ -74,6 +77,19 @@ class Answers:
 
 
 @dataclass(frozen=True)
+class PlanParts:
+    """place: the GPUs that are planned for.  record: a button where the model must be recorded first.
+
+    ways: buttons with what would make the run fit.
+    """
+
+    place: gr.Dropdown
+    bar: gr.HTML
+    record: gr.Button
+    ways: list[gr.Button]
+
+
+@dataclass(frozen=True)
 class TrainPage:
     """The components others listen to. token: of the answer that is shown.  answer: token of the one that is coming.
 
@@ -90,6 +106,7 @@ class TrainPage:
     preset: gr.Dropdown
     wants_all: gr.Checkbox
     looks: gr.Number
+    plan: PlanParts
     problems: gr.HTML
     changes: gr.HTML
     commands: gr.HTML
@@ -100,13 +117,14 @@ class TrainPage:
     @property
     def shown(self) -> list[Any]:
         """What every handler takes first: all that a browser shows, in the order of `_shown`."""
-        return [self.token, self.preset, self.wants_all, self.looks, *self.inputs.values()]
+        return [self.token, self.preset, self.wants_all, self.looks, self.plan.place, *self.inputs.values()]
 
     @property
     def outputs(self) -> list[Any]:
         """What every look at the draft renews, in the order of `_renewed`."""
         texts = [self.problems, self.changes, self.commands, self.yaml, self.start]
-        return [self.answer, self.waiting, self.preset, *texts, *self.inputs.values()]
+        plan = [self.plan.bar, self.plan.record, *self.plan.ways]
+        return [self.answer, self.waiting, self.preset, *texts, *plan, *self.inputs.values()]
 
 
 def build(studio: Studio) -> TrainPage:
@@ -130,6 +148,12 @@ def build(studio: Studio) -> TrainPage:
             with gr.Row():
                 gpus = gr.Textbox(label="GPUs in the queue", info="0,1; empty: all", elem_id="gpus", max_lines=1)
                 enqueue = gr.Button("Add to queue", elem_id="enqueue")
+            plan = PlanParts(
+                gr.Dropdown(list(PLACES), value=HERE, label="Plan for", elem_id="plan-for"),
+                gr.HTML(elem_id="plan"),
+                gr.Button("Record this model: half a minute", visible=False, size="sm", elem_id="record"),
+                [gr.Button(visible=False, size="sm", elem_id=f"way-{number}") for number in range(MOST)],
+            )
             outcome = gr.HTML(elem_id="outcome")  # in no answer to what is typed: a late one would wipe it away
             changes = gr.HTML(elem_id="changes")
             commands = gr.HTML(elem_id="commands")
@@ -145,12 +169,17 @@ def build(studio: Studio) -> TrainPage:
     token, answer, looks = gr.Textbox(visible=False), gr.Textbox(visible=False), gr.Number(0, visible=False)
     waiting = gr.Timer(WAITING_S, active=False)
     review = (problems, changes, commands, yaml, start)
-    page = TrainPage(studio, Answers(seen), inputs, token, answer, waiting, preset, wants_all, looks, *review, started)
-    inputs_of = [component.input for component in (preset, wants_all, *inputs.values())]
+    page = TrainPage(
+        studio, Answers(seen), inputs, token, answer, waiting, preset, wants_all, looks, plan, *review, started
+    )
+    inputs_of = [component.input for component in (preset, wants_all, plan.place, *inputs.values())]
     one_for_all = partial(gr.on, [*inputs_of, waiting.tick, looks.change], trigger_mode="always_last")  # in their order
     renews(page, one_for_all, looked(page), page.shown)
     renews(page, take.click, page_handler(page, _yaml_taken), [*page.shown, yaml])
     renews(page, keep.click, page_handler(page, _preset_kept), [*page.shown, name])
+    renews(page, plan.record.click, page_handler(page, _recording_wanted), page.shown)
+    for number, way in enumerate(plan.ways):
+        renews(page, way.click, page_handler(page, partial(_way_taken, number)), page.shown)
     start.click(lambda *sent: _started(page, *sent), page.shown, [started, outcome], trigger_mode="once", **QUIET)
     enqueue.click(lambda *sent: _queued(page, *sent), [*page.shown, gpus], outcome, **QUIET)
     return page
@@ -212,7 +241,9 @@ def cloned(page: TrainPage) -> Any:
     return page_handler(page, _run_wanted)
 
 
-def _shown(page: TrainPage, seen: Seen, preset: str, wants_all: bool, looks: float, *values: str | bool) -> Seen:
+def _shown(
+    page: TrainPage, seen: Seen, preset: str, wants_all: bool, looks: float, place: str, *values: str | bool
+) -> Seen:
     """What a browser shows that sends this: an answer, with the preset that was chosen and what was typed since."""
     draft, rows, typed, given = seen.draft, dict(seen.rows), set(), seen.rows
     if preset != seen.preset:
@@ -224,7 +255,7 @@ def _shown(page: TrainPage, seen: Seen, preset: str, wants_all: bool, looks: flo
             if value != given[name].value:
                 draft = draft.typed(name, value)
                 typed.add(name)
-    return Seen(draft, preset, rows, wants_all, seen.yaml, frozenset(typed), looks)
+    return Seen(draft, preset, rows, wants_all, seen.yaml, frozenset(typed), looks, place)
 
 
 def _draft(page: TrainPage, token: str, *sent: Any) -> Draft:
@@ -255,6 +286,20 @@ def _retry_wanted(page: TrainPage, shown: Seen, name: str) -> tuple[Seen, str]:
     for field, _, value in (override.partition("=") for override in retry):
         draft = draft.typed(field, value)
     return _with(shown, draft), f"As {name} was, with {', '.join(retry)}."
+
+
+def _recording_wanted(page: TrainPage, shown: Seen) -> tuple[Seen, str]:
+    page.studio.preflights.record(form.check(shown.draft).config)
+    return shown, ""
+
+
+def _way_taken(number: int, page: TrainPage, shown: Seen) -> tuple[Seen, str]:
+    """One of the changes that make the run fit. They were offered for what is shown."""
+    ways = page.studio.preflight(form.check(shown.draft), shown.place).ways
+    draft = shown.draft
+    for field, value in ways[number].changes.items() if number < len(ways) else ():
+        draft = draft.typed(field, value if isinstance(value, bool) else str(value))
+    return _with(shown, draft), f"Taken over: {ways[number]}." if number < len(ways) else ""
 
 
 def _yaml_taken(page: TrainPage, shown: Seen, text: str) -> tuple[Seen, str]:
@@ -319,8 +364,19 @@ def _renewed(page: TrainPage, before: Seen, after: Seen, said: str, is_fresh: bo
         preset["value"] = chosen
     texts = [_problems(checked, said), _changes(checked), _commands(checked, page.studio)]
     yaml = now.yaml if now.yaml != after.yaml else gr.skip()
-    start, waiting = gr.update(interactive=checked.can_start), gr.Timer(active=bool(checked.waiting))
-    return [page.answers.give(now), waiting, gr.update(**preset), *texts, yaml, start, *updates]
+    preflight = page.studio.preflight(checked, now.place)
+    waiting = gr.Timer(active=bool(checked.waiting) or preflight.is_recording)
+    start, plan = gr.update(interactive=checked.can_start), _planned(preflight)
+    return [page.answers.give(now), waiting, gr.update(**preset), *texts, yaml, start, *plan, *updates]
+
+
+def _planned(preflight: Preflight) -> list[Any]:
+    """The bar, the button that records, and one for each way to make the run fit."""
+    ways = [f"Make it fit: {way}" for way in preflight.ways]
+    buttons = [gr.update(value=text, visible=True) for text in ways]
+    buttons += [gr.update(visible=False)] * (MOST - len(buttons))
+    note = f"<p>{html.escape(preflight.note)}</p>"
+    return [plan_bar(preflight.plan) if preflight.plan else note, gr.update(visible=preflight.can_record), *buttons]
 
 
 def _refused(page: TrainPage, message: str) -> list[Any]:

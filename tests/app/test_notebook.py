@@ -319,3 +319,13 @@ def test_a_comparison_whose_cell_is_interrupted_trains_no_longer(runs: Path, tmp
     run = notebook.attach(runs=runs)
     assert not launch.alive(run)
     assert Follower(run).view().state == "stopped"
+
+
+def test_a_plan_shows_what_each_gpu_holds_and_what_would_make_it_fit():
+    config = notebook.config("flux2-dev-lora-4gpu")
+    found = notebook.plan(config, "2x24gb")
+    assert found.plan.ranks == 2
+    shown = found._repr_html_()
+    assert 'data-verdict="does not fit"' in shown
+    assert "<li>fits with quantize.format=nf4: " in shown
+    assert "fits with" not in notebook.plan(config, "8x80gb")._repr_html_()

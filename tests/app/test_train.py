@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 import pytest
 
+from app import form
 from app.form import Draft
 from app.pages import train
 from app.pages.train import TrainPage
+from app.preflight import HERE
 from app.studio import Studio
 from tests.runs import make_pictures, write_preset
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # gradio's event loops
+
+
+RECORDED_WITHIN_S = 240
+PREFLIGHT_S = 0.1
+"""Measured by `make bench`; here only what is far beyond fails."""
 
 
 class Shown:
@@ -24,16 +33,25 @@ class Shown:
 
     def __init__(self, page: TrainPage) -> None:
         self.page = page
-        self.token, self.preset, self.wants_all, self.looks = "", "quickstart", False, 0
+        self.token, self.preset, self.wants_all, self.looks, self.place = "", "quickstart", False, 0, HERE
+        self.plan, self.ways, self.can_record = "", [], False
         self.values = {name: component.value for name, component in page.inputs.items()}
         self.visible = {name for name, component in page.inputs.items() if component.visible}
 
     def ask(self) -> list[Any]:
-        return train.looked(self.page)(self.token, self.preset, self.wants_all, self.looks, *self.values.values())
+        return train.looked(self.page)(*self.sent)
+
+    @property
+    def sent(self) -> list[Any]:
+        return [self.token, self.preset, self.wants_all, self.looks, self.place, *self.values.values()]
 
     def take(self, answer: list[Any]) -> None:
         self.token = answer[0]
-        self.preset = answer[self.page.outputs.index(self.page.preset)].get("value", self.preset)
+        at = self.page.outputs.index
+        self.preset = answer[at(self.page.preset)].get("value", self.preset)
+        self.plan, self.can_record = answer[at(self.page.plan.bar)], answer[at(self.page.plan.record)]["visible"]
+        updates = [answer[at(way)] for way in self.page.plan.ways]
+        self.ways = [update["value"] for update in updates if update["visible"]]
         for name, update in zip(self.values, answer[-len(self.values) :], strict=True):
             self.values[name] = update.get("value", self.values[name])
             if "visible" in update:
@@ -142,3 +160,52 @@ def test_a_preset_that_is_gone_is_told(browser: Shown, studio: Studio):
     browser.take(browser.ask())
     studio.preset("own").unlink()
     assert "own" in str(browser.ask())
+
+
+def test_the_plan_is_for_the_gpus_that_are_chosen(browser: Shown):
+    browser.preset = "flux2-dev-lora-4gpu"
+    browser.take(browser.ask())
+    assert "No GPU here; it fits 32 GB (RTX 5090) and larger." in browser.plan
+    assert browser.ways == []
+    browser.place = "24gb"
+    browser.take(browser.ask())
+    assert 'data-verdict="does not fit"' in browser.plan
+    assert len(browser.ways) == 3
+    assert browser.ways[0] == "Make it fit: quantize.format=nf4"
+
+
+def test_a_way_to_make_the_run_fit_is_taken_over_with_a_click(browser: Shown, studio: Studio):
+    browser.preset, browser.place = "flux2-dev-lora-4gpu", "24gb"
+    browser.take(browser.ask())
+    handler = train.page_handler(browser.page, partial(train._way_taken, 0))
+    browser.take(handler(*browser.sent))
+    assert browser.values["quantize.format"] == "nf4"
+    assert 'data-verdict="fits"' in browser.plan
+    assert browser.ways == []
+    assert studio.draft().values == {"quantize.format": "nf4"}
+
+
+@pytest.mark.slow
+def test_a_model_that_was_not_recorded_is_recorded_with_a_click(browser: Shown, studio: Studio):
+    browser.preset = "own"
+    browser.take(browser.ask())
+    assert "was not recorded yet" in browser.plan
+    assert browser.can_record
+    browser.take(train.page_handler(browser.page, train._recording_wanted)(*browser.sent))
+    assert "is being recorded" in browser.plan
+    assert not browser.can_record
+    ends = time.monotonic() + RECORDED_WITHIN_S
+    while "is being recorded" in browser.plan and time.monotonic() < ends:
+        time.sleep(1)
+        browser.take(browser.ask())
+    assert "GiB on each GPU" in browser.plan
+
+
+def test_a_plan_with_its_ways_is_there_while_somebody_types(browser: Shown, studio: Studio):
+    browser.preset, browser.place = "flux2-dev-lora-4gpu", "24gb"
+    browser.take(browser.ask())
+    checked = form.check(studio.draft())
+    began = time.perf_counter()
+    for _ in range(5):
+        studio.preflight(checked, "24gb")
+    assert (time.perf_counter() - began) / 5 < 3 * PREFLIGHT_S
