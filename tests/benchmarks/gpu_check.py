@@ -20,10 +20,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from tests.benchmarks.gpu_plan import CASES, measure
 from tests.benchmarks.step_time import hand_written
 from tests.benchmarks.workload import KLEIN_4B, TINY, Bench, Workload, prepare
 from trainer import families
@@ -41,6 +43,9 @@ GIB = 2**30
 KLEIN_4B_TFLOP = 76.3
 # Dense bf16 TFLOP/s of the data sheets.
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "RTX 4090": 165, "RTX 5090": 210}
+
+PLAN_LIMIT = 0.05
+"""Largest error of the plan against PyTorch's allocator, as a share."""
 
 Figures = dict[str, float]
 
@@ -239,6 +244,11 @@ def _synchronize(world: World) -> None:
         torch.cuda.synchronize(world.device)
 
 
+def _planned(name: str, place: Place) -> Figures:
+    """The plan of a run against what it takes."""
+    return measure(CASES[name], place.device, place.folder / "cache")
+
+
 STEP_PARTS: dict[str, Callable[[Place], Figures]] = {
     "by-hand": _by_hand,
     "plain": _ours("plain", "none", "none"),
@@ -247,7 +257,8 @@ STEP_PARTS: dict[str, Callable[[Place], Figures]] = {
     **{base: _ours(base, "none", "none", base) for base in FORMATS},
     "nf4, sharded": _ours("nf4-sharded", "full", "full", "nf4"),
 }
-PARTS: dict[str, Callable[[Place], Figures]] = {"prepare": _prepare, "load": _load, **STEP_PARTS}
+PLAN_PARTS: dict[str, Callable[[Place], Figures]] = {name: partial(_planned, name) for name in CASES}
+PARTS: dict[str, Callable[[Place], Figures]] = {"prepare": _prepare, "load": _load, **STEP_PARTS, **PLAN_PARTS}
 # A part, what it is compared with, and how much longer it may take.
 LIMITS = (("plain", "by-hand", 1.03), ("sharded", "plain", 1.03))
 
@@ -260,11 +271,25 @@ def _rows(found: Mapping[str, Figures], place: Place) -> Iterator[Row]:
     for part in STEP_PARTS:
         if part in found:
             yield Row(part, _speed(found[part], place))
+    for part in PLAN_PARTS:
+        if part in found:
+            yield _plan_row(part, found[part], place)
     for part, other, limit in LIMITS:
         if part in found and other in found:
             ratio = found[part]["seconds"] / found[other]["seconds"]
             # Steps of a tiny model are all overhead.
             yield Row(f"{part} : {other}", f"{ratio:.3f}", f"<= {limit}", place.tiny or ratio <= limit)
+
+
+def _plan_row(part: str, figures: Figures, place: Place) -> Row:
+    planned, allocated, reserved = (figures[name] / GIB for name in ("planned", "allocated", "reserved"))
+    error = allocated / planned - 1
+    text = (
+        f"{planned:.2f} GiB planned, {allocated:.2f} allocated ({error:+.1%}), {reserved:.2f} reserved "
+        f"(x {reserved / allocated:.2f}), {figures['used'] / GIB:.2f} used, {figures['seconds']:.2f} s/step"
+    )
+    # A tiny model's step is libraries' own small change.
+    return Row(part, text, f"within {PLAN_LIMIT:.0%}", place.tiny or abs(error) <= PLAN_LIMIT)
 
 
 def _speed(figures: Figures, place: Place) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.benchmarks import memory, quantized_base, startup, step_time
+from tests.benchmarks.gpu_plan import CASES
 from tests.benchmarks.workload import KLEIN_SMALL, LITTLE, prepare
 from tests.distributed import run_ranks
 from tests.runs import alone
@@ -70,5 +71,5 @@ def test_the_check_for_gpus_runs_to_its_end_on_a_cpu(tmp_path: Path, monkeypatch
     assert done.returncode == 0, done.stdout
     names = ["machine", "tests", "prepare", "load", "by-hand", "plain", "checkpointing", "sharded"]
     names += ["nf4", "int8", "fp8", "nf4, sharded"]
-    assert [row["name"] for row in rows] == [*names, "plain : by-hand", "sharded : plain"]
+    assert [row["name"] for row in rows] == [*names, *CASES, "plain : by-hand", "sharded : plain"]
     assert "skipped" not in rows[1]["figure"]

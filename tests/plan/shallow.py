@@ -26,7 +26,7 @@ from trainer.plan.tables import RANKS, recorded_sizes
 from trainer.plan.timeline import simulate
 
 SIZE = Size(512 * 512, 1)
-BLOCKS = {"num_layers": 5, "num_single_layers": 6}
+BLOCKS = {"num_layers": 1, "num_single_layers": 6}
 CASES: tuple[tuple[str, ...], ...] = (
     (),
     ("train.checkpointing=full", "parallel.cpu_offload=true"),

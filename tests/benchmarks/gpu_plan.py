@@ -1,0 +1,142 @@
+"""The plan against a GPU: the step of a published model with random weights, on rank 0 of a fake process group.
+
+One GPU stands for any number of ranks: it holds what rank 0 of them holds, and gathers what it would gather, with
+whatever values. What travels between GPUs, and NCCL's buffers, are not in it.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+from trainer import families
+from trainer.config import RunConfig
+from trainer.configfile import load_text
+from trainer.modules import build_model, materialize, shard_model
+from trainer.optim import make_optimizer
+from trainer.parallel.mesh import device_mesh
+from trainer.plan import virtual
+from trainer.plan.fixes import planned
+from trainer.plan.memory import size_of
+from trainer.plan.record import batch_of, on_this_machine, trace
+from trainer.rng import SampleRng
+from trainer.world import World
+from trainer.zero import Strategy
+
+STEPS = 3
+"""The first makes the optimizer's state; its gradients are garbage by design."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run. model: family and architecture.  ranks: of the fake process group."""
+
+    model: str
+    ranks: int
+    fields: tuple[str, ...] = ("train.checkpointing=full",)
+
+    def config(self, device: str) -> RunConfig:
+        """The run on a device; on a CPU of a tiny model, and smaller pictures."""
+        family, architecture = self.model.split()
+        strategy = "full" if self.ranks > 1 else "none"
+        path = "published/model" if device == "cuda" else "tiny"
+        lines = [f"model.family={family}", f"model.options.architecture={architecture}", f"model.path={path}"]
+        lines += [f"parallel.devices={self.ranks}", f"parallel.strategy={strategy}", f"parallel.device={device}"]
+        lines += [f"train.batch_size={self.ranks}"] + ([] if device == "cuda" else ["data.resolution=64"])
+        return load_text("data: {path: .}", (*lines, *self.fields), Path("case.yaml")).config
+
+
+CASES: Mapping[str, Case] = {
+    "plan flux2-dev, 4 ranks": Case("flux2 dev", 4),
+    "plan flux2-dev, 8 ranks": Case("flux2 dev", 8),
+    "plan flux2-dev nf4, 2 ranks": Case("flux2 dev", 2, ("train.checkpointing=full", "quantize.format=nf4")),
+    "plan flux2-klein-4b, 1 rank": Case("flux2 klein-4b", 1, ()),
+    "plan flux1-dev, 4 ranks": Case("flux1 dev", 4),
+    "plan sd35-large, 2 ranks": Case("sd3 sd35-large", 2),
+    "plan sdxl, 1 rank": Case("sdxl base", 1),
+}
+
+
+def measure(case: Case, device: str, cache: Path) -> dict[str, float]:
+    """Bytes planned, and given out and reserved by PyTorch's allocator on the device, and seconds of a step.
+
+    On a CPU the plan is a trace of the tiny model, for its attention is another one than a GPU's.
+    """
+    cfg = case.config(device)
+    here = torch.device(device)
+    if device == "cuda":
+        plan = planned(cfg, None, cache)
+        assert plan is not None
+        peak = plan.peak
+    else:
+        peak = trace(cfg, families.make(cfg, cache), here, size_of(cfg)).peak
+    found: dict[str, float] = {"planned": peak}
+    with _watched(here, found):
+        found["seconds"] = _run(on_this_machine(cfg, cache), here, cache)
+    return found
+
+
+def _run(cfg: RunConfig, device: torch.device, cache: Path) -> float:
+    """Seconds of the last step."""
+    family, size = families.make(cfg, cache), size_of(cfg)
+    built = build_model(cfg, family)
+    strategy: Strategy = cfg.parallel.strategy  # type: ignore[assignment]
+    with virtual.ranks(cfg.parallel.world_size):
+        ranks = cfg.parallel.world_size
+        world = World(0, ranks, 0, ranks, device, None, None)  # type: ignore[arg-type]
+        shard_model(built.module, cfg, family, strategy, device_mesh(cfg.parallel, world, strategy))
+        materialize(built.module, cfg, device)
+        _fill(built.module)
+        built.module.train()
+        optimizer = make_optimizer(list(built.trainables.values()), cfg.optim)
+        seconds = 0.0
+        for _ in range(STEPS):
+            began = time.perf_counter()
+            batch = batch_of(family, size, torch.bfloat16, device)
+            family.loss(built.module, batch, SampleRng(0, tuple(range(size.batch)), device)).total.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds = time.perf_counter() - began
+    return seconds
+
+
+def _fill(model: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            here = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if here.is_floating_point():
+                here.normal_(std=0.02)
+            else:
+                here.zero_()
+
+
+@contextmanager
+def _watched(device: torch.device, found: dict[str, float]) -> Iterator[None]:
+    """Inside, memory is watched; afterwards its peaks are in `found`."""
+    if device.type == "cuda":
+        yield
+        found["allocated"] = torch.cuda.max_memory_allocated(device)
+        found["reserved"] = torch.cuda.max_memory_reserved(device)
+        free, total = torch.cuda.mem_get_info(device)
+        found["used"] = total - free
+        return
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        yield
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiled.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    given = max(event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]")
+    found["allocated"] = found["reserved"] = found["used"] = given
