@@ -30,7 +30,7 @@ from trainer.launch import RunHandle
 from trainer.plan import hardware as hardware_of
 from trainer.plan.fixes import Fix, fixes
 from trainer.plan.memory import GIB, MemoryPlan
-from trainer.rundir import RunDir
+from trainer.rundir import RunDir, shared_cache
 from trainer.trials import Trial
 
 RUNS = Path(__file__).parents[1] / "runs"
@@ -91,7 +91,7 @@ def plan(config: ConfigFile, gpus: str | None = None, runs: Path = RUNS) -> Plan
     cfg = config.config
     if gpus and hardware and hardware.count:
         cfg = cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update={"devices": hardware.count})})
-    cache = Path(cfg.data.cache) if cfg.data.cache else runs / "cache"
+    cache = shared_cache(cfg, runs)
     card = hardware.card if hardware else None
     found = plans.plan(cfg, card, cache, print)
     return Planned(found, tuple(fixes(cfg, card, cache)) if card else ())

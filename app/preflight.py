@@ -13,6 +13,7 @@ from trainer.plan.fixes import Fix, fixes, planned
 from trainer.plan.hardware import CARDS, Card, of_machine
 from trainer.plan.memory import MemoryPlan
 from trainer.plan.store import find_table, key_of, name_of
+from trainer.rundir import shared_cache
 
 HERE = "this machine"
 PLACES = (HERE, *CARDS)
@@ -43,7 +44,7 @@ class Preflights:
 
     def of(self, cfg: RunConfig, place: str, gpus: Sequence[Gpu]) -> Preflight:
         """The plan for one of PLACES. gpus: of this machine."""
-        card, cache = _card(place, gpus), self._cache(cfg)
+        card, cache = _card(place, gpus), shared_cache(cfg, self._runs)
         try:
             found = planned(cfg, card, cache)
             if found:
@@ -66,12 +67,9 @@ class Preflights:
 
     def _record(self, cfg: RunConfig, at: tuple[str, str]) -> None:
         try:
-            find_table(cfg, self._cache(cfg))
+            find_table(cfg, shared_cache(cfg, self._runs))
         except (InputError, OSError) as error:
             self._failed[at] = str(error)
-
-    def _cache(self, cfg: RunConfig) -> Path:
-        return Path(cfg.data.cache) if cfg.data.cache else self._runs / "cache"
 
 
 def _card(place: str, gpus: Sequence[Gpu]) -> Card | None:

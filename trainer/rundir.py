@@ -166,3 +166,8 @@ class RunDir:
             yield
         finally:
             os.close(lock)
+
+
+def shared_cache(cfg: RunConfig, runs: Path) -> Path:
+    """Where runs share encoded data, tiny models and plans: `data.cache`, or `cache` beside the run folders."""
+    return Path(cfg.data.cache) if cfg.data.cache else runs / "cache"

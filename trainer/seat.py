@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trainer import configfile
 from trainer.config import RunConfig
-from trainer.rundir import RunDir
+from trainer.rundir import RunDir, shared_cache
 from trainer.world import Meeting
 
 
@@ -29,7 +29,7 @@ class Seat:
 
 def cache_folder(cfg: RunConfig, run: RunDir) -> Path:
     """Where encoded data and tiny models are shared by runs: `data.cache`, or `cache` beside the run folders."""
-    return Path(cfg.data.cache) if cfg.data.cache else run.path.parent / "cache"
+    return shared_cache(cfg, run.path.parent)
 
 
 def take_seat(path: Path, meeting: Meeting) -> Seat:

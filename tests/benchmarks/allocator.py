@@ -88,6 +88,11 @@ def allocated(cfg: RunConfig, cache: Path, world: World) -> int:
                 family.loss(built.module, batch, SampleRng(0, (0,), torch.device("cpu"))).total.backward()
                 optimizer.step()
                 optimizer.zero_grad()
+    return given_out(profiled)
+
+
+def given_out(profiled: profile) -> int:
+    """Bytes that the CPU's allocator gave out at most while it was watched."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiled.export_chrome_trace(str(file))

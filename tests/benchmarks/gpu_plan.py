@@ -6,8 +6,6 @@ whatever values. What travels between GPUs, and NCCL's buffers, are not in it.
 
 from __future__ import annotations
 
-import json
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
+from tests.benchmarks.allocator import given_out
 from trainer import families
 from trainer.config import RunConfig
 from trainer.configfile import load_text
@@ -134,9 +133,4 @@ def _watched(device: torch.device, found: dict[str, float]) -> Iterator[None]:
         return
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         yield
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.json"
-        profiled.export_chrome_trace(str(file))
-        events = json.loads(file.read_text())["traceEvents"]
-    given = max(event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]")
-    found["allocated"] = found["reserved"] = found["used"] = given
+    found["allocated"] = found["reserved"] = found["used"] = given_out(profiled)

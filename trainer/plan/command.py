@@ -15,6 +15,7 @@ from trainer.plan.fixes import Fix, fixes, largest
 from trainer.plan.hardware import detected, named
 from trainer.plan.memory import GIB, MemoryPlan, describe, verdict
 from trainer.plan.store import traced_peak
+from trainer.rundir import shared_cache
 
 SHOWN = GIB / 100
 """Bytes of an item that is printed."""
@@ -29,7 +30,7 @@ def show(preset: Path, overrides: Sequence[str], runs: Path, gpus: str | None, a
     if hardware and hardware.count and gpus:
         overrides = (*overrides, f"parallel.devices={hardware.count}")
     cfg = configfile.load(preset, overrides).config
-    cache = Path(cfg.data.cache) if cfg.data.cache else runs / "cache"
+    cache = shared_cache(cfg, runs)
     found = plan(cfg, hardware.card if hardware else None, cache, lambda sentence: print(sentence, file=sys.stderr))
     ways = fixes(cfg, hardware.card, cache) if hardware else []
     most = largest(cfg, hardware.card, cache) if hardware else {}
