@@ -52,6 +52,7 @@ bench: .venv browser
 	$(BIN)/python -m tests.benchmarks.save_time
 	$(BIN)/python -m tests.benchmarks.adapter_time
 	$(BIN)/python -m tests.benchmarks.page
+	$(BIN)/python -m tests.benchmarks.plan_time
 
 # The plan against full traces of published models.
 plan: .venv

@@ -29,7 +29,8 @@ from trainer.events import ENDS, EventReader, ExportEvent, State, StatusEvent
 from trainer.launch import RunHandle
 from trainer.plan import hardware as hardware_of
 from trainer.plan.fixes import Fix, fixes
-from trainer.plan.memory import GIB, MemoryPlan
+from trainer.plan.hardware import GIB
+from trainer.plan.memory import MemoryPlan
 from trainer.rundir import RunDir, shared_cache
 from trainer.trials import Trial
 

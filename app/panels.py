@@ -10,6 +10,8 @@ from trainer import launch
 from trainer.config import InputError
 from trainer.gpus import Gpu
 from trainer.plan.memory import MemoryPlan, verdict
+from trainer.plan.phases import Item, Phase, moment
+from trainer.plan.storage import amount
 from trainer.report import CHART_STYLE, LINE_COLORS
 from trainer.rundir import Request, RunDir
 
@@ -49,10 +51,11 @@ def figures(view: RunView, element_id: str = "") -> str:
     )
 
 
-def plan_bar(plan: MemoryPlan) -> str:
-    """What a run takes of each GPU, as a bar with its parts, and in sentences."""
-    whole = max(plan.need, plan.card.memory if plan.card else 0)
-    parts = [item for item in plan.items if item.size >= whole / 200]
+def plan_bar(plan: MemoryPlan, checked: str = "") -> str:
+    """What a run takes of each GPU at its fullest, as a bar with its parts, and in sentences. checked: by a trace."""
+    most = plan.fullest
+    whole = max(most.need, plan.card.memory if plan.card else 0)
+    parts = [item for item in most.items if item.size >= whole / 200]
     colors = [f"var(--line-{number % len(LINE_COLORS)})" for number in range(len(parts))]
     bars = "".join(
         f'<i style="width:{100 * item.size / whole:.2f}%;background:{color}"></i>'
@@ -64,13 +67,23 @@ def plan_bar(plan: MemoryPlan) -> str:
         for item, color in zip(parts, colors, strict=True)
     )
     mood = {"fits": "good", "tight": "slow", "does not fit": "bad"}.get(plan.verdict or "", "good")
-    time = f", {plan.time.low:.1f} to {plan.time.high:.1f} s per step" if plan.time else ""
+    time = f" {plan.time.low:.1f} to {plan.time.high:.1f} s per step." if plan.time else ""
+    others = ", ".join(f"{phase.name} {phase.need / GIB:.2f}" for phase in plan.phases if phase is not most)
     return (
         f'<div class="plan run {mood}" data-verdict="{plan.verdict or ""}"><p role="status" class="sentence">'
         f"{plan.need / GIB:.2f} GiB on each GPU. {html.escape(_sentence(verdict(plan)))}</p>"
-        f'<div class="parts" role="img" aria-label="{html.escape(_spoken(plan))}">{bars}</div><ul>{legend}</ul>'
-        f"<p>GiB at the fullest moment, in {html.escape(plan.when)}; {html.escape(plan.strategy)}{time}. "
-        f"Reserve and time are estimates.</p></div>"
+        f'<div class="parts" role="img" aria-label="{html.escape(_spoken(most))}">{bars}</div><ul>{legend}</ul>'
+        f"<p>GiB at the fullest moment: {html.escape(moment(most))}; the other parts of the run: {others}. "
+        f"Strategy {html.escape(plan.strategy)}.{time} Reserve and time are estimates.</p>"
+        f"<p>On the host: {_stored(plan.host)}. On disk: {_stored(plan.disk)}.</p>"
+        f"{f'<p>{html.escape(_sentence(checked))}</p>' if checked else ''}</div>"
+    )
+
+
+def _stored(items: Sequence[Item]) -> str:
+    return ", ".join(
+        f'<span title="{html.escape(item.sentence)}">{html.escape(item.name)} {amount(item.size)}</span>'
+        for item in items
     )
 
 
@@ -78,8 +91,8 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _spoken(plan: MemoryPlan) -> str:
-    return ", ".join(f"{item.name} {item.size / GIB:.2f} GiB" for item in plan.items)
+def _spoken(phase: Phase) -> str:
+    return ", ".join(f"{item.name} {item.size / GIB:.2f} GiB" for item in phase.items)
 
 
 def _mood(view: RunView) -> str:

@@ -147,6 +147,10 @@ class Studio:
         """What the run takes on GPUs of this machine or others. place: one of `preflight.PLACES`."""
         return self.preflights.of(checked.config, place, self.gpus())
 
+    def verify(self, checked: Checked, place: str) -> None:
+        """Begin to compare that with a trace of the whole model."""
+        self.preflights.verify(checked.config, place, self.gpus())
+
     def recipe(self, draft: Draft) -> list[dict[str, Any]]:
         """The rows of `trainer.recipe`, computed by a process of its own. Raises InputError when it fails."""
         self._drafts.mkdir(parents=True, exist_ok=True)

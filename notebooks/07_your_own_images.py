@@ -173,6 +173,16 @@ notebook.exercise(
 )
 
 # %% [markdown]
+# ## Will it fit?
+#
+# `plan` says what a run will take of each GPU, before anything is started or downloaded: at its fullest moment, part by
+# part. Without a second argument it is for this machine's GPUs. Here it is for a model three thousand times larger than
+# the demo's, on four cards of 24 GB, with what would make it fit. What its captions and samples take is there too.
+
+# %%
+notebook.plan(notebook.config("flux2-dev-lora-4gpu"), "4x24gb")
+
+# %% [markdown]
 # ## Train
 #
 # One more decision. `data.max_aspect` says how long and narrow a bucket may be: 2 by default, as published models were

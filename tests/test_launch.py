@@ -112,7 +112,7 @@ def start(make_run):
 
 
 def wait_for(condition) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from tests.plan.needs import LINE, rows, said_by_preset, said_by_readme
 from tests.readme import README
 from tests.runs import alone, make_run, steps_of, train
 from trainer import configfile, families
 from trainer.config import RunConfig, family_names
 from trainer.families._published import published_folder
 from trainer.modules import build_model
-from trainer.plan.fixes import planned
 
 ROOT = Path(__file__).parents[1]
 PRESETS = ROOT / "presets"
@@ -133,14 +133,14 @@ def test_what_a_preset_says_of_its_base_is_what_the_published_model_takes(name: 
 
 
 @pytest.mark.parametrize("name", FOR_GPUS)
-def test_what_a_preset_and_the_readme_say_of_training_is_what_the_plan_says(name: str) -> None:
-    plans = [planned(load(name, f"train.checkpointing={way}"), None, PRESETS) for way in ("full", "none")]
-    recomputed, kept = (f"{plan.peak / 2**30:.1f}" for plan in plans if plan)
-    said = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8")
-    assert f"training {recomputed} (without checkpointing {kept})" in said
-    rows = [line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith(f"| [{name}]")]
-    assert rows
-    assert all(f" | {recomputed} |" in row for row in rows)
+def test_what_a_preset_and_the_readme_say_of_its_needs_is_what_the_plan_says(name: str) -> None:
+    again = "write it again: python -m tests.plan.needs"
+    said = LINE.search((PRESETS / f"{name}.yaml").read_text(encoding="utf-8"))
+    assert said is not None
+    assert said[0] == said_by_preset(name, said["where"]), again
+    own = [row for row in rows(README.read_text(encoding="utf-8")) if row.startswith(f"| [{name}]")]
+    assert own
+    assert all(row == said_by_readme(row) for row in own), again
 
 
 def one_per_method() -> Iterator[Any]:

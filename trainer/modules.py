@@ -153,27 +153,38 @@ def encoder_loader(
     A module without block names is replicated and fp32: it is small, and an autoencoder's bf16 shows in pictures.
     With `quantize.encoders` the linear layers of the blocks are stored in `quantize.format`.
     """
-    format = FORMATS.get(cfg.quantize.format) if cfg.quantize.encoders else None
     loader = _Loader(cfg, world, cache, listener or Listener())
 
     def load(module: nn.Module, files: WeightFiles, blocks: Sequence[str]) -> nn.Module:
-        module.requires_grad_(False).eval()
-        if blocks:
-            module.to(COMPUTE_DTYPE[cfg.train.precision])
-        if blocks and format:
-            quantize_layers(module, dict.fromkeys(_block_layers(module, blocks), format))
-        if blocks and (world.size > 1 or cfg.parallel.cpu_offload):
-            mesh = device_mesh(cfg.parallel, world, "full")
-            assert mesh is not None
-            offload = offload_policy(cfg.parallel)
-            shard_units(module, blocks_of(module, blocks), mesh, True, torch.float32, offload)
-            materialize(module, cfg, world.device)
-        else:
-            module.to_empty(device=world.device)
+        prepare_encoder(module, cfg, blocks)
+        is_sharded = blocks and (world.size > 1 or cfg.parallel.cpu_offload)
+        mesh = device_mesh(cfg.parallel, world, "full") if is_sharded else None
+        place_encoder(module, cfg, blocks, mesh, world.device)
         loader.load(module, files)
         return module
 
     return load
+
+
+def prepare_encoder(module: nn.Module, cfg: RunConfig, blocks: Sequence[str]) -> None:
+    """Freeze -> quantize an encoder on the meta device. blocks: as `encoder_loader` says."""
+    format = FORMATS.get(cfg.quantize.format) if cfg.quantize.encoders else None
+    module.requires_grad_(False).eval()
+    if blocks:
+        module.to(COMPUTE_DTYPE[cfg.train.precision])
+    if blocks and format:
+        quantize_layers(module, dict.fromkeys(_block_layers(module, blocks), format))
+
+
+def place_encoder(
+    module: nn.Module, cfg: RunConfig, blocks: Sequence[str], mesh: DeviceMesh | None, device: torch.device
+) -> None:
+    """Shard a prepared encoder and give it storage, uninitialized. Without a mesh it is not sharded."""
+    if mesh is None:
+        module.to_empty(device=device)
+        return
+    shard_units(module, blocks_of(module, blocks), mesh, True, torch.float32, offload_policy(cfg.parallel))
+    materialize(module, cfg, device)
 
 
 def materialize(module: nn.Module, cfg: RunConfig, device: torch.device) -> None:

@@ -565,6 +565,7 @@ class Trainer:
             warning = live.warning(self.cfg, found, cache)
             if warning:
                 self.say(WarningEvent(step=self.step, message=warning))
+        torch.cuda.reset_peak_memory_stats(self.world.device)  # of encoding: what follows is compared with training
         return found
 
     def _compare_with_plan(self, seconds: float) -> None:
@@ -576,7 +577,7 @@ class Trainer:
         measured = Measured(
             gpu=self._plan.card.name,
             ranks=self.world.size,
-            planned=self._plan.peak,
+            planned=self._plan.training.peak,
             allocated=torch.cuda.max_memory_allocated(device),
             reserved=torch.cuda.max_memory_reserved(device),
             used=total - free,

@@ -80,13 +80,14 @@ class Answers:
 class PlanParts:
     """place: the GPUs that are planned for.  record: a button where the model must be recorded first.
 
-    ways: buttons with what would make the run fit.
+    ways: buttons with what would make the run fit.  verify: one that has the plan compared with a trace.
     """
 
     place: gr.Dropdown
     bar: gr.HTML
     record: gr.Button
     ways: list[gr.Button]
+    verify: gr.Button
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class TrainPage:
     def outputs(self) -> list[Any]:
         """What every look at the draft renews, in the order of `_renewed`."""
         texts = [self.problems, self.changes, self.commands, self.yaml, self.start]
-        plan = [self.plan.bar, self.plan.record, *self.plan.ways]
+        plan = [self.plan.bar, self.plan.record, self.plan.verify, *self.plan.ways]
         return [self.answer, self.waiting, self.preset, *texts, *plan, *self.inputs.values()]
 
 
@@ -153,6 +154,7 @@ def build(studio: Studio) -> TrainPage:
                 gr.HTML(elem_id="plan"),
                 gr.Button("Record this model: half a minute", visible=False, size="sm", elem_id="record"),
                 [gr.Button(visible=False, size="sm", elem_id=f"way-{number}") for number in range(MOST)],
+                gr.Button("Verify exactly: a minute or more", visible=False, size="sm", elem_id="verify"),
             )
             outcome = gr.HTML(elem_id="outcome")  # in no answer to what is typed: a late one would wipe it away
             changes = gr.HTML(elem_id="changes")
@@ -178,6 +180,7 @@ def build(studio: Studio) -> TrainPage:
     renews(page, take.click, page_handler(page, _yaml_taken), [*page.shown, yaml])
     renews(page, keep.click, page_handler(page, _preset_kept), [*page.shown, name])
     renews(page, plan.record.click, page_handler(page, _recording_wanted), page.shown)
+    renews(page, plan.verify.click, page_handler(page, _trace_wanted), page.shown)
     for number, way in enumerate(plan.ways):
         renews(page, way.click, page_handler(page, partial(_way_taken, number)), page.shown)
     start.click(lambda *sent: _started(page, *sent), page.shown, [started, outcome], trigger_mode="once", **QUIET)
@@ -293,6 +296,11 @@ def _recording_wanted(page: TrainPage, shown: Seen) -> tuple[Seen, str]:
     return shown, ""
 
 
+def _trace_wanted(page: TrainPage, shown: Seen) -> tuple[Seen, str]:
+    page.studio.verify(form.check(shown.draft), shown.place)
+    return shown, ""
+
+
 def _way_taken(number: int, page: TrainPage, shown: Seen) -> tuple[Seen, str]:
     """One of the changes that make the run fit. They were offered for what is shown."""
     ways = page.studio.preflight(form.check(shown.draft), shown.place).ways
@@ -365,18 +373,19 @@ def _renewed(page: TrainPage, before: Seen, after: Seen, said: str, is_fresh: bo
     texts = [_problems(checked, said), _changes(checked), _commands(checked, page.studio)]
     yaml = now.yaml if now.yaml != after.yaml else gr.skip()
     preflight = page.studio.preflight(checked, now.place)
-    waiting = gr.Timer(active=bool(checked.waiting) or preflight.is_recording)
+    waiting = gr.Timer(active=bool(checked.waiting) or preflight.is_waiting)
     start, plan = gr.update(interactive=checked.can_start), _planned(preflight)
     return [page.answers.give(now), waiting, gr.update(**preset), *texts, yaml, start, *plan, *updates]
 
 
 def _planned(preflight: Preflight) -> list[Any]:
-    """The bar, the button that records, and one for each way to make the run fit."""
+    """The bar, the buttons that record and verify, and one for each way to make the run fit."""
     ways = [f"Make it fit: {way}" for way in preflight.ways]
     buttons = [gr.update(value=text, visible=True) for text in ways]
     buttons += [gr.update(visible=False)] * (MOST - len(buttons))
-    note = f"<p>{html.escape(preflight.note)}</p>"
-    return [plan_bar(preflight.plan) if preflight.plan else note, gr.update(visible=preflight.can_record), *buttons]
+    bar = plan_bar(preflight.plan, preflight.checked) if preflight.plan else f"<p>{html.escape(preflight.note)}</p>"
+    asking = [gr.update(visible=wanted) for wanted in (preflight.can_record, preflight.can_verify)]
+    return [bar, *asking, *buttons]
 
 
 def _refused(page: TrainPage, message: str) -> list[Any]:

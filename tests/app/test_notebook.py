@@ -327,5 +327,5 @@ def test_a_plan_shows_what_each_gpu_holds_and_what_would_make_it_fit():
     assert found.plan.ranks == 2
     shown = found._repr_html_()
     assert 'data-verdict="does not fit"' in shown
-    assert "<li>fits with quantize.format=nf4: " in shown
+    assert "<li>fits with parallel.cpu_offload=true: " in shown
     assert "fits with" not in notebook.plan(config, "8x80gb")._repr_html_()

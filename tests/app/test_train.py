@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -34,7 +35,7 @@ class Shown:
     def __init__(self, page: TrainPage) -> None:
         self.page = page
         self.token, self.preset, self.wants_all, self.looks, self.place = "", "quickstart", False, 0, HERE
-        self.plan, self.ways, self.can_record = "", [], False
+        self.plan, self.ways, self.can_record, self.can_verify = "", [], False, False
         self.values = {name: component.value for name, component in page.inputs.items()}
         self.visible = {name for name, component in page.inputs.items() if component.visible}
 
@@ -50,6 +51,7 @@ class Shown:
         at = self.page.outputs.index
         self.preset = answer[at(self.page.preset)].get("value", self.preset)
         self.plan, self.can_record = answer[at(self.page.plan.bar)], answer[at(self.page.plan.record)]["visible"]
+        self.can_verify = answer[at(self.page.plan.verify)]["visible"]
         updates = [answer[at(way)] for way in self.page.plan.ways]
         self.ways = [update["value"] for update in updates if update["visible"]]
         for name, update in zip(self.values, answer[-len(self.values) :], strict=True):
@@ -185,20 +187,39 @@ def test_a_way_to_make_the_run_fit_is_taken_over_with_a_click(browser: Shown, st
     assert studio.draft().values == {"quantize.format": "nf4"}
 
 
+def clicked_and_awaited(browser: Shown, handler: Any, waiting: str) -> None:
+    """Click, see what is said meanwhile, and look until it is no longer said."""
+    browser.take(train.page_handler(browser.page, handler)(*browser.sent))
+    assert waiting in browser.plan
+    assert not browser.can_record
+    assert not browser.can_verify
+    ends = time.monotonic() + RECORDED_WITHIN_S
+    while waiting in browser.plan and time.monotonic() < ends:
+        time.sleep(1)
+        browser.take(browser.ask())
+
+
 @pytest.mark.slow
 def test_a_model_that_was_not_recorded_is_recorded_with_a_click(browser: Shown, studio: Studio):
     browser.preset = "own"
     browser.take(browser.ask())
     assert "was not recorded yet" in browser.plan
     assert browser.can_record
-    browser.take(train.page_handler(browser.page, train._recording_wanted)(*browser.sent))
-    assert "is being recorded" in browser.plan
-    assert not browser.can_record
-    ends = time.monotonic() + RECORDED_WITHIN_S
-    while "is being recorded" in browser.plan and time.monotonic() < ends:
-        time.sleep(1)
-        browser.take(browser.ask())
+    clicked_and_awaited(browser, train._recording_wanted, "is being recorded")
     assert "GiB on each GPU" in browser.plan
+
+
+def test_a_plan_is_compared_with_a_trace_with_a_click(browser: Shown):
+    browser.preset = "quickstart"
+    browser.take(browser.ask())
+    assert browser.can_verify
+    clicked_and_awaited(browser, train._trace_wanted, "The whole model is being traced, block by block.")
+    said = re.search(
+        r"Training traced, block by block: 0\.06 GiB of tensors; planned 0\.06 \(([+-][\d.]+)%\)", browser.plan
+    )
+    assert said is not None
+    assert abs(float(said[1])) < 1
+    assert not browser.can_verify
 
 
 def test_a_plan_with_its_ways_is_there_while_somebody_types(browser: Shown, studio: Studio):

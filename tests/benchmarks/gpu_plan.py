@@ -26,8 +26,8 @@ from trainer.optim import make_optimizer
 from trainer.parallel.mesh import device_mesh
 from trainer.plan import virtual
 from trainer.plan.fixes import planned
-from trainer.plan.memory import size_of
 from trainer.plan.record import batch_of, on_this_machine, trace
+from trainer.plan.sizes import size_of
 from trainer.rng import SampleRng
 from trainer.world import World
 from trainer.zero import Strategy
@@ -76,7 +76,7 @@ def measure(case: Case, device: str, cache: Path) -> dict[str, float]:
     if device == "cuda":
         plan = planned(cfg, None, cache)
         assert plan is not None
-        peak = plan.peak
+        peak = plan.training.peak
     else:
         peak = trace(cfg, families.make(cfg, cache), here, size_of(cfg)).peak
     found: dict[str, float] = {"planned": peak}

@@ -1,6 +1,6 @@
 """The plan against full traces: every block of the published model through the trainer's own step, on fake tensors.
 
-python -m tests.benchmarks.plan [--only TEXT]     about 10 minutes; exit code 1 when a limit is exceeded
+python -m tests.benchmarks.plan [--only TEXT]     about 15 minutes; exit code 1 when a limit is exceeded
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
 from trainer.config import RunConfig
 from trainer.configfile import load_text
-from trainer.plan.memory import plan_of, size_of
-from trainer.plan.store import find_table
+from trainer.plan.memory import plan_of
+from trainer.plan.phases import CAPTIONS, SAMPLING, TRAINING, captions, over_all
+from trainer.plan.sizes import rank_of, sharding_of, size_of
+from trainer.plan.store import find_model
+from trainer.plan.timeline import simulate_forward
 
 USUAL, WORST = 0.01, 0.03
 """Largest error, as a share of the traced peak: of all but UNUSUAL, and of any."""
@@ -29,15 +32,16 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Case:
-    """A run of a published model. ranks: on one machine.  fields: overrides."""
+    """A run of a published model. ranks: on one machine.  fields: overrides.  part: of the run."""
 
     family: str
     architecture: str
     ranks: int
     fields: tuple[str, ...]
+    part: str = TRAINING
 
     def __str__(self) -> str:
-        return f"{self.family} {self.architecture}, {self.ranks} ranks, {' '.join(self.fields)}"
+        return f"{self.part} {self.family} {self.architecture}, {self.ranks} ranks, {' '.join(self.fields)}"
 
     def config(self) -> RunConfig:
         """The run, one image per rank and pass unless it says otherwise."""
@@ -62,20 +66,17 @@ class Outcome:
     case: Case
     traced: int
     planned: float
-    traced_flops: int
-    planned_flops: float
-    traced_items: dict[str, int]
+    traced_flops: int = 0
+    planned_flops: float = 0.0
 
     @property
     def error(self) -> float:
         return self.planned / self.traced - 1
 
     def __str__(self) -> str:
-        flops = self.planned_flops / self.traced_flops - 1
-        return (
-            f"{100 * self.error:+6.2f} %  {self.traced / GIB:7.2f} GiB traced, {self.planned / GIB:7.2f} planned, "
-            f"FLOP {100 * flops:+.2f} %: {self.case}"
-        )
+        flops = f", FLOP {100 * (self.planned_flops / self.traced_flops - 1):+.2f} %" if self.traced_flops else ""
+        sizes = f"{self.traced / GIB:7.2f} GiB traced, {self.planned / GIB:7.2f} planned"
+        return f"{100 * self.error:+6.2f} %  {sizes}{flops}: {self.case}"
 
 
 def cases() -> list[Case]:
@@ -128,7 +129,23 @@ def cases() -> list[Case]:
         ("flux3 flux3", 4, (again,)),
         ("flux3 flux3", 2, (again, nf4, small)),
     ]
-    return [Case(*model.split(), ranks, fields) for model, ranks, fields in lines]
+    others: list[tuple[str, str, int, tuple[str, ...]]] = [
+        (SAMPLING, "flux2 dev", 4, ()),
+        (SAMPLING, "flux2 klein-4b", 1, (nf4,)),
+        (SAMPLING, "flux1 dev", 2, ("parallel.cpu_offload=true",)),
+        (SAMPLING, "sd3 sd35-large", 2, ()),
+        (SAMPLING, "sdxl base", 1, ()),
+        (SAMPLING, "qwen_image qwen-image", 4, ("parallel.strategy=grad_op",)),
+        (CAPTIONS, "flux2 dev", 4, ()),
+        (CAPTIONS, "flux2 dev", 2, (nf4, "quantize.encoders=true")),
+        (CAPTIONS, "flux1 dev", 2, ()),
+        (CAPTIONS, "sd3 sd35-large", 1, ()),
+        (CAPTIONS, "qwen_image qwen-image", 2, ()),
+        (CAPTIONS, "z_image z-image", 2, ("parallel.cpu_offload=true",)),
+        (CAPTIONS, "sdxl base", 1, ()),
+    ]
+    training = [Case(*model.split(), ranks, fields) for model, ranks, fields in lines]
+    return [*training, *(Case(*model.split(), ranks, fields, part) for part, model, ranks, fields in others)]
 
 
 def compare(chosen: Sequence[Case]) -> list[Outcome]:
@@ -142,13 +159,23 @@ def _outcome(case: Case, cache: Path) -> Outcome:
     logging.disable(logging.WARNING)
     from trainer import families
     from trainer.plan import virtual
-    from trainer.plan.record import on_this_machine, trace
+    from trainer.plan.encoders import trace_captions
+    from trainer.plan.record import on_this_machine, trace, trace_drawing
 
     cfg = case.config()
-    planned = plan_of(cfg, find_table(cfg, cache), None)
+    model = find_model(cfg, cache)
+    planned = plan_of(cfg, model, None)
     size = size_of(cfg)
-    traced = trace(cfg, families.make(on_this_machine(cfg, cache), cache), virtual.install(), size)
-    outcome = Outcome(case, traced.peak, planned.peak, traced.flops, planned.flops, traced.items)
+    family, device = families.make(on_this_machine(cfg, cache), cache), virtual.install()
+    if case.part == CAPTIONS:
+        outcome = Outcome(case, trace_captions(cfg, family, device), captions(model.encoders, over_all(cfg)).peak)
+    elif case.part == SAMPLING:  # the denoiser, before anything was trained
+        sharding = replace(sharding_of(cfg, planned.strategy), optimizer_bytes=0.0)
+        drawing = simulate_forward(model.table.drawing(size, rank_of(cfg)), sharding, {})
+        outcome = Outcome(case, trace_drawing(cfg, family, device, size), drawing.peak)
+    else:
+        traced = trace(cfg, family, device, size)
+        outcome = Outcome(case, traced.peak, planned.training.peak, traced.flops, planned.flops)
     print(outcome, flush=True)
     return outcome
 

@@ -26,6 +26,9 @@ from trainer.world import World
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "PARITY.md"
 STEPS = 4
+EPS = 1e-6
+"""AdamW divides a gradient by its own size: with the usual 1e-8 the last bit of a sum decides the step of a weight
+whose gradient is nearly zero, and machines differ in that bit."""
 TOGETHER = 16
 FAMILIES = ("flux2", "flux1", "sd3", "sdxl")
 METHODS: dict[str, dict[str, Any]] = {
@@ -86,6 +89,7 @@ class Cell:
             quantize__format=self.base,
             **{
                 "train__steps": STEPS,
+                "optim__eps": EPS,
                 "train__precision": self.precision,
                 "parallel__strategy": self.strategy,
                 "parallel__devices": self.ranks,
@@ -222,8 +226,8 @@ def main() -> int:
     wrong = [cell for cell in cells if not found[cell] <= cell.tolerance]
     RESULTS.write_text(
         f"# Parity\n\nWritten by `make parity`: {len(cells)} cells of tiny models, torch {torch.__version__}, gloo on "
-        f"CPU, {STEPS} AdamW steps at lr 1e-4, batch 4. Each number is the largest absolute difference of a trained "
-        "weight or a loss to one process that trains the same.\nLimit 1e-6, 1e-5 for sdxl. "
+        f"CPU, {STEPS} AdamW steps at lr 1e-4, eps {EPS:g}, batch 4. Each number is the largest absolute difference of "
+        "a trained weight or a loss to one process that trains the same.\nLimit 1e-6, 1e-5 for sdxl. "
         f"{len(wrong)} cells are beyond it.\n\n{table(plain)}\n\n## On a quantized base\n\n{table(quantized)}\n",
         encoding="utf-8",
     )

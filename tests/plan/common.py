@@ -7,8 +7,8 @@ from pathlib import Path
 from trainer.config import RunConfig
 from trainer.configfile import load_text
 from trainer.plan.memory import MemoryPlan, plan_of
-from trainer.plan.store import SHIPPED, decode, known_table
-from trainer.plan.tables import Table
+from trainer.plan.store import SHIPPED, known_model
+from trainer.plan.tables import Table, decode
 
 NOWHERE = Path("nowhere")
 """A cache that does not exist: what is planned with it comes with the program."""
@@ -17,7 +17,7 @@ MODELS = {file.name.removesuffix(".json.gz"): file for file in sorted(SHIPPED.gl
 
 def shipped() -> list[tuple[str, str, Table]]:
     """(model, key, table) of everything that comes with the program."""
-    return [(name, key, table) for name, file in MODELS.items() for key, table in decode(file.read_bytes()).items()]
+    return [(name, key, table) for name, file in MODELS.items() for key, table in decode(file.read_bytes())[0].items()]
 
 
 def run(model: str, *fields: str) -> RunConfig:
@@ -33,6 +33,6 @@ def run(model: str, *fields: str) -> RunConfig:
 def planned(model: str, *fields: str) -> MemoryPlan:
     """The plan of such a run, from what comes with the program."""
     cfg = run(model, *fields)
-    table = known_table(cfg, NOWHERE)
-    assert table is not None
-    return plan_of(cfg, table, None)
+    model = known_model(cfg, NOWHERE)
+    assert model is not None
+    return plan_of(cfg, model, None)

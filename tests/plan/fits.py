@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from tests.plan.common import NOWHERE, run
 from tests.readme import write_section
 from trainer.plan.fixes import planned
-from trainer.plan.hardware import named
-from trainer.plan.memory import GIB, MemoryPlan
+from trainer.plan.hardware import GIB, named
+from trainer.plan.memory import MemoryPlan
 
 MODELS = {
     "FLUX.2-dev": "flux2 dev",
@@ -59,6 +59,7 @@ def _ways(model: str, machine: str) -> Iterator[tuple[str, MemoryPlan]]:
             continue
         fields = [f"parallel.devices={hardware.count}", f"train.batch_size={hardware.count}"]
         fields += [f"parallel.strategy={'full' if offload else strategy}", f"quantize.format={format}"]
+        fields += [f"quantize.encoders={str(format != 'none').lower()}", "sample.every=250", "sample.prompts=[a fox]"]
         fields += [f"train.checkpointing={'full' if again else 'none'}", f"parallel.cpu_offload={str(offload).lower()}"]
         plan = planned(run(model, *fields), hardware.card, NOWHERE)
         if plan and plan.verdict == "fits":

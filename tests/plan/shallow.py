@@ -5,28 +5,32 @@ python -m tests.plan.shallow FOLDER
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import shutil
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from tests.plan.common import MODELS, decode, run
+from tests.plan.common import MODELS, run
 from trainer import families
 from trainer.config import ModelConfig
 from trainer.families._published import published_folder
 from trainer.plan import virtual
-from trainer.plan.memory import sharding_of
-from trainer.plan.record import on_this_machine, record, trace
+from trainer.plan.encoders import record_encoders, trace_captions
+from trainer.plan.phases import captions, over_all
+from trainer.plan.record import on_this_machine, record, trace, trace_drawing
+from trainer.plan.sizes import sharding_of
 from trainer.plan.steps import Size, Step, lengthen
 from trainer.plan.store import key_of
-from trainer.plan.tables import RANKS, recorded_sizes
-from trainer.plan.timeline import simulate
+from trainer.plan.tables import KINDS, RANKS, Kind, decode, recorded_sizes
+from trainer.plan.timeline import simulate, simulate_forward
 
 SIZE = Size(512 * 512, 1)
-BLOCKS = {"num_layers": 1, "num_single_layers": 6}
+BLOCKS = {"num_layers": 1, "num_single_layers": 5}
 CASES: tuple[tuple[str, ...], ...] = (
     (),
     ("train.checkpointing=full", "parallel.cpu_offload=true"),
@@ -45,8 +49,9 @@ def main(cache: Path, models: Sequence[str]) -> None:
         print(json.dumps({"model": model, "is_equal": _is_equal(model, MODELS[model], cache)}), flush=True)
     if not models:
         folder = _shallow(cache)
-        for fields in CASES:
-            print(json.dumps(_compared(folder, fields, cache)), flush=True)
+        compared = itertools.chain(*(_compared(folder, fields, cache) for fields in CASES), _captions(folder, cache))
+        for case, planned, traced in compared:
+            print(json.dumps({"case": case, "planned": planned, "traced": traced}), flush=True)
 
 
 def _shallow(cache: Path) -> Path:
@@ -58,18 +63,37 @@ def _shallow(cache: Path) -> Path:
     return folder
 
 
-def _compared(folder: Path, fields: tuple[str, ...], cache: Path) -> dict[str, object]:
+def _compared(folder: Path, fields: tuple[str, ...], cache: Path) -> Iterator[tuple[str, float, float]]:
+    """(case, planned, traced): bytes at most in training, and for a lora where a sample is drawn."""
     given = (*fields, f"model.path={folder}", "model.options.architecture=null", "train.batch_size=4")
     cfg = run("flux2 klein-4b", *given)
-    family = families.make(cfg, cache)
-    found = record(cfg, family, virtual.install(), [SIZE])
-    units, marks = lengthen(found.units, found.marks[0], found.runs)
-    blocks = [number for number, unit in enumerate(units) if not unit.is_root]
-    recomputed = frozenset(blocks) if cfg.train.checkpointing == "full" else frozenset()
-    step = Step(tuple(units), tuple(marks), found.buffers, recomputed)
-    planned = simulate(step, sharding_of(cfg, cfg.parallel.strategy))  # type: ignore[arg-type]
-    traced = trace(cfg, family, virtual.install(), SIZE)
-    return {"case": " ".join(fields), "planned": planned.peak, "traced": traced.peak}
+    family, device = families.make(cfg, cache), virtual.install()
+    trained: Kind = "recomputed" if cfg.train.checkpointing == "full" else "kept"
+    drawn: tuple[Kind, ...] = ("drawn",) if cfg.adapter.type == "lora" else ()
+    found = record(cfg, family, device, [SIZE], (*drawn, trained))
+
+    def step(kind: Kind) -> Step:
+        units, marks = lengthen(found.units, found.marks[kind][0], found.runs)
+        blocks = [number for number, unit in enumerate(units) if kind == "drawn" or not unit.is_root]
+        return Step(tuple(units), tuple(marks), found.buffers, frozenset() if kind == "kept" else frozenset(blocks))
+
+    sharding = sharding_of(cfg, cfg.parallel.strategy)  # type: ignore[arg-type]
+    training = simulate(step(trained), sharding)
+    yield f"training {' '.join(fields)}", training.peak, trace(cfg, family, device, SIZE).peak
+    if drawn:
+        drawing = simulate_forward(step("drawn"), replace(sharding, optimizer_bytes=0.0), {})
+        yield f"drawing {' '.join(fields)}", drawing.peak, trace_drawing(cfg, family, device, SIZE)
+
+
+def _captions(folder: Path, cache: Path) -> Iterator[tuple[str, float, float]]:
+    """The same of encoding captions, on one rank and on four."""
+    fields = (f"model.path={folder}", "model.options.architecture=null")
+    cfgs = [run("flux2 klein-4b", *fields, f"parallel.devices={ranks}") for ranks in (1, 4)]
+    family, device = families.make(cfgs[0], cache), virtual.install()
+    found = record_encoders(cfgs[0], family, device)
+    for cfg in cfgs:
+        planned = captions(found, over_all(cfg)).peak
+        yield f"captions {cfg.parallel.devices}", planned, trace_captions(cfg, family, device)
 
 
 def _is_equal(model: str, file: Path, cache: Path) -> bool:
@@ -79,12 +103,13 @@ def _is_equal(model: str, file: Path, cache: Path) -> bool:
     if architecture == "demo":
         fields += ["model.path=demo", "model.options.architecture=null", "train.precision=fp32"]
     cfg = on_this_machine(run(f"{family} {architecture}", *fields), cache)
-    table = decode(file.read_bytes())[key_of(cfg)]
+    table = decode(file.read_bytes())[0][key_of(cfg)]
     found = record(cfg, families.make(cfg, cache), virtual.install(), recorded_sizes(table.sides)[:1])
-    figures = table.recorded[0].figures["kept"]
-    return [(m.change, m.peak, m.flops) for m in found.marks[0]] == [
-        (f.change[0], f.peak[0], f.flops[0]) for f in figures
-    ]
+    return all(
+        [(m.change, m.peak, m.flops) for m in found.marks[kind][0]]
+        == [(f.change[0], f.peak[0], f.flops[0]) for f in table.recorded[0].figures[kind]]
+        for kind in KINDS
+    )
 
 
 if __name__ == "__main__":

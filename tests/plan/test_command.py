@@ -13,7 +13,7 @@ import pytest
 
 from tests.plan.common import NOWHERE
 from trainer import configfile
-from trainer.plan.store import known_table
+from trainer.plan.store import known_model
 
 ROOT = Path(__file__).parents[2]
 PRESETS = [preset for preset in sorted((ROOT / "presets").glob("*.yaml")) if preset.stem != "demo-base-cpu"]
@@ -54,7 +54,8 @@ def test_a_plan_for_programs_is_json_in_bytes() -> None:
     done = answer("presets/flux2-klein-4b-lora-1gpu.yaml", "--gpus", "1x80gb", "--json")
     found = json.loads(done.stdout)
     assert found["verdict"] == "fits"
-    assert sum(item["size"] for item in found["items"]) == pytest.approx(found["need"])
+    (most,) = (phase for phase in found["phases"] if phase["name"] == found["fullest"])
+    assert sum(item["size"] for item in most["items"]) == pytest.approx(found["need"])
     assert found["need"] < found["card"]["memory"]
 
 
@@ -66,7 +67,7 @@ def test_the_answer_comes_at_once() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.stem)
 def test_what_a_preset_needs_comes_with_the_program(preset: Path) -> None:
-    assert known_table(configfile.load(preset).config, NOWHERE) is not None
+    assert known_model(configfile.load(preset).config, NOWHERE) is not None
 
 
 @pytest.mark.parametrize(
@@ -97,8 +98,7 @@ def test_gpus_go_with_a_plan_only() -> None:
 def test_a_plan_can_be_verified_by_a_trace_of_the_whole_model() -> None:
     done = answer("presets/quickstart.yaml", "--gpus", "2x12gb", "--exactly")
     assert (done.returncode, done.stderr) == (0, "")
-    said = re.fullmatch(
-        r"traced, block by block: 0\.06 GiB of tensors; planned 0\.06 \(([+-][\d.]+)%\)", done.stdout.splitlines()[-1]
-    )
+    pattern = r"training traced, block by block: 0\.06 GiB of tensors; planned 0\.06 \(([+-][\d.]+)%\)"
+    said = re.fullmatch(pattern, done.stdout.splitlines()[-1])
     assert said is not None
     assert abs(float(said[1])) < 1

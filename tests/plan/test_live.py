@@ -11,9 +11,9 @@ from tests.plan.common import run
 from trainer.gpus import Gpu
 from trainer.plan.calibration import Measured, keep, reserve_of
 from trainer.plan.fixes import planned
-from trainer.plan.hardware import CARDS, like, of_machine
+from trainer.plan.hardware import CARDS, GIB, like, of_machine
 from trainer.plan.live import compared, plan_here, told, warning
-from trainer.plan.memory import GIB, Reserve
+from trainer.plan.phases import Reserve
 
 CARD = CARDS["24gb"]
 ONE = Measured(CARD.name, 1, 10 * GIB, 10 * GIB, 12 * GIB, 13 * GIB, 1.5)
@@ -35,8 +35,9 @@ def test_what_runs_took_beside_their_tensors_is_what_plans_reserve(tmp_path: Pat
     cfg = run("flux2 klein-4b", "train.checkpointing=full")
     found = planned(cfg, CARD, tmp_path)
     assert found is not None
-    assert found.need == pytest.approx(1.2 * found.peak + 2 * GIB)
-    assert found.items[-1].sentence.endswith("as measured here")
+    for phase in found.phases:
+        assert phase.need == pytest.approx(1.2 * phase.peak + 2 * GIB)
+        assert phase.items[-1].sentence.endswith("as measured here")
 
 
 def test_a_line_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
@@ -51,7 +52,7 @@ def test_a_run_is_told_its_plan_and_warned_when_it_will_not_fit(tmp_path: Path) 
     found = plan_here(cfg, tmp_path, "some GPU", 24 * GIB)
     assert found is not None
     assert told(found) == (
-        "plan: 24.19 GiB of tensors on each GPU at its fullest, 26.61 with the allocator's reserve, of 24.00"
+        "plan: 24.19 GiB of tensors on each GPU at most in training; at most 26.61 in all, in training, of 24.00"
     )
     assert warning(cfg, found, tmp_path) == (
         "the plan needs 26.61 GiB on each GPU, which has 24.00: memory will probably run out; "

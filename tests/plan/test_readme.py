@@ -7,14 +7,30 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.plan.common import NOWHERE
 from tests.plan.fits import fits_table
+from tests.plan.needs import rows
 from tests.readme import README, section
+from trainer import configfile
+from trainer.plan.fixes import planned
+from trainer.plan.hardware import CARDS
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_table_of_what_fits_where_is_what_the_plan_says() -> None:
     assert section("fits") == fits_table(), "write it again: python -m tests.plan.fits"
+
+
+@pytest.mark.parametrize("row", rows(README.read_text(encoding="utf-8")), ids=lambda row: row[3 : row.index("]")])
+def test_no_preset_is_too_large_for_the_gpus_that_the_readme_names(row: str) -> None:
+    named = re.match(r"\| \[([\w-]+)\]\(.+?\) \| \d+ of (\d+) GB", row)
+    assert named is not None
+    found = planned(configfile.load(ROOT / "presets" / f"{named[1]}.yaml").config, CARDS[f"{named[2]}gb"], NOWHERE)
+    assert found is not None
+    assert found.verdict in ("fits", "tight")
 
 
 def test_the_plan_that_is_shown_is_what_the_command_prints() -> None:

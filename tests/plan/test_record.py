@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.plan.common import MODELS, decode
+from tests.plan.common import MODELS
 from trainer.plan.store import SHIPPED
-from trainer.plan.tables import encode
+from trainer.plan.tables import decode, encode
 
 ROOT = Path(__file__).parents[2]
 EXACT, USUAL = 0.003, 0.01
@@ -29,9 +30,9 @@ def compared(folder: Path, *models: str) -> list[dict[str, Any]]:
 
 def test_a_recorded_step_played_again_is_what_the_whole_model_takes(tmp_path: Path) -> None:
     errors = {line["case"]: line["planned"] / line["traced"] - 1 for line in compared(tmp_path)}
-    assert len(errors) == 6
+    assert Counter(case.split()[0] for case in errors) == {"training": 6, "drawing": 3, "captions": 2}
     assert max(map(abs, errors.values())) < USUAL, errors
-    assert sum(abs(error) < EXACT for error in errors.values()) >= 5, errors
+    assert sum(abs(error) < EXACT for error in errors.values()) >= 10, errors
 
 
 @pytest.mark.parametrize(
@@ -46,4 +47,4 @@ def test_what_comes_with_the_program_is_what_is_recorded_today(models: tuple[str
 
 def test_files_are_written_alike_from_the_same_tables() -> None:
     for file in SHIPPED.glob("*.json.gz"):
-        assert encode(decode(file.read_bytes())) == file.read_bytes()
+        assert encode(*decode(file.read_bytes())) == file.read_bytes()

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from tests.plan.common import planned, shipped
-from trainer.plan.memory import GIB
+from trainer.plan.hardware import GIB
 from trainer.plan.steps import Size, Step
 from trainer.plan.tables import Table
 from trainer.plan.timeline import Sharding, simulate
@@ -75,7 +75,7 @@ def test_a_pass_gives_back_all_that_it_took_but_the_gradients(table: Table) -> N
 def test_the_figures_of_an_independent_tracer_for_the_largest_model_on_four_ranks(
     fields: tuple[str, ...], gib: float
 ) -> None:
-    assert planned("flux2 dev", *fields).peak / GIB == pytest.approx(gib, rel=0.01)
+    assert planned("flux2 dev", *fields).training.peak / GIB == pytest.approx(gib, rel=0.01)
 
 
 def test_the_bytes_that_are_gathered_are_those_of_the_model_twice_but_the_root() -> None:
@@ -88,13 +88,13 @@ def test_gathered_blocks_stay_under_grad_op_and_go_under_full() -> None:
         planned("flux2 dev", f"parallel.strategy={strategy}", "train.checkpointing=full")
         for strategy in ("full", "grad_op")
     )
-    assert grad_op.peak > full.peak + 40 * GIB
+    assert grad_op.training.peak > full.training.peak + 40 * GIB
     assert grad_op.received < 0.6 * full.received
 
 
 def test_blocks_kept_on_some_ranks_lie_between_freed_and_kept_ones() -> None:
     kept = [
-        planned("flux2 klein-4b", "train.checkpointing=full", f"parallel.reshard_after_forward={value}").peak
+        planned("flux2 klein-4b", "train.checkpointing=full", f"parallel.reshard_after_forward={value}").training.peak
         for value in ("true", "2", "false")
     ]
     assert kept == sorted(kept)

@@ -56,7 +56,7 @@ def parallelize(
             setattr(model, method, _on_cast_inputs(getattr(model, method), dtype, fp32_inputs))
     if mesh is None and dtype != torch.float32:
         _compute_in(model, units, dtype)
-    _checkpoint_activations(units, train)
+    checkpoint_activations(units, train.checkpointing)
     if train.compile:
         for unit in units:
             unit.compile(backend=train.compile_backend)
@@ -113,11 +113,14 @@ def prefetch(units: Sequence[nn.Module], forward: int, backward: int) -> None:
             unit.set_modules_to_backward_prefetch(sharded[max(0, i - backward) : i][::-1])
 
 
-def _checkpoint_activations(units: Sequence[nn.Module], train: TrainConfig) -> None:
-    """Recompute every n-th block in backward. Inside the sharded unit, so that a recompute gathers nothing again."""
-    if train.checkpointing == "none":
+def checkpoint_activations(units: Sequence[nn.Module], checkpointing: str | int) -> None:
+    """Recompute every n-th block in backward. Inside the sharded unit, so that a recompute gathers nothing again.
+
+    checkpointing: `train.checkpointing`.
+    """
+    if checkpointing == "none":
         return
-    every = 1 if train.checkpointing == "full" else train.checkpointing
+    every = 1 if checkpointing == "full" else int(checkpointing)
     for unit in units[::every]:
         unit.forward = _recomputed(unit.forward)
 

@@ -3,6 +3,10 @@
 record    runs the trainer's own step on a device that holds nothing, in a process of its own (with torch)
 tables    what was recorded of a model, for every size and rank of the adapter
 timeline  plays it with FSDP2's memory in it, for every way of sharding
+encoders  does the same with what encodes captions and images
+sizes     what a config asks of its model
+phases    what is held from the first caption to the export
+storage   host memory and files
 memory    adds up what a run takes, and says whether it fits
 hardware  the GPUs
 store     finds the table of a run
@@ -17,7 +21,7 @@ from trainer.config import RunConfig
 from trainer.plan.calibration import reserve_of
 from trainer.plan.hardware import Card
 from trainer.plan.memory import MemoryPlan, plan_of
-from trainer.plan.store import find_table
+from trainer.plan.store import find_model
 
 __all__ = ["MemoryPlan", "plan"]
 
@@ -30,4 +34,4 @@ def plan(
     say: told before the model must be recorded first, which takes half a minute. Raises InputError for a model that is
     neither known nor on this machine.
     """
-    return plan_of(cfg, find_table(cfg, cache, say), card, reserve_of(cache, card))
+    return plan_of(cfg, find_model(cfg, cache, say), card, reserve_of(cache, card))

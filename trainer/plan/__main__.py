@@ -1,4 +1,4 @@
-"""Records models: `python -m trainer.plan record CONFIG CACHE FILE` for one run, `tables` for those of the program."""
+"""Records models: `python -m trainer.plan record CONFIG CACHE` for one run, `tables` for those of the program."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.config import RunConfig
-from trainer.plan.recording import record_published, recorded, traced, write
-from trainer.plan.store import key_of
+from trainer.plan.recording import record_model, record_published, traced
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one command."""
     parser = argparse.ArgumentParser(prog="python -m trainer.plan")
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("record", help="record one run's model")
-    one.add_argument("config", type=Path)
-    one.add_argument("cache", type=Path)
-    one.add_argument("file", type=Path)
-    whole = commands.add_parser("trace", help="print the bytes that a step of one run's whole model takes")
-    whole.add_argument("config", type=Path)
-    whole.add_argument("cache", type=Path)
+    for name, what in (
+        ("record", "record one run's model"),
+        ("trace", "print the bytes that a step of one run's whole model takes"),
+    ):
+        one = commands.add_parser(name, help=what)
+        one.add_argument("config", type=Path)
+        one.add_argument("cache", type=Path)
     many = commands.add_parser("tables", help="record the published models")
     many.add_argument("names", nargs="*", help="of models, as a file in trainer/plan/recorded; default: all")
     many.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
@@ -34,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     if options.command == "trace":
         print(traced(cfg, options.cache))
     else:
-        write(options.file, {key_of(cfg): recorded(cfg, options.cache)})
+        record_model(cfg, options.cache)
     return 0
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from trainer.plan.hardware import Card
-from trainer.plan.memory import Reserve
+from trainer.plan.phases import Reserve
 
 NEWEST = 20
 """Lines that count: the last of a kind of GPU."""

@@ -12,8 +12,10 @@ from trainer import configfile
 from trainer.config import RunConfig
 from trainer.plan import plan
 from trainer.plan.fixes import Fix, fixes, largest
-from trainer.plan.hardware import detected, named
-from trainer.plan.memory import GIB, MemoryPlan, describe, verdict
+from trainer.plan.hardware import GIB, detected, named
+from trainer.plan.memory import MemoryPlan, compared, describe, verdict
+from trainer.plan.phases import moment
+from trainer.plan.storage import amount
 from trainer.plan.store import traced_peak
 from trainer.rundir import shared_cache
 
@@ -38,20 +40,19 @@ def show(preset: Path, overrides: Sequence[str], runs: Path, gpus: str | None, a
     if as_json:
         print(json.dumps(to_json(found, ways, most) | {"traced_peak": peak}, indent=1))
     else:
-        print("\n".join([*lines(cfg, found), *_ways(ways), *_most(most), *_traced(found, peak)]))
+        print("\n".join([*lines(cfg, found), *_ways(ways), *_most(most), *([compared(found, peak)] if peak else [])]))
     return 1 if found.verdict == "does not fit" else 0
 
 
 def lines(cfg: RunConfig, found: MemoryPlan) -> list[str]:
     """A plan for people."""
     text = [f"{cfg.name}: {describe(cfg)}, strategy {found.strategy}", ""]
-    text += [
-        f"  {item.size / GIB:8.2f} GiB  {item.name}: {item.sentence}" for item in found.items if item.size >= SHOWN
-    ]
-    text += [f"  {found.need / GIB:8.2f} GiB  on each GPU at its fullest, in {found.when}", ""]
-    if found.host:
-        text.append(f"host memory      {found.host / GIB:.2f} GiB per rank, pinned")
-    text.append(f"checkpoint       {found.checkpoint / GIB:.2f} GiB on disk, each")
+    most = found.fullest
+    text += [f"  {item.size / GIB:8.2f} GiB  {item.name}: {item.sentence}" for item in most.items if item.size >= SHOWN]
+    text += [f"  {most.need / GIB:8.2f} GiB  on each GPU at its fullest, in {moment(most)}", ""]
+    text.append(f"parts of the run {', '.join(f'{part.name} {part.need / GIB:.2f}' for part in found.phases)} GiB")
+    for where, items in (("on the host", found.host), ("on disk", found.disk)):
+        text += [f"{where:16} {amount(item.size)} {item.name}: {item.sentence}" for item in items]
     if found.ranks > 1:
         text.append(f"through links    {found.received / GIB:.2f} GiB per rank and step")
     text.append(f"computing        {found.flops / 1e12:.0f} TFLOP per rank and step")
@@ -78,18 +79,11 @@ def _most(most: Mapping[str, int]) -> list[str]:
     return [f"largest that fit, each by itself: {found}"] if found else []
 
 
-def _traced(found: MemoryPlan, peak: int | None) -> list[str]:
-    if peak is None:
-        return []
-    planned = found.peak / GIB
-    return [
-        f"traced, block by block: {peak / GIB:.2f} GiB of tensors; planned {planned:.2f} ({found.peak / peak - 1:+.2%})"
-    ]
-
-
 def to_json(found: MemoryPlan, ways: Sequence[Fix], most: Mapping[str, int]) -> dict[str, object]:
     """A plan for programs: bytes, seconds, the verdict, what would make it fit, and the largest values that fit."""
     return dataclasses.asdict(found) | {
+        "fullest": found.fullest.name,
+        "need": found.need,
         "verdict": found.verdict,
         "fixes": [{"changes": dict(way.changes), "need": way.plan.need} for way in ways],
         "largest": dict(most),

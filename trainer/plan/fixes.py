@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,17 @@ from pydantic import ValidationError
 from trainer.config import NoAdapter, RankAdapter, RunConfig
 from trainer.plan.calibration import reserve_of
 from trainer.plan.hardware import Card
-from trainer.plan.memory import MemoryPlan, plan_of
-from trainer.plan.store import known_table
+from trainer.plan.memory import TIGHT, MemoryPlan, plan_of
+from trainer.plan.phases import CAPTIONS, SAMPLING, Reserve
+from trainer.plan.store import known_model
 
 MOST = 3
 """Changes of one fix, and fixes that are proposed."""
 STEPS = {"data.resolution": 64, "train.micro_batch": 1, "adapter.rank": 4}
 """What the largest values are multiples of."""
+SIDES = (1024, 768, 512)
+"""Of smaller pictures that are proposed."""
+PICTURES = ("data.resolution", "sample.size")
 LIMITS = {"data.resolution": 4096, "train.micro_batch": 512, "adapter.rank": 512}
 
 
@@ -40,25 +45,29 @@ def fixes(cfg: RunConfig, card: Card, cache: Path) -> list[Fix]:
     What changes the result, as smaller pictures, is proposed only where nothing else helps. cache: as for `plan`; a
     change to what was not recorded yet is not proposed.
     """
-    found = planned(cfg, card, cache)
+    reserve = reserve_of(cache, card)
+    found = planned(cfg, card, cache, reserve)
     if found is None or found.verdict == "fits":
         return []
-    for choices in (_same_result(cfg, found), _same_result(cfg, found) | _other_result(cfg)):
+    same, other = _same_result(cfg, found), _other_result(cfg)
+    for choices, needed in ((same, same), (same | other, other)):
         for count in range(1, MOST + 1):
-            fitting = [fix for fix in _tried(cfg, card, cache, choices, count) if fix.plan.verdict == "fits"]
+            tried = (_fix(cfg, card, cache, reserve, changes) for changes in _combinations(choices, needed, count))
+            fitting = [fix for fix in tried if fix]
             if fitting:
-                return sorted(fitting, key=_seconds)[:MOST]
+                return sorted(_largest_pictures(fitting), key=_seconds)[:MOST]
     return []
 
 
 def largest(cfg: RunConfig, card: Card, cache: Path) -> dict[str, int]:
     """{field: the largest value with which the run fits, the others unchanged}; fields with none are left out."""
     fields = [field for field in STEPS if field != "adapter.rank" or isinstance(cfg.adapter, RankAdapter)]
+    reserve = reserve_of(cache, card)
 
     def fits(field: str) -> Callable[[int], bool]:
         def check(value: int) -> bool:
             changed = _changed(cfg, {field: value} | _batch_of(cfg, field, value))
-            plan = planned(changed, card, cache) if changed else None
+            plan = planned(changed, card, cache, reserve) if changed else None
             return plan is not None and plan.verdict == "fits"
 
         return check
@@ -67,10 +76,10 @@ def largest(cfg: RunConfig, card: Card, cache: Path) -> dict[str, int]:
     return {field: value for field, value in found.items() if value}
 
 
-def planned(cfg: RunConfig, card: Card | None, cache: Path) -> MemoryPlan | None:
-    """The plan, None where the model is not recorded yet."""
-    table = known_table(cfg, cache)
-    return plan_of(cfg, table, card, reserve_of(cache, card)) if table else None
+def planned(cfg: RunConfig, card: Card | None, cache: Path, reserve: Reserve | None = None) -> MemoryPlan | None:
+    """The plan, None where the model is not recorded yet. reserve: None for `reserve_of` the card."""
+    model = known_model(cfg, cache)
+    return plan_of(cfg, model, card, reserve_of(cache, card) if reserve is None else reserve) if model else None
 
 
 def _same_result(cfg: RunConfig, found: MemoryPlan) -> dict[str, tuple[Any, ...]]:
@@ -82,28 +91,51 @@ def _same_result(cfg: RunConfig, found: MemoryPlan) -> dict[str, tuple[Any, ...]
         choices["parallel.strategy"] = ("full",)
     if cfg.quantize.format == "none" and not isinstance(cfg.adapter, NoAdapter):
         choices["quantize.format"] = ("int8", "nf4")
+    if not cfg.quantize.encoders and _is_too_much(found, CAPTIONS):
+        choices["quantize.encoders"] = (True,)
     if not cfg.parallel.cpu_offload:
         choices["parallel.cpu_offload"] = (True,)
     if cfg.train.micro_batch > 1:
         choices["train.micro_batch"] = (1,)
-    return choices
+    if _is_too_much(found, SAMPLING):
+        choices["sample.size"] = tuple((side, side) for side in SIDES if side**2 < math.prod(cfg.sample.size))
+    return {field: values for field, values in choices.items() if values}
+
+
+def _largest_pictures(found: Sequence[Fix]) -> Iterable[Fix]:
+    """Of those that differ in the size of pictures only, the one with the largest, which was tried first."""
+    kept: dict[tuple[Any, ...], Fix] = {}
+    for fix in found:
+        kept.setdefault(tuple(item for item in fix.changes.items() if item[0] not in PICTURES), fix)
+    return kept.values()
+
+
+def _is_too_much(found: MemoryPlan, name: str) -> bool:
+    """Whether this part of the run does not fit."""
+    assert found.card is not None
+    return any(phase.name == name and phase.need > TIGHT * found.card.memory for phase in found.phases)
 
 
 def _other_result(cfg: RunConfig) -> dict[str, tuple[Any, ...]]:
-    smaller = tuple(side for side in (1024, 768, 512) if side < cfg.data.resolution)
+    smaller = tuple(side for side in SIDES if side < cfg.data.resolution)
     return {"data.resolution": smaller} if smaller else {}
 
 
-def _tried(
-    cfg: RunConfig, card: Card, cache: Path, choices: Mapping[str, tuple[Any, ...]], count: int
-) -> Iterator[Fix]:
+def _combinations(
+    choices: Mapping[str, tuple[Any, ...]], needed: Collection[str], count: int
+) -> Iterator[dict[str, Any]]:
+    """Changes of so many fields, of which at least one is needed."""
     for fields in itertools.combinations(choices, count):
-        for values in itertools.product(*(choices[field] for field in fields)):
-            changes = dict(zip(fields, values, strict=True))
-            changed = _changed(cfg, changes)
-            plan = planned(changed, card, cache) if changed else None
-            if plan:
-                yield Fix(changes, plan)
+        if any(field in needed for field in fields):
+            for values in itertools.product(*(choices[field] for field in fields)):
+                yield dict(zip(fields, values, strict=True))
+
+
+def _fix(cfg: RunConfig, card: Card, cache: Path, reserve: Reserve, changes: Mapping[str, Any]) -> Fix | None:
+    """None where they do not go together, do not fit, or were not recorded."""
+    changed = _changed(cfg, changes)
+    plan = planned(changed, card, cache, reserve) if changed else None
+    return Fix(changes, plan) if plan and plan.verdict == "fits" else None
 
 
 def _changed(cfg: RunConfig, changes: Mapping[str, Any]) -> RunConfig | None:
@@ -141,4 +173,7 @@ def _seconds(fix: Fix) -> float:
 
 
 def _written(value: Any) -> str:
+    """As it is typed behind a command."""
+    if isinstance(value, tuple):
+        return f"[{','.join(map(str, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -14,7 +14,7 @@ from trainer import gpus
 from trainer.config import InputError
 from trainer.gpus import Gpu
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 GB = 10**9
 
 

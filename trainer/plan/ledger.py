@@ -103,7 +103,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(kind is DTensor for kind in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
-        if self._is_off:
+        if self._is_off or func.namespace == "prim":
             return out
         packet = func._overloadpacket
         if packet in flop_registry:

@@ -7,8 +7,8 @@ from pathlib import Path
 from trainer.config import InputError, RunConfig
 from trainer.plan.calibration import Measured
 from trainer.plan.fixes import fixes, planned
-from trainer.plan.hardware import like
-from trainer.plan.memory import GIB, MemoryPlan
+from trainer.plan.hardware import GIB, like
+from trainer.plan.memory import MemoryPlan
 
 
 def plan_here(cfg: RunConfig, cache: Path, gpu: str, memory: int) -> MemoryPlan | None:
@@ -26,8 +26,8 @@ def told(found: MemoryPlan) -> str:
     """The plan in a line of the log."""
     assert found.card is not None
     return (
-        f"plan: {found.peak / GIB:.2f} GiB of tensors on each GPU at its fullest, {found.need / GIB:.2f} with the "
-        f"allocator's reserve, of {found.card.memory / GIB:.2f}"
+        f"plan: {found.training.peak / GIB:.2f} GiB of tensors on each GPU at most in training; at most "
+        f"{found.need / GIB:.2f} in all, in {found.fullest.name}, of {found.card.memory / GIB:.2f}"
     )
 
 

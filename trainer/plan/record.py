@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,18 +24,18 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from trainer import families
-from trainer.config import HUB_ID, MODEL_WORDS, LokrAdapter, ParallelConfig, RankAdapter, RunConfig
+from trainer.config import HUB_ID, ParallelConfig, RunConfig
 from trainer.families._published import published_folder
 from trainer.families.base import ModelFamily
 from trainer.modules import BuiltModel, build_model, materialize, shard_model, sync_gradients
 from trainer.objectives import Batch
 from trainer.optim import make_optimizer
 from trainer.parallel.mesh import device_mesh
-from trainer.parallel.shard import COMPUTE_DTYPE, blocks_of
+from trainer.parallel.shard import COMPUTE_DTYPE, blocks_of, checkpoint_activations
 from trainer.plan import virtual
 from trainer.plan.ledger import ACTIVATIONS, GATHERED, REDUCED, Ledger
 from trainer.plan.steps import Mark, Moment, Parameter, Run, Size, Unit, grains
-from trainer.plan.tables import RANKS, SIDES, SMALL_SIDES, Figures, Recorded, Table, recorded_sizes
+from trainer.plan.tables import KINDS, Figures, Kind, Recorded, Table, has_rank, ranks_of, recorded_sizes, sides_of
 from trainer.rng import SampleRng
 from trainer.world import World
 from trainer.zero import Strategy
@@ -72,20 +73,34 @@ def trace(cfg: RunConfig, family: ModelFamily, device: torch.device, size: Size,
         return Trace(ledger.highest, ledger.at_peak, dict(ledger.sent), ledger.flops)
 
 
+def trace_drawing(cfg: RunConfig, family: ModelFamily, device: torch.device, size: Size) -> int:
+    """Bytes on rank 0 at most while the whole model is called as for a sample, before anything was trained.
+
+    cfg: `parallel.strategy` must be decided.
+    """
+    with sharded_model(build_model(cfg, family), cfg, family, device) as sharded:
+        sharded.ledger.begin()
+        for _ in range(2):
+            sharded.draw(size)
+        return sharded.ledger.highest
+
+
 @dataclass(frozen=True)
 class Recording:
-    """Passes of a shortened model. runs: what was left out.  marks: of each size."""
+    """Passes of a shortened model. runs: what was left out.  marks: {kind: of each size}."""
 
     units: tuple[Unit, ...]
     runs: tuple[Run, ...]
     buffers: int
-    marks: tuple[tuple[Mark, ...], ...]
+    marks: dict[Kind, tuple[tuple[Mark, ...], ...]]
 
 
-def record(cfg: RunConfig, family: ModelFamily, device: torch.device, sizes: Sequence[Size]) -> Recording:
-    """A pass of the shortened model for each size, without FSDP's own memory.
+def record(
+    cfg: RunConfig, family: ModelFamily, device: torch.device, sizes: Sequence[Size], kinds: Sequence[Kind] = KINDS
+) -> Recording:
+    """Passes of the shortened model, of each kind and size, without FSDP's own memory.
 
-    cfg: how it is sharded, and over how many ranks, does not matter.
+    cfg: how it is sharded, over how many ranks, and what is recomputed does not matter.  kinds: in the order of KINDS.
     """
     cfg = _plain(cfg)
     built = build_model(cfg, family)
@@ -93,14 +108,24 @@ def record(cfg: RunConfig, family: ModelFamily, device: torch.device, sizes: Seq
     with sharded_model(built, cfg, family, device) as sharded:
         units = sharded.units()
         numbers = {unit.name: number for number, unit in enumerate(units)}
-        sharded.one_pass(sizes[0], is_last=True)  # what is made once only
-        marks = []
-        for size in sizes:
-            with sharded.recording(numbers) as found:
-                sharded.one_pass(size, is_last=True)
-            marks.append(tuple(found))
+        sharded.draw(sizes[0])  # what is made once only
+
+        def passes(run: Callable[[Size], None]) -> tuple[tuple[Mark, ...], ...]:
+            marks = []
+            for size in sizes:
+                with sharded.moments.recorded(numbers) as found:
+                    run(size)
+                sharded.optimizer.zero_grad()
+                marks.append(tuple(found))
+            return tuple(marks)
+
+        marks: dict[Kind, tuple[tuple[Mark, ...], ...]] = {}
+        for kind in kinds:
+            if kind == "recomputed":
+                sharded.recompute()
+            marks[kind] = passes(sharded.draw if kind == "drawn" else partial(sharded.one_pass, is_last=True))
         kept = tuple(Run(numbers[name], count, KEPT) for name, count in runs.items())
-        return Recording(units, kept, sharded.buffers(), tuple(marks))
+        return Recording(units, kept, sharded.buffers(), marks)
 
 
 def on_this_machine(cfg: RunConfig, cache: Path) -> RunConfig:
@@ -116,28 +141,28 @@ def on_this_machine(cfg: RunConfig, cache: Path) -> RunConfig:
     return cfg.model_copy(update={"model": model.model_copy(update={"path": str(folder), "base": None})})
 
 
-def tabulate(cfg: RunConfig, cache: Path, device: torch.device) -> Table:
-    """Everything that is recorded of a model with the adapter's type and the base's format.
+def record_rank(cfg: RunConfig, rank: int, kinds: Sequence[Kind], cache: Path, device: torch.device) -> Recording:
+    """All sizes of a model whose adapter has a rank, or another one than the config's. cache: shared by runs."""
+    adapter = cfg.adapter.model_copy(update={"rank": rank} if has_rank(cfg) else {})
+    changed = cfg.model_copy(update={"adapter": adapter})
+    return record(changed, families.make(changed, cache), device, recorded_sizes(sides_of(cfg)), kinds)
 
-    cache: folder shared by runs.
-    """
-    has_rank = isinstance(cfg.adapter, RankAdapter) and not isinstance(cfg.adapter, LokrAdapter)
-    ranks = RANKS if has_rank else RANKS[:1]
-    family = families.make(cfg, cache)
-    sides = SMALL_SIDES if cfg.model.path in MODEL_WORDS else SIDES
-    sizes = recorded_sizes(sides)
-    recorded: list[Recorded] = []
-    for rank in ranks:
-        adapter = cfg.adapter.model_copy(update={"rank": rank} if has_rank else {})
-        found = {}
-        for kind, checkpointing in (("kept", "none"), ("recomputed", "full")):
-            train = cfg.train.model_copy(update={"checkpointing": checkpointing})
-            found[kind] = record(cfg.model_copy(update={"adapter": adapter, "train": train}), family, device, sizes)
-        figures = {kind: tuple(map(_figures, zip(*of.marks, strict=True))) for kind, of in found.items()}
-        recorded.append(Recorded(found["kept"].units, figures))
-    last = found["kept"]
-    moments = tuple((mark.moment, mark.unit) for mark in last.marks[0])
-    return Table(versions(), sides, ranks, moments, last.runs, last.buffers, tuple(recorded))
+
+def joined(parts: Sequence[Recording]) -> Recording:
+    """One recording of what was recorded in parts."""
+    marks = {kind: marks for part in parts for kind, marks in part.marks.items()}
+    return replace(parts[0], marks=marks)
+
+
+def tabulated(cfg: RunConfig, found: Sequence[Recording]) -> Table:
+    """The table of a model with the adapter's type and the base's format. found: `record_rank` of each rank."""
+    recorded = tuple(
+        Recorded(of.units, {kind: tuple(map(_figures, zip(*marks, strict=True))) for kind, marks in of.marks.items()})
+        for of in found
+    )
+    moments, drawn = (tuple((mark.moment, mark.unit) for mark in found[0].marks[kind][0]) for kind in ("kept", "drawn"))
+    of = found[0]
+    return Table(versions(), sides_of(cfg), ranks_of(cfg), moments, drawn, of.runs, of.buffers, recorded)
 
 
 def _figures(marks: Sequence[Mark]) -> Figures:
@@ -149,7 +174,7 @@ def _figures(marks: Sequence[Mark]) -> Figures:
 def _plain(cfg: RunConfig) -> RunConfig:
     """Sharded over two ranks, one pass per step."""
     parallel = ParallelConfig(devices=2, strategy="full")
-    train = cfg.train.model_copy(update={"batch_size": 1, "micro_batch": 1, "compile": False})
+    train = cfg.train.model_copy(update={"batch_size": 1, "micro_batch": 1, "compile": False, "checkpointing": "none"})
     return cfg.model_copy(update={"parallel": parallel, "train": train})
 
 
@@ -170,24 +195,73 @@ def _shape(module: nn.Module) -> tuple[Any, ...]:
     return tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters())
 
 
+class Moments:
+    """Writes down what is allocated from one moment to the next. ledger: sees it."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self._marks: list[Mark] | None = None
+        self._numbers: dict[str, int] = {}
+        self._start = self._flops = 0
+
+    @contextmanager
+    def recorded(self, numbers: dict[str, int]) -> Iterator[list[Mark]]:
+        """Inside, marks are written down. numbers: of the units, by name."""
+        self._numbers, self._marks = numbers, []
+        self._begin()
+        try:
+            yield self._marks
+        finally:
+            self._marks = None
+
+    def mark(self, moment: Moment, unit: str) -> None:
+        """A moment has come."""
+        if self._marks is None:
+            return
+        ledger = self.ledger
+        self._marks.append(
+            Mark(
+                moment,
+                self._numbers.get(unit, -1),
+                ledger.current[ACTIVATIONS] - self._start,
+                ledger.peak_of[ACTIVATIONS] - self._start,
+                ledger.flops - self._flops,
+            )
+        )
+        self._begin()
+
+    def _begin(self) -> None:
+        self.ledger.mark()
+        self._start, self._flops = self.ledger.current[ACTIVATIONS], self.ledger.flops
+
+
 class Sharded:
-    """A model on a device, ready for its passes. ledger: sees what they allocate."""
+    """A model on a device, ready for its passes. ledger: sees what they allocate, and moments when."""
 
     def __init__(
         self, built: BuiltModel, cfg: RunConfig, family: ModelFamily, ledger: Ledger, device: torch.device
     ) -> None:
         self.module, self.cfg, self.family, self.ledger, self.device = built.module, cfg, family, ledger, device
         self.optimizer = make_optimizer(list(built.trainables.values()), cfg.optim)
-        self.marks: list[Mark] | None = None
-        self.numbers: dict[str, int] = {}
-        self._start = self._flops = 0
+        self.moments = Moments(ledger)
 
     def one_pass(self, size: Size, is_last: bool) -> None:
         """Forward and backward."""
         if self.cfg.micro_steps > 1:
             sync_gradients(self.module, is_last, self.cfg.shards_gradients(self.cfg.parallel.strategy))
         self._forward(size).backward()  # type: ignore[no-untyped-call]
-        self.mark("end", "")
+        self.moments.mark("end", "")
+
+    @torch.no_grad()
+    def draw(self, size: Size) -> None:
+        """Forward, as where samples are drawn."""
+        self._forward(size)
+        self.moments.mark("end", "")
+
+    def recompute(self) -> None:
+        """From now on blocks compute forward again in backward."""
+        for module in self.module.values():
+            checkpoint_activations(blocks_of(module, self.family.shard_blocks), "full")
 
     def update(self) -> None:
         """The optimizer's step."""
@@ -195,53 +269,13 @@ class Sharded:
             self.optimizer.step()
         self.optimizer.zero_grad()
 
-    @contextmanager
-    def recording(self, numbers: dict[str, int]) -> Iterator[list[Mark]]:
-        """Inside, marks are written down. numbers: of the units, by name."""
-        self.numbers, self.marks = numbers, []
-        self.ledger.mark()
-        self._start, self._flops = self.ledger.current[ACTIVATIONS], self.ledger.flops
-        try:
-            yield self.marks
-        finally:
-            self.marks = None
-            self.optimizer.zero_grad()
-
-    def mark(self, moment: Moment, unit: str) -> None:
-        """A moment has come."""
-        if self.marks is None:
-            return
-        ledger = self.ledger
-        now = ledger.current[ACTIVATIONS]
-        self.marks.append(
-            Mark(
-                moment,
-                self.numbers.get(unit, -1),
-                now - self._start,
-                ledger.peak_of[ACTIVATIONS] - self._start,
-                ledger.flops - self._flops,
-            )
-        )
-        ledger.mark()
-        self._start, self._flops = now, ledger.flops
-
     def units(self) -> tuple[Unit, ...]:
         """Blocks and roots, in the order in which they are defined; a root comes after its blocks."""
-        found = []
-        for component, module in self.module.items():
-            blocks = blocks_of(module, self.family.shard_blocks)
-            names = {id(part): name for name, part in self.module.named_modules()}
-            inside = {id(p) for block in blocks for p in block.parameters()}
-            dtype = COMPUTE_DTYPE[self.cfg.train.precision]
-            for block in blocks:
-                found.append(Unit(names[id(block)], _parameters(block.parameters(), dtype)))
-            rest = [p for p in module.parameters() if id(p) not in inside]
-            found.append(Unit(component, _parameters(rest, dtype), is_root=True))
-        return tuple(found)
+        return units_of(self.module, self.family.shard_blocks, COMPUTE_DTYPE[self.cfg.train.precision])
 
     def buffers(self) -> int:
         """Bytes of the buffers on the device."""
-        return sum(grains(b.nbytes) for b in self.module.buffers() if b.device.type == self.device.type)
+        return held(self.module.buffers(), self.device)
 
     def _forward(self, size: Size) -> Tensor:
         batch = batch_of(self.family, size, COMPUTE_DTYPE[self.cfg.train.precision], self.device)
@@ -257,6 +291,25 @@ def batch_of(family: ModelFamily, size: Size, dtype: torch.dtype, device: torch.
     batch = family.collate([example] * size.batch)
     batch["weight"] = torch.ones(size.batch)
     return {key: tensor.to(device) for key, tensor in batch.items()}
+
+
+def units_of(model: nn.ModuleDict, blocks: Sequence[str], dtype: torch.dtype) -> tuple[Unit, ...]:
+    """What is gathered together of each component. blocks: names of classes.  dtype: in which floats are gathered."""
+    names = {id(part): name for name, part in model.named_modules()}
+    found = []
+    for component, module in model.items():
+        inside: set[int] = set()
+        for block in blocks_of(module, blocks):
+            inside |= {id(p) for p in block.parameters()}
+            found.append(Unit(names[id(block)], _parameters(block.parameters(), dtype)))
+        rest = [p for p in module.parameters() if id(p) not in inside]
+        found.append(Unit(component, _parameters(rest, dtype), is_root=True))
+    return tuple(found)
+
+
+def held(tensors: Iterable[Tensor], device: torch.device) -> int:
+    """Bytes of those that are on the device."""
+    return sum(grains(tensor.nbytes) for tensor in tensors if tensor.device.type == device.type)
 
 
 def _parameters(parameters: Iterable[nn.Parameter], compute: torch.dtype) -> tuple[Parameter, ...]:
@@ -288,15 +341,15 @@ def sharded_model(built: BuiltModel, cfg: RunConfig, family: ModelFamily, device
             ledger.hold(buffer, "buffers")
         built.module.train()
         sharded = Sharded(built, cfg, family, ledger, device)
-        stack.enter_context(_watched_groups(sharded))
+        stack.enter_context(watched_groups(built.module, sharded.moments))
         yield sharded
 
 
 @contextmanager
-def _watched_groups(sharded: Sharded) -> Iterator[None]:
+def watched_groups(model: nn.Module, moments: Moments) -> Iterator[None]:
     """What FSDP makes is written down as such, and its moments are marked."""
-    ledger = sharded.ledger
-    names: dict[int, str] = {id(module): name for name, module in sharded.module.named_modules()}
+    ledger = moments.ledger
+    names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
     original = {name: getattr(FSDPParamGroup, name) for name in _MOMENTS}
 
     def name_of(group: FSDPParamGroup) -> str:
@@ -311,19 +364,19 @@ def _watched_groups(sharded: Sharded) -> Iterator[None]:
 
     def pre_backward(group: FSDPParamGroup, *args: Any) -> Any:
         if group._training_state != TrainingState.PRE_BACKWARD:
-            sharded.mark("backward", name_of(group))
+            moments.mark("backward", name_of(group))
         return original["pre_backward"](group, *args)
 
     def post_backward(group: FSDPParamGroup, *args: Any) -> Any:
-        sharded.mark("backward_end", name_of(group))
+        moments.mark("backward_end", name_of(group))
         with ledger.making(REDUCED):
             out = original["post_backward"](group, *args)
-        sharded.mark("reduced", name_of(group))
+        moments.mark("reduced", name_of(group))
         return out
 
     def forward(name: str, moment: Moment) -> Callable[..., Any]:
         def run(group: FSDPParamGroup, *args: Any) -> Any:
-            sharded.mark(moment, name_of(group))
+            moments.mark(moment, name_of(group))
             return original[name](group, *args)
 
         return run

@@ -6,30 +6,93 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer import configfile
 from trainer.config import RunConfig, family_names
-from trainer.plan.store import SHIPPED, key_of, name_of
-from trainer.plan.tables import Table, encode
+from trainer.plan.sizes import size_of
+from trainer.plan.store import SHIPPED, encoders_key_of, kept_file, key_of, known_parts, name_of
+from trainer.plan.tables import Encoders, Kind, Table, encode, ranks_of
+
+if TYPE_CHECKING:
+    from trainer.plan.record import Recording
 
 PRESETS = Path(__file__).parents[2] / "presets"
-USUAL: tuple[dict[str, Any], ...] = ({}, {"quantize": {"format": "nf4"}}, {"adapter": {"type": "none"}})
-"""A lora, one on a base in 4 bits, and a full fine-tune."""
+SPLIT: tuple[tuple[Kind, ...], ...] = (("kept", "drawn"), ("recomputed",))
+"""Kinds of passes that take about as long."""
+PARTS = 5
+"""Two of each rank of an adapter, and the encoders: as many are recorded at once where there are cores."""
+FORMATS = ("int8", "nf4")
+USUAL: tuple[dict[str, Any], ...] = (
+    {},
+    {"adapter": {"type": "none"}},
+    *({"quantize": {"format": name}} for name in FORMATS),
+    *({"quantize": {"format": name, "encoders": True}} for name in FORMATS),
+)
+"""A lora, a full fine-tune, and loras on a base in 8 and 4 bits, with and without encoders in them."""
 
 
-def recorded(cfg: RunConfig, cache: Path) -> Table:
-    """The table of a run. With torch."""
+def record_model(cfg: RunConfig, cache: Path) -> None:
+    """Record what is not known yet of one run's model, and keep it."""
+    table, encoders = known_parts(cfg, cache)
+    with _pool(min(PARTS, os.cpu_count() or 1)) as pool:
+        tables = {} if table else _tables([cfg], cache, pool)
+        others = {} if encoders else _encoders([cfg], cache, pool)
+        for key, wait in tables.items():
+            write(kept_file(name_of(cfg), cache, key), {key: wait()}, {})
+        for key, wait_for_encoders in others.items():
+            write(kept_file(name_of(cfg), cache, key), {}, {key: wait_for_encoders()})
+
+
+def _tables(cfgs: Sequence[RunConfig], cache: Path, pool: Executor) -> dict[str, Callable[[], Table]]:
+    """Have the denoiser of runs recorded, each rank of an adapter in two parts: {key: waits for it}."""
+    by_key = {key_of(cfg): cfg for cfg in reversed(cfgs)}
+    ranks = {
+        key: [[pool.submit(_rank, cfg, rank, kinds, cache) for kinds in SPLIT] for rank in ranks_of(cfg)]
+        for key, cfg in by_key.items()
+    }
+    return {key: partial(_table, by_key[key], found) for key, found in ranks.items()}
+
+
+def _encoders(cfgs: Sequence[RunConfig], cache: Path, pool: Executor) -> dict[str, Callable[[], Encoders]]:
+    """Have their encoders recorded, likewise."""
+    by_key = {encoders_key_of(cfg): cfg for cfg in reversed(cfgs)}
+    return {key: pool.submit(_encoders_of, cfg, cache).result for key, cfg in by_key.items()}
+
+
+def _table(cfg: RunConfig, ranks: Sequence[Sequence[Future[Recording]]]) -> Table:
+    from trainer.plan.record import joined, tabulated
+
+    return tabulated(cfg, [joined([part.result() for part in parts]) for parts in ranks])
+
+
+def _pool(jobs: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(jobs, get_context("spawn"))
+
+
+def _rank(cfg: RunConfig, rank: int, kinds: Sequence[Kind], cache: Path) -> Recording:
     _quieten()
     from trainer.plan import virtual
-    from trainer.plan.record import on_this_machine, tabulate
+    from trainer.plan.record import on_this_machine, record_rank
 
-    return tabulate(on_this_machine(cfg, cache), cache, virtual.install())
+    return record_rank(on_this_machine(cfg, cache), rank, kinds, cache, virtual.install())
+
+
+def _encoders_of(cfg: RunConfig, cache: Path) -> Encoders:
+    _quieten()
+    from trainer import families
+    from trainer.plan import virtual
+    from trainer.plan.encoders import record_encoders
+    from trainer.plan.record import on_this_machine
+
+    cfg = on_this_machine(cfg, cache)
+    return record_encoders(cfg, families.make(cfg, cache), virtual.install())
 
 
 def traced(cfg: RunConfig, cache: Path) -> int:
@@ -37,7 +100,6 @@ def traced(cfg: RunConfig, cache: Path) -> int:
     _quieten()
     from trainer import families
     from trainer.plan import virtual
-    from trainer.plan.memory import size_of
     from trainer.plan.record import on_this_machine, trace
 
     cfg = on_this_machine(cfg, cache)
@@ -50,11 +112,11 @@ def _quieten() -> None:
     logging.disable(logging.WARNING)
 
 
-def write(file: Path, tables: dict[str, Table]) -> None:
+def write(file: Path, tables: Mapping[str, Table], encoders: Mapping[str, Encoders]) -> None:
     """Others see the whole file or none."""
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(f".{file.name}.{os.getpid()}")
-    beside.write_bytes(encode(tables))
+    beside.write_bytes(encode(tables, encoders))
     os.replace(beside, file)
 
 
@@ -65,23 +127,25 @@ def record_published(names: Sequence[str], jobs: int) -> int:
     if unknown:
         print(f"{unknown[0]} is not one of {', '.join(models)}", file=sys.stderr)
         return 2
-    # A device is registered once per process, and a model's memory must not stay.
-    with TemporaryDirectory() as cache, ProcessPoolExecutor(jobs, get_context("spawn"), max_tasks_per_child=1) as pool:
-        found = {
-            name: {key: pool.submit(recorded, cfg, Path(cache)) for key, cfg in models[name].items()}
-            for name in names or models
-        }
-        for name, tables in found.items():
-            write(SHIPPED / f"{name}.json.gz", {key: future.result() for key, future in tables.items()})
-            print(f"{name}: {', '.join(tables)}", flush=True)
+    with TemporaryDirectory() as folder, _pool(jobs) as pool:
+        cache = Path(folder)
+        wanted = {name: models[name] for name in names or models}
+        found = {name: (_tables(cfgs, cache, pool), _encoders(cfgs, cache, pool)) for name, cfgs in wanted.items()}
+        for name, (tables, encoders) in found.items():
+            write(
+                SHIPPED / f"{name}.json.gz",
+                {key: table() for key, table in tables.items()},
+                {key: of() for key, of in encoders.items()},
+            )
+            print(f"{name}: {', '.join(tables)}; encoders {', '.join(encoders)}", flush=True)
     return 0
 
 
-def _published() -> dict[str, dict[str, RunConfig]]:
-    """{model: {key: a run}} of what is recorded: what the presets do, and of each published model what is usual."""
+def _published() -> dict[str, list[RunConfig]]:
+    """{model: runs} of what is recorded: what the presets do, and of each published model what is usual."""
     from trainer import families
 
-    found: dict[str, dict[str, RunConfig]] = {}
+    found: dict[str, list[RunConfig]] = {}
     presets = [configfile.load(preset).config for preset in sorted(PRESETS.glob("*.yaml"))]
     cfgs = [cfg for cfg in presets if cfg.model.options.architecture or cfg.model.path == "demo"]
     for family in family_names():
@@ -89,5 +153,5 @@ def _published() -> dict[str, dict[str, RunConfig]]:
             model = {"family": family, "path": "published/model", "options": {"architecture": architecture}}
             cfgs += [RunConfig.model_validate({"model": model, "data": {"path": "."}} | other) for other in USUAL]
     for cfg in cfgs:
-        found.setdefault(name_of(cfg), {}).setdefault(key_of(cfg), cfg)
+        found.setdefault(name_of(cfg), []).append(cfg)
     return found

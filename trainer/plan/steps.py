@@ -10,6 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 GRAIN = 512
@@ -39,6 +40,11 @@ class Parameter:
     gathered: int
     is_trained: bool
     count: int = 1
+
+    @property
+    def numbers(self) -> int:
+        """Of all of them, whole."""
+        return self.count * self.rows * self.row
 
     def shard_rows(self, ranks: int) -> int:
         """Rows of rank 0, which has the most; FSDP fills up the others'."""
@@ -94,7 +100,7 @@ class Run:
     kept: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Step:
     """One pass of a model. buffers: bytes of buffers on the device.  recomputed: units that compute forward again."""
 
@@ -102,6 +108,11 @@ class Step:
     marks: tuple[Mark, ...]
     buffers: int
     recomputed: frozenset[int] = frozenset()
+
+    @cached_property
+    def at_rest(self) -> Step:
+        """The model, and no pass."""
+        return replace(self, marks=())
 
 
 def lengthen(units: Sequence[Unit], marks: Sequence[Mark], runs: Sequence[Run]) -> tuple[list[Unit], list[Mark]]:

@@ -18,37 +18,43 @@ from typing import Any
 from trainer.config import InputError, RankAdapter, RunConfig
 from trainer.hub import find_folder
 from trainer.launch import worker_environment
-from trainer.plan.tables import Table, decode
+from trainer.plan.tables import Encoders, Model, Table, decode, has_rank
 from trainer.zero import Strategy
 
 SHIPPED = Path(__file__).parent / "recorded"
 RECORDING_S = 600
-UNRANKED = ("lokr",)
-"""Adapters with a rank whose sizes do not lie on a line over it."""
+RECORDED = 2
+"""Part of the names of files that are kept: raise it when other things are recorded."""
 
 
-def find_table(cfg: RunConfig, cache: Path, say: Callable[[str], None] = lambda sentence: None) -> Table:
-    """The table of a run's model, adapter and format. cache: folder shared by runs.
+def find_model(cfg: RunConfig, cache: Path, say: Callable[[str], None] = lambda sentence: None) -> Model:
+    """What was recorded of a run's model, adapter, format and encoders. cache: folder shared by runs.
 
     say: told before something is recorded, which takes half a minute. Raises InputError when the model is not known and
     not on this machine, or cannot be built.
     """
-    known = known_table(cfg, cache)
-    if known:
-        return known
-    say(f"recording what {name_of(cfg)} allocates, once: about half a minute")
-    kept = _kept(cfg, cache)
-    _record(cfg, cache, kept)
-    return _read(kept)[key_of(cfg)]
+    known = known_model(cfg, cache)
+    if known is None:
+        say(f"recording what {name_of(cfg)} allocates, once: about half a minute")
+        _asked("record", cfg, cache)
+        known = known_model(cfg, cache)
+        assert known is not None
+    return known
 
 
-def known_table(cfg: RunConfig, cache: Path) -> Table | None:
-    """The table if it is there already, in milliseconds. Raises InputError when the model is not known."""
-    key = key_of(cfg)
-    for file in (SHIPPED / f"{name_of(cfg)}.json.gz", _kept(cfg, cache)):
-        if file.is_file() and key in _read(file):
-            return _read(file)[key]
-    return None
+def known_model(cfg: RunConfig, cache: Path) -> Model | None:
+    """The same if it is there already, in milliseconds. Raises InputError when the model is not known."""
+    table, encoders = known_parts(cfg, cache)
+    return Model(table, encoders) if table and encoders else None
+
+
+def known_parts(cfg: RunConfig, cache: Path) -> tuple[Table | None, Encoders | None]:
+    """What there is of it. Raises InputError when the model is not known."""
+    name, key, encoders_key = name_of(cfg), key_of(cfg), encoders_key_of(cfg)
+    shipped = SHIPPED / f"{name}.json.gz"
+    tables = (_read(file)[0].get(key) for file in (shipped, kept_file(name, cache, key)))
+    encoders = (_read(file)[1].get(encoders_key) for file in (shipped, kept_file(name, cache, encoders_key)))
+    return next(filter(None, tables), None), next(filter(None, encoders), None)
 
 
 def name_of(cfg: RunConfig) -> str:
@@ -78,11 +84,10 @@ def key_of(cfg: RunConfig) -> str:
     """What decides what is allocated, beside sizes, ranks and how the run is sharded: `lora nf4 bf16`."""
     parts = [cfg.adapter.type, cfg.quantize.format, cfg.train.precision]
     adapter = cfg.adapter.model_dump(exclude_defaults=True, exclude={"type", "alpha", "start"})
-    if isinstance(cfg.adapter, RankAdapter):
-        if cfg.adapter.type not in UNRANKED:
-            adapter.pop("rank", None)
-        if adapter.pop("dropout", 0):
-            adapter["dropout"] = True
+    if has_rank(cfg):
+        adapter.pop("rank", None)
+    if isinstance(cfg.adapter, RankAdapter) and adapter.pop("dropout", 0):
+        adapter["dropout"] = True
     quantize = cfg.quantize.model_dump(include={"keep", "formats"}, exclude_defaults=True)
     options = cfg.model.options.model_dump(exclude_defaults=True, exclude={"architecture"})
     more: dict[str, Any] = {"adapter": adapter, "quantize": quantize, "train": cfg.model.train, "options": options}
@@ -90,8 +95,18 @@ def key_of(cfg: RunConfig) -> str:
     return " ".join([*parts, json.dumps(rest, sort_keys=True)] if rest else parts)
 
 
-def _kept(cfg: RunConfig, cache: Path) -> Path:
-    return cache / "plans" / f"{name_of(cfg)}-{_digest([key_of(cfg)])}.json.gz"
+def encoders_key_of(cfg: RunConfig) -> str:
+    """What decides what the encoders allocate, likewise: `nf4 bf16`."""
+    parts = [cfg.quantize.format if cfg.quantize.encoders else "none", cfg.train.precision]
+    options = cfg.model.options.model_dump(exclude_defaults=True, exclude={"architecture"})
+    more = {"train": cfg.model.train, "options": options}
+    rest = {name: value for name, value in more.items() if value}
+    return " ".join([*parts, json.dumps(rest, sort_keys=True)] if rest else parts)
+
+
+def kept_file(name: str, cache: Path, key: str) -> Path:
+    """Where something is kept that was recorded of a model. name: `name_of`.  key: `key_of` or `encoders_key_of`."""
+    return cache / "plans" / f"{name}-{RECORDED}-{_digest([key])}.json.gz"
 
 
 def traced_peak(cfg: RunConfig, strategy: Strategy, cache: Path) -> int:
@@ -104,16 +119,12 @@ def traced_peak(cfg: RunConfig, strategy: Strategy, cache: Path) -> int:
     return int(json.loads(answer.splitlines()[-1]))
 
 
-def _record(cfg: RunConfig, cache: Path, file: Path) -> None:
-    _asked("record", cfg, cache, str(file))
-
-
-def _asked(command: str, cfg: RunConfig, cache: Path, *arguments: str) -> str:
+def _asked(command: str, cfg: RunConfig, cache: Path) -> str:
     """What `python -m trainer.plan` prints."""
     with TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"
         config.write_text(cfg.model_dump_json(), encoding="utf-8")
-        argv = [sys.executable, "-m", "trainer.plan", command, str(config), str(cache), *arguments]
+        argv = [sys.executable, "-m", "trainer.plan", command, str(config), str(cache)]
         try:
             done = subprocess.run(
                 argv, env=worker_environment(), capture_output=True, text=True, check=False, timeout=RECORDING_S
@@ -126,8 +137,12 @@ def _asked(command: str, cfg: RunConfig, cache: Path, *arguments: str) -> str:
     return done.stdout
 
 
+def _read(file: Path) -> tuple[dict[str, Table], dict[str, Encoders]]:
+    return _decoded(file) if file.is_file() else ({}, {})
+
+
 @remembered
-def _read(file: Path) -> dict[str, Table]:
+def _decoded(file: Path) -> tuple[dict[str, Table], dict[str, Encoders]]:
     return decode(file.read_bytes())
 
 

@@ -8,7 +8,9 @@ computes; the buffer in which a block's gradients are reduced is held until the 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from trainer.plan.steps import Moment, Parameter, Step, Unit, grains
 
@@ -83,14 +85,25 @@ def simulate(step: Step, sharding: Sharding) -> Memory:
     return play.memory
 
 
+def simulate_forward(step: Step, sharding: Sharding, beside: Mapping[str, float], after: float = 0.0) -> Memory:
+    """The memory of rank 0 in passes without backward. step: of a forward.
+
+    beside: bytes that are held all the while, by what they are.  after: bytes taken and given back after the last pass.
+    """
+    play = _Play(step, sharding)
+    for what, size in beside.items():
+        play._add(what, size)
+    for _ in range(2):  # what the first gathered of the root is still there
+        play.one_pass(is_last=False)
+    play.when = ("end", "")
+    play._see("activations", after)
+    return play.memory
+
+
 class _Play:
     def __init__(self, step: Step, sharding: Sharding) -> None:
         self.step, self.sharding = step, sharding
-        known: dict[tuple[Parameter, ...], _Sizes] = {}
-        for unit in step.units:
-            if unit.parameters not in known:
-                known[unit.parameters] = _sizes(unit, sharding)
-        self.sizes = [known[unit.parameters] for unit in step.units]
+        self.sizes = _all_sizes(step, sharding)
         self.memory = Memory()
         self.held: defaultdict[str, float] = defaultdict(float)
         self.total = 0.0
@@ -262,6 +275,16 @@ class _Play:
         self.total += num_bytes
         if num_bytes > 0:
             self._see(what, 0)
+
+
+@lru_cache(256)
+def _all_sizes(step: Step, sharding: Sharding) -> list[_Sizes]:
+    """Of its units, of which many are alike."""
+    known: dict[tuple[Parameter, ...], _Sizes] = {}
+    for unit in step.units:
+        if unit.parameters not in known:
+            known[unit.parameters] = _sizes(unit, sharding)
+    return [known[unit.parameters] for unit in step.units]
 
 
 def _sizes(unit: Unit, sharding: Sharding) -> _Sizes:

@@ -1,0 +1,63 @@
+"""What presets and the README say that presets need: `python -m tests.plan.needs` writes it.
+
+GiB of tensors on each GPU in the parts of a run, without the reserve.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.plan.common import NOWHERE
+from tests.readme import README
+from trainer import configfile
+from trainer.plan.fixes import planned
+from trainer.plan.hardware import GIB
+from trainer.plan.phases import CAPTIONS, SAMPLING, TRAINING
+
+PRESETS = Path(__file__).parents[2] / "presets"
+LINE = re.compile(r"^# (?P<where>per GPU|on the GPU), GiB +training .+$", re.MULTILINE)
+
+
+def needs(name: str, *fields: str) -> dict[str, str]:
+    """{part of a preset's run: GiB}; - for a part that there is not."""
+    found = planned(configfile.load(PRESETS / f"{name}.yaml", fields).config, None, NOWHERE)
+    assert found is not None
+    peaks = {phase.name: f"{phase.peak / GIB:.1f}" for phase in found.phases}
+    return {part: peaks.get(part, "-") for part in (TRAINING, CAPTIONS, SAMPLING)}
+
+
+def said_by_preset(name: str, where: str) -> str:
+    """The line in a preset's head. where: `per GPU`, or `on the GPU` where there is one."""
+    found, kept = needs(name), needs(name, "train.checkpointing=none")[TRAINING]
+    others = "".join(f"    {part} {found[part]}" for part in (CAPTIONS, SAMPLING) if found[part] != "-")
+    return f"# {f'{where}, GiB':17}training {found[TRAINING]} (without checkpointing {kept}){others}"
+
+
+def said_by_readme(row: str) -> str:
+    """A row of a table of presets: its last three columns are what they need."""
+    name = re.match(r"\| \[([\w-]+)\]", row)
+    assert name is not None
+    columns = row.strip().strip("|").split(" | ")
+    return f"|{' | '.join([*columns[:-3], *needs(name[1]).values()])} |"
+
+
+def rows(readme: str) -> list[str]:
+    """Those of the README's tables of presets."""
+    return [line for line in readme.splitlines() if line.startswith("| [") and "](presets/" in line]
+
+
+def main() -> None:
+    """Write it."""
+    for file in sorted(PRESETS.glob("*.yaml")):
+        text = file.read_text(encoding="utf-8")
+        written = LINE.sub(lambda found, name=file.stem: said_by_preset(name, found["where"]), text)
+        file.write_text(written, encoding="utf-8")
+    readme = README.read_text(encoding="utf-8")
+    for row in rows(readme):
+        readme = readme.replace(row, said_by_readme(row))
+    README.write_text(readme, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

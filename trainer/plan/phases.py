@@ -1,0 +1,176 @@
+"""What a run holds on each GPU from its first caption to its export, part by part. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from trainer.config import RunConfig
+from trainer.plan.sizes import rank_of, sample_size_of
+from trainer.plan.steps import Step
+from trainer.plan.tables import Encoders, Model
+from trainer.plan.timeline import Memory, Sharding, simulate_forward
+
+CAPTIONS, IMAGES, TRAINING, SAMPLING, EXPORT = "encoding captions", "encoding images", "training", "sampling", "export"
+"""The parts of a run."""
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """What the allocator and the driver take beside what is allocated.
+
+    share: of it, for gaps between blocks of memory.  context: bytes of CUDA's context and libraries.
+    communication: bytes of NCCL's buffers, where there are several ranks.  is_measured: on such a GPU.
+    """
+
+    share: float = 0.06
+    context: int = 600 * 2**20
+    communication: int = 400 * 2**20
+    is_measured: bool = False
+
+    def of(self, allocated: float, ranks: int) -> float:
+        """Bytes beside `allocated`."""
+        return self.share * allocated + self.context + (self.communication if ranks > 1 else 0)
+
+
+ASSUMED = Reserve()
+
+
+@dataclass(frozen=True)
+class Item:
+    """A part of the memory of one rank. size: bytes.  sentence: what it is."""
+
+    name: str
+    size: float
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a run, at its fullest moment on each rank. Sizes in bytes.
+
+    items: they add up to `need`.  peak: of tensors.  need: with what allocator and driver take besides.  when: the
+    moment.
+    """
+
+    name: str
+    items: tuple[Item, ...]
+    peak: float
+    need: float
+    when: str
+
+
+AUTOENCODER = "autoencoder"
+_SENTENCES = {
+    "weights": "the base and what is trained, {share}",
+    "text encoders": "which make embeddings of captions, {share}",
+    AUTOENCODER: "which turns pictures into latents and back, whole on each rank in fp32",
+    "optimizer": "what the optimizer remembers of each trained weight, {share}",
+    "averaged weights": "the trained weights put aside while their average is used",
+    "gradients": "of the trained weights, in fp32, {share}",
+    "gathered blocks": "blocks whose weights are whole while they compute, and the next ones on their way",
+    "gradients being reduced": "of the block whose gradients are summed over the ranks",
+    "activations": "what a pass keeps for backward, and what the block at work needs",
+    "buffers": "tables of the model that are no weights, as positions",
+    "gathered weights": "the largest trained tensor, whole",
+}
+
+
+def phases_of(
+    cfg: RunConfig, model: Model, step: Step, sharding: Sharding, training: Memory, reserve: Reserve
+) -> tuple[Phase, ...]:
+    """The parts of a run. step: of training.  training: it, played."""
+    return tuple(
+        _phase(name, memory, shards, reserve, cfg.parallel.world_size)
+        for name, memory, shards in _memories(cfg, model, step, sharding, training)
+    )
+
+
+def _memories(
+    cfg: RunConfig, model: Model, step: Step, sharding: Sharding, training: Memory
+) -> Iterator[tuple[str, Memory, int]]:
+    """(name, what is held, over how many ranks it is sharded) of each part that there is."""
+    encoders, shards = model.encoders, sharding.ranks
+    if encoders.text.units or encoders.whole:
+        sharded = over_all(cfg)
+        yield CAPTIONS, captions(encoders, sharded), sharded.ranks if encoders.text.units else 1
+    yield IMAGES, _images(encoders, cfg.data.resolution**2), 1
+    yield TRAINING, training, shards
+    held = _averaged(cfg, step, sharding)
+    if cfg.sample.every and cfg.sample.prompts:
+        width, height = cfg.sample.size
+        drawing = model.table.drawing(sample_size_of(cfg), rank_of(cfg))
+        decoding = encoders.of_image(encoders.decoding, width * height)
+        beside = {AUTOENCODER: encoders.image} | held
+        yield SAMPLING, simulate_forward(drawing, sharding, beside, decoding), shards
+    if cfg.export_what != "none":
+        yield EXPORT, _export(step, sharding, held), shards
+
+
+def over_all(cfg: RunConfig) -> Sharding:
+    """How encoders are spread."""
+    ranks, offload = cfg.parallel.world_size, cfg.parallel.cpu_offload
+    return Sharding(ranks, is_sharded=ranks > 1 or offload, offload=offload, optimizer_bytes=0.0)
+
+
+@lru_cache(64)
+def captions(encoders: Encoders, sharding: Sharding) -> Memory:
+    """What is held while captions are encoded."""
+    memory = simulate_forward(encoders.text, sharding, {"text encoders": encoders.whole})
+    weights = memory.items.pop("weights", 0.0)
+    memory.items["text encoders"] = memory.items.get("text encoders", 0.0) + weights
+    return memory
+
+
+def _images(encoders: Encoders, pixels: int) -> Memory:
+    activations = encoders.of_image(encoders.encoding, pixels)
+    items = {AUTOENCODER: float(encoders.image), "activations": activations}
+    return Memory(peak=sum(items.values()), items=items)
+
+
+def _export(step: Step, sharding: Sharding, held: Mapping[str, float]) -> Memory:
+    """Each trained tensor is gathered, copied to the host and forgotten."""
+    sizes = [p.rows * p.row * 4 for unit in step.units for p in unit.parameters if p.is_trained]
+    gathered = max(sizes, default=0) if sharding.ranks > 1 else 0
+    return simulate_forward(step.at_rest, sharding, {**held, "gathered weights": gathered})
+
+
+def _averaged(cfg: RunConfig, step: Step, sharding: Sharding) -> dict[str, float]:
+    """What is put aside while the weights are those of a schedule-free optimizer's average."""
+    if cfg.optim.type != "schedulefree" or cfg.optim.ema:
+        return {}
+    numbers = sum(
+        p.count * p.shard_rows(sharding.ranks) * p.row for u in step.units for p in u.parameters if p.is_trained
+    )
+    return {"averaged weights": 4.0 * numbers}
+
+
+def _phase(name: str, memory: Memory, shards: int, reserve: Reserve, ranks: int) -> Phase:
+    share = f"1/{shards} on each rank" if shards > 1 else "whole"
+    items = [
+        Item(what, memory.items[what], sentence.format(share=share))
+        for what, sentence in _SENTENCES.items()
+        if memory.items.get(what, 0) >= 1
+    ]
+    beside = reserve.of(memory.peak, ranks)
+    what = "gaps of the allocator, CUDA's context" + (", NCCL's buffers" if ranks > 1 else "")
+    origin = "as measured here" if reserve.is_measured else "an assumption"
+    items.append(Item("reserve", beside, f"{what}; {origin}"))
+    return Phase(name, tuple(items), memory.peak, memory.peak + beside, _when(name, memory))
+
+
+def moment(phase: Phase) -> str:
+    """When it is fullest: `training, forward of transformer.transformer_blocks.7`."""
+    return f"{phase.name}, {phase.when}" if phase.when else phase.name
+
+
+def _when(name: str, memory: Memory) -> str:
+    """The moment within the part; empty where it is all the same."""
+    moment, unit = memory.when
+    if name == SAMPLING and moment == "end":
+        return "decoding the picture"
+    if not unit:
+        return "backward" if name == TRAINING else ""
+    names = {"forward": "forward", "forward_end": "forward"}
+    return f"{names.get(moment, 'backward')} of {unit}"
