@@ -81,6 +81,11 @@ class Started:
             time.sleep(0.01)
         raise TimeoutError(kind.__name__)
 
+    def seconds_without_processor(self) -> float:
+        """Seconds that its main thread was ready to run while others had the processors (run_delay, proc(5))."""
+        _, waited_ns, _ = Path(f"/proc/{self._process.pid}/schedstat").read_text().split()
+        return int(waited_ns) / 1e9
+
     def rank(self, number: int) -> psutil.Process:
         """The process of one rank."""
         torchrun = psutil.Process(Launch.read(self.run).pid)

@@ -49,8 +49,8 @@ def test_the_run_folder_and_its_first_event_are_there_at_once(tmp_path: Path) ->
     preset, waits = startup.make_preset(tmp_path), []
     for number in range(3):  # neighbours only add to it: the shortest is what it takes
         started, seconds = startup.wait_for_run_folder(preset, f"run-{number}")
+        waits.append(seconds - started.seconds_without_processor())
         started.kill()
-        waits.append(seconds)
     assert min(waits) <= 3 * startup.FIRST_EVENT_LIMIT_S, waits
 
 
