@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import importlib
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests.distributed.pool import IMPORTED
+from tests.distributed.pool import IMPORTED, leave_process_group
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,6 +28,13 @@ def pytest_collection_finish() -> None:
 def the_same_numbers() -> None:
     """What a test draws without a seed of its own is the same in every run."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_left() -> Iterator[None]:
+    """The next file makes its own."""
+    yield
+    leave_process_group()
 
 
 @pytest.fixture(scope="session")

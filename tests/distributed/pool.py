@@ -110,7 +110,18 @@ def _serve(tasks: Any, results: Any) -> None:
         except BaseException:  # noqa: BLE001 - the test that asked is told
             results.put((True, traceback.format_exc()))
         finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            # Results of operations are remembered by the shape of the mesh, with a mesh whose groups have just ended.
-            _clear_sharding_prop_cache()
+            leave_process_group()
+
+
+def leave_process_group() -> None:
+    """End the process group of this process, if it has one, and its threads.
+
+    Each group of gloo has a thread that wakes a hundred times a second, until the last cycle of objects that holds the
+    group is collected.
+    """
+    if not dist.is_initialized():
+        return
+    dist.destroy_process_group()
+    # Results of operations are remembered by the shape of the mesh, with a mesh whose groups have just ended.
+    _clear_sharding_prop_cache()
+    gc.collect()
