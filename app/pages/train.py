@@ -152,7 +152,7 @@ def build(studio: Studio) -> TrainPage:
             plan = PlanParts(
                 gr.Dropdown(list(PLACES), value=HERE, label="Plan for", elem_id="plan-for"),
                 gr.HTML(elem_id="plan"),
-                gr.Button("Record this model: half a minute", visible=False, size="sm", elem_id="record"),
+                gr.Button("Record this model: half a minute to a few", visible=False, size="sm", elem_id="record"),
                 [gr.Button(visible=False, size="sm", elem_id=f"way-{number}") for number in range(MOST)],
                 gr.Button("Verify exactly: a minute or more", visible=False, size="sm", elem_id="verify"),
             )
@@ -225,8 +225,12 @@ def opened(page: TrainPage) -> list[Any]:
 
 
 def looks_again(page: TrainPage, listen: Callable[..., Any]) -> None:
-    """Read the files and images of the draft again whenever an event comes, after what was typed before."""
-    listen(None, page.looks, page.looks, js="looks => looks + 1", **QUIET)
+    """Read the files and images of the draft again whenever an event comes, after what was typed before.
+
+    Not before the first answer is shown: that one has just read them, and a second one without a token would show the
+    kept draft again, over a preset that was chosen meanwhile.
+    """
+    listen(None, [page.looks, page.token], page.looks, js="(looks, token) => looks + (token ? 1 : 0)", **QUIET)
 
 
 def looked(page: TrainPage) -> Any:

@@ -187,15 +187,19 @@ def answers_held(page: Page) -> Iterator[list[tuple[Route, APIResponse]]]:
         asked.append(route)
         held.append((route, route.fetch()))
 
+    def let_go() -> None:
+        while asked:  # also what is asked meanwhile
+            until_so(page, lambda: bool(held))
+            route, answer = held.pop(0)
+            route.fulfill(response=answer)
+            asked.remove(route)
+
     handlers = "**/gradio_api/run/**"
     page.route(handlers, hold)
     yield held
-    while asked:  # also what is asked meanwhile
-        until_so(page, lambda: bool(held))
-        route, answer = held.pop(0)
-        route.fulfill(response=answer)
-        asked.remove(route)
+    let_go()
     page.unroute(handlers)  # what is asked from now on goes on
+    let_go()  # what was asked just before
 
 
 def until_so(page: Page, is_so: Callable[[], bool]) -> None:

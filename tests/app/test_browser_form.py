@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,17 @@ def test_what_overtakes_an_answer_changes_nothing_but_what_was_typed(own_data: P
     shown, told = box(page, "field-train-steps").input_value(), page.locator("#commands").text_content() or ""
     assert "data.path" not in page.locator("#changes").inner_text()
     assert (f"train.steps={shown}" in told) == (shown != "100"), told
+
+
+def test_a_page_that_opens_asks_for_the_kept_draft_once(page: Page):
+    """A second answer would show it again, over a preset chosen meanwhile."""
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.post_data or "") if request.method == "POST" else None)
+    reload(page)
+    page.wait_for_timeout(1_500)
+    asking = [json.loads(data)["data"] for data in asked if data.startswith("{")]
+    assert len(asking) >= 3  # the draft, the run's state, what is slow
+    assert not [values for values in asking if len(values) > 50], asking  # all fields
 
 
 def test_a_preset_whose_images_are_broken_is_shown_as_it_is(page: Page, runs: Path):
