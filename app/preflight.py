@@ -58,7 +58,7 @@ class Preflights:
         except InputError as error:
             return Preflight(note=str(error))
         if self._recorded.is_awaited(at):
-            return Preflight(note=f"{name} is being recorded: about half a minute.", is_waiting=True)
+            return Preflight(note=f"{name} is being recorded: half a minute to a few.", is_waiting=True)
         note = self._recorded.failed(at) or f"What {name} with {key} takes was not recorded yet."
         return Preflight(note=note, can_record=True)
 

@@ -31,7 +31,7 @@ def plan(
 ) -> MemoryPlan:
     """What the run takes on each rank. card: the GPU of every rank.  cache: folder shared by runs.
 
-    say: told before the model must be recorded first, which takes half a minute. Raises InputError for a model that is
+    say: told before the model must be recorded first, which takes minutes. Raises InputError for a model that is
     neither known nor on this machine.
     """
     return plan_of(cfg, find_model(cfg, cache, say), card, reserve_of(cache, card))

@@ -106,7 +106,7 @@ class _Place:
             world = World(0, ranks, 0, ranks, self.device, dist.group.WORLD, None)  # type: ignore[arg-type]
             is_sharded = ranks > 1 or self.cfg.parallel.cpu_offload
             mesh = device_mesh(self.cfg.parallel, world, "full") if is_sharded else None
-            with virtual.fake_tensors(self.device), Ledger(self.device.type) as ledger:
+            with Ledger(self.device.type) as ledger, virtual.fake_tensors(self.device, ledger.see):
                 with ledger.making("weights"):
                     for module, blocks in self.loaded:
                         place_encoder(module, self.cfg, blocks, mesh if blocks else None, self.device)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from trainer.plan.steps import grains
+from trainer.plan.virtual import fake_tensors
 from trainer.quantize import FORMATS, piece_rows
 
 ACTIVATIONS, GATHERED, REDUCED = "activations", "gathered", "reduced"
@@ -29,7 +29,7 @@ class _Entry:
         self.size, self.what = size, what
 
 
-class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Ledger:
     """Bytes on one kind of device, by what they are for; and the floating-point operations.
 
     device: type of the device.  what: for what is made from now on.  peak: the most there was of all together since
@@ -37,7 +37,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, device: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.what = device, ACTIVATIONS
         self.current: Counter[str] = Counter()
         self.total = self.peak = self.highest = 0
@@ -54,11 +53,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name in _SHAPE_ONLY:
             if hasattr(ShardingPropagator, name):
                 self._ignore_inside(name)
-        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
         for holder, name, original in reversed(self._undo):
             setattr(holder, name, original)
         self._undo.clear()
@@ -99,15 +96,13 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             entry.what = what
         self._resize(entry, storage.nbytes())
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind is DTensor for kind in types):
-            return NotImplemented
-        out = func(*args, **(kwargs or {}))
+    def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Write down what an operation made. For `virtual.fake_tensors`."""
         if self._is_off or func.namespace == "prim":
-            return out
+            return
         packet = func._overloadpacket
         if packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+            self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
         self._count_sent(func, args)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
@@ -116,7 +111,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._use(args[1].numel() * 4)  # the gradient of the queries is summed in fp32
         elif func.namespace == "shardstudio":
             self._see_quantized(func._opname, args)
-        return out
 
     def _see_quantized(self, name: str, args: Any) -> None:
         """An operator of `trainer.quantize`, in which torch sees nothing: the weight is decoded and multiplied."""
@@ -208,9 +202,11 @@ def decoding_bytes(records: Tensor, format: str, inputs: int, dtype: torch.dtype
 
 @cache
 def _decoding_bytes(rows: int, format: str, inputs: int, dtype: torch.dtype, device: torch.device) -> int:
-    kind = FORMATS[format]
-    table = kind.table().to(device)
-    piece = torch.empty(rows, kind.row_bytes(inputs), dtype=torch.uint8, device=device)
-    with Ledger(device.type) as ledger:
+    kind, ledger = FORMATS[format], Ledger(device.type)
+    with fake_tensors(device, ledger.see):
+        table = kind.table().to(device)
+        piece = torch.empty(rows, kind.row_bytes(inputs), dtype=torch.uint8, device=device)
+        ledger.begin()
+        before = ledger.total
         kind.decode(piece, inputs, dtype, table)
-    return ledger.highest
+        return ledger.highest - before

@@ -332,8 +332,8 @@ def sharded_model(built: BuiltModel, cfg: RunConfig, family: ModelFamily, device
         world = World(0, ranks, 0, ranks, device, dist.group.WORLD, None)  # type: ignore[arg-type]
         strategy: Strategy = cfg.parallel.strategy  # type: ignore[assignment]
         mesh = device_mesh(cfg.parallel, world, strategy)
-        stack.enter_context(virtual.fake_tensors(device))
         ledger = stack.enter_context(Ledger(device.type))
+        stack.enter_context(virtual.fake_tensors(device, ledger.see))
         shard_model(built.module, cfg, family, strategy, mesh)
         with ledger.making("weights"):
             materialize(built.module, cfg, device)

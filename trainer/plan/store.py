@@ -30,12 +30,12 @@ RECORDED = 2
 def find_model(cfg: RunConfig, cache: Path, say: Callable[[str], None] = lambda sentence: None) -> Model:
     """What was recorded of a run's model, adapter, format and encoders. cache: folder shared by runs.
 
-    say: told before something is recorded, which takes half a minute. Raises InputError when the model is not known and
-    not on this machine, or cannot be built.
+    say: told before something is recorded, which takes minutes. Raises InputError when the model is not known and not
+    on this machine, or cannot be built.
     """
     known = known_model(cfg, cache)
     if known is None:
-        say(f"recording what {name_of(cfg)} allocates, once: about half a minute")
+        say(f"recording what {name_of(cfg)} allocates, once: half a minute to a few")
         _asked("record", cfg, cache)
         known = known_model(cfg, cache)
         assert known is not None
@@ -112,7 +112,7 @@ def kept_file(name: str, cache: Path, key: str) -> Path:
 def traced_peak(cfg: RunConfig, strategy: Strategy, cache: Path) -> int:
     """Bytes of tensors on rank 0 at most, from a step of the whole model as it is: no table, a process of its own.
 
-    Takes half a minute, more for many blocks. strategy: `parallel.strategy` decided. Raises InputError as `find_table`.
+    Takes half a minute, more for many blocks. strategy: `parallel.strategy` decided. Raises InputError as `find_model`.
     """
     parallel = cfg.parallel.model_copy(update={"strategy": strategy})
     answer = _asked("trace", cfg.model_copy(update={"parallel": parallel}), cache)

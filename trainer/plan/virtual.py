@@ -8,7 +8,7 @@ What is done here cannot be undone in a process: it is for one that traces and e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -123,18 +123,41 @@ def ranks(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+Watch = Callable[[Any, Any, Any, Any], None]
+"""Told of each operation: its function, arguments, named arguments, and what came out."""
+
+
 class _FakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     avoid_device_init = True
     """Else it really copies tensors that have values to the device."""
 
+    def __init__(self, watch: Watch) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._watch = watch
+        self._is_inside = False
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Of what an operation is computed by, in torch's own words, nobody is told: on a GPU it is one kernel."""
+        if self._is_inside:
+            return super().dispatch(func, types, args, kwargs or {})
+        self._is_inside = True
+        try:
+            out = super().dispatch(func, types, args, kwargs or {})
+        finally:
+            self._is_inside = False
+        if out is not NotImplemented:  # of a DTensor, which asks again for its part
+            self._watch(func, args, kwargs or {}, out)
+        return out
+
 
 @contextmanager
-def fake_tensors(device: torch.device) -> Iterator[None]:
+def fake_tensors(device: torch.device, watch: Watch) -> Iterator[None]:
     """Inside, tensors have no values, and on the virtual device attention is the kernel that CUDA takes.
 
     Not by a mode of torch: modes are off in backward, where checkpointing computes forward again.
+    watch: in the mode of fake tensors itself, since a mode above it takes as long again for each operation.
     """
-    mode = _FakeTensorMode(allow_non_fake_inputs=True)
+    mode = _FakeTensorMode(watch)
     attention = F.scaled_dot_product_attention
     if device.type == NAME:
         F.scaled_dot_product_attention = _attention
