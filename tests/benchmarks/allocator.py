@@ -137,8 +137,7 @@ def _run(cfg: RunConfig, cache: Path, how: str) -> int | None:
             found = allocated(cfg, cache, world)
             world.barrier()
             return found if world.rank == 0 else None
-        stack.enter_context(virtual.ranks(2))
-        return allocated(cfg, cache, World(0, 2, 0, 2, torch.device("cpu"), None, None))  # type: ignore[arg-type]
+        return allocated(cfg, cache, stack.enter_context(virtual.ranks(2, torch.device("cpu"))))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from trainer.plan.fixes import planned
 from trainer.plan.record import batch_of, on_this_machine, trace
 from trainer.plan.sizes import size_of
 from trainer.rng import SampleRng
-from trainer.world import World
 from trainer.zero import Strategy
 
 STEPS = 3
@@ -90,9 +89,7 @@ def _run(cfg: RunConfig, device: torch.device, cache: Path) -> float:
     family, size = families.make(cfg, cache), size_of(cfg)
     built = build_model(cfg, family)
     strategy: Strategy = cfg.parallel.strategy  # type: ignore[assignment]
-    with virtual.ranks(cfg.parallel.world_size):
-        ranks = cfg.parallel.world_size
-        world = World(0, ranks, 0, ranks, device, None, None)  # type: ignore[arg-type]
+    with virtual.ranks(cfg.parallel.world_size, device) as world:
         shard_model(built.module, cfg, family, strategy, device_mesh(cfg.parallel, world, strategy))
         materialize(built.module, cfg, device)
         _fill(built.module)

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from PIL import Image
 from torch import nn
 
@@ -27,7 +26,6 @@ from trainer.plan.record import Moments, held, units_of, watched_groups
 from trainer.plan.steps import Step, Unit
 from trainer.plan.tables import Encoders, sides_of
 from trainer.weights import WeightFiles
-from trainer.world import World
 
 CAPTION = "1" * 480
 """With its template about the 512 tokens of a long caption: tokenizers take each digit as one."""
@@ -102,8 +100,7 @@ class _Place:
     def _placed(self) -> Iterator[Ledger]:
         """Inside, what was loaded is on the device."""
         ranks = self.cfg.parallel.world_size
-        with virtual.ranks(ranks):
-            world = World(0, ranks, 0, ranks, self.device, dist.group.WORLD, None)  # type: ignore[arg-type]
+        with virtual.ranks(ranks, self.device) as world:
             is_sharded = ranks > 1 or self.cfg.parallel.cpu_offload
             mesh = device_mesh(self.cfg.parallel, world, "full") if is_sharded else None
             with Ledger(self.device.type) as ledger, virtual.fake_tensors(self.device, ledger.see):

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -37,7 +36,6 @@ from trainer.plan.ledger import ACTIVATIONS, GATHERED, REDUCED, Ledger
 from trainer.plan.steps import Mark, Moment, Parameter, Run, Size, Unit, grains
 from trainer.plan.tables import KINDS, Figures, Kind, Recorded, Table, has_rank, ranks_of, recorded_sizes, sides_of
 from trainer.rng import SampleRng
-from trainer.world import World
 from trainer.zero import Strategy
 
 KEPT = 4
@@ -327,9 +325,7 @@ def sharded_model(built: BuiltModel, cfg: RunConfig, family: ModelFamily, device
 
     On the virtual device, or any other, all tensors inside are fake.
     """
-    ranks = cfg.parallel.world_size
-    with virtual.ranks(ranks), ExitStack() as stack:
-        world = World(0, ranks, 0, ranks, device, dist.group.WORLD, None)  # type: ignore[arg-type]
+    with virtual.ranks(cfg.parallel.world_size, device) as world, ExitStack() as stack:
         strategy: Strategy = cfg.parallel.strategy  # type: ignore[assignment]
         mesh = device_mesh(cfg.parallel, world, strategy)
         ledger = stack.enter_context(Ledger(device.type))

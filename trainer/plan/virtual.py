@@ -21,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from trainer.world import World
+
 NAME = "virtual"
 
 
@@ -114,11 +116,11 @@ def install() -> torch.device:
 
 
 @contextmanager
-def ranks(size: int) -> Iterator[None]:
-    """A process group of `size` ranks, of which only this one exists."""
+def ranks(size: int, device: torch.device) -> Iterator[World]:
+    """A process group of `size` ranks on one machine, of which only this one exists. device: this rank's."""
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     try:
-        yield
+        yield World(0, size, 0, size, device, dist.group.WORLD, None)  # type: ignore[arg-type]
     finally:
         dist.destroy_process_group()
 
