@@ -1,6 +1,6 @@
 """How long a plan takes: typed, beside the form, and of a model that nobody recorded yet.
 
-python -m tests.benchmarks.plan_time          about 2 minutes; exit code 1 when a limit is exceeded
+python -m tests.benchmarks.plan_time          3 to 10 minutes; exit code 1 when a limit is exceeded
 """
 
 from __future__ import annotations

@@ -18,16 +18,16 @@ from trainer import configfile
 from trainer.config import RunConfig, family_names
 from trainer.plan.sizes import size_of
 from trainer.plan.store import SHIPPED, encoders_key_of, kept_file, key_of, known_parts, name_of
-from trainer.plan.tables import Encoders, Kind, Table, encode, ranks_of
+from trainer.plan.tables import KINDS, Encoders, Kind, Table, encode, ranks_of
 
 if TYPE_CHECKING:
     from trainer.plan.record import Recording
 
 PRESETS = Path(__file__).parents[2] / "presets"
-SPLIT: tuple[tuple[Kind, ...], ...] = (("kept", "drawn"), ("recomputed",))
+HALVES: tuple[tuple[Kind, ...], ...] = (("kept", "drawn"), ("recomputed",))
 """Kinds of passes that take about as long."""
 PARTS = 5
-"""Two of each rank of an adapter, and the encoders: as many are recorded at once where there are cores."""
+"""Two halves of each rank of an adapter, and the encoders: as many are recorded at once where there are cores."""
 FORMATS = ("int8", "nf4")
 USUAL: tuple[dict[str, Any], ...] = (
     {},
@@ -41,8 +41,9 @@ USUAL: tuple[dict[str, Any], ...] = (
 def record_model(cfg: RunConfig, cache: Path) -> None:
     """Record what is not known yet of one run's model, and keep it."""
     table, encoders = known_parts(cfg, cache)
-    with _pool(min(PARTS, os.cpu_count() or 1)) as pool:
-        tables = {} if table else _tables([cfg], cache, pool)
+    jobs = min(PARTS, os.cpu_count() or 1)
+    with _pool(jobs) as pool:
+        tables = {} if table else _tables([cfg], cache, pool, jobs > len(ranks_of(cfg)))
         others = {} if encoders else _encoders([cfg], cache, pool)
         for key, wait in tables.items():
             write(kept_file(name_of(cfg), cache, key), {key: wait()}, {})
@@ -50,11 +51,16 @@ def record_model(cfg: RunConfig, cache: Path) -> None:
             write(kept_file(name_of(cfg), cache, key), {}, {key: wait_for_encoders()})
 
 
-def _tables(cfgs: Sequence[RunConfig], cache: Path, pool: Executor) -> dict[str, Callable[[], Table]]:
-    """Have the denoiser of runs recorded, each rank of an adapter in two parts: {key: waits for it}."""
+def _tables(cfgs: Sequence[RunConfig], cache: Path, pool: Executor, halve: bool) -> dict[str, Callable[[], Table]]:
+    """Have the denoiser of runs recorded: {key: waits for it}.
+
+    halve: each rank of an adapter in two processes, which is sooner done where a core is free, and else later, since
+    each makes the model.
+    """
     by_key = {key_of(cfg): cfg for cfg in reversed(cfgs)}
+    parts = HALVES if halve else (KINDS,)
     ranks = {
-        key: [[pool.submit(_rank, cfg, rank, kinds, cache) for kinds in SPLIT] for rank in ranks_of(cfg)]
+        key: [[pool.submit(_rank, cfg, rank, kinds, cache) for kinds in parts] for rank in ranks_of(cfg)]
         for key, cfg in by_key.items()
     }
     return {key: partial(_table, by_key[key], found) for key, found in ranks.items()}
@@ -130,7 +136,10 @@ def record_published(names: Sequence[str], jobs: int) -> int:
     with TemporaryDirectory() as folder, _pool(jobs) as pool:
         cache = Path(folder)
         wanted = {name: models[name] for name in names or models}
-        found = {name: (_tables(cfgs, cache, pool), _encoders(cfgs, cache, pool)) for name, cfgs in wanted.items()}
+        found = {
+            name: (_tables(cfgs, cache, pool, halve=False), _encoders(cfgs, cache, pool))
+            for name, cfgs in wanted.items()
+        }
         for name, (tables, encoders) in found.items():
             write(
                 SHIPPED / f"{name}.json.gz",
