@@ -17,16 +17,17 @@ from pathlib import Path
 
 from tests.plan.common import MODELS, run
 from trainer import families
-from trainer.config import ModelConfig
+from trainer.config import ModelConfig, RunConfig
 from trainer.families._published import published_folder
 from trainer.plan import virtual
 from trainer.plan.encoders import record_encoders, trace_captions
 from trainer.plan.phases import captions, over_all
 from trainer.plan.record import on_this_machine, record, trace, trace_drawing
+from trainer.plan.recording import FORMATS
 from trainer.plan.sizes import sharding_of
 from trainer.plan.steps import Size, Step, lengthen
 from trainer.plan.store import key_of
-from trainer.plan.tables import KINDS, RANKS, Kind, decode, recorded_sizes
+from trainer.plan.tables import KINDS, RANKS, Kind, Table, decode, recorded_sizes
 from trainer.plan.timeline import simulate, simulate_forward
 
 SIZE = Size(512 * 512, 1)
@@ -97,13 +98,18 @@ def _captions(folder: Path, cache: Path) -> Iterator[tuple[str, float, float]]:
 
 
 def _is_equal(model: str, file: Path, cache: Path) -> bool:
-    """Whether the smallest pass with a lora allocates what the shipped table says."""
+    """Whether the smallest passes with a lora, on each format recorded, allocate what the shipped tables say."""
     family, _, architecture = model.partition("-")
     fields = [f"adapter.rank={RANKS[0]}"]
     if architecture == "demo":
         fields += ["model.path=demo", "model.options.architecture=null", "train.precision=fp32"]
-    cfg = on_this_machine(run(f"{family} {architecture}", *fields), cache)
-    table = decode(file.read_bytes())[0][key_of(cfg)]
+    tables = decode(file.read_bytes())[0]
+    cfgs = [run(f"{family} {architecture}", *fields, f"quantize.format={name}") for name in ("none", *FORMATS)]
+    known = [cfg for cfg in cfgs if key_of(cfg) in tables]
+    return bool(known) and all(_is_equal_to(tables[key_of(cfg)], on_this_machine(cfg, cache), cache) for cfg in known)
+
+
+def _is_equal_to(table: Table, cfg: RunConfig, cache: Path) -> bool:
     found = record(cfg, families.make(cfg, cache), virtual.install(), recorded_sizes(table.sides)[:1])
     return all(
         [(m.change, m.peak, m.flops) for m in found.marks[kind][0]]

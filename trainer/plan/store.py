@@ -23,7 +23,7 @@ from trainer.zero import Strategy
 
 SHIPPED = Path(__file__).parent / "recorded"
 RECORDING_S = 600
-RECORDED = 2
+RECORDED = 3
 """Part of the names of files that are kept: raise it when other things are recorded."""
 
 
