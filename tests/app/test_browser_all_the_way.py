@@ -48,6 +48,7 @@ def trained(browser: Browser, server: Server) -> RunDir:
         state_is(page, "training")
         server.kill()
         assert launch.alive(run)
+        page.goto("about:blank")  # a page that was left open loads itself again at any moment from here
         server.start()
         page.goto(server.url)
         show(page, "Monitor")
