@@ -260,10 +260,10 @@ class Sharded:
 
     def keep_gathered(self) -> None:
         """From now on what was gathered stays so: it is not recorded, and to gather it takes a third of a pass."""
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.set_reshard_after_forward(False, recurse=False)
-                module.set_reshard_after_backward(False, recurse=False)
+        for component in self.module.values():
+            if isinstance(component, FSDPModule):
+                component.set_reshard_after_forward(False)
+                component.set_reshard_after_backward(False)
 
     def recompute(self) -> None:
         """From now on blocks compute forward again in backward."""
