@@ -119,7 +119,17 @@ def shard_model(
     """Checkpointing -> compile -> shard each live component, on the meta device. Without a mesh nothing is sharded."""
     for name, module in model.items():
         methods = family.forward_methods if name == family.components[0] else ()
-        parallelize(module, cfg.train, cfg.parallel, strategy, mesh, family.shard_blocks, methods, family.fp32_inputs)
+        parallelize(
+            module,
+            cfg.train,
+            cfg.parallel,
+            strategy,
+            mesh,
+            family.shard_blocks,
+            methods,
+            family.fp32_inputs,
+            family.returns_views,
+        )
 
 
 def continue_adapter(loaded: LoadedModel, cfg: RunConfig, family: ModelFamily) -> tuple[str, ...]:

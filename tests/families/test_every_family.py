@@ -29,6 +29,8 @@ from trainer.families import _flow
 from trainer.families.base import FLOW_FIELDS
 from trainer.modules import encoder_loader
 from trainer.objectives import Batch, Example, Shift, draw_sigma
+from trainer.parallel.calls import check_calls
+from trainer.parallel.shard import blocks_of
 from trainer.rng import SampleRng
 from trainer.world import World
 
@@ -104,6 +106,19 @@ def test_loss_of_a_batch_is_the_sum_of_its_items_losses_and_padding_counts_nothi
     padded = loss([*items, items[0]], [1.0, 1.0, 0.0], [0, 1, 0])
     torch.testing.assert_close(padded.total, torch.stack(alone).sum(), atol=1e-5, rtol=0)
     assert padded.weight.item() == 2
+
+
+def test_fsdp2_can_follow_every_call_of_the_model_in_training(family: Any) -> None:
+    train = {component: "full" for component in family.components}
+    model_config = family.config.model_copy(update={"train": train})
+    whole = type(family)(model_config, ObjectiveConfig(), family.cache)
+    model = model_of(whole).requires_grad_(True)
+    batch = batch_of(whole, examples(whole, 1))
+    for name, component in model.items():
+        methods = whole.forward_methods if name == whole.components[0] else ()
+        units = blocks_of(component, whole.shard_blocks)
+        assert units
+        check_calls(component, units, methods, lambda: whole.loss(model, batch, SampleRng(0, [0])), whole.returns_views)
 
 
 def test_a_token_is_size_multiple_pixels_high_and_wide(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:

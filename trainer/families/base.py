@@ -54,7 +54,11 @@ class ModelFamily(ABC):
     """Layers (regular expressions) whose output halves stand in the other order in original files. A low-rank update
     survives that; what depends on whole rows (dora, diag-oft, boft) does not, and leaves them alone."""
     forward_methods: ClassVar[tuple[str, ...]] = ()
-    """Entry points of the denoiser besides `forward`. Never one that `forward` calls."""
+    """Entry points of the denoiser besides `forward`, as `encode`, and of its blocks, as `Layer.encode`. Never one that
+    `forward` calls."""
+    returns_views: ClassVar[tuple[str, ...]] = ()
+    """Class names of blocks and components, of code that is not ours, whose `forward` returns a view: FSDP2 cannot
+    follow a view that is changed in place, and gets a copy."""
     size_multiple: ClassVar[int]
     """Width and height of images are multiples of this many pixels."""
     fp32_inputs: ClassVar[frozenset[str]] = frozenset()

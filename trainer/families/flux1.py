@@ -82,6 +82,7 @@ class TextEncoders:
 class Flux1(ModelFamily):
     components = ("transformer",)
     shard_blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
+    returns_views = ("FluxSingleTransformerBlock", "FluxTransformer2DModel")
     adapter_targets: ClassVar = {
         "transformer": (
             r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)",

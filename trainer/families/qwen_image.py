@@ -92,6 +92,7 @@ TEMPLATE_TOKENS = 34
 class QwenImage(ModelFamily):
     components = ("transformer",)
     shard_blocks = ("QwenImageTransformerBlock",)
+    returns_views = ("QwenImageTransformer2DModel",)
     adapter_targets: ClassVar = {
         "transformer": (
             r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)",

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config import ParallelConfig, TrainConfig
+from trainer.parallel.calls import entries
 from trainer.zero import Strategy, reshard_after_forward
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -42,17 +43,20 @@ def parallelize(
     blocks: Sequence[str],
     methods: Sequence[str] = (),
     fp32_inputs: Collection[str] = (),
+    returns_views: Collection[str] = (),
 ) -> nn.Module:
     """The model, ready to be materialized and loaded; changed in place.
 
-    blocks: class names of the modules that are sharded one by one.  methods: entry points besides `forward`.
-    fp32_inputs: keyword arguments of these that keep their type; other numbers are cast to the compute type.
-    Without a mesh nothing is sharded.
+    blocks: class names of the modules that are sharded one by one.  methods: entry points besides `forward`, of the
+    model as `encode`, of its blocks as `Layer.encode`.  fp32_inputs: keyword arguments of the model's that keep their
+    type; other numbers are cast to the compute type.  returns_views: class names of modules whose outputs are copied
+    where they are views.  Without a mesh nothing is sharded. Raises ValueError for a method that `forward` calls.
     """
     units = blocks_of(model, blocks)
+    registered = entries(model, units, methods)
     dtype = COMPUTE_DTYPE[train.precision]
     if dtype != torch.float32:
-        for method in ("forward", *methods):
+        for method in ("forward", *(name for module, name in registered if module is model)):
             setattr(model, method, _on_cast_inputs(getattr(model, method), dtype, fp32_inputs))
     if mesh is None and dtype != torch.float32:
         _compute_in(model, units, dtype)
@@ -63,10 +67,13 @@ def parallelize(
     if mesh is None:
         return model
     offload = offload_policy(parallel)
+    for module in (*units, model):
+        if type(module).__name__ in returns_views:
+            module.register_forward_hook(_own_storage)
     shard_units(model, units, mesh, reshard_after_forward(parallel, strategy), dtype, offload)
     prefetch(units, parallel.prefetch_forward, parallel.prefetch_backward)
-    for method in methods:
-        register_fsdp_forward_method(model, method)
+    for module, method in registered:
+        register_fsdp_forward_method(module, method)
     return model
 
 
@@ -85,8 +92,6 @@ def shard_units(
     """
     compute = None if dtype == torch.float32 else dtype
     policy = MixedPrecisionPolicy(compute, torch.float32 if compute else None, cast_forward_inputs=False)
-    for unit in (*units, model):
-        unit.register_forward_hook(_own_storage)
     for unit in units:
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
     # Backward begins with the root: freed after forward, it would be gathered again at once.
@@ -94,7 +99,7 @@ def shard_units(
 
 
 def _own_storage(unit: nn.Module, arguments: Any, output: Any) -> Any:
-    """FSDP2's backward hooks are lost when a view that has one is changed in place: no unit returns a view."""
+    """FSDP2's backward hooks are lost when a view that has one is changed in place."""
     return tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor._is_view() else tensor, output)
 
 

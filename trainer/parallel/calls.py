@@ -1,0 +1,267 @@
+"""Whether a model calls its parts in a way that FSDP2 can follow, told before it is sharded.
+
+FSDP2 gathers a module's weights when its `forward`, or a method registered beside it, is entered, frees them when it
+returns, and hooks itself to the tensors that come out. What passes by these doors fails in backward, far from its
+cause. Which patterns fail, and how, was measured with torch 2.13.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import dis
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from types import CodeType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Entry = tuple[nn.Module, str]
+"""A module and the name of a method through which it is entered."""
+
+
+def entries(model: nn.Module, units: Sequence[nn.Module], methods: Sequence[str]) -> list[Entry]:
+    """The modules' entry points besides `forward`.
+
+    methods: of the model by name, as `encode`; of the units of a class with it, as `Layer.encode`. Raises ValueError
+    for one that no module has, and for one that the module's own `forward` calls: its weights would be gathered and
+    freed twice, one inside the other, and backward finds them freed.
+    """
+    found = [entry for method in methods for entry in _modules_with(model, units, method)]
+    for module, method in found:
+        if _calls(type(module), "forward", method):
+            raise ValueError(_nested(type(module).__name__, method))
+    return found
+
+
+def check_calls(
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    methods: Sequence[str],
+    run: Callable[[], object],
+    copied: Sequence[str] = (),
+) -> None:
+    """Run a forward pass of the model before it is sharded. Raises ValueError naming all that FSDP2 cannot follow.
+
+    run: calls the model as training does; on the meta device it costs no memory.  units: modules that are to be
+    sharded one by one.  methods: as in `entries`.  copied: class names of modules whose outputs are copied where they
+    are views (see `shard.parallelize`).
+
+    Refused are: an entry point that `forward` calls; a unit called past the model; a weight used while its unit does
+    not run, as by an entry point that is not listed, or by code that reads it; an output that is a view, in which a
+    change in place loses FSDP2's hook; and one that is kept on a module, or inside an object, where no hook finds it.
+    """
+    watch = _Watch(model, units, copied)
+    with watch.doors(entries(model, units, methods)), watch:
+        run()
+    if watch.problems:
+        raise ValueError("\n".join(watch.problems))
+
+
+def _modules_with(model: nn.Module, units: Sequence[nn.Module], method: str) -> list[Entry]:
+    kind, _, name = method.rpartition(".")
+    modules = [unit for unit in units if type(unit).__name__ == kind] if kind else [model]
+    if not modules or not all(callable(inspect.getattr_static(type(module), name, None)) for module in modules):
+        owner = kind or type(model).__name__
+        raise ValueError(f"forward_methods: '{method}' is not a method of {owner}, or no sharded block is of that kind")
+    return [(module, name) for module in modules]
+
+
+def _nested(owner: str, method: str) -> str:
+    return (
+        f"forward_methods: {owner}.forward calls {owner}.{method}, which is listed besides: its weights would be "
+        f"gathered and freed twice, one inside the other, and backward would find them freed; "
+        f"call the module itself and leave '{method}' out"
+    )
+
+
+def _calls(owner: type, caller: str, method: str) -> bool:
+    """Whether a method of a class calls another of its own, by way of others or not."""
+    reached, left = set(), [caller]
+    while left:
+        name = left.pop()
+        code = getattr(inspect.getattr_static(owner, name, None), "__code__", None)
+        if code is None or name in reached:
+            continue
+        reached.add(name)
+        left += _own_attributes(code)
+    return method in {name for called in reached for name in _own_attributes(_code(owner, called))}
+
+
+def _code(owner: type, method: str) -> CodeType:
+    code: CodeType = inspect.getattr_static(owner, method).__code__
+    return code
+
+
+def _own_attributes(code: CodeType) -> set[str]:
+    """Attributes that a method reads of its first argument, also by `getattr` with a constant."""
+    this = code.co_varnames[:1]
+    instructions = list(dis.get_instructions(code))
+    read = {
+        str(after.argval)
+        for before, after in itertools.pairwise(instructions)
+        if after.opname in ("LOAD_ATTR", "LOAD_METHOD") and _loads(before, this)
+    }
+    constants = {text for text in code.co_consts if isinstance(text, str)} if "getattr" in code.co_names else set()
+    return read | constants
+
+
+def _loads(instruction: dis.Instruction, name: tuple[str, ...]) -> bool:
+    """Whether a variable is what the instruction leaves on top; some load two at once."""
+    last = instruction.argval[-1:] if isinstance(instruction.argval, tuple) else (instruction.argval,)
+    return instruction.opname.startswith("LOAD_FAST") and last == name
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees which parameters every operation uses while which modules run."""
+
+    def __init__(self, model: nn.Module, units: Sequence[nn.Module], copied: Sequence[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.problems: list[str] = []
+        self._copied = copied
+        self._names = {module: name or "the model" for name, module in model.named_modules()}
+        self._model = model
+        self._gathered = list(dict.fromkeys((model, *units)))
+        self._running: list[nn.Module] = []
+        self._misused: set[nn.Module] = set()
+        # The innermost unit that holds it; modules are listed from the outside in.
+        owners = {parameter: unit for unit in self._gathered for parameter in unit.parameters()}
+        self._owners = {id(parameter): owner for parameter, owner in owners.items()}
+        self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _tensors((args, kwargs)):
+            owner = self._owners.get(id(tensor))
+            if owner is not None and owner not in self._running and owner not in self._misused:
+                self._misused.add(owner)
+                self._refuse(
+                    f"{self._parameters[id(tensor)]} is used while {self._called(owner)}, whose weights are gathered "
+                    "only then, does not run; use it inside, call the module itself, or list the method in "
+                    "forward_methods"
+                )
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def doors(self, methods: Sequence[Entry]) -> Iterator[None]:
+        """Inside: notes when the model and its units are entered and left."""
+        with ExitStack() as stack:
+            for module in self._gathered:
+                stack.enter_context(self._door(module, "forward"))
+            for module, method in methods:
+                stack.enter_context(self._door(module, method))
+            yield
+
+    @contextmanager
+    def _door(self, module: nn.Module, method: str) -> Iterator[None]:
+        """As an attribute of the module itself, before the class's own."""
+        original, former = getattr(module, method), vars(module).get(method)
+        setattr(module, method, wraps(original)(partial(self._enter, module, method, original)))
+        try:
+            yield
+        finally:
+            delattr(module, method)
+            if former is not None:
+                setattr(module, method, former)
+
+    def _enter(self, module: nn.Module, method: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if module in self._running:
+            self._refuse(_nested(type(module).__name__, method))
+        elif module is not self._model and self._model not in self._running:
+            self._refuse(
+                f"{self._called(module)} is called past the model, which gathers its own weights first and sets FSDP2 "
+                "up; call the model, and the block inside its forward"
+            )
+        kept_before = {id(tensor) for tensor in _kept(module, args, kwargs)}
+        self._running.append(module)
+        try:
+            output = original(*args, **kwargs)
+        finally:
+            self._running.pop()
+        self._check_output(module, method, output)
+        if any(tensor.requires_grad and id(tensor) not in kept_before for tensor in _kept(module, args, kwargs)):
+            self._refuse(
+                f"{self._called(module)} keeps a tensor it computed on itself or in an object it was given, as a cache "
+                "of keys and values does, where FSDP2's hooks do not find it; return it instead, or turn the cache off"
+            )
+        return output
+
+    def _check_output(self, module: nn.Module, method: str, output: Any) -> None:
+        is_copied = method == "forward" and type(module).__name__ in self._copied
+        if not is_copied and any(tensor._is_view() for tensor in _tensors(output)):
+            self._refuse(
+                f"{self._called(module)} returns a view from {method}: changed in place by its caller it loses "
+                "FSDP2's hook, and backward finds the weights freed; return a .clone() of it"
+            )
+        if any(True for _ in _hidden(output)):
+            self._refuse(
+                f"{self._called(module)} returns tensors inside a {_kind_of_hidden(output)}, where FSDP2's hooks do "
+                "not find them; return tensors, tuples, dicts or dataclasses"
+            )
+
+    def _called(self, module: nn.Module) -> str:
+        kind = type(module).__name__
+        return kind if module is self._model else f"{self._names[module]} ({kind})"
+
+    def _refuse(self, problem: str) -> None:
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors that FSDP2's hooks find in an output."""
+    if isinstance(value, Tensor):
+        yield value
+    else:
+        for part in _parts(value):
+            yield from _tensors(part)
+
+
+def _parts(value: Any) -> Sequence[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, list | tuple):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return list(vars(value).values())
+    return ()
+
+
+def _hidden(value: Any) -> Iterator[Any]:
+    """Objects in an output that hold tensors where FSDP2's hooks do not find them."""
+    parts = _parts(value)
+    if not parts and not isinstance(value, Tensor) and any(True for _ in _inside(value)):
+        yield value
+    for part in parts:
+        yield from _hidden(part)
+
+
+def _kind_of_hidden(value: Any) -> str:
+    return type(next(_hidden(value))).__name__
+
+
+def _inside(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[Tensor]:
+    """Tensors in an object, to any depth; what can be called holds none."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if callable(value) or id(value) in seen:  # modules too are callable
+        return
+    parts = _parts(value) or list(getattr(value, "__dict__", {}).values())
+    for part in parts:
+        yield from _inside(part, seen | {id(value)})
+
+
+def _kept(module: nn.Module, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Tensors that outlive a call: on the module and its children, and in the objects it is given."""
+    for part in module.modules():
+        held = vars(part)
+        for name, value in held.items():
+            if name not in ("_parameters", "_modules"):
+                yield from _inside(value)
+    for argument in (*args, *kwargs.values()):
+        for hidden in _hidden(argument):
+            yield from _inside(hidden)
