@@ -1,0 +1,388 @@
+"""BAGEL's network: a decoder that reads text and pictures and draws latents, in one sequence (arXiv 2505.14683).
+
+Each token is text, a patch of a picture that is looked at, or a patch of noisy latents. All attend to each other as
+the mask says; every other weight is of one of two experts: `understanding` for text and looked-at pictures,
+`generation` for latents. Tokens are kept in that order, so that nothing is scattered or gathered on the way; where a
+token stands in its sequence is said by the mask and by `positions`.
+
+Shapes: T text tokens, P patches that are looked at, N patches of latents, S = T + P + N, D the width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trainer.weights import Fused
+
+BLOCKS = ("BagelLayer", "BagelVisionLayer")
+"""What is sharded one by one."""
+TIMESTEP_FREQUENCIES = 128
+"""Frequencies of the timestep's sines and cosines."""
+
+
+@dataclass(frozen=True)
+class VisionSizes:
+    """Of the encoder of pictures that are looked at, a SigLIP. max_side: patches of the largest picture, per side."""
+
+    width: int
+    num_layers: int
+    num_heads: int
+    hidden_width: int
+    patch_size: int
+    max_side: int
+    eps: float = 1e-6
+
+    @property
+    def patch_numbers(self) -> int:
+        """Numbers of one RGB patch."""
+        return 3 * self.patch_size**2
+
+
+@dataclass(frozen=True)
+class BagelSizes:
+    """Of the whole network. num_kv_heads: heads of keys and values.  latent_numbers: of one patch of latents.
+
+    latent_side: patches of the largest drawn picture, per side.
+    """
+
+    width: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    hidden_width: int
+    vocabulary: int
+    vision: VisionSizes
+    latent_side: int
+    latent_numbers: int = 64
+    rope_theta: float = 1e6
+    eps: float = 1e-6
+
+    @property
+    def head_width(self) -> int:
+        """Numbers per attention head."""
+        return self.width // self.num_heads
+
+
+BAGEL_7B_MOT = BagelSizes(
+    width=3584,
+    num_layers=28,
+    num_heads=28,
+    num_kv_heads=4,
+    hidden_width=18944,
+    vocabulary=152064,
+    vision=VisionSizes(width=1152, num_layers=26, num_heads=16, hidden_width=4304, patch_size=14, max_side=70),
+    latent_side=64,
+)
+"""BAGEL-7B-MoT: 7 billion parameters are used per token, of 14. Of the encoder's 27 layers the last is left out."""
+
+
+class Bagel(nn.Module):
+    """Logits of next tokens and velocities of latents, of some packed sequences."""
+
+    def __init__(self, sizes: BagelSizes) -> None:
+        super().__init__()
+        width = sizes.width
+        self.sizes = sizes
+        self.text_embedding = nn.Embedding(sizes.vocabulary, width)
+        self.vision = BagelVision(sizes.vision)
+        self.vision_connector = _two_layers(sizes.vision.width, width, nn.GELU("tanh"))
+        self.vision_positions = GridPositions(sizes.vision.max_side, width)
+        self.latent_in = nn.Linear(sizes.latent_numbers, width)
+        self.latent_positions = GridPositions(sizes.latent_side, width)
+        self.timestep = _two_layers(2 * TIMESTEP_FREQUENCIES, width, nn.SiLU())
+        self.layers = nn.ModuleList(BagelLayer(sizes) for _ in range(sizes.num_layers))
+        self.understanding_norm = nn.RMSNorm(width, sizes.eps)
+        self.generation_norm = nn.RMSNorm(width, sizes.eps)
+        self.text_out = nn.Linear(width, sizes.vocabulary, bias=False)
+        self.latent_out = nn.Linear(width, sizes.latent_numbers)
+
+    def forward(
+        self,
+        *,
+        text: Tensor,
+        predicted: Tensor,
+        patches: Tensor,
+        patch_places: Tensor,
+        patch_pictures: Tensor,
+        latents: Tensor,
+        latent_places: Tensor,
+        sigma: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns (logits (K, vocabulary), velocities (N, latent numbers)).
+
+        text: (T,) token ids.  predicted: (K,) which of them the next token is wanted after.  patches: (P, numbers of a
+        patch), pixels by row, column and channel, in [-1, 1].  patch_places: (P,) place in the picture's grid, row x
+        `max_side` + column.  patch_pictures: (P,) which picture it is of.  latents: (N, latent numbers), noisy, by row,
+        column and channel.  latent_places: (N,) likewise, row x `latent_side` + column.  sigma: (N,) share of noise, 0
+        = data, 1 = noise.  positions: (S,) for rotary embeddings.  mask: (S, S), whether a token (row) attends to
+        another, see `attention_mask`.
+        """
+        looked_at = self._looked_at(patches, patch_places, patch_pictures)
+        understanding = torch.cat([self.text_embedding(text), looked_at])
+        timestep = self.timestep(timestep_waves(sigma).to(latents.dtype))
+        generation = self.latent_in(latents) + timestep + self.latent_positions(latent_places).to(latents.dtype)
+        rotation = rotary_waves(positions, self.sizes)
+        for layer in self.layers:
+            understanding, generation = layer(understanding, generation, rotation, mask)
+        texts = self.understanding_norm(understanding[: len(text)][predicted])
+        return self.text_out(texts), self.latent_out(self.generation_norm(generation))
+
+    def _looked_at(self, patches: Tensor, places: Tensor, pictures: Tensor) -> Tensor:
+        """(P, D). Every rank runs the encoder, also one that has no picture: the others wait for it."""
+        is_empty = len(patches) == 0
+        if is_empty:
+            patches, places, pictures = patches.new_zeros(1, patches.shape[1]), places.new_zeros(1), places.new_zeros(1)
+        seen = self.vision_connector(self.vision(patches, places, pictures))
+        seen = seen + self.vision_positions(places).to(seen.dtype)
+        found: Tensor = seen[:0] if is_empty else seen
+        return found
+
+
+class BagelLayer(nn.Module):
+    """One layer of the decoder, twice: for each expert."""
+
+    def __init__(self, sizes: BagelSizes) -> None:
+        super().__init__()
+        self.understanding = Expert(sizes)
+        self.generation = Expert(sizes)
+
+    def forward(
+        self, understanding: Tensor, generation: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """understanding: (T + P, D).  generation: (N, D).  rotation: of all S.  mask: (S, S)."""
+        parts = [self.understanding.heads(understanding), self.generation.heads(generation)]
+        query, key, value = (torch.cat(pair, dim=1) for pair in zip(*parts, strict=True))
+        groups = query.shape[0] // key.shape[0]
+        key, value = (heads.repeat_interleave(groups, dim=0) for heads in (_rotated(key, rotation), value))
+        seen = F.scaled_dot_product_attention(_rotated(query, rotation)[None], key[None], value[None], mask)[0]
+        together = seen.transpose(0, 1).flatten(1)
+        count = len(understanding)
+        return (
+            self.understanding.finish(understanding, together[:count]),
+            self.generation.finish(generation, together[count:]),
+        )
+
+
+class Expert(nn.Module):
+    """The weights of one layer for one kind of tokens, used by the layer in two halves: before and after attention."""
+
+    def __init__(self, sizes: BagelSizes) -> None:
+        super().__init__()
+        width, keys = sizes.width, sizes.num_kv_heads * sizes.head_width
+        self.attention_norm = nn.RMSNorm(width, sizes.eps)
+        self.to_q = nn.Linear(width, width)
+        self.to_k = nn.Linear(width, keys)
+        self.to_v = nn.Linear(width, keys)
+        self.norm_q = nn.RMSNorm(sizes.head_width, sizes.eps)
+        self.norm_k = nn.RMSNorm(sizes.head_width, sizes.eps)
+        self.to_out = nn.Linear(width, width, bias=False)
+        self.hidden_norm = nn.RMSNorm(width, sizes.eps)
+        self.gate = nn.Linear(width, sizes.hidden_width, bias=False)
+        self.up = nn.Linear(width, sizes.hidden_width, bias=False)
+        self.down = nn.Linear(sizes.hidden_width, width, bias=False)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, (heads, tokens, head width). x: (tokens, D)."""
+        x = self.attention_norm(x)
+        width = self.norm_q.weight.shape[0]
+        query, key, value = (
+            to(x).unflatten(1, (-1, width)).transpose(0, 1) for to in (self.to_q, self.to_k, self.to_v)
+        )
+        return self.norm_q(query), self.norm_k(key), value
+
+    def finish(self, x: Tensor, seen: Tensor) -> Tensor:
+        """The layer's output. x: its input, (tokens, D).  seen: what attention gave, (tokens, D)."""
+        x = x + self.to_out(seen)
+        hidden = self.hidden_norm(x)
+        found: Tensor = x + self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        return found
+
+
+class BagelVision(nn.Module):
+    """The encoder of pictures that are looked at: any number of them, of any shape, in one sequence of patches."""
+
+    def __init__(self, sizes: VisionSizes) -> None:
+        super().__init__()
+        self.patch_in = nn.Linear(sizes.patch_numbers, sizes.width)
+        self.positions = nn.Embedding(sizes.max_side**2, sizes.width)
+        self.layers = nn.ModuleList(BagelVisionLayer(sizes) for _ in range(sizes.num_layers))
+        self.norm = nn.LayerNorm(sizes.width, sizes.eps)
+
+    def forward(self, patches: Tensor, places: Tensor, pictures: Tensor) -> Tensor:
+        """(P, width). Arguments as in `Bagel.forward`."""
+        x = self.patch_in(patches) + self.positions(places)
+        mask = pictures[:, None] == pictures[None]
+        for layer in self.layers:
+            x = layer(x, mask)
+        found: Tensor = self.norm(x)
+        return found
+
+
+class BagelVisionLayer(nn.Module):
+    """One layer of that encoder."""
+
+    def __init__(self, sizes: VisionSizes) -> None:
+        super().__init__()
+        self.num_heads = sizes.num_heads
+        self.attention_norm = nn.LayerNorm(sizes.width, sizes.eps)
+        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(sizes.width, sizes.width) for _ in range(4))
+        self.hidden_norm = nn.LayerNorm(sizes.width, sizes.eps)
+        self.up = nn.Linear(sizes.width, sizes.hidden_width)
+        self.down = nn.Linear(sizes.hidden_width, sizes.width)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """x: (P, width).  mask: (P, P), whether a patch (row) attends to another."""
+        y = self.attention_norm(x)
+        query, key, value = (
+            to(y).unflatten(1, (self.num_heads, -1)).transpose(0, 1)[None] for to in (self.to_q, self.to_k, self.to_v)
+        )
+        seen = F.scaled_dot_product_attention(query, key, value, mask)[0]
+        x = x + self.to_out(seen.transpose(0, 1).flatten(1))
+        found: Tensor = x + self.down(F.gelu(self.up(self.hidden_norm(x)), approximate="tanh"))
+        return found
+
+
+class GridPositions(nn.Module):
+    """Sines and cosines of a place in a square grid; not trained, but part of the published file."""
+
+    grid: Tensor
+
+    def __init__(self, side: int, width: int) -> None:
+        super().__init__()
+        self.register_buffer("grid", torch.empty(side**2, width))
+
+    def forward(self, places: Tensor) -> Tensor:
+        """(number of places, D)."""
+        return self.grid[places]
+
+
+def grid_waves(side: int, width: int) -> Tensor:
+    """What `GridPositions` holds, (side x side, width): half of the numbers for the column, half for the row.
+
+    Source: the sine and cosine table of masked autoencoders (arXiv 2111.06377), which counts columns first.
+    """
+    row, column = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
+    frequencies = 10000.0 ** -(torch.arange(width // 4, dtype=torch.float64) / (width // 4))
+    angles = [axis.flatten()[:, None] * frequencies for axis in (column, row)]
+    return torch.cat([wave for angle in angles for wave in (angle.sin(), angle.cos())], dim=1).float()
+
+
+def timestep_waves(sigma: Tensor) -> Tensor:
+    """Cosines and sines of the share of noise, (N, 256), fp32. sigma: (N,).
+
+    Source: DiT's timestep embedding (arXiv 2212.09748), given sigma itself, not a thousand times it.
+    """
+    exponents = torch.arange(TIMESTEP_FREQUENCIES, device=sigma.device, dtype=torch.float32) / TIMESTEP_FREQUENCIES
+    angles = sigma.float()[:, None] * torch.exp(-math.log(10000) * exponents)
+    return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+def rotary_waves(positions: Tensor, sizes: BagelSizes) -> tuple[Tensor, Tensor]:
+    """(cosines, sines) of rotary embeddings, each (S, head width), fp32 (arXiv 2104.09864)."""
+    steps = torch.arange(0, sizes.head_width, 2, device=positions.device, dtype=torch.float32) / sizes.head_width
+    angles = positions.float()[:, None] * sizes.rope_theta**-steps
+    angles = torch.cat([angles, angles], dim=1)
+    return angles.cos(), angles.sin()
+
+
+def attention_mask(sequence: Tensor, place: Tensor, piece: Tensor, whole: Tensor, noisy: Tensor) -> Tensor:
+    """(S, S) bool: whether a token (row) attends to another (column).
+
+    sequence: (S,) which of the packed sequences a token is of.  place: (S,) its place there.  piece: (S,) which piece
+    of it: a text, or a picture with its marks.  whole: (S,) whether it sees all of its own piece, as patches do; text
+    sees what came before.  noisy: (S,) whether it is of latents that are being drawn, which only their own piece sees.
+    """
+    same_sequence = sequence[:, None] == sequence[None]
+    same_piece = same_sequence & (piece[:, None] == piece[None])
+    before = place[None] <= place[:, None]
+    return same_sequence & (before | (same_piece & whole[:, None])) & (same_piece | ~noisy[None])
+
+
+def _rotated(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """heads: (heads, S, head width)."""
+    cosines, sines = rotation
+    first, second = heads.chunk(2, dim=-1)
+    return (heads * cosines + torch.cat([-second, first], dim=-1) * sines).to(heads.dtype)
+
+
+def _two_layers(width_in: int, width: int, between: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width_in, width), between, nn.Linear(width, width))
+
+
+# What follows names the tensors of the published file.
+
+_EXPERTS = {"understanding": "", "generation": "_moe_gen"}
+_LAYER = {
+    "attention_norm": "input_layernorm{}",
+    "to_q": "self_attn.q_proj{}",
+    "to_k": "self_attn.k_proj{}",
+    "to_v": "self_attn.v_proj{}",
+    "norm_q": "self_attn.q_norm{}",
+    "norm_k": "self_attn.k_norm{}",
+    "to_out": "self_attn.o_proj{}",
+    "hidden_norm": "post_attention_layernorm{}",
+    "gate": "mlp{}.gate_proj",
+    "up": "mlp{}.up_proj",
+    "down": "mlp{}.down_proj",
+}
+_VISION_LAYER = {
+    "attention_norm": "layer_norm1",
+    "to_q": "self_attn.q_proj",
+    "to_k": "self_attn.k_proj",
+    "to_v": "self_attn.v_proj",
+    "to_out": "self_attn.out_proj",
+    "hidden_norm": "layer_norm2",
+    "up": "mlp.fc1",
+    "down": "mlp.fc2",
+}
+_REST = {
+    "text_embedding": "language_model.model.embed_tokens",
+    "text_out": "language_model.lm_head",
+    "understanding_norm": "language_model.model.norm",
+    "generation_norm": "language_model.model.norm_moe_gen",
+    "vision.patch_in": "vit_model.vision_model.embeddings.patch_embedding",
+    "vision.positions": "vit_model.vision_model.embeddings.position_embedding",
+    "vision.norm": "vit_model.vision_model.post_layernorm",
+    "vision_connector.0": "connector.fc1",
+    "vision_connector.2": "connector.fc2",
+    "vision_positions.grid": "vit_pos_embed.pos_embed",
+    "latent_in": "vae2llm",
+    "latent_out": "llm2vae",
+    "latent_positions.grid": "latent_pos_embed.pos_embed",
+    "timestep.0": "time_embedder.mlp.0",
+    "timestep.2": "time_embedder.mlp.2",
+}
+
+
+def published_layout(model: Bagel) -> tuple[Fused, ...]:
+    """The tensors of the model as the file `ema.safetensors` of BAGEL-7B-MoT names them, one by one."""
+    theirs = dict(_module_names(model.sizes))
+    return tuple(Fused(_published_name(name, theirs), (name,)) for name in model.state_dict())
+
+
+def _published_name(name: str, theirs: dict[str, str]) -> str:
+    if name in theirs:
+        return theirs[name]
+    module, _, kind = name.rpartition(".")
+    return f"{theirs[module]}.{kind}"
+
+
+def _module_names(sizes: BagelSizes) -> Iterator[tuple[str, str]]:
+    """(our name, theirs) of every module with tensors of its own."""
+    yield from _REST.items()
+    for number in range(sizes.num_layers):
+        for expert, suffix in _EXPERTS.items():
+            for ours, theirs in _LAYER.items():
+                name = f"language_model.model.layers.{number}.{theirs.format(suffix)}"
+                yield f"layers.{number}.{expert}.{ours}", name
+    for number in range(sizes.vision.num_layers):
+        for ours, theirs in _VISION_LAYER.items():
+            yield f"vision.layers.{number}.{ours}", f"vit_model.vision_model.encoder.layers.{number}.{theirs}"
