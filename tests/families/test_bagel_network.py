@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,12 +22,12 @@ from trainer.families._bagel import (
     Bagel,
     BagelSizes,
     VisionSizes,
-    attention_mask,
     grid_waves,
     published_layout,
     rotary_waves,
     timestep_waves,
 )
+from trainer.families._bagel_pack import DrawnPiece, Marks, Piece, SeenPiece, TextPiece, pack, patched, unpatched
 from trainer.families._folder import fill_random
 from trainer.parallel.calls import check_calls
 from trainer.parallel.mesh import device_mesh
@@ -58,76 +58,35 @@ def made() -> Bagel:
     return model
 
 
-class Text(NamedTuple):
-    """Some tokens, by their number."""
-
-    length: int
+MARKS = Marks(text_begin=60, text_end=61, picture_begin=62, picture_end=63)
 
 
-class Looked(NamedTuple):
-    """A picture of rows x columns patches that is looked at."""
-
-    rows: int
-    columns: int
+def text(length: int, learned: bool = False) -> TextPiece:
+    return TextPiece(torch.arange(length) * 7 % 60, learned)
 
 
-class Drawn(NamedTuple):
-    """A picture of rows x columns patches of latents that is drawn."""
-
-    rows: int
-    columns: int
+def seen(rows: int, columns: int) -> SeenPiece:
+    size = TINY.vision.patch_size
+    return SeenPiece(waves(3, size * rows, size * columns))
 
 
-Piece = Text | Looked | Drawn
+def drawn(rows: int, columns: int, sigma: float = 0.3) -> DrawnPiece:
+    return DrawnPiece(waves(TINY.latent_numbers // 4, 2 * rows, 2 * columns), torch.tensor(sigma))
 
 
-def packed(sequences: Sequence[Sequence[Piece]]) -> dict[str, Tensor]:
-    """Arguments of the network for sequences of pieces; contents depend on the place in the sequence only."""
-    tokens: dict[str, list[tuple[Any, ...]]] = {"text": [], "patches": [], "latents": []}
-    for number, pieces in enumerate(sequences):
-        place = position = 0
-        for index, piece in enumerate(pieces):
-            kind, count = ("text", piece[0]) if isinstance(piece, Text) else ("", piece[0] * piece[1])
-            kind = kind or ("patches" if isinstance(piece, Looked) else "latents")
-            for part in range(count):
-                at = position + part if kind == "text" else position
-                grid = 0 if isinstance(piece, Text) else part // piece.columns * 6 + part % piece.columns
-                tokens[kind].append((number, place + part, index, kind != "text", kind == "latents", at, grid))
-            place += count
-            position += count if kind == "text" else 1
-    order = [*tokens["text"], *tokens["patches"], *tokens["latents"]]
-    number, place, index, whole, noisy, position, _ = (torch.tensor(column) for column in zip(*order, strict=True))
-    patches, latents = tokens["patches"], tokens["latents"]
-
-    def content(places: list[tuple[Any, ...]], width: int) -> Tensor:
-        rows = [torch.sin(torch.arange(width) * 1.7 + 3 * token[1] + token[6]) for token in places]
-        return torch.stack(rows) if rows else torch.zeros(0, width)
-
-    def grid(places: list[tuple[Any, ...]]) -> Tensor:
-        return torch.tensor([token[6] for token in places], dtype=torch.long)
-
-    return {
-        "text": torch.tensor([7 * token[1] % TINY.vocabulary for token in tokens["text"]]),
-        "predicted": torch.arange(len(tokens["text"])),
-        "patches": content(patches, TINY.vision.patch_numbers),
-        "patch_places": grid(patches),
-        "patch_pictures": torch.tensor([100 * token[0] + token[2] for token in patches], dtype=torch.long),
-        "latents": content(latents, TINY.latent_numbers),
-        "latent_places": grid(latents),
-        "sigma": torch.tensor([0.2 + 0.01 * token[6] for token in latents]),
-        "positions": position,
-        "mask": attention_mask(number, place, index, whole, noisy),
-    }
+def waves(*shape: int) -> Tensor:
+    """Numbers that differ everywhere."""
+    return torch.sin(torch.arange(math.prod(shape)) * 1.7).reshape(shape)
 
 
-LOOKING: list[Piece] = [Looked(2, 3), Text(5)]
-DRAWING: list[Piece] = [Text(4), Drawn(3, 2)]
-BOTH: list[Piece] = [Text(2), Looked(2, 2), Text(3), Drawn(2, 2)]
+LOOKING: list[Piece] = [seen(2, 3), text(2), text(3, learned=True)]
+DRAWING: list[Piece] = [text(4), drawn(3, 2)]
+BOTH: list[Piece] = [text(2), seen(2, 2), text(3, learned=True), drawn(2, 2)]
 
 
 def outputs(*sequences: Sequence[Piece]) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        found: tuple[Tensor, Tensor] = made()(**packed(sequences))
+        found: tuple[Tensor, Tensor] = made()(**pack(sequences, MARKS, TINY).arguments)
     return found
 
 
@@ -142,27 +101,61 @@ def test_packed_sequences_give_what_each_gives_alone() -> None:
         close(found, torch.cat(parts))
 
 
+def mask_of(*sequences: Sequence[Piece]) -> list[str]:
+    mask = pack(sequences, MARKS, TINY).arguments["mask"]
+    return ["".join(str(int(sees)) for sees in row) for row in mask]
+
+
 def test_text_sees_what_came_before_it_and_a_picture_all_of_itself_but_nothing_sees_a_picture_that_is_drawn() -> None:
-    pieces = [Text(2), Looked(1, 2), Drawn(1, 2), Text(2)]
-    arguments = packed([pieces])
-    # In the network's order: four of text, two of patches, two of latents.
-    expected = """
-        10000000
-        11000000
-        11101100
-        11111100
-        11001100
-        11001100
-        11001111
-        11001111
-    """
-    rows = [[digit == "1" for digit in line] for line in expected.split()]
-    assert arguments["mask"].tolist() == rows
+    # In the network's order: begin, token, end; the marks around both pictures; one patch; two patches of latents.
+    assert mask_of([text(1), seen(1, 1), drawn(1, 2)]) == [
+        "1000000000",
+        "1100000000",
+        "1110000000",
+        "1111100100",
+        "1111100100",
+        "1111111111",
+        "1111111111",
+        "1111100100",
+        "1111111111",
+        "1111111111",
+    ]
+    assert mask_of([drawn(1, 1), text(0)]) == ["11001", "11001", "00100", "00110", "11001"]
 
 
 def test_other_sequences_do_not_see_each_other() -> None:
-    mask = packed([[Text(2)], [Text(1), Drawn(1, 1)]])["mask"]
-    assert mask.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    assert mask_of([text(0)], [text(1)]) == ["10000", "11000", "00100", "00110", "00111"]
+
+
+def test_tokens_stand_where_the_published_model_was_trained_to_find_them() -> None:
+    packed = pack([[seen(1, 2), text(2), text(1, learned=True), drawn(2, 1, 0.25)]], MARKS, TINY)
+    found = packed.arguments
+    assert found["text"].tolist() == [62, 63, 60, 0, 7, 61, 60, 0, 61, 62, 63]
+    assert found["positions"].tolist() == [0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 0, 0, 8, 8]
+    assert found["predicted"].tolist() == [6, 7]
+    assert packed.labels.tolist() == [0, 61]
+    assert found["patch_places"].tolist() == [0, 1]
+    assert found["latent_places"].tolist() == [0, TINY.latent_side]
+    assert found["sigma"].tolist() == [0.25, 0.25]
+
+
+def test_patches_hold_rows_then_columns_then_channels() -> None:
+    pixels = torch.arange(3 * 4 * 8.0).reshape(3, 4, 8)
+    found = pack([[SeenPiece(pixels)]], MARKS, TINY).arguments["patches"]
+    assert torch.equal(found[1], pixels[:, :, 4:].permute(1, 2, 0).flatten())
+    latents = torch.arange(4 * 4 * 6.0).reshape(4, 4, 6)
+    assert torch.equal(patched(latents)[4], latents[:, 2:, 2:4].permute(1, 2, 0).flatten())
+    assert torch.equal(unpatched(patched(latents), 4, 6), latents)
+
+
+def test_each_label_knows_its_sequence() -> None:
+    packed = pack([[text(1)], [text(1, learned=True)], [text(0, learned=True)]], MARKS, TINY)
+    assert packed.label_sequences.tolist() == [1, 1, 2]
+
+
+def test_a_picture_larger_than_the_models_grid_is_refused() -> None:
+    with pytest.raises(ValueError, match="a picture of 1 x 7 patches is larger than the model's 6 x 6"):
+        pack([[drawn(1, 7)]], MARKS, TINY)
 
 
 def test_the_understanding_expert_is_the_language_model_it_was_made_from() -> None:
@@ -195,9 +188,9 @@ def test_the_understanding_expert_is_the_language_model_it_was_made_from() -> No
     with torch.no_grad():
         for layer in theirs.model.layers:
             layer.self_attn.o_proj.bias.zero_()
-        arguments = packed([[Text(9)]])
-        expected = theirs(input_ids=arguments["text"][None]).logits[0]
-        close(ours(**arguments)[0], expected)
+        packed = pack([[text(9, learned=True)]], MARKS, TINY)
+        expected = theirs(input_ids=packed.arguments["text"][None]).logits[0]
+        close(ours(**packed.arguments)[0], expected[:-1])
 
 
 def test_the_vision_encoder_is_the_siglip_it_was_made_from() -> None:
@@ -237,7 +230,7 @@ def test_the_vision_encoder_is_the_siglip_it_was_made_from() -> None:
 
 
 def test_pictures_of_several_shapes_do_not_see_each_other() -> None:
-    vision, arguments = made().vision, packed([[Looked(2, 3)], [Looked(1, 4)]])
+    vision, arguments = made().vision, pack([[seen(2, 3), seen(1, 4)]], MARKS, TINY).arguments
     parts = [arguments[name] for name in ("patches", "patch_places", "patch_pictures")]
     with torch.no_grad():
         together = vision(*parts)
@@ -300,11 +293,10 @@ def test_every_tensor_goes_to_a_file_in_the_published_layout_and_comes_back_bit_
 
 
 def loss_of(model: nn.Module, sequences: Sequence[Sequence[Piece]]) -> Tensor:
-    """Of both kinds, so that every weight has a gradient."""
-    arguments = packed(sequences)
-    logits, velocity = model(**arguments)
-    text = F.cross_entropy(logits, (arguments["text"] + 1) % TINY.vocabulary, reduction="sum")
-    found: Tensor = text / 10 + (velocity - arguments["latents"]).square().sum() / 10
+    packed = pack(sequences, MARKS, TINY)
+    logits, velocity = model(**packed.arguments)
+    text = F.cross_entropy(logits, packed.labels, reduction="sum")
+    found: Tensor = text / 10 + (velocity - packed.arguments["latents"]).square().sum() / 10
     return found
 
 
@@ -319,7 +311,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("sequence", [LOOKING, DRAWING, [Text(3)]])
+@pytest.mark.parametrize("sequence", [LOOKING, DRAWING, [text(3)]])
 def test_a_batch_without_pictures_or_without_latents_still_reaches_every_weight(sequence: Sequence[Piece]) -> None:
     model = made()
     loss_of(model, [sequence]).backward()
@@ -335,7 +327,7 @@ def test_all_of_it_is_sharded_block_by_block() -> None:
     assert len(blocks_of(made(), BLOCKS)) == TINY.num_layers + TINY.vision.num_layers
 
 
-BATCHES: list[list[Sequence[Piece]]] = [[LOOKING, BOTH], [DRAWING], [[Text(4)]], [BOTH, DRAWING]]
+BATCHES: list[list[Sequence[Piece]]] = [[LOOKING, BOTH], [DRAWING], [[text(4)]], [BOTH, DRAWING]]
 """Of four ranks: what one looks at another does not."""
 CASES = [
     (strategy, offload, checkpointing)

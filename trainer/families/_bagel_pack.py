@@ -1,0 +1,229 @@
+"""Sequences of text and pictures as BAGEL's network reads them: tokens of one kind after another, marks, a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.families._bagel import BagelSizes, attention_mask
+
+PATCH = 2
+"""Latent pixels per side of a patch of latents."""
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Token ids that stand around a text and around a picture."""
+
+    text_begin: int
+    text_end: int
+    picture_begin: int
+    picture_end: int
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """ids: (t,) of a text without marks.  learned: whether it is predicted, its end too."""
+
+    ids: Tensor
+    learned: bool = False
+
+
+@dataclass(frozen=True)
+class SeenPiece:
+    """A picture that is looked at. pixels: (3, H, W) in [-1, 1], sides in multiples of the encoder's patch."""
+
+    pixels: Tensor
+
+
+@dataclass(frozen=True)
+class DrawnPiece:
+    """A picture that is drawn. latents: (C, H, W), noisy, sides in multiples of 2.  sigma: () share of noise."""
+
+    latents: Tensor
+    sigma: Tensor
+
+
+Piece = TextPiece | SeenPiece | DrawnPiece
+
+
+@dataclass(frozen=True)
+class Packed:
+    """arguments: of the network's `forward`.  labels: (K,) the token each of its logits is to predict.
+
+    label_sequences: (K,) the sequence that each of them is of.
+    """
+
+    arguments: dict[str, Tensor]
+    labels: Tensor
+    label_sequences: Tensor
+
+
+def pack(sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes) -> Packed:
+    """Sequences that do not see each other, in one. Every tensor of a piece must lie on one device.
+
+    A text is read from its first token to its last, one position each; all of a picture is at one position. As the
+    model was trained: nothing but its own piece sees a picture that is being drawn, which is therefore the last one.
+    Raises ValueError for a picture that is larger than the model's grid.
+    """
+    texts, seen, drawn = _collected(sequences, marks, sizes)
+    labels = torch.cat([part.labels for part in texts])
+    learned = labels >= 0
+    sequence = torch.cat([part.column(part.at.sequence) for part in texts])
+    one = texts[0].content  # of the type and on the device of ids
+    arguments = {
+        "text": torch.cat([part.content for part in texts]),
+        "predicted": learned.nonzero()[:, 0],
+        "patches": _joined(seen, sizes.vision.patch_numbers, one),
+        "patch_places": torch.cat([one[:0], *(part.grid for part in seen)]),
+        "patch_pictures": torch.cat([one[:0], *(part.column(number) for number, part in enumerate(seen))]),
+        "latents": _joined(drawn, sizes.latent_numbers, one),
+        "latent_places": torch.cat([one[:0], *(part.grid for part in drawn)]),
+        "sigma": torch.cat([one[:0].float(), *(part.sigma.expand(len(part)) for part in drawn)]),
+        "positions": torch.cat([part.positions for part in (*texts, *seen, *drawn)]),
+        "mask": _mask([*texts, *seen, *drawn]),
+    }
+    return Packed(arguments, labels[learned], sequence[learned])
+
+
+def patched(latents: Tensor) -> Tensor:
+    """Patches of latents, (h x w, 4 x C), row by row; each by row, column and channel. latents: (C, 2 h, 2 w)."""
+    channels, height, width = latents.shape
+    parts = latents.reshape(channels, height // PATCH, PATCH, width // PATCH, PATCH)
+    return parts.permute(1, 3, 2, 4, 0).flatten(2).flatten(0, 1)
+
+
+def unpatched(patches: Tensor, height: int, width: int) -> Tensor:
+    """What `patched` was given, (C, height, width)."""
+    parts = patches.reshape(height // PATCH, width // PATCH, PATCH, PATCH, -1)
+    return parts.permute(4, 0, 2, 1, 3).reshape(-1, height, width)
+
+
+@dataclass(frozen=True)
+class _At:
+    """Where a piece begins. place: of its first token in the sequence.  position: for rotary embeddings."""
+
+    sequence: int
+    piece: int
+    place: int
+    position: int
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tokens of one kind. content: ids or patches.  places: in the sequence.  labels: -1 where nothing is predicted.
+
+    grid: places in the picture's grid, of patches.
+    """
+
+    at: _At
+    content: Tensor
+    places: Tensor
+    positions: Tensor
+    labels: Tensor
+    grid: Tensor
+    sigma: Tensor
+    in_picture: bool
+    is_noisy: bool
+
+    def __len__(self) -> int:
+        return len(self.content)
+
+    def column(self, value: int) -> Tensor:
+        """The value for each of the tokens."""
+        return self.places.new_full((len(self),), value)
+
+
+def _collected(
+    sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes
+) -> tuple[list[_Part], list[_Part], list[_Part]]:
+    """Parts of text, of pictures that are looked at, and of such that are drawn."""
+    texts: list[_Part] = []
+    seen: list[_Part] = []
+    drawn: list[_Part] = []
+    for sequence, pieces in enumerate(sequences):
+        place = position = 0
+        for number, piece in enumerate(pieces):
+            at = _At(sequence, number, place, position)
+            if isinstance(piece, TextPiece):
+                texts.append(_text(piece, at, marks))
+                place, position = place + len(texts[-1]), position + len(texts[-1])
+                continue
+            pictures = seen if isinstance(piece, SeenPiece) else drawn
+            pictures.append(_seen(piece, at, sizes) if isinstance(piece, SeenPiece) else _drawn(piece, at, sizes))
+            texts += _marked(pictures[-1], at, marks)
+            place, position = place + len(pictures[-1]) + 2, position + 1
+    return texts, seen, drawn
+
+
+def _mask(order: Sequence[_Part]) -> Tensor:
+    return attention_mask(
+        torch.cat([part.column(part.at.sequence) for part in order]),
+        torch.cat([part.places for part in order]),
+        torch.cat([part.column(part.at.piece) for part in order]),
+        torch.cat([part.column(int(part.in_picture)) for part in order]).bool(),
+        torch.cat([part.column(int(part.is_noisy)) for part in order]).bool(),
+    )
+
+
+def _text(piece: TextPiece, at: _At, marks: Marks) -> _Part:
+    ids = piece.ids
+    content = torch.cat([ids.new_tensor([marks.text_begin]), ids, ids.new_tensor([marks.text_end])])
+    steps = torch.arange(len(content), device=ids.device)
+    nothing = ids.new_tensor([-1])
+    labels = torch.cat([content[1:], nothing]) if piece.learned else nothing.expand(len(content))
+    return _Part(at, content, at.place + steps, at.position + steps, labels, steps, steps[:0], False, False)
+
+
+def _seen(piece: SeenPiece, at: _At, sizes: BagelSizes) -> _Part:
+    size = sizes.vision.patch_size
+    rows, columns = (side // size for side in piece.pixels.shape[1:])
+    parts = piece.pixels.reshape(3, rows, size, columns, size).permute(1, 3, 2, 4, 0)
+    return _picture(parts.flatten(2).flatten(0, 1), at, rows, columns, sizes.vision.max_side, None)
+
+
+def _drawn(piece: DrawnPiece, at: _At, sizes: BagelSizes) -> _Part:
+    rows, columns = (side // PATCH for side in piece.latents.shape[1:])
+    return _picture(patched(piece.latents), at, rows, columns, sizes.latent_side, piece.sigma)
+
+
+def _picture(patches: Tensor, at: _At, rows: int, columns: int, side: int, sigma: Tensor | None) -> _Part:
+    """side: of the largest grid, whose rows are `side` places long."""
+    if max(rows, columns) > side:
+        raise ValueError(f"a picture of {rows} x {columns} patches is larger than the model's {side} x {side}")
+    steps = torch.arange(len(patches), device=patches.device)
+    grid = steps // columns * side + steps % columns
+    positions = torch.full_like(steps, at.position)
+    noise = patches.new_zeros(()) if sigma is None else sigma
+    return _Part(at, patches, at.place + 1 + steps, positions, steps[:0], grid, noise, True, sigma is not None)
+
+
+def _marked(picture: _Part, at: _At, marks: Marks) -> list[_Part]:
+    """The two tokens around a picture, which see and are seen as it is."""
+    ends = [(marks.picture_begin, at.place), (marks.picture_end, at.place + len(picture) + 1)]
+    one = picture.places.new_tensor
+    return [
+        _Part(
+            at,
+            one([mark]),
+            one([place]),
+            one([at.position]),
+            one([-1]),
+            one([0]),
+            picture.sigma,
+            True,
+            picture.is_noisy,
+        )
+        for mark, place in ends
+    ]
+
+
+def _joined(parts: Sequence[_Part], width: int, like: Tensor) -> Tensor:
+    return torch.cat([part.content for part in parts]) if parts else torch.zeros(0, width, device=like.device)
+
+
+def _grid(parts: Sequence[_Part], like: Tensor) -> Tensor:
+    return torch.cat([like[:0], *(part.grid for part in parts)])
