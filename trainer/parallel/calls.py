@@ -7,11 +7,10 @@ cause. Which patterns fail, and how, was measured with torch 2.13.
 
 from __future__ import annotations
 
-import dataclasses
 import dis
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from types import CodeType
@@ -19,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 Entry = tuple[nn.Module, str]
 """A module and the name of a method through which it is entered."""
@@ -199,7 +199,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(True for _ in _hidden(output)):
             self._refuse(
                 f"{self._called(module)} returns tensors inside a {_kind_of_hidden(output)}, where FSDP2's hooks do "
-                "not find them; return tensors, tuples, dicts or dataclasses"
+                "not find them; return tensors, tuples or dicts"
             )
 
     def _called(self, module: nn.Module) -> str:
@@ -212,31 +212,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors that FSDP2's hooks find in an output."""
-    if isinstance(value, Tensor):
-        yield value
-    else:
-        for part in _parts(value):
-            yield from _tensors(part)
-
-
-def _parts(value: Any) -> Sequence[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, list | tuple):
-        return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return list(vars(value).values())
-    return ()
+    """The tensors that FSDP2's hooks find in an output. Those of torch 2.13 look into dataclasses; others may not."""
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def _hidden(value: Any) -> Iterator[Any]:
     """Objects in an output that hold tensors where FSDP2's hooks do not find them."""
-    parts = _parts(value)
-    if not parts and not isinstance(value, Tensor) and any(True for _ in _inside(value)):
-        yield value
-    for part in parts:
-        yield from _hidden(part)
+    return (leaf for leaf in tree_leaves(value) if not isinstance(leaf, Tensor) and any(True for _ in _inside(leaf)))
 
 
 def _kind_of_hidden(value: Any) -> str:
@@ -250,8 +232,8 @@ def _inside(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[Tensor]:
         return
     if callable(value) or id(value) in seen:  # modules too are callable
         return
-    parts = _parts(value) or list(getattr(value, "__dict__", {}).values())
-    for part in parts:
+    leaves = [leaf for leaf in tree_leaves(value) if leaf is not value]
+    for part in leaves or getattr(value, "__dict__", {}).values():
         yield from _inside(part, seen | {id(value)})
 
 
