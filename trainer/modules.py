@@ -21,7 +21,7 @@ from trainer.adapters.targets import counted
 from trainer.basecache import BaseCache
 from trainer.config import InputError, NoAdapter, RunConfig
 from trainer.families.base import LoadModule, ModelFamily
-from trainer.parallel.load import Coded, Loading, check_same_weights, fill_rows, load_weights
+from trainer.parallel.load import Coded, Loading, check_same_weights, fill_rows, give_storage, load_weights
 from trainer.parallel.memory import full_bytes
 from trainer.parallel.mesh import device_mesh, resolve_strategy
 from trainer.parallel.shard import COMPUTE_DTYPE, blocks_of, offload_policy, parallelize, shard_units
@@ -191,7 +191,7 @@ def place_encoder(
 ) -> None:
     """Shard a prepared encoder and give it storage, uninitialized. Without a mesh it is not sharded."""
     if mesh is None:
-        module.to_empty(device=device)
+        give_storage(module, device)
         return
     shard_units(module, blocks_of(module, blocks), mesh, True, torch.float32, offload_policy(cfg.parallel))
     materialize(module, cfg, device)
@@ -199,7 +199,7 @@ def place_encoder(
 
 def materialize(module: nn.Module, cfg: RunConfig, device: torch.device) -> None:
     """Uninitialized storage for the meta module: parameters on the host where they are offloaded, never buffers."""
-    module.to_empty(device=torch.device("cpu") if cfg.parallel.cpu_offload else device)
+    give_storage(module, torch.device("cpu") if cfg.parallel.cpu_offload else device)
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(device))

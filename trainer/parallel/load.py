@@ -51,6 +51,22 @@ class Loading:
     told: Callable[[int, int], None] = lambda done, total: None
 
 
+def give_storage(module: nn.Module, device: torch.device) -> None:
+    """Uninitialized storage for a module on the meta device.
+
+    A parameter that several modules share, as an embedding and a head, stays one: `nn.Module.to_empty` gives each of
+    them its own.
+    """
+    holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            holders.setdefault(parameter, []).append((part, name))
+    module.to_empty(device=device)
+    for (first, first_name), *others in holders.values():
+        for part, name in others:
+            setattr(part, name, getattr(first, first_name))
+
+
 def load_weights(
     model: nn.Module,
     files: WeightFiles,

@@ -1,0 +1,217 @@
+"""Causal language models of several kinds: made without memory, packed, sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.distributed import run_ranks
+from trainer.config import InputError, ParallelConfig, TrainConfig
+from trainer.families._causal import (
+    block_names,
+    build_causal_lm,
+    computed_buffers,
+    next_token_loss,
+    restarting_positions,
+)
+from trainer.parallel.calls import check_calls
+from trainer.parallel.load import fill_rows, give_storage
+from trainer.parallel.mesh import device_mesh
+from trainer.parallel.shard import blocks_of, parallelize
+from trainer.rng import generator
+from trainer.world import World
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": False},
+    "mistral": {"sliding_window": 3},
+    "gemma3_text": {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]},
+}
+
+
+def config_of(kind: str) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(kind, **SIZES, **KINDS[kind])
+
+
+def fill(model: nn.Module) -> None:
+    """The same weights every time, whole or this rank's rows, on the CPU, with what is in no file."""
+    buffers = computed_buffers(model)
+    give_storage(model, torch.device("cpu"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            fill_rows(parameter, torch.randn(parameter.shape, generator=generator("weights", name)) / 5)
+        for name, buffer in model.named_buffers():
+            if name in buffers:
+                buffer.copy_(buffers[name])
+
+
+def made(kind: str) -> Any:
+    model = build_causal_lm(config_of(kind))
+    fill(model)
+    return model.train()
+
+
+@pytest.fixture(params=list(KINDS))
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def test_a_model_made_without_memory_gives_the_logits_of_one_that_transformers_made(kind: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ours, tokens = made(kind), torch.arange(12)[None]
+    theirs = AutoModelForCausalLM.from_config(config_of(kind), attn_implementation="sdpa")
+    theirs.load_state_dict(ours.state_dict())
+    with torch.no_grad():
+        assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
+
+
+def test_a_tied_head_stays_tied_where_storage_is_given() -> None:
+    model = made("llama")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert made("qwen3").lm_head.weight is not made("qwen3").model.embed_tokens.weight
+
+
+LENGTHS = [5, 2, 9, 4]
+"""Of documents; a row of 24 holds them and four tokens of padding."""
+
+
+def documents() -> list[Tensor]:
+    return [torch.randint(0, 96, (length,), generator=generator("document", length)) for length in LENGTHS]
+
+
+def packed() -> dict[str, Tensor]:
+    """One row with all documents."""
+    tokens, numbers = torch.zeros(24, dtype=torch.long), torch.full((24,), -1)
+    learned = torch.zeros(24, dtype=torch.bool)
+    begin = 0
+    for number, document in enumerate(documents()):
+        end = begin + len(document)
+        tokens[begin:end], numbers[begin:end], learned[begin + 1 : end] = document, number, True
+        begin = end
+    return {"tokens": tokens[None], "documents": numbers[None], "learned": learned[None]}
+
+
+def unpacked(document: Tensor) -> dict[str, Tensor]:
+    learned = torch.ones(1, len(document), dtype=torch.bool)
+    learned[:, 0] = False
+    return {"tokens": document[None], "documents": torch.zeros(1, len(document), dtype=torch.long), "learned": learned}
+
+
+def loss_of(model: Any, row: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """(sum, number of tokens)."""
+    positions = restarting_positions(row["documents"])
+    logits = model(input_ids=row["tokens"], position_ids=positions, use_cache=False).logits
+    loss = next_token_loss(logits, row["tokens"], row["learned"], torch.ones(1))
+    return loss.total, loss.weight
+
+
+def test_packed_documents_have_the_loss_they_have_alone(kind: str) -> None:
+    model = made(kind)
+    total, weight = loss_of(model, packed())
+    alone = [loss_of(model, unpacked(document)) for document in documents()]
+    assert weight == sum(part for _, part in alone) == sum(LENGTHS) - len(LENGTHS)
+    expected = torch.stack([part for part, _ in alone]).sum()
+    torch.testing.assert_close(total / weight, expected / weight, atol=1e-6, rtol=0)
+
+
+def test_without_restarting_positions_documents_would_see_each_other(kind: str) -> None:
+    model, row = made(kind), packed()
+    one = {**row, "documents": torch.zeros_like(row["documents"])}
+    assert abs(loss_of(model, one)[0] - loss_of(model, row)[0]) > 1e-2
+
+
+def test_positions_begin_again_with_each_document() -> None:
+    found = restarting_positions(torch.tensor([[0, 0, 0, 1, 2, 2, -1, -1], [4, 4, 4, 4, 5, 5, 5, 5]]))
+    assert found.tolist() == [[0, 1, 2, 0, 0, 1, 0, 1], [0, 1, 2, 3, 0, 1, 2, 3]]
+
+
+def test_a_row_weighs_by_its_learned_tokens_and_padding_nothing() -> None:
+    logits, tokens = torch.zeros(3, 4, 8), torch.zeros(3, 4, dtype=torch.long)
+    learned = torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 1]]).bool()
+    loss = next_token_loss(logits, tokens, learned, torch.tensor([1.0, 2.0, 0.0]))
+    assert loss.weight == 5
+    torch.testing.assert_close(loss.total, 5 * torch.tensor(8.0).log())
+
+
+def test_the_block_class_is_found_or_named() -> None:
+    model = build_causal_lm(config_of("llama"))
+    assert block_names(model) == ("LlamaDecoderLayer",)
+    assert block_names(model, "LlamaMLP, LlamaAttention") == ("LlamaMLP", "LlamaAttention")
+    with pytest.raises(InputError) as caught:
+        block_names(model, "LlamaDecoderLayers")
+    assert str(caught.value).startswith("model.options.blocks: 'LlamaDecoderLayers' is not one of Embedding, ")
+    assert str(caught.value).endswith("; did you mean 'LlamaDecoderLayer'?")
+
+
+def test_fsdp2_can_follow_every_call(kind: str) -> None:
+    model = made(kind)
+    units = blocks_of(model, block_names(model))
+    assert len(units) == SIZES["num_hidden_layers"]
+    check_calls(model, units, (), lambda: loss_of(model, packed()))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {
+        name: gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        for name, gradient in found.items()
+        if gradient is not None
+    }
+
+
+def rows() -> list[dict[str, Tensor]]:
+    """Of four ranks, with different numbers of learned tokens."""
+    return [packed(), *(unpacked(document) for document in documents()[:3])]
+
+
+CASES = [("llama", "full", "none"), ("llama", "grad_op", "full"), ("gemma3_text", "full", "full")]
+
+
+def sharded_gradients(world: World) -> list[dict[str, Tensor]]:
+    found = []
+    for kind, strategy, checkpointing in CASES:
+        parallel = ParallelConfig(devices=world.size, strategy=strategy)  # type: ignore[arg-type]
+        mesh = device_mesh(parallel, world, strategy)  # type: ignore[arg-type]
+        train = TrainConfig(precision="fp32", checkpointing=checkpointing)  # type: ignore[arg-type]
+        model = build_causal_lm(config_of(kind)).train()
+        parallelize(model, train, parallel, strategy, mesh, block_names(model))  # type: ignore[arg-type]
+        fill(model)
+        total, weight = loss_of(model, rows()[world.rank])
+        weight_of_all = sum(world.gather(float(weight)))
+        (total * world.size / weight_of_all).backward()
+        found.append(gradients(model))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients_of_tied_and_untied_models_on_several_ranks_are_those_of_one_process(ranks: int) -> None:
+    results = run_ranks(ranks, sharded_gradients)
+    for number, (kind, *case) in enumerate(CASES):
+        model = made(kind)
+        losses = [loss_of(model, row) for row in rows()[:ranks]]
+        total, weight = (torch.stack(parts).sum() for parts in zip(*losses, strict=True))
+        (total / weight).backward()
+        expected = gradients(model)
+        largest = max(float(gradient.abs().max()) for gradient in expected.values())
+        for rank, found in enumerate(results):
+            assert found[number].keys() == expected.keys()
+            worst = max(float((found[number][name] - expected[name]).abs().max()) for name in expected)
+            assert worst <= 1e-6 * largest, f"rank {rank} {kind} {case}: {worst / largest:.1e}"
