@@ -37,12 +37,16 @@ class SampleRng:
     indices: Sequence[int]
     device: torch.device | str = "cpu"
 
+    def generators(self, purpose: str) -> list[torch.Generator]:
+        """One CPU generator per item, for as many numbers as are needed."""
+        return [generator(self.seed, index, purpose) for index in self.indices]
+
     def normal(self, purpose: str, shape: Sequence[int]) -> Tensor:
         """Standard normal fp32 numbers, (B, *shape)."""
-        draws = [torch.randn(*shape, generator=generator(self.seed, index, purpose)) for index in self.indices]
+        draws = [torch.randn(*shape, generator=source) for source in self.generators(purpose)]
         return torch.stack(draws).to(self.device, non_blocking=True)
 
     def uniform(self, purpose: str) -> Tensor:
         """One fp32 number in [0, 1) per item, (B,)."""
-        draws = [torch.rand((), generator=generator(self.seed, index, purpose)) for index in self.indices]
+        draws = [torch.rand((), generator=source) for source in self.generators(purpose)]
         return torch.stack(draws).to(self.device, non_blocking=True)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from trainer.config import InputError, not_one_of
 from trainer.objectives import Loss
+from trainer.rng import SampleRng
 
 
 def build_causal_lm(config: Any) -> Any:
@@ -74,6 +75,35 @@ def next_token_loss(logits: Tensor, tokens: Tensor, learned: Tensor, weight: Ten
     weights = weight[:, None].expand_as(wanted)[wanted]
     losses = F.cross_entropy(logits[:, :-1][wanted].float(), tokens[:, 1:][wanted], reduction="none")
     return Loss((losses * weights).sum(), weights.sum())
+
+
+@torch.no_grad()
+def continue_text(model: Any, tokens: Tensor, count: int, temperature: float, end: int, rng: SampleRng) -> Tensor:
+    """(up to `count`,) token ids that follow `tokens`, without `end`, the end of the text.
+
+    tokens: (L,), at least one, on the model's device.  temperature: of the distribution that is drawn from; 0 takes the
+    likeliest.  rng: of this text. The model is called `count` times whenever the text ends, so that ranks that share a
+    sharded model stay together.
+    """
+    from transformers import DynamicCache
+
+    cache, given, found = DynamicCache(config=model.config), tokens[None], []
+    draws = rng.generators("text")
+    for _ in range(count):
+        logits = model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+        given = _drawn(logits.float(), temperature, draws[0]).view(1, 1)
+        found.append(int(given))
+    length = found.index(end) if end in found else count
+    return torch.tensor(found[:length], dtype=tokens.dtype)
+
+
+def _drawn(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+    """One token. logits: (vocabulary,). The random number is drawn on the CPU, the same for every accelerator."""
+    if temperature == 0:
+        return logits.argmax()
+    quantile = torch.rand((), generator=generator, dtype=torch.float64).to(logits.device)
+    shares = (logits.double() / temperature).softmax(0).cumsum(0)
+    return (shares < quantile * shares[-1]).sum().clamp(max=len(logits) - 1)
 
 
 def _made_again(name: str, module: nn.Module) -> dict[str, Tensor]:
