@@ -81,20 +81,15 @@ def _nested(owner: str, method: str) -> str:
 
 def _calls(owner: type, caller: str, method: str) -> bool:
     """Whether a method of a class calls another of its own, by way of others or not."""
-    reached, left = set(), [caller]
+    reached: set[str] = set()
+    left = [caller]
     while left:
         name = left.pop()
-        code = getattr(inspect.getattr_static(owner, name, None), "__code__", None)
-        if code is None or name in reached:
-            continue
-        reached.add(name)
-        left += _own_attributes(code)
-    return method in {name for called in reached for name in _own_attributes(_code(owner, called))}
-
-
-def _code(owner: type, method: str) -> CodeType:
-    code: CodeType = inspect.getattr_static(owner, method).__code__
-    return code
+        called = inspect.getattr_static(owner, name, None)
+        if name not in reached and inspect.isfunction(called):
+            reached.add(name)
+            left += _own_attributes(called.__code__)
+    return method in reached - {caller}
 
 
 def _own_attributes(code: CodeType) -> set[str]:
@@ -233,7 +228,7 @@ def _inside(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[Tensor]:
     if callable(value) or id(value) in seen:  # modules too are callable
         return
     leaves = [leaf for leaf in tree_leaves(value) if leaf is not value]
-    for part in leaves or getattr(value, "__dict__", {}).values():
+    for part in leaves or (vars(value).values() if hasattr(value, "__dict__") else ()):
         yield from _inside(part, seen | {id(value)})
 
 
