@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed.matrix import FAMILIES, FORMATS, METHODS, ON_BF16, STRATEGIES, Cell, Matrix, quantized_cells
 
-THOROUGH = [(method, family) for method in ("lora", "dora", "boft") for family in ("flux2", "sdxl")]
+THOROUGH = ("lora", "dora", "boft")
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +24,13 @@ def test_every_method_trains_on_two_ranks_what_it_trains_on_one(matrix: Matrix, 
     check(matrix, [Cell(method, family, "full", 2) for method in METHODS])
 
 
-@pytest.mark.parametrize("ranks", STRATEGIES)
-def test_every_strategy_trains_what_one_process_trains(matrix: Matrix, ranks: int) -> None:
-    check(matrix, [Cell(*kind, strategy, ranks) for kind in THOROUGH for strategy in STRATEGIES[ranks]])
+@pytest.mark.parametrize(
+    ("ranks", "family"),
+    # Four ranks of the U-Net, whose many small units two cores exchange one by one, take longer than all the others.
+    [(2, "flux2"), (2, "sdxl"), (4, "flux2"), pytest.param(4, "sdxl", marks=pytest.mark.slow)],
+)
+def test_every_strategy_trains_what_one_process_trains(matrix: Matrix, ranks: int, family: str) -> None:
+    check(matrix, [Cell(method, family, strategy, ranks) for method in THOROUGH for strategy in STRATEGIES[ranks]])
 
 
 def test_rotations_and_dora_on_a_bf16_base_train_on_two_ranks_what_they_train_on_one(matrix: Matrix) -> None:
