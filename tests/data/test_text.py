@@ -1,219 +1,408 @@
-"""Text as rows of tokens: what is learned how often, in which order, and where reading goes on."""
+"""What a language model reads in which order, and that it goes on exactly where it was left."""
 
 from __future__ import annotations
 
 import json
+import os
+import tracemalloc
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from trainer.config import InputError
-from trainer.data.text import Piece, Place, Row, TextFormat, TextStream, digest_of, find_texts
+from trainer.data.text import PADDING, START, Piece, Place, Row, TextStream, digest, find_files
 
 END = 256
+VOCABULARY = 257
+KINDS = ["txt", "jsonl", "npy", "mixed"]
+# Of 1 to 40 bytes, so that some rows hold several and some documents fill several rows.
+TEXTS = [chr(ord("a") + number) * (1 + number * 7 % 40) + str(number) for number in range(13)]
+SAVE_IDS = "save the token ids with numpy.save as one dimension of integers"
+ROW_KEYS = "each line is a JSON object with text, or with prompt and completion"
 
 
-def to_bytes(text: str) -> list[int]:
+def tokenize(text: str) -> list[int]:
     return list(text.encode())
 
 
-FORMAT = TextFormat(to_bytes, END, 257)
-TEXTS = ["a", "bcd", "efghijklmnopqrstuvwxyz", "", "012345678", "AB", "CDEFGHIJKLMNOPQRS"]
+def write_txt(folder: Path, texts: Sequence[str]) -> None:
+    folder.mkdir(exist_ok=True)
+    for number, text in enumerate(texts):
+        (folder / f"{number}.txt").write_text(text, encoding="utf-8")
 
 
-def write_lines(file: Path, *lines: Any) -> Path:
-    file.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
-    return file
+def write_jsonl(path: Path, rows: Sequence[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def write_corpus(folder: Path, kind: str) -> tuple[Path, ...]:
-    """TEXTS as files of a kind: all as lines, all as ids, one file each, or some of each."""
-    folder.mkdir()
-    if kind in ("jsonl", "mixed"):
-        write_lines(folder / "a.jsonl", *({"text": text} for text in TEXTS[:4]))
-    if kind in ("npy", "mixed"):
-        ids = [token for text in TEXTS[4:6] if text for token in [*to_bytes(text), END]]
-        np.save(folder / "b.npy", np.array(ids, dtype=np.uint16))
-    if kind == "jsonl":
-        write_lines(folder / "c.jsonl", *({"text": text} for text in TEXTS[4:]))
-    if kind == "npy":
-        rest = [*TEXTS[:4], *TEXTS[6:]]
-        ids = [token for text in rest if text for token in [*to_bytes(text), END]]
-        np.save(folder / "c.npy", np.array(ids[:-1], dtype=np.int32))  # the last lacks its end
-    for number, text in enumerate(TEXTS if kind == "txt" else TEXTS[6:] if kind == "mixed" else []):
-        (folder / f"{number}.txt").write_text(text)
-    return find_texts(folder)
+def write_npy(path: Path, texts: Sequence[str]) -> None:
+    np.save(path, np.array([token for text in texts for token in [*tokenize(text), END]], dtype=np.uint16))
 
 
-@pytest.fixture(params=["txt", "jsonl", "npy", "mixed"])
-def files(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, ...]:
-    return write_corpus(tmp_path / "corpus", request.param)
+def write(folder: Path, kind: str) -> tuple[Path, ...]:
+    """Files of one kind, or of each, that together hold TEXTS."""
+    thirds = TEXTS[:4], TEXTS[4:9], TEXTS[9:]
+    first, second, third = KINDS[:3] if kind == "mixed" else [kind] * 3
+    for number, (each, texts) in enumerate(zip((first, second, third), thirds, strict=True)):
+        if each == "txt":
+            write_txt(folder / str(number), texts)
+        elif each == "jsonl":
+            write_jsonl(folder / f"{number}.jsonl", [{"text": text} for text in texts])
+        else:
+            write_npy(folder / f"{number}.npy", texts)
+    return find_files(folder)
 
 
-def stream(files: tuple[Path, ...], length: int = 8, **options: Any) -> TextStream:
-    return TextStream(files, FORMAT, length, **{"seed": 0, "window": 2, **options})
+def stream(
+    files: Sequence[Path], length: int = 16, seed: int = 3, shuffle_window: int = 3, epochs: int | None = 1
+) -> TextStream:
+    return TextStream(files, tokenize, END, VOCABULARY, seed, length, shuffle_window, epochs)
 
 
-def learned_pairs(part: Piece | Row) -> list[tuple[int, int]]:
-    """(token before, token) of each that is predicted."""
-    return [(int(part.tokens[i - 1]), int(part.tokens[i])) for i in np.flatnonzero(part.learned)]
+def plain(part: Piece | Row) -> dict[str, list[int]]:
+    return {name: values.tolist() for name, values in vars(part).items()}
 
 
-def expected_pairs(files: tuple[Path, ...]) -> Counter[tuple[int, int]]:
-    pairs: Counter[tuple[int, int]] = Counter()
-    for text in TEXTS:
-        tokens = [*to_bytes(text), END] if text else []
-        if any(file.name == "c.npy" for file in files) and text == TEXTS[6]:
-            tokens = tokens[:-1]
-        pairs.update(pairwise(tokens))
-    return pairs
+def plain_all(parts: Iterator[tuple[Piece, Place]] | Iterator[tuple[Row, Place]]) -> list[dict[str, list[int]]]:
+    return [plain(part) for part, _ in parts]
 
 
-@pytest.mark.parametrize("length", [2, 3, 8, 100])
-def test_every_token_but_a_documents_first_is_learned_once_per_epoch(files: tuple[Path, ...], length: int) -> None:
-    rows = [row for row, _ in stream(files, length, epochs=1).rows()]
-    pieces = [piece for piece, _ in stream(files, length, epochs=1).pieces()]
-    expected = expected_pairs(files)
-    assert Counter(pair for row in rows for pair in learned_pairs(row)) == expected
-    assert Counter(pair for piece in pieces for pair in learned_pairs(piece)) == expected
-    twice = [row for row, _ in stream(files, length, epochs=2).rows()]
-    assert Counter(pair for row in twice for pair in learned_pairs(row)) == {
-        pair: 2 * n for pair, n in expected.items()
-    }
+def starts(texts: TextStream) -> list[int]:
+    """First token of each piece."""
+    return [int(piece.tokens[0]) for piece, _ in texts.pieces()]
 
 
-def test_rows_have_one_length_and_number_their_pieces(files: tuple[Path, ...]) -> None:
-    for row, _ in stream(files, epochs=1).rows():
-        assert len(row.tokens) == len(row.learned) == len(row.documents) == 8
-        numbers = [number for number in row.documents.tolist() if number >= 0]
-        assert numbers == sorted(numbers)
-        assert set(numbers) == set(range(len(set(numbers))))
-        firsts = np.flatnonzero(np.diff(row.documents, prepend=-2))
-        assert not row.learned[firsts].any()
-        assert all(np.sum(row.documents == number) >= 2 for number in numbers)
-        padding = row.documents == -1
-        assert (row.tokens[padding] == END).all() and not row.learned[padding].any()
-
-
-def as_lists(rows: Any) -> list[Any]:
-    return [[part.tolist() for part in (row.tokens, row.learned, row.documents)] for row in rows]
-
-
-def test_reading_goes_on_from_the_place_after_any_row(files: tuple[Path, ...]) -> None:
-    whole = list(islice(stream(files).rows(), 25))
-    for number in range(24):
-        place = Place(**json.loads(json.dumps(asdict(whole[number][1]))))
-        rest = list(islice(stream(files).rows(place), 24 - number))
-        assert as_lists(row for row, _ in rest) == as_lists(row for row, _ in whole[number + 1 :])
-        assert [after for _, after in rest] == [after for _, after in whole[number + 1 :]]
-
-
-def test_equal_seeds_give_equal_orders_and_each_epoch_another(files: tuple[Path, ...]) -> None:
-    def order(seed: int, epoch: int) -> list[Any]:
-        found = [(piece, place) for piece, place in stream(files, 100, seed=seed, epochs=epoch + 1).pieces()]
-        return [piece.tokens.tolist() for piece, _ in found][epoch * len(found) // (epoch + 1) :]
-
-    assert order(0, 0) == order(0, 0)
-    orders = [order(seed, epoch) for seed in range(4) for epoch in range(2)]
-    assert len({json.dumps(one) for one in orders}) > 2
-
-
-def test_the_order_does_not_depend_on_where_the_folder_lies(tmp_path: Path) -> None:
-    first, second = (write_corpus(tmp_path / name, "mixed") for name in ("here", "there"))
-    assert as_lists(row for row, _ in islice(stream(first).rows(), 20)) == as_lists(
-        row for row, _ in islice(stream(second).rows(), 20)
+def learned_pairs(parts: Sequence[Piece | Row]) -> Counter[tuple[int, int]]:
+    """Each token that is predicted, with the one before it."""
+    return Counter(
+        (before, token)
+        for part in parts
+        for (before, token), is_learned in zip(pairwise(part.tokens.tolist()), part.learned[1:], strict=True)
+        if is_learned
     )
 
 
-def test_of_prompt_and_completion_only_the_completion_is_learned(tmp_path: Path) -> None:
-    file = write_lines(tmp_path / "a.jsonl", {"prompt": "ab", "completion": "cd"})
-    ((row, _),) = stream((file,), epochs=1).rows()
-    assert row.tokens.tolist() == [*b"abcd", END, END, END, END]
-    assert row.learned.tolist() == [False, False, True, True, True, False, False, False]
-    assert row.documents.tolist() == [0, 0, 0, 0, 0, -1, -1, -1]
+def pairs_of(texts: Sequence[str]) -> Counter[tuple[int, int]]:
+    return Counter(pair for text in texts for pair in pairwise([*tokenize(text), END]))
 
 
-def test_no_more_than_a_window_is_read_ahead_and_a_document_is_cut_into_tokens_when_its_turn_comes(
-    tmp_path: Path,
+def show(row: Row) -> tuple[str, str, list[int]]:
+    """The text of a row with '|' for end-of-text, what of it is learned as '^', and its documents."""
+    text = "".join("|" if token == END else chr(token) for token in row.tokens.tolist())
+    return text, "".join("^" if learned else " " for learned in row.learned.tolist()), row.documents.tolist()
+
+
+def read_all(path: Path) -> list[tuple[Row, Place]]:
+    return list(stream([path]).rows())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [2, 5, 16, 100])
+def test_each_token_but_a_documents_first_is_learned_once_an_epoch(tmp_path: Path, kind: str, length: int) -> None:
+    texts = stream(write(tmp_path, kind), length)
+    assert learned_pairs([piece for piece, _ in texts.pieces()]) == pairs_of(TEXTS)
+    rows = [row for row, _ in texts.rows()]
+    assert learned_pairs(rows) == pairs_of(TEXTS)
+    assert all(not row.learned[0] and len(row.tokens) == length for row in rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shuffle_window", [1, 3, 100])
+def test_rows_and_pieces_go_on_from_any_place_as_if_uninterrupted(
+    tmp_path: Path, kind: str, shuffle_window: int
 ) -> None:
-    seen: list[str] = []
-
-    def tokenize(text: str) -> list[int]:
-        seen.append(text)
-        return to_bytes(text)
-
-    file = write_lines(tmp_path / "a.jsonl", *({"text": f"document {number}"} for number in range(1000)))
-    rows = TextStream((file,), TextFormat(tokenize, END, 257), 8, 0, window=10).rows()
-    _, place = next(rows)
-    assert len(seen) == 1
-    assert place.offset == 0
-    for _ in range(20):
-        _, place = next(rows)
-    assert len(seen) < 30
-    assert place.offset > 0
+    texts = stream(write(tmp_path, kind), shuffle_window=shuffle_window, epochs=2)
+    for read in (texts.rows, texts.pieces):
+        straight = list(read())
+        parts = plain_all(read())
+        for number, (_, place) in enumerate(straight, start=1):
+            saved = json.loads(json.dumps(asdict(place)))
+            assert plain_all(read(Place(**saved))) == parts[number:]
 
 
-def refusal(*files: Path, format: TextFormat = FORMAT) -> str:
-    with pytest.raises(InputError) as caught:
-        list(TextStream(files, format, 8, 0, epochs=1).rows())
-    return str(caught.value)
+def test_an_endless_stream_goes_on_from_the_end_of_an_epoch(tmp_path: Path) -> None:
+    texts = stream(write(tmp_path, "mixed"), epochs=None)
+    straight = list(islice(texts.rows(), 60))
+    assert straight[-1][1].epoch >= 2
+    for number, (_, place) in enumerate(straight, start=1):
+        resumed = [plain(row) for row, _ in islice(texts.rows(place), 60 - number)]
+        assert resumed == [plain(row) for row, _ in straight[number:]]
 
 
-def test_a_line_that_is_no_document_is_named_with_its_number(tmp_path: Path) -> None:
-    file = write_lines(tmp_path / "a.jsonl", {"text": "good"}, "", "{not json")
-    assert refusal(file) == (
-        f"{file}:3: not valid JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); "
-        "correct the line"
-    )
-    for line in ({"caption": "x"}, {"text": 3}, ["text"], {"prompt": "alone"}):
-        write_lines(file, {"text": "good"}, line)
-        assert refusal(file) == (
-            f"{file}:2: is no object with the string text, or with prompt and completion; correct the line"
-        )
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_epoch_has_another_order_and_equal_seeds_the_same(tmp_path: Path, kind: str) -> None:
+    files = write(tmp_path, kind)
+    epochs = [starts(stream(files, length=100, epochs=3))[begin : begin + 13] for begin in (0, 13, 26)]
+    assert [sorted(epoch) for epoch in epochs] == [[ord(text[0]) for text in TEXTS]] * 3
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert epochs[0] == starts(stream(files, length=100))
+    assert epochs[0] != starts(stream(files, length=100, seed=4))
 
 
-def test_files_that_hold_no_text_or_no_tokens_are_named(tmp_path: Path) -> None:
-    text, ids = tmp_path / "a.txt", tmp_path / "b.npy"
-    text.write_bytes(b"ab\xff")
-    assert refusal(text) == f"{text}: is not UTF-8 (byte 2); convert it"
-    np.save(ids, np.zeros((2, 2), dtype=np.int64))
-    assert refusal(ids) == f"{ids}: holds int64 of shape (2, 2), not a row of token ids"
-    np.save(ids, np.array([1, 2, 300]))
-    assert refusal(ids) == (f"{ids}: token 2 is 300, but the model's are 0 to 256; it was made with another tokenizer")
-    ids.write_bytes(b"no array")
-    assert refusal(ids).startswith(f"{ids}: is no .npy file of numbers (")
-    np.save(ids, np.array([{"a": 1}], dtype=object), allow_pickle=True)
-    assert refusal(ids).startswith(f"{ids}: is no .npy file of numbers (Array can't be memory-mapped")
+def test_the_order_of_a_seed_is_this_one(tmp_path: Path) -> None:
+    assert "".join(map(chr, starts(stream(write(tmp_path, "mixed"), length=100)))) == "feghiablkjmdc"
 
 
-def test_a_folder_without_texts_is_refused_and_other_files_in_it_are_passed_over(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("hello")
-    with pytest.raises(InputError) as caught:
-        find_texts(tmp_path)
-    assert str(caught.value) == f"data.path: {tmp_path} holds no text; name a file or folder of .txt, .jsonl, .npy"
-    (tmp_path / "below").mkdir()
-    (tmp_path / "below" / "b.txt").write_text("b")
-    (tmp_path / "a.txt").write_text("a")
-    assert [file.name for file in find_texts(tmp_path)] == ["a.txt", "b.txt"]
-    assert find_texts(tmp_path / "a.txt") == (tmp_path / "a.txt",)
+def test_documents_are_shuffled_within_their_window_only(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": letter} for letter in "abcdefghij"])
+    order = starts(stream(find_files(tmp_path), shuffle_window=4))
+    windows = [order[:4], order[4:8], order[8:]]
+    assert ["".join(map(chr, sorted(window))) for window in windows] == ["abcd", "efgh", "ij"]
+    assert order != sorted(order)
 
 
-def test_texts_of_nothing_are_refused_instead_of_searched_for_ever(tmp_path: Path) -> None:
-    file = write_lines(tmp_path / "a.jsonl", {"text": ""}, {"text": ""})
-    with pytest.raises(InputError) as caught:
-        next(stream((file,)).rows())
-    assert str(caught.value) == f"data.path: {file} and what is beside it hold no text of two tokens"
-    assert list(stream((file,), epochs=1).rows()) == []
+def test_a_long_document_is_cut_into_pieces_that_share_a_token(tmp_path: Path) -> None:
+    write_txt(tmp_path, ["abcdefghi"])
+    pieces = [piece for piece, _ in stream(find_files(tmp_path), length=4).pieces()]
+    assert [piece.tokens.tolist() for piece in pieces] == [[*b"abcd"], [*b"defg"], [*b"ghi", END]]
+    assert [piece.learned.tolist() for piece in pieces] == [[False, True, True, True]] * 3
 
 
-def test_the_digest_changes_with_the_files(files: tuple[Path, ...]) -> None:
-    before = digest_of(files)
-    assert digest_of(files) == before
-    assert digest_of(files[1:]) != before
-    files[0].write_bytes(files[0].read_bytes() + b" ")
-    assert digest_of(files) != before
+def test_a_row_is_filled_with_documents_and_the_last_one_goes_on_in_the_next(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "abc"}, {"text": "defghijkl"}])
+    rows = [row for row, _ in stream(find_files(tmp_path), length=8, shuffle_window=1).rows()]
+    assert [show(row) for row in rows] == [
+        ("abc|defg", " ^^^ ^^^", [0, 0, 0, 0, 1, 1, 1, 1]),
+        ("ghijkl||", " ^^^^^^ ", [0, 0, 0, 0, 0, 0, 0, PADDING]),
+    ]
+
+
+def test_a_single_token_at_the_end_of_a_row_and_the_rest_of_the_last_row_are_padding(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "abc"}, {"text": "de"}])
+    rows = [row for row, _ in stream(find_files(tmp_path), length=5, shuffle_window=1).rows()]
+    assert [show(row) for row in rows] == [
+        ("abc||", " ^^^ ", [0, 0, 0, 0, PADDING]),
+        ("de|||", " ^^  ", [0, 0, 0, PADDING, PADDING]),
+    ]
+
+
+def test_an_endless_stream_pads_no_row_at_the_end_of_an_epoch(tmp_path: Path) -> None:
+    write_txt(tmp_path, ["abc"])
+    texts = stream(find_files(tmp_path), length=6, epochs=None)
+    assert [show(row) for row, _ in islice(texts.rows(), 2)] == [
+        ("abc|ab", " ^^^ ^", [0, 0, 0, 0, 1, 1]),
+        ("bc|abc", " ^^ ^^", [0, 0, 0, 1, 1, 1]),
+    ]
+
+
+def test_of_a_prompt_and_its_completion_only_the_completion_is_learned(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "ask", "completion": "yes"}, {"prompt": "", "completion": "no"}])
+    rows = [row for row, _ in stream(find_files(tmp_path), length=10, shuffle_window=1).rows()]
+    assert [show(row) for row in rows] == [("askyes|no|", "   ^^^^ ^^", [0, 0, 0, 0, 0, 0, 0, 1, 1, 1])]
+
+
+def test_a_prompt_cut_at_the_end_of_a_row_is_learned_in_neither(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "askme", "completion": "no"}])
+    rows = [row for row, _ in stream(find_files(tmp_path), length=4).rows()]
+    assert [show(row)[:2] for row in rows] == [("askm", "    "), ("meno", "  ^^"), ("o|||", " ^  ")]
+
+
+def test_empty_documents_completions_and_lines_are_skipped(tmp_path: Path) -> None:
+    rows = ['{"text": ""}', "", '{"prompt": "ask", "completion": ""}', "  ", '{"text": "ab"}']
+    (tmp_path / "a.jsonl").write_bytes("\r\n".join(rows).encode())
+    np.save(tmp_path / "b.npy", np.array([END, END, *b"cd", END, END]))
+    np.save(tmp_path / "c.npy", np.zeros(0, np.uint16))
+    write_txt(tmp_path, ["", "ef"])
+    pieces = [piece.tokens.tolist() for piece, _ in stream(find_files(tmp_path)).pieces()]
+    assert sorted(pieces) == [[*b"ab", END], [*b"cd", END], [*b"ef", END]]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfab")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "cd"}')
+    assert sorted(starts(stream(find_files(tmp_path)))) == [ord("a"), ord("c")]
+
+
+def test_a_shard_is_read_as_it_stands_whatever_the_size_of_its_documents(tmp_path: Path) -> None:
+    documents = [[1] * 100_000, [2], [3] * 70_000]
+    np.save(tmp_path / "a.npy", np.array([*documents[0], END, *documents[1], END, *documents[2]], dtype=">u4"))
+    pieces = [piece for piece, _ in stream(find_files(tmp_path), length=200_000, shuffle_window=2).pieces()]
+    assert Counter((int(piece.tokens[0]), len(piece.tokens)) for piece in pieces) == {
+        (1, 100_001): 1,
+        (2, 2): 1,
+        (3, 70_000): 1,
+    }
+    assert {piece.tokens.dtype for piece in pieces} == {np.dtype(np.int64)}
+
+
+def test_no_more_documents_are_tokenized_than_a_row_takes(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "abcdefg"}] * 20)
+    calls: list[str] = []
+
+    def counted(text: str) -> list[int]:
+        calls.append(text)
+        return tokenize(text)
+
+    texts = TextStream(find_files(tmp_path), counted, END, VOCABULARY, seed=0, length=16, shuffle_window=10)
+    place = START
+    for _ in range(10):
+        calls.clear()
+        _, place = next(texts.rows(place))
+        assert calls == ["abcdefg"] * 2
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "npy"])
+def test_of_a_file_of_4_mb_with_a_window_of_50_documents_less_than_a_mib_is_held(tmp_path: Path, kind: str) -> None:
+    texts = ["a" * 999] * 4000
+    if kind == "jsonl":
+        write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    else:
+        write_npy(tmp_path / "a.npy", texts)
+    rows = stream(find_files(tmp_path), length=1000, shuffle_window=50).rows()
+    tracemalloc.start()
+    try:
+        num_rows = sum(1 for _ in rows)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_rows == 4000
+    assert peak < 2**20
+
+
+def test_files_are_found_below_a_folder_by_relative_path(tmp_path: Path) -> None:
+    names = ["b/a.txt", "a.jsonl", "b.npy", "B.TXT", "README", "a.json", ".hidden/a.txt", "b/._a.txt"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "b" / "around").symlink_to(tmp_path)
+    assert [file.relative_to(tmp_path).as_posix() for file in find_files(tmp_path)] == [
+        "B.TXT",
+        "a.jsonl",
+        "b.npy",
+        "b/a.txt",
+    ]
+    assert find_files(tmp_path / "b" / "a.txt") == (tmp_path / "b" / "a.txt",)
+
+
+def test_where_no_text_is_found_the_error_says_what_to_give(tmp_path: Path) -> None:
+    other = tmp_path / "a.csv"
+    other.write_bytes(b"")
+    for path, wrong in (
+        (tmp_path / "b", "no such file or folder; give a .txt, .jsonl or .npy file, or a folder of them"),
+        (tmp_path, "no text in this folder; put .txt, .jsonl or .npy files into it"),
+        (other, "not a kind of text that is read; give a .txt, .jsonl or .npy file"),
+    ):
+        with pytest.raises(InputError) as raised:
+            find_files(path)
+        assert str(raised.value) == f"{path}: {wrong}"
+
+
+@pytest.mark.parametrize("epochs", [1, None])
+def test_files_without_any_text_are_refused(tmp_path: Path, epochs: int | None) -> None:
+    write_txt(tmp_path, ["", ""])
+    files = find_files(tmp_path)
+    for given, others in ((files[:1], ""), (files, " and 1 other files")):
+        with pytest.raises(InputError) as raised:
+            next(stream(given, epochs=epochs).rows())
+        assert str(raised.value) == f"{files[0]}{others}: no document holds any text; write some, or give others"
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        (b'{"text": "a"', f"not a JSON object (Expecting ',' delimiter at column 13); {ROW_KEYS}"),
+        (b"[" * 100_000, f"not a JSON object (nested too deep); {ROW_KEYS}"),
+        (b'["a"]', f"not a JSON object; {ROW_KEYS}"),
+        (b'{"prompt": "a"}', f'no "text", and no "prompt" with "completion"; {ROW_KEYS}'),
+        (b'{"caption": "a"}', f'no "text", and no "prompt" with "completion"; {ROW_KEYS}'),
+        (b'{"text": 5}', '"text" is not a string; write it in quotes'),
+        (b'{"prompt": "a", "completion": null}', '"completion" is not a string; write it in quotes'),
+        (b'{"text": "a\\udc00"}', '"text" holds \\udc00, which is half a character; remove it'),
+        (b'{"text": "\xff"}', "byte 45 of the file (0xff) is not UTF-8; save the file as UTF-8"),
+    ],
+)
+@pytest.mark.parametrize("shuffle_window", [1, 100])
+def test_a_line_that_cannot_be_used_is_named_with_its_number(
+    tmp_path: Path, line: bytes, wrong: str, shuffle_window: int
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "ab"}\n\n' + b'{"text": "cd"}    \n' + line + b"\n")
+    with pytest.raises(InputError) as raised:
+        list(stream([path], shuffle_window=shuffle_window).rows())
+    assert str(raised.value) == f"{path}:4: {wrong}"
+
+
+def test_a_text_that_is_not_utf_8_is_named_with_line_and_byte(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("first\nü\n".encode() + b"ab\xffc\xff")
+    with pytest.raises(InputError) as raised:
+        read_all(path)
+    assert str(raised.value) == f"{path}:3: byte 11 of the file (0xff) is not UTF-8; save the file as UTF-8"
+
+
+@pytest.mark.parametrize(
+    ("array", "wrong"),
+    [
+        (np.zeros((2, 3), np.int32), f"an array of int32 in 2 dimensions; {SAVE_IDS}"),
+        (np.zeros(3, np.float32), f"an array of float32 in 1 dimensions; {SAVE_IDS}"),
+        (np.array(["a", None], dtype=object), f"not an array of numbers, or cut short; {SAVE_IDS}"),
+        (
+            np.array([1, END, 2, 257, 3], dtype=np.uint16),
+            "token 3 is 257, but the model knows 0 to 256; write the file with the tokenizer of the model",
+        ),
+        (
+            np.array([1, -100, 2], dtype=np.int8),
+            "token 1 is -100, but the model knows 0 to 256; write the file with the tokenizer of the model",
+        ),
+    ],
+)
+def test_a_shard_that_holds_no_ids_of_the_model_is_refused(tmp_path: Path, array: np.ndarray, wrong: str) -> None:
+    path = tmp_path / "a.npy"
+    np.save(path, array)
+    with pytest.raises(InputError) as raised:
+        read_all(path)
+    assert str(raised.value) == f"{path}: {wrong}"
+
+
+@pytest.mark.parametrize("data", [b"", b"no numpy file", b"PK\x03\x04 an archive"])
+def test_a_shard_that_numpy_did_not_save_is_refused(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "a.npy"
+    path.write_bytes(data)
+    with pytest.raises(InputError) as raised:
+        read_all(path)
+    assert str(raised.value) == f"{path}: not an array of numbers, or cut short; {SAVE_IDS}"
+
+
+def test_a_shard_cut_short_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    np.save(path, np.zeros(1000, np.uint16))
+    os.truncate(path, 1000)
+    with pytest.raises(InputError) as raised:
+        read_all(path)
+    assert str(raised.value) == f"{path}: not an array of numbers, or cut short; {SAVE_IDS}"
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "npy"])
+def test_a_file_that_is_gone_is_named(tmp_path: Path, kind: str) -> None:
+    files = write(tmp_path, kind)
+    files[0].unlink()
+    wrong = f"{files[0]}: cannot be read (No such file or directory); put it back, or change its permissions"
+    for read in (lambda: read_all(files[0]), lambda: digest(files)):
+        with pytest.raises(InputError) as raised:
+            read()
+        assert str(raised.value) == wrong
+
+
+def test_the_digest_changes_with_name_size_and_time_of_a_file_but_not_with_their_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    files = write(folder, "txt")
+    digests = [digest(files)]
+    assert digests[0] == digest(find_files(folder))
+    files[0].rename(folder / "other.txt")
+    digests.append(digest(find_files(folder)))
+    with (folder / "other.txt").open("ab") as file:
+        times = os.stat(file.name)
+        file.write(b"more")
+    os.utime(folder / "other.txt", ns=(times.st_atime_ns, times.st_mtime_ns))
+    digests.append(digest(find_files(folder)))
+    os.utime(folder / "other.txt", ns=(times.st_atime_ns, times.st_mtime_ns + 1))
+    digests.append(digest(find_files(folder)))
+    assert len(set(digests)) == 4
+    folder.rename(tmp_path / "b")
+    assert digest(find_files(tmp_path / "b")) == digests[-1]

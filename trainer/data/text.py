@@ -1,18 +1,19 @@
-"""Text to train a language model on: streamed from files, cut into documents, packed into rows of equal length.
+"""Text for a causal language model, read as a stream: pieces of documents, or rows packed with several of them.
 
-What a run reads is a function of the files and the seed. Where it stands is a `Place`, a few numbers that go into a
-checkpoint: from there on the stream is what the uninterrupted one would have been. Every rank reads the same stream and
-takes its own rows; to cut text into tokens takes a small part of the time it takes to train on them.
+The order is a function of the seed and the epoch. A Place goes into the checkpoint, and from there the stream
+continues exactly. Every rank reads the same stream and takes its own rows, so that their number may change.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +24,44 @@ from numpy.typing import NDArray
 from trainer.config import InputError
 from trainer.rng import generator
 
+PADDING = -1
+SHARD_CHUNK = 2**16
+LINE_CHUNK = 2**20
+ROW_KEYS = "each line is a JSON object with text, or with prompt and completion"
+
 Tokenize = Callable[[str], list[int]]
-"""A text to its token ids, without special tokens."""
-KINDS = (".txt", ".jsonl", ".npy")
-"""A whole file is one document; one document per line, an object with `text`, or with `prompt` and `completion`, of
-which only the completion is learned; token ids, in which each document ends with the end of text."""
+"""The ids of a text, with no special token added."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Document:
+    """tokens: (N,) ids with end-of-text last, of a shard as wide as they are stored.  learned: (N,) which of them are
+    predicted, the first aside: nothing stands before it.
+    """
+
+    tokens: NDArray[np.integer[Any]]
+    learned: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
 class Piece:
-    """Tokens of one document. tokens: (n,) ids.  learned: (n,) whether each is predicted, never the first."""
+    """Consecutive tokens of one document, at least two.
+
+    tokens: (N,) ids.  learned: (N,) which of them are predicted; never the first.
+    """
 
     tokens: NDArray[np.int64]
     learned: NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
-    """Several pieces. tokens, learned: (length,).  documents: (length,) the piece's number, -1 for padding."""
+    """Pieces one after the other, all (length,).
+
+    tokens: ids; padding is end-of-text.  learned: which of them are predicted; no first token of a piece, no prompt,
+    no padding.  documents: number of the piece in the row, from 0, PADDING for padding. Attention stays within a
+    piece, and positions count from 0 in each.
+    """
 
     tokens: NDArray[np.int64]
     learned: NDArray[np.bool_]
@@ -49,284 +70,368 @@ class Row:
 
 @dataclass(frozen=True)
 class Place:
-    """Where to read on. file: in the epoch's order.  offset: where the window begins in it, in bytes, or tokens of an
-    .npy file.  document: in the window's order.  token: first one of it that is to be given."""
+    """Where to continue. `dataclasses.asdict` makes JSON of it, `Place(**values)` reads it.
 
-    epoch: int = 0
-    file: int = 0
-    offset: int = 0
-    document: int = 0
-    token: int = 0
+    window: its number in the epoch.  file: its place in the epoch's order.  offset: where the window begins, in bytes
+    of a .jsonl, in tokens of a .npy, 0 in a .txt.  document: the next one within the shuffled window; their number
+    when the window is used up.  token: where the next piece of that document begins.
+    """
 
-
-@dataclass(frozen=True)
-class TextFormat:
-    """How text becomes tokens. end: id of the end of text, after every document.  vocabulary: number of ids."""
-
-    tokenize: Tokenize
-    end: int
-    vocabulary: int
+    epoch: int
+    window: int
+    file: int
+    offset: int
+    document: int
+    token: int
 
 
-def find_texts(path: Path) -> tuple[Path, ...]:
-    """The file, or the files of KINDS in the folder and below it, by name. Raises InputError where there is none."""
-    if path.is_file() and path.suffix in KINDS:
+START = Place(epoch=0, window=0, file=0, offset=0, document=0, token=0)
+
+
+def find_files(path: Path) -> tuple[Path, ...]:
+    """The text files of a folder and of those in it, by relative path; or `path` itself where it is a text file.
+
+    A .txt is one document. A .jsonl has one per line: an object with `text`, or with `prompt` and `completion`, of
+    which the completion is learned; blank lines are skipped. A .npy holds token ids, each document ended by
+    end-of-text. Other files and what is hidden are left out. Raises InputError when there is nothing to read.
+    """
+    if path.is_file():
+        if path.suffix.lower() not in READERS:
+            raise InputError(f"{path}: not a kind of text that is read; give a .txt, .jsonl or .npy file")
         return (path,)
-    found = tuple(sorted(file for file in path.rglob("*") if file.suffix in KINDS and file.is_file()))
-    if not found:
-        raise InputError(f"data.path: {path} holds no text; name a file or folder of {', '.join(KINDS)}")
-    return found
+    if not path.is_dir():
+        raise InputError(f"{path}: no such file or folder; give a .txt, .jsonl or .npy file, or a folder of them")
+    files = [file for file in _files_below(path) if file.suffix.lower() in READERS]
+    if not files:
+        raise InputError(f"{path}: no text in this folder; put .txt, .jsonl or .npy files into it")
+    return tuple(sorted(files, key=lambda file: file.relative_to(path).as_posix()))
 
 
-def digest_of(files: Sequence[Path]) -> str:
-    """Changes when the name, size or time of change of a file does. Nothing is read."""
-    facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
+def digest(files: Sequence[Path]) -> str:
+    """Changes with the name of a file below their common folder, its size or its modification time; reads none.
+
+    Raises InputError naming the file when it is gone.
+    """
+    absolute = [Path(os.path.abspath(file)) for file in files]
+    root = os.path.commonpath([file.parent for file in absolute])
+    facts = []
+    for file in absolute:
+        with _reading(file):
+            status = file.stat()
+        facts.append([file.relative_to(root).as_posix(), status.st_size, status.st_mtime_ns])
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 class TextStream:
-    """Rows of `length` tokens from files, epoch after epoch.
+    """The documents of some files, epoch after epoch, each in another order.
 
-    window: documents that are read and shuffled together; no more are held. A .txt file is one document.  epochs: None
-    for no end.
+    files: what `find_files` found.  vocabulary: number of ids the model knows; those of a .npy must be below.
+    length: most tokens of a piece, and those of a row, >= 2.  shuffle_window: documents that are shuffled among
+    themselves, >= 1.  epochs: how many; None for no end.
 
-    Each epoch's files are shuffled, and the documents of each window in them. Rows are filled: where a document does
-    not fit, it goes on in the next row, beginning with the last token it gave, so that each token but a document's
-    first is predicted once. Raises InputError, when it is reached, for what cannot be read, with file and line.
+    The files of an epoch are shuffled, and so is each window of consecutive documents of a file. A window is held in
+    memory as it stands in the file and tokenized document by document; a .txt is one document and read whole, a .npy
+    stays on the disk. Empty documents are skipped, and so are those with an empty completion.
+
+    A Place holds for the same arguments and unchanged files, which `digest` tells. Iterating raises InputError naming
+    the file, and the line of a .jsonl, when something cannot be used, and when no document holds any text.
     """
 
     def __init__(
         self,
         files: Sequence[Path],
-        format: TextFormat,
-        length: int,
+        tokenize: Tokenize,
+        end_of_text: int,
+        vocabulary: int,
         seed: int,
-        window: int = 1024,
+        length: int,
+        shuffle_window: int = 1024,
         epochs: int | None = None,
     ) -> None:
-        self._files = files
-        self._format = format
-        self._length = length
+        assert files
+        assert length >= 2
+        assert shuffle_window >= 1
+        self._files = tuple(files)
+        self._encoder = _Encoder(tokenize, end_of_text, vocabulary)
         self._seed = seed
-        self._size = window
+        self._length = length
+        self._shuffle_window = shuffle_window
         self._epochs = epochs
-        self._latest: tuple[tuple[int, int, int], _Window] | None = None
 
-    def rows(self, place: Place = Place()) -> Iterator[tuple[Row, Place]]:
-        """(row, where to read on after it), from a place on."""
+    def pieces(self, place: Place = START) -> Iterator[tuple[Piece, Place]]:
+        """Each document in pieces of `length` tokens, the last one shorter, with the place to continue after each.
+
+        The last token of a piece is the first of the next: every token but a document's first is predicted once.
+        """
+        for document, at in self._documents(place):
+            after = at
+            while after.document == at.document:
+                piece, after = _cut(document, after, self._length)
+                yield piece, after
+
+    def rows(self, place: Place = START) -> Iterator[tuple[Row, Place]]:
+        """Rows filled with documents, with the place to continue after each.
+
+        A document that does not fit is cut at the end of the row and goes on in the next, again with one token in
+        common. Padding is a last single token, for which no piece is small enough, and the end of the last row.
+        """
         pieces: list[Piece] = []
-        while True:
-            left = self._length - sum(len(piece.tokens) for piece in pieces)
-            found = self._piece(place, left) if left >= 2 else None
-            if found is not None:
-                piece, place = found
+        room = self._length
+        after = place
+        for document, at in self._documents(place):
+            after = at
+            while after.document == at.document:
+                piece, after = _cut(document, after, room)
                 pieces.append(piece)
-            elif pieces:
-                yield self._packed(pieces), place
-                pieces = []
-            else:
-                return
-
-    def pieces(self, place: Place = Place()) -> Iterator[tuple[Piece, Place]]:
-        """(piece, where to read on after it): each document by itself, cut where it is longer than a row."""
-        while (found := self._piece(place, self._length)) is not None:
-            piece, place = found
-            yield piece, place
-
-    def _piece(self, place: Place, most: int) -> tuple[Piece, Place] | None:
-        """The next tokens of one document, at most so many; None after the last epoch."""
-        found = self._document(place)
-        if found is None:
-            return None
-        document, place = found
-        end = min(place.token + most, len(document.tokens))
-        learned = document.learned[place.token : end].copy()
-        learned[0] = False
-        # What is left begins with the last token given; one that ends here leaves nothing to predict.
-        is_done = end == len(document.tokens)
-        after = replace(place, document=place.document + 1, token=0) if is_done else replace(place, token=end - 1)
-        return Piece(document.tokens[place.token : end], learned), after
-
-    def _document(self, place: Place) -> tuple[Piece, Place] | None:
-        """The document at a place, or at the next that has one; None after the last epoch."""
-        first = place.epoch
-        while self._epochs is None or place.epoch < self._epochs:
-            order = self._file_order(place.epoch)
-            if place.file == len(order):
-                if place.epoch > first:
-                    raise InputError(f"data.path: {self._files[0]} and what is beside it hold no text of two tokens")
-                place = Place(place.epoch + 1)
-                continue
-            window = self._window_at(order[place.file], place.offset, place.epoch)
-            for number in range(place.document, len(window.documents)):
-                document = window.document(number)
-                if len(document.tokens) >= 2:
-                    return document, replace(place, document=number)
-            next_file = Place(place.epoch, place.file + 1)
-            place = next_file if window.end is None else Place(place.epoch, place.file, window.end)
-        return None
-
-    def _file_order(self, epoch: int) -> list[int]:
-        order: list[int] = torch.randperm(
-            len(self._files), generator=generator(self._seed, "text files", epoch)
-        ).tolist()
-        return order
-
-    def _window_at(self, number: int, offset: int, epoch: int) -> _Window:
-        """Documents of a file. The window read last is kept: it is asked for again for each of its pieces."""
-        key = (number, offset, epoch)
-        if self._latest is None or self._latest[0] != key:
-            file = self._files[number]
-            documents, end = _READERS[file.suffix](file, offset, self._size, self._format)
-            order = torch.randperm(len(documents), generator=generator(self._seed, "documents", *key))
-            self._latest = (key, _Window([documents[number] for number in order.tolist()], end))
-        return self._latest[1]
+                room -= len(piece.tokens)
+                if room < 2:
+                    yield self._packed(pieces), after
+                    pieces, room = [], self._length
+        if pieces:
+            yield self._packed(pieces), after
 
     def _packed(self, pieces: Sequence[Piece]) -> Row:
-        padding = self._length - sum(len(piece.tokens) for piece in pieces)
-        numbers = [np.full(len(piece.tokens), number) for number, piece in enumerate(pieces)]
-        return Row(
-            np.concatenate([*(piece.tokens for piece in pieces), np.full(padding, self._format.end)]),
-            np.concatenate([*(piece.learned for piece in pieces), np.zeros(padding, dtype=bool)]),
-            np.concatenate([*numbers, np.full(padding, -1)]),
-        )
+        tokens = np.full(self._length, self._encoder.end_of_text, dtype=np.int64)
+        learned = np.zeros(self._length, dtype=np.bool_)
+        documents = np.full(self._length, PADDING, dtype=np.int64)
+        start = 0
+        for number, piece in enumerate(pieces):
+            stop = start + len(piece.tokens)
+            tokens[start:stop] = piece.tokens
+            learned[start:stop] = piece.learned
+            documents[start:stop] = number
+            start = stop
+        return Row(tokens, learned, documents)
+
+    def _documents(self, place: Place) -> Iterator[tuple[Document, Place]]:
+        """What is left from `place` on: documents with at least two unused tokens, with the place of the first one."""
+        for epoch in count(place.epoch) if self._epochs is None else range(place.epoch, self._epochs):
+            first = replace(START, epoch=epoch)
+            start = place if epoch == place.epoch else first
+            is_empty = start == first
+            for document, at in self._epoch(start):
+                is_empty = False
+                yield document, at
+            if is_empty:
+                others = f" and {len(self._files) - 1} other files" if len(self._files) > 1 else ""
+                raise InputError(f"{self._files[0]}{others}: no document holds any text; write some, or give others")
+
+    def _epoch(self, place: Place) -> Iterator[tuple[Document, Place]]:
+        for window, start in self._windows(place):
+            order = _order(len(window), self._seed, "text window", start.epoch, start.window)
+            for number in range(start.document, len(window)):
+                document = window[order[number]]()
+                at = start if number == start.document else replace(start, document=number, token=0)
+                if len(document.tokens) - at.token >= 2:
+                    yield document, at
+
+    def _windows(self, place: Place) -> Iterator[tuple[Sequence[Reader], Place]]:
+        """The windows of the epoch from that of `place` on, each with the place to start in it."""
+        order = _order(len(self._files), self._seed, "text files", place.epoch)
+        while place.file < len(order):
+            path = self._files[order[place.file]]
+            read = READERS[path.suffix.lower()]
+            window, offset = read(path, place.offset, self._shuffle_window, self._encoder)
+            yield window, place
+            file, offset = (place.file + 1, 0) if offset is None else (place.file, offset)
+            place = Place(place.epoch, place.window + 1, file, offset, document=0, token=0)
 
 
-Make = Callable[[], Piece]
-"""A document's tokens, made when it is asked for."""
+Reader = Callable[[], Document]
+"""Reads one document of a window."""
 
 
-class _Window:
-    """Documents in their order. end: where the next window begins, None at the end of the file."""
+@dataclass(frozen=True)
+class _Encoder:
+    tokenize: Tokenize
+    end_of_text: int
+    vocabulary: int
 
-    def __init__(self, documents: Sequence[Make], end: int | None) -> None:
-        self.documents = documents
-        self.end = end
-        self._made: tuple[int, Piece] | None = None
-
-    def document(self, number: int) -> Piece:
-        """Made once while it is asked for again and again, as a long one is."""
-        if self._made is None or self._made[0] != number:
-            self._made = (number, self.documents[number]())
-        return self._made[1]
-
-
-def _read_txt(file: Path, offset: int, count: int, format: TextFormat) -> tuple[list[Make], int | None]:
-    def make() -> Piece:
-        try:
-            return _document_of([(file.read_text(encoding="utf-8"), True)], format)
-        except UnicodeDecodeError as error:
-            raise InputError(f"{file}: is not UTF-8 (byte {error.start}); convert it") from error
-
-    return [make], None
+    def document(self, parts: Iterable[tuple[str, bool]]) -> Document:
+        """parts: consecutive texts, each with whether it is learned. End-of-text is."""
+        tokens: list[int] = []
+        learned: list[bool] = []
+        for text, is_learned in parts:
+            ids = self.tokenize(text)
+            tokens += ids
+            learned += [is_learned] * len(ids)
+        return Document(np.array([*tokens, self.end_of_text], dtype=np.int64), np.array([*learned, True]))
 
 
-def _read_jsonl(file: Path, offset: int, count: int, format: TextFormat) -> tuple[list[Make], int | None]:
-    with file.open("rb") as lines:
-        lines.seek(offset)
-        begins: list[int] = []
-        read: list[bytes] = []
-        for _ in range(count):
-            begin = lines.tell()
-            line = lines.readline()
+def _order(number: int, *purpose: int | str) -> list[int]:
+    order: list[int] = torch.randperm(number, generator=generator(*purpose)).tolist()
+    return order
+
+
+def _cut(document: Document, at: Place, room: int) -> tuple[Piece, Place]:
+    """The next tokens of a document, at most `room` >= 2, and the place after them, which leaves none or >= 2."""
+    stop = min(at.token + room, len(document.tokens))
+    learned = document.learned[at.token : stop].copy()
+    learned[0] = False
+    piece = Piece(document.tokens[at.token : stop].astype(np.int64), learned)
+    if stop == len(document.tokens):
+        return piece, replace(at, document=at.document + 1, token=0)
+    return piece, replace(at, token=stop - 1)
+
+
+# How a kind of file is read: from an offset on at most so many documents, and the offset behind them, None at the end.
+
+
+def _read_text(path: Path, offset: int, limit: int, encoder: _Encoder) -> tuple[Sequence[Reader], int | None]:
+    return [partial(_text_document, path, encoder)], None
+
+
+def _text_document(path: Path, encoder: _Encoder) -> Document:
+    with _reading(path):
+        data = path.read_bytes()
+    return encoder.document([(_utf8(data, path, 0), True)])
+
+
+def _read_lines(path: Path, offset: int, limit: int, encoder: _Encoder) -> tuple[Sequence[Reader], int | None]:
+    window: list[Reader] = []
+    with _reading(path), path.open("rb") as file:
+        file.seek(offset)
+        while len(window) < limit:
+            start = file.tell()
+            line = file.readline()
             if not line:
-                return [
-                    partial(_line, file, begin, line, format) for begin, line in zip(begins, read, strict=True)
-                ], None
+                return window, None
             if line.strip():
-                begins.append(begin)
-                read.append(line)
-        end = lines.tell()
-    return [partial(_line, file, begin, line, format) for begin, line in zip(begins, read, strict=True)], end
+                window.append(partial(_line_document, path, start, line.rstrip(), encoder))
+        return window, file.tell()
 
 
-def _line(file: Path, begin: int, line: bytes, format: TextFormat) -> Piece:
+def _line_document(path: Path, start: int, line: bytes, encoder: _Encoder) -> Document:
+    text = _utf8(line, path, start)
     try:
-        found = json.loads(line)
-    except ValueError as error:
-        raise InputError(f"{_place_of(file, begin)}: not valid JSON ({error}); correct the line") from error
-    texts = _texts_of(found)
-    if texts is None:
-        raise InputError(
-            f"{_place_of(file, begin)}: is no object with the string text, or with prompt and completion; "
-            "correct the line"
-        )
-    return _document_of(texts, format)
+        parts = _line_parts(text)
+    except InputError as error:
+        raise InputError(f"{path}:{_line_number(path, start)}: {error}") from error
+    return encoder.document(parts)
 
 
-def _texts_of(found: Any) -> list[tuple[str, bool]] | None:
-    """The line's texts, each with whether it is learned."""
-    for keys in (("text",), ("prompt", "completion")):
-        if isinstance(found, dict) and all(isinstance(found.get(key), str) for key in keys):
-            return [(found[key], key != "prompt") for key in keys]
-    return None
-
-
-def _place_of(file: Path, begin: int) -> str:
-    """`file:line` of the line that begins at a byte."""
-    with file.open("rb") as lines:
-        number, at = 1, 0
-        while at < begin:
-            at += len(lines.readline())
-            number += 1
-    return f"{file}:{number}"
-
-
-def _document_of(texts: Sequence[tuple[str, bool]], format: TextFormat) -> Piece:
-    """An empty one where there is no text."""
-    parts = [(format.tokenize(text), learned) for text, learned in texts]
-    if not any(ids for ids, _ in parts):
-        return Piece(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool))
-    ids = [*(token for tokens, _ in parts for token in tokens), format.end]
-    learned = [*(is_learned for tokens, is_learned in parts for _ in tokens), parts[-1][1]]
-    return Piece(np.array(ids, dtype=np.int64), np.array(learned, dtype=bool))
-
-
-FIRST_READ = 1 << 20
-"""Tokens of an .npy file that are looked through at a time."""
-
-
-def _read_npy(file: Path, offset: int, count: int, format: TextFormat) -> tuple[list[Make], int | None]:
-    tokens = _opened(file)
-    size = FIRST_READ
-    while True:
-        chunk = tokens[offset : offset + size]
-        ends = np.flatnonzero(chunk == format.end)[:count] + 1
-        if len(ends) or offset + size >= len(tokens):
-            break
-        size *= 2
-    is_all = offset + size >= len(tokens) and len(ends) < count
-    if is_all and (len(ends) == 0 or ends[-1] < len(chunk)):
-        ends = np.append(ends, len(chunk))  # the last document of the file lacks its end
-    borders: list[int] = [0, *ends.tolist()]
-    makes: list[Make] = [partial(_stored, file, chunk[a:b], offset + a, format) for a, b in itertools.pairwise(borders)]
-    after = offset + borders[-1]
-    return makes, None if after >= len(tokens) else after
-
-
-def _opened(file: Path) -> NDArray[Any]:
+def _line_parts(line: str) -> list[tuple[str, bool]]:
+    """The texts of a line, each with whether it is learned. Raises InputError with the reason, without the place."""
     try:
-        tokens: NDArray[Any] = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise InputError(f"{file}: is no .npy file of numbers ({error}); write it with numpy.save") from error
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise InputError(f"{file}: holds {tokens.dtype} of shape {tokens.shape}, not a row of token ids")
-    return tokens
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"not a JSON object ({error.msg} at column {error.colno}); {ROW_KEYS}") from error
+    except RecursionError as error:
+        raise InputError(f"not a JSON object (nested too deep); {ROW_KEYS}") from error
+    if not isinstance(values, dict):
+        raise InputError(f"not a JSON object; {ROW_KEYS}")
+    if "text" in values:
+        return [(_string(values, "text"), True)]
+    if "prompt" not in values or "completion" not in values:
+        raise InputError(f'no "text", and no "prompt" with "completion"; {ROW_KEYS}')
+    prompt, completion = _string(values, "prompt"), _string(values, "completion")
+    return [(prompt, False), (completion, True)] if completion else []
 
 
-def _stored(file: Path, chunk: NDArray[Any], begin: int, format: TextFormat) -> Piece:
-    ids = np.asarray(chunk, dtype=np.int64)
-    wrong = np.flatnonzero((ids < 0) | (ids >= format.vocabulary))
-    if len(wrong):
+def _string(values: Mapping[str, object], key: str) -> str:
+    value = values[key]
+    if not isinstance(value, str):
+        raise InputError(f'"{key}" is not a string; write it in quotes')
+    try:
+        # JSON can spell half of a surrogate pair, which is no character: tokenizers fail on it.
+        value.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(value[error.start]):04x}"
+        raise InputError(f'"{key}" holds {half}, which is half a character; remove it') from error
+    return value
+
+
+def _line_number(path: Path, offset: int) -> int:
+    """Number of the line that holds the byte at `offset`, from 1."""
+    number = 1
+    with _reading(path), path.open("rb") as file:
+        while offset > 0 and (chunk := file.read(min(offset, LINE_CHUNK))):
+            number += chunk.count(b"\n")
+            offset -= len(chunk)
+    return number
+
+
+def _read_shard(path: Path, offset: int, limit: int, encoder: _Encoder) -> tuple[Sequence[Reader], int | None]:
+    shard = _open_shard(path)
+    window: list[Reader] = []
+    start = offset
+    for first in range(offset, len(shard), SHARD_CHUNK):
+        for end in np.flatnonzero(shard[first : first + SHARD_CHUNK] == encoder.end_of_text).tolist():
+            stop = first + end + 1
+            window.append(partial(_shard_document, path, shard, start, stop, encoder))
+            start = stop
+            if len(window) == limit:
+                return window, start
+    if start < len(shard):
+        window.append(partial(_shard_document, path, shard, start, len(shard), encoder))
+    return window, None
+
+
+def _open_shard(path: Path) -> NDArray[np.integer[Any]]:
+    remedy = "save the token ids with numpy.save as one dimension of integers"
+    with _reading(path):
+        try:
+            # Unlike numpy.load, it never unpickles and takes no archive.
+            shard = np.lib.format.open_memmap(path, mode="r")
+        except ValueError as error:
+            raise InputError(f"{path}: not an array of numbers, or cut short; {remedy}") from error
+    if shard.ndim != 1 or not np.issubdtype(shard.dtype, np.integer):
+        raise InputError(f"{path}: an array of {shard.dtype} in {shard.ndim} dimensions; {remedy}")
+    return shard
+
+
+def _shard_document(path: Path, shard: NDArray[np.integer[Any]], start: int, stop: int, encoder: _Encoder) -> Document:
+    """A document of a shard: as it stands, since the last one of a shard may go on in another."""
+    tokens = shard[start:stop]
+    if tokens.min() < 0 or tokens.max() >= encoder.vocabulary:
+        index = int(np.flatnonzero((tokens < 0) | (tokens >= encoder.vocabulary))[0])
         raise InputError(
-            f"{file}: token {begin + int(wrong[0])} is {ids[wrong[0]]}, but the model's are 0 to "
-            f"{format.vocabulary - 1}; it was made with another tokenizer"
+            f"{path}: token {start + index} is {tokens[index]}, but the model knows 0 to {encoder.vocabulary - 1}; "
+            "write the file with the tokenizer of the model"
         )
-    return Piece(ids, np.ones(len(ids), dtype=bool))
+    return Document(tokens, np.broadcast_to(np.True_, tokens.shape))
 
 
-_READERS: dict[str, Callable[[Path, int, int, TextFormat], tuple[list[Make], int | None]]] = {
-    ".txt": _read_txt,
-    ".jsonl": _read_jsonl,
-    ".npy": _read_npy,
-}
+ReadWindow = Callable[[Path, int, int, _Encoder], tuple[Sequence[Reader], int | None]]
+READERS: Mapping[str, ReadWindow] = {".txt": _read_text, ".jsonl": _read_lines, ".npy": _read_shard}
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Links to folders are followed, but none is entered twice. What is hidden is left out."""
+    entered: set[Path] = set()
+    with _reading(folder):
+        for root, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
+            resolved = Path(root).resolve()
+            if resolved in entered:
+                folders.clear()
+                continue
+            entered.add(resolved)
+            # Sorted, so that of two ways to a folder the same one is taken everywhere.
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            yield from (Path(root, name) for name in names if not name.startswith("."))
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _utf8(data: bytes, path: Path, offset: int) -> str:
+    """The text that begins at `offset` bytes, without a byte order mark, which Windows editors put before it."""
+    try:
+        return data.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        byte = offset + error.start
+        raise InputError(
+            f"{path}:{_line_number(path, byte)}: byte {byte} of the file (0x{data[error.start]:02x}) is not UTF-8; "
+            "save the file as UTF-8"
+        ) from error
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"{error.filename or path}: cannot be read ({error.strerror}); put it back, or change its permissions"
+        ) from error
