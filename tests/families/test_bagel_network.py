@@ -11,10 +11,10 @@ import torch
 from diffusers.models.embeddings import get_2d_sincos_pos_embed, get_timestep_embedding
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from tests.distributed import run_ranks
+from tests.distributed.gradients import whole_gradients
 from trainer.config import ParallelConfig, TrainConfig
 from trainer.families._bagel import (
     BAGEL_7B_MOT,
@@ -301,14 +301,10 @@ def loss_of(model: nn.Module, sequences: Sequence[Sequence[Piece]]) -> Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    missing = [name for name, gradient in found.items() if gradient is None]
-    assert missing == []
-    return {
-        name: gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        for name, gradient in found.items()
-        if gradient is not None
-    }
+    """Every weight has one."""
+    found = whole_gradients(model)
+    assert found.keys() == dict(model.named_parameters()).keys()
+    return found
 
 
 @pytest.mark.parametrize("sequence", [LOOKING, DRAWING, [text(3)]])

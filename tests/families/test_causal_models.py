@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
+from tests.distributed.gradients import whole_gradients
 from trainer.config import InputError, ParallelConfig, TrainConfig
 from trainer.families._causal import (
     block_names,
@@ -197,15 +197,6 @@ def test_fsdp2_can_follow_every_call(kind: str) -> None:
     check_calls(model, units, (), lambda: loss_of(model, packed()))
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {
-        name: gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        for name, gradient in found.items()
-        if gradient is not None
-    }
-
-
 def rows() -> list[dict[str, Tensor]]:
     """Of four ranks, with different numbers of learned tokens."""
     return [packed(), *(unpacked(document) for document in documents()[:3])]
@@ -226,7 +217,7 @@ def sharded_gradients(world: World) -> list[dict[str, Tensor]]:
         total, weight = loss_of(model, rows()[world.rank])
         weight_of_all = sum(world.gather(float(weight)))
         (total * world.size / weight_of_all).backward()
-        found.append(gradients(model))
+        found.append(whole_gradients(model))
     return found
 
 
@@ -238,7 +229,7 @@ def test_gradients_of_tied_and_untied_models_on_several_ranks_are_those_of_one_p
         losses = [loss_of(model, row) for row in rows()[:ranks]]
         total, weight = (torch.stack(parts).sum() for parts in zip(*losses, strict=True))
         (total / weight).backward()
-        expected = gradients(model)
+        expected = whole_gradients(model)
         largest = max(float(gradient.abs().max()) for gradient in expected.values())
         for rank, found in enumerate(results):
             assert found[number].keys() == expected.keys()

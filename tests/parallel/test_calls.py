@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
+from tests.distributed.gradients import whole_gradients
 from trainer.config import ParallelConfig, TrainConfig
 from trainer.parallel.calls import check_calls, entries
 from trainer.parallel.mesh import device_mesh
@@ -339,12 +339,7 @@ def test_a_view_that_is_copied_is_accepted() -> None:
 
 def gradients(model: nn.Module, run: Callable[[Any], Tensor]) -> dict[str, Tensor]:
     run(model).square().sum().backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {
-        name: grad.full_tensor() if isinstance(grad, DTensor) else grad
-        for name, grad in found.items()
-        if grad is not None
-    }
+    return whole_gradients(model)
 
 
 def entered(model: Any) -> Tensor:
