@@ -158,6 +158,12 @@ def test_a_picture_larger_than_the_models_grid_is_refused() -> None:
         pack([[drawn(1, 7)]], MARKS, TINY)
 
 
+def published_below(model: Bagel, prefix: str) -> dict[str, Tensor]:
+    """Tensors whose published name begins so, by the rest of it."""
+    names = {tensor.name: tensor.parts[0] for tensor in published_layout(model) if tensor.name.startswith(prefix)}
+    return {theirs.removeprefix(prefix): model.state_dict()[ours] for theirs, ours in names.items()}
+
+
 def test_the_understanding_expert_is_the_language_model_it_was_made_from() -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -176,12 +182,8 @@ def test_the_understanding_expert_is_the_language_model_it_was_made_from() -> No
         tie_word_embeddings=False,
     )
     theirs = Qwen3ForCausalLM(config).eval()
-    prefix = "language_model."
-    state = {
-        tensor.name.removeprefix(prefix): ours.state_dict()[tensor.parts[0]]
-        for tensor in published_layout(ours)
-        if tensor.name.startswith(prefix) and "moe_gen" not in tensor.name
-    }
+    whole = published_below(ours, "language_model.")
+    state = {name: tensor for name, tensor in whole.items() if "moe_gen" not in name}
     left = theirs.load_state_dict(state, strict=False)
     assert left.unexpected_keys == []
     assert {name.rpartition("self_attn.")[2] for name in left.missing_keys} == {"o_proj.bias"}
@@ -209,12 +211,7 @@ def test_the_vision_encoder_is_the_siglip_it_was_made_from() -> None:
         vision_use_head=False,
     )
     theirs = SiglipVisionModel(config).eval()
-    prefix = "vit_model.vision_model."
-    state = {
-        tensor.name.removeprefix(prefix): ours.state_dict()[tensor.parts[0]]
-        for tensor in published_layout(ours)
-        if tensor.name.startswith(prefix)
-    }
+    state = published_below(ours, "vit_model.vision_model.")
     patch = "embeddings.patch_embedding.weight"
     state[patch] = state[patch].unflatten(1, (sizes.patch_size, sizes.patch_size, 3)).permute(0, 3, 1, 2)
     own = theirs.state_dict()
@@ -223,6 +220,7 @@ def test_the_vision_encoder_is_the_siglip_it_was_made_from() -> None:
     side, pixels = sizes.max_side, torch.randn(1, 3, config.image_size, config.image_size)
     size = sizes.patch_size
     patches = pixels[0].reshape(3, side, size, side, size).permute(1, 3, 2, 4, 0).flatten(2).flatten(0, 1)
+    assert torch.equal(patched(pixels[0], size), patches)
     count = len(patches)
     with torch.no_grad():
         found = ours.vision(patches, torch.arange(count), torch.zeros(count))

@@ -89,10 +89,10 @@ def pack(sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes) 
     return Packed(arguments, labels[learned], sequence[learned])
 
 
-def patched(latents: Tensor) -> Tensor:
-    """Patches of latents, (h x w, 4 x C), row by row; each by row, column and channel. latents: (C, 2 h, 2 w)."""
-    channels, height, width = latents.shape
-    parts = latents.reshape(channels, height // PATCH, PATCH, width // PATCH, PATCH)
+def patched(image: Tensor, size: int = PATCH) -> Tensor:
+    """Patches, (h x w, size x size x C), row by row; each by row, column and channel. image: (C, size h, size w)."""
+    channels, height, width = image.shape
+    parts = image.reshape(channels, height // size, size, width // size, size)
     return parts.permute(1, 3, 2, 4, 0).flatten(2).flatten(0, 1)
 
 
@@ -181,8 +181,7 @@ def _text(piece: TextPiece, at: _At, marks: Marks) -> _Part:
 def _seen(piece: SeenPiece, at: _At, sizes: BagelSizes) -> _Part:
     size = sizes.vision.patch_size
     rows, columns = (side // size for side in piece.pixels.shape[1:])
-    parts = piece.pixels.reshape(3, rows, size, columns, size).permute(1, 3, 2, 4, 0)
-    return _picture(parts.flatten(2).flatten(0, 1), at, rows, columns, sizes.vision.max_side, None)
+    return _picture(patched(piece.pixels, size), at, rows, columns, sizes.vision.max_side, None)
 
 
 def _drawn(piece: DrawnPiece, at: _At, sizes: BagelSizes) -> _Part:
@@ -223,7 +222,3 @@ def _marked(picture: _Part, at: _At, marks: Marks) -> list[_Part]:
 
 def _joined(parts: Sequence[_Part], width: int, like: Tensor) -> Tensor:
     return torch.cat([part.content for part in parts]) if parts else torch.zeros(0, width, device=like.device)
-
-
-def _grid(parts: Sequence[_Part], like: Tensor) -> Tensor:
-    return torch.cat([like[:0], *(part.grid for part in parts)])

@@ -118,7 +118,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.problems: list[str] = []
         self._copied = copied
-        self._names = {module: name or "the model" for name, module in model.named_modules()}
+        self._names = {module: name for name, module in model.named_modules()}
         self._model = model
         self._gathered = list(dict.fromkeys((model, *units)))
         self._running: list[nn.Module] = []
@@ -191,9 +191,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"{self._called(module)} returns a view from {method}: changed in place by its caller it loses "
                 "FSDP2's hook, and backward finds the weights freed; return a .clone() of it"
             )
-        if any(True for _ in _hidden(output)):
+        for hidden in _hidden(output):
             self._refuse(
-                f"{self._called(module)} returns tensors inside a {_kind_of_hidden(output)}, where FSDP2's hooks do "
+                f"{self._called(module)} returns tensors inside a {type(hidden).__name__}, where FSDP2's hooks do "
                 "not find them; return tensors, tuples or dicts"
             )
 
@@ -216,10 +216,6 @@ def _hidden(value: Any) -> Iterator[Any]:
     return (leaf for leaf in tree_leaves(value) if not isinstance(leaf, Tensor) and any(True for _ in _inside(leaf)))
 
 
-def _kind_of_hidden(value: Any) -> str:
-    return type(next(_hidden(value))).__name__
-
-
 def _inside(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[Tensor]:
     """Tensors in an object, to any depth; what can be called holds none."""
     if isinstance(value, Tensor):
@@ -235,8 +231,7 @@ def _inside(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[Tensor]:
 def _kept(module: nn.Module, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """Tensors that outlive a call: on the module and its children, and in the objects it is given."""
     for part in module.modules():
-        held = vars(part)
-        for name, value in held.items():
+        for name, value in vars(part).items():
             if name not in ("_parameters", "_modules"):
                 yield from _inside(value)
     for argument in (*args, *kwargs.values()):
