@@ -30,6 +30,7 @@ from trainer.events import (
     StepEvent,
     ValidationEvent,
     smoothed,
+    told_speed,
 )
 from trainer.report import Line, thin
 from trainer.rundir import RunDir
@@ -62,6 +63,7 @@ class RankState(RankLine):
 class RunView:
     """A run at one moment. seconds: per step and by part, as the mean over the last steps.
 
+    speed: what is trained per second, and its unit.
     eta_s: None while nothing can be said.  imbalance: largest peak of a rank to the mean of all.
     is_alive: whether its processes are there, for a moment also after its end.  curves: differ when the lines do.
     """
@@ -74,7 +76,7 @@ class RunView:
     step: int
     num_steps: int
     loss: float | None
-    images_per_second: float
+    speed: tuple[float, str]
     seconds: Mapping[str, float]
     eta_s: float | None
     ranks: tuple[RankState, ...]
@@ -110,7 +112,7 @@ class RunView:
 
 def _training(view: RunView) -> str:
     left = "" if view.eta_s is None else f", about {_duration(view.eta_s)} left"
-    return f"Training: step {view.step} of {view.num_steps}, {view.images_per_second:.2f} images/s{left}"
+    return f"Training: step {view.step} of {view.num_steps}, {told_speed(*view.speed)}{left}"
 
 
 def _finished(view: RunView) -> str:
@@ -242,7 +244,7 @@ class Follower:
             step=step,
             num_steps=num_steps,
             loss=smoothed(event.loss for event in recent)[-1] if recent else None,
-            images_per_second=_mean(event.images_per_second for event in recent),
+            speed=(_mean(event.speed[0] for event in recent), recent[-1].speed[1] if recent else "images"),
             seconds=seconds,
             eta_s=(num_steps - step) * seconds["step"] if recent else None,
             ranks=ranks,

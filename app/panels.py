@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from app.monitor import SILENT_S, RunView
 from trainer import launch
 from trainer.config import InputError
+from trainer.events import SampleEvent, told_speed
 from trainer.gpus import Gpu
 from trainer.plan.memory import MemoryPlan, verdict
 from trainer.plan.phases import Item, Phase, moment
@@ -36,7 +37,7 @@ def ask(run: RunDir, what: Request) -> str:
 def figures(view: RunView, element_id: str = "") -> str:
     """The state in a sentence, the progress, and the figures of the last steps."""
     share = 100 * view.step / view.num_steps
-    facts = [("step", f"{view.step} / {view.num_steps}"), ("images/s", f"{view.images_per_second:.2f}")]
+    facts = [("step", f"{view.step} / {view.num_steps}"), _speed(view)]
     if view.loss is not None:
         facts.insert(1, ("loss", f"{view.loss:.4f}"))
     facts += [(f"s {part}", f"{seconds:.3f}") for part, seconds in view.seconds.items()]
@@ -49,6 +50,17 @@ def figures(view: RunView, element_id: str = "") -> str:
         f'<div class="progress" role="progressbar" aria-label="steps" aria-valuenow="{view.step}" aria-valuemin="0" '
         f'aria-valuemax="{view.num_steps}"><i style="width:{share:.1f}%"></i></div><dl>{cells}</dl></div>'
     )
+
+
+def written(sample: SampleEvent) -> str:
+    """A sample of a language model, which can be scrolled by keyboard too."""
+    name = html.escape(f"Sample of step {sample.step}")
+    return f'<pre class="written" tabindex="0" aria-label="{name}">{html.escape(sample.text)}</pre>'
+
+
+def _speed(view: RunView) -> tuple[str, str]:
+    rate, unit = told_speed(*view.speed).split()
+    return unit, rate
 
 
 def plan_bar(plan: MemoryPlan, checked: str = "") -> str:
@@ -188,6 +200,11 @@ ul.ranks { list-style: none; margin: 0; padding: 0; font-size: .85rem; }
 .plan p.sentence { font-size: 1rem; margin: 0 0 .25rem; }
 .newest { display: grid; grid-template-columns: repeat(auto-fill, minmax(112px, 1fr)); gap: .5rem; }
 .newest figure { margin: 0; } .newest img { width: 100%; } .newest figcaption { font-size: .8rem; }
+.newest:has(.written) { grid-template-columns: repeat(auto-fill, minmax(min(100%, 22rem), 1fr)); }
+.written { white-space: pre-wrap; overflow-wrap: anywhere; text-align: start; margin: 0; padding: .5rem;
+  font-size: .8rem; max-height: 16rem; overflow: auto;
+  border: 1px solid color-mix(in srgb, currentColor 30%, transparent); }
+.matrix .written { min-width: 14rem; }
 """
 
 IN_NOTEBOOK = f"""

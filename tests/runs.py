@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -45,6 +46,27 @@ def write_preset(file: Path, pictures: Path, steps: int = 20) -> Path:
         encoding="utf-8",
     )
     return file
+
+
+def make_text(folder: Path, count: int = 40) -> Path:
+    """A folder with a .txt, and a .jsonl of `count` documents, of which every third has a prompt."""
+    folder.mkdir(parents=True)
+    lines = []
+    for i in range(count):
+        text = {"text": f"Sentence {i} says {i * i}."}
+        lines.append({"prompt": f"Double {i}: ", "completion": f"{2 * i}."} if i % 3 == 0 else text)
+    (folder / "b.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    (folder / "a.txt").write_text("All the words of one long document, one after the other. " * 8, encoding="utf-8")
+    return folder
+
+
+def text_config(text: Path, **changes: Any) -> RunConfig:
+    """A run of seconds of a tiny language model, fp32, lr 1e-4. changes: as `run_config` has them."""
+    base: dict[str, Any] = {
+        "model": {"family": "causal_lm"},
+        "data": {"path": str(text), "length": 48, "shuffle_window": 16},
+    }
+    return run_config(text, **base | changes)
 
 
 def run_config(pictures: Path, **changes: Any) -> RunConfig:

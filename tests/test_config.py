@@ -134,7 +134,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
         {"parallel": {"strategy": "hybrid", "devices": 4, "shard_size": 2, "reshard_after_forward": 4}},
         "parallel.reshard_after_forward: 4 is not true, false or a divisor above 1 of the 2 ranks that share a copy",
     ),
-    ({"data": {}}, "data.path: no images given; name a folder"),
+    ({"data": {}}, "data.path: no images or text given; name a folder"),
     (
         {"data": {"path": "photos", "validation": -1}},
         "data.validation: -1 is not a folder or a number of images >= 0",
@@ -215,7 +215,7 @@ def test_what_goes_together_is_accepted(sections: dict[str, Any]) -> None:
 def test_all_broken_rules_are_named_at_once() -> None:
     assert problems_of({"data": {}, "parallel": {"nodes": 2}, "sample": {"every": 1}}) == [
         "parallel.rendezvous: 2 nodes need host:port of the first one",
-        "data.path: no images given; name a folder",
+        "data.path: no images or text given; name a folder",
         "sample.prompts: sample.every is 1 but there is no prompt; add one or set every: 0",
     ]
 

@@ -147,7 +147,7 @@ sample: 3
 
     def test_a_rule_points_at_the_field_it_follows_from_when_its_own_is_not_given(self) -> None:
         assert refusal("train: {steps: 5}\nparallel:\n  devices: 2\n  nodes: 2\n") == [
-            "preset.yaml: data.path: no images given; name a folder",
+            "preset.yaml: data.path: no images or text given; name a folder",
             "preset.yaml:4: parallel.rendezvous: 2 nodes need host:port of the first one",
         ]
 

@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from tests.distributed import run_ranks
+from tests.families.common import IMAGES
 from tests.runs import SIZES, Outcome, alone, difference, make_pictures, make_run, run_config, steps_of, train
 from trainer import families
 from trainer.config import InputError, RunConfig
@@ -204,13 +205,13 @@ def test_references_change_what_is_predicted_and_drawn(data: Data) -> None:
 def test_a_dropped_caption_keeps_its_references(data: Data) -> None:
     trainer = data.trainer("dropped", data__references=str(data.before), data__caption_dropout=1.0)
     found = [example for part in trainer.loader.micro_batches(0) for example in part.examples]
-    empty = trainer.data.cache.read(trainer.data.empty)["prompt_embeds"]
+    empty = trainer.data.data.cache.read(trainer.data.data.empty)["prompt_embeds"]
     trainer.close()
     assert all(example["prompt_embeds"].equal(empty) and "reference_0" in example for example in found)
 
 
 def test_a_family_that_reads_no_references_refuses_them(data: Data) -> None:
-    blind = next(name for name in families.names() if not families.get(name).reads_references)
+    blind = next(name for name in IMAGES if not families.get(name).reads_references)
     for field, value in (("data__references", str(data.before)), ("sample__references", ("a.png",))):
         cfg, run = data.run(f"blind-{field}", model__family=blind, sample__prompts=("one",), **{field: value})
         with pytest.raises(InputError) as caught:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.distributed import run_ranks
+from tests.families.common import IMAGES
 from tests.runs import Outcome, alone, difference, make_pictures, make_run, run_config, train
 from tests.test_stored import four_bits
 from trainer import families
@@ -50,7 +51,7 @@ def stored(root: Path, **changes: Any) -> dict[str, str]:
     return {name.removesuffix(".base_layer"): layer.format.name for name, layer in layers}
 
 
-@pytest.mark.parametrize("family", families.names())
+@pytest.mark.parametrize("family", IMAGES)
 def test_the_linear_layers_of_the_blocks_are_stored_in_fewer_bits_and_nothing_else(root: Path, family: str) -> None:
     cfg = config(root, model__family=family)
     model = build_model(cfg, families.make(cfg, root / "cache")).module

@@ -100,7 +100,7 @@ def test_the_report_of_a_run_shows_its_facts_curves_samples_and_config(run):
     titles = [text_of(title) for title in report.iterfind(".//svg/title")]
     assert titles == [
         "Loss by step. Last: each step 0.5, smoothed 0.5",
-        "Validation loss by step. Last: held-out images 0.25",
+        "Validation loss by step. Last: held out 0.25",
         "Learning rate by step. Last: learning rate 0.0001",
         "Gradient norm by step. Last: before clipping 2",
         "Seconds per step by step. Last: whole step 1, data 0.1, forward 0.3, backward 0.4, optimizer 0.1, "

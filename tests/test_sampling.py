@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from tests.distributed import run_ranks
+from trainer.data.pixels import png
 from trainer.sampling import draw_all
 from trainer.world import World
 
@@ -16,12 +17,12 @@ def draw_colours(world: World, count: int) -> tuple[list[tuple[int, ...]], int]:
     """Colours of the pictures this rank gets, and how often it drew. Every drawing waits for all ranks."""
     drawn: list[int] = []
 
-    def draw(index: int) -> Image.Image:
+    def draw(index: int) -> bytes:
         drawn.append(index)
         world.barrier()
-        return Image.new("RGB", (2, 2), (index, 0, 0))
+        return png(Image.new("RGB", (2, 2), (index, 0, 0)))
 
-    pictures = [Image.open(io.BytesIO(png)) for png in draw_all(count, draw, world)]
+    pictures = [Image.open(io.BytesIO(file)) for file in draw_all(count, draw, world)]
     return [picture.getpixel((0, 0)) for picture in pictures], len(drawn)  # type: ignore[misc]
 
 

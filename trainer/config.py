@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
 NAME_HELP = "1 to 64 letters, digits, '_', '.' or '-', the first no '.' or '-'"
-MODEL_WORDS = ("tiny", "demo")
+MODEL_WORDS = ("tiny", "demo", "random")
 DEMO = Path(__file__).parent / "assets" / "demo"
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.safetensors)", re.ASCII)
 HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[^\s:\[\]]+):(?P<port>\d{1,5})")
@@ -117,6 +117,9 @@ class ModelOptions(Section):
     """Length captions are padded or cut to. Empty: that of the published model, or of a tokenizer for shorter texts."""
     without: tuple[str, ...] = ()
     """Text encoders that are left out, where the model can do without: a large third one, as `text_encoder_3`."""
+    blocks: str | None = None
+    """Class names of the blocks that are sharded one by one, separated by commas. Empty: those that the model names
+    itself."""
 
 
 class ModelConfig(Section):
@@ -124,9 +127,11 @@ class ModelConfig(Section):
     """Kind of model: the name of a module in trainer/families. Needed."""
     path: str = option("tiny", path="model")
     """A diffusers folder, a single file, a cached hub id, `demo` (a small model that comes with the program and draws
-    pictograms of 64 x 64 pixels), or `tiny` (random weights, seconds on a CPU)."""
+    pictograms of 64 x 64 pixels), or `tiny` (random weights, seconds on a CPU). Of a language model the folder of
+    transformers, or `random`: random weights in the full size of `model.options.architecture` or `model.base`."""
     base: str | None = option(None, path="model")
-    """Diffusers folder with the configs, and with what `model.path` does not hold when that is a single file."""
+    """Diffusers folder with the configs, and with what `model.path` does not hold when that is a single file. For
+    `random` a folder with config.json and tokenizer."""
     train: dict[str, Literal["frozen", "adapter", "full"]] = option({})
     """What is trained, per component; others are frozen. Empty: the denoiser, by the adapter or fully without one."""
     options: ModelOptions = ModelOptions()
@@ -259,7 +264,9 @@ class DataFolder(Section):
 
 class DataConfig(Section):
     path: str | None = option(None, path="folder")
-    """Folder of images, each with a .txt caption of the same name, or with a metadata.jsonl."""
+    """Folder of images, each with a .txt caption of the same name, or with a metadata.jsonl. For a language model a
+    folder or file of text: a document per .txt, a line per document in a .jsonl (text, or prompt and completion), or
+    token ids in a .npy."""
     folders: tuple[DataFolder, ...] = ()
     """More folders, each with a weight."""
     resolution: Whole = option(1024, ge=16, le=4096, unit="pixels")
@@ -277,7 +284,8 @@ class DataConfig(Section):
     bad_image: Literal["stop", "warn"] = "stop"
     """An image that cannot be decoded: stop with its name, or leave it out and warn."""
     validation: str | Whole = option(0, path="folder")
-    """Held-out images for the validation loss: a folder, or how many images to set aside from the data."""
+    """Held-out images for the validation loss: a folder, or how many images to set aside from the data. For a language
+    model a folder or file of text."""
     validation_every: Whole = option(100, ge=1, unit="steps")
     """Steps between two validation losses."""
     masks: str | None = option(None, path="folder")
@@ -295,6 +303,10 @@ class DataConfig(Section):
     on after the name. They are scaled to `data.resolution` in their own aspect ratio."""
     cache: str | None = option(None, path="folder")
     """Folder for encoded latents and captions, shared by all runs. Empty: `cache` beside the run folders."""
+    length: Whole = option(1024, ge=2, le=1048576, unit="tokens")
+    """Tokens of a row of text. Short documents share a row without seeing each other; long ones are cut."""
+    shuffle_window: Whole = option(1024, ge=1, le=1000000, unit="documents")
+    """Consecutive documents of a file that are shuffled among themselves; they are held in memory."""
 
     @property
     def companions(self) -> dict[str, str | None]:
@@ -350,10 +362,10 @@ class OptimConfig(Section):
 class TrainConfig(Section):
     steps: Whole = option(1000, ge=1, le=10_000_000, unit="steps")
     """Optimizer steps."""
-    batch_size: Whole = option(1, ge=1, le=65536, unit="images")
-    """Images per optimizer step, all ranks together."""
-    micro_batch: Whole = option(1, ge=1, le=4096, unit="images")
-    """Images per rank and pass; the gradient is accumulated until `train.batch_size` is reached."""
+    batch_size: Whole = option(1, ge=1, le=65536, unit="samples")
+    """Images, or rows of text, per optimizer step, all ranks together."""
+    micro_batch: Whole = option(1, ge=1, le=4096, unit="samples")
+    """Images, or rows of text, per rank and pass; the gradient is accumulated until `train.batch_size` is reached."""
     seed: Whole = option(0, ge=0, le=2**31 - 1)
     """Noise, timesteps, order and the adapter's start come from it, whatever the number of ranks."""
     precision: Literal["fp32", "bf16"] = "bf16"
@@ -407,9 +419,9 @@ class ParallelConfig(Section):
 
 class SampleConfig(Section):
     every: Whole = option(0, ge=0, unit="steps")
-    """Steps between two sets of sample images. 0 = none."""
+    """Steps between two sets of samples: images, or text of a language model. 0 = none."""
     prompts: tuple[str, ...] = ()
-    """Prompts of the sample images; [trigger] stands for `data.trigger`."""
+    """Prompts of the sample images, in which [trigger] stands for `data.trigger`; beginnings of the sample texts."""
     negative: str = ""
     """What the sample should not show, for guidance above 1 on models without guidance embedding."""
     size: tuple[Pixels, Pixels] = option((1024, 1024), unit="pixels")
@@ -419,9 +431,13 @@ class SampleConfig(Section):
     guidance: Number = option(4.0, ge=0, le=100)
     """Guidance scale of the samples."""
     seed: Whole = option(0, ge=0, le=2**31 - 1)
-    """Seed of the samples' noise: the same noise at every step."""
+    """Seed of the samples: the same noise at every step."""
     references: tuple[str, ...] = option((), path="file")
     """Image files to sample from, one per prompt in their order, for edit training."""
+    tokens: Whole = option(100, ge=1, le=65536, unit="tokens")
+    """Most tokens of a sample text."""
+    temperature: Number = option(0.8, ge=0, le=10)
+    """How freely the tokens of a sample text are drawn; 0 takes the likeliest."""
 
 
 class CheckpointConfig(Section):
@@ -437,7 +453,8 @@ class ExportConfig(Section):
     what: Literal["auto", "none", "adapter", "merged", "full"] = "auto"
     """What is written at the end: the adapter, base + adapter, or all weights. auto: adapter, or full without one."""
     format: ExportFormat = "auto"
-    """Layout and names of the files. auto: what diffusers and ComfyUI both load, in two files where one cannot do."""
+    """Layout and names of the files. auto: what diffusers and ComfyUI both load, in two files where one cannot do; of a
+    language model what peft and transformers load."""
     dtype: Literal["bf16", "fp16", "fp32", "fp8"] = "bf16"
     """Number type of the file; fp8 (e4m3) for single files only."""
 
@@ -782,7 +799,7 @@ def _group_rules(cfg: RunConfig) -> Iterator[Problem]:
 def _data_rules(cfg: RunConfig) -> Iterator[Problem]:
     data = cfg.data
     if not data.path and not data.folders:
-        yield Problem("data.path", "no images given; name a folder", depends_on=("data.folders",))
+        yield Problem("data.path", "no images or text given; name a folder", depends_on=("data.folders",))
     if isinstance(data.validation, int) and data.validation < 0:
         yield Problem("data.validation", f"{data.validation} is not a folder or a number of images >= 0")
     yield from _companion_rules(data)

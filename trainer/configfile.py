@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from trainer import foreign, yamltext
+from trainer import facts, foreign, yamltext
 from trainer.config import HUB_ID, MODEL_WORDS, NAME_HELP, InputError, NoAdapter, Problem, RuleError, RunConfig
 from trainer.fields import ROOT, Slot, name, nearest, shown, slot
 from trainer.yamltext import Loc
@@ -82,7 +82,8 @@ def load_text(text: str, overrides: Sequence[str], path: Path) -> ConfigFile:
 def check_files(loaded: ConfigFile) -> None:
     """Raises ConfigError for every dataset folder, file and model that is named and does not exist."""
     config = loaded.config
-    _refuse(loaded, [*_missing_folders(config), *_missing_references(config), *_missing_models(config)])
+    unread = list(facts.unread(config))
+    _refuse(loaded, [*unread, *_missing_folders(config), *_missing_references(config), *_missing_models(config)])
 
 
 def check_start(loaded: ConfigFile) -> None:
@@ -465,7 +466,10 @@ def _missing_folders(cfg: RunConfig) -> Iterator[Problem]:
     for field, folder in folders.items():
         if not folder:
             continue
-        if os.path.isfile(folder):
+        if facts.trains_on(cfg) == "text":
+            if not os.path.exists(folder):
+                yield Problem(field, f"no file or folder '{folder}'{_similar(Path(folder)) or '; name one with text'}")
+        elif os.path.isfile(folder):
             yield Problem(field, f"'{folder}' is a file; name the folder that holds the images")
         elif not os.path.isdir(folder):
             hint = _similar(Path(folder)) or "; name one that holds the images"

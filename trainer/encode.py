@@ -13,17 +13,21 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import nn
 
 from trainer.config import InputError, RunConfig
 from trainer.data.buckets import bucket_sizes, choose_bucket
 from trainer.data.cache import Crew, ExampleCache, content_keys, encode_missing, missing
 from trainer.data.images import TRIGGER_PLACE, Photo, scan
-from trainer.data.loader import Item
-from trainer.data.pixels import Picture, load_mask, load_rgb, open_picture
+from trainer.data.loader import BatchPlan, Item
+from trainer.data.pixels import Picture, load_mask, load_rgb, open_picture, png
 from trainer.events import StatusEvent, WarningEvent
-from trainer.families.base import LoadModule, ModelFamily
+from trainer.families.base import ImageFamily, LoadModule
+from trainer.manifest import Progress
 from trainer.objectives import Example
 from trainer.quantize import VERSION
+from trainer.rng import SampleRng
+from trainer.source import Draw, Source
 from trainer.world import World
 
 CACHE_VERSION = 1
@@ -107,13 +111,57 @@ def _reference_latents(keys: Sequence[str], read: Callable[[str], Example]) -> E
     return {f"reference_{number}": read(key)["latents"] for number, key in enumerate(keys)}
 
 
+class ImageSource(Source):
+    """Encoded images and captions, and the pictures that are drawn with the family's autoencoder. load: its loader."""
+
+    unit = "images"
+    suffix = ".png"
+    is_changed = "images, captions or how they are encoded are not as before: from here on the order is another"
+
+    def __init__(self, cfg: RunConfig, family: ImageFamily, load: LoadModule, data: EncodedData) -> None:
+        self.data = data
+        self.prompts = tuple(prompt.text for prompt in data.prompts)
+        self.digest = data.digest
+        self.num_held_out = len(data.validation)
+        self._cfg, self._family, self._load = cfg, family, load
+
+    def plan(self, saved: Progress | None) -> BatchPlan:
+        cfg = self._cfg
+        return BatchPlan(
+            batch_keys(self._family, self.data),
+            [encoded.photo.weight for encoded in self.data.train],
+            cfg.train.batch_size,
+            cfg.train.seed,
+            cfg.data.caption_dropout,
+        )
+
+    def example(self, item: Item) -> Example:
+        return self.data.example(item)
+
+    def loss_weight(self, item: Item) -> float:
+        return self.data.loss_weight(item)
+
+    def held_out(self, index: int) -> Example:
+        return self.data.held_out(index)
+
+    def drawing(self) -> Draw:
+        encoder = self._family.image_encoder(self._load)
+        negative = self.data.cache.read(self.data.negative)
+
+        def draw(model: nn.ModuleDict, index: int, rng: SampleRng) -> bytes:
+            text = self.data.prompt(index)
+            return png(self._family.sample(model, encoder, text, negative, self._cfg.sample, rng))
+
+        return draw
+
+
 class StopRequested(Exception):
     """Raised on all ranks when a stop is requested while encoding. What is encoded stays in the cache."""
 
 
 def encode_data(
     cfg: RunConfig,
-    family: ModelFamily,
+    family: ImageFamily,
     load: LoadModule,
     cache_folder: Path,
     world: World,
@@ -131,7 +179,7 @@ def encode_data(
     return _DataEncoder(cfg, family, load, cache, _crew(world, cache_folder), world, say, stopping).encode()
 
 
-def _check_references(cfg: RunConfig, family: ModelFamily) -> None:
+def _check_references(cfg: RunConfig, family: ImageFamily) -> None:
     """Refuse what the model would never see."""
     for field, given in (("data.references", cfg.data.references), ("sample.references", cfg.sample.references)):
         if given and not family.reads_references:
@@ -141,7 +189,7 @@ def _check_references(cfg: RunConfig, family: ModelFamily) -> None:
 @dataclass(frozen=True)
 class _DataEncoder:
     cfg: RunConfig
-    family: ModelFamily
+    family: ImageFamily
     load: LoadModule
     cache: ExampleCache
     crew: Crew
@@ -320,7 +368,7 @@ def _crew(world: World, folder: Path) -> Crew:
     return Crew(world.local_rank, world.local_size, world.gather)
 
 
-def batch_keys(family: ModelFamily, data: EncodedData) -> Callable[[Item], Hashable]:
+def batch_keys(family: ImageFamily, data: EncodedData) -> Callable[[Item], Hashable]:
     """The family's batch key of an item, from the shapes of what is cached."""
     keys: dict[Item, Hashable] = {}
 

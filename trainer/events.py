@@ -59,7 +59,8 @@ class StatusEvent(Event):
 class StepEvent(Event):
     """One optimizer step. grad_norm: global norm before clipping.  seconds: whole step, then its split.
 
-    seconds_communication: time the compute waited for other ranks.  images_per_second: of all ranks together.
+    seconds_communication: time the compute waited for other ranks.  images_per_second, tokens_per_second: of all
+    ranks together, the one that the model is trained on; tokens that are learned.
     """
 
     loss: Number
@@ -71,25 +72,38 @@ class StepEvent(Event):
     seconds_backward: Number
     seconds_optimizer: Number
     seconds_communication: Number
-    images_per_second: Number
+    images_per_second: Number = math.nan
+    tokens_per_second: Number = math.nan
     type: Literal["step"] = "step"
+
+    @property
+    def speed(self) -> tuple[float, str]:
+        """How much is trained per second, and what: images or tokens."""
+        if math.isnan(self.tokens_per_second):
+            return self.images_per_second, "images"
+        return self.tokens_per_second, "tokens"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleEvent(Event):
-    """A sample image was written. index: position of the prompt in `sample.prompts`."""
+    """A sample was written. index: position of the prompt in `sample.prompts`.
+
+    text: of a language model, what the file begins with; empty for an image.
+    """
 
     prompt: str
     index: int
     path: str
+    text: str = ""
     type: Literal["sample"] = "sample"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationEvent(Event):
-    """Loss on the held-out images."""
+    """Loss on the held-out examples. perplexity: of text."""
 
     loss: Number
+    perplexity: Number = math.nan
     type: Literal["validation"] = "validation"
 
 
@@ -271,6 +285,11 @@ class RankReader(_Follower[RankLine]):
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         super().__init__(path, _RANK_LINE, offset)
+
+
+def told_speed(rate: float, unit: str) -> str:
+    """A speed in words. rate, unit: as `StepEvent.speed` has them."""
+    return f"{rate:,.0f} {unit}/s" if rate >= 100 else f"{rate:.2f} {unit}/s"
 
 
 def latest_steps(events: Iterable[AnyEvent]) -> list[StepEvent]:

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pydantic import TypeAdapter
+
+from trainer.config import Problem, RunConfig, Section
 
 FACTS = Path(__file__).parent / "families" / "facts.json"
 
@@ -19,10 +23,13 @@ FACTS = Path(__file__).parent / "families" / "facts.json"
 class FamilyFacts:
     """The class attributes of the same names of a `ModelFamily`."""
 
+    trains_on: Literal["images", "text"]
     components: tuple[str, ...]
     optional_encoders: tuple[str, ...]
     objective_fields: tuple[str, ...]
     options_read: tuple[str, ...]
+    data_fields: tuple[str, ...]
+    sample_fields: tuple[str, ...]
     reads_references: bool
     size_multiple: int
 
@@ -35,7 +42,35 @@ class FamilyFacts:
             return bool(self.optional_encoders)
         if section == "model.options":
             return name in self.options_read
+        if (section == "data" and name not in self.data_fields) or (
+            section == "sample" and name not in self.sample_fields
+        ):
+            return False
         return self.reads_references or field not in ("data.references", "sample.references")
+
+
+def trains_on(cfg: RunConfig) -> Literal["images", "text"]:
+    """What a run feeds to its model; images where the family is none."""
+    known = of(cfg.model.family)
+    return known.trains_on if known else "images"
+
+
+def unread(cfg: RunConfig) -> Iterator[Problem]:
+    """What is set in the sections `data` and `sample` and means nothing to the family, which would be ignored."""
+    known = of(cfg.model.family)
+    if known is None:
+        return
+    sections: tuple[tuple[str, Section, tuple[str, ...]], ...] = (
+        ("data", cfg.data, known.data_fields),
+        ("sample", cfg.sample, known.sample_fields),
+    )
+    for section, given, read in sections:
+        for name, value in given:
+            if name not in read and value != type(given).model_fields[name].default:
+                yield Problem(
+                    f"{section}.{name}",
+                    f"means nothing to {cfg.model.family}, which is trained on {known.trains_on}; leave it out",
+                )
 
 
 @functools.cache

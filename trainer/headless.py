@@ -36,6 +36,7 @@ from trainer.events import (
     ValidationEvent,
     WarningEvent,
     smoothed,
+    told_speed,
 )
 from trainer.launch import RunHandle
 from trainer.rundir import RunDir
@@ -350,7 +351,7 @@ class Figures:
         loss = smoothed(event.loss for event in self._recent)[-1]
         seconds = statistics.fmean(event.seconds for event in self._recent)
         left = timedelta(seconds=round((self.num_steps - self.step) * seconds))
-        parts = [f"loss {loss:.4f}", f"{self._recent[-1].images_per_second:.2f} images/s", f"ETA {left}"]
+        parts = [f"loss {loss:.4f}", told_speed(*self._recent[-1].speed), f"ETA {left}"]
         if self.peaks:
             parts.append("peak " + " ".join(f"{peak / 2**20:.0f}" for _, peak in sorted(self.peaks.items())) + " MiB")
         return "  ".join(parts)
@@ -479,9 +480,11 @@ def sentence(event: Told) -> str:
             progress = f"{event.done}/{event.total}" if event.total else ""
             return "  ".join(part for part in (event.state, progress, event.message) if part)
         case ValidationEvent():
-            return f"step {event.step}: validation loss {event.loss:.4f}"
+            perplexity = f", perplexity {event.perplexity:.3f}" if math.isfinite(event.perplexity) else ""
+            return f"step {event.step}: validation loss {event.loss:.4f}{perplexity}"
         case SampleEvent():
-            return f"step {event.step}: sample {event.path}"
+            text = f": {' '.join(event.text.split())}" if event.text else ""
+            return f"step {event.step}: sample {event.path}{text}"
         case CheckpointEvent():
             return f"step {event.step}: checkpoint {event.path}"
         case ExportEvent():

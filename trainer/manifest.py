@@ -20,7 +20,8 @@ class Progress:
 
     step: optimizer steps, the position in the data.  samples_seen: images, in all parts of the run.  skipped: steps
     that were passed over because a number was not finite.  validation_loss: of these weights; NaN if not measured.
-    config: the run's config when it was saved.  data: digest of the encoded examples.
+    config: the run's config when it was saved.  data: digest of the data.  place: where they go on, as
+    `data.text.Place` has it, where the number of steps does not tell.
     """
 
     step: int
@@ -29,6 +30,7 @@ class Progress:
     validation_loss: float = math.nan
     config: Mapping[str, Any] = field(default_factory=dict)
     data: str = ""
+    place: Mapping[str, int] = field(default_factory=dict)
 
 
 def name_of(step: int) -> str:

@@ -62,13 +62,13 @@ def measure(run: RunDir, world: World, cache: Path) -> Cost:
 
 
 def _train(trainer: Trainer) -> Cost:
-    if trainer.data.validation:
+    if trainer.data.num_held_out:
         trainer.validate()
     trainer.train_step()  # the first step allocates what later ones reuse
     cost = _watched_step(trainer)
     while trainer.step < trainer.cfg.train.steps:
         trainer.train_step()
-    if trainer.data.validation:
+    if trainer.data.num_held_out:
         trainer.validate()
     if trainer.cfg.sample.every:
         trainer.draw_samples()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -21,13 +21,13 @@ from trainer.adapters.targets import counted
 from trainer.basecache import BaseCache
 from trainer.config import InputError, NoAdapter, RunConfig
 from trainer.families.base import LoadModule, ModelFamily
-from trainer.parallel.load import Coded, Loading, check_same_weights, fill_rows, give_storage, load_weights
+from trainer.parallel.load import Coded, Loading, check_same_weights, fill_rows, load_weights
 from trainer.parallel.memory import full_bytes
 from trainer.parallel.mesh import device_mesh, resolve_strategy
 from trainer.parallel.shard import COMPUTE_DTYPE, blocks_of, offload_policy, parallelize, shard_units
 from trainer.quantize import FORMATS, VERSION, Format, choose_kernel, quantize_layers, quantized_layers
 from trainer.trained import BaseWeights, naming
-from trainer.weights import WeightFiles
+from trainer.weights import WeightFiles, give_storage
 from trainer.world import World
 from trainer.zero import TRAINED_BYTES, Strategy
 
@@ -104,6 +104,8 @@ def load_model(
     bytes_read = sum(
         loader.load(model[name], family.weights(name), _inside(injected.parameters, name)) for name in model
     )
+    for name, module in model.items():
+        _set_buffers(module, family.computed_buffers(name), world.device)
     kernel = choose_kernel(model, world.device)
     if kernel:
         listener.note(kernel)
@@ -203,6 +205,12 @@ def materialize(module: nn.Module, cfg: RunConfig, device: torch.device) -> None
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(device))
+
+
+def _set_buffers(module: nn.Module, values: Mapping[str, Tensor], device: torch.device) -> None:
+    for name, value in values.items():
+        owner, _, buffer = name.rpartition(".")
+        setattr(module.get_submodule(owner), buffer, value.to(device))
 
 
 def reshard(module: nn.Module) -> None:

@@ -64,6 +64,14 @@ class Shift:
     constant: float | None = None
 
 
+def perplexity_of(loss: float) -> float:
+    """Between how many equally likely tokens a language model hesitates. loss: mean cross-entropy of a token."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
 def draw_sigma(cfg: ObjectiveConfig, shift: Shift, num_tokens: int, rng: SampleRng) -> Tensor:
     """The training timestep of each item: the density of `cfg`, shifted for `num_tokens` latent tokens per image.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer import changes, configfile, launch, manifest, trackers
-from trainer.config import InputError
+from trainer import changes, configfile, facts, launch, manifest, trackers
+from trainer.config import InputError, RunConfig
 from trainer.configfile import ConfigFile
-from trainer.data import images
+from trainer.data import images, textfiles
 from trainer.hub import find_folder
 from trainer.manifest import Progress
 from trainer.rundir import RunDir
@@ -53,10 +53,18 @@ def _check_changes(loaded: ConfigFile, saved: Progress) -> None:
 def check(loaded: ConfigFile) -> None:
     """Raises InputError for every file, folder, image, model, tracker or port of the config that is wrong."""
     configfile.check_files(loaded)
-    images.scan(loaded.config.data)
+    _check_data(loaded.config)
     _check_hub_model(loaded)
     _check_trackers(loaded)
     launch.require_free_port(loaded.config.parallel)
+
+
+def _check_data(cfg: RunConfig) -> None:
+    """Raises InputError for images or text that cannot be trained on."""
+    if facts.trains_on(cfg) == "images":
+        images.scan(cfg.data)
+    else:
+        textfiles.of_config(cfg.data)
 
 
 def _check_hub_model(loaded: ConfigFile) -> None:

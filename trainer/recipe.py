@@ -17,7 +17,7 @@ from trainer import configfile, families
 from trainer.config import InputError, RunConfig
 from trainer.data.buckets import bucket_sizes, images_per_bucket
 from trainer.data.images import scan
-from trainer.families.base import FLOW_FIELDS
+from trainer.families.base import FLOW_FIELDS, ImageFamily
 from trainer.objectives import shift_factor, shift_sigma, sigma_at
 
 NUM_BINS = 20
@@ -36,11 +36,14 @@ class BucketRecipe:
 
 
 def recipe(cfg: RunConfig) -> list[BucketRecipe]:
-    """A row per bucket that has images. Raises InputError when the images or the family are wrong.
+    """A row per bucket that has images; none for what is trained on text.
 
+    Raises InputError when the images or the family are wrong.
     A token is `size_multiple` pixels high and wide. Discrete diffusion draws its timesteps evenly.
     """
     family = families.get(cfg.model.family)
+    if not issubclass(family, ImageFamily):
+        return []
     sizes = bucket_sizes(cfg.data.resolution, family.size_multiple, cfg.data.max_aspect)
     counts = images_per_bucket(scan(cfg.data).train, sizes)
     is_flow = family.objective_fields >= FLOW_FIELDS

@@ -94,7 +94,8 @@ def _facts(cfg: RunConfig, events: Sequence[AnyEvent]) -> str:
     ]
     if steps:
         facts.append(("Loss, smoothed", _short(smoothed(step.loss for step in steps)[-1])))
-        facts.append(("Images per second", _short(sum(step.images_per_second for step in steps) / len(steps))))
+        unit = steps[-1].speed[1]
+        facts.append((f"{unit.capitalize()} per second", _short(sum(step.speed[0] for step in steps) / len(steps))))
     rows = "".join(f'<tr><th scope="row">{escape(what)}</th><td>{escape(fact)}</td></tr>' for what, fact in facts)
     return f"<table>{rows}</table>"
 
@@ -125,7 +126,7 @@ def _charts(run: RunDir, cfg: RunConfig, events: Sequence[AnyEvent]) -> Iterator
     loss = _line("each step", steps, lambda step: step.loss)
     means = smoothed(step.loss for step in steps)
     yield chart("Loss", [loss, Line("smoothed", [(step.step, mean) for step, mean in zip(steps, means, strict=True)])])
-    yield chart("Validation loss", [Line("held-out images", _validation(events))])
+    yield chart("Validation loss", [Line("held out", _validation(events))])
     yield chart("Learning rate", [_line("learning rate", steps, lambda step: step.lr)])
     yield chart("Gradient norm", [_line("before clipping", steps, lambda step: step.grad_norm)])
     yield chart("Seconds per step", _step_time(steps))
@@ -282,6 +283,8 @@ def spread(steps: Sequence[int], limit: int) -> list[int]:
 def _picture(run: RunDir, event: SampleEvent | None) -> str:
     if event is None:
         return ""
+    if event.text:
+        return f'<pre class="written">{escape(event.text)}</pre>'
     file = (run.path / event.path).resolve()
     kind = PICTURE_TYPES.get(file.suffix.lower())
     if kind is None or not file.is_file() or not file.is_relative_to(run.path.resolve()):
@@ -316,5 +319,6 @@ section {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100
 th {{ text-align: left; font-weight: 600; padding: .1rem 1rem .1rem 0; vertical-align: top; }}
 td {{ padding: .1rem .25rem; }} div {{ overflow-x: auto; }} img {{ width: 192px; display: block; }}
 .error {{ color: var(--error); }} .warning {{ color: var(--warning); }}
+pre.written {{ white-space: pre-wrap; min-width: 14rem; max-height: 20rem; overflow: auto; margin: 0; }}
 pre {{ overflow-x: auto; border: 1px solid var(--faint); padding: .75rem; }}
 """

@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer import adapters, changes, checkpoint, families
 from trainer.clock import BACKWARD, DATA, FORWARD, OPTIMIZER, StepClock
 from trainer.config import RunConfig
-from trainer.data.loader import BatchPlan, Loader, MicroBatch
-from trainer.encode import EncodedData, Say, batch_keys, encode_data
+from trainer.data.loader import Loader, MicroBatch
+from trainer.encode import Say
 from trainer.events import (
     CheckpointEvent,
     EventWriter,
@@ -40,7 +39,7 @@ from trainer.events import (
 from trainer.export import check_export
 from trainer.manifest import Progress, steps_in
 from trainer.modules import Listener, build_model, continue_adapter, encoder_loader, load_model, reshard, sync_gradients
-from trainer.objectives import Loss
+from trainer.objectives import Loss, perplexity_of
 from trainer.optim import (
     Ema,
     HasEvaluationWeights,
@@ -62,6 +61,8 @@ from trainer.rng import SampleRng, derived_seed
 from trainer.rundir import Request, RunDir
 from trainer.sampling import draw_all
 from trainer.signals import Preemption
+from trainer.source import Source
+from trainer.sources import open_source
 from trainer.world import World
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ HEARTBEAT_SECONDS = 1.0
 SMALL_MODEL_BYTES = 1 << 30
 MEASURED_STEPS = 10
 """Steps after which the plan is compared with what there is."""
+SHOWN_TEXT = 4000
+"""Characters of a sample text that are told; its file holds all."""
 SKIPS_IN_A_ROW = 20
 """A model that gives no finite number so often is broken, and no further step mends it."""
 
@@ -110,10 +113,8 @@ class Trainer:
         # First what can be refused without weights: captions of a large set take hours to encode.
         built = build_model(cfg, self.family)
         exported = check_export(cfg, self.family, built.trainables)
-        self._load_encoder = encoder_loader(cfg, world, cache, self._listener("encoding"))
-        self.data: EncodedData = encode_data(
-            cfg, self.family, self._load_encoder, cache, world, say, self._asked_to_stop
-        )
+        load = encoder_loader(cfg, world, cache, self._listener("encoding"))
+        self.data: Source = open_source(cfg, self.family, load, cache, world, say, self._asked_to_stop)
         say(StatusEvent(state="loading"))
         started = time.perf_counter()
         self.loaded = load_model(built, cfg, self.family, world, cache, self._listener("loading"))
@@ -130,7 +131,6 @@ class Trainer:
         optimized = [p for group in self.optimizer.param_groups for p in group["params"]]
         check_reduced(self.trainables, optimized, world)
         self.ema = Ema(self.trainables, cfg.optim.ema) if cfg.optim.ema else None
-        self.loader = self._make_loader()
         self.checkpointer = checkpoint.Checkpointer(
             run.checkpoints, world, cfg.checkpoint.keep, cfg.checkpoint.keep_best
         )
@@ -140,8 +140,8 @@ class Trainer:
         self.stragglers = Stragglers(world.gather(socket.gethostname()))
         self.place = Place(self.model, self.family.shard_blocks, cfg.train.compile, world.pulse)
         self._validated = (-1, math.nan)  # at which step, the loss
-        if newest is not None:
-            self._resume(newest)
+        saved = None if newest is None else self._resume(newest)
+        self.loader = self._make_loader(saved)
         self._say_loaded(time.perf_counter() - started)
         self._cache, self._plan, self._measure_at = cache, self._planned(cache), self.step + MEASURED_STEPS
 
@@ -182,7 +182,7 @@ class Trainer:
                 self._finish_checkpoint()
             if self._due(cfg.train.check_replicas):
                 self._check_replicas()
-            if self.data.validation and self._validation_due():
+            if self.data.num_held_out and self._validation_due():
                 self.validate()
             # Saved before drawn: pictures take memory of their own, and running out of it must cost no steps.
             if agreed.stop:
@@ -199,7 +199,7 @@ class Trainer:
         return "finished"
 
     def train_step(self) -> Agreed:
-        """One optimizer step over `train.batch_size` images of all ranks."""
+        """One optimizer step over `train.batch_size` examples of all ranks."""
         self.clock.start()
         self.world.pulse.step = self.step
         # Storage may be slow, and the first step of a resumed run counts through the epochs before.
@@ -227,13 +227,13 @@ class Trainer:
         self.clock.mark(OPTIMIZER)
         self.step += 1
         self.samples_seen += self.cfg.train.batch_size
-        self._say_step(agreed.loss, lr, grad_norm, began)
+        self._say_step(agreed, lr, grad_norm, began)
         self.place.enter("the end of a step")
         return agreed
 
     def validate(self) -> float:
-        """Mean loss on the held-out images, with noise and timesteps that are the same every time."""
-        count, size = len(self.data.validation), self.world.size
+        """Mean loss on the held-out examples, with noise and timesteps that are the same every time."""
+        count, size = self.data.num_held_out, self.world.size
         total = weight = 0.0
         with self._evaluating():
             for first in range(0, count, size):
@@ -245,31 +245,29 @@ class Trainer:
                 total += float(loss.total)
                 weight += float(loss.weight)
         total, weight = self.world.sum([total, weight])
-        self._validated = (self.step, total / weight)
-        self.say(ValidationEvent(step=self.step, loss=total / weight))
-        return total / weight
+        mean = total / weight
+        self._validated = (self.step, mean)
+        perplexity = perplexity_of(mean) if self.data.unit == "tokens" else math.nan
+        self.say(ValidationEvent(step=self.step, loss=mean, perplexity=perplexity))
+        return mean
 
     def draw_samples(self) -> list[Path]:
-        """One picture per prompt, from the same noise at every step. Returns their paths on rank 0."""
+        """One picture or text per prompt, from the same noise at every step. Returns their paths on rank 0."""
         if not self.data.prompts:
             self.say(WarningEvent(step=self.step, message="no samples are drawn: sample.prompts is empty"))
             return []
         self._status("sampling")
-        encoder = self.family.image_encoder(self._load_encoder)
-        cfg, cache = self.cfg.sample, self.data.cache
-        negative = cache.read(self.data.negative)
+        drawing = self.data.drawing()
 
-        def draw(index: int) -> Image.Image:
-            rng = SampleRng(cfg.seed, (index,), self.world.device)
-            text = self.data.prompt(index)
-            return self.family.sample(self.model, encoder, text, negative, cfg, rng)
+        def draw(index: int) -> bytes:
+            return drawing(self.model, index, SampleRng(self.cfg.sample.seed, (index,), self.world.device))
 
         with self._evaluating():
-            pictures = draw_all(len(self.data.prompts), draw, self.world)
+            samples = draw_all(len(self.data.prompts), draw, self.world)
         paths: list[Path] = []
         try:
-            for index, png in enumerate(pictures):
-                paths.append(self._write_sample(index, png))
+            for index, sample in enumerate(samples):
+                paths.append(self._write_sample(index, sample))
         except OSError as error:
             self.say(WarningEvent(step=self.step, message=f"samples could not be written ({error}); free disk space"))
         self._status("training")
@@ -298,17 +296,9 @@ class Trainer:
         self.loader.close()
         self._ranks.close()
 
-    def _make_loader(self) -> Loader:
-        cfg = self.cfg
-        plan = BatchPlan(
-            batch_keys(self.family, self.data),
-            [encoded.photo.weight for encoded in self.data.train],
-            cfg.train.batch_size,
-            cfg.train.seed,
-            cfg.data.caption_dropout,
-        )
-        rank, size = self.world.rank, self.world.size
-        return Loader(plan, self.data.example, rank, size, cfg.train.micro_batch, self.data.loss_weight)
+    def _make_loader(self, saved: Progress | None) -> Loader[Any]:
+        rank, size, data = self.world.rank, self.world.size, self.data
+        return Loader(data.plan(saved), data.example, rank, size, self.cfg.train.micro_batch, data.loss_weight)
 
     def _forward(self, micro_batch: MicroBatch) -> Loss:
         rng = SampleRng(self.cfg.train.seed, micro_batch.indices, self.world.device)
@@ -442,7 +432,7 @@ class Trainer:
             self.say(WarningEvent(message=problem))
         return newest
 
-    def _resume(self, newest: Path) -> None:
+    def _resume(self, newest: Path) -> Progress:
         saved = checkpoint.restore(newest, self._state())
         self.world.barrier()
         if self.world.rank in self.world.guest_leaders:
@@ -454,8 +444,8 @@ class Trainer:
             told = "; ".join(map(str, changed))
             self.say(StatusEvent(state="loading", step=self.step, message=f"changed since it was saved: {told}"))
         if saved.data and saved.data != self.data.digest:
-            message = "images, captions or how they are encoded are not as before: from here on the order is another"
-            self.say(WarningEvent(step=self.step, message=message))
+            self.say(WarningEvent(step=self.step, message=self.data.is_changed))
+        return saved
 
     def _config(self) -> dict[str, Any]:
         return self.cfg.model_dump(mode="json")
@@ -469,6 +459,7 @@ class Trainer:
             validation_loss=loss if step == self.step else math.nan,
             config=self._config(),
             data=self.data.digest,
+            place=self.data.place(self.step),
         )
 
     def _save_last(self) -> None:
@@ -499,19 +490,20 @@ class Trainer:
         return not drawn
 
     def _sample_file(self, index: int) -> Path:
-        return self.run_dir.samples / f"step-{self.step:06d}-{index}.png"
+        return self.run_dir.samples / f"step-{self.step:06d}-{index}{self.data.suffix}"
 
-    def _write_sample(self, index: int, png: bytes) -> Path:
+    def _write_sample(self, index: int, content: bytes) -> Path:
         path = self._sample_file(index)
         draft = path.with_suffix(".draft")
-        draft.write_bytes(png)
+        draft.write_bytes(content)
         draft.replace(path)
         self.say(
             SampleEvent(
                 step=self.step,
-                prompt=self.data.prompts[index].text,
+                prompt=self.data.prompts[index],
                 index=index,
                 path=str(path.relative_to(self.run_dir.path)),
+                text=content.decode()[:SHOWN_TEXT] if self.data.unit == "tokens" else "",
             )
         )
         return path
@@ -590,16 +582,16 @@ class Trainer:
         if path and self.world.rank == 0:
             self.say(CheckpointEvent(step=steps_in(path), path=str(path.relative_to(self.run_dir.path))))
 
-    def _say_step(self, loss: float, lr: float, grad_norm: float, began: float) -> None:
+    def _say_step(self, agreed: Agreed, lr: float, grad_norm: float, began: float) -> None:
         split = self.clock.read()
         self._own_s = split["own"]
-        log.debug("step %d: loss %.6g, gradient norm %.6g, seconds %s", self.step, loss, grad_norm, dict(split))
+        log.debug("step %d: loss %.6g, gradient norm %.6g, seconds %s", self.step, agreed.loss, grad_norm, dict(split))
         # After reading the clock, which waits for the accelerator: its optimizer step belongs to this one.
         seconds = time.perf_counter() - began
         self.say(
             StepEvent(
                 step=self.step,
-                loss=loss,
+                loss=agreed.loss,
                 lr=lr,
                 grad_norm=grad_norm,
                 seconds=seconds,
@@ -608,7 +600,8 @@ class Trainer:
                 seconds_backward=split[BACKWARD],
                 seconds_optimizer=split[OPTIMIZER],
                 seconds_communication=split["communication"],
-                images_per_second=self.cfg.train.batch_size / seconds,
+                images_per_second=self.cfg.train.batch_size / seconds if self.data.unit == "images" else math.nan,
+                tokens_per_second=agreed.weight / seconds if self.data.unit == "tokens" else math.nan,
             )
         )
         self._compare_with_plan(seconds)

@@ -17,7 +17,7 @@ from trainer.weights import WeightFiles, read_tensor
 def naming(family: ModelFamily) -> Naming:
     """What writing and reading adapter files takes of a family."""
     layouts = {component: family.layout(component) for component in family.components}
-    return Naming(family.kohya_prefixes, family.kohya_by_path, layouts, family.diffusers_adapters)
+    return Naming(family.kohya_prefixes, family.kohya_by_path, layouts, family.diffusers_adapters, family.peft_fields)
 
 
 def component_of(layer: str) -> str:

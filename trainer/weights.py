@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.config import InputError
 from trainer.stored import OpenFiles, TensorEntry, without_codings
@@ -105,6 +105,36 @@ class Fused:
         if self.pointwise:
             return (*stacked, 1, 1)
         return stacked[::-1] if self.transposed else stacked
+
+
+def give_storage(module: nn.Module, device: torch.device) -> None:
+    """Uninitialized storage for a module on the meta device.
+
+    A parameter that several modules share, as an embedding and a head, stays one: `nn.Module.to_empty` gives each of
+    them its own.
+    """
+    holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            holders.setdefault(parameter, []).append((part, name))
+    module.to_empty(device=device)
+    for (first, first_name), *others in holders.values():
+        for part, name in others:
+            setattr(part, name, getattr(first, first_name))
+
+
+def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """What a file of the module holds: parameters and persistent buffers by name, one that several share by the first.
+
+    Detached, as `state_dict` gives them.
+    """
+    seen: set[int] = set()
+    found: dict[str, Tensor] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor.detach()
+    return found
 
 
 def read_tensor(entry: TensorEntry) -> Tensor:

@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from app.panels import written
 from app.studio import Studio
 from app.thumbnails import FULL
 from trainer.config import InputError, RunConfig
@@ -45,6 +46,13 @@ def picture(studio: Studio, file: Path, text: str) -> str:
         f'<a class="picture" href="{_address(full)}" target="_blank" rel="noopener" data-text="{escape(text)}">'
         f'<img src="{_address(small)}" loading="lazy" alt="{escape(text)}" title="{escape(text)}"></a>'
     )
+
+
+def sample(studio: Studio, run: Path, event: SampleEvent, config: RunConfig) -> str:
+    """What was drawn: a picture, or the text of a language model. run: its folder."""
+    if event.text:
+        return written(event)
+    return picture(studio, run / event.path, sample_text(event, config))
 
 
 def sample_text(sample: SampleEvent, config: RunConfig) -> str:

@@ -11,7 +11,8 @@ import gradio as gr
 
 from app import charts, runs
 from app.monitor import Follower
-from app.pages.parts import QUIET, picture, sample_text, table
+from app.pages import parts
+from app.pages.parts import QUIET, table
 from app.pages.ticks import SKIP, Tick, choices
 from app.panels import alert, attempted
 from app.runs import MOST_COMPARED, Summary
@@ -129,7 +130,7 @@ def _pictures(studio: Studio, followers: Sequence[Follower]) -> str:
     rows = []
     for prompt, samples in runs.same_prompts(views).items():
         cells = [
-            picture(studio, view.path / sample.path, sample_text(sample, follower.config)) if sample else ""
+            parts.sample(studio, view.path, sample, follower.config) if sample else ""
             for follower, view, sample in zip(followers, views, samples, strict=True)
         ]
         shown = "".join(f"<td>{cell}</td>" for cell in cells)

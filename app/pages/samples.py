@@ -9,7 +9,7 @@ from typing import Any
 import gradio as gr
 
 from app.monitor import RunView
-from app.pages.parts import picture, sample_text
+from app.pages import parts
 from app.pages.ticks import SKIP, Made, Tick, choices
 from app.studio import Studio
 from app.thumbnails import FULL
@@ -51,7 +51,7 @@ def _shower(studio: Studio) -> Callable[[str, str | None], list[Any]]:
 def pair(studio: Studio, view: RunView, prompt: str | None) -> tuple[str, str] | None:
     """The first and the last sample of a prompt, None without two or where one was deleted."""
     found = sorted((sample for sample in view.samples if sample.prompt == prompt), key=lambda sample: sample.step)
-    if len(found) < 2:
+    if len(found) < 2 or found[0].text:
         return None
     try:
         first, last = (str(studio.thumbnails.of(view.path / sample.path, FULL)) for sample in (found[0], found[-1]))
@@ -76,5 +76,4 @@ def matrix(studio: Studio, view: RunView, config: RunConfig) -> str:
 
 
 def _cell(studio: Studio, view: RunView, sample: SampleEvent | None, config: RunConfig) -> str:
-    shown = picture(studio, view.path / sample.path, sample_text(sample, config)) if sample else ""
-    return f"<td>{shown}</td>"
+    return f"<td>{parts.sample(studio, view.path, sample, config) if sample else ''}</td>"

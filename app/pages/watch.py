@@ -12,7 +12,8 @@ import gradio as gr
 
 from app import charts, monitor, panels
 from app.monitor import Follower, Level, RunView
-from app.pages.parts import QUIET, picture, sample_text
+from app.pages import parts
+from app.pages.parts import QUIET
 from app.pages.ticks import SKIP, Made, Tick, choices
 from app.panels import alert, attempted
 from app.studio import Studio
@@ -155,7 +156,7 @@ def _allowed(view: RunView, buttons: Sequence[str] | dict[str, gr.Button]) -> li
 def _newest(studio: Studio, follower: Follower, view: RunView) -> str:
     newest = sorted(view.samples, key=lambda sample: (-sample.step, sample.index))[:NUM_SAMPLES]
     figures = [
-        f"<figure>{picture(studio, view.path / sample.path, sample_text(sample, follower.config))}"
+        f"<figure>{parts.sample(studio, view.path, sample, follower.config)}"
         f"<figcaption>{html.escape(sample.prompt)}, step {sample.step}</figcaption></figure>"
         for sample in newest
     ]

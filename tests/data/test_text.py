@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from trainer.config import InputError
-from trainer.data.text import PADDING, START, Piece, Place, Row, TextStream, digest, find_files
+from trainer.data.text import PADDING, START, Piece, Place, Row, TextStream
+from trainer.data.textfiles import digest, find_files
 
 END = 256
 VOCABULARY = 257

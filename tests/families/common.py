@@ -16,19 +16,21 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.config import InputError, ModelConfig, ModelOptions, ObjectiveConfig, SampleConfig
-from trainer.families import get
-from trainer.families.base import ModelFamily
+from trainer.families import get, names
+from trainer.families.base import ImageFamily, ModelFamily, TextFamily
 from trainer.objectives import Batch, Example
 from trainer.rng import SampleRng, generator
-from trainer.weights import WeightFiles, read_tensor
+from trainer.weights import WeightFiles, give_storage, read_tensor, stored_tensors
 
+IMAGES = tuple(name for name in names() if issubclass(get(name), ImageFamily))
+"""Families that draw."""
 SAME = {"atol": 1e-6, "rtol": 0}
 
 
 def load(module: nn.Module, files: WeightFiles, blocks: Sequence[str]) -> nn.Module:
     """A `LoadModule` on one process: every tensor of the module whole, from disk."""
-    module.to_empty(device="cpu")
-    for name, tensor in module.state_dict().items():
+    give_storage(module, torch.device("cpu"))
+    for name, tensor in stored_tensors(module).items():
         tensor.copy_(read_tensor(files.entries[name]))
     return module.eval().requires_grad_(False)
 
@@ -55,7 +57,11 @@ def refusal(name: str, cache: Path, *args: Any, **options: Any) -> str:
 
 def model_of(family: ModelFamily) -> nn.ModuleDict:
     """The live components with their weights."""
-    return nn.ModuleDict({name: load(family.build(name), family.weights(name), ()) for name in family.live})
+    model = nn.ModuleDict({name: load(family.build(name), family.weights(name), ()) for name in family.live})
+    for name, component in model.items():
+        for buffer, values in family.computed_buffers(name).items():
+            component.get_buffer(buffer).copy_(values)
+    return model
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -64,11 +70,28 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
 
 
 def examples(family: ModelFamily, count: int) -> list[Example]:
+    if isinstance(family, TextFamily):
+        return [row_of(family, f"row {seed} of some text", f"and {seed} more") for seed in range(count)]
+    assert isinstance(family, ImageFamily)
     vae, text = family.image_encoder(load), family.text_encoder(load)
     return [
         {**family.encode_image(vae, picture(64, 32, seed)), **family.encode_text(text, f"picture {seed}")}
         for seed in range(count)
     ]
+
+
+def row_of(family: TextFamily, *documents: str) -> Example:
+    """A row of 48 tokens that holds the documents."""
+    row = {key: tensor.expand(48).clone() for key, tensor in family.blank_row(1).items()}
+    row["learned"][:], row["documents"][:] = False, -1
+    begin = 0
+    for number, document in enumerate(documents):
+        ids = [*family.begin_of_text, *family.tokenize(document), family.end_of_text]
+        end = begin + len(ids)
+        row["tokens"][begin:end], row["documents"][begin:end] = torch.tensor(ids), number
+        row["learned"][begin + 1 : end] = True
+        begin = end
+    return row
 
 
 def batch_of(family: ModelFamily, items: Sequence[Example]) -> Batch:

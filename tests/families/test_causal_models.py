@@ -14,17 +14,18 @@ from tests.distributed.gradients import whole_gradients
 from trainer.config import InputError, ParallelConfig, TrainConfig
 from trainer.families._causal import (
     block_names,
-    build_causal_lm,
+    build_language_model,
     computed_buffers,
     continue_text,
     next_token_loss,
     restarting_positions,
 )
 from trainer.parallel.calls import check_calls
-from trainer.parallel.load import fill_rows, give_storage
+from trainer.parallel.load import fill_rows
 from trainer.parallel.mesh import device_mesh
 from trainer.parallel.shard import blocks_of, parallelize
 from trainer.rng import SampleRng, generator
+from trainer.weights import give_storage
 from trainer.world import World
 
 SIZES: dict[str, Any] = {
@@ -63,7 +64,7 @@ def fill(model: nn.Module) -> None:
 
 
 def made(kind: str) -> Any:
-    model = build_causal_lm(config_of(kind))
+    model = build_language_model(config_of(kind))
     fill(model)
     return model.train()
 
@@ -181,7 +182,7 @@ def test_drawn_text_follows_its_seed_and_a_cold_temperature_takes_the_likeliest(
 
 
 def test_the_block_class_is_found_or_named() -> None:
-    model = build_causal_lm(config_of("llama"))
+    model = build_language_model(config_of("llama"))
     assert block_names(model) == ("LlamaDecoderLayer",)
     assert block_names(model, "LlamaMLP, LlamaAttention") == ("LlamaMLP", "LlamaAttention")
     with pytest.raises(InputError) as caught:
@@ -211,7 +212,7 @@ def sharded_gradients(world: World) -> list[dict[str, Tensor]]:
         parallel = ParallelConfig(devices=world.size, strategy=strategy)  # type: ignore[arg-type]
         mesh = device_mesh(parallel, world, strategy)  # type: ignore[arg-type]
         train = TrainConfig(precision="fp32", checkpointing=checkpointing)  # type: ignore[arg-type]
-        model = build_causal_lm(config_of(kind)).train()
+        model = build_language_model(config_of(kind)).train()
         parallelize(model, train, parallel, strategy, mesh, block_names(model))  # type: ignore[arg-type]
         fill(model)
         total, weight = loss_of(model, rows()[world.rank])

@@ -14,16 +14,28 @@ from safetensors.torch import load_file
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tests.families.common import load, make
+from tests.families.common import IMAGES, load, make
 from trainer import families
 from trainer.config import InputError, ModelConfig, ModelOptions
 from trainer.families._folder import ModelFolder
 from trainer.families._published import published_folder
 from trainer.families._text import stacked_layers
+from trainer.families.base import ImageFamily
 from trainer.weights import WeightFiles
 
 T5, CLIP_L, CLIP_L_PROJECTED, CLIP_G, VAE = 4.762, 0.1231, 0.1237, 0.695, 0.084
+LANGUAGE_MODELS = {
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-8b": 8_190_735_360,
+    "smollm2-1.7b": 1_711_376_384,
+}
+"""Parameters as published; of tied models the head counts once."""
 COUNTS = {
+    **{f"causal_lm {name}": [count / 1e9] for name, count in LANGUAGE_MODELS.items()},
     "flux1 dev": [11.90, CLIP_L, T5, VAE],
     "flux1 schnell": [11.89, CLIP_L, T5, VAE],
     "flux2 dev": [32.22, 17.90, VAE],
@@ -67,9 +79,16 @@ def test_a_published_model_has_its_number_of_parameters(name: str, tmp_path: Pat
         counts.append(_billions(module))
         return module
 
-    family.text_encoder(count)
-    family.image_encoder(count)
+    if isinstance(family, ImageFamily):
+        family.text_encoder(count)
+        family.image_encoder(count)
     assert counts == pytest.approx(COUNTS[name], rel=5e-3)
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_a_language_model_has_exactly_the_published_parameters(name: str, tmp_path: Path) -> None:
+    family = published(f"causal_lm {name}", tmp_path)
+    assert sum(p.numel() for p in family.build("language_model").parameters()) == LANGUAGE_MODELS[name]
 
 
 def test_every_component_of_a_published_model_can_be_built(tmp_path: Path) -> None:
@@ -119,7 +138,7 @@ def test_the_folder_of_a_model_nobody_published_is_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", families.names())
+@pytest.mark.parametrize("name", IMAGES)
 def test_a_blank_example_is_shaped_like_what_the_encoders_make(name: str, dtype: torch.dtype, cache: Path) -> None:
     family = make(name, cache)
 
@@ -142,7 +161,7 @@ def test_a_blank_example_for_live_text_encoders_holds_token_ids(cache: Path) -> 
     assert _shapes(family.blank_example(64, 64, 0, torch.float32)) == _shapes(example)
 
 
-@pytest.mark.parametrize("name", families.names())
+@pytest.mark.parametrize("name", IMAGES)
 def test_a_blank_example_takes_no_memory_under_fake_tensors(name: str, cache: Path) -> None:
     family = make(name, cache)
     with FakeTensorMode():

@@ -80,6 +80,7 @@ class Naming:
     kohya_by_path: bool
     layouts: Mapping[str, tuple[Fused, ...]]
     diffusers_adapters: frozenset[str]
+    peft_fields: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,10 @@ def adapter_files(
         "lycoris": writer.lycoris,
         "peft": writer.peft,
     }
+    if naming.peft_fields is not None and format not in ("auto", "peft"):
+        raise InputError(
+            f"export.format: {format} is for models that draw; use auto or peft, which loads those of language models"
+        )
     return write[format]()
 
 
@@ -145,6 +150,8 @@ class _Writer:
 
     def auto(self) -> list[AdapterFile]:
         """What diffusers and ComfyUI both load, in two files where one cannot do."""
+        if self._naming.peft_fields is not None:
+            return self.peft()
         same_names = not self._naming.kohya_by_path and not self._outside
         if self._kind == "dora" and same_names:
             return [self._dora_for_both()]
@@ -203,13 +210,16 @@ class _Writer:
 
     def peft(self) -> list[AdapterFile]:
         """Folders for `PeftModel.from_pretrained`, one per component."""
+        fields = self._naming.peft_fields
         if self._kind in ROTATIONS:
-            raise self._refusal("peft", "", self._others())
+            raise self._refusal("peft", "", self._others() if fields is None else "export.what: merged")
         files: list[AdapterFile] = []
         for component in dict.fromkeys(map(_component, self._layers)):
             layers = {name: layer for name, layer in self._layers.items() if _component(name) == component}
             tensors = self._each(layers, self._peft_tensors, lambda name: f"base_model.model.{_path(name)}")
             config = _peft_config(layers, self._base)
+            for field, value in (fields or {}).items():
+                setattr(config, field, value)
             files.append(AdapterFile(f"-{component}" if files else "", tensors, {}, ("peft",), config, component))
         return files
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.adapters.tuner import Layer, weight_shape
 from trainer.config import (
@@ -66,8 +66,9 @@ def choose_layers(model: nn.ModuleDict, cfg: AdapterSection, targets: Targets, f
                 f"name some, or set model.train.{component}: frozen"
             )
     left_out: dict[str, list[str]] = defaultdict(list)
+    owners = _owners(model)
     for name in names:
-        reason = _reason_against(name, layers[name], cfg, targets)
+        reason = _reason_against(name, layers[name], cfg, targets) or _reason_if_shared(name, layers[name], owners)
         if reason:
             left_out[reason].append(name)
     notes = tuple(
@@ -134,6 +135,20 @@ def _reason_against(name: str, layer: Layer, cfg: AdapterSection, targets: Targe
     if isinstance(cfg, ConvAdapter) and _conv_rank(cfg) is None:
         return "convolutions need adapter.conv_rank"
     return ""
+
+
+def _owners(model: nn.Module) -> dict[Tensor, list[str]]:
+    """{parameter: names of the modules that have it}."""
+    owners: dict[Tensor, list[str]] = defaultdict(list)
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners[parameter].append(name)
+    return owners
+
+
+def _reason_if_shared(name: str, layer: Layer, owners: Mapping[Tensor, Sequence[str]]) -> str:
+    others = [owner for owner in owners[layer.weight] if owner != name]
+    return f"its weight is also that of {others[0]}, which would change with it" if others else ""
 
 
 def layer_ranks(layers: Mapping[str, Layer], cfg: RankAdapter) -> dict[str, int]:

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from types import TracebackType
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -20,6 +21,8 @@ from trainer.config import InputError
 from trainer.objectives import Example
 from trainer.rng import derived_seed, generator
 
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
@@ -29,6 +32,16 @@ class Item:
 
     photo: int
     dropped: bool
+
+
+class Plan(Protocol[T_co]):
+    """An endless sequence of batches. batch_size: items of each, of all ranks together."""
+
+    batch_size: int
+
+    def batch(self, step: int) -> tuple[T_co, ...]:
+        """The items of an optimizer step, counted from 0."""
+        ...
 
 
 class BatchPlan:
@@ -115,7 +128,7 @@ class MicroBatch:
     weights: tuple[float, ...]
 
 
-class Loader:
+class Loader(Generic[T]):
     """The examples of each step for one rank. The next step is read by a thread while this one is trained.
 
     fetch(item): its example, called on that thread.  micro_batch: most examples per pass.  loss_weight(item): of its
@@ -128,12 +141,12 @@ class Loader:
 
     def __init__(
         self,
-        plan: BatchPlan,
-        fetch: Callable[[Item], Example],
+        plan: Plan[T],
+        fetch: Callable[[T], Example],
         rank: int,
         world_size: int,
         micro_batch: int,
-        loss_weight: Callable[[Item], float] = lambda item: 1.0,
+        loss_weight: Callable[[T], float] = lambda item: 1.0,
     ) -> None:
         self._plan = plan
         self._fetch = fetch
@@ -155,7 +168,7 @@ class Loader:
         """Wait for the thread to finish what it reads, and end it."""
         self._thread.shutdown(cancel_futures=True)
 
-    def __enter__(self) -> Loader:
+    def __enter__(self) -> Loader[T]:
         return self
 
     def __exit__(
@@ -169,7 +182,7 @@ class Loader:
         starts = [(first_pass + number) * self._pass_size for number in range(self._num_passes)]
         return [self._load_pass(step, batch, range(start, start + self._pass_size)) for start in starts]
 
-    def _load_pass(self, step: int, batch: tuple[Item, ...], positions: range) -> MicroBatch:
+    def _load_pass(self, step: int, batch: tuple[T, ...], positions: range) -> MicroBatch:
         last = len(batch) - 1
         present = [min(position, last) for position in positions]
         return MicroBatch(

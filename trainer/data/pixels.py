@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -117,3 +118,10 @@ def _unreadable(path: Path, error: Exception) -> InputError:
     else:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return InputError(f"{path}: cannot be read ({reason}); replace or remove it")
+
+
+def png(image: Image.Image) -> bytes:
+    """The picture as a PNG file."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()

@@ -6,11 +6,8 @@ continues exactly. Every rank reads the same stream and takes its own rows, so t
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -22,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from trainer.config import InputError
+from trainer.data.textfiles import reading
 from trainer.rng import generator
 
 PADDING = -1
@@ -35,7 +33,7 @@ Tokenize = Callable[[str], list[int]]
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """tokens: (N,) ids with end-of-text last, of a shard as wide as they are stored.  learned: (N,) which of them are
+    """tokens: (N,) ids with end-of-text last; of a shard as wide as they are stored.  learned: (N,) which of them are
     predicted, the first aside: nothing stands before it.
     """
 
@@ -88,44 +86,11 @@ class Place:
 START = Place(epoch=0, window=0, file=0, offset=0, document=0, token=0)
 
 
-def find_files(path: Path) -> tuple[Path, ...]:
-    """The text files of a folder and of those in it, by relative path; or `path` itself where it is a text file.
-
-    A .txt is one document. A .jsonl has one per line: an object with `text`, or with `prompt` and `completion`, of
-    which the completion is learned; blank lines are skipped. A .npy holds token ids, each document ended by
-    end-of-text. Other files and what is hidden are left out. Raises InputError when there is nothing to read.
-    """
-    if path.is_file():
-        if path.suffix.lower() not in READERS:
-            raise InputError(f"{path}: not a kind of text that is read; give a .txt, .jsonl or .npy file")
-        return (path,)
-    if not path.is_dir():
-        raise InputError(f"{path}: no such file or folder; give a .txt, .jsonl or .npy file, or a folder of them")
-    files = [file for file in _files_below(path) if file.suffix.lower() in READERS]
-    if not files:
-        raise InputError(f"{path}: no text in this folder; put .txt, .jsonl or .npy files into it")
-    return tuple(sorted(files, key=lambda file: file.relative_to(path).as_posix()))
-
-
-def digest(files: Sequence[Path]) -> str:
-    """Changes with the name of a file below their common folder, its size or its modification time; reads none.
-
-    Raises InputError naming the file when it is gone.
-    """
-    absolute = [Path(os.path.abspath(file)) for file in files]
-    root = os.path.commonpath([file.parent for file in absolute])
-    facts = []
-    for file in absolute:
-        with _reading(file):
-            status = file.stat()
-        facts.append([file.relative_to(root).as_posix(), status.st_size, status.st_mtime_ns])
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-
 class TextStream:
     """The documents of some files, epoch after epoch, each in another order.
 
     files: what `find_files` found.  vocabulary: number of ids the model knows; those of a .npy must be below.
+    begin: ids that stand before each document, but not in a .npy, which is taken as it is.
     length: most tokens of a piece, and those of a row, >= 2.  shuffle_window: documents that are shuffled among
     themselves, >= 1.  epochs: how many; None for no end.
 
@@ -147,12 +112,13 @@ class TextStream:
         length: int,
         shuffle_window: int = 1024,
         epochs: int | None = None,
+        begin: Sequence[int] = (),
     ) -> None:
         assert files
         assert length >= 2
         assert shuffle_window >= 1
         self._files = tuple(files)
-        self._encoder = _Encoder(tokenize, end_of_text, vocabulary)
+        self._encoder = _Encoder(tokenize, end_of_text, vocabulary, tuple(begin))
         self._seed = seed
         self._length = length
         self._shuffle_window = shuffle_window
@@ -246,6 +212,7 @@ class _Encoder:
     tokenize: Tokenize
     end_of_text: int
     vocabulary: int
+    begin: tuple[int, ...]
 
     def document(self, parts: Iterable[tuple[str, bool]]) -> Document:
         """parts: consecutive texts, each with whether it is learned. End-of-text is."""
@@ -255,6 +222,8 @@ class _Encoder:
             ids = self.tokenize(text)
             tokens += ids
             learned += [is_learned] * len(ids)
+        if tokens:
+            tokens, learned = [*self.begin, *tokens], [False] * len(self.begin) + learned
         return Document(np.array([*tokens, self.end_of_text], dtype=np.int64), np.array([*learned, True]))
 
 
@@ -282,14 +251,14 @@ def _read_text(path: Path, offset: int, limit: int, encoder: _Encoder) -> tuple[
 
 
 def _text_document(path: Path, encoder: _Encoder) -> Document:
-    with _reading(path):
+    with reading(path):
         data = path.read_bytes()
     return encoder.document([(_utf8(data, path, 0), True)])
 
 
 def _read_lines(path: Path, offset: int, limit: int, encoder: _Encoder) -> tuple[Sequence[Reader], int | None]:
     window: list[Reader] = []
-    with _reading(path), path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         file.seek(offset)
         while len(window) < limit:
             start = file.tell()
@@ -344,7 +313,7 @@ def _string(values: Mapping[str, object], key: str) -> str:
 def _line_number(path: Path, offset: int) -> int:
     """Number of the line that holds the byte at `offset`, from 1."""
     number = 1
-    with _reading(path), path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         while offset > 0 and (chunk := file.read(min(offset, LINE_CHUNK))):
             number += chunk.count(b"\n")
             offset -= len(chunk)
@@ -369,7 +338,7 @@ def _read_shard(path: Path, offset: int, limit: int, encoder: _Encoder) -> tuple
 
 def _open_shard(path: Path) -> NDArray[np.integer[Any]]:
     remedy = "save the token ids with numpy.save as one dimension of integers"
-    with _reading(path):
+    with reading(path):
         try:
             # Unlike numpy.load, it never unpickles and takes no archive.
             shard = np.lib.format.open_memmap(path, mode="r")
@@ -396,25 +365,6 @@ ReadWindow = Callable[[Path, int, int, _Encoder], tuple[Sequence[Reader], int | 
 READERS: Mapping[str, ReadWindow] = {".txt": _read_text, ".jsonl": _read_lines, ".npy": _read_shard}
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
-    """Links to folders are followed, but none is entered twice. What is hidden is left out."""
-    entered: set[Path] = set()
-    with _reading(folder):
-        for root, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
-            resolved = Path(root).resolve()
-            if resolved in entered:
-                folders.clear()
-                continue
-            entered.add(resolved)
-            # Sorted, so that of two ways to a folder the same one is taken everywhere.
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            yield from (Path(root, name) for name in names if not name.startswith("."))
-
-
-def _raise(error: OSError) -> None:
-    raise error
-
-
 def _utf8(data: bytes, path: Path, offset: int) -> str:
     """The text that begins at `offset` bytes, without a byte order mark, which Windows editors put before it."""
     try:
@@ -424,14 +374,4 @@ def _utf8(data: bytes, path: Path, offset: int) -> str:
         raise InputError(
             f"{path}:{_line_number(path, byte)}: byte {byte} of the file (0x{data[error.start]:02x}) is not UTF-8; "
             "save the file as UTF-8"
-        ) from error
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise InputError(
-            f"{error.filename or path}: cannot be read ({error.strerror}); put it back, or change its permissions"
         ) from error

@@ -19,7 +19,7 @@ from trainer.adapters.layer import LayerAdapter
 from trainer.config import RunConfig
 from trainer.export.drafts import Exported, draft
 from trainer.export.metadata import adapter_metadata
-from trainer.families.base import ModelFamily
+from trainer.families.base import ImageFamily, ModelFamily
 from trainer.trained import BaseWeights, TrainedModel, component_of, naming
 
 # Rounding of up to four factors to the file's type, relative to the size of the update. One layer of few numbers may be
@@ -102,6 +102,7 @@ def _read(
 
 def _read_by_diffusers(file: Path, family: ModelFamily) -> dict[str, Merge]:
     """The base takes no memory: only the adapter's tensors are real."""
+    assert isinstance(family, ImageFamily), "other programs read adapters of other models"
     model = nn.ModuleDict({name: _without_weights(family.build(name)) for name in family.live})
     family.load_adapter_file(model, file)
     return {name: _merge_of(layer) for name, layer in adapted_layers(model).items()}

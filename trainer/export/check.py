@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainer.adapters.formats import adapter_files
 from trainer.adapters.state import TrainedAdapter
-from trainer.config import NoAdapter, RunConfig
+from trainer.config import SINGLE_FILES, InputError, NoAdapter, RunConfig
 from trainer.families.base import ModelFamily
 from trainer.trained import BaseWeights, naming
 
@@ -20,6 +20,8 @@ def check_export(cfg: RunConfig, family: ModelFamily, trainables: Mapping[str, n
 
     The files are made of tensors without data: what the writer refuses it refuses here.
     """
+    if cfg.export_what != "adapter" and cfg.export.format in SINGLE_FILES and not family.layout(family.components[0]):
+        raise InputError(f"export.format: models of {cfg.model.family} have no {cfg.export.format}; use auto")
     if cfg.export_what != "adapter":
         return ()
     assert not isinstance(cfg.adapter, NoAdapter)
@@ -33,6 +35,6 @@ def check_export(cfg: RunConfig, family: ModelFamily, trainables: Mapping[str, n
         layers = TrainedAdapter(weights, cfg.adapter, weight)
         files = adapter_files(layers, cfg.export.format, naming(family), weight, torch.float32)
     readers = {reader for file in files for reader in file.readers}
-    if cfg.export.format != "auto" or "diffusers" in readers:
+    if cfg.export.format != "auto" or "diffusers" in readers or family.peft_fields is not None:
         return ()
     return (f"export.format: auto writes no file of this {cfg.adapter.type} for diffusers; export.what: merged does",)

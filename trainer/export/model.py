@@ -20,7 +20,7 @@ from trainer.export.stream import Plan, Planned, num_bytes, write_stream
 from trainer.families.base import ModelFamily
 from trainer.stored import TensorEntry
 from trainer.trained import BaseWeights, TrainedModel
-from trainer.weights import Fused, WeightFiles, read_tensor
+from trainer.weights import Fused, WeightFiles, read_tensor, stored_tensors
 
 DTYPES = formats.DTYPES | {"fp8": torch.float8_e4m3fn}
 # One rounding to the file's type, relative to the tensor's norm.
@@ -29,7 +29,6 @@ TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3, "fp32": 1e-6, "fp8": 5e-2}
 SMALLEST_STEP = {name: torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps for name, dtype in DTYPES.items()}
 MAX_SHARD_BYTES = 5 * 10**9
 PIECE = 1 << 20  # numbers compared at a time
-DENOISER_STEM = "diffusion_pytorch_model"
 ENCODER_STEM = "model"
 
 
@@ -71,21 +70,27 @@ def _write_folder(
     for component in trained:
         place = path if len(trained) == 1 else path / component
         place.mkdir(parents=True)
-        _write_config(family.folder / component / "config.json", place / "config.json")
-        stem = DENOISER_STEM if component == family.components[0] else ENCODER_STEM
+        source = family.component_folder(component)
+        _write_config(source / "config.json", place / "config.json", DTYPES[cfg.export.dtype])
+        for file in (source / beside for beside in family.beside_weights):
+            if file.is_file():
+                shutil.copyfile(file, place / file.name)
+        stem = family.weights_stem if component == family.components[0] else ENCODER_STEM
         plan = {name: (DTYPES[cfg.export.dtype], shape) for name, shape in base.shapes(component).items()}
         _write_shards(place, stem, plan, partial(model.tensor, component))
         differences.append(_verify_component(place, component, cfg, family, expected))
     return max(differences)
 
 
-def _write_config(source: Path, file: Path) -> None:
-    """The component's config as it is; without how its weights were stored, which is not how they are written."""
+def _write_config(source: Path, file: Path, dtype: torch.dtype) -> None:
+    """The component's config, with how its weights are written in place of how they were stored."""
     config = json.loads(source.read_text("utf-8"))
-    if config.pop("quantization_config", None) is None:
+    written = {key: value for key, value in config.items() if key != "quantization_config"}
+    written |= {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if written.get(key)}
+    if written == config:
         shutil.copyfile(source, file)
     else:
-        file.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+        file.write_text(json.dumps(written, indent=2) + "\n", "utf-8")
 
 
 def _write_shards(folder: Path, stem: str, plan: Plan, tensor: Callable[[str], Tensor]) -> None:
@@ -126,7 +131,7 @@ def _verify_component(
 
     Tensor by tensor: a model that fills several GPUs need not fit into this host's memory.
     """
-    wanted = family.build(component).state_dict()
+    wanted = stored_tensors(family.build(component))
     written = WeightFiles.read(sorted(folder.glob("*.safetensors"))).entries
     for name, tensor in wanted.items():
         found = written[name].shape if name in written else None

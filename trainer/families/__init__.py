@@ -6,7 +6,8 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.config import InputError, RunConfig, family_names
+from trainer import facts
+from trainer.config import InputError, RuleError, RunConfig, family_names
 
 if TYPE_CHECKING:
     from trainer.families.base import ModelFamily
@@ -29,6 +30,9 @@ def make(cfg: RunConfig, cache: Path) -> ModelFamily:
     Raises InputError when `model.path` holds no such model, or the config asks for what the family cannot do.
     """
     family = get(cfg.model.family)(cfg.model, cfg.objective, cache / "models")
+    problems = tuple(facts.unread(cfg))
+    if problems:
+        raise RuleError(problems)
     _check_sample_size(cfg.sample.size, family.size_multiple)
     return family
 

@@ -20,10 +20,13 @@ def facts(family: str) -> FamilyFacts:
     """The facts as the family's class has them."""
     kind = families.get(family)
     return FamilyFacts(
+        trains_on=kind.trains_on,
         components=kind.components,
         optional_encoders=kind.optional_encoders,
         objective_fields=tuple(sorted(kind.objective_fields)),
         options_read=tuple(sorted(kind.options_read)),
+        data_fields=tuple(sorted(kind.data_fields)),
+        sample_fields=tuple(sorted(kind.sample_fields)),
         reads_references=kind.reads_references,
         size_multiple=kind.size_multiple,
     )

@@ -14,7 +14,7 @@ from trainer.objectives import Loss
 from trainer.rng import SampleRng
 
 
-def build_causal_lm(config: Any) -> Any:
+def build_language_model(config: Any) -> Any:
     """The model on the meta device, fp32. config: transformers' own, of any model for text."""
     from transformers import AutoModelForCausalLM
 

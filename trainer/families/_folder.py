@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.config import DEMO, InputError, ModelConfig
 from trainer.hub import find_folder
 from trainer.rng import generator
-from trainer.weights import Fused, WeightFiles, digest, safetensors_in
+from trainer.weights import Fused, WeightFiles, digest, give_storage, safetensors_in, stored_tensors
 
 DIFFUSERS_STEM = "diffusion_pytorch_model"
 TRANSFORMERS_STEM = "model"
@@ -30,18 +30,20 @@ class ModelFolder:
     """A diffusers folder. field: the config field that named it, for error messages.
 
     single: file that holds the denoiser, and perhaps other parts, instead of the folder's own weights.
+    expects: what such a folder is called.
     """
 
     field: str
     path: Path
     single: Path | None = None
+    expects: str = "a diffusers folder"
 
     def read(self, name: str) -> dict[str, Any]:
         """One of its JSON files, as `scheduler/scheduler_config.json`.
 
         Raises InputError when the file is missing or no JSON object.
         """
-        return read_json(self.field, self.path, name)
+        return read_json(self.field, self.path, name, self.expects)
 
     def config(self, component: str, class_name: str) -> dict[str, Any]:
         """Config of a diffusers model. Raises InputError when it describes another class."""
@@ -107,7 +109,7 @@ class ModelFolder:
         return found.by_our_names(layout, shapes) if len(found) else None
 
     def digest(self, *components: str) -> str:
-        """Changes when a file of the components changes."""
+        """Changes when a file of the components changes, or one of the files that are named."""
         return digest(self.path / component for component in components)
 
 
@@ -152,7 +154,7 @@ def check_inputs(folder: ModelFolder, reads: tuple[int, int], given: tuple[int, 
         )
 
 
-def read_json(field: str, folder: Path, name: str) -> dict[str, Any]:
+def read_json(field: str, folder: Path, name: str, expects: str = "a diffusers folder") -> dict[str, Any]:
     """One of the folder's JSON files, as `transformer/config.json`.
 
     field: the config field that named the folder. Raises InputError when the file is missing or no JSON object.
@@ -162,7 +164,7 @@ def read_json(field: str, folder: Path, name: str) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise InputError(
-            f"{field} {folder}: no {name}; expected a diffusers folder. Download it or set model.path: tiny"
+            f"{field} {folder}: no {name}; expected {expects}. Download it or set model.path: tiny"
         ) from error
     except ValueError as error:
         raise InputError(f"{file}: not valid JSON ({error}); download it again") from error
@@ -201,11 +203,14 @@ def write_tiny(cache: Path, name: str, version: int, configs: Mapping[str, Any],
     return write_once(cache / f"tiny-{name}-{key}", write)
 
 
-def write_random(folder: Path, build: Callable[[], Any]) -> None:
-    """A component of diffusers or transformers with random weights. build: makes it; run on the meta device."""
+def write_random(folder: Path, build: Callable[[], Any], name: str | None = None) -> None:
+    """A component of diffusers or transformers with random weights. build: makes it; run on the meta device.
+
+    name: what they are drawn from; None takes the folder's.
+    """
     with torch.device("meta"):
         module = build()
-    fill_random(module, folder.name)
+    fill_random(module, name or folder.name)
     save_module(folder, module)
 
 
@@ -218,7 +223,7 @@ def save_module(folder: Path, module: Any) -> None:
     else:
         # transformers' own would draw a progress bar.
         module.config.save_pretrained(folder)
-        save_file(module.state_dict(), folder / f"{TRANSFORMERS_STEM}.safetensors", metadata={"format": "pt"})
+        save_file(stored_tensors(module), folder / f"{TRANSFORMERS_STEM}.safetensors", metadata={"format": "pt"})
 
 
 def write_model_index(folder: Path, pipeline: str, **parts: tuple[str, str] | None) -> None:
@@ -232,14 +237,17 @@ def fill_random(module: nn.Module, name: str) -> None:
 
     Matrices and convolutions keep the variance of their input; vectors are 0 for biases and means, 1 for the rest.
     """
-    module.to_empty(device="cpu")
+    give_storage(module, torch.device("cpu"))
     with torch.no_grad():
-        for key, tensor in module.state_dict().items():
-            if tensor.dim() < 2:
-                tensor.fill_(0 if key.endswith(("bias", "mean")) else 1)
-            else:
-                fan_in = math.prod(tensor.shape[1:])
-                tensor.copy_(torch.randn(tensor.shape, generator=generator(name, key)) / math.sqrt(fan_in))
+        for key, tensor in stored_tensors(module).items():
+            tensor.copy_(random_weight(name, key, tensor.shape))
+
+
+def random_weight(name: str, key: str, shape: Sequence[int]) -> Tensor:
+    """A weight drawn from (name, key), on the CPU, fp32."""
+    if len(shape) < 2:
+        return torch.full(tuple(shape), 0.0 if key.endswith(("bias", "mean")) else 1.0)
+    return torch.randn(*shape, generator=generator(name, key)) / math.sqrt(math.prod(shape[1:]))
 
 
 def _check_paths(model: ModelConfig, architectures: tuple[str, ...]) -> None:

@@ -10,14 +10,22 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from trainer.config import InputError, ModelConfig, ObjectiveConfig, SampleConfig, Section, not_one_of
-from trainer.families._folder import ModelFolder
+from trainer.config import (
+    DataConfig,
+    InputError,
+    ModelConfig,
+    ObjectiveConfig,
+    SampleConfig,
+    Section,
+    not_one_of,
+)
+from trainer.families._folder import DIFFUSERS_STEM, ModelFolder
 from trainer.objectives import Batch, Example, Loss, Shift
 from trainer.rng import SampleRng
 from trainer.weights import Fused, WeightFiles
@@ -31,6 +39,10 @@ FLOW_FIELDS = frozenset({"density", "logit_mean", "logit_std", "mode_scale", "sh
 """What a family trained by flow matching reads of the section `objective`; "guidance" besides where it is told one."""
 DIFFUSION_FIELDS = frozenset({"prediction", "min_snr_gamma"})
 """What a family trained by discrete diffusion reads of it."""
+TEXT_DATA = frozenset({"length", "shuffle_window"})
+"""Fields of the section `data` that only mean something to language models."""
+TEXT_SAMPLE = frozenset({"tokens", "temperature"})
+"""Fields of the section `sample`, likewise."""
 
 
 class ModelFamily(ABC):
@@ -42,11 +54,23 @@ class ModelFamily(ABC):
     """
 
     components: ClassVar[tuple[str, ...]]
-    """Names allowed in `model.train`, as diffusers names the parts of its pipeline. The first is the denoiser, which
-    is trained by default; the others are text encoders."""
-    shard_blocks: ClassVar[tuple[str, ...]]
+    """Names allowed in `model.train`, as diffusers names the parts of its pipeline. The first is the denoiser, or the
+    language model, which is trained by default; the others are text encoders."""
+    trains_on: ClassVar[Literal["images", "text"]]
+    """What a run feeds to the model."""
+    data_fields: ClassVar[frozenset[str]]
+    """Fields of the section `data` that mean something to it; the others must keep their defaults."""
+    sample_fields: ClassVar[frozenset[str]]
+    """Fields of the section `sample`, likewise."""
+    reads_references: ClassVar[bool] = False
+    """Whether the model can be given other images to make its own from (`data.references`)."""
+    size_multiple: ClassVar[int] = 1
+    """Width and height of images are multiples of this many pixels."""
+    weights_stem: ClassVar[str] = DIFFUSERS_STEM
+    """Name of the first component's files of weights, without number and ending."""
+    shard_blocks: tuple[str, ...]
     """Class names of the modules that are sharded one by one, of all components."""
-    adapter_targets: ClassVar[Mapping[str, tuple[str, ...]]]
+    adapter_targets: Mapping[str, tuple[str, ...]]
     """{component: regular expressions (full match on module names) of the linear layers adapters change by default}."""
     conv_targets: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """The same for convolutions, which adapters with a `conv_rank` change besides."""
@@ -59,8 +83,6 @@ class ModelFamily(ABC):
     returns_views: ClassVar[tuple[str, ...]] = ()
     """Class names of blocks and components, of code that is not ours, whose `forward` returns a view: FSDP2 cannot
     follow a view that is changed in place, and gets a copy."""
-    size_multiple: ClassVar[int]
-    """Width and height of images are multiples of this many pixels."""
     fp32_inputs: ClassVar[frozenset[str]] = frozenset()
     """Arguments of the denoiser's `forward` that bf16 would round and the model itself would not, as a timestep whose
     sines it takes in fp32."""
@@ -68,10 +90,6 @@ class ModelFamily(ABC):
     """Fields of the section `objective` that the family reads; the others must keep their defaults."""
     options_read: ClassVar[frozenset[str]] = frozenset({"architecture"})
     """Fields of the section `model.options` that it reads, likewise."""
-    shift: ClassVar[Shift] = Shift()
-    """What `objective.shift` means for it, in flow matching."""
-    reads_references: ClassVar[bool] = False
-    """Whether the model can be given other images to make its own from (`data.references`)."""
     optional_encoders: ClassVar[tuple[str, ...]] = ()
     """Text encoders that `model.options.without` may name."""
     architectures: ClassVar[tuple[str, ...]]
@@ -82,6 +100,9 @@ class ModelFamily(ABC):
     """Parts of the pipeline that the original single file holds, each with a `layout`. Empty: the denoiser alone."""
     diffusers_adapters: ClassVar[frozenset[str]] = frozenset({"lora", "locon", "dora"})
     """Adapter types whose own tensors diffusers' loader reads for this model."""
+
+    beside_weights: ClassVar[tuple[str, ...]] = ()
+    """Files of the model's folder that go with an export of the whole model."""
 
     kohya_prefixes: ClassVar[Mapping[str, str]] = {"transformer": "lora_unet"}
     """{component: what stands before its layers' names in kohya's files}."""
@@ -120,6 +141,15 @@ class ModelFamily(ABC):
         """The diffusers folder with the model's configs; for `tiny` a folder under `cache`, written when missing."""
         return self._folder.path
 
+    @property
+    def peft_fields(self) -> Mapping[str, str] | None:
+        """What peft's config says of the model, where peft alone reads its adapters."""
+        return None
+
+    def component_folder(self, component: str) -> Path:
+        """Where the component's config.json lies."""
+        return self.folder / component
+
     def is_target(self, layer: str) -> bool:
         """Whether adapters change the linear layer by default. layer: with its component, `transformer.proj_out`."""
         component, _, inside = layer.partition(".")
@@ -138,9 +168,53 @@ class ModelFamily(ABC):
         """Where the weights of `build(component)` lie, by diffusers names."""
         return self._folder.denoiser_weights(component, self.build(component), self.layout(component))
 
+    def computed_buffers(self, component: str) -> Mapping[str, Tensor]:
+        """What `build(component)` computes when it is made and no file holds, by name, on the CPU."""
+        return {}
+
     @abstractmethod
     def layout(self, component: str) -> tuple[Fused, ...]:
         """The component's tensors as its original single file has them."""
+
+    @abstractmethod
+    def batch_key(self, example: Example) -> Hashable:
+        """Examples with equal keys may share a batch: same image size, same text length, same references."""
+
+    def collate(self, examples: Sequence[Example]) -> Batch:
+        """Examples of one batch key, stacked."""
+        return {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
+
+    @abstractmethod
+    def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
+        """The training loss of one micro-batch.
+
+        model: the live components by name.  batch["weight"]: (B,) weight of each item, 0 for padding;
+        batch["mask"]: (B, h, w) weights of the latent pixels, where the data have masks.
+        Timestep and noise come from `rng`; each component is called exactly once.
+        """
+
+    @classmethod
+    @abstractmethod
+    def published(cls, architecture: str) -> dict[str, Any]:
+        """What the configs of a published model's parts have in place of a tiny one's: {folder: {key: value}}.
+
+        architecture: one of `architectures`. Tokenizers by their `model_max_length`.
+        """
+
+    @classmethod
+    @abstractmethod
+    def tiny(cls, architecture: str | None = None) -> dict[str, Any]:
+        """Architecture of a model that trains in seconds on a CPU: {component: its config}."""
+
+
+class ImageFamily(ModelFamily):
+    """A model that draws pictures from captions, trained on latents and embeddings that frozen encoders make."""
+
+    trains_on = "images"
+    shift: ClassVar[Shift] = Shift()
+    """What `objective.shift` means for it, in flow matching."""
+    data_fields = frozenset(DataConfig.model_fields) - TEXT_DATA
+    sample_fields = frozenset(SampleConfig.model_fields) - TEXT_SAMPLE
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -166,23 +240,6 @@ class ModelFamily(ABC):
         """One RGB image whose sides are multiples of `size_multiple`, on the CPU, without batch dim.
 
         "latents" (..., h, w); a mask of the loss is (h, w).
-        """
-
-    @abstractmethod
-    def batch_key(self, example: Example) -> Hashable:
-        """Examples with equal keys may share a batch: same image size, same text length, same references."""
-
-    def collate(self, examples: Sequence[Example]) -> Batch:
-        """Examples of one batch key, stacked."""
-        return {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
-
-    @abstractmethod
-    def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
-        """The training loss of one micro-batch.
-
-        model: the live components by name.  batch["weight"]: (B,) weight of each item, 0 for padding;
-        batch["mask"]: (B, h, w) weights of the latent pixels, where the data have masks.
-        Timestep and noise come from `rng`; each component is called exactly once.
         """
 
     @abstractmethod
@@ -215,18 +272,55 @@ class ModelFamily(ABC):
         of their own.  dtype: of the text encoders.
         """
 
-    @classmethod
-    @abstractmethod
-    def published(cls, architecture: str) -> dict[str, Any]:
-        """What the configs of a published model's parts have in place of a tiny one's: {folder: {key: value}}.
 
-        architecture: one of `architectures`. Tokenizers by their `model_max_length`.
-        """
+class TextFamily(ModelFamily):
+    """A language model, trained on rows of tokens.
 
-    @classmethod
+    An example holds "tokens", "learned" and "documents", each (`data.length`,), as `data.text.Row` has them.
+    """
+
+    trains_on = "text"
+    data_fields = frozenset({"path", "validation", "validation_every", "cache"}) | TEXT_DATA
+    sample_fields = frozenset({"every", "prompts", "seed"}) | TEXT_SAMPLE
+
+    @property
     @abstractmethod
-    def tiny(cls, architecture: str | None = None) -> dict[str, Any]:
-        """Architecture of a model that trains in seconds on a CPU: {component: its config}."""
+    def longest(self) -> int | None:
+        """Most tokens of a row, None for any number."""
+
+    @property
+    @abstractmethod
+    def begin_of_text(self) -> tuple[int, ...]:
+        """The tokens before each document."""
+
+    @property
+    @abstractmethod
+    def end_of_text(self) -> int:
+        """The token after each document."""
+
+    @property
+    @abstractmethod
+    def vocabulary(self) -> int:
+        """Number of token ids the model knows."""
+
+    @abstractmethod
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of a text, with no special token added."""
+
+    @abstractmethod
+    def write_on(self, model: nn.ModuleDict, prompt: str, cfg: SampleConfig, rng: SampleRng) -> str:
+        """What follows a prompt. Calls the model a number of times that depends on `cfg` only."""
+
+    def batch_key(self, example: Example) -> Hashable:
+        """Rows are of one length."""
+        return None
+
+    def blank_row(self, length: int) -> Example:
+        """An example of that many tokens, of one document."""
+        learned = torch.ones(length, dtype=torch.bool)
+        learned[0] = False
+        tokens = torch.zeros(length, dtype=torch.int64)
+        return {"tokens": tokens, "learned": learned, "documents": tokens.clone()}
 
 
 def check_unread(section: str, given: Section, read: Collection[str]) -> None:
@@ -235,7 +329,7 @@ def check_unread(section: str, given: Section, read: Collection[str]) -> None:
         if field not in read and value != type(given).model_fields[field].default:
             raise InputError(
                 f"{section}.{field}: is not used by this kind of model; leave it out. "
-                f"It reads {', '.join(f'{section}.{name}' for name in sorted(read))}"
+                f"It reads {', '.join(f'{section}.{name}' for name in sorted(read)) or 'nothing of this section'}"
             )
 
 

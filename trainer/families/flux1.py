@@ -8,10 +8,10 @@ Batch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
@@ -44,7 +44,7 @@ from trainer.families._layout import numbered, tensors_of
 from trainer.families._t5 import T5_TYPES, T5_XXL, load_t5, t5_states, tiny_t5, write_tiny_t5, write_tiny_t5_tokenizer
 from trainer.families._text import TextEncoder, max_tokens
 from trainer.families._vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
-from trainer.families.base import FLOW_FIELDS, LoadModule, ModelFamily, check_unread
+from trainer.families.base import FLOW_FIELDS, ImageFamily, LoadModule, check_unread
 from trainer.objectives import Batch, Example, Loss
 from trainer.rng import SampleRng
 from trainer.weights import Fused
@@ -79,11 +79,11 @@ class TextEncoders:
     t5: TextEncoder
 
 
-class Flux1(ModelFamily):
+class Flux1(ImageFamily):
     components = ("transformer",)
     shard_blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     returns_views = ("FluxSingleTransformerBlock", "FluxTransformer2DModel")
-    adapter_targets: ClassVar = {
+    adapter_targets: Mapping[str, tuple[str, ...]] = {
         "transformer": (
             r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)",
             r"transformer_blocks\.\d+\.(ff|ff_context)\.net\.(0\.proj|2)",

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
@@ -54,7 +54,7 @@ from trainer.families._text import (
     tiny_language_model,
     write_tiny_tokenizer,
 )
-from trainer.families.base import FLOW_FIELDS, LoadModule, ModelFamily, check_unread, references_of
+from trainer.families.base import FLOW_FIELDS, ImageFamily, LoadModule, check_unread, references_of
 from trainer.objectives import Batch, Example, Loss, empirical_mu
 from trainer.rng import SampleRng
 from trainer.weights import Fused
@@ -138,11 +138,11 @@ def _tokenize_klein(tokenizer: Any, caption: str, max_tokens: int) -> Mapping[st
 TOKENIZE = {"mistral": _tokenize_dev, "qwen3": _tokenize_klein}
 
 
-class Flux2(ModelFamily):
+class Flux2(ImageFamily):
     components = ("transformer",)
     shard_blocks = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
     # `to_out` is a ModuleList in double blocks and a Linear in single ones: full names, never suffixes.
-    adapter_targets: ClassVar = {
+    adapter_targets: Mapping[str, tuple[str, ...]] = {
         "transformer": (
             r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)",
             r"transformer_blocks\.\d+\.(ff|ff_context)\.(linear_in|linear_out)",

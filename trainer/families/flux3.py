@@ -13,7 +13,7 @@ import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_flux3 import Flux3Attention, Flux3Transformer2DModel
@@ -44,7 +44,7 @@ from trainer.families._text import (
     tiny_language_model,
     write_tiny_tokenizer,
 )
-from trainer.families.base import LoadModule, ModelFamily, references_of
+from trainer.families.base import ImageFamily, LoadModule, references_of
 from trainer.objectives import Batch, Example, Loss, Shift
 from trainer.rng import SampleRng
 from trainer.weights import Fused
@@ -73,11 +73,11 @@ ROPE_SCALE = 0.5
 """Distance of neighbouring tokens of an image in the rotary positions."""
 
 
-class Flux3(ModelFamily):
+class Flux3(ImageFamily):
     components = ("transformer",)
     shard_blocks = ("Flux3ModeTransformerBlock", "Flux3SingleTransformerBlock")
     # The blocks that only reference images pass through are left alone: most runs have none.
-    adapter_targets: ClassVar = {
+    adapter_targets: Mapping[str, tuple[str, ...]] = {
         "transformer": (
             r"(mode_blocks\.image|txt_mode_blocks|single_transformer_blocks)\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0)",
             r"(mode_blocks\.image|txt_mode_blocks|single_transformer_blocks)\.\d+\.ff\.(linear_in|linear_out)",

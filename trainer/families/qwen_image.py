@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
@@ -50,7 +50,7 @@ from trainer.families._text import (
     tiny_language_model,
     write_tiny_tokenizer,
 )
-from trainer.families.base import LoadModule, ModelFamily
+from trainer.families.base import ImageFamily, LoadModule
 from trainer.objectives import Batch, Example, Loss, Shift, ShiftLine
 from trainer.rng import SampleRng
 from trainer.weights import Fused, WeightFiles
@@ -89,11 +89,11 @@ TEMPLATE_TOKENS = 34
 """Tokens of the template before the caption, whose states are left out."""
 
 
-class QwenImage(ModelFamily):
+class QwenImage(ImageFamily):
     components = ("transformer",)
     shard_blocks = ("QwenImageTransformerBlock",)
     returns_views = ("QwenImageTransformer2DModel",)
-    adapter_targets: ClassVar = {
+    adapter_targets: Mapping[str, tuple[str, ...]] = {
         "transformer": (
             r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)",
             r"transformer_blocks\.\d+\.(img_mlp|txt_mlp)\.net\.(0\.proj|2)",

@@ -8,10 +8,10 @@ CLIPs. With a batch dim in front in a Batch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
@@ -47,7 +47,7 @@ from trainer.families._layout import numbered, tensors_of
 from trainer.families._t5 import T5_TYPES, T5_XXL, load_t5, t5_states, tiny_t5, write_tiny_t5, write_tiny_t5_tokenizer
 from trainer.families._text import TextEncoder, max_tokens
 from trainer.families._vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
-from trainer.families.base import LoadModule, ModelFamily
+from trainer.families.base import ImageFamily, LoadModule
 from trainer.objectives import Batch, Example, Loss, Shift
 from trainer.rng import SampleRng
 from trainer.weights import Fused
@@ -91,10 +91,10 @@ class TextEncoders:
     t5: TextEncoder | None
 
 
-class Sd3(ModelFamily):
+class Sd3(ImageFamily):
     components = ("transformer",)
     shard_blocks = ("JointTransformerBlock",)
-    adapter_targets: ClassVar = {
+    adapter_targets: Mapping[str, tuple[str, ...]] = {
         "transformer": (
             r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)",
             r"transformer_blocks\.\d+\.attn2\.(to_q|to_k|to_v|to_out\.0)",

@@ -42,7 +42,7 @@ from trainer.families._folder import (
 from trainer.families._images import device_of
 from trainer.families._ldm import clip_layout, open_clip_layout, unet_layout, vae_key, vae_layout
 from trainer.families._vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
-from trainer.families.base import DIFFUSION_FIELDS, LoadModule, ModelFamily
+from trainer.families.base import DIFFUSION_FIELDS, ImageFamily, LoadModule
 from trainer.objectives import (
     Batch,
     Example,
@@ -85,10 +85,10 @@ class TextEncoders:
     frozen: Mapping[str, nn.Module]
 
 
-class Sdxl(ModelFamily):
+class Sdxl(ImageFamily):
     components = ("unet", *ENCODERS)
     shard_blocks = ("BasicTransformerBlock", "ResnetBlock2D", "CLIPEncoderLayer")
-    adapter_targets: ClassVar = {
+    adapter_targets: Mapping[str, tuple[str, ...]] = {
         "unet": (
             r".+\.transformer_blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)",
             r".+\.transformer_blocks\.\d+\.ff\.net\.(0\.proj|2)",

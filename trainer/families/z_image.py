@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
@@ -52,7 +52,7 @@ from trainer.families._text import (
     write_tiny_tokenizer,
 )
 from trainer.families._vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
-from trainer.families.base import LoadModule, ModelFamily
+from trainer.families.base import ImageFamily, LoadModule
 from trainer.objectives import Batch, Example, Loss, Shift
 from trainer.rng import SampleRng
 from trainer.weights import Fused
@@ -76,10 +76,10 @@ DEFAULT_ARCHITECTURE = "z-image"
 MAX_TOKENS = 512
 
 
-class ZImage(ModelFamily):
+class ZImage(ImageFamily):
     components = ("transformer",)
     shard_blocks = ("ZImageTransformerBlock",)
-    adapter_targets: ClassVar = {
+    adapter_targets: Mapping[str, tuple[str, ...]] = {
         "transformer": (
             r"(layers|noise_refiner|context_refiner)\.\d+\.attention\.(to_q|to_k|to_v|to_out\.0)",
             r"(layers|noise_refiner|context_refiner)\.\d+\.feed_forward\.(w1|w2|w3)",

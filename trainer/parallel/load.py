@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from trainer.config import InputError
 from trainer.stored import OpenFiles, TensorEntry
-from trainer.weights import WeightFiles
+from trainer.weights import WeightFiles, stored_tensors
 from trainer.world import World
 
 PIECE = 1 << 18
@@ -49,22 +49,6 @@ class Loading:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     threads: int = 1
     told: Callable[[int, int], None] = lambda done, total: None
-
-
-def give_storage(module: nn.Module, device: torch.device) -> None:
-    """Uninitialized storage for a module on the meta device.
-
-    A parameter that several modules share, as an embedding and a head, stays one: `nn.Module.to_empty` gives each of
-    them its own.
-    """
-    holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for part in module.modules():
-        for name, parameter in part.named_parameters(recurse=False):
-            holders.setdefault(parameter, []).append((part, name))
-    module.to_empty(device=device)
-    for (first, first_name), *others in holders.values():
-        for part, name in others:
-            setattr(part, name, getattr(first, first_name))
 
 
 def load_weights(
@@ -186,7 +170,8 @@ def _sources(
 ) -> dict[str, _Source]:
     """By name without an adapter's `.base_layer`. Raises InputError as `load_weights` does."""
     skipped, coded = set(skip), coded or {}
-    wanted = {name.replace(".base_layer.", "."): t for name, t in model.state_dict().items() if name not in skipped}
+    held = stored_tensors(model)
+    wanted = {name.replace(".base_layer.", "."): tensor for name, tensor in held.items() if name not in skipped}
     stored = {name: coded[name].stored if name in coded else name for name in wanted}
     shapes = {stored[n]: coded[n].shape if n in coded else tuple(tensor.shape) for n, tensor in wanted.items()}
     check_weights(shapes, files)

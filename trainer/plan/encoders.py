@@ -15,7 +15,7 @@ from PIL import Image
 from torch import nn
 
 from trainer.config import ParallelConfig, RunConfig
-from trainer.families.base import ModelFamily
+from trainer.families.base import ImageFamily, ModelFamily
 from trainer.modules import place_encoder, prepare_encoder
 from trainer.objectives import Example
 from trainer.parallel.mesh import device_mesh
@@ -32,7 +32,13 @@ CAPTION = "1" * 480
 
 
 def record_encoders(cfg: RunConfig, family: ModelFamily, device: torch.device) -> Encoders:
-    """Their passes, without FSDP's own memory. cfg: how it is sharded, and over how many ranks, does not matter."""
+    """Their passes, without FSDP's own memory. cfg: how it is sharded, and over how many ranks, does not matter.
+
+    Where text is trained on there are none.
+    """
+    if not isinstance(family, ImageFamily):
+        nothing = (0.0, 0.0, 0.0)
+        return Encoders(Step((), (), 0), 0, 0, 0, sides_of(cfg), nothing, nothing, nothing)
     cfg = cfg.model_copy(update={"parallel": ParallelConfig(devices=2, strategy="full")})
     place = _Place(cfg, family, device)
     with place.text() as (_, moments, units, run):
@@ -46,7 +52,7 @@ def record_encoders(cfg: RunConfig, family: ModelFamily, device: torch.device) -
     return Encoders(text, whole, _size(caption), image, sides_of(cfg), encoding, decoding, latents)
 
 
-def trace_captions(cfg: RunConfig, family: ModelFamily, device: torch.device) -> int:
+def trace_captions(cfg: RunConfig, family: ImageFamily, device: torch.device) -> int:
     """Bytes on rank 0 at most while a caption is encoded."""
     with _Place(cfg, family, device).text() as (ledger, _, _, run):
         ledger.begin()
@@ -58,7 +64,7 @@ def trace_captions(cfg: RunConfig, family: ModelFamily, device: torch.device) ->
 class _Place:
     """Where encoders are loaded to. cfg: says over how many ranks."""
 
-    def __init__(self, cfg: RunConfig, family: ModelFamily, device: torch.device) -> None:
+    def __init__(self, cfg: RunConfig, family: ImageFamily, device: torch.device) -> None:
         self.cfg, self.family, self.device = cfg, family, device
         self.loaded: list[tuple[nn.Module, Sequence[str]]] = []
 

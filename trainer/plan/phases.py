@@ -95,14 +95,15 @@ def _memories(
     if encoders.text.units or encoders.whole:
         sharded = over_all(cfg)
         yield CAPTIONS, captions(encoders, sharded), sharded.ranks if encoders.text.units else 1
-    yield IMAGES, _images(encoders, cfg.data.resolution**2), 1
+    if encoders.image:
+        yield IMAGES, _images(encoders, cfg.data.resolution**2), 1
     yield TRAINING, training, shards
     held = _averaged(cfg, step, sharding)
     if cfg.sample.every and cfg.sample.prompts:
         width, height = cfg.sample.size
         drawing = model.table.drawing(sample_size_of(cfg), rank_of(cfg))
         decoding = encoders.of_image(encoders.decoding, width * height)
-        beside = {AUTOENCODER: encoders.image} | held
+        beside = ({AUTOENCODER: encoders.image} if encoders.image else {}) | held
         yield SAMPLING, simulate_forward(drawing, sharding, beside, decoding), shards
     if cfg.export_what != "none":
         yield EXPORT, _export(step, sharding, held), shards

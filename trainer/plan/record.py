@@ -26,7 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from trainer import families
 from trainer.config import HUB_ID, ParallelConfig, RunConfig
 from trainer.families._published import published_folder
-from trainer.families.base import ModelFamily
+from trainer.families.base import ImageFamily, ModelFamily, TextFamily
 from trainer.modules import BuiltModel, build_model, materialize, shard_model, sync_gradients
 from trainer.objectives import Batch
 from trainer.optim import make_optimizer
@@ -293,8 +293,12 @@ class Sharded:
 
 def batch_of(family: ModelFamily, size: Size, dtype: torch.dtype, device: torch.device) -> Batch:
     """Blank examples of a size, on the device. dtype: of the text encoders."""
-    side = round(math.sqrt(size.pixels) / family.size_multiple) * family.size_multiple
-    example = family.blank_example(side, side, size.text_tokens, dtype)
+    if isinstance(family, TextFamily):
+        example = family.blank_row(round(size.pixels))
+    else:
+        assert isinstance(family, ImageFamily)
+        side = round(math.sqrt(size.pixels) / family.size_multiple) * family.size_multiple
+        example = family.blank_example(side, side, size.text_tokens, dtype)
     batch = family.collate([example] * size.batch)
     batch["weight"] = torch.ones(size.batch)
     return {key: tensor.to(device) for key, tensor in batch.items()}

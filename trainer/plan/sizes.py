@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainer.config import RankAdapter, RunConfig
+from trainer.facts import trains_on
 from trainer.plan.hardware import GIB, Card
 from trainer.plan.steps import Size, Step
 from trainer.plan.timeline import Sharding
@@ -15,13 +16,17 @@ BITS = {"nf4": 4.25, "int8": 8.25, "fp8": 8.0}
 
 
 def size_of(cfg: RunConfig) -> Size:
-    """What a pass is given; reference images are further pixels."""
+    """What a pass is given; reference images are further pixels. Tokens of text are counted as pixels."""
+    if trains_on(cfg) == "text":
+        return Size(cfg.data.length, cfg.train.micro_batch)
     references = 1 if cfg.data.references else 0
     return Size((1 + references) * cfg.data.resolution**2, cfg.train.micro_batch)
 
 
 def sample_size_of(cfg: RunConfig) -> Size:
     """What the model is given where a sample is drawn."""
+    if trains_on(cfg) == "text":
+        return Size(cfg.sample.tokens, 1)
     width, height = cfg.sample.size
     return Size((2 if cfg.sample.references else 1) * width * height, 1)
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-from trainer.config import MODEL_WORDS, LokrAdapter, RankAdapter, RunConfig
+from trainer.config import LokrAdapter, RankAdapter, RunConfig
+from trainer.facts import trains_on
 from trainer.plan.steps import Mark, Moment, Parameter, Run, Size, Step, Unit, lengthen
 
 Sides = tuple[int, int, int]
@@ -21,6 +22,9 @@ Sides = tuple[int, int, int]
 SIDES: Sides = (256, 512, 1024)
 SMALL_SIDES: Sides = (32, 64, 128)
 """For the demo and tiny models."""
+TEXT_SIDES: Sides = (16, 32, 64)
+"""For language models: 256, 1024 and 4096 tokens, where images have pixels."""
+SMALL_TEXT_SIDES: Sides = (4, 8, 16)
 REMEMBERED = 256
 """Steps that are kept: a search asks for the same again and again."""
 RANKS = (16, 32)
@@ -46,7 +50,10 @@ def ranks_of(cfg: RunConfig) -> tuple[int, ...]:
 
 def sides_of(cfg: RunConfig) -> Sides:
     """Of the images that are recorded."""
-    return SMALL_SIDES if cfg.model.path in MODEL_WORDS else SIDES
+    is_small = cfg.model.path in ("tiny", "demo")
+    if trains_on(cfg) == "text":
+        return SMALL_TEXT_SIDES if is_small else TEXT_SIDES
+    return SMALL_SIDES if is_small else SIDES
 
 
 def recorded_sizes(sides: Sides) -> tuple[Size, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from trainer.events import (
 from trainer.rundir import RunDir
 
 FIGURES = tuple(each.name for each in fields(StepEvent) if each.name not in ("step", "time", "type"))
+_UNTOLD = {"images": ("tokens_per_second",), "tokens": ("images_per_second",)}
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,11 @@ class Picture:
 
 @dataclass(frozen=True)
 class Note:
-    """Something in words: a new state of the run, a warning or an error."""
+    """Something in words: a new state of the run, a warning, an error, or a sample of a language model."""
 
     step: int
     time: float
-    kind: Literal["state", "warning", "error"]
+    kind: Literal["state", "warning", "error", "sample"]
     text: str
 
 
@@ -159,10 +161,14 @@ class Feed:
     def _item(self, event: AnyEvent) -> Item | None:
         place, step, when = self._place, event.step, event.time
         if isinstance(event, StepEvent) and place.is_new("step", step):
-            return Figures(step, when, {name: vars(event)[name] for name in FIGURES})
+            names = (name for name in FIGURES if name not in _UNTOLD[event.speed[1]])
+            return Figures(step, when, {name: vars(event)[name] for name in names})
         if isinstance(event, ValidationEvent) and place.is_new("validation", step):
-            return Figures(step, when, {"validation_loss": event.loss})
+            perplexity = {} if math.isnan(event.perplexity) else {"validation_perplexity": event.perplexity}
+            return Figures(step, when, {"validation_loss": event.loss, **perplexity})
         if isinstance(event, SampleEvent) and place.is_new(f"sample {event.index}", step):
+            if event.text:
+                return Note(step, when, "sample", event.text)
             return Picture(step, when, event.index, event.prompt, self._run.path / event.path)
         if isinstance(event, StatusEvent):
             self.state = event.state

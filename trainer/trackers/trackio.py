@@ -18,6 +18,7 @@ from trainer.trackers.feed import Figures, Note, Picture, Place
 
 LEVELS = {
     "state": trackio.AlertLevel.INFO,
+    "sample": trackio.AlertLevel.INFO,
     "warning": trackio.AlertLevel.WARN,
     "error": trackio.AlertLevel.ERROR,
 }

@@ -1,0 +1,33 @@
+"""The data of a run, by the kind of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from trainer.config import RunConfig
+from trainer.encode import ImageSource, Say, encode_data
+from trainer.families.base import ImageFamily, LoadModule, ModelFamily, TextFamily
+from trainer.source import Source
+from trainer.texts import TextSource
+from trainer.world import World
+
+
+def open_source(
+    cfg: RunConfig,
+    family: ModelFamily,
+    load: LoadModule,
+    cache: Path,
+    world: World,
+    say: Say,
+    stopping: Callable[[], bool],
+) -> Source:
+    """Everything a run trains on, encoded where encoders do that. Collective. The arguments are those of
+    `encode_data`, as is what it raises."""
+    match family:
+        case TextFamily():
+            return TextSource(cfg, family, world)
+        case ImageFamily():
+            data = encode_data(cfg, family, load, cache, world, say, stopping)
+            return ImageSource(cfg, family, load, data)
+    raise TypeError(f"{type(family).__name__} is neither")
