@@ -25,6 +25,7 @@ from trainer.events import (
     RankLine,
     RankReader,
     SampleEvent,
+    StageEvent,
     State,
     StatusEvent,
     StepEvent,
@@ -63,7 +64,7 @@ class RankState(RankLine):
 class RunView:
     """A run at one moment. seconds: per step and by part, as the mean over the last steps.
 
-    speed: what is trained per second, and its unit.
+    stage: the one that is under way, where there are stages.  speed: what is trained per second, and its unit.
     eta_s: None while nothing can be said.  imbalance: largest peak of a rank to the mean of all.
     is_alive: whether its processes are there, for a moment also after its end.  curves: differ when the lines do.
     """
@@ -73,6 +74,7 @@ class RunView:
     message: str
     done: int
     total: int
+    stage: StageEvent | None
     step: int
     num_steps: int
     loss: float | None
@@ -112,7 +114,8 @@ class RunView:
 
 def _training(view: RunView) -> str:
     left = "" if view.eta_s is None else f", about {_duration(view.eta_s)} left"
-    return f"Training: step {view.step} of {view.num_steps}, {told_speed(*view.speed)}{left}"
+    stage = f"stage {view.stage.number} of {view.stage.count}, {view.stage.name}, " if view.stage else ""
+    return f"Training: {stage}step {view.step} of {view.num_steps}, {told_speed(*view.speed)}{left}"
 
 
 def _finished(view: RunView) -> str:
@@ -164,6 +167,7 @@ class Follower:
         self._steps: list[StepEvent] = []
         self._num_read = 0
         self._validations: dict[int, ValidationEvent] = {}
+        self._stage: StageEvent | None = None
         self._samples: dict[tuple[int, int], SampleEvent] = {}
         self._told: list[AnyEvent] = []
         self._status = StatusEvent(state="created", time=0.0)
@@ -215,6 +219,8 @@ class Follower:
                     self.config, self._error = self.run.config(), None
                     self._lines.clear()
                 self._status = event
+            case StageEvent():
+                self._stage = event
             case SampleEvent():
                 self._samples[event.index, event.step] = event
             case ValidationEvent():
@@ -230,7 +236,7 @@ class Follower:
         seconds = {part: _mean(getattr(step, f"seconds_{part}") for step in recent) for part in SPLIT}
         seconds["step"] = _mean(step.seconds for step in recent)
         step = self._steps[-1].step if self._steps else 0
-        num_steps = self.config.train.steps
+        num_steps = sum(self.config.stage_steps)
         last_word = max([self._last_event, *(line.time for line in self._lines.values())])
         peaks = [rank.peak for rank in ranks]
         stride = 1 if state in ENDS else max(1, len(self._steps) // SEEN_STEPS)
@@ -241,6 +247,7 @@ class Follower:
             message=self._status.message,
             done=self._status.done,
             total=self._status.total,
+            stage=self._stage,
             step=step,
             num_steps=num_steps,
             loss=smoothed(event.loss for event in recent)[-1] if recent else None,

@@ -1,4 +1,4 @@
-"""Reads the images of drafts in the background: a folder of a million files keeps no page waiting."""
+"""Reads the images or text files of drafts in the background: a folder of a million files keeps no page waiting."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from trainer import facts
 from trainer.config import InputError, RunConfig
+from trainer.data import textfiles
 from trainer.data.buckets import bucket_sizes, images_per_bucket
 from trainer.data.images import Watcher, scan
 
@@ -26,15 +27,17 @@ DEFAULT_MULTIPLE = 16
 
 @dataclass(frozen=True)
 class Found:
-    """What is known of the images of a config.
+    """What is known of the data of a config.
 
     num_files: seen so far.  images: those with captions, also those that cannot be read, folder by folder.
+    texts: {file of a language model's data: its bytes}.
     problems: what stops a run, a sentence per file.  buckets: {(width, height): images} they will be trained in.
     """
 
     num_files: int
     is_complete: bool = True
     images: tuple[Path, ...] = ()
+    texts: Mapping[Path, int] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     buckets: Mapping[tuple[int, int], int] = field(default_factory=dict)
@@ -109,6 +112,8 @@ class _Scan(Watcher):
             self._result.set_exception(error)
 
     def _read(self) -> Found:
+        if facts.trains_on(self._config) == "text":
+            return self._read_text()
         data, known = self._config.data, facts.of(self._config.model.family)
         multiple = known.size_multiple if known else DEFAULT_MULTIPLE
         try:
@@ -119,3 +124,10 @@ class _Scan(Watcher):
             return Found(self._num_files, images=tuple(self._images), problems=problems)
         buckets = images_per_bucket(dataset.train, sizes)
         return Found(self._num_files, images=tuple(self._images), warnings=dataset.warnings, buckets=buckets)
+
+    def _read_text(self) -> Found:
+        try:
+            texts = textfiles.sizes(textfiles.of_config(self._config.data)[0])
+        except InputError as error:
+            return Found(0, problems=(str(error),))
+        return Found(len(texts), texts=texts)

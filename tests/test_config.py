@@ -185,7 +185,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "quantize.formats: 'a(' is not a layer name or regular expression: missing ), unterminated subpattern at "
         "position 1",
     ),
-    ({"stages": [{"name": "warm"}]}, "stages: runs in stages are not in this version; start one run per stage"),
+    (
+        {"stages": [{"name": "warm"}, {"name": "warm"}]},
+        "stages[1].name: 'warm' is the name of two stages; give each its own",
+    ),
 ]
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from trainer import configfile, launch
+from trainer import launch, stages
 from trainer.config import InputError, RunConfig, TrackersConfig
 from trainer.diagnosis import less_memory
 from trainer.events import EventWriter, ExportEvent, State, StatusEvent, WarningEvent
@@ -23,6 +23,7 @@ from trainer.report import write_report
 from trainer.rundir import RunDir
 from trainer.seat import Seat, cache_folder, take_seat
 from trainer.signals import Preemption, noted
+from trainer.stages import Stage
 
 if TYPE_CHECKING:
     from trainer.world import World
@@ -35,8 +36,9 @@ def main() -> int:
         return on_every_rank(RunDir(arguments.run_dir.absolute()), _train)
     run = RunDir.open(arguments.run_dir)
     try:
-        cfg = run.config().exporting(arguments.export, arguments.format, arguments.dtype)
-        for path in _export(cfg, run):
+        stage = stages.current(run, run.config())
+        cfg = stage.config.exporting(arguments.export, arguments.format, arguments.dtype)
+        for path in _export(cfg, run, stage.before):
             print(path)
     except InputError as error:
         print(error)  # stderr is full of what libraries log while they load
@@ -71,17 +73,24 @@ def _train(run: RunDir) -> None:
         noted() as told,
         debug_log(cfg.trackers, run, world.rank),
     ):
-        say = speaker(run, world)
+        say = speaker(run, world, seat.before)
         trackers = cfg.trackers if world.rank == 0 else TrackersConfig()
         grant = partial(_start_again_with, run, say)
         with Watchdog(world, run, cfg.parallel.timeout, told, grant) as watch, following(trackers, run, say):
             end = _train_on(seat, world, say, told, watch.ask)
+    stage = stages.current(run, run.config())
+    if end.state == "finished" and not stage.is_last and world.local_rank == 0:
+        stage.mark_ended(world.rank)
     if world.rank:
         return
     # The other ranks have gone: an export takes minutes for a large model, and nobody need wait for it.
+    if end.state == "finished" and not stage.is_last:
+        say(StatusEvent(state="exporting", step=end.step, message="weights for the next stage"))
+        _hand_over(stage, run, end.weights)
+        return
     if end.state == "finished" and cfg.export_what != "none":
         say(StatusEvent(state="exporting", step=end.step))
-        _export(cfg, run, end.weights)
+        _export(cfg, run, seat.before, end.weights)
     say(StatusEvent(state=end.state, step=end.step))
     write_report(run)
 
@@ -98,7 +107,7 @@ class _End:
 def _start_again_with(run: RunDir, say: Callable[[Any], None], change: str) -> None:
     """On rank 0, for a rank that ran out of memory: the ranks that torchrun starts next read the changed config."""
     try:
-        run.replace_config(configfile.load(run.config_file, (change,)).config)
+        run.replace_config(stages.changed(run.config(), run.current_stage, change))
         say(WarningEvent(message=f"memory ran out; the ranks are started again with {change}"))
     except (InputError, OSError) as error:
         say(WarningEvent(message=f"memory ran out, and {change} could not be set: {error}"))
@@ -114,7 +123,7 @@ def _train_on(
 
     cfg, run = seat.config, seat.run
     try:
-        trainer = Trainer(cfg, run, world, seat.cache, say, told)
+        trainer = Trainer(cfg, run, world, seat.cache, say, told, seat.before)
     except StopRequested:
         return _End("stopped", newest_step(run.checkpoints), {})
     try:
@@ -132,7 +141,15 @@ def _train_on(
         trainer.close()
 
 
-def _export(cfg: RunConfig, run: RunDir, weights: Mapping[str, Tensor] | None = None) -> list[Path]:
+def _hand_over(stage: Stage, run: RunDir, weights: Mapping[str, Tensor]) -> None:
+    """Write the weights of a stage for the next one, which begins when they are there."""
+    from trainer.export import hand_over
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    hand_over(stage, run, cache_folder(stage.config, run), weights)
+
+
+def _export(cfg: RunConfig, run: RunDir, before: int, weights: Mapping[str, Tensor] | None = None) -> list[Path]:
     """Returns the paths, the main one last: what reads a command's output takes its last line."""
     from trainer.export import export
     from trainer.manifest import newest_step
@@ -140,7 +157,7 @@ def _export(cfg: RunConfig, run: RunDir, weights: Mapping[str, Tensor] | None = 
     # The launcher gives each of its processes one thread, as ranks share the cores. The others have gone.
     torch.set_num_threads(os.cpu_count() or 1)
     exported = export(cfg, run, cache_folder(cfg, run), weights)[::-1]
-    step = newest_step(run.checkpoints)
+    step = before + newest_step(run.checkpoints)
     with EventWriter(run.events_file) as events:
         for file in exported:
             path = str(file.path.relative_to(run.path))

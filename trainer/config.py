@@ -493,7 +493,7 @@ class StageConfig(Section):
     name: str = option(..., pattern=NAME_PATTERN)
     """Name of the stage: its folder and its label."""
     set: dict[str, Any] = option({})
-    """Dotted fields that differ from the run's own in this stage."""
+    """Fields that differ from the run's own in this stage, as {train.steps: 500, optim.lr: 1e-5}."""
 
 
 class RunConfig(Section):
@@ -515,7 +515,7 @@ class RunConfig(Section):
     trackers: TrackersConfig = TrackersConfig()
     cluster: ClusterConfig = ClusterConfig()
     stages: tuple[StageConfig, ...] = ()
-    """Parts of the run that follow each other, each from the weights of the one before."""
+    """Parts of the run that follow each other, each with its own torchrun and from the weights of the one before."""
 
     @model_validator(mode="after")
     def _check_rules(self) -> RunConfig:
@@ -523,6 +523,11 @@ class RunConfig(Section):
         if problems:
             raise RuleError(problems)
         return self
+
+    @property
+    def stage_steps(self) -> tuple[int, ...]:
+        """Optimizer steps of each stage; of a run without stages its own."""
+        return tuple(stage.set.get("train.steps", self.train.steps) for stage in self.stages) or (self.train.steps,)
 
     @property
     def export_what(self) -> str:
@@ -581,7 +586,7 @@ def rules(cfg: RunConfig) -> Iterator[Problem]:
     yield from _data_rules(cfg)
     yield from _sample_rules(cfg)
     yield from _cluster_rules(cfg)
-    yield from _unbuilt_rules(cfg)
+    yield from _stage_rules(cfg)
 
 
 def _model_rules(cfg: RunConfig) -> Iterator[Problem]:
@@ -863,7 +868,31 @@ def _cluster_rules(cfg: RunConfig) -> Iterator[Problem]:
             yield Problem(f"cluster.slurm.{name}", "holds a line break; write one line")
 
 
-def _unbuilt_rules(cfg: RunConfig) -> Iterator[Problem]:
-    """Fields whose place is fixed but whose work is not in this version: refused, never ignored."""
-    if cfg.stages:
-        yield Problem("stages", "runs in stages are not in this version; start one run per stage")
+OF_ALL_STAGES = (
+    "name",
+    "parallel.devices",
+    "parallel.device",
+    "parallel.nodes",
+    "parallel.rendezvous",
+    "parallel.max_restarts",
+    "data.cache",
+    "trackers",
+    "cluster",
+    "stages",
+)
+"""What cannot differ between the stages of a run."""
+OF_THE_FIRST_STAGE = ("model.path", "model.base", "adapter.start")
+"""What the stages after the first have from the one before."""
+
+
+def _stage_rules(cfg: RunConfig) -> Iterator[Problem]:
+    names = [stage.name for stage in cfg.stages]
+    for index, stage in enumerate(cfg.stages):
+        if stage.name in names[:index]:
+            yield Problem(f"stages[{index}].name", f"'{stage.name}' is the name of two stages; give each its own")
+        for field in stage.set:
+            place = f"stages[{index}].set.{field}"
+            if any(f"{field}.".startswith(f"{fixed}.") for fixed in OF_ALL_STAGES):
+                yield Problem(place, "is the same for all stages; set it outside of them")
+            elif index and any(f"{field}.".startswith(f"{first}.") for first in OF_THE_FIRST_STAGE):
+                yield Problem(place, f"comes from stage {names[index - 1]}; leave it out")

@@ -71,12 +71,24 @@ def load_text(text: str, overrides: Sequence[str], path: Path) -> ConfigFile:
         _add_override(override, draft)
     draft.leave_out_other_types()
     config = _validate(draft)
+    if config is not None:
+        _report_stages(config, draft)
     if draft.findings or config is None:
         findings = sorted(draft.findings)
         problems = [Problem(finding.field, finding.message) for finding in findings]
         raise ConfigError("\n".join(map(str, findings)), problems)
     places = {name(loc): str(place) for loc, place in draft.places.items()}
     return ConfigFile(config, path, tuple(draft.notes), places)
+
+
+def of_stage(cfg: RunConfig, index: int, given: Sequence[str] = ()) -> RunConfig:
+    """The config of one stage of a run, without stages. given: further fields, as `key=value`.
+
+    Raises ConfigError for what is wrong with it.
+    """
+    overrides = [f"{field}={json.dumps(value)}" for field, value in cfg.stages[index].set.items()]
+    text = yamltext.dump(cfg.model_dump(mode="json", exclude={"stages"}))
+    return load_text(text, [*overrides, *given], Path(f"stages[{index}]")).config
 
 
 def check_files(loaded: ConfigFile) -> None:
@@ -165,7 +177,10 @@ class _Draft:
             given.update({key: value for key, value in meant.items() if key == target})
             self.places.update({key: self.place(name(loc)) for key in meant if key not in leaves})
         for loc, value in (implied | given).items():
-            self.values[loc] = _resolved(slot(loc), value, folder)
+            if loc == ("stages",) and isinstance(value, list):
+                self.values[loc] = [_stage_resolved(stage, folder) for stage in value]
+            else:
+                self.values[loc] = _resolved(slot(loc), value, folder)
 
     def report(self, loc: Loc, message: str) -> None:
         """Note a problem at `loc`, and that its value is unknown."""
@@ -278,6 +293,37 @@ def _same_word(here: Slot | None, value: Any) -> Any:
     if here and isinstance(value, str) and value not in here.words and value.lower() in here.words:
         return value.lower()
     return value
+
+
+def _report_stages(cfg: RunConfig, draft: _Draft) -> None:
+    """Report what is wrong with the fields of a stage."""
+    for index in range(len(cfg.stages)):
+        try:
+            of_stage(cfg, index)
+        except ConfigError as error:
+            for problem in error.problems:
+                field = f"stages[{index}].set.{problem.field}"
+                draft.findings.append(Finding(draft.place(field), field, problem.message))
+
+
+def _stage_resolved(stage: Any, folder: Path) -> Any:
+    """A stage with its fields in one mapping of dotted names, paths made absolute."""
+    if not isinstance(stage, dict) or not isinstance(stage.get("set"), dict):
+        return stage
+    fields = dict(_dotted(stage["set"]))
+    return stage | {
+        "set": {key: _resolved(slot(tuple(key.split("."))), value, folder) for key, value in fields.items()}
+    }
+
+
+def _dotted(fields: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in fields.items():
+        field = f"{above}{key}"
+        here = slot(tuple(field.split(".")))
+        if isinstance(value, dict) and here and here.sections:
+            yield from _dotted(value, f"{field}.")
+        else:
+            yield field, value
 
 
 def _resolved(here: Slot | None, value: Any, folder: Path) -> Any:

@@ -56,6 +56,16 @@ class StatusEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageEvent(Event):
+    """A stage of the run begins. step: of all stages before it, as the steps of all events are.  number: from 1."""
+
+    name: str
+    number: int
+    count: int
+    type: Literal["stage"] = "stage"
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepEvent(Event):
     """One optimizer step. grad_norm: global norm before clipping.  seconds: whole step, then its split.
 
@@ -155,7 +165,15 @@ class ErrorEvent(Event):
 
 
 AnyEvent = (
-    StatusEvent | StepEvent | SampleEvent | ValidationEvent | CheckpointEvent | ExportEvent | WarningEvent | ErrorEvent
+    StatusEvent
+    | StageEvent
+    | StepEvent
+    | SampleEvent
+    | ValidationEvent
+    | CheckpointEvent
+    | ExportEvent
+    | WarningEvent
+    | ErrorEvent
 )
 
 

@@ -30,6 +30,7 @@ from trainer.events import (
     ExportEvent,
     RankReader,
     SampleEvent,
+    StageEvent,
     State,
     StatusEvent,
     StepEvent,
@@ -50,7 +51,9 @@ POLL_S = 0.2
 LINE_EVERY_S = 5.0
 FIGURES_OVER_STEPS = 50
 
-Told = StatusEvent | ValidationEvent | SampleEvent | CheckpointEvent | ExportEvent | WarningEvent | ErrorEvent
+Told = (
+    StatusEvent | StageEvent | ValidationEvent | SampleEvent | CheckpointEvent | ExportEvent | WarningEvent | ErrorEvent
+)
 """Every event but the steps, of which there are too many to tell each."""
 
 
@@ -229,7 +232,7 @@ def watch(cfg: RunConfig, run: RunDir, events: EventReader) -> int:
     The last line on stdout is the path of the export, or of the run folder when nothing was to be exported.
     """
     print(f"run folder: {run.path}", flush=True)
-    with _AskedToEnd() as asked, _face(cfg.train.steps) as face:
+    with _AskedToEnd() as asked, _face(sum(cfg.stage_steps)) as face:
         told = _follow(cfg, run, events, face, asked)
     return _conclude(run, told)
 
@@ -479,6 +482,8 @@ def sentence(event: Told) -> str:
         case StatusEvent():
             progress = f"{event.done}/{event.total}" if event.total else ""
             return "  ".join(part for part in (event.state, progress, event.message) if part)
+        case StageEvent():
+            return f"stage {event.number} of {event.count}: {event.name}"
         case ValidationEvent():
             perplexity = f", perplexity {event.perplexity:.3f}" if math.isfinite(event.perplexity) else ""
             return f"step {event.step}: validation loss {event.loss:.4f}{perplexity}"

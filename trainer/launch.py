@@ -38,6 +38,8 @@ OPTIONS = {
 hands on to the ranks, SIGUSR1 too, which SLURM can be told to send before it takes the machine away."""
 
 
+TORCHRUN, SUPERVISOR = "torch.distributed.run", "trainer.stages"
+"""Modules that lead the ranks of a run: by themselves, or by a torchrun for each stage."""
 UNHEARD_S = 1800
 """A run on another machine that wrote nothing for so long is taken for ended. Loading or exporting is silent too."""
 LAST_WORDS = 65536
@@ -94,13 +96,20 @@ class RunHandle:
     argv: list[str]
 
 
+def _argv(parallel: ParallelConfig, run: RunDir, module: str, node_rank: int, has_stages: bool) -> list[str]:
+    """The command of a run on one node: torchrun, or what starts one for each stage, and ends with the same words."""
+    if not has_stages:
+        return torchrun_argv(parallel, run, module, node_rank)
+    return [sys.executable, "-m", SUPERVISOR, str(node_rank), "-m", module, str(run.path)]
+
+
 def torchrun_argv(parallel: ParallelConfig, run: RunDir, module: str = "trainer", node_rank: int = 0) -> list[str]:
     """The command that starts the ranks of one node.
 
     One node rendezvouses on a free port of its own, so runs never meet. module: what every rank executes.
     """
     return [
-        sys.executable, "-m", "torch.distributed.run",
+        sys.executable, "-m", TORCHRUN,
         "--nnodes", str(parallel.nodes),
         "--nproc-per-node", str(parallel.devices),
         *_meeting_place(parallel, run, node_rank),
@@ -212,7 +221,7 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
     waits = f"waits for the other nodes: {joining(run, cfg.parallel.nodes)}" if must_be_joined(cfg.parallel) else ""
     with run.locked():
         require_ended(run)
-        argv = torchrun_argv(cfg.parallel, run, module)
+        argv = _argv(cfg.parallel, run, module, 0, has_stages=bool(cfg.stages))
         _end_orphans(argv)
         for request in ("stop", "save", "sample"):
             run.clear(request)
@@ -249,8 +258,10 @@ def join(parallel: ParallelConfig, run: RunDir, node_rank: int, module: str = "t
         numbers = "1" if nodes == 2 else f"1 to {nodes - 1}"
         raise InputError(f"--node-rank {node_rank}: the nodes that join {run.path} have the numbers {numbers}")
     environment = _node_environment(parallel)
+    # A machine that does not see the run folder cannot train in stages; its ranks say so.
+    has_stages = run.config_file.is_file() and bool(run.config().stages)
     with run.locked():
-        argv = torchrun_argv(parallel, run, module, node_rank)
+        argv = _argv(parallel, run, module, node_rank, has_stages)
         if any(_arguments(process) == argv for process in psutil.process_iter()):
             raise InputError(f"{run.path}: node {node_rank} of it runs on this machine already")
         _end_orphans(argv)
@@ -439,6 +450,7 @@ def end_family(pid: int) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         family = [process, *process.children()]  # torchrun gives each rank a session of its own
+        family += [rank for child in family[1:] if TORCHRUN in _arguments(child) for rank in child.children()]
         for member in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
@@ -480,13 +492,13 @@ def _end_orphans(torchrun: Sequence[str]) -> None:
     """Kill the ranks of a torchrun that was itself killed: they would train on, and write beside a continued run.
 
     They end with the same three arguments as it. Those below a torchrun that lives are left alone: they belong to
-    another node of the run on this machine.
+    another node of the run on this machine. In stages a torchrun is itself below the process that starts them.
     """
     own = [process for process in psutil.process_iter() if _arguments(process)[-3:] == list(torchrun[-3:])]
-    torchruns = {process for process in own if "torch.distributed.run" in _arguments(process)}
-    for process in set(own) - torchruns:
+    leaders = {process for process in own if torchrun[2] in _arguments(process)}
+    for process in set(own) - leaders:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if not torchruns.intersection(process.parents()):
+            if not leaders.intersection(process.parents()):
                 process.kill()
 
 

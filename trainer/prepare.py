@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from trainer import changes, configfile, facts, launch, manifest, trackers
+from trainer import changes, configfile, facts, launch, manifest, stages, trackers
 from trainer.config import InputError, RunConfig
 from trainer.configfile import ConfigFile
 from trainer.data import images, textfiles
@@ -33,7 +34,7 @@ def continued_run(run: RunDir, overrides: Sequence[str]) -> ConfigFile:
     loaded = configfile.load(run.config_file, overrides)
     saved = manifest.complete(run.checkpoints)
     if saved:
-        _check_changes(loaded, manifest.progress_of(saved[-1]))
+        _check_changes(loaded, stages.current(run, loaded.config).config, manifest.progress_of(saved[-1]))
     else:  # a checkpoint holds what became of the file
         configfile.check_start(loaded)
     check(loaded)
@@ -42,9 +43,9 @@ def continued_run(run: RunDir, overrides: Sequence[str]) -> ConfigFile:
     return loaded
 
 
-def _check_changes(loaded: ConfigFile, saved: Progress) -> None:
-    """Raises InputError for every field that must be what it was when the run was saved."""
-    changed = changes.changes(saved.config, loaded.config.model_dump(mode="json")) if saved.config else []
+def _check_changes(loaded: ConfigFile, config: RunConfig, saved: Progress) -> None:
+    """Raises InputError for every field that must be what it was when the run was saved. config: of the stage."""
+    changed = changes.changes(saved.config, config.model_dump(mode="json")) if saved.config else []
     problems = [f"{loaded.where(problem.field)}: {problem}" for problem in changes.refused(changed, saved.step)]
     if problems:
         raise InputError("\n".join(problems))
@@ -53,10 +54,25 @@ def _check_changes(loaded: ConfigFile, saved: Progress) -> None:
 def check(loaded: ConfigFile) -> None:
     """Raises InputError for every file, folder, image, model, tracker or port of the config that is wrong."""
     configfile.check_files(loaded)
+    for index in range(len(loaded.config.stages)):
+        _check_stage(loaded, index)
     _check_data(loaded.config)
     _check_hub_model(loaded)
     _check_trackers(loaded)
     launch.require_free_port(loaded.config.parallel)
+
+
+def _check_stage(loaded: ConfigFile, index: int) -> None:
+    """Raises InputError for files or data of a stage that are wrong."""
+    name = loaded.config.stages[index].name
+    try:
+        stage = replace(
+            loaded, config=configfile.of_stage(loaded.config, index), source=Path(f"stage {name}"), places={}
+        )
+        configfile.check_files(stage)
+        _check_data(stage.config)
+    except InputError as error:
+        raise InputError(f"{loaded.source}: {error}") from error
 
 
 def _check_data(cfg: RunConfig) -> None:

@@ -87,7 +87,7 @@ def _facts(cfg: RunConfig, events: Sequence[AnyEvent]) -> str:
     steps = latest_steps(events)
     facts = [
         ("State", last_state(events)),
-        ("Steps", f"{steps[-1].step if steps else 0} of {cfg.train.steps}"),
+        ("Steps", f"{steps[-1].step if steps else 0} of {sum(cfg.stage_steps)}"),
         ("Started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(events[0].time)) if events else "never"),
         ("Duration", str(timedelta(seconds=round(_duration_s(events))))),
         ("Ranks", str(cfg.parallel.world_size)),

@@ -44,6 +44,8 @@ class RunDir:
                 raise InputError(
                     f"{run.path}: exists and is not empty; name a new folder, or continue it with --resume"
                 )
+            for number, stage in enumerate(cfg.stages, 1):
+                (run.stage_folder(number, stage.name) / "checkpoints").mkdir(parents=True)
             run.make_folders()
             draft = run.config_file.with_suffix(".draft")
             draft.write_text(configfile.dump(cfg), encoding="utf-8")
@@ -66,6 +68,23 @@ class RunDir:
         self.path.chmod(0o700)
         for folder in (self.ranks, self.logs, self.samples, self.checkpoints, self.requests, self.export):
             folder.mkdir(exist_ok=True)
+
+    def stage_folder(self, number: int, name: str) -> Path:
+        """What one of its stages keeps. number: from 1."""
+        return self.path / "stages" / f"{number}-{name}"
+
+    @property
+    def stage_folders(self) -> list[Path]:
+        """Those of all stages, in their order; none for a run without stages."""
+        folders = (self.path / "stages").glob("*-*")
+        return sorted(folders, key=lambda folder: int(folder.name.partition("-")[0]))
+
+    @property
+    def current_stage(self) -> int:
+        """The stage that is under way, or that was the last, counted from 0; 0 without stages."""
+        folders = self.stage_folders
+        last = max(0, len(folders) - 1)
+        return next((at for at, folder in enumerate(folders) if not weights_of(folder).exists()), last)
 
     def config(self) -> RunConfig:
         """The config this run was last started with. Raises InputError when the file was damaged."""
@@ -122,8 +141,9 @@ class RunDir:
 
     @property
     def checkpoints(self) -> Path:
-        """One folder per checkpoint, as `step-000100`."""
-        return self.path / "checkpoints"
+        """One folder per checkpoint, as `step-000100`; of the stage that is under way, where there are stages."""
+        folders = self.stage_folders
+        return (folders[self.current_stage] if folders else self.path) / "checkpoints"
 
     @property
     def requests(self) -> Path:
@@ -166,6 +186,11 @@ class RunDir:
             yield
         finally:
             os.close(lock)
+
+
+def weights_of(stage: Path) -> Path:
+    """What a stage leaves to the next one; it is there when the stage is done."""
+    return stage / "weights"
 
 
 def shared_cache(cfg: RunConfig, runs: Path) -> Path:

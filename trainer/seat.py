@@ -11,20 +11,24 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer import configfile
-from trainer.config import RunConfig
+from trainer import configfile, stages
+from trainer.config import InputError, RunConfig
 from trainer.rundir import RunDir, shared_cache
 from trainer.world import Meeting
 
 
 @dataclass(frozen=True)
 class Seat:
-    """What a rank works with. cache: for encoded data.  is_guest: no other machine sees the files of `run`."""
+    """What a rank works with. cache: for encoded data.  is_guest: no other machine sees the files of `run`.
+
+    config: of the stage, where the run has stages.  before: optimizer steps of the stages before.
+    """
 
     run: RunDir
     config: RunConfig
     cache: Path
     is_guest: bool
+    before: int
 
 
 def cache_folder(cfg: RunConfig, run: RunDir) -> Path:
@@ -39,20 +43,26 @@ def take_seat(path: Path, meeting: Meeting) -> Seat:
     """
     if meeting.rank == 0:
         run = RunDir.open(path)
-        text = run.config_file.read_text(encoding="utf-8")
-        meeting.store.set("config", text)
+        stage = stages.current(run, run.config())
+        meeting.store.set("config", configfile.dump(stage.config))
+        meeting.store.set("before", str(stage.before))
+        meeting.store.set("stages", str(stage.count))
         meeting.store.set("folder", _identity(run))
-        cfg = configfile.load_text(text, (), run.config_file).config
-        return Seat(run, cfg, cache_folder(cfg, run), False)
+        return Seat(run, stage.config, cache_folder(stage.config, run), False, stage.before)
     run = RunDir(path.absolute())
     cfg = configfile.load_text(meeting.store.get("config").decode(), (), run.config_file).config
-    cache = cache_folder(cfg, run)
+    cache, before = cache_folder(cfg, run), int(meeting.store.get("before"))
     if run.identity_file.is_file() and run.identity_file.read_bytes() == meeting.store.get("folder"):
-        return Seat(run, cfg, cache, False)
+        return Seat(run, cfg, cache, False, before)
+    if int(meeting.store.get("stages")) > 1:
+        raise InputError(
+            f"stages: {socket.gethostname()} does not see {run.path}, through which a stage gets the weights of "
+            "the one before; put the run folder where all machines see it"
+        )
     # Named after the machine: should the folder be shared after all, and only be slow to show, nothing is overwritten.
     guest = RunDir(run.path / f"guest-{socket.gethostname()}")
     guest.make_folders()
-    return Seat(guest, cfg, cache, True)
+    return Seat(guest, cfg, cache, True, before)
 
 
 def _identity(run: RunDir) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer.config import InputError, RunConfig
 from trainer.data.text import START, Place, Row, TextStream
-from trainer.data.textfiles import digest, of_config
+from trainer.data.textfiles import digest, of_config, sizes
 from trainer.families.base import TextFamily
 from trainer.manifest import Progress
 from trainer.objectives import Example
@@ -139,10 +139,10 @@ def check_length(cfg: RunConfig, family: TextFamily) -> None:
 
 
 def _check_same(files: tuple[Path, ...], world: World) -> None:
-    sizes = {file.name: file.stat().st_size for file in files}
-    for rank, others in enumerate(world.gather(sizes)):
-        if others != sizes:
-            name = min(others.items() ^ sizes.items())[0]
+    found = [(file.name, size) for file, size in sizes(files).items()]
+    for rank, others in enumerate(world.gather(found)):
+        if others != found:
+            name = min({*others} ^ {*found} or found)[0]
             raise InputError(
                 f"data.path: {name} on rank {rank} is not what rank {world.rank} finds; "
                 "give every machine the same files"

@@ -8,9 +8,9 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -94,14 +94,22 @@ class Trainer:
     """One run on one rank. Every public method is collective.
 
     cache: folder shared by runs, for encoded data and tiny models.  say: takes events; only rank 0's is heard.
-    told: whether this process was told to leave.
+    told: whether this process was told to leave.  before: optimizer steps of the stages before, for what is shown.
     """
 
     def __init__(
-        self, cfg: RunConfig, run: RunDir, world: World, cache: Path, say: Say, told: Preemption | None = None
+        self,
+        cfg: RunConfig,
+        run: RunDir,
+        world: World,
+        cache: Path,
+        say: Say,
+        told: Preemption | None = None,
+        before: int = 0,
     ) -> None:
         self.cfg, self.run_dir, self.world, self.say = cfg, run, world, say
         self.told = Preemption() if told is None else told
+        self._before = before
         # A rank whose torchrun was killed is adopted by another process. It would train on unseen.
         self._parent = os.getppid()
         self.step = self.samples_seen = self.skipped = self._skipped_in_a_row = 0
@@ -490,7 +498,7 @@ class Trainer:
         return not drawn
 
     def _sample_file(self, index: int) -> Path:
-        return self.run_dir.samples / f"step-{self.step:06d}-{index}{self.data.suffix}"
+        return self.run_dir.samples / f"step-{self._before + self.step:06d}-{index}{self.data.suffix}"
 
     def _write_sample(self, index: int, content: bytes) -> Path:
         path = self._sample_file(index)
@@ -613,7 +621,7 @@ class Trainer:
         memory = self.meter.read()
         line = RankLine(
             rank=self.world.rank,
-            step=self.step,
+            step=self._before + self.step,
             phase=phase,
             allocated=memory.allocated,
             reserved=memory.reserved,
@@ -625,8 +633,16 @@ class Trainer:
             self._ranks.write(line)
 
 
-def speaker(run: RunDir, world: World) -> Callable[[object], None]:
-    """Rank 0's events go to the run folder, other ranks' nowhere: every rank says the same."""
+def speaker(run: RunDir, world: World, before: int = 0) -> Say:
+    """Rank 0's events go to the run folder, other ranks' nowhere: every rank says the same.
+
+    before: optimizer steps of the stages before, which are added to those of the events.
+    """
     if world.rank:
         return lambda event: None
-    return LossyWriter(run.events_file).write  # type: ignore[return-value]
+    write = LossyWriter(run.events_file).write
+
+    def say(event: Any) -> None:
+        write(replace(event, step=event.step + before))
+
+    return say

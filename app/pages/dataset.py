@@ -16,6 +16,7 @@ from app.panels import alert, attempted, note
 from app.scans import Found
 from app.studio import Studio
 from trainer.config import InputError, RunConfig
+from trainer.plan.storage import amount
 
 PER_PAGE = 12
 
@@ -79,7 +80,9 @@ def _renewer(studio: Studio, is_fresh: bool = False) -> Callable[..., list[Any]]
             counted = note(f"{found.num_files} files so far; their images are being read.")
             return [told, gr.Timer(active=True), counted, *(gr.skip() for _ in range(1 + 3 * PER_PAGE))]
         empty = PER_PAGE - len(shown)
-        text = f"{len(found.images)} images, {first + 1} to {first + len(shown)} shown" if shown else "None here."
+        text = (
+            f"{len(found.images)} images, {first + 1} to {first + len(shown)} shown" if shown else _texts(found.texts)
+        )
         return [
             told,
             gr.Timer(active=False),
@@ -119,6 +122,14 @@ def _undoer(captions: Captions, renew: Callable[..., list[Any]]) -> Callable[[fl
     return lambda page: renew(page, attempted(lambda: f"{captions.undo()} captions are as before."))
 
 
+def _texts(files: Mapping[Path, int]) -> str:
+    """What a language model is trained on."""
+    if not files:
+        return "None here."
+    counted = "1 file" if len(files) == 1 else f"{len(files)} files"
+    return f"{counted} of text, {amount(sum(files.values()))}, first {escape(next(iter(files)).name)}"
+
+
 def _trigger(word: str) -> str:
     return f"<p>[trigger] in a caption becomes <b>{escape(word)}</b>.</p>" if word else ""
 
@@ -140,6 +151,8 @@ def _recipe(studio: Studio) -> str:
         rows = studio.recipe(studio.draft())
     except (InputError, OSError) as error:
         return alert(str(error))
+    if not rows:
+        return "<p>Text has no noise levels.</p>"
     cells = "".join(
         f'<tr><th scope="row">{row["width"]} x {row["height"]}</th><td>{row["images"]}</td>'
         f"<td>{row['shift']:.2f}</td><td>{_histogram(row['timesteps'])}</td></tr>"

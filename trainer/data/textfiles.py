@@ -52,6 +52,15 @@ def find_files(path: Path) -> tuple[Path, ...]:
     return tuple(sorted(files, key=lambda file: file.relative_to(path).as_posix()))
 
 
+def sizes(files: Sequence[Path]) -> dict[Path, int]:
+    """{file: its bytes}. Raises InputError naming a file that is gone."""
+    found = {}
+    for file in files:
+        with reading(file):
+            found[file] = file.stat().st_size
+    return found
+
+
 def digest(files: Sequence[Path]) -> str:
     """Changes with the name of a file below their common folder, its size or its modification time; reads none.
 

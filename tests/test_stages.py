@@ -1,0 +1,289 @@
+"""Runs in stages: each from the weights of the one before, resumed in the middle, refused where they cannot follow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.commands import Started, launch_py
+from tests.runs import alone, difference, make_pictures, make_run, make_text, run_config, text_config, train
+from trainer import configfile, families, launch, prepare, stages
+from trainer.config import InputError, RunConfig
+from trainer.configfile import ConfigError
+from trainer.events import CheckpointEvent, EventReader, StageEvent, StepEvent, latest_steps
+from trainer.export import hand_over
+from trainer.rundir import RunDir, weights_of
+from trainer.trained import BaseWeights
+
+PRESET = """\
+name: two
+model:
+  family: causal_lm
+adapter:
+  type: none
+data:
+  path: text
+  length: 48
+train:
+  steps: 4
+  batch_size: 2
+  precision: fp32
+parallel:
+  device: cpu
+checkpoint:
+  every: 1
+export:
+  dtype: fp32
+stages:
+  - name: pretrain
+    set:
+      optim.lr: 1e-3
+  - name: tune
+    set:
+      adapter: {type: lora, rank: 2}
+      data: {path: other, shuffle_window: 4}
+      train.steps: 6
+"""
+"""Two stages that differ in what is trained, in data, steps and learning rate, for a file beside `text` and `other`."""
+
+
+def staged_folder(folder: Path) -> Path:
+    make_text(folder / "text")
+    make_text(folder / "other", count=7)
+    (folder / "preset.yaml").write_text(PRESET, encoding="utf-8")
+    return folder
+
+
+def losses(run: RunDir) -> list[tuple[int, float]]:
+    return [(event.step, event.loss) for event in latest_steps(EventReader(run.events_file).read())]
+
+
+# From the first step to the last
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    folder = staged_folder(tmp_path_factory.mktemp("straight"))
+    done = launch_py(folder, "--headless", "preset.yaml", "--run-dir", "run")
+    assert done.returncode == 0, done.stderr
+    return RunDir.open(folder / "run")
+
+
+def test_steps_are_counted_through_all_stages_and_each_is_told(straight: RunDir) -> None:
+    told = [event for event in EventReader(straight.events_file).read() if isinstance(event, StageEvent)]
+    assert [(event.number, event.count, event.name, event.step) for event in told] == [
+        (1, 2, "pretrain", 0),
+        (2, 2, "tune", 4),
+    ]
+    assert [step for step, _ in losses(straight)] == list(range(1, 11))
+
+
+def test_each_stage_keeps_its_own_checkpoints_and_the_last_one_exports(straight: RunDir) -> None:
+    folders = straight.stage_folders
+    assert [folder.name for folder in folders] == ["1-pretrain", "2-tune"]
+    assert all((folder / "checkpoints").is_dir() for folder in folders)
+    assert straight.checkpoints == folders[1] / "checkpoints"
+    assert [path.name for path in straight.export.iterdir()] == ["two"]
+
+
+def test_a_run_that_is_killed_in_its_second_stage_goes_on_to_the_same_end(straight: RunDir, tmp_path: Path) -> None:
+    folder = staged_folder(tmp_path)
+    started = Started(folder, "--headless", "preset.yaml", "--run-dir", "run", run=folder / "run")
+    try:
+        while started.wait_for(CheckpointEvent).step < 6:
+            pass
+        latest = launch.Launch.read(started.run)
+        assert latest is not None
+        launch.end_family(latest.pid)
+        assert started.end()[0] == 1
+    finally:
+        started.kill()
+    done = launch_py(folder, "--resume", "run")
+    assert done.returncode == 0, done.stderr
+    run = RunDir.open(folder / "run")
+    assert losses(run) == losses(straight)
+    ours, theirs = (load_file(one.export / "two" / "adapter_model.safetensors") for one in (run, straight))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    told = [event.number for event in EventReader(run.events_file).read() if isinstance(event, StageEvent)]
+    assert told == [1, 2, 2]
+
+
+def test_a_run_that_is_stopped_in_its_first_stage_does_not_begin_the_second(tmp_path: Path) -> None:
+    folder = staged_folder(tmp_path)
+    preset = folder / "preset.yaml"
+    preset.write_text(preset.read_text().replace("optim.lr: 1e-3", "train.steps: 10000"))
+    started = Started(folder, "--headless", "preset.yaml", "--run-dir", "run", run=folder / "run")
+    try:
+        started.wait_for(StepEvent)
+        started.press_ctrl_c()
+        assert started.end()[0] == 130
+    finally:
+        started.kill()
+    assert launch.status(started.run) == "stopped"
+    assert started.run.current_stage == 0
+    assert not launch.alive(started.run)
+
+
+# What the next stage begins with
+
+
+def handed_over(tmp_path: Path, cfg: RunConfig) -> tuple[dict[str, Any], stages.Stage]:
+    """Train the first stage here. Returns its trained weights and the second one."""
+    run = make_run(tmp_path, cfg, "run")
+    first = stages.current(run, cfg)
+    weights = train(alone(), first.config, run).weights
+    hand_over(first, run, tmp_path / "cache", weights)
+    second = stages.current(run, cfg)
+    assert (second.number, second.before) == (2, first.config.train.steps)
+    return weights, second
+
+
+def two(*sets: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"name": name, "set": fields} for name, fields in zip(("one", "two"), sets, strict=True)]
+
+
+def test_an_adapter_goes_on_as_it_is(tmp_path: Path) -> None:
+    cfg = run_config(make_pictures(tmp_path / "pictures", 4), train__steps=2, stages=two({}, {"optim.lr": 1e-30}))
+    weights, second = handed_over(tmp_path, cfg)
+    assert second.config.model == cfg.model
+    found = train(alone(), second.config, make_run(tmp_path, second.config, "second")).weights
+    assert difference(found, weights) <= 1e-6
+
+
+@pytest.mark.parametrize("family", ["flux2", "causal_lm"])
+def test_another_adapter_begins_on_the_base_with_the_former_in_it(tmp_path: Path, family: str) -> None:
+    changes: dict[str, Any] = {"train__steps": 2, "stages": two({}, {"adapter.type": "dora"})}
+    cfg = (
+        run_config(make_pictures(tmp_path / "pictures", 4), **changes)
+        if family == "flux2"
+        else text_config(make_text(tmp_path / "text"), **changes)
+    )
+    _, second = handed_over(tmp_path, cfg)
+    former, now = (BaseWeights(families.make(one, tmp_path / "cache")) for one in (cfg, second.config))
+    component = families.get(family).components[0]
+    changed = [
+        name
+        for name in former.shapes(component)
+        if not torch.equal(former.tensor(component, name).float(), now.tensor(component, name).float())
+    ]
+    assert changed
+    assert all(
+        families.make(cfg, tmp_path / "cache").is_target(f"{component}.{n}".removesuffix(".weight")) for n in changed
+    )
+    train(alone(), second.config, make_run(tmp_path, second.config, "second"))
+
+
+def test_a_model_that_was_trained_whole_is_the_base_of_the_next_stage(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"adapter__type": "none", "train__steps": 2}
+    cfg = text_config(make_text(tmp_path / "text"), **changes, stages=two({}, {"adapter": {"type": "lora"}}))
+    weights, second = handed_over(tmp_path, cfg)
+    base = BaseWeights(families.make(second.config, tmp_path / "cache"))
+    assert {name: base.tensor("language_model", name) for name in base.shapes("language_model")}.keys() == {
+        name.removeprefix("language_model.") for name in weights
+    }
+    assert all(torch.equal(base.tensor(*name.split(".", 1)), tensor) for name, tensor in weights.items())
+
+
+def test_what_is_handed_over_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = run_config(make_pictures(tmp_path / "pictures", 4), train__steps=1, stages=two({}, {}))
+    run = make_run(tmp_path, cfg, "run")
+    first = stages.current(run, cfg)
+    weights = train(alone(), first.config, run).weights
+    with monkeypatch.context() as patched:
+        patched.setattr("trainer.export.write_handover", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            hand_over(first, run, tmp_path / "cache", weights)
+    assert not weights_of(first.folder).exists()
+    assert run.current_stage == 0
+
+
+# The config
+
+
+def loaded(tmp_path: Path, *changes: tuple[str, str]) -> RunConfig:
+    text = PRESET
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    file = tmp_path / "preset.yaml"
+    file.write_text(text, encoding="utf-8")
+    return configfile.load(file).config
+
+
+def test_fields_of_a_stage_may_be_nested_and_their_paths_are_relative_to_the_preset(tmp_path: Path) -> None:
+    cfg = loaded(tmp_path)
+    assert cfg.stages[1].set == {
+        "adapter.type": "lora",
+        "adapter.rank": 2,
+        "data.path": str(tmp_path / "other"),
+        "data.shuffle_window": 4,
+        "train.steps": 6,
+    }
+    assert cfg.stage_steps == (4, 6)
+    second = configfile.of_stage(cfg, 1)
+    assert (second.adapter.type, second.data.length, second.stages) == ("lora", 48, ())
+
+
+def test_a_config_with_stages_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    cfg = loaded(tmp_path)
+    (tmp_path / "written.yaml").write_text(configfile.dump(cfg), encoding="utf-8")
+    assert configfile.load(tmp_path / "written.yaml").config == cfg
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("name: tune", "name: pretrain", "23: stages[1].name: 'pretrain' is the name of two stages; give each its own"),
+        ("train.steps: 6", "train.steps: 0", "27: stages[1].set.train.steps: is 0, must be >= 1 and <= 10000000 steps"),
+        ("train.steps: 6", "train.stepps: 6", "27: stages[1].set.train.stepps: unknown field; did you mean 'steps'?"),
+        (
+            "train.steps: 6",
+            "parallel.devices: 2",
+            "27: stages[1].set.parallel.devices: is the same for all stages; set it outside of them",
+        ),
+        ("train.steps: 6", "model.path: tiny", "27: stages[1].set.model.path: comes from stage pretrain; leave it out"),
+        (
+            "train.steps: 6",
+            "quantize.keep: [a]",
+            "27: stages[1].set.quantize.keep: needs quantize.format nf4, int8 or fp8, but it is none; set it, or leave "
+            "this out",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_stage_is_told_with_its_line(tmp_path: Path, old: str, new: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loaded(tmp_path, (old, new))
+    assert str(caught.value) == f"{tmp_path / 'preset.yaml'}:{problem}"
+
+
+def test_files_of_every_stage_are_looked_for_before_a_rank_is_started(tmp_path: Path) -> None:
+    make_text(tmp_path / "text")
+    cfg = loaded(tmp_path)
+    with pytest.raises(InputError) as caught:
+        prepare.new_run(configfile.load(tmp_path / "preset.yaml"), tmp_path / "runs")
+    assert "stage tune: data.path: no file or folder" in str(caught.value)
+    assert cfg.stages
+
+
+def test_less_memory_after_it_ran_out_is_for_the_stage_that_is_under_way(tmp_path: Path) -> None:
+    cfg = stages.changed(loaded(tmp_path), 1, "train.micro_batch=1")
+    assert "train.micro_batch" not in cfg.stages[0].set
+    assert configfile.of_stage(cfg, 1).train.micro_batch == 1
+
+
+def test_a_handover_names_what_lies_beside_it(tmp_path: Path) -> None:
+    cfg = loaded(tmp_path)
+    run = RunDir.create(tmp_path, cfg, at=tmp_path / "run")
+    folder = weights_of(run.stage_folders[0])
+    folder.mkdir()
+    stages.write_handover(folder, {"model.path": "two-full", "model.base": None})
+    assert json.loads((folder / stages.HANDOVER).read_text()) == {"model.path": "two-full", "model.base": None}
+    (folder / "two-full").mkdir()
+    found = stages.current(run, cfg)
+    assert (found.config.model.path, found.config.model.base) == (str(folder / "two-full"), None)
