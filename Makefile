@@ -53,6 +53,7 @@ bench: .venv browser
 	$(BIN)/python -m tests.benchmarks.adapter_time
 	$(BIN)/python -m tests.benchmarks.page
 	$(BIN)/python -m tests.benchmarks.plan_time
+	$(BIN)/python -m tests.benchmarks.text_time
 
 # The plan against full traces of published models.
 plan: .venv

@@ -74,7 +74,7 @@ def finish(cfg: RunConfig, run: RunDir) -> Trained:
         trainer.train()
         weights = trainer.trained_weights()
         example = (
-            trainer.data.held_out(0) if trainer.data.validation else trainer.loader.micro_batches(0)[0].examples[0]
+            trainer.data.held_out(0) if trainer.data.num_held_out else trainer.loader.micro_batches(0)[0].examples[0]
         )
         inputs = capture_inputs(trainer, example)
         with torch.no_grad():

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.benchmarks.text_time import learn
 from tests.distributed import run_ranks
 from tests.runs import Outcome, alone, difference, make_run, make_text, steps_of, text_config, train
 from trainer import families
@@ -348,3 +349,14 @@ def test_random_weights_in_the_sizes_of_a_folder_are_trained_from(bench: Bench, 
 def test_random_weights_need_sizes(bench: Bench) -> None:
     with pytest.raises(InputError, match=r"random needs the sizes of the model; set model.options.architecture"):
         bench.trained_here("no-sizes", model__path="random")
+
+
+# From nothing
+
+
+@pytest.mark.slow
+def test_a_tiny_model_learns_the_readme_to_less_than_half_of_its_bytes_entropy(tmp_path: Path) -> None:
+    found = learn(tmp_path)
+    assert found.loss < found.entropy / 2
+    assert found.held_out < found.entropy
+    assert found.seconds < 3 * 60

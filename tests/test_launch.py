@@ -148,7 +148,8 @@ def test_two_runs_at_once_end_each_in_its_own_way(start, capsys):
         time=0,
         step=12,
         message="RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB",
-        remedy="lower train.micro_batch or data.resolution, set train.checkpointing: full, or use more ranks",
+        remedy="lower train.micro_batch, data.resolution or data.length, set train.checkpointing: full, or use more "
+        "ranks",
         retry=("train.checkpointing=full",),
         rank=1,
         log=str(log.relative_to(raising.path)),

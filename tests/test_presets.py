@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from tests.plan.needs import LINE, rows, said_by_preset, said_by_readme
 from tests.readme import README
-from tests.runs import alone, make_run, steps_of, train
+from tests.runs import alone, make_run, make_text, steps_of, train
 from trainer import configfile, families
 from trainer.config import RunConfig, family_names
 from trainer.families._published import published_folder
@@ -26,7 +26,10 @@ from trainer.modules import build_model
 ROOT = Path(__file__).parents[1]
 PRESETS = ROOT / "presets"
 QUICKSTART = PRESETS / "quickstart.yaml"
-NAMES = sorted(preset.stem for preset in PRESETS.glob("*.yaml"))
+ALL = sorted(preset.stem for preset in PRESETS.glob("*.yaml"))
+STAGED = ("large_scale_8x8", "multi_node_4x8", "single_node_8gpu")
+"""Language models, in stages."""
+NAMES = [name for name in ALL if name not in STAGED]
 GPUS = re.compile(r"-(?:(\d+)x)?(\d+)gpu$")
 CARDS = re.compile(r"-(\d+)x\d+gb$")
 FOR_GPUS = [name for name in NAMES if GPUS.search(name) or CARDS.search(name)]
@@ -84,15 +87,15 @@ def test_there_is_a_preset_for_each_kind_of_hardware() -> None:
 
 
 def test_there_is_a_preset_for_each_family() -> None:
-    assert {load(name).model.family for name in NAMES} == set(family_names())
+    assert {load(name).model.family for name in ALL} == set(family_names())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_a_preset_starts_with_the_line_by_which_editors_find_the_schema(name: str) -> None:
     lines = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     assert lines[0] == "# yaml-language-server: $schema=schema.json"
     method = {"none": "full fine-tune", "lora": "LoRA", "locon": "LoCon"}[load(name).adapter.type]
-    assert lines[1].startswith(f"# A {method} of ")
+    assert lines[1].startswith("# A language model of " if name in STAGED else f"# A {method} of ")
 
 
 def test_the_quickstart_is_ready_to_run() -> None:
@@ -188,3 +191,68 @@ def test_the_preset_for_two_machines_trains_with_the_command_it_prints_for_the_o
         output = first.stdout.read()
     assert (first.returncode, second.returncode) == (0, 0)
     assert_exported(output)
+
+
+# In stages
+
+
+@pytest.fixture
+def text_root(tmp_path: Path) -> Path:
+    """What the presets in stages name beside the folder they lie in."""
+    (tmp_path / "presets").mkdir()
+    for folder in ("my-text", "my-held-out-text", "my-instructions"):
+        make_text(tmp_path / folder, count=6)
+    return tmp_path
+
+
+def small_stages(name: str, root: Path) -> Path:
+    """The preset with passes of seconds."""
+    text = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8")
+    for field, value in {"train.steps": 1, "train.batch_size": 2}.items():
+        text, count = re.subn(rf"{field}: \d+", f"{field}: {value}", text)
+        assert count == 1
+    file = root / "presets" / f"{name}.yaml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+SMALL_TEXT = (
+    *("model.path=tiny", "parallel.device=cpu", "data.length=32", "sample.prompts=[The]", "sample.tokens=2"),
+    *("train.steps=1", "train.batch_size=2", "optim.warmup=0", "parallel.nodes=1", "parallel.devices=2"),
+)
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_a_preset_in_stages_uses_the_machines_and_gpus_of_its_name(name: str) -> None:
+    cfg = load(name)
+    found = re.search(r"_(?:(\d+)x)?(\d+)(?:gpu)?$", name)
+    assert found is not None
+    assert (cfg.parallel.nodes, cfg.parallel.devices) == (int(found[1] or 1), int(found[2]))
+    assert cfg.train.checkpointing == "full"
+    assert cfg.parallel.prefetch_forward > 0 < cfg.parallel.prefetch_backward
+    assert cfg.parallel.cpu_offload == (name == "large_scale_8x8")
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_what_a_preset_in_stages_says_of_its_needs_is_what_the_plan_says(name: str) -> None:
+    said = LINE.search((PRESETS / f"{name}.yaml").read_text(encoding="utf-8"))
+    assert said is not None
+    assert said[0] == said_by_preset(name, said["where"]), "write it again: python -m tests.plan.needs"
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_each_stage_of_a_preset_trains_a_tiny_model(name: str, text_root: Path) -> None:
+    cfg = configfile.load(small_stages(name, text_root), [*SMALL_TEXT, "parallel.devices=1"]).config
+    for index, stage in enumerate(cfg.stages):
+        part = configfile.of_stage(cfg, index)
+        outcome = train(alone(), part, make_run(text_root, part, stage.name))
+        assert len(steps_of(outcome.events)) == 1
+
+
+@pytest.mark.slow
+def test_a_preset_in_stages_trains_and_exports_on_two_ranks(text_root: Path) -> None:
+    preset = small_stages("single_node_8gpu", text_root)
+    argv = [sys.executable, "launch.py", "--headless", str(preset), "--runs", str(text_root / "runs"), *SMALL_TEXT]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert_exported(done.stdout)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from trainer.config import RunConfig
 from trainer.events import AnyEvent, ErrorEvent
+from trainer.facts import trains_on
 from trainer.rundir import RunDir
 
 
@@ -152,7 +153,7 @@ _REMEDIES = (
     ),
     (
         OUT_OF_MEMORY,
-        "lower train.micro_batch or data.resolution, set train.checkpointing: full, or use more ranks",
+        "lower train.micro_batch, data.resolution or data.length, set train.checkpointing: full, or use more ranks",
     ),
     (
         r"SIGKILL",
@@ -215,4 +216,6 @@ def _retry(message: str, cfg: RunConfig) -> tuple[str, ...]:
     less = less_memory(cfg)
     if less:
         return (less,)
+    if trains_on(cfg) == "text":
+        return (f"data.length={cfg.data.length // 2}",) if cfg.data.length > 256 else ()
     return (f"data.resolution={cfg.data.resolution * 3 // 4 // 64 * 64}",) if cfg.data.resolution > 256 else ()

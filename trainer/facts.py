@@ -55,6 +55,11 @@ def trains_on(cfg: RunConfig) -> Literal["images", "text"]:
     return known.trains_on if known else "images"
 
 
+def size_field(cfg: RunConfig) -> str:
+    """The field that says how large an example is: pixels of an image's side, or tokens of a row."""
+    return {"images": "data.resolution", "text": "data.length"}[trains_on(cfg)]
+
+
 def unread(cfg: RunConfig) -> Iterator[Problem]:
     """What is set in the sections `data` and `sample` and means nothing to the family, which would be ignored."""
     known = of(cfg.model.family)

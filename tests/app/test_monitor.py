@@ -63,7 +63,7 @@ def test_a_training_run_tells_step_speed_and_time_left(run: RunDir):
     write(run, StatusEvent(state="training"), *(step(number) for number in range(1, 11)))
     view = follower.view()
     assert view.sentence == "Training: step 10 of 100, 8.00 images/s, about 0:01:21 left"
-    assert (view.step, view.loss, view.images_per_second) == (10, pytest.approx(1.0), 8.0)
+    assert (view.step, view.loss, view.speed) == (10, pytest.approx(1.0), (8.0, "images"))
     assert dict(view.seconds) == pytest.approx(
         {"data": 0.1, "forward": 0.2, "backward": 0.4, "communication": 0.15, "optimizer": 0.05, "step": 0.9}
     )

@@ -101,7 +101,7 @@ def compare_with_hand_written(world: World, bench: Bench, precision: str, pairs:
     )
     trainer = bench.trainer(f"{precision}-{world.size}", cfg, world)
     try:
-        return compare(trainer.train_step, hand_written(bench, trainer.data, world, precision), world, pairs)
+        return compare(trainer.train_step, hand_written(bench, trainer.data.data, world, precision), world, pairs)
     finally:
         trainer.close()
 

@@ -28,10 +28,8 @@ LANGUAGE_MODELS = {
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.2-1b": 1_235_814_400,
     "mistral-7b-v0.3": 7_248_023_552,
-    "qwen3-0.6b": 596_049_920,
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-8b": 8_190_735_360,
-    "smollm2-1.7b": 1_711_376_384,
 }
 """Parameters as published; of tied models the head counts once."""
 COUNTS = {

@@ -71,10 +71,9 @@ def next_token_loss(logits: Tensor, tokens: Tensor, learned: Tensor, weight: Ten
     document.  weight: (B,) of the rows, 0 for padding. The loss of a step is one mean over all learned tokens of all
     ranks and passes, however many each row has.
     """
-    wanted = learned[:, 1:]
-    weights = weight[:, None].expand_as(wanted)[wanted]
-    losses = F.cross_entropy(logits[:, :-1][wanted].float(), tokens[:, 1:][wanted], reduction="none")
-    return Loss((losses * weights).sum(), weights.sum())
+    weights = learned[:, 1:] * weight[:, None]
+    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
+    return Loss((losses * weights.flatten()).sum(), weights.sum())
 
 
 @torch.no_grad()

@@ -49,20 +49,6 @@ TINY_VERSION = 1
 
 # Sizes from the config.json that each publisher ships; the numbers of parameters are in the tests.
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
-    "qwen3-0.6b": {
-        "model_type": "qwen3",
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1e6,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-    },
     "qwen3-1.7b": {
         "model_type": "qwen3",
         "vocab_size": 151936,
@@ -90,19 +76,6 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 1e6,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
-    },
-    "smollm2-1.7b": {
-        "model_type": "llama",
-        "vocab_size": 49152,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 8192,
-        "rope_theta": 130000.0,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
     },
     "llama-3.2-1b": {
         "model_type": "llama",

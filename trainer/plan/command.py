@@ -6,13 +6,14 @@ import dataclasses
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainer import configfile
 from trainer.config import RunConfig
 from trainer.plan import plan
 from trainer.plan.fixes import Fix, fixes, largest
-from trainer.plan.hardware import GIB, detected, named
+from trainer.plan.hardware import GIB, Card, detected, named
 from trainer.plan.memory import MemoryPlan, compared, describe, verdict
 from trainer.plan.phases import moment
 from trainer.plan.storage import amount
@@ -33,15 +34,38 @@ def show(preset: Path, overrides: Sequence[str], runs: Path, gpus: str | None, a
         overrides = (*overrides, f"parallel.devices={hardware.count}")
     cfg = configfile.load(preset, overrides).config
     cache = shared_cache(cfg, runs)
-    found = plan(cfg, hardware.card if hardware else None, cache, lambda sentence: print(sentence, file=sys.stderr))
-    ways = fixes(cfg, hardware.card, cache) if hardware else []
-    most = largest(cfg, hardware.card, cache) if hardware else {}
-    peak = traced_peak(cfg, found.strategy, cache) if exactly else None
+    parts = [configfile.of_stage(cfg, index) for index in range(len(cfg.stages))] or [cfg]
+    looks = [_look(part, hardware.card if hardware else None, cache, exactly) for part in parts]
     if as_json:
-        print(json.dumps(to_json(found, ways, most) | {"traced_peak": peak}, indent=1))
+        found = [to_json(look.plan, look.ways, look.most) | {"traced_peak": look.traced} for look in looks]
+        names = [stage.name for stage in cfg.stages]
+        print(json.dumps({"stages": dict(zip(names, found, strict=True))} if names else found[0], indent=1))
     else:
-        print("\n".join([*lines(cfg, found), *_ways(ways), *_most(most), *([compared(found, peak)] if peak else [])]))
-    return 1 if found.verdict == "does not fit" else 0
+        titles = [f"stage {number} of {len(parts)}, {one.name}:\n" for number, one in enumerate(cfg.stages, 1)]
+        told = ["\n".join(_told(part, look)) for part, look in zip(parts, looks, strict=True)]
+        print("\n\n".join(f"{title}{text}" for title, text in zip(titles or [""], told, strict=True)))
+    return 1 if any(look.plan.verdict == "does not fit" for look in looks) else 0
+
+
+@dataclass(frozen=True)
+class _Look:
+    """The plan of a run or stage, what would make it fit, the largest values that fit, and the traced peak in bytes."""
+
+    plan: MemoryPlan
+    ways: list[Fix]
+    most: dict[str, int]
+    traced: int | None
+
+
+def _look(cfg: RunConfig, card: Card | None, cache: Path, exactly: bool) -> _Look:
+    found = plan(cfg, card, cache, lambda sentence: print(sentence, file=sys.stderr))
+    ways, most = (fixes(cfg, card, cache), largest(cfg, card, cache)) if card else ([], {})
+    return _Look(found, ways, most, traced_peak(cfg, found.strategy, cache) if exactly else None)
+
+
+def _told(cfg: RunConfig, look: _Look) -> list[str]:
+    traced = [compared(look.plan, look.traced)] if look.traced else []
+    return [*lines(cfg, look.plan), *_ways(look.ways), *_most(look.most), *traced]
 
 
 def lines(cfg: RunConfig, found: MemoryPlan) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainer.config import NoAdapter, RankAdapter, RunConfig
+from trainer.facts import size_field, trains_on
 from trainer.plan.calibration import reserve_of
 from trainer.plan.hardware import Card
 from trainer.plan.memory import TIGHT, MemoryPlan, plan_of
@@ -20,12 +21,14 @@ from trainer.plan.store import known_model
 
 MOST = 3
 """Changes of one fix, and fixes that are proposed."""
-STEPS = {"data.resolution": 64, "train.micro_batch": 1, "adapter.rank": 4}
+STEPS = {"data.resolution": 64, "data.length": 64, "train.micro_batch": 1, "adapter.rank": 4}
 """What the largest values are multiples of."""
 SIDES = (1024, 768, 512)
 """Of smaller pictures that are proposed."""
-PICTURES = ("data.resolution", "sample.size")
-LIMITS = {"data.resolution": 4096, "train.micro_batch": 512, "adapter.rank": 512}
+LENGTHS = (8192, 4096, 2048, 1024, 512)
+"""Of shorter rows of text."""
+PICTURES = ("data.resolution", "data.length", "sample.size")
+LIMITS = {"data.resolution": 4096, "data.length": 1 << 17, "train.micro_batch": 512, "adapter.rank": 512}
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ def fixes(cfg: RunConfig, card: Card, cache: Path) -> list[Fix]:
 
 def largest(cfg: RunConfig, card: Card, cache: Path) -> dict[str, int]:
     """{field: the largest value with which the run fits, the others unchanged}; fields with none are left out."""
-    fields = [field for field in STEPS if field != "adapter.rank" or isinstance(cfg.adapter, RankAdapter)]
+    fields = [size_field(cfg), "train.micro_batch"]
+    fields += ["adapter.rank"] if isinstance(cfg.adapter, RankAdapter) else []
     reserve = reserve_of(cache, card)
 
     def fits(field: str) -> Callable[[int], bool]:
@@ -97,7 +101,7 @@ def _same_result(cfg: RunConfig, found: MemoryPlan) -> dict[str, tuple[Any, ...]
         choices["parallel.cpu_offload"] = (True,)
     if cfg.train.micro_batch > 1:
         choices["train.micro_batch"] = (1,)
-    if _is_too_much(found, SAMPLING):
+    if _is_too_much(found, SAMPLING) and trains_on(cfg) == "images":
         choices["sample.size"] = tuple((side, side) for side in SIDES if side**2 < math.prod(cfg.sample.size))
     return {field: values for field, values in choices.items() if values}
 
@@ -117,8 +121,9 @@ def _is_too_much(found: MemoryPlan, name: str) -> bool:
 
 
 def _other_result(cfg: RunConfig) -> dict[str, tuple[Any, ...]]:
-    smaller = tuple(side for side in SIDES if side < cfg.data.resolution)
-    return {"data.resolution": smaller} if smaller else {}
+    sizes, now = (SIDES, cfg.data.resolution) if trains_on(cfg) == "images" else (LENGTHS, cfg.data.length)
+    smaller = tuple(size for size in sizes if size < now)
+    return {size_field(cfg): smaller} if smaller else {}
 
 
 def _combinations(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainer.config import NoAdapter, RankAdapter, RunConfig
+from trainer.facts import trains_on
 from trainer.plan.hardware import CARDS, GIB, NETWORK, Card
 from trainer.plan.phases import ASSUMED, TRAINING, Item, Phase, Reserve, phases_of
 from trainer.plan.sizes import BITS, rank_of, sharding_of, size_of, strategy_of
@@ -142,7 +143,8 @@ def describe(cfg: RunConfig) -> str:
     rank = f" rank {cfg.adapter.rank}" if isinstance(cfg.adapter, RankAdapter) else ""
     base = "bf16" if cfg.quantize.format == "none" else cfg.quantize.format
     ranks = cfg.parallel.world_size
-    size = f"{cfg.data.resolution} px, {cfg.train.micro_batch} per rank and pass"
+    example = f"{cfg.data.resolution} px" if trains_on(cfg) == "images" else f"{cfg.data.length} tokens"
+    size = f"{example}, {cfg.train.micro_batch} per rank and pass"
     return f"{what}{rank}, base in {base}, {size}, {ranks} rank{'s' if ranks > 1 else ''}"
 
 

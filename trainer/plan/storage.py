@@ -48,7 +48,7 @@ def disk_of(cfg: RunConfig, model: Model, step: Step) -> tuple[Item, ...]:
     if cfg.export_what != "none":
         numbers = trained(step) if cfg.export_what == "adapter" else _numbers(cfg, step)
         items.append(Item("export", numbers * EXPORTED_BYTES[cfg.export.dtype], f"in {cfg.export.dtype}"))
-    return tuple(items)
+    return tuple(item for item in items if item.size)
 
 
 def _stored(units: Iterable[Unit]) -> int:
