@@ -42,8 +42,9 @@ class FamilyFacts:
             return bool(self.optional_encoders)
         if section == "model.options":
             return name in self.options_read
-        if (section == "data" and name not in self.data_fields) or (
-            section == "sample" and name not in self.sample_fields
+        if (
+            section in ("data", "sample")
+            and name not in {"data": self.data_fields, "sample": self.sample_fields}[section]
         ):
             return False
         return self.reads_references or field not in ("data.references", "sample.references")

@@ -1,6 +1,6 @@
-"""How long a tiny byte-level model takes to learn the README's text from nothing: `python -m tests.benchmarks.text_time`.
+"""How long a tiny byte-level model takes to learn the README's text from nothing.
 
-The first nine tenths are trained on, the last is held out.
+`python -m tests.benchmarks.text_time`. The first nine tenths are trained on, the last is held out.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def test_pictures_are_made_smaller_only_where_nothing_else_helps() -> None:
         assert all("data.resolution" not in fix.changes for fix in fixes(run(model, *fields), CARDS[card], NOWHERE))
 
 
-@pytest.mark.parametrize("field", STEPS)
+@pytest.mark.parametrize("field", [field for field in STEPS if field != "data.length"])
 def test_the_largest_value_fits_and_the_next_does_not(field: str) -> None:
     fields = ["train.checkpointing=full", "parallel.devices=2"]
     most = largest(run("flux2 klein-9b", *fields), CARDS["24gb"], NOWHERE)[field]

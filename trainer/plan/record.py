@@ -131,14 +131,17 @@ def record(
 def on_this_machine(cfg: RunConfig, cache: Path) -> RunConfig:
     """The config with a folder of its model's configs: of a published one that is not here, one written from its sizes.
 
-    Its weights are never read.
+    Its weights are never read, nor are random ones made.
     """
     model = cfg.model
-    is_away = HUB_ID.fullmatch(model.path) and not Path(model.path).exists()
-    if model.options.architecture is None or not (is_away or model.path.endswith(".safetensors")):
+    is_away, is_random = HUB_ID.fullmatch(model.path) and not Path(model.path).exists(), model.path == "random"
+    if model.options.architecture is not None and (is_away or model.path.endswith(".safetensors") or is_random):
+        folder = str(published_folder(model, cache / "models"))
+    elif is_random and model.base is not None:
+        folder = model.base
+    else:
         return cfg
-    folder = published_folder(model, cache / "models")
-    return cfg.model_copy(update={"model": model.model_copy(update={"path": str(folder), "base": None})})
+    return cfg.model_copy(update={"model": model.model_copy(update={"path": folder, "base": None})})
 
 
 def record_rank(cfg: RunConfig, rank: int, kinds: Sequence[Kind], cache: Path, device: torch.device) -> Recording:
