@@ -73,12 +73,12 @@ def _train(run: RunDir) -> None:
         noted() as told,
         debug_log(cfg.trackers, run, world.rank),
     ):
-        say = speaker(run, world, seat.before)
+        say = speaker(run, world, seat.stage.before)
         trackers = cfg.trackers if world.rank == 0 else TrackersConfig()
         grant = partial(_start_again_with, run, say)
         with Watchdog(world, run, cfg.parallel.timeout, told, grant) as watch, following(trackers, run, say):
             end = _train_on(seat, world, say, told, watch.ask)
-    stage = stages.current(run, run.config())
+    stage = seat.stage
     if end.state == "finished" and not stage.is_last and world.local_rank == 0:
         stage.mark_ended(world.rank)
     if world.rank:
@@ -90,7 +90,7 @@ def _train(run: RunDir) -> None:
         return
     if end.state == "finished" and cfg.export_what != "none":
         say(StatusEvent(state="exporting", step=end.step))
-        _export(cfg, run, seat.before, end.weights)
+        _export(cfg, run, seat.stage.before, end.weights)
     say(StatusEvent(state=end.state, step=end.step))
     write_report(run)
 
@@ -123,7 +123,7 @@ def _train_on(
 
     cfg, run = seat.config, seat.run
     try:
-        trainer = Trainer(cfg, run, world, seat.cache, say, told, seat.before)
+        trainer = Trainer(cfg, run, world, seat.cache, say, told, seat.stage.before)
     except StopRequested:
         return _End("stopped", newest_step(run.checkpoints), {})
     try:

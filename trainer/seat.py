@@ -6,6 +6,7 @@ shows of an older one, and what a rank asked to be changed before a restart, is 
 
 from __future__ import annotations
 
+import json
 import secrets
 import socket
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from trainer import configfile, stages
 from trainer.config import InputError, RunConfig
 from trainer.rundir import RunDir, shared_cache
+from trainer.stages import Stage
 from trainer.world import Meeting
 
 
@@ -21,14 +23,18 @@ from trainer.world import Meeting
 class Seat:
     """What a rank works with. cache: for encoded data.  is_guest: no other machine sees the files of `run`.
 
-    config: of the stage, where the run has stages.  before: optimizer steps of the stages before.
+    stage: the one that is trained, or the whole of a run without stages.
     """
 
     run: RunDir
-    config: RunConfig
+    stage: Stage
     cache: Path
     is_guest: bool
-    before: int
+
+    @property
+    def config(self) -> RunConfig:
+        """What this rank trains by."""
+        return self.stage.config
 
 
 def cache_folder(cfg: RunConfig, run: RunDir) -> Path:
@@ -45,16 +51,17 @@ def take_seat(path: Path, meeting: Meeting) -> Seat:
         run = RunDir.open(path)
         stage = stages.current(run, run.config())
         meeting.store.set("config", configfile.dump(stage.config))
-        meeting.store.set("before", str(stage.before))
-        meeting.store.set("stages", str(stage.count))
+        meeting.store.set("stage", json.dumps([stage.number, stage.count, stage.name, stage.before]))
         meeting.store.set("folder", _identity(run))
-        return Seat(run, stage.config, cache_folder(stage.config, run), False, stage.before)
+        return Seat(run, stage, cache_folder(stage.config, run), False)
     run = RunDir(path.absolute())
     cfg = configfile.load_text(meeting.store.get("config").decode(), (), run.config_file).config
-    cache, before = cache_folder(cfg, run), int(meeting.store.get("before"))
+    cache = cache_folder(cfg, run)
+    number, count, name, before = json.loads(meeting.store.get("stage"))
     if run.identity_file.is_file() and run.identity_file.read_bytes() == meeting.store.get("folder"):
-        return Seat(run, cfg, cache, False, before)
-    if int(meeting.store.get("stages")) > 1:
+        folder = run.stage_folder(number, name) if name else run.path
+        return Seat(run, Stage(number, count, name, cfg, before, folder), cache, False)
+    if count > 1:
         raise InputError(
             f"stages: {socket.gethostname()} does not see {run.path}, through which a stage gets the weights of "
             "the one before; put the run folder where all machines see it"
@@ -62,7 +69,7 @@ def take_seat(path: Path, meeting: Meeting) -> Seat:
     # Named after the machine: should the folder be shared after all, and only be slow to show, nothing is overwritten.
     guest = RunDir(run.path / f"guest-{socket.gethostname()}")
     guest.make_folders()
-    return Seat(guest, cfg, cache, True, before)
+    return Seat(guest, Stage(1, 1, "", cfg, 0, guest.path), cache, True)
 
 
 def _identity(run: RunDir) -> str:

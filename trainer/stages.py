@@ -94,9 +94,9 @@ def main() -> int:
     """Start a torchrun for each stage that is left. Returns the exit code of the last one."""
     node, command = int(sys.argv[1]), sys.argv[2:]
     run = RunDir(Path(command[-1]))
-    cfg = run.config()
     supervisor = _Supervisor()
     while True:
+        cfg = run.config()
         stage = current(run, cfg)
         mark = stage.mark(node * cfg.parallel.devices)
         mark.unlink(missing_ok=True)
