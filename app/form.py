@@ -177,7 +177,8 @@ def headless_command(draft: Draft) -> str:
 
 def torchrun_command(config: RunConfig, runs: Path) -> str:
     """What the start of the run will execute."""
-    return shlex.join(launch.torchrun_argv(config.parallel, RunDir(runs / f"{config.name}-<time>-<random>")))
+    run = RunDir(runs / f"{config.name}-<time>-<random>")
+    return shlex.join(launch.command(config.parallel, run, "trainer", 0, bool(config.stages)))
 
 
 def _row(name: str, checked: Checked, values: Mapping[str, Any]) -> Row:

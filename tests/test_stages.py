@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from app import form
 from tests.commands import Started, launch_py
 from tests.runs import alone, difference, make_pictures, make_run, make_text, run_config, text_config, train
 from trainer import configfile, families, launch, prepare, stages
@@ -287,3 +288,10 @@ def test_a_handover_names_what_lies_beside_it(tmp_path: Path) -> None:
     (folder / "two-full").mkdir()
     found = stages.current(run, cfg)
     assert (found.config.model.path, found.config.model.base) == (str(folder / "two-full"), None)
+
+
+def test_the_page_shows_the_command_that_starts_a_run_in_stages(tmp_path: Path) -> None:
+    run = tmp_path / "two-<time>-<random>"
+    assert form.torchrun_command(loaded(tmp_path), tmp_path).split()[1:] == [
+        *("-m", "trainer.stages", "0", "-m", "trainer", f"'{run}'")
+    ]

@@ -96,7 +96,7 @@ class RunHandle:
     argv: list[str]
 
 
-def _argv(parallel: ParallelConfig, run: RunDir, module: str, node_rank: int, has_stages: bool) -> list[str]:
+def command(parallel: ParallelConfig, run: RunDir, module: str, node_rank: int, has_stages: bool) -> list[str]:
     """The command of a run on one node: torchrun, or what starts one for each stage, and ends with the same words."""
     if not has_stages:
         return torchrun_argv(parallel, run, module, node_rank)
@@ -221,7 +221,7 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
     waits = f"waits for the other nodes: {joining(run, cfg.parallel.nodes)}" if must_be_joined(cfg.parallel) else ""
     with run.locked():
         require_ended(run)
-        argv = _argv(cfg.parallel, run, module, 0, has_stages=bool(cfg.stages))
+        argv = command(cfg.parallel, run, module, 0, has_stages=bool(cfg.stages))
         _end_orphans(argv)
         for request in ("stop", "save", "sample"):
             run.clear(request)
@@ -261,7 +261,7 @@ def join(parallel: ParallelConfig, run: RunDir, node_rank: int, module: str = "t
     # A machine that does not see the run folder cannot train in stages; its ranks say so.
     has_stages = run.config_file.is_file() and bool(run.config().stages)
     with run.locked():
-        argv = _argv(parallel, run, module, node_rank, has_stages)
+        argv = command(parallel, run, module, node_rank, has_stages)
         if any(_arguments(process) == argv for process in psutil.process_iter()):
             raise InputError(f"{run.path}: node {node_rank} of it runs on this machine already")
         _end_orphans(argv)
