@@ -181,7 +181,8 @@ def test_another_adapter_begins_on_the_base_with_the_former_in_it(tmp_path: Path
 
 
 def test_a_model_that_was_trained_whole_is_the_base_of_the_next_stage(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"adapter__type": "none", "train__steps": 2}
+    options = {"architecture": "llama-3.1-8b"}
+    changes: dict[str, Any] = {"adapter__type": "none", "train__steps": 2, "model__options": options}
     cfg = text_config(make_text(tmp_path / "text"), **changes, stages=two({}, {"adapter": {"type": "lora"}}))
     weights, second = handed_over(tmp_path, cfg)
     base = BaseWeights(families.make(second.config, tmp_path / "cache"))
