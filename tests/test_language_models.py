@@ -272,7 +272,7 @@ def test_a_merged_model_is_the_trained_one_in_transformers(bench: Bench, adapter
         ),
         (
             {"export__format": "comfyui"},
-            "export.format: comfyui is for models that draw; use auto or peft, which loads those of language models",
+            "export.format: comfyui is for programs that do not know this model; use auto or peft, which does",
         ),
         (
             {"adapter__type": "none", "export__format": "single_file"},

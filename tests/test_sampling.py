@@ -22,7 +22,7 @@ def draw_colours(world: World, count: int) -> tuple[list[tuple[int, ...]], int]:
         world.barrier()
         return png(Image.new("RGB", (2, 2), (index, 0, 0)))
 
-    pictures = [Image.open(io.BytesIO(file)) for file in draw_all(count, draw, world)]
+    pictures = [Image.open(io.BytesIO(file)) for file in draw_all(range(count), draw, world).values()]
     return [picture.getpixel((0, 0)) for picture in pictures], len(drawn)  # type: ignore[misc]
 
 

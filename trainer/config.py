@@ -133,7 +133,8 @@ class ModelConfig(Section):
     """Diffusers folder with the configs, and with what `model.path` does not hold when that is a single file. For
     `random` a folder with config.json and tokenizer."""
     train: dict[str, Literal["frozen", "adapter", "full"]] = option({})
-    """What is trained, per component; others are frozen. Empty: the denoiser, by the adapter or fully without one."""
+    """What is trained, per component or part of the model; others are frozen. Empty: the denoiser, by the adapter or
+    fully without one."""
     options: ModelOptions = ModelOptions()
 
 
@@ -307,6 +308,11 @@ class DataConfig(Section):
     """Tokens of a row of text. Short documents share a row without seeing each other; long ones are cut."""
     shuffle_window: Whole = option(1024, ge=1, le=1000000, unit="documents")
     """Consecutive documents of a file that are shuffled among themselves; they are held in memory."""
+    questions: str | None = option(None, path="file")
+    """Questions about images, for a model that answers them: a .jsonl with image (its path from the file), question
+    and answer in each line. Of `data.validation` images to set aside, as many questions are set aside too."""
+    question_share: Number = option(0.5, gt=0, lt=1)
+    """Share of the samples that are questions, where there are images with captions besides."""
 
     @property
     def companions(self) -> dict[str, str | None]:
@@ -334,6 +340,8 @@ class ObjectiveConfig(Section):
     """Limit of the signal-to-noise weight in discrete diffusion (arXiv 2303.09556); 5 is usual. Empty: no weighting."""
     guidance: Number = option(1.0, ge=0, le=100)
     """Guidance value the model is told while training, for guidance-distilled models."""
+    text_weight: Number = option(0.25, gt=0, le=100)
+    """Weight of the loss of an answer, beside 1 for that of an image, for models that learn both."""
 
 
 class OptimConfig(Section):
@@ -438,6 +446,10 @@ class SampleConfig(Section):
     """Most tokens of a sample text."""
     temperature: Number = option(0.8, ge=0, le=10)
     """How freely the tokens of a sample text are drawn; 0 takes the likeliest."""
+    questions: tuple[str, ...] = ()
+    """Questions about the images of `sample.images` that a model answers as further samples."""
+    images: tuple[str, ...] = option((), path="file")
+    """Image files that `sample.questions` are about, one for each in their order."""
 
 
 class CheckpointConfig(Section):
@@ -803,8 +815,17 @@ def _group_rules(cfg: RunConfig) -> Iterator[Problem]:
 
 def _data_rules(cfg: RunConfig) -> Iterator[Problem]:
     data = cfg.data
-    if not data.path and not data.folders:
-        yield Problem("data.path", "no images or text given; name a folder", depends_on=("data.folders",))
+    has_folders = bool(data.path or data.folders)
+    if not has_folders and not data.questions:
+        yield Problem(
+            "data.path", "no images or text given; name a folder", depends_on=("data.folders", "data.questions")
+        )
+    if data.question_share != 0.5 and not (has_folders and data.questions):
+        yield Problem(
+            "data.question_share",
+            "has no effect without data.path and data.questions; name both, or leave it out",
+            depends_on=("data.path", "data.folders", "data.questions"),
+        )
     if isinstance(data.validation, int) and data.validation < 0:
         yield Problem("data.validation", f"{data.validation} is not a folder or a number of images >= 0")
     yield from _companion_rules(data)
@@ -825,7 +846,7 @@ def _companion_rules(data: DataConfig) -> Iterator[Problem]:
 
 def _sample_rules(cfg: RunConfig) -> Iterator[Problem]:
     sample = cfg.sample
-    if sample.every and not sample.prompts:
+    if sample.every and not sample.prompts and not sample.questions:
         yield Problem(
             "sample.prompts",
             f"sample.every is {sample.every} but there is no prompt; add one or set every: 0",
@@ -836,6 +857,12 @@ def _sample_rules(cfg: RunConfig) -> Iterator[Problem]:
             "sample.references",
             f"{len(sample.references)} files for {len(sample.prompts)} prompts; give one for each, or none",
             depends_on=("sample.prompts",),
+        )
+    if len(sample.images) != len(sample.questions):
+        yield Problem(
+            "sample.images",
+            f"{len(sample.images)} files for {len(sample.questions)} questions; give one for each",
+            depends_on=("sample.questions",),
         )
     if not cfg.data.trigger and any("[trigger]" in prompt for prompt in sample.prompts):
         yield Problem(

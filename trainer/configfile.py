@@ -95,7 +95,7 @@ def check_files(loaded: ConfigFile) -> None:
     """Raises ConfigError for every dataset folder, file and model that is named and does not exist."""
     config = loaded.config
     unread = list(facts.unread(config))
-    _refuse(loaded, [*unread, *_missing_folders(config), *_missing_references(config), *_missing_models(config)])
+    _refuse(loaded, [*unread, *_missing_folders(config), *_missing_files(config), *_missing_models(config)])
 
 
 def check_start(loaded: ConfigFile) -> None:
@@ -522,10 +522,16 @@ def _missing_folders(cfg: RunConfig) -> Iterator[Problem]:
             yield Problem(field, f"no folder '{folder}'{hint}")
 
 
-def _missing_references(cfg: RunConfig) -> Iterator[Problem]:
-    for index, file in enumerate(cfg.sample.references):
-        if not os.path.isfile(file):
-            yield Problem(f"sample.references[{index}]", f"no file '{file}'{_similar(Path(file)) or '; name an image'}")
+def _missing_files(cfg: RunConfig) -> Iterator[Problem]:
+    for field, files in (("references", cfg.sample.references), ("images", cfg.sample.images)):
+        for index, file in enumerate(files):
+            if not os.path.isfile(file):
+                hint = _similar(Path(file)) or "; name an image"
+                yield Problem(f"sample.{field}[{index}]", f"no file '{file}'{hint}")
+    questions = cfg.data.questions
+    if questions and not os.path.isfile(questions):
+        hint = _similar(Path(questions)) or "; name a .jsonl file"
+        yield Problem("data.questions", f"no file '{questions}'{hint}")
 
 
 def _missing_models(cfg: RunConfig) -> Iterator[Problem]:

@@ -115,7 +115,6 @@ class ImageSource(Source):
     """Encoded images and captions, and the pictures that are drawn with the family's autoencoder. load: its loader."""
 
     unit = "images"
-    suffix = ".png"
     is_changed = "images, captions or how they are encoded are not as before: from here on the order is another"
 
     def __init__(self, cfg: RunConfig, family: ImageFamily, load: LoadModule, data: EncodedData) -> None:
@@ -125,12 +124,13 @@ class ImageSource(Source):
         self.num_held_out = len(data.validation)
         self._cfg, self._family, self._load = cfg, family, load
 
-    def plan(self, saved: Progress | None) -> BatchPlan:
+    def plan(self, saved: Progress | None, batch_size: int | None = None) -> BatchPlan:
+        """batch_size: in place of the run's."""
         cfg = self._cfg
         return BatchPlan(
             batch_keys(self._family, self.data),
             [encoded.photo.weight for encoded in self.data.train],
-            cfg.train.batch_size,
+            batch_size or cfg.train.batch_size,
             cfg.train.seed,
             cfg.data.caption_dropout,
         )
@@ -143,6 +143,9 @@ class ImageSource(Source):
 
     def held_out(self, index: int) -> Example:
         return self.data.held_out(index)
+
+    def suffix(self, index: int) -> str:
+        return ".png"
 
     def drawing(self) -> Draw:
         encoder = self._family.image_encoder(self._load)

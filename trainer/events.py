@@ -70,7 +70,8 @@ class StepEvent(Event):
     """One optimizer step. grad_norm: global norm before clipping.  seconds: whole step, then its split.
 
     seconds_communication: time the compute waited for other ranks.  images_per_second, tokens_per_second: of all
-    ranks together, the one that the model is trained on; tokens that are learned.
+    ranks together, the one that the model is trained on; tokens that are learned.  losses: of a model that is trained
+    with several, those that the step had, by name.
     """
 
     loss: Number
@@ -84,6 +85,7 @@ class StepEvent(Event):
     seconds_communication: Number
     images_per_second: Number = math.nan
     tokens_per_second: Number = math.nan
+    losses: dict[str, float] = field(default_factory=dict)
     type: Literal["step"] = "step"
 
     @property
@@ -98,7 +100,7 @@ class StepEvent(Event):
 class SampleEvent(Event):
     """A sample was written. index: position of the prompt in `sample.prompts`.
 
-    text: of a language model, what the file begins with; empty for an image.
+    text: what the file begins with, where it is text; empty for an image.
     """
 
     prompt: str
@@ -110,10 +112,11 @@ class SampleEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationEvent(Event):
-    """Loss on the held-out examples. perplexity: of text."""
+    """Loss on the held-out examples. perplexity: of text.  losses: as of a step."""
 
     loss: Number
     perplexity: Number = math.nan
+    losses: dict[str, float] = field(default_factory=dict)
     type: Literal["validation"] = "validation"
 
 

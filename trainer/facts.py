@@ -21,7 +21,7 @@ FACTS = Path(__file__).parent / "families" / "facts.json"
 
 @dataclass(frozen=True)
 class FamilyFacts:
-    """The class attributes of the same names of a `ModelFamily`."""
+    """The class attributes of the same names of a `ModelFamily`; components: names allowed in `model.train`."""
 
     trains_on: Literal["images", "text"]
     components: tuple[str, ...]

@@ -238,22 +238,25 @@ def sync_gradients(model: nn.ModuleDict, last: bool, shards_gradients: bool) -> 
 
 def _freeze_base(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> None:
     """Unfreeze or freeze each component; what is frozen is in the run's compute type."""
-    for name, module in model.items():
-        module.requires_grad_(cfg.mode(name) == "full")
-        if cfg.mode(name) != "full":
-            # nn.Module's own `to`: diffusers' warns of an empty list of modules to keep in fp32.
-            nn.Module.to(module, COMPUTE_DTYPE[cfg.train.precision])
+    dtype = COMPUTE_DTYPE[cfg.train.precision]
+    for name, module in model.named_modules():
+        is_trained = family.mode(cfg, name) == "full"
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad_(is_trained)
+        if not is_trained:
+            # Not `to`: diffusers' own warns of an empty list of modules to keep in fp32.
+            module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, recurse=False)
     _freeze(model, family.never_trained)
 
 
 def _stored_formats(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> dict[str, Format]:
-    """{layer: format} of the layers of the frozen components that are quantized.
+    """{layer: format} of the layers of what is frozen that are quantized.
 
     These are the linear layers of the sharded blocks that the family recommends to adapters, which leaves out norms and
     modulation, and those that `quantize.formats` names.
     """
-    quantize, frozen = cfg.quantize, nn.ModuleDict({name: m for name, m in model.items() if cfg.mode(name) != "full"})
-    linear = _block_layers(frozen, family.shard_blocks)
+    quantize = cfg.quantize
+    linear = [name for name in _block_layers(model, family.shard_blocks) if family.mode(cfg, name) != "full"]
     formats = dict.fromkeys(filter(family.is_target, linear), quantize.format)
     for pattern, format in quantize.formats.items():
         named = adapters.match_names(linear, (pattern,), "quantize.formats", cfg.model.family)
@@ -277,9 +280,16 @@ def _block_layers(module: nn.Module, blocks: Sequence[str]) -> list[str]:
 def _inject_adapter(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> Injected:
     if isinstance(cfg.adapter, NoAdapter):
         return Injected((), {}, ())
-    changed = nn.ModuleDict({name: module for name, module in model.items() if cfg.mode(name) == "adapter"})
-    targets = adapters.Targets(family.adapter_targets, family.conv_targets, family.halves_swapped, family.never_trained)
-    return adapters.inject(changed, cfg.adapter, targets, cfg.model.family)
+    changed = nn.ModuleDict({name: module for name, module in model.items() if "adapter" in family.modes(cfg, name)})
+    others = [pattern for part, patterns in family.parts.items() if cfg.mode(part) != "adapter" for pattern in patterns]
+    targets = adapters.Targets(
+        family.adapter_targets, family.conv_targets, family.halves_swapped, family.never_trained, others
+    )
+    trained = [parameter for parameter in changed.parameters() if parameter.requires_grad]
+    injected = adapters.inject(changed, cfg.adapter, targets, cfg.model.family)
+    for parameter in trained:  # of parts that are trained whole
+        parameter.requires_grad_(True)
+    return injected
 
 
 def _freeze(model: nn.ModuleDict, patterns: Sequence[str]) -> None:

@@ -28,12 +28,16 @@ Prediction = Literal["epsilon", "v_prediction"]
 class Loss:
     """total: sum of weighted item losses, a scalar with gradient.  weight: number of items but padding, a scalar.
 
+    parts: of a family with several losses, (number of losses, 2): sum of each and number of its items, both without
+    the weight of the loss.
+
     The loss of a step is the sum of `total` over all ranks and passes divided by the sum of `weight`: an item that
     weighs less moves the model less, whatever else is in its batch.
     """
 
     total: Tensor
     weight: Tensor
+    parts: Tensor | None = None
 
 
 @dataclass(frozen=True)

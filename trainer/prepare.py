@@ -9,7 +9,7 @@ from pathlib import Path
 from trainer import changes, configfile, facts, launch, manifest, stages, trackers
 from trainer.config import InputError, RunConfig
 from trainer.configfile import ConfigFile
-from trainer.data import images, textfiles
+from trainer.data import images, questions, textfiles
 from trainer.hub import find_folder
 from trainer.manifest import Progress
 from trainer.rundir import RunDir
@@ -79,6 +79,7 @@ def _check_data(cfg: RunConfig) -> None:
     """Raises InputError for images or text that cannot be trained on."""
     if facts.trains_on(cfg) == "images":
         images.scan(cfg.data)
+        questions.of_config(cfg.data)
     else:
         textfiles.of_config(cfg.data)
 

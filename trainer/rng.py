@@ -37,6 +37,10 @@ class SampleRng:
     indices: Sequence[int]
     device: torch.device | str = "cpu"
 
+    def of(self, number: int) -> SampleRng:
+        """The random numbers of one of the items alone."""
+        return SampleRng(self.seed, (self.indices[number],), self.device)
+
     def generators(self, purpose: str) -> list[torch.Generator]:
         """One CPU generator per item, for as many numbers as are needed."""
         return [generator(self.seed, index, purpose) for index in self.indices]

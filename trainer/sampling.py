@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from trainer.world import World
 
 
-def draw_all(count: int, draw: Callable[[int], bytes], world: World) -> list[bytes]:
-    """The files of samples 0..count-1, on rank 0; an empty list elsewhere.
+def draw_all(numbers: Sequence[int], draw: Callable[[int], bytes], world: World) -> dict[int, bytes]:
+    """The files of some samples, by number, on rank 0; nothing elsewhere.
 
     draw(i): makes sample i; it may call a sharded model, so every rank calls it equally often: a rank without a
     sample of its own draws one again and drops it. An error ends this rank at once, and torchrun the others: were it
     agreed first, ranks inside the model would wait for this one in vain.
     """
     samples: dict[int, bytes] = {}
-    for first in range(0, count, world.size):
-        index = first + world.rank
-        drawn = draw(index % count)
-        mine = {index: drawn} if index < count else {}
+    for first in range(0, len(numbers), world.size):
+        place = first + world.rank
+        number = numbers[place % len(numbers)]
+        drawn = draw(number)
+        mine = {number: drawn} if place < len(numbers) else {}
         for others in world.gather(mine):
             samples |= others
-    return [samples[i] for i in range(count)] if world.rank == 0 else []
+    return samples if world.rank == 0 else {}

@@ -1,4 +1,4 @@
-"""What a run feeds to its model and draws with it: one kind for models of images, another for those of text."""
+"""What a run feeds to its model and draws with it: one kind for models of images, others for those of text or both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.rng import SampleRng
 
 Draw = Callable[[nn.ModuleDict, int, SampleRng], bytes]
 """(live components, number of the prompt, its random numbers) -> the file of a sample. Calls the model equally often
-for every prompt, so that ranks that share a sharded model stay together."""
+for every prompt of a group of `Source.alike`, so that ranks that share a sharded model stay together."""
 
 
 class Source(ABC):
@@ -26,8 +26,6 @@ class Source(ABC):
 
     unit: ClassVar[Literal["images", "tokens"]]
     """What the speed of a run is counted in."""
-    suffix: ClassVar[str]
-    """Of the files of samples."""
     is_changed: ClassVar[str]
     """What to say where a run goes on with another digest."""
 
@@ -57,6 +55,15 @@ class Source(ABC):
     @abstractmethod
     def held_out(self, index: int) -> Example:
         """One validation example."""
+
+    @abstractmethod
+    def suffix(self, index: int) -> str:
+        """Of the file of a sample: .png, or .txt."""
+
+    @property
+    def alike(self) -> tuple[range, ...]:
+        """All samples, in groups of those that call the model equally often, which ranks may draw side by side."""
+        return (range(len(self.prompts)),)
 
     @abstractmethod
     def drawing(self) -> Draw:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from trainer.config import RunConfig
 from trainer.encode import ImageSource, Say, encode_data
-from trainer.families.base import ImageFamily, LoadModule, ModelFamily, TextFamily
+from trainer.families.base import ImageFamily, LoadModule, ModelFamily, MultimodalFamily, TextFamily
+from trainer.questions import MixedSource
 from trainer.source import Source
 from trainer.texts import TextSource
 from trainer.world import World
@@ -27,6 +28,9 @@ def open_source(
     match family:
         case TextFamily():
             return TextSource(cfg, family, world)
+        case MultimodalFamily():
+            data = encode_data(cfg, family, load, cache, world, say, stopping)
+            return MixedSource(cfg, family, load, data, say)
         case ImageFamily():
             data = encode_data(cfg, family, load, cache, world, say, stopping)
             return ImageSource(cfg, family, load, data)

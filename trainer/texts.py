@@ -30,7 +30,6 @@ class TextSource(Source):
     """
 
     unit = "tokens"
-    suffix = ".txt"
     is_changed = "the text files are not as before: training goes on with their next epoch"
 
     def __init__(self, cfg: RunConfig, family: TextFamily, world: World) -> None:
@@ -58,6 +57,9 @@ class TextSource(Source):
 
     def held_out(self, index: int) -> Example:
         return example_of(self._held_out[index])
+
+    def suffix(self, index: int) -> str:
+        return ".txt"
 
     def drawing(self) -> Draw:
         def draw(model: nn.ModuleDict, index: int, rng: SampleRng) -> bytes:

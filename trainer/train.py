@@ -78,7 +78,10 @@ SKIPS_IN_A_ROW = 20
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know after the one small reduction of a step. loss: NaN where a rank's was not finite."""
+    """What all ranks know after the one small reduction of a step. loss: NaN where a rank's was not finite.
+
+    losses: as `StepEvent` has them.
+    """
 
     loss: float
     weight: float
@@ -88,6 +91,7 @@ class Agreed:
     save: bool
     sample: bool
     saved: bool
+    losses: dict[str, float]
 
 
 class Trainer:
@@ -217,6 +221,7 @@ class Trainer:
         self.clock.mark(DATA)
         total = torch.zeros((), device=self.world.device)
         weight = torch.zeros((), device=self.world.device)
+        parts = torch.zeros(len(self.family.losses), 2, device=self.world.device)
         for i, micro_batch in enumerate(micro_batches):
             if len(micro_batches) > 1:  # it visits every module, and a single pass always reduces
                 sync_gradients(self.model, i == len(micro_batches) - 1, self._shards_gradients)
@@ -229,7 +234,8 @@ class Trainer:
             self.clock.mark(BACKWARD)
             total += loss.total.detach()
             weight += loss.weight
-        agreed = self._agree(float(total), float(weight))
+            parts += 0 if loss.parts is None else loss.parts
+        agreed = self._agree(float(total), float(weight), parts.flatten().tolist())
         self.place.enter(OPTIMIZER)
         grad_norm, lr = self._update(agreed)
         self.clock.mark(OPTIMIZER)
@@ -243,6 +249,7 @@ class Trainer:
         """Mean loss on the held-out examples, with noise and timesteps that are the same every time."""
         count, size = self.data.num_held_out, self.world.size
         total = weight = 0.0
+        parts = torch.zeros(len(self.family.losses), 2)
         with self._evaluating():
             for first in range(0, count, size):
                 index = first + self.world.rank
@@ -252,11 +259,12 @@ class Trainer:
                 loss = self.family.loss(self.model, self._batch((example,), (mine,)), rng)
                 total += float(loss.total)
                 weight += float(loss.weight)
-        total, weight = self.world.sum([total, weight])
+                parts += 0 if loss.parts is None else loss.parts.cpu()
+        total, weight, *shares = self.world.sum([total, weight, *parts.flatten().tolist()])
         mean = total / weight
         self._validated = (self.step, mean)
         perplexity = perplexity_of(mean) if self.data.unit == "tokens" else math.nan
-        self.say(ValidationEvent(step=self.step, loss=mean, perplexity=perplexity))
+        self.say(ValidationEvent(step=self.step, loss=mean, perplexity=perplexity, losses=self._losses(shares)))
         return mean
 
     def draw_samples(self) -> list[Path]:
@@ -271,10 +279,10 @@ class Trainer:
             return drawing(self.model, index, SampleRng(self.cfg.sample.seed, (index,), self.world.device))
 
         with self._evaluating():
-            samples = draw_all(len(self.data.prompts), draw, self.world)
+            drawn = [draw_all(group, draw, self.world) for group in self.data.alike]
         paths: list[Path] = []
         try:
-            for index, sample in enumerate(samples):
+            for index, sample in (item for group in drawn for item in sorted(group.items())):
                 paths.append(self._write_sample(index, sample))
         except OSError as error:
             self.say(WarningEvent(step=self.step, message=f"samples could not be written ({error}); free disk space"))
@@ -319,8 +327,11 @@ class Trainer:
         batch["weight"] = torch.tensor(weights)
         return {key: tensor.to(self.world.device, non_blocking=True) for key, tensor in batch.items()}
 
-    def _agree(self, total: float, weight: float) -> Agreed:
-        """The one reduction of a step: loss, weight, and flags that all ranks must act on together."""
+    def _agree(self, total: float, weight: float, parts: Sequence[float]) -> Agreed:
+        """The one reduction of a step: loss, weight, and flags that all ranks must act on together.
+
+        parts: of `Loss`, one after the other.
+        """
         rank0 = self.world.rank == 0
         finite = math.isfinite(total)
         mine = [
@@ -332,9 +343,11 @@ class Trainer:
             *(float(rank0 and self.run_dir.requested(what)) for what in ("save", "sample")),
             float(self.checkpointer.writing and self.checkpointer.done),
             *(self._own_s if rank == self.world.rank else 0.0 for rank in range(self.world.size)),
+            *parts,
         ]
         with self.clock.communication():
-            total, weight, non_finite, stop, told, save, sample, saved, *own_s = self.world.sum(mine)
+            total, weight, non_finite, stop, told, save, sample, saved, *others = self.world.sum(mine)
+        own_s, shares = others[: self.world.size], others[self.world.size :]
         if rank0:
             self._clear_requests(stop=stop, save=save, sample=sample)
             self._name_stragglers(own_s)
@@ -347,7 +360,13 @@ class Trainer:
             save=bool(save),
             sample=bool(sample),
             saved=saved == self.world.size,
+            losses=self._losses(shares),
         )
+
+    def _losses(self, parts: Sequence[float]) -> dict[str, float]:
+        """The means of those that there were items for. parts: of `Loss`, summed over the ranks."""
+        named = zip(self.family.losses, parts[::2], parts[1::2], strict=True)
+        return {name: total / count for name, total, count in named if count and math.isfinite(total)}
 
     def _name_stragglers(self, own_s: Sequence[float]) -> None:
         if self._own_s:
@@ -498,7 +517,7 @@ class Trainer:
         return not drawn
 
     def _sample_file(self, index: int) -> Path:
-        return self.run_dir.samples / f"step-{self._before + self.step:06d}-{index}{self.data.suffix}"
+        return self.run_dir.samples / f"step-{self._before + self.step:06d}-{index}{self.data.suffix(index)}"
 
     def _write_sample(self, index: int, content: bytes) -> Path:
         path = self._sample_file(index)
@@ -511,7 +530,7 @@ class Trainer:
                 prompt=self.data.prompts[index],
                 index=index,
                 path=str(path.relative_to(self.run_dir.path)),
-                text=content.decode()[:SHOWN_TEXT] if self.data.unit == "tokens" else "",
+                text=content.decode()[:SHOWN_TEXT] if path.suffix == ".txt" else "",
             )
         )
         return path
@@ -610,6 +629,7 @@ class Trainer:
                 seconds_communication=split["communication"],
                 images_per_second=self.cfg.train.batch_size / seconds if self.data.unit == "images" else math.nan,
                 tokens_per_second=agreed.weight / seconds if self.data.unit == "tokens" else math.nan,
+                losses=agreed.losses,
             )
         )
         self._compare_with_plan(seconds)

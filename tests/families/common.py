@@ -17,13 +17,15 @@ from torch import Tensor, nn
 
 from trainer.config import InputError, ModelConfig, ModelOptions, ObjectiveConfig, SampleConfig
 from trainer.families import get, names
-from trainer.families.base import ImageFamily, ModelFamily, TextFamily
+from trainer.families.base import ImageFamily, ModelFamily, MultimodalFamily, TextFamily
 from trainer.objectives import Batch, Example
 from trainer.rng import SampleRng, generator
 from trainer.weights import WeightFiles, give_storage, read_tensor, stored_tensors
 
-IMAGES = tuple(name for name in names() if issubclass(get(name), ImageFamily))
-"""Families that draw."""
+IMAGES = tuple(
+    name for name in names() if issubclass(get(name), ImageFamily) and not issubclass(get(name), MultimodalFamily)
+)
+"""Families that only draw."""
 SAME = {"atol": 1e-6, "rtol": 0}
 
 

@@ -47,6 +47,7 @@ OBJECTIVE: dict[str, Any] = {
     "prediction": "epsilon",
     "min_snr_gamma": 5.0,
     "guidance": 3.5,
+    "text_weight": 2.0,
 }
 OPTIONS: dict[str, Any] = {
     "architecture": "huge",
@@ -124,7 +125,7 @@ def test_loss_of_a_batch_is_the_sum_of_its_items_losses_and_padding_counts_nothi
 
 
 def test_fsdp2_can_follow_every_call_of_the_model_in_training(family: Any) -> None:
-    train = {component: "full" for component in family.components}
+    train = {name: "full" for name in family.trained_names()}
     model_config = family.config.model_copy(update={"train": train})
     whole = type(family)(model_config, ObjectiveConfig(), family.cache)
     model = model_of(whole).requires_grad_(True)

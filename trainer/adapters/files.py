@@ -255,7 +255,11 @@ def _places(shapes: Mapping[str, tuple[int, ...]], naming: Naming) -> dict[str, 
             layers = tuple(f"{component}.{part.removesuffix('.weight')}" for part in fused.parts)
             if shapes.keys() >= set(layers) and not fused.transposed:
                 original = fused.name.removesuffix(".weight").removeprefix(ORIGINAL_PREFIX)
-                for name in (f"diffusion_model.{original}", *_kohya_names(component, original, naming)):
+                for name in (
+                    f"{PEFT_PREFIX}{original}",
+                    f"diffusion_model.{original}",
+                    *_kohya_names(component, original, naming),
+                ):
                     places.setdefault(name, _Place(layers, fused.halves_swapped))
     return places
 

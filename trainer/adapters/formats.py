@@ -133,7 +133,7 @@ def adapter_files(
     }
     if naming.peft_fields is not None and format not in ("auto", "peft"):
         raise InputError(
-            f"export.format: {format} is for models that draw; use auto or peft, which loads those of language models"
+            f"export.format: {format} is for programs that do not know this model; use auto or peft, which does"
         )
     return write[format]()
 
@@ -216,12 +216,22 @@ class _Writer:
         files: list[AdapterFile] = []
         for component in dict.fromkeys(map(_component, self._layers)):
             layers = {name: layer for name, layer in self._layers.items() if _component(name) == component}
-            tensors = self._each(layers, self._peft_tensors, lambda name: f"base_model.model.{_path(name)}")
-            config = _peft_config(layers, self._base)
+            tensors = self._each(layers, self._peft_tensors, lambda name: f"base_model.model.{self._peft_path(name)}")
+            config = _peft_config(layers, self._base, self._peft_path)
             for field, value in (fields or {}).items():
                 setattr(config, field, value)
             files.append(AdapterFile(f"-{component}" if files else "", tensors, {}, ("peft",), config, component))
         return files
+
+    def _peft_path(self, name: str) -> str:
+        """A layer's path in the model that peft is given: the published one, where peft alone reads adapters."""
+        return self._published.get(name, _path(name))
+
+    @cached_property
+    def _published(self) -> dict[str, str]:
+        if self._naming.peft_fields is None:
+            return {}
+        return {parts[0]: original for original, parts, _ in self._originals()}
 
     def _dora_for_both(self) -> AdapterFile:
         """diffusers takes the magnitude and drops `dora_scale` with a warning; ComfyUI the other way round."""
@@ -532,10 +542,13 @@ def _comfyui_dora_scale(layer: LayerAdapter, weight: Tensor) -> Tensor:
     return _as_column(magnitude, layer.tensors["down"])
 
 
-def _peft_config(layers: Mapping[str, LayerAdapter], base: Base) -> PeftConfig:
-    """The config with which peft builds the layers in the shapes of their tensors, at scale 1."""
+def _peft_config(layers: Mapping[str, LayerAdapter], base: Base, path: NameOf) -> PeftConfig:
+    """The config with which peft builds the layers in the shapes of their tensors, at scale 1.
+
+    path: a layer's name to peft.
+    """
     kind = next(iter(layers.values())).kind
-    ranks = {_path(name): _peft_rank(layer) for name, layer in layers.items()}
+    ranks = {path(name): _peft_rank(layer) for name, layer in layers.items()}
     rank = _most_common(ranks.values())
     others = {f"^{re.escape(path)}$": other for path, other in ranks.items() if other != rank}
     shared: dict[str, Any] = {

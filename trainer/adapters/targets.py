@@ -33,13 +33,14 @@ class Targets:
     """What a family recommends to change. linear, conv: {component: patterns of layers}.
 
     halves_swapped: patterns of layers that adapters of whole rows must leave alone.  never_trained: patterns of
-    parameters that would get no gradient.
+    parameters that would get no gradient.  others: patterns of modules that are trained in another way, or not.
     """
 
     linear: Mapping[str, Sequence[str]]
     conv: Mapping[str, Sequence[str]]
     halves_swapped: Sequence[str]
     never_trained: Sequence[str] = ()
+    others: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ def _layers(model: nn.Module) -> dict[str, Layer]:
 
 
 def _family_layers(layers: Iterable[str], cfg: AdapterSection, targets: Targets) -> list[str]:
+    layers = [name for name in layers if not _is_other(name, targets)]
     tables = [targets.linear]
     if isinstance(cfg, ConvAdapter) and _conv_rank(cfg) is not None:
         tables.append(targets.conv)
@@ -122,10 +124,17 @@ def _recommended(name: str, table: Mapping[str, Sequence[str]]) -> bool:
     return any(re.fullmatch(pattern, inside) for pattern in table.get(component, ()))
 
 
+def _is_other(name: str, targets: Targets) -> bool:
+    inside = name.partition(".")[2]
+    return any(re.fullmatch(rf"({pattern})(\..+)?", inside) for pattern in targets.others)
+
+
 def _reason_against(name: str, layer: Layer, cfg: AdapterSection, targets: Targets) -> str:
     inside = name.partition(".")[2]
     if any(re.fullmatch(pattern, f"{inside}.weight") for pattern in targets.never_trained):
         return "nothing in this kind of training reads its result"
+    if _is_other(name, targets):
+        return "model.train does not give it the adapter"
     if isinstance(cfg, WHOLE_ROWS) and any(re.fullmatch(pattern, inside) for pattern in targets.halves_swapped):
         return f"original files swap the halves of its rows, which {cfg.type} does not survive"
     if isinstance(layer, nn.Linear):

@@ -60,9 +60,12 @@ def scan(cfg: DataConfig, watcher: Watcher | None = None) -> Dataset:
     Folders are searched recursively. Hidden ones, `cache`, `*_cache` and `data.cache` are skipped, and a folder that
     the config lists by itself counts there only. A caption is the .txt beside the image, else a row of a
     metadata.jsonl whose `file_name` leads to it. `data.validation: n` sets aside the last n images of the order.
-    Regularization images are the last of `train`; neither masks nor references go with them.
+    Regularization images are the last of `train`; neither masks nor references go with them. Where only questions are
+    trained there are no images.
     Raises InputError with all problems found, the first 20 of them in words.
     """
+    if cfg.questions and not (cfg.path or cfg.folders):
+        return Dataset((), (), ())
     scanner = _Scanner(cfg, watcher or Watcher())
     photos = [photo for source in _training_sources(cfg) for photo in scanner.photos(source)]
     held_out: list[Photo] = []

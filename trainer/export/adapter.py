@@ -123,8 +123,27 @@ def _merge_of(layer: Any) -> Merge:
 
 def _read_by_peft(folder: Path, family: ModelFamily, component: str) -> dict[str, Merge]:
     model = _without_weights(family.build(component))
+    ours: dict[str, str] = {}
+    if family.peft_fields is not None:
+        layout = [tensor for tensor in family.layout(component) if tensor.name.endswith(".weight")]
+        ours = {tensor.name.removesuffix(".weight"): tensor.parts[0].removesuffix(".weight") for tensor in layout}
+        model = _renamed(model, ours) if ours else model
     PeftModel.from_pretrained(model, folder)
-    return {f"{component}.{name}": _merge_of(layer) for name, layer in adapted_layers(model).items()}
+    return {f"{component}.{ours.get(name, name)}": _merge_of(layer) for name, layer in adapted_layers(model).items()}
+
+
+def _renamed(model: nn.Module, names: Mapping[str, str]) -> nn.Module:
+    """Modules of a model under other paths. names: {path: that in the model}."""
+    root = nn.Module()
+    for path, own in names.items():
+        *parents, last = path.split(".")
+        place = root
+        for parent in parents:
+            if parent not in dict(place.named_children()):
+                place.add_module(parent, nn.Module())
+            place = place.get_submodule(parent)
+        place.add_module(last, model.get_submodule(own))
+    return root
 
 
 def _without_weights(model: nn.Module) -> nn.Module:

@@ -21,7 +21,7 @@ def facts(family: str) -> FamilyFacts:
     kind = families.get(family)
     return FamilyFacts(
         trains_on=kind.trains_on,
-        components=kind.components,
+        components=kind.trained_names(),
         optional_encoders=kind.optional_encoders,
         objective_fields=tuple(sorted(kind.objective_fields)),
         options_read=tuple(sorted(kind.options_read)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -70,13 +71,14 @@ def pack(sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes) 
     Raises ValueError for a picture that is larger than the model's grid.
     """
     texts, seen, drawn = _collected(sequences, marks, sizes)
-    labels = torch.cat([part.labels for part in texts])
-    learned = labels >= 0
-    sequence = torch.cat([part.column(part.at.sequence) for part in texts])
     one = texts[0].content  # of the type and on the device of ids
+    begins = [0, *accumulate(len(part) for part in texts)]
+    learned = [(begin, part) for begin, part in zip(begins, texts, strict=False) if part.is_learned]
+    # Of lengths that are known, and not found on the device: nothing has to wait for it.
+    predicted = [begin + part.places[:-1] - part.at.place for begin, part in learned]
     arguments = {
         "text": torch.cat([part.content for part in texts]),
-        "predicted": learned.nonzero()[:, 0],
+        "predicted": torch.cat([one[:0], *predicted]),
         "patches": _joined(seen, sizes.vision.patch_numbers, one),
         "patch_places": torch.cat([one[:0], *(part.grid for part in seen)]),
         "patch_pictures": torch.cat([one[:0], *(part.column(number) for number, part in enumerate(seen))]),
@@ -86,7 +88,9 @@ def pack(sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes) 
         "positions": torch.cat([part.positions for part in (*texts, *seen, *drawn)]),
         "mask": _mask([*texts, *seen, *drawn]),
     }
-    return Packed(arguments, labels[learned], sequence[learned])
+    labels = torch.cat([one[:0], *(part.content[1:] for _, part in learned)])
+    of_sequence = torch.cat([one[:0], *(part.column(part.at.sequence)[1:] for _, part in learned)])
+    return Packed(arguments, labels, of_sequence)
 
 
 def patched(image: Tensor, size: int = PATCH) -> Tensor:
@@ -114,20 +118,20 @@ class _At:
 
 @dataclass(frozen=True)
 class _Part:
-    """Tokens of one kind. content: ids or patches.  places: in the sequence.  labels: -1 where nothing is predicted.
+    """Tokens of one kind. content: ids or patches.  places: in the sequence.  grid: places in the picture's grid.
 
-    grid: places in the picture's grid, of patches.
+    is_learned: whether each of its tokens but the first is predicted.
     """
 
     at: _At
     content: Tensor
     places: Tensor
     positions: Tensor
-    labels: Tensor
     grid: Tensor
     sigma: Tensor
-    in_picture: bool
-    is_noisy: bool
+    in_picture: bool = False
+    is_noisy: bool = False
+    is_learned: bool = False
 
     def __len__(self) -> int:
         return len(self.content)
@@ -173,9 +177,8 @@ def _text(piece: TextPiece, at: _At, marks: Marks) -> _Part:
     ids = piece.ids
     content = torch.cat([ids.new_tensor([marks.text_begin]), ids, ids.new_tensor([marks.text_end])])
     steps = torch.arange(len(content), device=ids.device)
-    nothing = ids.new_tensor([-1])
-    labels = torch.cat([content[1:], nothing]) if piece.learned else nothing.expand(len(content))
-    return _Part(at, content, at.place + steps, at.position + steps, labels, steps, steps[:0], False, False)
+    learned = piece.learned
+    return _Part(at, content, at.place + steps, at.position + steps, steps, steps[:0], is_learned=learned)
 
 
 def _seen(piece: SeenPiece, at: _At, sizes: BagelSizes) -> _Part:
@@ -197,7 +200,7 @@ def _picture(patches: Tensor, at: _At, rows: int, columns: int, side: int, sigma
     grid = steps // columns * side + steps % columns
     positions = torch.full_like(steps, at.position)
     noise = patches.new_zeros(()) if sigma is None else sigma
-    return _Part(at, patches, at.place + 1 + steps, positions, steps[:0], grid, noise, True, sigma is not None)
+    return _Part(at, patches, at.place + 1 + steps, positions, grid, noise, True, sigma is not None)
 
 
 def _marked(picture: _Part, at: _At, marks: Marks) -> list[_Part]:
@@ -210,7 +213,6 @@ def _marked(picture: _Part, at: _At, marks: Marks) -> list[_Part]:
             one([mark]),
             one([place]),
             one([at.position]),
-            one([-1]),
             one([0]),
             picture.sigma,
             True,

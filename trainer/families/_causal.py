@@ -86,18 +86,23 @@ def continue_text(model: Any, tokens: Tensor, count: int, temperature: float, en
     """
     from transformers import DynamicCache
 
-    cache, given, found = DynamicCache(config=model.config), tokens[None], []
+    # transformers 5.24 gave it this name. Sharding makes a class of its own, which inherits `forward`.
+    name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+    cache, given, found = {name: DynamicCache(config=model.config)}, tokens[None], []
     draws = rng.generators("text")
     for _ in range(count):
-        logits = model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
-        given = _drawn(logits.float(), temperature, draws[0]).view(1, 1)
+        logits = model(input_ids=given, **cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+        given = drawn_token(logits.float(), temperature, draws[0]).view(1, 1)
         found.append(int(given))
     length = found.index(end) if end in found else count
     return torch.tensor(found[:length], dtype=tokens.dtype)
 
 
-def _drawn(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    """One token. logits: (vocabulary,). The random number is drawn on the CPU, the same for every accelerator."""
+def drawn_token(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+    """One token id, (). logits: (vocabulary,).  temperature: 0 takes the likeliest.
+
+    The random number is drawn on the CPU, the same for every accelerator.
+    """
     if temperature == 0:
         return logits.argmax()
     quantile = torch.rand((), generator=generator, dtype=torch.float64).to(logits.device)

@@ -81,20 +81,23 @@ class ModelFolder:
         """A component's tensors. stem: name of its files without number and ending."""
         return WeightFiles.read(safetensors_in(self.path / component, stem), rename)
 
-    def denoiser_weights(self, component: str, empty: nn.Module, layout: Iterable[Fused] = ()) -> WeightFiles:
+    def denoiser_weights(
+        self, component: str, empty: nn.Module, layout: Iterable[Fused] = (), stem: str = DIFFUSERS_STEM
+    ) -> WeightFiles:
         """The tensors of `empty`, the denoiser, from its own file if there is one.
 
-        layout: of the files its publishers and other programs write, which are read as well as diffusers'.
+        component: its folder, empty where its files lie beside the other parts.  layout: of the files its publishers
+        and other programs write, which are read as well as diffusers'.  stem: as for `weights`.
         Raises InputError when there are tensors that the model does not have.
         """
-        files = [self.single] if self.single else safetensors_in(self.path / component, DIFFUSERS_STEM)
+        files = [self.single] if self.single else safetensors_in(self.path / component, stem)
         shapes = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items()}
         weights = WeightFiles.read(files).by_our_names(layout, shapes)
         unknown = sorted(weights.entries.keys() - shapes.keys())
         if unknown:
             raise InputError(
                 f"{files[0]}: {len(unknown)} tensors that the model does not have, first '{unknown[0]}'; "
-                f"the weights and {component}/config.json belong to different models"
+                f"the weights and {Path(component, 'config.json')} belong to different models"
             )
         return weights
 

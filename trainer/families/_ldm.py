@@ -103,7 +103,7 @@ def open_clip_layout(num_layers: int) -> Iterator[Fused]:
                 yield Fused(f"{block}.{original}.{kind}", (f"{layer}.{name}.{kind}",))
 
 
-def vae_layout(vae: Any) -> Iterator[Fused]:
+def vae_layout(vae: Any, prefix: str = VAE_PREFIX) -> Iterator[Fused]:
     """The decoder's levels are counted from the image on, and its linear layers are convolutions of one pixel."""
     last = len(vae.decoder.up_blocks) - 1
     for name, tensor in vae.state_dict().items():
@@ -116,7 +116,7 @@ def vae_layout(vae: Any) -> Iterator[Fused]:
         side, is_attention, inside = original.partition(".mid_block.attentions.0.")
         if is_attention:
             original = f"{side}.mid.attn_1.{_renamed(inside, _VAE_ATTENTION)}"
-        yield Fused(VAE_PREFIX + original, (name,), pointwise=bool(is_attention) and tensor.dim() == 2)
+        yield Fused(prefix + original, (name,), pointwise=bool(is_attention) and tensor.dim() == 2)
 
 
 def _place_of(name: str, places: Mapping[str, str]) -> str:

@@ -38,7 +38,7 @@ def published_folder(model: ModelConfig, cache: Path) -> Path:
             save_file({}, weights)
         for part, values in published.items():
             name = "tokenizer_config.json" if part.startswith("tokenizer") else "config.json"
-            _replace(folder / part / name, values)
+            _replace(folder / part if part.endswith(".json") else folder / part / name, values)
 
     return write_once(cache / f"published-{model.family}-{architecture}-{key}", write)
 

@@ -50,12 +50,15 @@ def published_vae(latent_channels: int, has_quant_conv: bool = False) -> dict[st
 
 def tiny_vae(latent_channels: int, scaling_factor: float, **changes: Any) -> dict[str, Any]:
     """Config of a tiny autoencoder with the usual eight pixels per latent."""
+    tiny = {"block_out_channels": [8, 8, 16, 16], "layers_per_block": 1, "norm_num_groups": 4}
+    return vae_config(latent_channels, scaling_factor, **tiny, **changes)
+
+
+def vae_config(latent_channels: int, scaling_factor: float, **changes: Any) -> dict[str, Any]:
+    """Config of an autoencoder with the usual eight pixels per latent."""
     return {
-        "block_out_channels": [8, 8, 16, 16],
         "down_block_types": ["DownEncoderBlock2D"] * 4,
         "up_block_types": ["UpDecoderBlock2D"] * 4,
-        "layers_per_block": 1,
         "latent_channels": latent_channels,
-        "norm_num_groups": 4,
         "scaling_factor": scaling_factor,
     } | changes

@@ -21,6 +21,7 @@ from trainer.config import (
     InputError,
     ModelConfig,
     ObjectiveConfig,
+    RunConfig,
     SampleConfig,
     Section,
     not_one_of,
@@ -43,6 +44,12 @@ TEXT_DATA = frozenset({"length", "shuffle_window"})
 """Fields of the section `data` that only mean something to language models."""
 TEXT_SAMPLE = frozenset({"tokens", "temperature"})
 """Fields of the section `sample`, likewise."""
+QUESTION_DATA = frozenset({"questions", "question_share"})
+"""Fields of the section `data` that only mean something to models that answer questions about images."""
+QUESTION_SAMPLE = frozenset({"questions", "images"})
+"""Fields of the section `sample`, likewise."""
+Mode = Literal["frozen", "adapter", "full"]
+"""How something of a model is trained."""
 
 
 class ModelFamily(ABC):
@@ -56,6 +63,11 @@ class ModelFamily(ABC):
     components: ClassVar[tuple[str, ...]]
     """Names allowed in `model.train`, as diffusers names the parts of its pipeline. The first is the denoiser, or the
     language model, which is trained by default; the others are text encoders."""
+    parts: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Of a first component whose parts are trained each in its own way: {name in `model.train`, in place of the
+    component's: regular expressions of the modules it consists of}. Together they are all modules with weights."""
+    losses: ClassVar[tuple[str, ...]] = ()
+    """Names of the losses whose weighted sum is trained, where there are several."""
     trains_on: ClassVar[Literal["images", "text"]]
     """What a run feeds to the model."""
     data_fields: ClassVar[frozenset[str]]
@@ -103,6 +115,8 @@ class ModelFamily(ABC):
 
     beside_weights: ClassVar[tuple[str, ...]] = ()
     """Files of the model's folder that go with an export of the whole model."""
+    keeps_layout: ClassVar[bool] = False
+    """Whether such an export holds one file in the original layout, as the published folder does."""
 
     kohya_prefixes: ClassVar[Mapping[str, str]] = {"transformer": "lora_unet"}
     """{component: what stands before its layers' names in kohya's files}."""
@@ -113,13 +127,32 @@ class ModelFamily(ABC):
     """Where the model lies: a family opens it when it is made."""
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
-        _check_names("model.train", model.train, self.components)
+        _check_names("model.train", model.train, self.trained_names())
         check_unread("model.options", model.options, self.options_read)
         _check_names("model.options.without", model.options.without, self.optional_encoders)
         check_unread("objective", objective, self.objective_fields)
         self.config = model
         self.objective = objective
         self.cache = cache
+
+    @classmethod
+    def trained_names(cls) -> tuple[str, ...]:
+        """Names allowed in `model.train`."""
+        return (*cls.parts, *cls.components[1:]) if cls.parts else cls.components
+
+    def mode(self, cfg: RunConfig, name: str) -> Mode:
+        """How a component, module or parameter is trained. name: with its component."""
+        component, _, inside = name.partition(".")
+        if component == self.components[0]:
+            for part, patterns in self.parts.items():
+                if any(re.fullmatch(rf"({pattern})(\..+)?", inside) for pattern in patterns):
+                    return cfg.mode(part)
+        return cfg.mode(component)
+
+    def modes(self, cfg: RunConfig, component: str) -> frozenset[Mode]:
+        """How the parts of a component are trained."""
+        parts = self.parts if component == self.components[0] else {}
+        return frozenset(cfg.mode(part) for part in parts or (component,))
 
     @property
     def live(self) -> tuple[str, ...]:
@@ -196,7 +229,7 @@ class ModelFamily(ABC):
     @classmethod
     @abstractmethod
     def published(cls, architecture: str) -> dict[str, Any]:
-        """What the configs of a published model's parts have in place of a tiny one's: {folder: {key: value}}.
+        """What the configs of a published model's parts have in place of a tiny one's: {folder or file: {key: value}}.
 
         architecture: one of `architectures`. Tokenizers by their `model_max_length`.
         """
@@ -213,8 +246,8 @@ class ImageFamily(ModelFamily):
     trains_on = "images"
     shift: ClassVar[Shift] = Shift()
     """What `objective.shift` means for it, in flow matching."""
-    data_fields = frozenset(DataConfig.model_fields) - TEXT_DATA
-    sample_fields = frozenset(SampleConfig.model_fields) - TEXT_SAMPLE
+    data_fields = frozenset(DataConfig.model_fields) - TEXT_DATA - QUESTION_DATA
+    sample_fields = frozenset(SampleConfig.model_fields) - TEXT_SAMPLE - QUESTION_SAMPLE
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -271,6 +304,33 @@ class ImageFamily(ModelFamily):
         width, height: of the image, in pixels.  text_tokens: of the caption, where captions are not padded to a length
         of their own.  dtype: of the text encoders.
         """
+
+
+class MultimodalFamily(ImageFamily):
+    """A model that draws pictures from captions and answers questions about pictures, in one network.
+
+    An example is what `encode_image` and `encode_text` give together, or what `encode_question` gives.
+    """
+
+    data_fields = frozenset(DataConfig.model_fields) - TEXT_DATA
+    sample_fields = frozenset(SampleConfig.model_fields)
+    losses = ("images", "text")
+    diffusers_adapters = frozenset()
+
+    @abstractmethod
+    def seen_size(self, width: int, height: int, resolution: int) -> tuple[int, int]:
+        """Width and height in pixels that a picture is looked at in. resolution: `data.resolution`."""
+
+    @abstractmethod
+    def encode_question(self, image: Image.Image, question: str, answer: str) -> Example:
+        """One example of an answer about an RGB image of `seen_size`. Called on a thread."""
+
+    @abstractmethod
+    def answer(self, model: nn.ModuleDict, image: Image.Image, question: str, cfg: SampleConfig, rng: SampleRng) -> str:
+        """An answer about an RGB image of `seen_size`. Calls the model a number of times that depends on `cfg` only."""
+
+    def load_adapter_file(self, model: nn.ModuleDict, file: Path) -> None:
+        raise InputError(f"{file}: diffusers has no loader for adapters of this model")
 
 
 class TextFamily(ModelFamily):
