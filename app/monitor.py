@@ -30,6 +30,7 @@ from trainer.events import (
     StatusEvent,
     StepEvent,
     ValidationEvent,
+    losses_by_name,
     smoothed,
     told_speed,
 )
@@ -294,6 +295,9 @@ def _loss(follower: Follower, axis: Axis) -> Iterator[Line]:
     yield _line(follower, axis, "each step", lambda step: step.loss)
     means = smoothed(step.loss for step in follower.steps)
     yield Line("smoothed", [(follower.at(axis, step), mean) for step, mean in zip(follower.steps, means, strict=True)])
+    for name, losses in losses_by_name(follower.steps).items():
+        pairs = zip(follower.steps, smoothed(losses), strict=True)
+        yield Line(f"{name}, smoothed", [(follower.at(axis, step), mean) for step, mean in pairs])
     if follower.steps:
         yield Line("validation", [(follower.at(axis, event), event.loss) for event in follower.validations])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from app.monitor import SILENT_S, RunView
@@ -40,7 +41,7 @@ def figures(view: RunView, element_id: str = "") -> str:
     facts = [("step", f"{view.step} / {view.num_steps}"), _speed(view)]
     if view.loss is not None:
         facts.insert(1, ("loss", f"{view.loss:.4f}"))
-    facts += [(f"s {part}", f"{seconds:.3f}") for part, seconds in view.seconds.items()]
+    facts += [(f"s {part}", f"{seconds:.3f}") for part, seconds in view.seconds.items() if not math.isnan(seconds)]
     cells = "".join(f"<div><dt>{html.escape(name)}</dt><dd>{fact}</dd></div>" for name, fact in facts)
     name = f' id="{element_id}"' if element_id else ""
     return (
@@ -53,7 +54,7 @@ def figures(view: RunView, element_id: str = "") -> str:
 
 
 def written(sample: SampleEvent) -> str:
-    """A sample of a language model, which can be scrolled by keyboard too."""
+    """A sample that is text, which can be scrolled by keyboard too."""
     name = html.escape(f"Sample of step {sample.step}")
     return f'<pre class="written" tabindex="0" aria-label="{name}">{html.escape(sample.text)}</pre>'
 

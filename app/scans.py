@@ -118,7 +118,7 @@ class _Scan(Watcher):
         multiple = known.size_multiple if known else DEFAULT_MULTIPLE
         try:
             dataset = scan(data, self)
-            sizes = bucket_sizes(data.resolution, multiple, data.max_aspect)
+            sizes = bucket_sizes(data.resolution, multiple, data.max_aspect, known.longest_side if known else None)
         except InputError as error:
             problems = tuple(str(error).split("\n"))
             return Found(self._num_files, images=tuple(self._images), problems=problems)

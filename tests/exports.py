@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from tests.distributed.matrix import METHODS
+from tests.families.common import IMAGES
 from tests.readme import write_section
 from tests.runs import alone, make_pictures, make_run, run_config
-from trainer import families
 from trainer.config import ADAPTER_FILES, InputError, RunConfig
 from trainer.export import export
 from trainer.rng import generator
@@ -120,7 +120,7 @@ def table(names: Iterable[str]) -> str:
 
 def main() -> int:
     """Write the table into the README."""
-    write_section("formats", table(families.names()))
+    write_section("formats", table(IMAGES))
     return 0
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,17 +18,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.distributed import run_ranks
+from tests.families.common import batch_of, edit_json, examples, model_of, picture
 from tests.runs import Outcome, alone, difference, make_pictures, make_run, run_config, steps_of, train
 from trainer import families, manifest
 from trainer.checkpoint import StoredWeights
 from trainer.config import InputError, RunConfig
 from trainer.data import questions
 from trainer.data.loader import BatchPlan, Item
-from trainer.events import AnyEvent, SampleEvent, StepEvent, ValidationEvent
+from trainer.events import SampleEvent, StepEvent, ValidationEvent
 from trainer.export import export
 from trainer.families.base import MultimodalFamily
 from trainer.modules import build_model
 from trainer.questions import Asked, MixedPlan
+from trainer.rng import SampleRng
 from trainer.rundir import RunDir
 from trainer.train import Trainer
 
@@ -258,6 +262,11 @@ def test_an_adapter_goes_on_from_its_file_and_merges_into_the_published_file(ben
     cfg, run = bench.run("adapter", export__dtype="fp32", optim__lr=1e-2)
     weights = train(alone(), cfg, run).weights
     (file, *_) = export(cfg, run, bench.root / "cache")
+    with safe_open(file.path / "adapter_model.safetensors", "pt") as stored:
+        assert {
+            "base_model.model.language_model.model.layers.0.self_attn.q_proj_moe_gen.lora_A.weight",
+            "base_model.model.vit_model.vision_model.encoder.layers.1.mlp.fc2.lora_B.weight",
+        } < {*stored.keys()}
     _, other = bench.run("goes-on", adapter={"type": "lora", "rank": 4, "start": str(file.path)}, optim__lr=1e-9)
     went_on = train(alone(), other.config(), other)
     assert difference(went_on.weights, weights) <= 1e-6
@@ -327,11 +336,57 @@ def test_a_picture_is_looked_at_in_whole_patches_within_the_grid(
     assert family.seen_size(*size, resolution) == expected
 
 
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [({"data__resolution": 1040}, "data.resolution"), ({"sample__size": (64, 1280)}, "sample.size")],
+)
+def test_a_picture_larger_than_the_network_can_draw_is_refused(
+    bench: Bench, changes: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InputError, match=f"{field}: .* is more than the 1024 pixels bagel can draw; lower it"):
+        families.make(bench.config(**changes), bench.root / "cache")
+
+
+def test_a_mask_weights_the_errors_of_its_pixels(bench: Bench) -> None:
+    family = families.make(bench.config(), bench.root / "cache")
+    model, rng = model_of(family), SampleRng(0, [0, 1])
+    drawn, asked = {**examples(family, 1)[0]}, family.encode_question(picture(32, 32), "what?", "a fox")
+    whole = family.loss(model, batch_of(family, [asked, drawn]), rng).parts
+    height, width = drawn["latents"].shape[-2:]
+    halves = [torch.zeros(height, width), torch.zeros(height, width)]
+    halves[0][:, :1], halves[1][:, 1:] = 1, 1
+    parts = [family.loss(model, batch_of(family, [asked, {**drawn, "mask": half}]), rng).parts for half in halves]
+    torch.testing.assert_close(parts[0][0, 0] + parts[1][0, 0], whole[0, 0], atol=1e-5, rtol=0)
+    assert all(0 < part[0, 0] < whole[0, 0] and part[1, 0] == whole[1, 0] for part in parts)
+
+
+def test_a_folder_that_is_no_such_model_is_refused_with_what_is_missing(bench: Bench, tmp_path: Path) -> None:
+    folder = families.make(bench.config(), bench.root / "cache").folder
+
+    def refusal(change: Callable[[Path], None]) -> str:
+        copy = shutil.copytree(folder, tmp_path / str(len(list(tmp_path.iterdir()))))
+        change(copy)
+        with pytest.raises(InputError) as error:
+            family = families.make(bench.config(model__path=str(copy)), bench.root / "cache")
+            assert isinstance(family, MultimodalFamily)
+            family.encode_question(picture(32, 32), "what?", "a fox")
+            family.loss(model_of(family), batch_of(family, examples(family, 1)), SampleRng(0, [0]))
+        return str(error.value)
+
+    assert "has no hidden_size" in refusal(lambda copy: (copy / "llm_config.json").write_text("{}") and None)
+    assert "latent_patch_size is 4" in refusal(lambda copy: edit_json(copy / "config.json", latent_patch_size=4))
+    assert "max_latent_size is 32" in refusal(lambda copy: edit_json(copy / "config.json", max_latent_size=32))
+    assert "neither ema.safetensors" in refusal(lambda copy: (copy / "ema.safetensors").unlink())
+    assert "belong to different models" in refusal(
+        lambda copy: edit_json(copy / "llm_config.json", num_hidden_layers=1)
+    )
+    other = "model.options.architecture: 7b-mot has 28 layers of width 3584"
+    with pytest.raises(InputError, match=re.escape(other)):
+        options = {"architecture": "7b-mot"}
+        families.make(bench.config(model__path=str(folder), model__options=options), bench.root / "cache")
+
+
 def test_other_models_refuse_questions(bench: Bench) -> None:
     cfg = run_config(bench.pictures, data__questions=str(bench.asked))
     with pytest.raises(InputError, match=r"data\.questions: means nothing to flux2"):
         families.make(cfg, bench.root / "cache")
-
-
-def told(events: Sequence[AnyEvent]) -> list[dict[str, float]]:
-    return [event.losses for event in events if isinstance(event, StepEvent)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -48,7 +49,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "pictures").mkdir()
     for picture in sorted((PRESETS / "quickstart").glob("*.png"))[:8]:
         shutil.copy(picture, root / "pictures")
-        shutil.copy(picture.with_suffix(".txt"), root / "pictures")
+        caption = Path(shutil.copy(picture.with_suffix(".txt"), root / "pictures")).read_text(encoding="utf-8")
+        asked = {"image": f"pictures/{picture.name}", "question": "What is it?", "answer": caption}
+        with (root / "questions.jsonl").open("a", encoding="utf-8") as file:
+            file.write(f"{json.dumps(asked)}\n")
     return root
 
 
@@ -56,13 +60,15 @@ def load(name: str, *overrides: str) -> RunConfig:
     return configfile.load(PRESETS / f"{name}.yaml", overrides).config
 
 
-def small(root: Path, *overrides: str) -> tuple[str, ...]:
-    return (*SMALL, f"data.path={root / 'pictures'}", *overrides)
+def small(name: str, root: Path, *overrides: str) -> tuple[str, ...]:
+    asks = bool(load(name).data.questions)  # and a picture besides, for all that is trained to be used
+    questions = (f"data.questions={root / 'questions.jsonl'}", "train.batch_size=2") if asks else ()
+    return (*SMALL, f"data.path={root / 'pictures'}", *questions, *overrides)
 
 
 def command(name: str, root: Path, *overrides: str) -> list[str]:
     argv = [sys.executable, "launch.py", "--headless", f"presets/{name}.yaml", "--runs", str(root)]
-    return [*argv, *small(root, *overrides)]
+    return [*argv, *small(name, root, *overrides)]
 
 
 def assert_exported(output: str) -> None:
@@ -110,9 +116,10 @@ def test_a_preset_for_gpus_asks_for_the_user_s_pictures(name: str, tmp_path: Pat
     loaded = configfile.load(Path(shutil.copy(PRESETS / f"{name}.yaml", tmp_path / "presets")))
     with pytest.raises(configfile.ConfigError) as refused:
         configfile.check_files(loaded)
-    assert str(refused.value) == (
-        f"{loaded.where('data.path')}: data.path: no folder '{tmp_path / 'my-images'}'; name one that holds the images"
-    )
+    missing = {"data.path": f"no folder '{tmp_path / 'my-images'}'; name one that holds the images"}
+    if loaded.config.data.questions:
+        missing["data.questions"] = f"no file '{tmp_path / 'my-questions.jsonl'}'; name a .jsonl file"
+    assert str(refused.value) == "\n".join(f"{loaded.where(field)}: {field}: {why}" for field, why in missing.items())
 
 
 @pytest.mark.parametrize("name", FOR_GPUS)
@@ -160,7 +167,7 @@ def one_per_method() -> Iterator[Any]:
 
 @pytest.mark.parametrize("name", list(one_per_method()))
 def test_a_preset_trains_a_tiny_model_with_its_own_settings(name: str, root: Path) -> None:
-    cfg = load(name, *small(root, "parallel.devices=1", "parallel.nodes=1"))
+    cfg = load(name, *small(name, root, "parallel.devices=1", "parallel.nodes=1"))
     outcome = train(alone(), cfg, make_run(root, cfg, name))
     assert len(steps_of(outcome.events)) == 1
     # The second factor of a LoRA starts at zero: what is not has been trained.

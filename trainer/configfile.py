@@ -94,8 +94,8 @@ def of_stage(cfg: RunConfig, index: int, given: Sequence[str] = ()) -> RunConfig
 def check_files(loaded: ConfigFile) -> None:
     """Raises ConfigError for every dataset folder, file and model that is named and does not exist."""
     config = loaded.config
-    unread = list(facts.unread(config))
-    _refuse(loaded, [*unread, *_missing_folders(config), *_missing_files(config), *_missing_models(config)])
+    refused = list(facts.refused(config))
+    _refuse(loaded, [*refused, *_missing_folders(config), *_missing_files(config), *_missing_models(config)])
 
 
 def check_start(loaded: ConfigFile) -> None:

@@ -260,7 +260,9 @@ class _DataEncoder:
 
     def _encode_pictures(self, pictures: Sequence[Picture]) -> dict[Path, str]:
         """{file: key} of those that can be used, each in the bucket of its own shape."""
-        sizes = bucket_sizes(self.cfg.data.resolution, self.family.size_multiple, self.cfg.data.max_aspect)
+        sizes = bucket_sizes(
+            self.cfg.data.resolution, self.family.size_multiple, self.cfg.data.max_aspect, self.family.longest_side
+        )
         sized = [(picture, choose_bucket(picture.width, picture.height, sizes)) for picture in pictures]
         digests = content_keys([picture.path for picture in pictures], self.crew)
         keys = [_key(self._origin, "image", digest, size) for digest, (_, size) in zip(digests, sized, strict=True)]

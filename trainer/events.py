@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Generic, Literal, Self, TypeVar
@@ -108,6 +108,11 @@ class SampleEvent(Event):
     path: str
     text: str = ""
     type: Literal["sample"] = "sample"
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it was written and not drawn. A model may have written nothing."""
+        return self.path.endswith(".txt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,6 +327,18 @@ def latest_steps(events: Iterable[AnyEvent]) -> list[StepEvent]:
                 steps.pop()
             steps.append(event)
     return steps
+
+
+def losses_by_name(steps: Iterable[StepEvent]) -> dict[str, list[float]]:
+    """{name: of each step, NaN where it had none} of a model that is trained with several losses; else nothing."""
+    steps = list(steps)
+    names = dict.fromkeys(name for step in steps for name in step.losses)
+    return {name: [step.losses.get(name, math.nan) for step in steps] for name in names}
+
+
+def told_losses(losses: Mapping[str, float]) -> str:
+    """` (images 0.5000, text 1.2000)`, and nothing where there is only one loss."""
+    return f" ({', '.join(f'{name} {loss:.4f}' for name, loss in losses.items())})" if losses else ""
 
 
 def last_state(events: Iterable[AnyEvent]) -> State:

@@ -32,6 +32,7 @@ class FamilyFacts:
     sample_fields: tuple[str, ...]
     reads_references: bool
     size_multiple: int
+    longest_side: int | None
 
     def reads(self, field: str) -> bool:
         """Whether a field of the config, as `objective.shift`, means something to models of this family."""
@@ -61,11 +62,13 @@ def size_field(cfg: RunConfig) -> str:
     return {"images": "data.resolution", "text": "data.length"}[trains_on(cfg)]
 
 
-def unread(cfg: RunConfig) -> Iterator[Problem]:
-    """What is set in the sections `data` and `sample` and means nothing to the family, which would be ignored."""
+def refused(cfg: RunConfig) -> Iterator[Problem]:
+    """What is set in the sections `data` and `sample` and is more than the family can do, or means nothing to it and
+    would be ignored."""
     known = of(cfg.model.family)
     if known is None:
         return
+    yield from _too_large(cfg, known.longest_side)
     sections: tuple[tuple[str, Section, tuple[str, ...]], ...] = (
         ("data", cfg.data, known.data_fields),
         ("sample", cfg.sample, known.sample_fields),
@@ -77,6 +80,12 @@ def unread(cfg: RunConfig) -> Iterator[Problem]:
                     f"{section}.{name}",
                     f"means nothing to {cfg.model.family}, which is trained on {known.trains_on}; leave it out",
                 )
+
+
+def _too_large(cfg: RunConfig, longest: int | None) -> Iterator[Problem]:
+    for field, side in (("data.resolution", cfg.data.resolution), ("sample.size", max(cfg.sample.size))):
+        if longest is not None and side > longest:
+            yield Problem(field, f"{side} is more than the {longest} pixels {cfg.model.family} can draw; lower it")
 
 
 @functools.cache

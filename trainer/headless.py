@@ -36,7 +36,9 @@ from trainer.events import (
     StepEvent,
     ValidationEvent,
     WarningEvent,
+    losses_by_name,
     smoothed,
+    told_losses,
     told_speed,
 )
 from trainer.launch import RunHandle
@@ -354,7 +356,8 @@ class Figures:
         loss = smoothed(event.loss for event in self._recent)[-1]
         seconds = statistics.fmean(event.seconds for event in self._recent)
         left = timedelta(seconds=round((self.num_steps - self.step) * seconds))
-        parts = [f"loss {loss:.4f}", told_speed(*self._recent[-1].speed), f"ETA {left}"]
+        means = {name: smoothed(losses)[-1] for name, losses in losses_by_name(self._recent).items()}
+        parts = [f"loss {loss:.4f}{told_losses(means)}", told_speed(*self._recent[-1].speed), f"ETA {left}"]
         if self.peaks:
             parts.append("peak " + " ".join(f"{peak / 2**20:.0f}" for _, peak in sorted(self.peaks.items())) + " MiB")
         return "  ".join(parts)
@@ -486,9 +489,9 @@ def sentence(event: Told) -> str:
             return f"stage {event.number} of {event.count}: {event.name}"
         case ValidationEvent():
             perplexity = f", perplexity {event.perplexity:.3f}" if math.isfinite(event.perplexity) else ""
-            return f"step {event.step}: validation loss {event.loss:.4f}{perplexity}"
+            return f"step {event.step}: validation loss {event.loss:.4f}{perplexity}{told_losses(event.losses)}"
         case SampleEvent():
-            text = f": {' '.join(event.text.split())}" if event.text else ""
+            text = f": {' '.join(event.text.split())}" if event.is_text else ""
             return f"step {event.step}: sample {event.path}{text}"
         case CheckpointEvent():
             return f"step {event.step}: checkpoint {event.path}"

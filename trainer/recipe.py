@@ -44,7 +44,7 @@ def recipe(cfg: RunConfig) -> list[BucketRecipe]:
     family = families.get(cfg.model.family)
     if not issubclass(family, ImageFamily):
         return []
-    sizes = bucket_sizes(cfg.data.resolution, family.size_multiple, cfg.data.max_aspect)
+    sizes = bucket_sizes(cfg.data.resolution, family.size_multiple, cfg.data.max_aspect, family.longest_side)
     counts = images_per_bucket(scan(cfg.data).train, sizes)
     is_flow = family.objective_fields >= FLOW_FIELDS
     even = (torch.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES

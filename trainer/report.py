@@ -28,6 +28,7 @@ from trainer.events import (
     WarningEvent,
     last_state,
     latest_steps,
+    losses_by_name,
     smoothed,
 )
 from trainer.rundir import RunDir
@@ -94,6 +95,7 @@ def _facts(cfg: RunConfig, events: Sequence[AnyEvent]) -> str:
     ]
     if steps:
         facts.append(("Loss, smoothed", _short(smoothed(step.loss for step in steps)[-1])))
+        facts += [(f"of {name}", _short(smoothed(losses)[-1])) for name, losses in losses_by_name(steps).items()]
         unit = steps[-1].speed[1]
         facts.append((f"{unit.capitalize()} per second", _short(sum(step.speed[0] for step in steps) / len(steps))))
     rows = "".join(f'<tr><th scope="row">{escape(what)}</th><td>{escape(fact)}</td></tr>' for what, fact in facts)
@@ -125,7 +127,12 @@ def _charts(run: RunDir, cfg: RunConfig, events: Sequence[AnyEvent]) -> Iterator
     steps = latest_steps(events)
     loss = _line("each step", steps, lambda step: step.loss)
     means = smoothed(step.loss for step in steps)
-    yield chart("Loss", [loss, Line("smoothed", [(step.step, mean) for step, mean in zip(steps, means, strict=True)])])
+    parts = {f"{name}, smoothed": smoothed(losses) for name, losses in losses_by_name(steps).items()}
+    lines = [
+        Line(label, [(step.step, mean) for step, mean in zip(steps, values, strict=True)])
+        for label, values in ({"smoothed": means} | parts).items()
+    ]
+    yield chart("Loss", [loss, *lines])
     yield chart("Validation loss", [Line("held out", _validation(events))])
     yield chart("Learning rate", [_line("learning rate", steps, lambda step: step.lr)])
     yield chart("Gradient norm", [_line("before clipping", steps, lambda step: step.grad_norm)])
@@ -283,7 +290,7 @@ def spread(steps: Sequence[int], limit: int) -> list[int]:
 def _picture(run: RunDir, event: SampleEvent | None) -> str:
     if event is None:
         return ""
-    if event.text:
+    if event.is_text:
         return f'<pre class="written">{escape(event.text)}</pre>'
     file = (run.path / event.path).resolve()
     kind = PICTURE_TYPES.get(file.suffix.lower())

@@ -49,8 +49,8 @@ def picture(studio: Studio, file: Path, text: str) -> str:
 
 
 def sample(studio: Studio, run: Path, event: SampleEvent, config: RunConfig) -> str:
-    """What was drawn: a picture, or the text of a language model. run: its folder."""
-    if event.text:
+    """What was drawn: a picture, or a text. run: its folder."""
+    if event.is_text:
         return written(event)
     return picture(studio, run / event.path, sample_text(event, config))
 

@@ -51,7 +51,7 @@ def _shower(studio: Studio) -> Callable[[str, str | None], list[Any]]:
 def pair(studio: Studio, view: RunView, prompt: str | None) -> tuple[str, str] | None:
     """The first and the last sample of a prompt, None without two or where one was deleted."""
     found = sorted((sample for sample in view.samples if sample.prompt == prompt), key=lambda sample: sample.step)
-    if len(found) < 2 or found[0].text:
+    if len(found) < 2 or found[0].is_text:
         return None
     try:
         first, last = (str(studio.thumbnails.of(view.path / sample.path, FULL)) for sample in (found[0], found[-1]))

@@ -148,7 +148,7 @@ class Dashboard:
         return f'<h2>Newest samples</h2><div class="newest">{figures}</div>'
 
     def _small(self, sample: SampleEvent) -> str:
-        if sample.text:
+        if sample.is_text:
             return panels.written(sample)
         try:
             small = self._thumbnails.of(self.run.path / sample.path, SIDE)

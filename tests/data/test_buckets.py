@@ -51,3 +51,13 @@ def test_a_resolution_below_the_grid_of_the_model_is_refused() -> None:
 )
 def test_a_photo_goes_to_the_bucket_of_the_nearest_aspect(photo: tuple[int, int], bucket: tuple[int, int]) -> None:
     assert choose_bucket(*photo, bucket_sizes(1024, 16, 2.0)) == bucket
+
+
+def test_a_bucket_with_a_side_that_is_too_long_is_smaller_in_its_own_shape() -> None:
+    free, bound = bucket_sizes(1024, 16, 2.0), bucket_sizes(1024, 16, 2.0, longest=1024)
+    assert max(max(size) for size in free) > 1024
+    assert max(max(size) for size in bound) == 1024
+    for width, height in free:
+        nearest = choose_bucket(width, height, bound)
+        assert nearest[0] / nearest[1] == pytest.approx(width / height, rel=0.02)
+    assert bucket_sizes(512, 16, 1.2, longest=1024) == bucket_sizes(512, 16, 1.2)

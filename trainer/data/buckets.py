@@ -10,12 +10,15 @@ from trainer.config import InputError
 from trainer.data.pixels import Picture
 
 
-def bucket_sizes(resolution: int, multiple: int, max_aspect: float) -> tuple[tuple[int, int], ...]:
+def bucket_sizes(
+    resolution: int, multiple: int, max_aspect: float, longest: int | None = None
+) -> tuple[tuple[int, int], ...]:
     """(width, height) of all buckets, from tall to wide.
 
     Sides are multiples of `multiple` pixels, areas are at most resolution^2 and longest : shortest side is at most
     `max_aspect`. Widths grow by about resolution / 16: finer steps would crop a few percent less, but leave small
     datasets with a bucket per image, so that a batch held the same image several times.
+    longest: pixels of the longest side there may be, None for any; what would be longer is smaller in its aspect ratio.
     Raises InputError when the resolution is smaller than one multiple.
     """
     square = resolution // multiple * multiple
@@ -28,8 +31,18 @@ def bucket_sizes(resolution: int, multiple: int, max_aspect: float) -> tuple[tup
         wide.append((width, height))
         width += step
         height = resolution**2 // width // multiple * multiple
+    if longest is not None:
+        wide = list(dict.fromkeys(_within(size, longest // multiple * multiple, multiple) for size in wide))
     tall = [(height, width) for width, height in wide[:0:-1]]
     return (*tall, *wide)
+
+
+def _within(size: tuple[int, int], longest: int, multiple: int) -> tuple[int, int]:
+    """size: (width, height), wide."""
+    width, height = size
+    if width <= longest:
+        return size
+    return longest, max(1, round(height * longest / width / multiple)) * multiple
 
 
 def choose_bucket(width: int, height: int, sizes: Iterable[tuple[int, int]]) -> tuple[int, int]:

@@ -30,7 +30,7 @@ def make(cfg: RunConfig, cache: Path) -> ModelFamily:
     Raises InputError when `model.path` holds no such model, or the config asks for what the family cannot do.
     """
     family = get(cfg.model.family)(cfg.model, cfg.objective, cache / "models")
-    problems = tuple(facts.unread(cfg))
+    problems = tuple(facts.refused(cfg))
     if problems:
         raise RuleError(problems)
     _check_sample_size(cfg.sample.size, family.size_multiple)

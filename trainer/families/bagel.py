@@ -68,8 +68,8 @@ GUIDED_ABOVE = 0.4
 """Share of noise above which the published sampler guides."""
 BLANK_ANSWER = 64
 """Tokens of the answer that memory is planned with."""
-ARCHITECTURES = {"bagel-7b-mot": BAGEL_7B_MOT}
-DEFAULT_ARCHITECTURE = "bagel-7b-mot"
+ARCHITECTURES = {"7b-mot": BAGEL_7B_MOT}
+DEFAULT_ARCHITECTURE = "7b-mot"
 
 
 class BagelFamily(MultimodalFamily):
@@ -95,6 +95,7 @@ class BagelFamily(MultimodalFamily):
     architectures = tuple(ARCHITECTURES)
     default_architecture = DEFAULT_ARCHITECTURE
     size_multiple = LATENT_PIXELS * PATCH
+    longest_side = LATENT_PIXELS * PATCH * BAGEL_7B_MOT.latent_side
     shift = Shift(constant=1.0)
     weights_stem = WEIGHTS
     keeps_layout = True
@@ -351,6 +352,12 @@ def _sizes(folder: ModelFolder, config: Mapping[str, Any]) -> BagelSizes:
             f"{folder.path / 'config.json'}: latent_patch_size is {config['latent_patch_size']}; only models with "
             f"{PATCH} are trained"
         )
+    latent_side = config.get("max_latent_size", BAGEL_7B_MOT.latent_side)
+    if latent_side != BAGEL_7B_MOT.latent_side:
+        raise InputError(
+            f"{folder.path / 'config.json'}: max_latent_size is {latent_side}; only models with "
+            f"{BAGEL_7B_MOT.latent_side} are trained"
+        )
     return BagelSizes(
         width=llm["hidden_size"],
         num_layers=llm["num_hidden_layers"],
@@ -368,7 +375,7 @@ def _sizes(folder: ModelFolder, config: Mapping[str, Any]) -> BagelSizes:
             max_side=config.get("vit_max_num_patch_per_side", vision["image_size"] // vision["patch_size"]),
             eps=vision.get("layer_norm_eps", 1e-6),
         ),
-        latent_side=config.get("max_latent_size", BAGEL_7B_MOT.latent_side),
+        latent_side=latent_side,
         latent_numbers=PATCH**2 * _vae_config(config)["latent_channels"],
         rope_theta=llm.get("rope_theta", 1e6),
         eps=llm.get("rms_norm_eps", 1e-6),
@@ -470,7 +477,7 @@ TINY = BagelSizes(
     hidden_width=128,
     vocabulary=384,
     vision=VisionSizes(width=32, num_layers=2, num_heads=4, hidden_width=64, patch_size=8, max_side=16),
-    latent_side=16,
+    latent_side=BAGEL_7B_MOT.latent_side,
     latent_numbers=16,
 )
 TINY_VAE = {

@@ -78,6 +78,8 @@ class ModelFamily(ABC):
     """Whether the model can be given other images to make its own from (`data.references`)."""
     size_multiple: ClassVar[int] = 1
     """Width and height of images are multiples of this many pixels."""
+    longest_side: ClassVar[int | None] = None
+    """Pixels of the longest side an image may have; None for any."""
     weights_stem: ClassVar[str] = DIFFUSERS_STEM
     """Name of the first component's files of weights, without number and ending."""
     shard_blocks: tuple[str, ...]

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainer.config import NoAdapter, RankAdapter, RunConfig
-from trainer.facts import size_field, trains_on
+from trainer.facts import of, size_field, trains_on
 from trainer.plan.calibration import reserve_of
 from trainer.plan.hardware import Card
 from trainer.plan.memory import TIGHT, MemoryPlan, plan_of
@@ -76,7 +76,9 @@ def largest(cfg: RunConfig, card: Card, cache: Path) -> dict[str, int]:
 
         return check
 
-    found = {field: _last(LIMITS[field] // STEPS[field], STEPS[field], fits(field)) for field in fields}
+    known = of(cfg.model.family)
+    limits = LIMITS | ({"data.resolution": known.longest_side} if known and known.longest_side else {})
+    found = {field: _last(limits[field] // STEPS[field], STEPS[field], fits(field)) for field in fields}
     return {field: value for field, value in found.items() if value}
 
 

@@ -74,7 +74,7 @@ def name_of(cfg: RunConfig) -> str:
         folder = find_folder(*named)
     except InputError as error:
         raise InputError(f"{error}; or name model.options.architecture, to plan without the files") from error
-    configs = sorted([*folder.glob("config.json"), *folder.glob("*/config.json")])
+    configs = sorted([*folder.glob("*config.json"), *folder.glob("*/config.json")])
     if not configs:
         raise InputError(f"{named[0]} {folder}: no config.json of it or its parts; expected a folder with a model")
     return f"{model.family}-{_digest([config.read_text(encoding='utf-8') for config in configs])}"

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal, Protocol
@@ -26,7 +26,7 @@ from trainer.events import (
 )
 from trainer.rundir import RunDir
 
-FIGURES = tuple(each.name for each in fields(StepEvent) if each.name not in ("step", "time", "type"))
+FIGURES = tuple(each.name for each in fields(StepEvent) if each.name not in ("step", "time", "type", "losses"))
 _UNTOLD = {"images": ("tokens_per_second",), "tokens": ("images_per_second",)}
 
 
@@ -162,12 +162,13 @@ class Feed:
         place, step, when = self._place, event.step, event.time
         if isinstance(event, StepEvent) and place.is_new("step", step):
             names = (name for name in FIGURES if name not in _UNTOLD[event.speed[1]])
-            return Figures(step, when, {name: vars(event)[name] for name in names})
+            return Figures(step, when, {name: vars(event)[name] for name in names} | _named("loss", event.losses))
         if isinstance(event, ValidationEvent) and place.is_new("validation", step):
             perplexity = {} if math.isnan(event.perplexity) else {"validation_perplexity": event.perplexity}
-            return Figures(step, when, {"validation_loss": event.loss, **perplexity})
+            losses = _named("validation_loss", event.losses)
+            return Figures(step, when, {"validation_loss": event.loss, **perplexity, **losses})
         if isinstance(event, SampleEvent) and place.is_new(f"sample {event.index}", step):
-            if event.text:
+            if event.is_text:
                 return Note(step, when, "sample", event.text)
             return Picture(step, when, event.index, event.prompt, self._run.path / event.path)
         if isinstance(event, StatusEvent):
@@ -206,3 +207,7 @@ class Feed:
     def _will_give(self) -> None:
         self._place.given += 1
         self._place.save()
+
+
+def _named(what: str, losses: Mapping[str, float]) -> dict[str, float]:
+    return {f"{what}_{name}": loss for name, loss in losses.items()}
