@@ -96,6 +96,7 @@ def test_a_step_line_has_the_documented_fields_and_no_others(file):
         "seconds_communication": 0.05,
         "images_per_second": 8.0,
         "tokens_per_second": None,
+        "losses": {},
     }
 
 

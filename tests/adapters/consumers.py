@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tests.adapters.examples import Example, relative
 from trainer.adapters.layer import LayerAdapter
+from trainer.export.adapter import published_paths, under_paths
 
 Layers = Mapping[str, LayerAdapter]
 
@@ -39,8 +40,10 @@ def peft(example: Example, file: Path, layers: Layers) -> float:
     """`PeftModel.from_pretrained` of a folder."""
     denoiser, *encoders = example.family.components
     component = next((name for name in encoders if file.name.endswith(f"-{name}")), denoiser)
-    model = PeftModel.from_pretrained(example.model()[component], file)
-    found = merged_by_peft(nn.ModuleDict({component: model.get_base_model()}))
+    given, ours = example.model()[component], published_paths(example.family, component)
+    model = PeftModel.from_pretrained(under_paths(given, ours) if ours else given, file)
+    merged = merged_by_peft(model.get_base_model())
+    found = {f"{component}.{ours.get(name, name)}": weight for name, weight in merged.items()}
     return example.error(found, {name: layer for name, layer in layers.items() if name.startswith(f"{component}.")})
 
 

@@ -33,6 +33,7 @@ LANGUAGE_MODELS = {
 }
 """Parameters as published; of tied models the head counts once."""
 COUNTS = {
+    "bagel 7b-mot": [14.607, VAE],
     **{f"causal_lm {name}": [count / 1e9] for name, count in LANGUAGE_MODELS.items()},
     "flux1 dev": [11.90, CLIP_L, T5, VAE],
     "flux1 schnell": [11.89, CLIP_L, T5, VAE],

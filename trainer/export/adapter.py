@@ -123,19 +123,23 @@ def _merge_of(layer: Any) -> Merge:
 
 def _read_by_peft(folder: Path, family: ModelFamily, component: str) -> dict[str, Merge]:
     model = _without_weights(family.build(component))
-    ours: dict[str, str] = {}
-    if family.peft_fields is not None:
-        layout = [tensor for tensor in family.layout(component) if tensor.name.endswith(".weight")]
-        ours = {tensor.name.removesuffix(".weight"): tensor.parts[0].removesuffix(".weight") for tensor in layout}
-        model = _renamed(model, ours) if ours else model
+    ours = published_paths(family, component)
+    model = under_paths(model, ours) if ours else model
     PeftModel.from_pretrained(model, folder)
     return {f"{component}.{ours.get(name, name)}": _merge_of(layer) for name, layer in adapted_layers(model).items()}
 
 
-def _renamed(model: nn.Module, names: Mapping[str, str]) -> nn.Module:
-    """Modules of a model under other paths. names: {path: that in the model}."""
+def published_paths(family: ModelFamily, component: str) -> dict[str, str]:
+    """{path of a layer in the published model: in ours}, where peft alone reads adapters and is given that model."""
+    layout = family.layout(component) if family.peft_fields is not None else ()
+    weights = [tensor for tensor in layout if tensor.name.endswith(".weight")]
+    return {tensor.name.removesuffix(".weight"): tensor.parts[0].removesuffix(".weight") for tensor in weights}
+
+
+def under_paths(model: nn.Module, paths: Mapping[str, str]) -> nn.Module:
+    """Modules of a model under other paths. paths: {path: that in the model}."""
     root = nn.Module()
-    for path, own in names.items():
+    for path, own in paths.items():
         *parents, last = path.split(".")
         place = root
         for parent in parents:
