@@ -25,7 +25,7 @@ from trainer import configfile, gpus, headless, launch, prepare, trials
 from trainer import plan as plans
 from trainer.config import InputError
 from trainer.configfile import ConfigError, ConfigFile
-from trainer.events import ENDS, EventReader, ExportEvent, State, StatusEvent
+from trainer.events import ENDS, EventReader, ExportEvent, SampleEvent, State, StatusEvent
 from trainer.launch import RunHandle
 from trainer.plan import hardware as hardware_of
 from trainer.plan.fixes import Fix, fixes
@@ -172,9 +172,24 @@ async def ended(run: RunDir) -> State:
 def samples(run: RunDir) -> dict[str, dict[str, Path]]:
     """{"step 50": {prompt: picture}} of what the run has drawn, for `gallery`."""
     drawn: dict[str, dict[str, Path]] = {}
-    for sample in sorted(Follower(run).view().samples, key=lambda sample: (sample.step, sample.index)):
-        drawn.setdefault(f"step {sample.step}", {})[sample.prompt] = run.path / sample.path
+    for sample in _samples(run):
+        if not sample.is_text:
+            drawn.setdefault(f"step {sample.step}", {})[sample.prompt] = run.path / sample.path
     return drawn
+
+
+def texts(run: RunDir) -> dict[str, list[tuple[str, str]]]:
+    """{"step 50": [(prompt or question, text)]} of what the run has written, in the order of the config."""
+    written: dict[str, list[tuple[str, str]]] = {}
+    for sample in _samples(run):
+        if sample.is_text:
+            text = (run.path / sample.path).read_text(encoding="utf-8")
+            written.setdefault(f"step {sample.step}", []).append((sample.prompt, text))
+    return written
+
+
+def _samples(run: RunDir) -> list[SampleEvent]:
+    return sorted(Follower(run).view().samples, key=lambda sample: (sample.step, sample.index))
 
 
 def exports(run: RunDir) -> tuple[ExportEvent, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -133,3 +134,18 @@ def test_a_run_goes_on_where_it_ended(folder: Path, run: Run, plain: Trained) ->
     assert all(
         math.isclose(a, b, abs_tol=4 * noise, rel_tol=0) for a, b in zip(resumed.losses, plain.losses, strict=True)
     )
+
+
+def test_a_model_that_draws_and_answers_trains_and_samples_as_on_the_cpu(folder: Path, run: Run) -> None:
+    rows = [{"image": f"pictures/{i:02d}.png", "question": f"What is {i}?", "answer": "red"} for i in range(4)]
+    asked = folder / "questions.jsonl"
+    asked.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    changes = (
+        *("model.family=bagel", f"data.questions={asked}", "train.batch_size=2", "train.micro_batch=2"),
+        *("sample.every=3", 'sample.questions=["What is it?"]', "sample.tokens=4"),
+        f"sample.images=[{folder / 'pictures' / '00.png'}]",
+    )
+    found = run("answers", *changes)
+    on_cpu = train(folder, "answers-cpu", "parallel.device=cpu", *changes)
+    assert found.losses == pytest.approx(on_cpu.losses, rel=1e-4)
+    assert {path.suffix for path in found.run.samples.iterdir()} == {".txt"}

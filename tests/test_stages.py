@@ -157,13 +157,13 @@ def test_an_adapter_goes_on_as_it_is(tmp_path: Path) -> None:
     assert difference(found, weights) <= 1e-6
 
 
-@pytest.mark.parametrize("family", ["flux2", "causal_lm"])
+@pytest.mark.parametrize("family", ["flux2", "causal_lm", "bagel"])
 def test_another_adapter_begins_on_the_base_with_the_former_in_it(tmp_path: Path, family: str) -> None:
     changes: dict[str, Any] = {"train__steps": 2, "stages": two({}, {"adapter.type": "dora"})}
     cfg = (
-        run_config(make_pictures(tmp_path / "pictures", 4), **changes)
-        if family == "flux2"
-        else text_config(make_text(tmp_path / "text"), **changes)
+        text_config(make_text(tmp_path / "text"), **changes)
+        if family == "causal_lm"
+        else run_config(make_pictures(tmp_path / "pictures", 4), model__family=family, **changes)
     )
     _, second = handed_over(tmp_path, cfg)
     former, now = (BaseWeights(families.make(one, tmp_path / "cache")) for one in (cfg, second.config))

@@ -128,6 +128,9 @@ def cases() -> list[Case]:
         ("z_image z-image", 2, (full, again, small)),
         ("flux3 flux3", 4, (again,)),
         ("flux3 flux3", 2, (again, nf4, small)),
+        ("bagel 7b-mot", 1, (again, nf4)),
+        ("bagel 7b-mot", 2, (again, half)),
+        ("bagel 7b-mot", 8, (full, again, small)),
     ]
     others: list[tuple[str, str, int, tuple[str, ...]]] = [
         (SAMPLING, "flux2 dev", 4, ()),

@@ -122,6 +122,36 @@ LESSONS = {
             r"step 0 .* step 12 ",
         ),
     ),
+    "08_language_models": Lesson(
+        parameters={"STEPS": 40, "TUNE_STEPS": 30},
+        answers=(Answers("256 + 1", "256 / 2"), Answers("8 * (0.5 + 2 / 64)", "8 * 2")),
+        shows=(
+            r"6 documents in one row, 180 of 256 tokens are learned",
+            FINISHED,
+            r"step 40: validation loss \d\.\d+, perplexity \d+\.\d",
+            r"bf16 +32,768 +296 +int8 +32,768 +153 +nf4 +32,768 +80",
+            r"step 0: Draw a fox\..*step 30: Draw a fox\.",
+            r"logits differ by at most \d\.\de-\d+, the largest is",
+            r"11\.\d+ GiB on each GPU\. Fits",
+        ),
+    ),
+    "09_drawing_and_answering": Lesson(
+        parameters={"STEPS": 30},
+        answers=(
+            Answers("(64 // patch) ** 2 + 2", "64 // patch"),
+            Answers("(last.losses['images'] + 0.25 * last.losses['text']) / 2", "sum(last.losses.values())"),
+        ),
+        shows=(
+            r"26 tokens, each of which sees 8\.3 on average",
+            r"understanding +123,520 +generation +74,368 +vision +31,520 +connectors +29,008",
+            FINISHED,
+            r"images: \d\.\d+ in the first five steps, \d\.\d+ in the last five",
+            r"text: \d\.\d+ in the first five steps, \d\.\d+ in the last five",
+            r"picture +question +step 0 +step 30 +0000-rat +What is it\?",
+            r"111 tensors; \d+ were trained, \d+ are the same bit for bit",
+            r"13\.\d+ GiB on each GPU\. Fits",
+        ),
+    ),
 }
 
 

@@ -27,6 +27,7 @@ MODELS = {
     "SD3.5-medium": "sd3 sd35-medium",
     "SD3-medium": "sd3 sd3-medium",
     "SDXL": "sdxl base",
+    "BAGEL-7B-MoT": "bagel 7b-mot",
 }
 ABOUT = 1.1
 """Times the fastest is about as fast."""

@@ -1,0 +1,228 @@
+# %% [markdown]
+# # 8. Language models: QLoRA
+#
+# The same trainer, without a picture: a causal language model predicts the next token of a text. *QLoRA* is a LoRA on a
+# base that is stored in 4 bits, which is how a model of 8 billion parameters is trained on one card of 24 GB.
+#
+# Here it is done in small. A model of bytes first learns this project's README from nothing, so that there is a base
+# that knows something. Then that base is stored in 4 bits, and a LoRA teaches it to answer.
+
+# %% tags=["parameters"]
+import json
+from pathlib import Path
+
+from app import notebook
+
+RUNS = notebook.RUNS
+STEPS = 160  # of the base
+TUNE_STEPS = 40  # of the LoRA
+DEVICE = notebook.device(2)  # cuda where this machine has two GPUs
+
+# %% [markdown]
+# ## Text
+#
+# `data.path` is a folder or file of text: a `.txt` is one document, a `.jsonl` has one per line, and a `.npy` holds
+# tokens that are ready. A line has either `text`, all of which is learned, or `prompt` and `completion`, of which only
+# the completion is.
+
+# %%
+text = (Path(notebook.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+cut = len(text) * 9 // 10
+for name, part in {"readme/train.txt": text[:cut], "held-out.txt": text[cut:]}.items():
+    (RUNS / name).parent.mkdir(parents=True, exist_ok=True)
+    (RUNS / name).write_text(part, encoding="utf-8")
+things = ("rat", "tiger", "rabbit", "cat", "dog", "owl", "ship", "train", "car", "bicycle", "apple", "banana")
+lines = [{"prompt": f"Draw a {thing}. ", "completion": "In two inks, on yellow paper."} for thing in things]
+tasks = RUNS / "tasks.jsonl"
+tasks.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+print(f"{cut:,} characters to read, {len(text) - cut:,} held out, and lines like {lines[0]}")
+
+# %% [markdown]
+# ## One row, many documents
+#
+# A pass takes rows of `data.length` tokens. Padding each short document to that length would waste most of it, so
+# documents are *packed*: one after the other, as many as fit. They must not see each other, or the end of one would be
+# predicted from another. Attention stays inside a document, and positions begin again in each.
+#
+# Does it? Below one packed row, and each of its documents alone: the same losses.
+
+# %%
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from trainer import families
+from trainer.data.text import TextStream
+from trainer.rng import SampleRng
+from trainer.texts import example_of
+
+logging.disable_progress_bar()
+preset = RUNS / "readme.yaml"
+preset.write_text(f"""
+name: base
+model: {{family: causal_lm, path: tiny}}
+adapter: {{type: none}}
+data: {{path: {RUNS / "readme"}, validation: {RUNS / "held-out.txt"}, validation_every: 40, length: 256}}
+optim: {{lr: 4.0e-3, beta2: 0.95}}
+train: {{steps: {STEPS}, batch_size: 8, micro_batch: 4, precision: fp32}}
+parallel: {{devices: 2, device: {DEVICE}, strategy: full}}
+sample: {{every: {STEPS}, prompts: ["The "], tokens: 60, temperature: 0.5}}
+export: {{dtype: fp32}}
+""")
+config = notebook.config(preset)
+family = families.make(config.config, RUNS / "cache")
+
+# %% [markdown]
+# A row holds three kinds of numbers: the tokens, which of them are learned (no prompt, no first byte), and which
+# document each belongs to.
+
+# %%
+stream = TextStream([tasks], family.tokenize, family.end_of_text, family.vocabulary, seed=0, length=256)
+row = example_of(next(stream.rows())[0])
+model = torch.nn.ModuleDict({"language_model": AutoModelForCausalLM.from_pretrained(family.folder)})
+
+
+@torch.no_grad()
+def loss(row: dict[str, torch.Tensor]) -> torch.Tensor:
+    batch = {**family.collate([row]), "weight": torch.ones(1)}
+    return family.loss(model, batch, SampleRng(0, [0])).total
+
+
+documents = row["documents"]
+alone = [loss({key: part[documents == n] for key, part in row.items()}) for n in range(int(documents.max()) + 1)]
+packed = loss(row)
+print(f"{len(alone)} documents in one row, {int(row['learned'].sum())} of {len(documents)} tokens are learned")
+print(f"packed {packed:.4f}, each alone {sum(alone):.4f}")
+assert abs(packed - sum(alone)) < 1e-3 * packed
+
+# %% [markdown]
+# ## A base
+#
+# Every learned token of all ranks weighs the same, whatever row it is in. The loss is told per token, and for held-out
+# text its *perplexity* besides: between how many equally likely tokens the model hesitates.
+
+# %%
+base = notebook.start(config, RUNS)
+notebook.dashboard(base)
+
+# %% [markdown]
+# Wait for the end:
+
+# %%
+print("The run has", await notebook.ended(base))
+
+# %% [markdown]
+# ### Exercise 1
+#
+# The tokens of this model are the 256 bytes and an end of text. What would be the perplexity of a model that knows
+# nothing, and takes all of them for equally likely?
+
+# %%
+from trainer.events import EventReader, ValidationEvent
+
+for event in EventReader(base.events_file).read():
+    if isinstance(event, ValidationEvent):
+        print(f"step {event.step}: validation loss {event.loss:.3f}, perplexity {event.perplexity:.1f}")
+answer_1 = ...
+notebook.exercise(answer_1, right=family.vocabulary, hint="It hesitates between all of them.")
+
+# %% [markdown]
+# ## The base in four bits
+#
+# The export of that run is a folder as transformers writes it, and now the `model.path` of the next one. With
+# `quantize.format: nf4` the linear layers of its blocks are stored as 4 bits per number and a scale per 64 of them.
+
+# %%
+qlora = RUNS / "qlora.yaml"
+qlora.write_text(f"""
+name: qlora
+model: {{family: causal_lm, path: {notebook.exported(base)}}}
+adapter: {{type: lora, rank: 8}}
+quantize: {{format: nf4}}
+data: {{path: {tasks}, length: 256}}
+optim: {{lr: 1.0e-2}}
+train: {{steps: {TUNE_STEPS}, batch_size: 4, micro_batch: 2, precision: bf16, checkpointing: full}}
+parallel: {{devices: 2, device: {DEVICE}, strategy: full}}
+sample: {{every: {TUNE_STEPS}, prompts: ["Draw a fox. ", "Draw a tiger. "], tokens: 40, temperature: 0}}
+export: {{dtype: fp32}}
+""")
+tuning = notebook.config(qlora)
+
+# %% [markdown]
+# What that takes, counted from the model as it is built:
+
+# %%
+from trainer.modules import build_model
+
+
+def held(*changes: str) -> list[str]:
+    """Numbers that are trained, and kB of what is frozen in the blocks."""
+    cfg = notebook.config(qlora, *changes).config
+    built = build_model(cfg, families.make(cfg, RUNS / "cache"))
+    blocks = [p for name, p in built.module.named_parameters() if ".layers." in name and not p.requires_grad]
+    trained = sum(p.numel() for p in built.trainables.values())
+    return [f"{trained:,}", f"{sum(p.numel() * p.element_size() for p in blocks) / 1e3:.0f}"]
+
+
+notebook.Table(
+    ["base", "numbers trained", "kB of the frozen blocks"],
+    [["bf16", *held("quantize.format=none")], ["int8", *held("quantize.format=int8")], ["nf4", *held()]],
+)
+
+# %% [markdown]
+# ### Exercise 2
+#
+# How many GB do 8 billion numbers take in nf4, with a scale of 2 bytes for each 64 of them?
+
+# %%
+answer_2 = ...
+notebook.exercise(answer_2, right=8 * (0.5 + 2 / 64), hint="Half a byte for each, and 2 bytes for every 64.")
+
+# %% [markdown]
+# ## QLoRA
+#
+# The ranks share the bytes as they would share numbers: each holds half of them, and a block's bytes are gathered when
+# it computes. Only the LoRA has gradients.
+
+# %%
+run = notebook.start(tuning, RUNS)
+notebook.dashboard(run)
+
+# %% [markdown]
+# Before and after; a fox was not among the tasks:
+
+# %%
+print("The run has", await notebook.ended(run))
+for moment, written in notebook.texts(run).items():
+    for _, text in written:
+        print(f"{moment}: {' '.join(text.split())}")
+
+# %% [markdown]
+# ## In other programs
+#
+# The LoRA is a folder of peft. It was trained on a rounded base, and is added to the original one: so does peft, and so
+# does the merged model that transformers loads.
+
+# %%
+import warnings
+
+from peft import AutoPeftModelForCausalLM
+
+warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # of transformers, to peft
+adapter = notebook.exported(run)
+merged = await notebook.export(run, "merged", dtype="fp32")
+tokens = torch.tensor([family.tokenize("Draw a fox. In two inks")])
+with torch.no_grad():
+    with_peft = AutoPeftModelForCausalLM.from_pretrained(adapter)
+    ours, theirs = (one.eval()(tokens).logits for one in (AutoModelForCausalLM.from_pretrained(merged), with_peft))
+print(f"logits differ by at most {(ours - theirs).abs().max():.1e}, the largest is {ours.abs().max():.1f}")
+assert torch.allclose(ours, theirs, atol=1e-3)
+
+# %% [markdown]
+# ## The real thing
+#
+# Qwen3-8B on one card of 24 GB, as it is planned (nothing of it was measured on a GPU). To pretrain and to tune in one
+# run, see *Stages* in the README.
+
+# %%
+notebook.plan(notebook.config("qwen3-8b-qlora-1x24gb"), "1x24gb")

@@ -1,0 +1,222 @@
+# %% [markdown]
+# # 9. Drawing and answering
+#
+# BAGEL is one network that does two things: it draws a picture from a caption, and it answers questions about a
+# picture. Other programs that train it on several GPUs stop at its first backward pass. Here a tiny one with random
+# weights learns both at once, on two ranks, from the pictures that come with ShardStudio.
+
+# %% tags=["parameters"]
+import json
+import shutil
+from pathlib import Path
+
+from app import notebook
+
+RUNS = notebook.RUNS
+STEPS = 200
+DEVICE = notebook.device(2)  # cuda where this machine has two GPUs
+
+# %% [markdown]
+# ## Two kinds of data
+#
+# To draw, the network needs pictures with captions, as every model here. To answer, it needs a `.jsonl` file with an
+# image, a question and an answer in each line. Both are made from the 32 shipped pictograms:
+
+# %%
+shipped = sorted(Path(notebook.config("quickstart").config.data.path).glob("*.png"))
+folder = RUNS / "to-draw"
+folder.mkdir(parents=True, exist_ok=True)
+rows = []
+for picture in shipped:
+    thing = picture.with_suffix(".txt").read_text().replace("[trigger]", "").strip()
+    shutil.copy(picture, folder)
+    (folder / picture.name).with_suffix(".txt").write_text(f"a {thing}, two inks on yellow paper")
+    rows.append({"image": f"to-draw/{picture.name}", "question": "What is it?", "answer": f"A {thing}."})
+    rows.append({"image": f"to-draw/{picture.name}", "question": "On what paper?", "answer": "On yellow paper."})
+questions = RUNS / "questions.jsonl"
+questions.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+notebook.Table(["image", "question", "answer"], [list(row.values()) for row in rows[:4]])
+
+# %% [markdown]
+# And the config. `understanding`, `generation`, `vision` and `connectors` are the parts of the network, each of which
+# can be trained fully, by an adapter, or not at all. Here the encoder of pictures, `vision`, stays as it is.
+
+# %%
+preset = RUNS / "both.yaml"
+preset.write_text(f"""
+name: both
+model:
+  family: bagel
+  train: {{understanding: full, generation: full, connectors: full, vision: frozen}}
+adapter: {{type: none}}
+data: {{path: {folder}, questions: {questions}, question_share: 0.5, resolution: 64, validation: 4}}
+objective: {{text_weight: 0.25}}
+optim: {{lr: 3.0e-3, ema: 0.95}}
+train: {{steps: {STEPS}, batch_size: 16, micro_batch: 8, precision: fp32, checkpointing: full}}
+parallel: {{devices: 2, device: {DEVICE}, strategy: full}}
+sample:
+  every: {STEPS}
+  prompts: [a rat]
+  size: [64, 64]
+  steps: 8
+  questions: ["What is it?", "What is it?", "On what paper?"]
+  images: {[str(folder / picture.name) for picture in shipped[:3]]}
+  tokens: 12
+  temperature: 0
+export: {{dtype: fp32}}
+""")
+config = notebook.config(preset)
+
+# %% [markdown]
+# ## One sequence
+#
+# A batch holds pictures to draw and questions. All of them become *one* sequence of tokens: a text's words, the patches
+# of a picture that is looked at, the patches of noisy latents that are drawn. What keeps them apart is the attention
+# mask. Below it is for one question and one caption, without the patches' full number: a row is a token, dark where it
+# sees another.
+#
+# - text sees what came before it, as in a language model;
+# - a picture that is looked at sees all of itself, and is seen by the question and the answer after it;
+# - a picture that is drawn sees its caption and all of itself, and nothing sees it: it is noise.
+
+# %%
+import torch
+from PIL import Image
+
+from trainer import families
+from trainer.families._bagel_pack import DrawnPiece, SeenPiece, TextPiece, pack
+
+family = families.make(config.config, RUNS / "cache")
+sizes = family.sizes
+patch = sizes.vision.patch_size
+words = torch.arange(3)
+asked = [SeenPiece(torch.zeros(3, 2 * patch, 2 * patch)), TextPiece(words), TextPiece(words[:2], learned=True)]
+drawn = [TextPiece(words), DrawnPiece(torch.zeros(sizes.latent_numbers // 4, 4, 4), torch.tensor(0.5))]
+mask = pack([asked, drawn], family.marks, sizes).arguments["mask"]
+file = RUNS / "mask.png"
+Image.fromarray((255 - 200 * mask.byte()).numpy()).resize([10 * side for side in mask.shape], 0).save(file)
+print(f"{len(mask)} tokens, each of which sees {mask.sum(1).float().mean():.1f} on average")
+notebook.gallery({"": {"who sees whom": file}}, size=10 * len(mask))
+
+# %% [markdown]
+# The tokens stand in the order text, looked-at patches, drawn patches, and not in that of reading: each kind has
+# weights of its own in every layer (text and looked-at patches those of `understanding`, drawn ones those of
+# `generation`), and so each is one matrix product. Only in attention do all meet.
+#
+# ### Exercise 1
+#
+# A picture of 64 x 64 pixels is looked at in square patches, with a mark before and after it. How many tokens is that
+# in this network?
+
+# %%
+print(f"a patch has {patch} x {patch} pixels")
+answer_1 = ...
+notebook.exercise(answer_1, right=(64 // patch) ** 2 + 2, hint="Patches per side, squared, and two marks.")
+
+# %% [markdown]
+# ## What each part holds
+
+# %%
+from trainer.modules import build_model
+
+
+def trained(part: str) -> int:
+    one = notebook.config(preset, f"model.train={{{part}: full}}").config
+    return sum(p.numel() for p in build_model(one, family).trainables.values())
+
+
+parts = {part: trained(part) for part in family.parts}
+notebook.Table(["part", "numbers"], [[part, f"{count:,}"] for part, count in parts.items()])
+
+# %% [markdown]
+# ## Train
+#
+# The loss of a picture is the mean squared error of its velocity, that of a question the mean cross-entropy of the
+# answer's tokens. Their weighted sum is what the gradient is taken of; the chart shows each by itself besides. A rank
+# whose pass has no question still runs every layer of the network: the other rank is waiting for its share of it.
+
+# %%
+run = notebook.start(config, RUNS)
+notebook.dashboard(run)
+
+# %% [markdown]
+# Wait for the end:
+
+# %%
+print("The run has", await notebook.ended(run))
+
+# %% [markdown]
+# Both losses fell:
+
+# %%
+from trainer.events import EventReader, latest_steps, losses_by_name
+
+steps = latest_steps(EventReader(run.events_file).read())
+losses = losses_by_name(steps)
+for name, values in losses.items():
+    first, last = (sum(part) / len(part) for part in (values[:5], values[-5:]))
+    print(f"{name}: {first:.3f} in the first five steps, {last:.3f} in the last five")
+    assert last < first
+
+# %% [markdown]
+# ### Exercise 2
+#
+# Of each batch half are questions. What was the loss of the last step, from its two losses and `objective.text_weight`?
+
+# %%
+last = steps[-1]
+print(f"images {last.losses['images']:.4f}, text {last.losses['text']:.4f}, text_weight 0.25")
+answer_2 = ...
+notebook.exercise(
+    answer_2,
+    right=(last.losses["images"] + 0.25 * last.losses["text"]) / 2,
+    hint="The mean over all samples, of which half are pictures, with the weight of answers.",
+)
+
+# %% [markdown]
+# ## What it says
+#
+# Three questions, before and after. (What it *draws* means nothing to an eye: the autoencoder of a tiny model is random
+# too. The velocity's error is what shows that it learns.)
+
+# %%
+notebook.gallery({"": {picture.stem: folder / picture.name for picture in shipped[:3]}}, size=64)
+
+# %% [markdown]
+# It was asked before the first step and after the last:
+
+# %%
+said = {moment: [text for _, text in written] for moment, written in notebook.texts(run).items()}
+first, last = said.values()
+asked = zip(config.config.sample.questions, config.config.sample.images, first, last, strict=True)
+notebook.Table(
+    ["picture", "question", *said],
+    [[Path(image).stem, question, *(" ".join(text.split()) for text in texts)] for question, image, *texts in asked],
+)
+
+# %% [markdown]
+# ## The published folder
+#
+# BAGEL-7B-MoT was published with the network in `ema.safetensors`. A run reads that file, a slice of each tensor per
+# rank, and its export is such a folder again. The average of the last weights (`optim.ema`) is what is exported. What
+# was not trained comes out bit for bit:
+
+# %%
+from safetensors.torch import load_file
+
+exported = notebook.exported(run)
+print(*sorted(file.name for file in exported.iterdir()), sep="\n")
+before, after = (load_file(path / "ema.safetensors") for path in (family.folder, exported))
+same = {name for name in before if torch.equal(before[name], after[name])}
+assert before.keys() == after.keys()
+assert all(name in same for name in before if name.startswith("vit_model."))
+print(f"{len(before)} tensors; {len(before) - len(same)} were trained, {len(same)} are the same bit for bit")
+
+# %% [markdown]
+# ## BAGEL-7B-MoT
+#
+# 14.6 billion numbers, of which each token uses half. A LoRA of it on a base in 4 bits, on one GPU of 24 GB, as it is
+# planned (nothing of it was measured on a GPU):
+
+# %%
+notebook.plan(notebook.config("bagel-7b-mot-lora-nf4-1x24gb"), "1x24gb")
