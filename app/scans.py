@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainer import facts
 from trainer.config import InputError, RunConfig
-from trainer.data import textfiles
+from trainer.data import questions, textfiles
 from trainer.data.buckets import bucket_sizes, images_per_bucket
 from trainer.data.images import Watcher, scan
 
@@ -32,6 +32,7 @@ class Found:
     num_files: seen so far.  images: those with captions, also those that cannot be read, folder by folder.
     texts: {file of a language model's data: its bytes}.
     problems: what stops a run, a sentence per file.  buckets: {(width, height): images} they will be trained in.
+    num_questions: that are trained beside them, or instead.
     """
 
     num_files: int
@@ -41,6 +42,7 @@ class Found:
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     buckets: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    num_questions: int = 0
 
 
 class Scans:
@@ -117,13 +119,19 @@ class _Scan(Watcher):
         data, known = self._config.data, facts.of(self._config.model.family)
         multiple = known.size_multiple if known else DEFAULT_MULTIPLE
         try:
-            dataset = scan(data, self)
+            dataset, asked = scan(data, self), questions.of_config(data)
             sizes = bucket_sizes(data.resolution, multiple, data.max_aspect, known.longest_side if known else None)
         except InputError as error:
             problems = tuple(str(error).split("\n"))
             return Found(self._num_files, images=tuple(self._images), problems=problems)
         buckets = images_per_bucket(dataset.train, sizes)
-        return Found(self._num_files, images=tuple(self._images), warnings=dataset.warnings, buckets=buckets)
+        return Found(
+            self._num_files,
+            images=tuple(self._images),
+            warnings=(*dataset.warnings, *asked.warnings),
+            buckets=buckets,
+            num_questions=len(asked.train),
+        )
 
     def _read_text(self) -> Found:
         try:

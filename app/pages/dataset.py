@@ -80,13 +80,11 @@ def _renewer(studio: Studio, is_fresh: bool = False) -> Callable[..., list[Any]]
             counted = note(f"{found.num_files} files so far; their images are being read.")
             return [told, gr.Timer(active=True), counted, *(gr.skip() for _ in range(1 + 3 * PER_PAGE))]
         empty = PER_PAGE - len(shown)
-        text = (
-            f"{len(found.images)} images, {first + 1} to {first + len(shown)} shown" if shown else _texts(found.texts)
-        )
+        text = f"{len(found.images)} images, {first + 1} to {first + len(shown)} shown" if shown else _others(found)
         return [
             told,
             gr.Timer(active=False),
-            f"<p>{text}</p>" + _trigger(config.data.trigger) + _buckets(found.buckets),
+            f"<p>{text}</p>" + _asked(found) + _trigger(config.data.trigger) + _buckets(found.buckets),
             _problems(found),
             *(str(card.image) for card in shown),
             *[""] * empty,
@@ -122,10 +120,15 @@ def _undoer(captions: Captions, renew: Callable[..., list[Any]]) -> Callable[[fl
     return lambda page: renew(page, attempted(lambda: f"{captions.undo()} captions are as before."))
 
 
-def _texts(files: Mapping[Path, int]) -> str:
-    """What a language model is trained on."""
+def _asked(found: Found) -> str:
+    return f"<p>{found.num_questions} questions about images to train on.</p>" if found.num_questions else ""
+
+
+def _others(found: Found) -> str:
+    """Where there are no images: what a language model is trained on."""
+    files = found.texts
     if not files:
-        return "None here."
+        return "No images here."
     counted = "1 file" if len(files) == 1 else f"{len(files)} files"
     return f"{counted} of text, {amount(sum(files.values()))}, first {escape(next(iter(files)).name)}"
 

@@ -83,3 +83,16 @@ def test_the_root_of_the_disk_is_no_folder_to_wait_for():
     began = time.monotonic()
     Scans().of(config)
     assert time.monotonic() - began < 10 * scans.PATIENCE_S
+
+
+def test_questions_are_read_beside_the_images_and_named_with_their_line(pictures: Path):
+    row = '{"image": "00.png", "question": "What is it?", "answer": "red"}'
+    asked = pictures / "questions.jsonl"
+    asked.write_text(f"{row}\n{row}\n", encoding="utf-8")
+    cfg = run_config(pictures, model__family="bagel", data__questions=str(asked))
+    seen = Scans()
+    found = complete(lambda: seen.of(cfg))
+    assert (found.num_questions, len(found.images), found.problems) == (2, 3, ())
+    asked.write_text("none", encoding="utf-8")
+    again = Scans()
+    assert complete(lambda: again.of(cfg)).problems[0].startswith(f"{asked}:1: not a JSON object")
