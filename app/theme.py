@@ -61,7 +61,8 @@ h2 { font-size: 1rem; }
 .wrong .info, .wrong [class*=info] { color: var(--bad); }
 .events { font-size: .85rem; max-height: 12rem; overflow-y: auto; }
 #log pre { font-size: .8rem; white-space: pre-wrap; }
-#review table { font-size: .85rem; } #review pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .8rem; }
+#review table { font-size: .85rem; } #review td { overflow-wrap: anywhere; }
+#review pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .8rem; }
 @media (prefers-reduced-motion: reduce) { * { transition: none !important; animation: none !important; } }
 """
 )

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.bench import Bench
 from tests.distributed import run_ranks
 from tests.families.common import batch_of, edit_json, examples, model_of, picture
-from tests.runs import Outcome, alone, difference, make_pictures, make_run, run_config, steps_of, train
+from tests.runs import Outcome, alone, difference, make_pictures, run_config, steps_of, train
 from trainer import families, manifest
 from trainer.checkpoint import StoredWeights
 from trainer.config import InputError, RunConfig
@@ -31,7 +31,6 @@ from trainer.families.base import MultimodalFamily
 from trainer.modules import build_model
 from trainer.questions import Asked, MixedPlan
 from trainer.rng import SampleRng
-from trainer.rundir import RunDir
 from trainer.train import Trainer
 
 TOLERANCE = 1e-6
@@ -50,42 +49,18 @@ def make_questions(pictures: Path, count: int = 9) -> Path:
     return file
 
 
-@dataclass(frozen=True)
-class Bench:
-    """Runs of this module: one set of pictures and questions, one cache, one reference per kind of training."""
-
-    root: Path
-    pictures: Path
-    asked: Path
-    references: dict[str, Outcome]
-
-    def config(self, **changes: Any) -> RunConfig:
-        model: dict[str, Any] = {"model": {"family": "bagel"}, "data__questions": str(self.asked)}
-        return run_config(self.pictures, **model | changes)
-
-    def run(self, name: str, **changes: Any) -> tuple[RunConfig, RunDir]:
-        cfg = self.config(**changes)
-        return cfg, make_run(self.root, cfg, name)
-
-    def trained(self, name: str, ranks: int = 1, **changes: Any) -> Outcome:
-        return run_ranks(ranks, train, *self.run(name, **{"parallel__devices": ranks} | changes))[0]
-
-    def trained_here(self, name: str, **changes: Any) -> Outcome:
-        """In this process."""
-        return train(alone(), *self.run(name, **changes))
-
-    def reference(self, kind: str) -> Outcome:
-        """One process."""
-        if kind not in self.references:
-            self.references[kind] = self.trained_here(f"one-{kind}", parallel__strategy="none", **KINDS[kind])
-        return self.references[kind]
+def both_config(pictures: Path, **changes: Any) -> RunConfig:
+    """A run of seconds of a tiny model that draws and answers. changes: as `run_config` has them."""
+    base: dict[str, Any] = {"model": {"family": "bagel"}, "data__questions": str(pictures / "questions.jsonl")}
+    return run_config(pictures, **base | changes)
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     root = tmp_path_factory.mktemp("both")
     pictures = make_pictures(root / "pictures")
-    return Bench(root, pictures, make_questions(pictures), {})
+    make_questions(pictures)
+    return Bench(root, pictures, both_config, KINDS)
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -180,7 +155,7 @@ def test_pictures_and_answers_are_samples_on_every_number_of_ranks(bench: Bench)
         "sample__size": (64, 48),
         "sample__steps": 2,
         "sample__questions": ["What is it?"],
-        "sample__images": [str(bench.pictures / "00.png")],
+        "sample__images": [str(bench.data / "00.png")],
         "sample__tokens": 6,
         "train__steps": 2,
         "data__validation": 2,
@@ -288,7 +263,7 @@ def test_an_adapter_goes_on_from_its_file_and_merges_into_the_published_file(ben
 )
 def test_a_question_that_cannot_be_used_is_named_with_its_line(bench: Bench, line: str, message: str) -> None:
     good = '{"image": "00.png", "question": "q", "answer": "a"}'
-    file = bench.pictures / "bad.jsonl"
+    file = bench.data / "bad.jsonl"
     file.write_text(f"{good}\n\n{line}\n", encoding="utf-8")
     with pytest.raises(InputError) as error:
         questions.of_config(bench.config(data__questions=str(file)).data)
@@ -297,7 +272,7 @@ def test_a_question_that_cannot_be_used_is_named_with_its_line(bench: Bench, lin
 
 
 def test_an_image_that_cannot_be_read_may_be_left_out(bench: Bench) -> None:
-    file = bench.pictures / "left.jsonl"
+    file = bench.data / "left.jsonl"
     rows = [{"image": name, "question": "q", "answer": "a"} for name in ("none.png", "00.png")]
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     found = questions.of_config(bench.config(data__questions=str(file), data__bad_image="warn").data)
@@ -387,6 +362,6 @@ def test_a_folder_that_is_no_such_model_is_refused_with_what_is_missing(bench: B
 
 
 def test_other_models_refuse_questions(bench: Bench) -> None:
-    cfg = run_config(bench.pictures, data__questions=str(bench.asked))
+    cfg = run_config(bench.data, data__questions=str(bench.data / "questions.jsonl"))
     with pytest.raises(InputError, match=r"data\.questions: means nothing to flux2"):
         families.make(cfg, bench.root / "cache")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.bench import Bench
 from tests.benchmarks.text_time import learn
 from tests.distributed import run_ranks
 from tests.runs import Outcome, alone, difference, make_run, make_text, steps_of, text_config, train
@@ -35,39 +35,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Bench:
-    """Runs of this module: one folder of text, one cache, one reference per kind of training."""
-
-    root: Path
-    text: Path
-    references: dict[str, Outcome]
-
-    def config(self, **changes: Any) -> RunConfig:
-        return text_config(self.text, **changes)
-
-    def run(self, name: str, **changes: Any) -> tuple[RunConfig, RunDir]:
-        cfg = self.config(**changes)
-        return cfg, make_run(self.root, cfg, name)
-
-    def trained(self, name: str, ranks: int = 1, **changes: Any) -> Outcome:
-        return run_ranks(ranks, train, *self.run(name, **{"parallel__devices": ranks} | changes))[0]
-
-    def trained_here(self, name: str, **changes: Any) -> Outcome:
-        """In this process."""
-        return train(alone(), *self.run(name, **changes))
-
-    def reference(self, kind: str) -> Outcome:
-        """One process."""
-        if kind not in self.references:
-            self.references[kind] = self.trained(f"one-{kind}", parallel__strategy="none", **KINDS[kind])
-        return self.references[kind]
-
-
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     root = tmp_path_factory.mktemp("language")
-    return Bench(root, make_text(root / "text"), {})
+    return Bench(root, make_text(root / "text"), text_config, KINDS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
