@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="launch.py",
-        description="Fine-tune image models that do not fit on one GPU.",
+        description="Fine-tune image and language models that do not fit on one GPU.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

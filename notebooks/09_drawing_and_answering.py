@@ -70,14 +70,17 @@ config = notebook.config(preset)
 # %% [markdown]
 # ## One sequence
 #
-# A batch holds pictures to draw and questions. All of them become *one* sequence of tokens: a text's words, the patches
-# of a picture that is looked at, the patches of noisy latents that are drawn. What keeps them apart is the attention
-# mask. Below it is for one question and one caption, without the patches' full number: a row is a token, dark where it
-# sees another.
+# A batch holds pictures to draw and questions. For the matrix products all of them are *one* sequence of tokens: the
+# words of texts, then the patches of pictures that are looked at, then those of noisy latents that are drawn. Each
+# kind has weights of its own in every layer (words and looked-at patches those of `understanding`, drawn ones those of
+# `generation`). In attention they meet, each question and each picture in a row by itself. Who sees whom is a mask:
 #
 # - text sees what came before it, as in a language model;
 # - a picture that is looked at sees all of itself, and is seen by the question and the answer after it;
 # - a picture that is drawn sees its caption and all of itself, and nothing sees it: it is noise.
+#
+# Below are the masks of a question about a picture of four patches, and of a caption with four patches to draw. A line
+# is a token, dark where it sees another.
 
 # %%
 import torch
@@ -92,17 +95,15 @@ patch = sizes.vision.patch_size
 words = torch.arange(3)
 asked = [SeenPiece(torch.zeros(3, 2 * patch, 2 * patch)), TextPiece(words), TextPiece(words[:2], learned=True)]
 drawn = [TextPiece(words), DrawnPiece(torch.zeros(sizes.latent_numbers // 4, 4, 4), torch.tensor(0.5))]
-mask = pack([asked, drawn], family.marks, sizes).arguments["mask"]
-file = RUNS / "mask.png"
-Image.fromarray((255 - 200 * mask.byte()).numpy()).resize([10 * side for side in mask.shape], 0).save(file)
-print(f"{len(mask)} tokens, each of which sees {mask.sum(1).float().mean():.1f} on average")
-notebook.gallery({"": {"who sees whom": file}}, size=10 * len(mask))
+masks = {}
+for name, pieces in {"a question": asked, "a picture to draw": drawn}.items():
+    (mask,) = pack([pieces], family.marks, sizes).arguments["mask"]
+    masks[f"{name}, {len(mask)} tokens"] = file = RUNS / f"{name}.png"
+    Image.fromarray((255 - 200 * mask.byte()).numpy()).resize([10 * side for side in mask.shape], 0).save(file)
+print(", ".join(masks))
+notebook.gallery({"": masks}, size=150)
 
 # %% [markdown]
-# The tokens stand in the order text, looked-at patches, drawn patches, and not in that of reading: each kind has
-# weights of its own in every layer (text and looked-at patches those of `understanding`, drawn ones those of
-# `generation`), and so each is one matrix product. Only in attention do all meet.
-#
 # ### Exercise 1
 #
 # A picture of 64 x 64 pixels is looked at in square patches, with a mark before and after it. How many tokens is that

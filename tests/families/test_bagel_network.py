@@ -102,8 +102,19 @@ def test_packed_sequences_give_what_each_gives_alone() -> None:
 
 
 def mask_of(*sequences: Sequence[Piece]) -> list[str]:
-    mask = pack(sequences, MARKS, TINY).arguments["mask"]
-    return ["".join(str(int(sees)) for sees in row) for row in mask]
+    arguments = pack(sequences, MARKS, TINY).arguments
+    whole = torch.zeros(len(arguments["back"]), len(arguments["back"]), dtype=torch.int64)
+    for row, mask, places in zip(arguments["rows"], arguments["mask"], by_rows(arguments), strict=True):
+        whole[row[:places, None], row[None, :places]] = mask[:places, :places].long()
+        assert mask[places:].any(1).all()
+        assert not mask[:places, places:].any()
+    return ["".join(map(str, row)) for row in whole.tolist()]
+
+
+def by_rows(arguments: dict[str, Tensor]) -> list[int]:
+    """How many tokens each row has."""
+    length = arguments["rows"].shape[1]
+    return torch.bincount(arguments["back"] // length, minlength=len(arguments["rows"])).tolist()
 
 
 def test_text_sees_what_came_before_it_and_a_picture_all_of_itself_but_nothing_sees_a_picture_that_is_drawn() -> None:
@@ -223,17 +234,24 @@ def test_the_vision_encoder_is_the_siglip_it_was_made_from() -> None:
     assert torch.equal(patched(pixels[0], size), patches)
     count = len(patches)
     with torch.no_grad():
-        found = ours.vision(patches, torch.arange(count), torch.zeros(count))
+        numbers = torch.arange(count)
+        found = ours.vision(patches, numbers, (numbers[None], numbers, torch.ones(1, 1, count, dtype=torch.bool)))
         close(found, theirs(pixel_values=pixels).last_hidden_state[0])
 
 
 def test_pictures_of_several_shapes_do_not_see_each_other() -> None:
     vision, arguments = made().vision, pack([[seen(2, 3), seen(1, 4)]], MARKS, TINY).arguments
-    parts = [arguments[name] for name in ("patches", "patch_places", "patch_pictures")]
+    assert arguments["patch_mask"].tolist() == [[[True] * 6], [[True] * 4 + [False] * 2]]
+
+    def features(arguments: dict[str, Tensor]) -> Tensor:
+        rows = tuple(arguments[f"patch_{name}"] for name in ("rows", "back", "mask"))
+        found: Tensor = vision(arguments["patches"], arguments["patch_places"], rows)
+        return found
+
     with torch.no_grad():
-        together = vision(*parts)
-        close(together[:6], vision(*(part[:6] for part in parts)))
-        close(together[6:], vision(*(part[6:] for part in parts)))
+        together = features(arguments)
+        close(together[:6], features(pack([[seen(2, 3)]], MARKS, TINY).arguments))
+        close(together[6:], features(pack([[seen(1, 4)]], MARKS, TINY).arguments)[-4:])
 
 
 def test_places_and_timesteps_are_written_as_in_the_sources() -> None:

@@ -127,9 +127,11 @@ LESSONS = {
         answers=(Answers("256 + 1", "256 / 2"), Answers("8 * (0.5 + 2 / 64)", "8 * 2")),
         shows=(
             r"6 documents in one row, 180 of 256 tokens are learned",
+            r"packed \d+\.\d+, each alone \d+\.\d+, as one document \d+\.\d+",
             FINISHED,
             r"step 40: validation loss \d\.\d+, perplexity \d+\.\d",
             r"bf16 +32,768 +296 +int8 +32,768 +153 +nf4 +32,768 +80",
+            r"loss of the first step \d\.\d+, of the last \d\.\d+",
             r"step 0: Draw a fox\..*step 30: Draw a fox\.",
             r"logits differ by at most \d\.\de-\d+, the largest is",
             r"11\.\d+ GiB on each GPU\. Fits",
@@ -142,7 +144,7 @@ LESSONS = {
             Answers("(last.losses['images'] + 0.25 * last.losses['text']) / 2", "sum(last.losses.values())"),
         ),
         shows=(
-            r"26 tokens, each of which sees 8\.3 on average",
+            r"a question, 15 tokens, a picture to draw, 11 tokens",
             r"understanding +123,520 +generation +74,368 +vision +31,520 +connectors +29,008",
             FINISHED,
             r"images: \d\.\d+ in the first five steps, \d\.\d+ in the last five",

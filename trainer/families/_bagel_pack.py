@@ -8,6 +8,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from trainer.families._bagel import BagelSizes, attention_mask
 
@@ -81,13 +82,16 @@ def pack(sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes) 
         "predicted": torch.cat([one[:0], *predicted]),
         "patches": _joined(seen, sizes.vision.patch_numbers, one),
         "patch_places": torch.cat([one[:0], *(part.grid for part in seen)]),
-        "patch_pictures": torch.cat([one[:0], *(part.column(number) for number, part in enumerate(seen))]),
         "latents": _joined(drawn, sizes.latent_numbers, one),
         "latent_places": torch.cat([one[:0], *(part.grid for part in drawn)]),
         "sigma": torch.cat([one[:0].float(), *(part.sigma.expand(len(part)) for part in drawn)]),
         "positions": torch.cat([part.positions for part in (*texts, *seen, *drawn)]),
-        "mask": _mask([*texts, *seen, *drawn]),
     }
+    order = [*texts, *seen, *drawn]
+    arguments |= dict(zip(("rows", "back"), _rows([part.at.sequence for part in order], order), strict=True))
+    arguments["mask"] = _mask(order, arguments["rows"], arguments["back"])
+    arguments |= dict(zip(("patch_rows", "patch_back"), _rows(range(len(seen)), seen), strict=True))
+    arguments["patch_mask"] = _is_token(arguments["patch_rows"], arguments["patch_back"])[:, None]
     labels = torch.cat([one[:0], *(part.content[1:] for _, part in learned)])
     of_sequence = torch.cat([one[:0], *(part.column(part.at.sequence)[1:] for _, part in learned)])
     return Packed(arguments, labels, of_sequence)
@@ -163,13 +167,41 @@ def _collected(
     return texts, seen, drawn
 
 
-def _mask(order: Sequence[_Part]) -> Tensor:
+def _rows(owners: Sequence[int], parts: Sequence[_Part]) -> tuple[Tensor, Tensor]:
+    """`rows` and `back` of `Bagel.forward`. owners: the row of each part.  parts: of all tokens, in their order."""
+    if not parts:
+        nothing = torch.zeros(0, dtype=torch.int64)
+        return nothing[None], nothing
+    like = parts[0].places
+    rows: list[list[Tensor]] = [[] for _ in range(max(owners) + 1)]
+    lengths, starts, begin = [0] * len(rows), [], 0
+    for owner, part in zip(owners, parts, strict=True):
+        rows[owner].append(torch.arange(begin, begin + len(part), device=like.device))
+        starts.append(lengths[owner])
+        lengths[owner] += len(part)
+        begin += len(part)
+    longest = max(lengths)
+    back = [
+        owner * longest + start + torch.arange(len(part), device=like.device)
+        for owner, start, part in zip(owners, starts, parts, strict=True)
+    ]
+    filled = [F.pad(torch.cat(row), (0, longest - length)) for row, length in zip(rows, lengths, strict=True)]
+    return torch.stack(filled), torch.cat(back)
+
+
+def _is_token(rows: Tensor, back: Tensor) -> Tensor:
+    """(B, L): whether a place of a row is a token, and does not fill it up."""
+    is_token = torch.zeros(rows.numel(), dtype=torch.bool, device=rows.device)
+    return is_token.index_fill(0, back, True).view(rows.shape)
+
+
+def _mask(order: Sequence[_Part], rows: Tensor, back: Tensor) -> Tensor:
     return attention_mask(
-        torch.cat([part.column(part.at.sequence) for part in order]),
-        torch.cat([part.places for part in order]),
-        torch.cat([part.column(part.at.piece) for part in order]),
-        torch.cat([part.column(int(part.in_picture)) for part in order]).bool(),
-        torch.cat([part.column(int(part.is_noisy)) for part in order]).bool(),
+        torch.cat([part.places for part in order])[rows],
+        torch.cat([part.column(part.at.piece) for part in order])[rows],
+        torch.cat([part.column(int(part.in_picture)) for part in order]).bool()[rows],
+        torch.cat([part.column(int(part.is_noisy)) for part in order]).bool()[rows],
+        _is_token(rows, back),
     )
 
 

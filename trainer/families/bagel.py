@@ -13,6 +13,7 @@ import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -190,7 +191,8 @@ class BagelFamily(MultimodalFamily):
         """Never larger than the picture, the encoder's grid or a square of that side, in whole patches."""
         patch, longest = self.sizes.vision.patch_size, self.sizes.vision.max_side
         scale = min(1.0, resolution / math.sqrt(width * height), longest * patch / max(width, height))
-        return tuple(min(longest, max(1, round(side * scale / patch))) * patch for side in (width, height))  # type: ignore[return-value]
+        columns, rows = (min(longest, max(1, round(side * scale / patch))) for side in (width, height))
+        return columns * patch, rows * patch
 
     def encode_question(self, image: Image.Image, question: str, answer: str) -> Example:
         pixels = pixels_of(image, torch.device("cpu"))[0]
@@ -279,10 +281,16 @@ class BagelFamily(MultimodalFamily):
         return str(self.tokenizer.decode(ids[:length], skip_special_tokens=True))
 
     def blank_example(self, width: int, height: int, text_tokens: int, dtype: torch.dtype) -> Example:
-        """A question about a picture of that size, which takes more than drawing it."""
-        columns, rows = self.seen_size(width, height, max(width, height))
+        """A question about a picture of that size, which takes more than drawing it.
+
+        Of any shape with about as many patches: rounded by sides, twice the pixels would not be twice the patches.
+        """
+        patch, longest = self.sizes.vision.patch_size, self.sizes.vision.max_side
+        count, sides = width * height / patch**2, range(1, longest + 1)
+        rows, columns = min(product(sides, sides), key=lambda grid: abs(grid[0] * grid[1] - count))
         ids = torch.zeros(text_tokens, dtype=torch.int64)
-        return {"pixels": torch.zeros(3, rows, columns), "question": ids, "answer": ids.new_zeros(BLANK_ANSWER)}
+        pixels = torch.zeros(3, rows * patch, columns * patch)
+        return {"pixels": pixels, "question": ids, "answer": ids.new_zeros(BLANK_ANSWER)}
 
     @classmethod
     def published(cls, architecture: str) -> dict[str, Any]:
