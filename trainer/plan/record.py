@@ -29,7 +29,7 @@ from trainer.families._published import published_folder
 from trainer.families.base import ImageFamily, ModelFamily, TextFamily
 from trainer.modules import BuiltModel, build_model, materialize, shard_model, sync_gradients
 from trainer.objectives import Batch
-from trainer.optim import make_optimizer
+from trainer.optim import Ema, make_optimizer
 from trainer.parallel.mesh import device_mesh
 from trainer.parallel.shard import COMPUTE_DTYPE, blocks_of, checkpoint_activations
 from trainer.plan import virtual
@@ -63,6 +63,7 @@ def trace(cfg: RunConfig, family: ModelFamily, device: torch.device, size: Size,
     cfg: `parallel.strategy` must be decided.
     """
     with sharded_model(build_model(cfg, family), cfg, family, device) as sharded:
+        sharded.average()
         for _ in range(steps):
             sharded.ledger.begin()
             for number in range(cfg.micro_steps):
@@ -245,8 +246,16 @@ class Sharded:
         self, built: BuiltModel, cfg: RunConfig, family: ModelFamily, ledger: Ledger, device: torch.device
     ) -> None:
         self.module, self.cfg, self.family, self.ledger, self.device = built.module, cfg, family, ledger, device
-        self.optimizer = make_optimizer(list(built.trainables.values()), cfg.optim)
+        self.trainables = built.trainables
+        self.ema: Ema | None = None
+        self.optimizer = make_optimizer(list(self.trainables.values()), cfg.optim)
         self.moments = Moments(ledger)
+
+    def average(self) -> None:
+        """From now on there is the moving average of the weights, where the run has one."""
+        if self.cfg.optim.ema:
+            with self.ledger.making("optimizer"):
+                self.ema = Ema(self.trainables, self.cfg.optim.ema)
 
     def one_pass(self, size: Size, is_last: bool) -> None:
         """Forward and backward."""
