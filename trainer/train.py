@@ -122,6 +122,8 @@ class Trainer:
         self._ranks = EventWriter(run.rank_file(world.rank))
         self._heartbeat("starting")
         self.family = families.make(cfg, cache)
+        for warning in self.family.warnings(cfg):
+            say(WarningEvent(message=warning))
         # First what can be refused without weights: captions of a large set take hours to encode.
         built = build_model(cfg, self.family)
         exported = check_export(cfg, self.family, built.trainables)

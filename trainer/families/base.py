@@ -181,6 +181,10 @@ class ModelFamily(ABC):
         """What peft's config says of the model, where peft alone reads its adapters."""
         return None
 
+    def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
+        """Sentences about this model and config that a user should read before training; the run starts anyway."""
+        return ()
+
     def component_folder(self, component: str) -> Path:
         """Where the component's config.json lies."""
         return self.folder / component
