@@ -69,10 +69,15 @@ def test_help_names_every_mode_and_imports_neither_torch_nor_gradio():
         ),
         (
             ["--join", "nowhere", "train.steps=5"],
-            "train.steps=5: is no field of parallel; --join takes only those, as parallel.nodes=2\n",
+            "train.steps=5: is not a field of parallel; --join takes only those, as parallel.nodes=2\n",
+        ),
+        (
+            ["--join", "nowhere", "parallel.nodes=[2", "devices=x"],
+            "command line: parallel.devices: needs a whole number, not 'x'\ncommand line: parallel.nodes: not YAML: "
+            "while parsing a flow sequence, expected ',' or ']', but got '<stream end>'\n",
         ),
     ],
-    ids=["page", "resume", "export", "join", "join with a field"],
+    ids=["page", "resume", "export", "join", "join with a field", "join with a wrong value"],
 )
 def test_what_cannot_be_done_is_said_with_exit_code_2(argv, message, capsys):
     assert run_command(argv, capsys) == (2, message)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainer import foreign
-from trainer.config import LoraAdapter, NoAdapter, RunConfig, family_names
+from trainer.config import BoftAdapter, LoraAdapter, NoAdapter, RunConfig, family_names
 from trainer.configfile import SCHEMA, ConfigError, ConfigFile, check_files, check_start, dump, load, write_schema
 from trainer.fields import all_names
 
@@ -165,6 +165,12 @@ sample: 3
                 "parallel.strategy=none",
                 "parallel.strategy: none is for one rank, but there are 2; use full, or ddp for copies",
             ),
+            ("train=", "train: is empty; name a field of it, as train.steps, or leave it out"),
+            ("adapter=null", "adapter: is empty; name a field of it, as adapter.type, or leave it out"),
+            ("train={seed: 1, seed: 2}", "train.seed: is given twice; remove one"),
+            ("train={stps: 1}", "train.stps: unknown field; did you mean 'steps'?"),
+            ("cluster.program=opt", "cluster.program: 'opt' is not a path from the root; begin with /"),
+            ("a\nb=1", "'a\\nb': unknown field"),
             ("data.folders=[{weight: 2}]", "data.folders[0].path: is needed: Folder of images with captions."),
             ("train=fast", "train: needs a section of fields, not 'fast'"),
         ],
@@ -305,6 +311,17 @@ class TestValues:
         loaded = read(f"{DATA}adapter:\n  type: lora\n  rank: 4\n", "adapter.type=none")
         assert loaded.config.adapter == NoAdapter()
         assert loaded.notes == ("preset.yaml:4: adapter.rank is left out: adapter.type is none",)
+
+    def test_a_section_on_the_command_line_keeps_the_fields_that_it_does_not_name(self) -> None:
+        loaded = read(f"{DATA}train:\n  steps: 5\n  seed: 1\n", "train={seed: 2}", "sample={}")
+        assert (loaded.config.train.steps, loaded.config.train.seed) == (5, 2)
+        assert loaded.where("train.steps") == "preset.yaml:3"
+        assert loaded.where("train.seed") == "command line"
+
+    def test_a_section_of_another_type_on_the_command_line_leaves_out_the_file_s_fields_of_the_old_type(self) -> None:
+        loaded = read(f"{DATA}adapter:\n  type: lora\n  rank: 4\n", "adapter={type: boft, block_size: 4}")
+        assert loaded.config.adapter == BoftAdapter(block_size=4)
+        assert loaded.notes == ("preset.yaml:4: adapter.rank is left out: adapter.type is boft",)
 
     def test_where_names_the_line_of_a_field_the_command_line_or_the_file(self) -> None:
         loaded = read(f"{DATA}train:\n  steps: 5\n  seed: 1\n", "train.seed=2", "data.folders=[{path: /more}]")

@@ -18,7 +18,17 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from trainer import facts, foreign, yamltext
-from trainer.config import HUB_ID, MODEL_WORDS, NAME_HELP, InputError, NoAdapter, Problem, RuleError, RunConfig
+from trainer.config import (
+    HUB_ID,
+    MODEL_WORDS,
+    NAME_HELP,
+    NAME_PATTERN,
+    InputError,
+    NoAdapter,
+    Problem,
+    RuleError,
+    RunConfig,
+)
 from trainer.fields import ROOT, Slot, name, nearest, shown, slot
 from trainer.yamltext import Loc
 
@@ -109,8 +119,13 @@ def check_start(loaded: ConfigFile) -> None:
 
 def _refuse(loaded: ConfigFile, problems: Sequence[Problem]) -> None:
     if problems:
-        text = "\n".join(f"{loaded.where(problem.field)}: {problem}" for problem in problems)
+        text = "\n".join(_on_one_line(f"{loaded.where(problem.field)}: {problem}") for problem in problems)
         raise ConfigError(text, problems)
+
+
+def _on_one_line(sentence: str) -> str:
+    """The sentence with what a terminal would not show, as line breaks in a value, written as in Python."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in sentence)
 
 
 def dump(config: RunConfig) -> str:
@@ -146,7 +161,7 @@ class Finding(NamedTuple):
     message: str
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.field}: {self.message}"
+        return _on_one_line(f"{self.place}: {self.field}: {self.message}")
 
 
 class _Draft:
@@ -385,13 +400,14 @@ def _add_override(text: str, draft: _Draft) -> None:
     key, equals, raw = text.partition("=")
     if not equals or not key.strip():
         message = "is no override; write field=value, as train.steps=100"
-        draft.findings.append(Finding(COMMAND_LINE, f"'{text}'", message))
+        draft.findings.append(Finding(COMMAND_LINE, shown(text), message))
         return
     loc = _override_loc(key.strip())
-    for stale in [given for given in draft.places if given[: len(loc)] == loc]:
-        del draft.places[stale]
+    here, above = slot(loc), slot(loc[:-1])
+    if not (here and here.sections):  # the fields of a section that are not given stay as the file has them
+        for stale in [given for given in draft.places if given[: len(loc)] == loc]:
+            del draft.places[stale]
     draft.places[loc] = COMMAND_LINE
-    above = slot(loc[:-1])
     if above and not above.sections and not above.child(loc[-1]):
         draft.report_unknown(loc)
         return
@@ -399,6 +415,9 @@ def _add_override(text: str, draft: _Draft) -> None:
         value = _override_value(raw, loc, draft)
     except yamltext.YamlError as error:
         draft.report(loc, str(error))
+        return
+    if value is None and here and here.sections:
+        draft.report(loc, f"is empty; name a field of it, as {name(loc)}.{here.keys[0]}, or leave it out")
         return
     draft.add(_nested(loc, value, draft), Path.cwd())
 
@@ -417,6 +436,8 @@ def _override_value(raw: str, loc: Loc, draft: _Draft) -> Any:
     """The YAML value. A field of text takes `2024` as it is: a shell removes the quotes that YAML would need."""
     parsed = yamltext.parse(raw)
     draft.places.update({(*loc, *below): COMMAND_LINE for below in parsed.lines})
+    for below, _ in parsed.repeated:
+        draft.report((*loc, *below), "is given twice; remove one")
     here, value = slot(loc), parsed.value
     if not here or not here.is_text or isinstance(value, str | list | dict) or (value is None and here.may_be_empty):
         return value
@@ -484,7 +505,8 @@ def _report_invalid(loc: Loc, error: Mapping[str, Any], draft: _Draft) -> None:
         case "union_tag_invalid" if here:
             draft.report(loc, here.reason(value["type"]))
         case "string_pattern_mismatch":
-            draft.report(loc, f"{shown(value)} is not {NAME_HELP}")
+            is_name = error["ctx"]["pattern"] == NAME_PATTERN
+            draft.report(loc, f"{shown(value)} is not {NAME_HELP if is_name else 'a path from the root; begin with /'}")
         case _ if here:
             draft.report(loc, here.reason(value))
 

@@ -138,8 +138,8 @@ def slot(loc: Loc) -> Slot | None:
 
 
 def name(loc: Loc) -> str:
-    """The location as it is written: `data.folders[0].path`."""
-    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in loc).removeprefix(".")
+    """The location as it is written: `data.folders[0].path`. A key that a terminal would not show is in quotes."""
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{_visible(key)}" for key in loc).removeprefix(".")
 
 
 def nearest(loc: Loc) -> Loc | None:
@@ -166,6 +166,10 @@ def shown(value: object) -> str:
         return "a list"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _visible(key: str) -> str:
+    return key if key and key == key.strip() and key.isprintable() else repr(key)
 
 
 def _slot_of(field: FieldInfo) -> Slot:

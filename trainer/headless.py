@@ -15,12 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol, Self
 
-import yaml
-from pydantic import ValidationError
-
 from trainer import cluster, configfile, diagnosis, launch, prepare
 from trainer.cluster import Scheduler
-from trainer.config import InputError, ParallelConfig, RunConfig
+from trainer.config import InputError, ParallelConfig, RunConfig, family_names
 from trainer.configfile import ConfigFile
 from trainer.events import (
     AnyEvent,
@@ -116,14 +113,13 @@ def _parallel(run: RunDir, overrides: Sequence[str]) -> ParallelConfig:
             f"{run.path}: not a run folder (it has no config.yaml); where this machine does not see that of the first "
             "node, add parallel.nodes=N parallel.devices=N parallel.rendezvous=HOST:PORT as they are there"
         )
-    given = [text.removeprefix("parallel.").partition("=") for text in overrides]
-    for text, (name, _, _) in zip(overrides, given, strict=True):
-        if name not in ParallelConfig.model_fields:
-            raise InputError(f"{text}: is no field of parallel; --join takes only those, as parallel.nodes=2")
-    try:
-        return ParallelConfig.model_validate({name: yaml.safe_load(value) for name, _, value in given})
-    except (ValidationError, yaml.YAMLError) as error:
-        raise InputError(f"{' '.join(overrides)}: {error}") from error
+    given = [text.removeprefix("parallel.") for text in overrides]
+    for text, field in zip(overrides, given, strict=True):
+        if field.partition("=")[0].strip() not in ParallelConfig.model_fields:
+            raise InputError(f"{text}: is not a field of parallel; --join takes only those, as parallel.nodes=2")
+    # A config needs a family and data, which do not matter here.
+    preset = f"model: {{family: {family_names()[0]}}}\ndata: {{path: /}}"
+    return configfile.load_text(preset, [f"parallel.{field}" for field in given], Path("command line")).config.parallel
 
 
 def _join(parallel: ParallelConfig, run: RunDir, node_rank: int) -> int:
