@@ -55,8 +55,7 @@ def is_beyond(check: Check, value: float) -> bool:
 
 
 def cell(check: Check, value: float) -> str:
-    figure = f"{value:.1e}" if value else "0"
-    return f"{figure} / {check.limit:g}"
+    return f"{value:.2g} / {check.limit:g}"
 
 
 def table(found: Mapping[Check, float]) -> str:

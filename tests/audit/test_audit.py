@@ -35,13 +35,13 @@ def test_a_figure_beyond_its_limit_is_named_and_ends_the_audit_with_1(
     assert audit({"Losses": checks[:2]}, tmp_path / "good.md") == 0
     named = [line for line in capsys.readouterr().out.splitlines() if line.endswith("is beyond its limit")]
     assert named == [
-        "sd3, loss: 1.5e+00 / 1e-05 is beyond its limit",
+        "sd3, loss: 1.5 / 1e-05 is beyond its limit",
         "sd3, sample: nan / 1 is beyond its limit",
     ]
     assert results.read_text().split("\n\n")[2:] == [
         "## Losses",
         "| | loss | text | sample |\n"
         "|---|---|---|---|\n"
-        "| flux1 | 2.0e-07 / 1e-06 | 0 / 2e-06 |  |\n"
-        "| sd3 | **1.5e+00 / 1e-05** |  | **nan / 1** |\n",
+        "| flux1 | 2e-07 / 1e-06 | 0 / 2e-06 |  |\n"
+        "| sd3 | **1.5 / 1e-05** |  | **nan / 1** |\n",
     ]
