@@ -45,10 +45,8 @@ from tests.audit.reference import (
     scaled_latents,
     seed_of,
 )
-from tests.audit.run import Model, started, write_picture
+from tests.audit.run import TALL, WIDE, Model, Once, picture_data, started, write_picture
 
-WIDE, TALL = (96, 32), (32, 96)
-"""Width and height of pictures that are buckets of every family, so that none is resized."""
 CAPTIONS = ("a red fox", "", "two dogs & a cat, in (deep) snow")
 LONG = "a long caption of many words " * 10
 """Longer than what a tiny model reads, but for FLUX.3, where it takes the second window of 80 tokens."""
@@ -425,20 +423,6 @@ class Figures:
     batch: float
 
 
-class Compared:
-    """A model's run and its reference. Both are made once, when the first of the figures is asked for."""
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-        self._found: Figures | None = None
-
-    def figure(self, name: str, folder: Path) -> float:
-        if self._found is None:
-            self._found = compare(self._model, folder)
-        value: float = getattr(self._found, name)
-        return value
-
-
 def compare(model: Model, folder: Path) -> Figures:
     """A validation loss of one picture, then a training step on three with captions of different lengths."""
     images = [write_picture(folder / "data" / f"{i}.png", WIDE, text, i) for i, text in enumerate(CAPTIONS)]
@@ -447,14 +431,7 @@ def compare(model: Model, folder: Path) -> Figures:
     reference = REFERENCES[model.family](path, model.objective)
     theirs = [(reference.latents(image), reference.text(text)) for image, text in zip(images, CAPTIONS, strict=True)]
     last = reference.latents(unseen), reference.text(LONG)
-    data = {
-        "path": str(folder / "data"),
-        "validation": str(folder / "unseen"),
-        "resolution": 64,
-        "max_aspect": 4,
-        "missing_caption": "empty",
-    }
-    sections = {"data": data, "train": {"batch_size": 3, "micro_batch": 3, "steps": 1}}
+    sections = {"data": picture_data(folder), "train": {"batch_size": 3, "micro_batch": 3, "steps": 1}}
     with started(model, path, folder, sections) as trainer:
         (step,) = trainer.loader.micro_batches(0)
         examples = [*step.examples, trainer.data.held_out(0)]
@@ -484,16 +461,14 @@ def without_latents(example: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def checks_of(model: Model) -> tuple[Check, ...]:
-    compared, is_quick = Compared(model), model.name in QUICK
+    compared, is_quick = Once(partial(compare, model)), model.name in QUICK
     columns = (
         ("latents", "latents", ENCODED_LIMIT),
         ("text embeddings", "text", ENCODED_LIMIT),
         ("loss of one", "one", LOSS_LIMIT),
         ("loss of a batch", "batch", LOSS_LIMIT),
     )
-    return tuple(
-        Check(model.name, title, limit, partial(compared.figure, figure), is_quick) for title, figure, limit in columns
-    )
+    return tuple(Check(model.name, title, limit, compared.figure(figure), is_quick) for title, figure, limit in columns)
 
 
 CHECKS = tuple(check for model in MODELS for check in checks_of(model))

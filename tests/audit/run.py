@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from trainer.train import Trainer
 from trainer.world import connect
 
 Sections = Mapping[str, Mapping[str, Any]]
+WIDE, TALL = (96, 32), (32, 96)
+"""Width and height of pictures that are buckets of every family at resolution 64, so that none is resized."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,12 @@ def started(model: Model, path: Path, root: Path, sections: Sections) -> Iterato
             dist.destroy_process_group()
 
 
+def picture_data(folder: Path) -> dict[str, Any]:
+    """The section `data` for pictures of WIDE below `data` and of TALL below `unseen`, which are held out."""
+    places = {"path": str(folder / "data"), "validation": str(folder / "unseen")}
+    return {**places, "resolution": 64, "max_aspect": 4, "missing_caption": "empty"}
+
+
 def write_picture(file: Path, size: tuple[int, int], caption: str, seed: int) -> Image.Image:
     """A picture of random pixels with its caption. size: width and height."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -87,3 +96,24 @@ def write_picture(file: Path, size: tuple[int, int], caption: str, seed: int) ->
     image.save(file)
     file.with_suffix(".txt").write_text(caption, encoding="utf-8")
     return image
+
+
+class Once:
+    """A comparison that gives several figures: it is made when the first of them is asked for.
+
+    compare: given an empty folder, returns an object with the figures.
+    """
+
+    def __init__(self, compare: Callable[[Path], Any]) -> None:
+        self._compare = compare
+        self._found: Any = None
+
+    def figure(self, name: str) -> Callable[[Path], float]:
+        """A check's `measure` for the figure."""
+        return partial(self._figure, name)
+
+    def _figure(self, name: str, folder: Path) -> float:
+        if self._found is None:
+            self._found = self._compare(folder)
+        value: float = getattr(self._found, name)
+        return value
