@@ -9,7 +9,7 @@ AS_ROOT := $(if $(filter-out 0,$(shell id -u)),sudo)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-all check ui notebooks lab parity survive bench plan recorded interop gpu-check table browser network screenshots eightbit schema demo-base clean
+.PHONY: demo test test-all check ui notebooks lab parity audit survive bench plan recorded interop gpu-check table browser network screenshots eightbit schema demo-base clean
 
 demo: .venv
 	$(BIN)/python launch.py --headless presets/quickstart.yaml --runs $(RUNS)
@@ -40,6 +40,10 @@ lab: .venv
 parity: eightbit
 	$(BIN)/python -m tests.distributed.matrix
 	$(BIN)/python -m pytest tests/distributed/test_parity.py tests/distributed/test_resume.py --timeout 1200
+
+# Losses, samples and adapters against references of our own; writes tests/benchmarks/AUDIT.md.
+audit: .venv
+	$(BIN)/python -m tests.audit
 
 # A run killed 200 times; KILLS and SEED take others.
 survive: .venv

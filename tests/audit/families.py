@@ -1,0 +1,474 @@
+"""Latents, text embeddings and the training loss of each family, against diffusers' pipelines and the publications."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKLFlux2,
+    ClassifierFreeGuidance,
+    DDPMScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Pipeline,
+    Flux2Transformer2DModel,
+    Flux3Transformer2DModel,
+    FluxPipeline,
+    QwenImagePipeline,
+    StableDiffusion3Pipeline,
+    StableDiffusionXLPipeline,
+    ZImagePipeline,
+)
+from diffusers.modular_pipelines.flux3.before_denoise import Flux3TextRoPEInputsStep, _prepare_image_ids
+from diffusers.modular_pipelines.flux3.encoders import Flux3TextEncoderStep, Flux3VaeEncoderStep
+from diffusers.modular_pipelines.flux3.modular_blocks_flux3 import Flux3AutoBlocks
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from PIL import Image
+from torch import Tensor
+from transformers import AutoTokenizer, Mistral3ForConditionalGeneration, Qwen3VLForConditionalGeneration
+
+from tests.audit.check import Check
+from tests.audit.reference import (
+    Draws,
+    FlowReference,
+    Reference,
+    Text,
+    largest_difference,
+    mean_square,
+    posterior_mean,
+    scaled_latents,
+    seed_of,
+)
+from tests.audit.run import TALL, WIDE, Model, Once, picture_data, started, write_picture
+
+CAPTIONS = ("a red fox", "", "two dogs & a cat, in (deep) snow")
+LONG = "a long caption of many words " * 10
+"""Longer than what a tiny model reads, but for FLUX.3, where it takes the second window of 80 tokens."""
+
+
+class Flux1(FlowReference):
+    def read(self, folder: Path) -> Any:
+        return FluxPipeline.from_pretrained(folder, local_files_only=True)
+
+    def find_settings(self) -> dict[str, Any]:
+        return {"max_sequence_length": self.pipeline.tokenizer_2.model_max_length}
+
+    def latents(self, image: Image.Image) -> Tensor:
+        return scaled_latents(self.pipeline.vae, image)
+
+    @torch.no_grad()
+    def text(self, caption: str) -> Text:
+        words, pooled, _ = self.pipeline.encode_prompt(caption, None, **self.settings)
+        return {"prompt_embeds": words[0], "pooled_embeds": pooled[0]}
+
+    def shift(self, num_tokens: int) -> float:
+        return math.exp(calculate_shift(num_tokens))
+
+    def pack(self, latents: Tensor) -> Tensor:
+        packed: Tensor = FluxPipeline._pack_latents(latents, *latents.shape)
+        return packed
+
+    def velocity(self, noisy: Tensor, sigma: Tensor, text: Text) -> Tensor:
+        rows, columns = (side // 2 for side in noisy.shape[-2:])
+        predicted: Tensor = self.pipeline.transformer(
+            hidden_states=self.pack(noisy),
+            encoder_hidden_states=text["prompt_embeds"][None],
+            pooled_projections=text["pooled_embeds"][None],
+            timestep=sigma,
+            guidance=guidance_of(self),
+            img_ids=FluxPipeline._prepare_latent_image_ids(1, rows, columns, "cpu", torch.float32),
+            txt_ids=torch.zeros(len(text["prompt_embeds"]), 3),
+        ).sample
+        return predicted
+
+    def picture(self, noise: Tensor, width: int, height: int, call: Mapping[str, Any]) -> Image.Image:
+        return super().picture(self.pack(noise[None])[0], width, height, call)
+
+
+class Flux2(FlowReference):
+    """dev's pipeline is put together from its parts: that of the published folder names a processor of pictures."""
+
+    def read(self, folder: Path) -> Any:
+        if "Klein" in (folder / "model_index.json").read_text():
+            return Flux2KleinPipeline.from_pretrained(folder, local_files_only=True)
+        return Flux2Pipeline(
+            scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained(folder, subfolder="scheduler"),
+            vae=AutoencoderKLFlux2.from_pretrained(folder, subfolder="vae"),
+            text_encoder=Mistral3ForConditionalGeneration.from_pretrained(folder / "text_encoder"),
+            tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer"),
+            transformer=Flux2Transformer2DModel.from_pretrained(folder, subfolder="transformer"),
+        )
+
+    def find_settings(self) -> dict[str, Any]:
+        # A quarter, a half and three quarters of the tiny encoder's 4 layers, as 9, 18, 27 are of 36.
+        length = self.pipeline.tokenizer.model_max_length
+        return {"max_sequence_length": length, "text_encoder_out_layers": (1, 2, 3)}
+
+    @torch.no_grad()
+    def latents(self, image: Image.Image) -> Tensor:
+        pixels = self.pipeline.image_processor.preprocess(image)
+        latents: Tensor = self.pipeline._encode_vae_image(pixels, generator=None)[0]
+        return latents
+
+    @torch.no_grad()
+    def text(self, caption: str) -> Text:
+        return {"prompt_embeds": self.pipeline.encode_prompt(caption, **self.settings)[0][0]}
+
+    def shift(self, num_tokens: int) -> float:
+        return math.exp(calculate_shift(num_tokens))
+
+    def num_tokens(self, latents: Tensor) -> int:
+        return latents.shape[-2] * latents.shape[-1]
+
+    def pack(self, latents: Tensor) -> Tensor:
+        packed: Tensor = Flux2Pipeline._pack_latents(latents)
+        return packed
+
+    def velocity(self, noisy: Tensor, sigma: Tensor, text: Text) -> Tensor:
+        predicted: Tensor = self.pipeline.transformer(
+            hidden_states=self.pack(noisy),
+            encoder_hidden_states=text["prompt_embeds"][None],
+            timestep=sigma,
+            guidance=guidance_of(self),
+            img_ids=Flux2Pipeline._prepare_latent_ids(noisy),
+            txt_ids=Flux2Pipeline._prepare_text_ids(text["prompt_embeds"][None]),
+        ).sample
+        return predicted
+
+    def picture(self, noise: Tensor, width: int, height: int, call: Mapping[str, Any]) -> Image.Image:
+        """klein's pipeline takes no negative prompt, only its embeddings."""
+        given = dict(call)
+        if "negative_prompt" in given:
+            given["negative_prompt_embeds"] = self.text(given.pop("negative_prompt"))["prompt_embeds"][None]
+        return super().picture(noise, width, height, given)
+
+
+@dataclass
+class TextProcessor:
+    """What FLUX.3's pipeline asks of a processor that reads pictures as well, which would need torchvision."""
+
+    tokenizer: Any
+
+    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
+        return self.tokenizer.apply_chat_template(*args, **kwargs)
+
+
+class Flux3(FlowReference):
+    def read(self, folder: Path) -> Any:
+        blocks = Flux3AutoBlocks()
+        blocks.sub_blocks.pop("prompt_upsampler")
+        pipeline = blocks.init_pipeline()
+        pipeline.update_components(
+            transformer=Flux3Transformer2DModel.from_pretrained(folder, subfolder="transformer"),
+            vae=AutoencoderKLFlux2.from_pretrained(folder, subfolder="vae"),
+            text_encoder=Qwen3VLForConditionalGeneration.from_pretrained(folder / "text_encoder"),
+            tokenizer=TextProcessor(AutoTokenizer.from_pretrained(folder / "tokenizer")),
+        )
+        return pipeline
+
+    def find_settings(self) -> dict[str, Any]:
+        # Two states of the tiny encoder's 3 layers, evenly spaced, as 4, 8, ... 32 are of 36.
+        length = self.pipeline.tokenizer.tokenizer.model_max_length
+        return {"max_sequence_length": length, "text_encoder_out_layers": (1, 2)}
+
+    def latents(self, image: Image.Image) -> Tensor:
+        vae = self.pipeline.vae
+        patches = Flux3VaeEncoderStep._patchify_latents(posterior_mean(vae, image))
+        mean, variance = (value.view(1, -1, 1, 1) for value in (vae.bn.running_mean, vae.bn.running_var))
+        latents: Tensor = (patches - mean) / torch.sqrt(variance + vae.config.batch_norm_eps)
+        return latents[0]
+
+    @torch.no_grad()
+    def text(self, caption: str) -> Text:
+        embeds = Flux3TextEncoderStep._get_qwen3_vl_prompt_embeds(
+            self.pipeline.text_encoder,
+            self.pipeline.tokenizer,
+            caption,
+            max_sequence_length=self.settings["max_sequence_length"],
+            hidden_states_layers=self.settings["text_encoder_out_layers"],
+        )
+        return {"prompt_embeds": embeds[0]}
+
+    def shift(self, num_tokens: int) -> float:
+        shift: float = self.pipeline.scheduler.config.shift
+        return shift
+
+    def pack(self, latents: Tensor) -> Tensor:
+        return latents.flatten(2).transpose(1, 2)
+
+    def velocity(self, noisy: Tensor, sigma: Tensor, text: Text) -> Tensor:
+        predicted: Tensor = self.pipeline.transformer(
+            hidden_states=self.pack(noisy),
+            encoder_hidden_states=text["prompt_embeds"][None],
+            timestep=sigma,
+            img_ids=_prepare_image_ids(*noisy.shape[-2:], 0.5),
+            txt_ids=Flux3TextRoPEInputsStep._prepare_text_ids(text["prompt_embeds"][None]),
+        ).sample
+        return predicted
+
+    def picture(self, noise: Tensor, width: int, height: int, call: Mapping[str, Any]) -> Image.Image:
+        given = dict(call)
+        self.pipeline.update_components(guider=ClassifierFreeGuidance(guidance_scale=given.pop("guidance_scale")))
+        found = self.pipeline(latents=noise[None], width=width, height=height, **self.settings, **given)
+        image: Image.Image = found.get("images")[0]
+        return image
+
+
+class Sd3(FlowReference):
+    def read(self, folder: Path) -> Any:
+        return StableDiffusion3Pipeline.from_pretrained(folder, local_files_only=True)
+
+    def find_settings(self) -> dict[str, Any]:
+        return {"max_sequence_length": self.pipeline.tokenizer_3.model_max_length}
+
+    def latents(self, image: Image.Image) -> Tensor:
+        return scaled_latents(self.pipeline.vae, image)
+
+    @torch.no_grad()
+    def text(self, caption: str) -> Text:
+        states, _, pooled, _ = self.pipeline.encode_prompt(
+            caption, None, None, do_classifier_free_guidance=False, **self.settings
+        )
+        return {"prompt_embeds": states[0], "pooled_embeds": pooled[0]}
+
+    def shift(self, num_tokens: int) -> float:
+        shift: float = self.pipeline.scheduler.config.shift
+        return shift
+
+    def velocity(self, noisy: Tensor, sigma: Tensor, text: Text) -> Tensor:
+        predicted: Tensor = self.pipeline.transformer(
+            hidden_states=noisy,
+            encoder_hidden_states=text["prompt_embeds"][None],
+            pooled_projections=text["pooled_embeds"][None],
+            timestep=sigma * 1000,
+        ).sample
+        return predicted
+
+
+class QwenImage(FlowReference):
+    def read(self, folder: Path) -> Any:
+        return QwenImagePipeline.from_pretrained(folder, local_files_only=True)
+
+    def find_settings(self) -> dict[str, Any]:
+        return {"max_sequence_length": self.pipeline.tokenizer.model_max_length}
+
+    def latents(self, image: Image.Image) -> Tensor:
+        vae = self.pipeline.vae
+        mean, std = (
+            torch.tensor(values).view(-1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std)
+        )
+        return (posterior_mean(vae, image)[0, :, 0] - mean) / std
+
+    @torch.no_grad()
+    def text(self, caption: str) -> Text:
+        return {"prompt_embeds": self.pipeline.encode_prompt(caption, **self.settings)[0][0]}
+
+    def shift(self, num_tokens: int) -> float:
+        config = self.pipeline.scheduler.config
+        few, many = config.base_image_seq_len, config.max_image_seq_len
+        return math.exp(calculate_shift(num_tokens, few, many, config.base_shift, config.max_shift))
+
+    def pack(self, latents: Tensor) -> Tensor:
+        packed: Tensor = QwenImagePipeline._pack_latents(latents, *latents.shape)
+        return packed
+
+    def velocity(self, noisy: Tensor, sigma: Tensor, text: Text) -> Tensor:
+        rows, columns = (side // 2 for side in noisy.shape[-2:])
+        predicted: Tensor = self.pipeline.transformer(
+            hidden_states=self.pack(noisy),
+            encoder_hidden_states=text["prompt_embeds"][None],
+            timestep=sigma,
+            img_shapes=[[(1, rows, columns)]],
+        ).sample
+        return predicted
+
+    def picture(self, noise: Tensor, width: int, height: int, call: Mapping[str, Any]) -> Image.Image:
+        return super().picture(self.pack(noise[None])[0], width, height, call)
+
+
+class ZImage(FlowReference):
+    def read(self, folder: Path) -> Any:
+        return ZImagePipeline.from_pretrained(folder, local_files_only=True)
+
+    def find_settings(self) -> dict[str, Any]:
+        return {"max_sequence_length": self.pipeline.tokenizer.model_max_length}
+
+    def latents(self, image: Image.Image) -> Tensor:
+        return scaled_latents(self.pipeline.vae, image)
+
+    @torch.no_grad()
+    def text(self, caption: str) -> Text:
+        found, _ = self.pipeline.encode_prompt(caption, do_classifier_free_guidance=False, **self.settings)
+        return {"prompt_embeds": found[0]}
+
+    def shift(self, num_tokens: int) -> float:
+        shift: float = self.pipeline.scheduler.config.shift
+        return shift
+
+    def velocity(self, noisy: Tensor, sigma: Tensor, text: Text) -> Tensor:
+        """The model's time runs from noise to data, and so does what it predicts."""
+        (predicted,) = self.pipeline.transformer([noisy[0].unsqueeze(1)], 1 - sigma, [text["prompt_embeds"]]).sample
+        return -predicted.transpose(0, 1)
+
+
+class Sdxl(Reference):
+    """Discrete diffusion (arXiv 2006.11239); velocity (arXiv 2202.00512) and min-SNR weight (arXiv 2303.09556)."""
+
+    def read(self, folder: Path) -> Any:
+        return StableDiffusionXLPipeline.from_pretrained(folder, local_files_only=True)
+
+    def latents(self, image: Image.Image) -> Tensor:
+        return scaled_latents(self.pipeline.vae, image)
+
+    @torch.no_grad()
+    def text(self, caption: str) -> Text:
+        states, _, pooled, _ = self.pipeline.encode_prompt(caption, do_classifier_free_guidance=False)
+        width = self.pipeline.text_encoder.config.hidden_size
+        first, second = states[0, :, :width], states[0, :, width:]
+        return {"text_encoder.states": first, "text_encoder_2.states": second, "text_encoder_2.pooled": pooled[0]}
+
+    @torch.no_grad()
+    def loss(self, latents: Tensor, text: Text, draws: Draws) -> float:
+        config = dict(self.pipeline.scheduler.config)
+        kind = config["prediction_type"] = self.objective.get("prediction", config["prediction_type"])
+        scheduler = DDPMScheduler.from_config(config)
+        timestep = torch.tensor([int(draws.quantile * scheduler.config.num_train_timesteps)])
+        noise = draws.normal("noise", tuple(latents.shape))
+        height, width = (8 * side for side in latents.shape[-2:])
+        states = torch.cat([text["text_encoder.states"], text["text_encoder_2.states"]], dim=-1)[None]
+        pooled = text["text_encoder_2.pooled"][None]
+        ids = self.pipeline._get_add_time_ids(
+            (height, width), (0, 0), (height, width), torch.float32, text_encoder_projection_dim=pooled.shape[-1]
+        )
+        noisy = scheduler.add_noise(latents[None], noise[None], timestep)
+        predicted = self.pipeline.unet(
+            noisy, timestep, states, added_cond_kwargs={"text_embeds": pooled, "time_ids": ids}
+        ).sample
+        velocity = scheduler.get_velocity(latents[None], noise[None], timestep)
+        error = mean_square(predicted, noise[None] if kind == "epsilon" else velocity)
+        return error * self._weight(kind, float(scheduler.alphas_cumprod[timestep]))
+
+    def _weight(self, kind: str, alpha_bar: float) -> float:
+        limit = self.objective.get("min_snr_gamma")
+        if limit is None:
+            return 1.0
+        snr = alpha_bar / (1 - alpha_bar)
+        return min(snr, limit) / (snr if kind == "epsilon" else snr + 1)
+
+
+def guidance_of(reference: Reference) -> Tensor | None:
+    """What a model with guidance embedding is given in training."""
+    if not reference.pipeline.transformer.config.guidance_embeds:
+        return None
+    return torch.tensor([float(reference.objective.get("guidance", 1.0))])
+
+
+REFERENCES: Mapping[str, type[Reference]] = {
+    "flux1": Flux1,
+    "flux2": Flux2,
+    "flux3": Flux3,
+    "sd3": Sd3,
+    "sdxl": Sdxl,
+    "qwen_image": QwenImage,
+    "z_image": ZImage,
+}
+VELOCITY = {"prediction_type": "v_prediction"}
+ZERO_TERMINAL = VELOCITY | {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+SCHEDULER = "scheduler/scheduler_config.json"
+MODELS = (
+    Model("flux1 dev", "flux1", "dev"),
+    Model("flux1 dev, guidance 3.5", "flux1", "dev", {"guidance": 3.5}),
+    Model("flux1 schnell", "flux1", "schnell"),
+    Model("flux2 dev", "flux2", "dev"),
+    Model("flux2 klein", "flux2", "klein-4b"),
+    Model("flux3", "flux3"),
+    Model("sd3 medium", "sd3", "sd3-medium"),
+    Model("sd3.5 medium", "sd3", "sd35-medium"),
+    Model("sd3.5 large", "sd3", "sd35-large"),
+    Model("sdxl epsilon", "sdxl"),
+    Model("sdxl epsilon, min-SNR 5", "sdxl", objective={"min_snr_gamma": 5.0}),
+    Model("sdxl velocity", "sdxl", objective={"prediction": "v_prediction"}),
+    Model("sdxl velocity, min-SNR 5", "sdxl", objective={"prediction": "v_prediction", "min_snr_gamma": 5.0}),
+    Model("sdxl velocity, zero-terminal", "sdxl", edits={SCHEDULER: ZERO_TERMINAL}),
+    Model("qwen_image", "qwen_image"),
+    Model("z_image", "z_image"),
+)
+QUICK = (
+    "flux1 dev, guidance 3.5",
+    "flux2 dev",
+    "flux2 klein",
+    "flux3",
+    "sd3.5 medium",
+    "sdxl epsilon",
+    "sdxl velocity, min-SNR 5",
+    "qwen_image",
+    "z_image",
+)
+LOSS_LIMIT, ENCODED_LIMIT = 1e-6, 2e-6
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Largest absolute differences of what is encoded; relative ones of the loss of one picture and of a batch."""
+
+    latents: float
+    text: float
+    one: float
+    batch: float
+
+
+def compare(model: Model, folder: Path) -> Figures:
+    """A validation loss of one picture, then a training step on three with captions of different lengths."""
+    images = [write_picture(folder / "data" / f"{i}.png", WIDE, text, i) for i, text in enumerate(CAPTIONS)]
+    unseen = write_picture(folder / "unseen" / "0.png", TALL, LONG, seed=9)
+    path = model.write(folder / "cache")
+    reference = REFERENCES[model.family](path, model.objective)
+    theirs = [(reference.latents(image), reference.text(text)) for image, text in zip(images, CAPTIONS, strict=True)]
+    last = reference.latents(unseen), reference.text(LONG)
+    sections = {"data": picture_data(folder), "train": {"batch_size": 3, "micro_batch": 3, "steps": 1}}
+    with started(model, path, folder, sections) as trainer:
+        (step,) = trainer.loader.micro_batches(0)
+        examples = [*step.examples, trainer.data.held_out(0)]
+        one, batch = trainer.validate(), trainer.train_step().loss
+        seed = trainer.cfg.train.seed
+    # The order of an epoch is the trainer's own: its pictures are known by their latents.
+    numbers = [nearest(example["latents"], [latents for latents, _ in theirs]) for example in step.examples]
+    assert sorted(numbers) == [0, 1, 2], "an epoch has every picture once"
+    expected = [*(theirs[number] for number in numbers), last]
+    losses = [reference.loss(*theirs[number], Draws(seed, index)) for index, number in enumerate(numbers)]
+    alone = reference.loss(*last, Draws(seed_of(seed, "validation"), 0))
+    pairs = list(zip(examples, expected, strict=True))
+    return Figures(
+        max(largest_difference({"latents": ours["latents"]}, {"latents": latents}) for ours, (latents, _) in pairs),
+        max(largest_difference(without_latents(ours), text) for ours, (_, text) in pairs),
+        abs(one / alone - 1),
+        abs(batch / (sum(losses) / len(losses)) - 1),
+    )
+
+
+def nearest(latents: Tensor, those: list[Tensor]) -> int:
+    return min(range(len(those)), key=lambda number: float((latents - those[number]).abs().max()))
+
+
+def without_latents(example: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in example.items() if name != "latents"}
+
+
+def checks_of(model: Model) -> tuple[Check, ...]:
+    compared, is_quick = Once(partial(compare, model)), model.name in QUICK
+    columns = (
+        ("latents", "latents", ENCODED_LIMIT),
+        ("text embeddings", "text", ENCODED_LIMIT),
+        ("loss of one", "one", LOSS_LIMIT),
+        ("loss of a batch", "batch", LOSS_LIMIT),
+    )
+    return tuple(Check(model.name, title, limit, compared.figure(figure), is_quick) for title, figure, limit in columns)
+
+
+CHECKS = tuple(check for model in MODELS for check in checks_of(model))
