@@ -9,7 +9,7 @@ are themselves checked by finite differences.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -68,7 +68,7 @@ def loha(weight: Tensor, p: Tensors, at: Tensors, scale: float) -> Tensor:
 def lokr(weight: Tensor, p: Tensors, at: Tensors, scale: float) -> Tensor:
     """LyCORIS: the Kronecker product of two factors, each whole or a product of rank r.
 
-    Where both are whole there is no rank, and LyCORIS scales by 1.
+    LyCORIS scales by 1 where both are whole, since nothing has a rank then.
     """
 
     def factor(name: str) -> Tensor:
@@ -168,7 +168,7 @@ class Adapted:
         return {short: self.layer.get_parameter(name) for short, name in self.names.items()}
 
     def merged(self, weight: Tensor) -> Tensor:
-        """What the trainer exports as the layer's weight. weight: that of the layer without adapter."""
+        """The layer's weight as the trainer exports it. weight: that of the layer without adapter."""
         parameters = {f"net.layer.{name}": self.layer.get_parameter(name).detach() for name in self.names.values()}
         return TrainedAdapter(parameters, self.case.cfg, lambda _: weight)["net.layer"].merged(weight)
 
@@ -204,7 +204,7 @@ def adapted(case: Case, layer: nn.Linear | nn.Conv2d, at_start: bool = False) ->
 
 
 def results(layer: Adapted) -> dict[str, Tensor]:
-    """What the trainer computes: "forward", "input" for the gradient of the input, and that of each parameter."""
+    """The trainer's output as "forward", the gradient of the input as "input", and that of each parameter."""
     x, gradient = inputs_of(layer.case)
     y = layer.layer(x.requires_grad_())
     y.backward(gradient)
@@ -234,6 +234,11 @@ def reference(case: Case) -> dict[str, Tensor]:
     return {"forward": y.detach(), "input": x.grad} | {name: leaf.grad for name, leaf in leaves.items()}
 
 
+def largest(numbers: Sequence[float]) -> float:
+    """NaN where one of them is: `max` would pass over it."""
+    return float(torch.tensor(numbers, dtype=torch.float64).max())
+
+
 def difference_at_start(case: Case, folder: Path) -> float:
     x, _ = inputs_of(case)
     with torch.no_grad():
@@ -249,7 +254,7 @@ def input_gradient_difference(case: Case, folder: Path) -> float:
 
 
 def parameter_gradient_difference(case: Case, folder: Path) -> float:
-    return max(difference for name, difference in differences(case).items() if name not in ("forward", "input"))
+    return largest([difference for name, difference in differences(case).items() if name not in ("forward", "input")])
 
 
 def differences(case: Case) -> dict[str, float]:
@@ -267,7 +272,7 @@ def finite_difference(case: Case, folder: Path) -> float:
     """The reference's own gradients against central differences along one direction of each tensor."""
     gradients, (x, at) = reference(case), point_of(case)
     numbers, step = torch.Generator().manual_seed(3), 4e-6
-    differences = []
+    found = []
     for name, value in {"input": x, **at}.items():
         direction = torch.randn(value.shape, generator=numbers, dtype=torch.float64)
         losses = []
@@ -276,8 +281,8 @@ def finite_difference(case: Case, folder: Path) -> float:
             losses.append(float(reference_loss(case, moved.pop("input"), moved, at)[1]))
         slope = (losses[0] - losses[1]) / (2 * step)
         # Relative to the largest slope of a direction of this length: the slope itself may be near zero.
-        differences.append(abs(slope - float((gradients[name] * direction).sum())) / float(gradients[name].norm()))
-    return max(differences)
+        found.append(abs(slope - float((gradients[name] * direction).sum())) / float(gradients[name].norm()))
+    return largest(found)
 
 
 def quantized_difference(case: Case, format: str, folder: Path) -> float:
@@ -288,7 +293,7 @@ def quantized_difference(case: Case, format: str, folder: Path) -> float:
     assert isinstance(stored, QuantLinear)
     whole.weight.data = dequantized(stored.qweight.data, format, inputs=48)
     found, expected = results(adapted(case, stored)), results(adapted(case, whole))
-    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+    return largest([float((found[name] - expected[name]).abs().max()) for name in expected])
 
 
 def dequantized(records: Tensor, format: str, inputs: int) -> Tensor:
