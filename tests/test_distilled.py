@@ -46,6 +46,7 @@ def folder_of(path: Path, files: dict[str, dict[str, Any]]) -> Path:
         ("flux1", "any", {}, None),
         ("z_image", "any", {Z_IMAGE: {"shift": 3.0}}, "Tongyi-MAI/Z-Image"),
         ("z_image", "any", {Z_IMAGE: {"shift": 6.0}}, None),
+        ("z_image", "Z-Image-Turbo", {Z_IMAGE: {"shift": 6.0}}, "Tongyi-MAI/Z-Image"),
         ("z_image", "any", {"model_index.json": {"_name_or_path": "Tongyi-MAI/Z-Image-Turbo"}}, "Tongyi-MAI/Z-Image"),
         ("sd3", HUB, {"model_index.json": {}}, "stabilityai/stable-diffusion-3.5-large"),
         ("sd3", "stable-diffusion-3.5-large", {"model_index.json": {}}, None),
@@ -62,6 +63,12 @@ def test_the_folder_says_whether_a_model_is_distilled(
     folder = folder_of(tmp_path / name, files)
     found = distilled.found(ModelConfig(family=family, path=str(folder)))
     assert (found[0].base if found else None) == base
+
+
+def test_the_folder_counts_more_than_the_architecture_of_the_base_that_a_preset_names(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "any", {Z_IMAGE: {"shift": 3.0}})
+    model = {"family": "z_image", "path": str(folder), "options": {"architecture": "z-image"}}
+    assert len(distilled.found(ModelConfig.model_validate(model))) == 1
 
 
 @pytest.mark.parametrize(
@@ -107,7 +114,8 @@ def test_a_distilled_model_takes_given_steps_but_no_guidance() -> None:
         (
             {"model_index.json": {}, "transformer/config.json": {"guidance_embeds": True}},
             {"distilled": True},
-            "true, but this model is told its guidance; leave it empty, and set sample.steps and sample.guidance",
+            "true, but this model has a guidance embedding: it is drawn with one call per step at sample.guidance; "
+            "leave it empty, and set sample.steps",
         ),
         (KLEIN, {"distilled": True}, None),
         (DISTILLED, {"distilled": True}, None),

@@ -89,7 +89,9 @@ def refused(model: ModelConfig, folder: Path | None = None) -> Iterator[Problem]
         yield Problem(field, f"true, but {architecture} is not distilled; leave it empty, or name {', '.join(names)}")
     elif says and _json(folder, f"{known.components[0]}/config.json").get("guidance_embeds"):
         yield Problem(
-            field, "true, but this model is told its guidance; leave it empty, and set sample.steps and sample.guidance"
+            field,
+            "true, but this model has a guidance embedding: it is drawn with one call per step at sample.guidance; "
+            "leave it empty, and set sample.steps",
         )
 
 

@@ -441,8 +441,9 @@ def _classes(row: Row) -> list[str]:
 
 def _problems(checked: Checked, said: str) -> str:
     if not checked.errors:
+        advice = "".join(f'<p class="sentence">{html.escape(text)}.</p>' for text in checked.warnings)
         status = f'<p role="status">{html.escape(said or checked.waiting or "Ready to start.")}</p>'
-        return status + "".join(f'<p class="warning">{html.escape(text)}.</p>' for text in checked.warnings)
+        return f'{status}<div class="slow">{advice}</div>' if advice else status
     lines = [f"<li><b>{html.escape(name)}</b> {html.escape(text)}</li>" for name, text in checked.errors.items()]
     return f'<div role="alert" class="alert"><p>Start waits for:</p><ul>{"".join(lines)}</ul></div>'
 

@@ -267,8 +267,8 @@ def _review(errors: Iterable[tuple[str, str]], changes: str, code: str, warnings
     """errors: (field, what is wrong with it).  changes: as HTML."""
     wrong = "".join(f"<li><b>{escape(name)}</b> {escape(text)}</li>" for name, text in errors)
     alert = f'<div role="alert" class="wrong">Not ready to start:<ul>{wrong}</ul></div>' if wrong else ""
-    told = "".join(f"<p>{escape(text)}.</p>" for text in warnings)
-    return f'<div class="review">{alert}<p role="status">{changes}</p>{told}<pre>{escape(code)}</pre></div>'
+    advice = "".join(f"<p>{escape(text)}.</p>" for text in warnings)
+    return f'<div class="review">{alert}<p role="status">{changes}</p>{advice}<pre>{escape(code)}</pre></div>'
 
 
 def _changes(checked: Checked) -> str:

@@ -106,7 +106,7 @@ class Sd3(ImageFamily):
     halves_swapped = (r"norm_out\.linear", r"transformer_blocks\.\d+\.norm1_context\.linear")
     architectures = tuple(ARCHITECTURES)
     default_architecture = DEFAULT_ARCHITECTURE
-    # Its folder holds nothing but the weights that the base model's does not.
+    # Its folder has the configs of the base model's: only its name tells.
     distilled = (
         Distilled(
             ("stable-diffusion-3.5-large-turbo", "sd3.5_large_turbo"),
