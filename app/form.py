@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
-from trainer import configfile, facts, launch, yamltext
+from trainer import configfile, distilled, facts, launch, yamltext
 from trainer.config import Problem, RunConfig, Section, family_names, rules
 from trainer.configfile import ConfigError, ConfigFile
 from trainer.fields import Slot, all_names, slot
@@ -38,7 +38,8 @@ STEPS: Mapping[str, tuple[str, ...]] = {
 class Row:
     """One field. value: what the input shows.  choices: the words that go together with the other fields' values.
 
-    in_front: whether the preset or the user gives it; the others stand behind "more".
+    in_front: whether the preset or the user gives it; the others stand behind "more".  own: what an empty input stands
+    for, where the model decides that.
     """
 
     field: str
@@ -50,6 +51,7 @@ class Row:
     in_front: bool = False
     is_visible: bool = True
     error: str = ""
+    own: str = ""
 
     @property
     def label(self) -> str:
@@ -100,6 +102,11 @@ class Checked:
         return self.loaded.config
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a user should read before the start, which it does not keep from starting."""
+        return distilled.warnings(self.config)
+
+    @property
     def changes(self) -> dict[str, tuple[Any, Any]]:
         """{field: (preset's value, value)} of what differs from the preset."""
         return changes(self.preset.config, self.config)
@@ -141,8 +148,10 @@ def check_files(checked: Checked) -> Checked:
 
 def rows(checked: Checked) -> tuple[Row, ...]:
     """A row for every field of the config, `stages` aside, in the order of the schema."""
-    values = checked.config.model_dump(mode="json")
-    return tuple(_row(name, checked, values) for name in all_names() if name != "stages")
+    values, own = checked.config.model_dump(mode="json"), _own(checked.config)
+    return tuple(
+        replace(_row(name, checked, values), own=own.get(name, "")) for name in all_names() if name != "stages"
+    )
 
 
 def step_of(name: str) -> str:
@@ -199,6 +208,12 @@ def _row(name: str, checked: Checked, values: Mapping[str, Any]) -> Row:
         is_visible=name in checked.errors or (_exists(name, config) and is_visible),
         error=checked.errors.get(name, ""),
     )
+
+
+def _own(config: RunConfig) -> dict[str, str]:
+    """{field: the model's own value}, as an empty input shows it."""
+    sample = distilled.drawn_with(config.model, config.sample.model_copy(update={"steps": None, "guidance": None}))
+    return {"sample.steps": f"{sample.steps}", "sample.guidance": f"{sample.guidance:g}"}
 
 
 def _slot(name: str) -> Slot:

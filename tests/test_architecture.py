@@ -32,7 +32,7 @@ ROWS = (
     "stored",
     "board cluster debuglog diagnosis gpus hub report rng weights",
     "ferry world",
-    "launch",
+    "distilled launch",
     "stages",
     "clock doctor objectives seat snapshot watchdog",
     "adapters checkpoint data families optim parallel quantize sampling trackers",
@@ -48,7 +48,7 @@ LEVEL_0 = frozenset(" ".join(ROWS[:4]).split())
 LEVEL_0_NEEDS = frozenset({"annotated_types", "pydantic", "pydantic_core", "yaml"})
 # What is free of torch and above the trainer; its checks, queue and doctor are those of the command line.
 APP_SEES_ROWS = (
-    "config configfile data diagnosis doctor events facts fields gpus headless launch plan stages",
+    "config configfile data diagnosis distilled doctor events facts fields gpus headless launch plan stages",
     "prepare queue report rundir trials yamltext zero",
 )
 APP_SEES = frozenset(" ".join(APP_SEES_ROWS).split())

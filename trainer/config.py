@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -120,6 +120,8 @@ class ModelOptions(Section):
     blocks: str | None = None
     """Class names of the blocks that are sharded one by one, separated by commas. Empty: those that the model names
     itself."""
+    distilled: bool | None = None
+    """Whether the model was distilled to draw in few steps without guidance. Empty: what its folder says."""
 
 
 class ModelConfig(Section):
@@ -434,10 +436,10 @@ class SampleConfig(Section):
     """What the sample should not show, for guidance above 1 on models without guidance embedding."""
     size: tuple[Pixels, Pixels] = option((1024, 1024), unit="pixels")
     """Width and height of the samples."""
-    steps: Whole = option(28, ge=1, le=1000)
-    """Denoising steps."""
-    guidance: Number = option(4.0, ge=0, le=100)
-    """Guidance scale of the samples."""
+    steps: Whole | None = option(None, ge=1, le=1000)
+    """Denoising steps. Empty: 28, or those that a distilled model was made for."""
+    guidance: Number | None = option(None, ge=0, le=100)
+    """Guidance scale of the samples. Empty: 4. A distilled model is always drawn without."""
     seed: Whole = option(0, ge=0, le=2**31 - 1)
     """Seed of the samples: the same noise at every step."""
     references: tuple[str, ...] = option((), path="file")
@@ -450,6 +452,17 @@ class SampleConfig(Section):
     """Questions about the images of `sample.images` that a model answers as further samples."""
     images: tuple[str, ...] = option((), path="file")
     """Image files that `sample.questions` are about, one for each in their order."""
+
+
+class CompleteSample(SampleConfig):
+    """The section with the model's own steps and guidance where they are empty."""
+
+    steps: Whole
+    guidance: Number
+
+
+FORMER_DEFAULTS: Mapping[str, object] = {"sample.steps": 28, "sample.guidance": 4.0}
+"""{field: what it was when it was not set}, in configs that earlier versions wrote complete into run folders."""
 
 
 class CheckpointConfig(Section):

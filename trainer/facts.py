@@ -7,16 +7,32 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from trainer.config import Problem, RunConfig, Section
+from trainer.config import FORMER_DEFAULTS, Problem, RunConfig, Section
 
 FACTS = Path(__file__).parent / "families" / "facts.json"
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """A published model that was distilled to draw in few steps without guidance.
+
+    names: its own at the hub, and those of its single files.  base: hub id of the model to train in its place.  steps:
+    it draws in.  marks: {JSON file of its folder: {key: value}} that no base model of the family has; a key that is
+    not there counts as false.  architecture: its name in `model.options.architecture`, empty where it has none.
+    """
+
+    names: tuple[str, ...]
+    base: str
+    steps: int
+    marks: Mapping[str, Mapping[str, Any]]
+    architecture: str = ""
 
 
 @dataclass(frozen=True)
@@ -33,6 +49,7 @@ class FamilyFacts:
     reads_references: bool
     size_multiple: int
     longest_side: int | None
+    distilled: tuple[Distilled, ...]
 
     def reads(self, field: str) -> bool:
         """Whether a field of the config, as `objective.shift`, means something to models of this family."""
@@ -75,9 +92,11 @@ def refused(cfg: RunConfig) -> Iterator[Problem]:
     )
     for section, given, read in sections:
         for name, value in given:
-            if name not in read and value != type(given).model_fields[name].default:
+            field = f"{section}.{name}"
+            unset = (type(given).model_fields[name].default, FORMER_DEFAULTS.get(field))
+            if name not in read and value not in unset:
                 yield Problem(
-                    f"{section}.{name}",
+                    field,
                     f"means nothing to {cfg.model.family}, which is trained on {known.trains_on}; leave it out",
                 )
 

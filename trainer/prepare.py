@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainer import changes, configfile, facts, launch, manifest, stages, trackers
+from trainer import changes, configfile, distilled, facts, launch, manifest, stages, trackers
 from trainer.config import InputError, RunConfig
 from trainer.configfile import ConfigFile
 from trainer.data import images, questions, textfiles
@@ -57,7 +57,7 @@ def check(loaded: ConfigFile) -> None:
     for index in range(len(loaded.config.stages)):
         _check_stage(loaded, index)
     _check_data(loaded.config)
-    _check_hub_model(loaded)
+    _check_model(loaded)
     _check_trackers(loaded)
     launch.require_free_port(loaded.config.parallel)
 
@@ -84,14 +84,17 @@ def _check_data(cfg: RunConfig) -> None:
         textfiles.of_config(cfg.data)
 
 
-def _check_hub_model(loaded: ConfigFile) -> None:
-    """Raises InputError with the download command for a hub id that is not in the local cache."""
+def _check_model(loaded: ConfigFile) -> None:
+    """Raises InputError with the download command for a hub id that is not in the local cache, and where
+    `model.options.distilled` contradicts the model's folder."""
     model = loaded.config.model
     field, path = ("model.base", model.base) if model.base else ("model.path", model.path)
     try:
         find_folder(field, path)
     except InputError as error:
         raise InputError(f"{loaded.where(field)}: {error}") from error
+    for problem in distilled.refused(model):
+        raise InputError(f"{loaded.where(problem.field)}: {problem}")
 
 
 def _check_trackers(loaded: ConfigFile) -> None:

@@ -410,7 +410,9 @@ def _update(before: Seen, now: Seen, name: str) -> Any:
 
 def _look(seen: Seen, row: Row) -> dict[str, Any]:
     look: dict[str, Any] = {"visible": seen.shows(row), "info": _info(row), "elem_classes": _classes(row)}
-    return look | {"choices": list(row.choices)} if row.kind == "choice" else look
+    if row.kind == "choice":
+        return look | {"choices": list(row.choices)}
+    return look if row.kind == "switch" else look | {"placeholder": row.own}
 
 
 def _input(seen: Seen, row: Row) -> Input:
@@ -439,7 +441,9 @@ def _classes(row: Row) -> list[str]:
 
 def _problems(checked: Checked, said: str) -> str:
     if not checked.errors:
-        return f'<p role="status">{html.escape(said or checked.waiting or "Ready to start.")}</p>'
+        advice = "".join(f'<p class="sentence">{html.escape(text)}.</p>' for text in checked.warnings)
+        status = f'<p role="status">{html.escape(said or checked.waiting or "Ready to start.")}</p>'
+        return f'{status}<div class="slow">{advice}</div>' if advice else status
     lines = [f"<li><b>{html.escape(name)}</b> {html.escape(text)}</li>" for name, text in checked.errors.items()]
     return f'<div role="alert" class="alert"><p>Start waits for:</p><ul>{"".join(lines)}</ul></div>'
 

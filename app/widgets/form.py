@@ -146,7 +146,7 @@ class Form:
             self._show_rows(form.rows(checked))
         finally:
             self._is_showing = False
-        self._review.value = _review(checked.errors.items(), _changes(checked), self.code)
+        self._review.value = _review(checked.errors.items(), _changes(checked), self.code, checked.warnings)
 
     def _show_rows(self, rows: Sequence[Row]) -> None:
         for index, (name, step) in enumerate(self._steps.items()):
@@ -225,6 +225,8 @@ class _Line:
             if row.kind == "choice" and self.input.options != _options(row):
                 self.input.options = _options(row)  # chooses the first of them
             self.input.value = row.value
+            if isinstance(self.input, widgets.Text):
+                self.input.placeholder = row.own
             self.input.layout = self._looks.layout(row.is_visible)
         if row.error:
             self.input.add_class("shardstudio-bad")
@@ -261,11 +263,12 @@ def _note(row: Row) -> str:
     return f'{error}<span class="help">{told}</span>'
 
 
-def _review(errors: Iterable[tuple[str, str]], changes: str, code: str) -> str:
+def _review(errors: Iterable[tuple[str, str]], changes: str, code: str, warnings: Iterable[str] = ()) -> str:
     """errors: (field, what is wrong with it).  changes: as HTML."""
     wrong = "".join(f"<li><b>{escape(name)}</b> {escape(text)}</li>" for name, text in errors)
     alert = f'<div role="alert" class="wrong">Not ready to start:<ul>{wrong}</ul></div>' if wrong else ""
-    return f'<div class="review">{alert}<p role="status">{changes}</p><pre>{escape(code)}</pre></div>'
+    advice = "".join(f"<p>{escape(text)}.</p>" for text in warnings)
+    return f'<div class="review">{alert}<p role="status">{changes}</p>{advice}<pre>{escape(code)}</pre></div>'
 
 
 def _changes(checked: Checked) -> str:

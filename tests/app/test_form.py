@@ -56,6 +56,20 @@ def test_what_a_row_shows_typed_again_changes_nothing(preset: Path):
     assert (checked.errors, checked.changes) == ({}, {})
 
 
+@pytest.mark.parametrize(
+    ("preset", "own", "warnings"),
+    [
+        ("sdxl-lora-1gpu", {"sample.steps": "28", "sample.guidance": "4"}, 0),
+        ("flux1-schnell-lora-1gpu", {"sample.steps": "4", "sample.guidance": "1"}, 1),
+    ],
+)
+def test_an_empty_row_shows_the_models_own_value_and_a_distilled_model_is_warned_of(preset, own, warnings):
+    draft = typed(("sample.steps", ""), ("sample.guidance", ""), preset=PRESETS / f"{preset}.yaml")
+    assert {name: row.own for name, row in rows_of(draft).items() if row.own} == own
+    assert all(rows_of(draft)[name].value == "" for name in own)
+    assert len(form.check(draft).warnings) == warnings
+
+
 def test_the_rows_a_preset_gives_stand_in_front():
     rows = rows_of(Draft(QUICKSTART))
     assert rows["train.steps"].in_front

@@ -24,6 +24,7 @@ from tests.runs import make_pictures, write_preset
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # gradio's event loops
 
 
+SCHNELL = "flux1-schnell-lora-1gpu"
 RECORDED_WITHIN_S = 240
 PREFLIGHT_S = 0.1
 """Measured by `make bench`; here only what is far beyond fails."""
@@ -75,6 +76,15 @@ def browser(studio: Studio) -> Iterator[Shown]:
     shown.take(train.opened(shown.page))
     yield shown
     gc.collect()
+
+
+def test_the_page_says_beside_start_what_to_know_before_a_distilled_model_is_trained() -> None:
+    presets = Path(__file__).parents[2] / "presets"
+    shown = {
+        name: train._problems(form.check(Draft(presets / f"{name}.yaml")), "") for name in ("sdxl-lora-1gpu", SCHNELL)
+    }
+    assert shown["sdxl-lora-1gpu"] == '<p role="status">Ready to start.</p>'
+    assert "the model was distilled to draw in 4 steps without guidance" in shown[SCHNELL]
 
 
 def test_a_chosen_preset_fills_the_inputs(browser: Shown, studio: Studio):

@@ -55,6 +55,7 @@ OPTIONS: dict[str, Any] = {
     "max_tokens": 16,
     "without": ("text_encoder",),
     "blocks": "Block",
+    "distilled": True,
 }
 """Every field, with a value that is not its default."""
 

@@ -84,7 +84,10 @@ def test_klein_sample_from_a_reference_equals_the_pipelines(klein: Flux2, guidan
 
 def test_dev_sample_from_two_references_equals_the_pipelines(dev: Flux2) -> None:
     text = dev.encode_text(dev.text_encoder(load), "a fox")
-    embeds, cfg = {"prompt_embeds": text["prompt_embeds"].unsqueeze(0)}, SampleConfig(size=(64, 48), steps=4)
+    embeds, cfg = (
+        {"prompt_embeds": text["prompt_embeds"].unsqueeze(0)},
+        SampleConfig(size=(64, 48), steps=4, guidance=4.0),
+    )
     assert_sample_equals_the_pipelines(dev, pipeline_of(Flux2Pipeline, dev), text, None, cfg, embeds, [*REFERENCES])
 
 

@@ -18,7 +18,7 @@ from trainer.config import InputError
         (
             {"model__options": {"without": ["text_encoder_3"]}},
             "model.options.without: is not used by this kind of model; leave it out. It reads "
-            "model.options.architecture, model.options.max_tokens, model.options.text_layers",
+            "model.options.architecture, model.options.distilled, model.options.max_tokens, model.options.text_layers",
         ),
         (
             {"objective__min_snr_gamma": 5, "model__options": {"architecture": "dev"}},

@@ -93,8 +93,11 @@ def test_sample_equals_the_pipelines_for_the_same_noise_and_one_less_guidance(fa
     assert_same_picture(image, expected)
 
 
-def test_samples_are_drawn_at_times_from_noise_to_data_shifted_by_3(family):
-    assert sampled_times(family, "t", 32, steps=4) == [0.0, 0.1, 0.25, 0.5]
+@pytest.mark.parametrize(
+    ("architecture", "times"), [("z-image", [0.0, 0.05263, 0.14286, 0.33333]), ("z-image-turbo", [0.0, 0.1, 0.25, 0.5])]
+)
+def test_samples_are_drawn_at_times_from_noise_to_data_shifted_by_6_and_of_turbo_by_3(cache, architecture, times):
+    assert sampled_times(make("z_image", cache, architecture=architecture), "t", 32, steps=4) == times
 
 
 # Loss

@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer import facts
+from trainer import distilled, facts
 from trainer.config import InputError, RuleError, RunConfig, family_names
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def make(cfg: RunConfig, cache: Path) -> ModelFamily:
     Raises InputError when `model.path` holds no such model, or the config asks for what the family cannot do.
     """
     family = get(cfg.model.family)(cfg.model, cfg.objective, cache / "models")
-    problems = tuple(facts.refused(cfg))
+    problems = (*facts.refused(cfg), *distilled.refused(cfg.model, family.folder))
     if problems:
         raise RuleError(problems)
     _check_sample_size(cfg.sample.size, family.size_multiple)

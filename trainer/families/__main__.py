@@ -30,6 +30,7 @@ def facts(family: str) -> FamilyFacts:
         reads_references=kind.reads_references,
         size_multiple=kind.size_multiple,
         longest_side=kind.longest_side,
+        distilled=kind.distilled,
     )
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainer.config import MODEL_WORDS, InputError, ModelConfig, ObjectiveConfig, SampleConfig
+from trainer.config import MODEL_WORDS, CompleteSample, InputError, ModelConfig, ObjectiveConfig, SampleConfig
 from trainer.families._bagel import (
     BAGEL_7B_MOT,
     BLOCKS,
@@ -232,13 +232,13 @@ class BagelFamily(MultimodalFamily):
         return Loss(total, weight.count_nonzero(), parts)
 
     @torch.no_grad()
-    def sample(
+    def draw(
         self,
         model: nn.ModuleDict,
         encoder: Any,
         text: Example,
         negative: Example | None,
-        cfg: SampleConfig,
+        cfg: CompleteSample,
         rng: SampleRng,
     ) -> Image.Image:
         """Guided as by the published sampler: not near the end, and never to a longer velocity than unguided."""

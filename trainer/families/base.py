@@ -16,7 +16,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from trainer import distilled
 from trainer.config import (
+    CompleteSample,
     DataConfig,
     InputError,
     ModelConfig,
@@ -26,6 +28,7 @@ from trainer.config import (
     Section,
     not_one_of,
 )
+from trainer.facts import Distilled
 from trainer.families._folder import DIFFUSERS_STEM, ModelFolder
 from trainer.objectives import Batch, Example, Loss, Shift
 from trainer.rng import SampleRng
@@ -110,6 +113,9 @@ class ModelFamily(ABC):
     """Published models, as `model.options.architecture` names them."""
     default_architecture: ClassVar[str]
     """The one that is meant where none is named."""
+    distilled: ClassVar[tuple[Distilled, ...]] = ()
+    """Published models that were distilled to draw in few steps without guidance. The first is meant where only
+    `model.options.distilled` tells."""
     single_file: ClassVar[tuple[str, ...]] = ()
     """Parts of the pipeline that the original single file holds, each with a `layout`. Empty: the denoiser alone."""
     diffusers_adapters: ClassVar[frozenset[str]] = frozenset({"lora", "locon", "dora"})
@@ -255,6 +261,18 @@ class ImageFamily(ModelFamily):
     data_fields = frozenset(DataConfig.model_fields) - TEXT_DATA - QUESTION_DATA
     sample_fields = frozenset(SampleConfig.model_fields) - TEXT_SAMPLE - QUESTION_SAMPLE
 
+    @property
+    def is_distilled(self) -> bool:
+        """Whether the model was distilled to draw in few steps without guidance, by its folder or the config."""
+        return bool(distilled.found(self.config, self.folder))
+
+    def drawn_with(self, sample: SampleConfig) -> CompleteSample:
+        """The section with steps and guidance as this model draws."""
+        return distilled.drawn_with(self.config, sample, self.folder)
+
+    def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
+        return (*super().warnings(cfg), *distilled.warnings(cfg, self.folder))
+
     @abstractmethod
     def fingerprint(self) -> str:
         """Changes when the encoders or how they are used change: part of the key of everything cached."""
@@ -281,7 +299,6 @@ class ImageFamily(ModelFamily):
         "latents" (..., h, w); a mask of the loss is (h, w).
         """
 
-    @abstractmethod
     def sample(
         self,
         model: nn.ModuleDict,
@@ -295,6 +312,19 @@ class ImageFamily(ModelFamily):
 
         text, negative: what `encode_text` made; text may also hold references, as a training example does.
         """
+        return self.draw(model, encoder, text, negative, self.drawn_with(cfg), rng)
+
+    @abstractmethod
+    def draw(
+        self,
+        model: nn.ModuleDict,
+        encoder: Any,
+        text: Example,
+        negative: Example | None,
+        cfg: CompleteSample,
+        rng: SampleRng,
+    ) -> Image.Image:
+        """`sample` with all of the section decided."""
 
     @abstractmethod
     def load_adapter_file(self, model: nn.ModuleDict, file: Path) -> None:

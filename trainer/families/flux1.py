@@ -19,7 +19,8 @@ from diffusers.models.transformers.transformer_flux import FluxTransformer2DMode
 from PIL import Image
 from torch import Tensor, nn
 
-from trainer.config import InputError, ModelConfig, ObjectiveConfig, SampleConfig
+from trainer.config import CompleteSample, InputError, ModelConfig, ObjectiveConfig
+from trainer.facts import Distilled
 from trainer.families._clip import (
     CLIP_L,
     CLIP_TOKENS,
@@ -93,9 +94,18 @@ class Flux1(ImageFamily):
     halves_swapped = (r"norm_out\.linear",)
     architectures = tuple(ARCHITECTURES)
     default_architecture = DEFAULT_ARCHITECTURE
+    distilled = (
+        Distilled(
+            ("FLUX.1-schnell", "flux1-schnell"),
+            base="black-forest-labs/FLUX.1-dev",
+            steps=4,
+            marks={"transformer/config.json": {"guidance_embeds": False}},
+            architecture="schnell",
+        ),
+    )
     size_multiple = 16
     objective_fields = FLOW_FIELDS | {"guidance"}
-    options_read = frozenset({"architecture", "max_tokens"})
+    options_read = frozenset({"architecture", "distilled", "max_tokens"})
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
         super().__init__(model, objective, cache)
@@ -164,13 +174,13 @@ class Flux1(ImageFamily):
         return flow_loss(self.objective, self.shift, batch, height * width // 4, rng, predict)
 
     @torch.no_grad()
-    def sample(
+    def draw(
         self,
         model: nn.ModuleDict,
         encoder: Any,
         text: Example,
         negative: Example | None,
-        cfg: SampleConfig,
+        cfg: CompleteSample,
         rng: SampleRng,
     ) -> Image.Image:
         """dev is told `cfg.guidance`; schnell has no use for it, and neither model for the negative prompt."""

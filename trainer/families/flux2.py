@@ -19,7 +19,8 @@ from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DMo
 from PIL import Image
 from torch import Tensor, nn
 
-from trainer.config import ModelConfig, ObjectiveConfig, SampleConfig
+from trainer.config import CompleteSample, ModelConfig, ObjectiveConfig
+from trainer.facts import Distilled
 from trainer.families._flow import (
     asked,
     denoise,
@@ -152,9 +153,18 @@ class Flux2(ImageFamily):
     halves_swapped = (r"norm_out\.linear",)
     architectures = tuple(ARCHITECTURES)
     default_architecture = DEFAULT_ARCHITECTURE
+    distilled = tuple(
+        Distilled(
+            (f"FLUX.2-klein-{size}", f"flux-2-klein-{size}"),
+            base=f"black-forest-labs/FLUX.2-klein-base-{size}",
+            steps=4,
+            marks={"model_index.json": {"is_distilled": True}},
+        )
+        for size in ("4B", "9B")
+    )
     size_multiple = 16
     objective_fields = FLOW_FIELDS | {"guidance"}
-    options_read = frozenset({"architecture", "text_layers", "max_tokens"})
+    options_read = frozenset({"architecture", "distilled", "text_layers", "max_tokens"})
     reads_references = True
     diffusers_adapters = frozenset({"lora", "locon", "dora", "lokr"})
 
@@ -222,13 +232,13 @@ class Flux2(ImageFamily):
         return flow_loss(self.objective, self.shift, batch, height * width, rng, predict)
 
     @torch.no_grad()
-    def sample(
+    def draw(
         self,
         model: nn.ModuleDict,
         encoder: Any,
         text: Example,
         negative: Example | None,
-        cfg: SampleConfig,
+        cfg: CompleteSample,
         rng: SampleRng,
     ) -> Image.Image:
         device = device_of(encoder)

@@ -20,7 +20,7 @@ from diffusers.models.transformers.transformer_flux3 import Flux3Attention, Flux
 from PIL import Image
 from torch import Tensor, nn
 
-from trainer.config import InputError, ModelConfig, ObjectiveConfig, SampleConfig
+from trainer.config import CompleteSample, InputError, ModelConfig, ObjectiveConfig
 from trainer.families._flow import asked, denoise, euler_scheduler, flow_loss, guided, spaced_sigmas
 from trainer.families._folder import check_architecture, open_folder, write_random, write_tiny
 from trainer.families._images import device_of, pack, unpack
@@ -156,13 +156,13 @@ class Flux3(ImageFamily):
         return flow_loss(self.objective, self.shift, batch, height * width, rng, predict)
 
     @torch.no_grad()
-    def sample(
+    def draw(
         self,
         model: nn.ModuleDict,
         encoder: Any,
         text: Example,
         negative: Example | None,
-        cfg: SampleConfig,
+        cfg: CompleteSample,
         rng: SampleRng,
     ) -> Image.Image:
         device = device_of(encoder)

@@ -21,7 +21,8 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from trainer.config import InputError, ModelConfig, ObjectiveConfig, SampleConfig
+from trainer.config import CompleteSample, InputError, ModelConfig, ObjectiveConfig
+from trainer.facts import Distilled
 from trainer.families._flow import (
     asked,
     denoise,
@@ -101,8 +102,9 @@ class QwenImage(ImageFamily):
     }
     architectures = tuple(ARCHITECTURES)
     default_architecture = DEFAULT_ARCHITECTURE
+    distilled = (Distilled(("Qwen-Image-Lightning",), base="Qwen/Qwen-Image", steps=8, marks={}),)
     size_multiple = 16
-    options_read = frozenset({"architecture", "max_tokens"})
+    options_read = frozenset({"architecture", "distilled", "max_tokens"})
     shift = Shift(ShiftLine(many=8192, high=0.9))
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
@@ -202,13 +204,13 @@ class QwenImage(ImageFamily):
         return flow_loss(self.objective, self.shift, batch, height * width, rng, predict)
 
     @torch.no_grad()
-    def sample(
+    def draw(
         self,
         model: nn.ModuleDict,
         encoder: Any,
         text: Example,
         negative: Example | None,
-        cfg: SampleConfig,
+        cfg: CompleteSample,
         rng: SampleRng,
     ) -> Image.Image:
         device = device_of(encoder)

@@ -19,7 +19,8 @@ from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from PIL import Image
 from torch import Tensor, nn
 
-from trainer.config import ModelConfig, ObjectiveConfig, SampleConfig
+from trainer.config import CompleteSample, ModelConfig, ObjectiveConfig
+from trainer.facts import Distilled
 from trainer.families._clip import (
     CLIP_G,
     CLIP_L,
@@ -105,9 +106,18 @@ class Sd3(ImageFamily):
     halves_swapped = (r"norm_out\.linear", r"transformer_blocks\.\d+\.norm1_context\.linear")
     architectures = tuple(ARCHITECTURES)
     default_architecture = DEFAULT_ARCHITECTURE
+    # Its folder has the configs of the base model's: only its name tells.
+    distilled = (
+        Distilled(
+            ("stable-diffusion-3.5-large-turbo", "sd3.5_large_turbo"),
+            base="stabilityai/stable-diffusion-3.5-large",
+            steps=4,
+            marks={},
+        ),
+    )
     size_multiple = 16
     fp32_inputs = frozenset({"timestep"})
-    options_read = frozenset({"architecture", "max_tokens", "without"})
+    options_read = frozenset({"architecture", "distilled", "max_tokens", "without"})
     shift = Shift(constant=3.0)
     optional_encoders = (T5,)
 
@@ -196,13 +206,13 @@ class Sd3(ImageFamily):
         return flow_loss(self.objective, self.shift, batch, self._num_tokens(batch["latents"]), rng, predict)
 
     @torch.no_grad()
-    def sample(
+    def draw(
         self,
         model: nn.ModuleDict,
         encoder: Any,
         text: Example,
         negative: Example | None,
-        cfg: SampleConfig,
+        cfg: CompleteSample,
         rng: SampleRng,
     ) -> Image.Image:
         device = device_of(encoder)

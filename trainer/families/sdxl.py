@@ -19,7 +19,8 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from PIL import Image
 from torch import Tensor, nn
 
-from trainer.config import InputError, ModelConfig, ObjectiveConfig, SampleConfig
+from trainer.config import CompleteSample, InputError, ModelConfig, ObjectiveConfig
+from trainer.facts import Distilled
 from trainer.families._clip import (
     CLIP_G,
     CLIP_L,
@@ -109,7 +110,20 @@ class Sdxl(ImageFamily):
     fp32_inputs = frozenset({"timestep"})
     architectures = tuple(ARCHITECTURES)
     default_architecture = "base"
+    distilled = (
+        Distilled(
+            ("sdxl-turbo", "sd_xl_turbo_1.0", "sd_xl_turbo_1.0_fp16", "sdxl_lightning_4step_unet"),
+            base="stabilityai/stable-diffusion-xl-base-1.0",
+            steps=4,
+            # It draws 512 pixels where the base model draws 1024.
+            marks={
+                "unet/config.json": {"sample_size": 64},
+                "scheduler/scheduler_config.json": {"timestep_spacing": "trailing"},
+            },
+        ),
+    )
     size_multiple = 32  # 8 pixels per latent pixel, and the U-Net halves these twice
+    options_read = frozenset({"architecture", "distilled"})
     objective_fields = DIFFUSION_FIELDS
     single_file = (*components, "vae")
     # transformers dropped the first encoder's `text_model`; files of other programs have it.
@@ -219,13 +233,13 @@ class Sdxl(ImageFamily):
         return total_loss(errors, batch["weight"])
 
     @torch.no_grad()
-    def sample(
+    def draw(
         self,
         model: nn.ModuleDict,
         encoder: Any,
         text: Example,
         negative: Example | None,
-        cfg: SampleConfig,
+        cfg: CompleteSample,
         rng: SampleRng,
     ) -> Image.Image:
         device = device_of(encoder)
@@ -372,7 +386,9 @@ class Sdxl(ImageFamily):
                 f"{self._folder.field} {self.folder}: scheduler/scheduler_config.json has prediction_type {kind}; "
                 "set objective.prediction to epsilon or v_prediction"
             )
-        return config | {"prediction_type": kind}
+        # Models of few steps were distilled from pure noise on, the last timestep, which `leading` never reaches.
+        spacing = {"timestep_spacing": "trailing"} if self.is_distilled else {}
+        return config | {"prediction_type": kind} | spacing
 
     def _conditions(self, model: nn.ModuleDict, batch: Batch) -> tuple[Tensor, Tensor]:
         """Hidden states of both encoders (B, L, D1 + D2) and the pooled text (B, P), fp32."""
@@ -388,7 +404,7 @@ class Sdxl(ImageFamily):
         model: nn.ModuleDict,
         text: Example,
         negative: Example | None,
-        cfg: SampleConfig,
+        cfg: CompleteSample,
         device: torch.device,
     ) -> tuple[Tensor, Tensor]:
         """`_conditions` of the prompt, and of the negative prompt where guidance asks for it."""

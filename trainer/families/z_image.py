@@ -20,7 +20,8 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from trainer.config import InputError, ModelConfig, ObjectiveConfig, SampleConfig
+from trainer.config import CompleteSample, InputError, ModelConfig, ObjectiveConfig
+from trainer.facts import Distilled
 from trainer.families._flow import (
     asked,
     denoise,
@@ -73,6 +74,8 @@ class Architecture:
 ARCHITECTURES = {"z-image": Architecture(30, 2, 3840), "z-image-turbo": Architecture(30, 2, 3840)}
 """By their weights alone they cannot be told apart."""
 DEFAULT_ARCHITECTURE = "z-image"
+SHIFTS = {"z-image": 6.0, "z-image-turbo": 3.0}
+"""Of the samplers: all that tells their published folders apart."""
 MAX_TOKENS = 512
 
 
@@ -87,9 +90,18 @@ class ZImage(ImageFamily):
     }
     architectures = tuple(ARCHITECTURES)
     default_architecture = DEFAULT_ARCHITECTURE
+    distilled = (
+        Distilled(
+            ("Z-Image-Turbo", "z_image_turbo", "z_image_turbo_bf16"),
+            base="Tongyi-MAI/Z-Image",
+            steps=8,
+            marks={"scheduler/scheduler_config.json": {"shift": SHIFTS["z-image-turbo"]}},
+            architecture="z-image-turbo",
+        ),
+    )
     size_multiple = 16
     fp32_inputs = frozenset({"t"})
-    options_read = frozenset({"architecture", "max_tokens"})
+    options_read = frozenset({"architecture", "distilled", "max_tokens"})
     shift = Shift(constant=3.0)
     diffusers_adapters = frozenset({"lora", "locon", "dora", "lokr"})
 
@@ -163,13 +175,13 @@ class ZImage(ImageFamily):
         return flow_loss(self.objective, self.shift, batch, height * width // 4, rng, predict)
 
     @torch.no_grad()
-    def sample(
+    def draw(
         self,
         model: nn.ModuleDict,
         encoder: Any,
         text: Example,
         negative: Example | None,
-        cfg: SampleConfig,
+        cfg: CompleteSample,
         rng: SampleRng,
     ) -> Image.Image:
         """`cfg.guidance` is 1 more than the pipeline's `guidance_scale`, which is 0 for no guidance."""
@@ -225,7 +237,7 @@ class ZImage(ImageFamily):
             "transformer": _tiny_transformer(),
             "vae": tiny_vae(latent_channels=4, scaling_factor=0.3611, shift_factor=0.1159),
             "text_encoder": _tiny_text_encoder(),
-            "scheduler": {"shift": 3.0},
+            "scheduler": {"shift": SHIFTS[architecture or DEFAULT_ARCHITECTURE]},
         }
 
     @property
@@ -257,8 +269,9 @@ class ZImage(ImageFamily):
         return tokens
 
     def _write_tiny(self) -> Path:
-        configs = self.tiny()
-        return write_tiny(self.cache, DEFAULT_ARCHITECTURE, TINY_VERSION, configs, lambda to: _write_tiny(to, configs))
+        name = self.config.options.architecture or DEFAULT_ARCHITECTURE
+        configs = self.tiny(name)
+        return write_tiny(self.cache, name, TINY_VERSION, configs, lambda to: _write_tiny(to, configs))
 
 
 FAMILY = ZImage

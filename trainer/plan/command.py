@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer import configfile
+from trainer import configfile, distilled
 from trainer.config import RunConfig
 from trainer.plan import plan
 from trainer.plan.fixes import Fix, fixes, largest
@@ -37,7 +37,11 @@ def show(preset: Path, overrides: Sequence[str], runs: Path, gpus: str | None, a
     parts = [configfile.of_stage(cfg, index) for index in range(len(cfg.stages))] or [cfg]
     looks = [_look(part, hardware.card if hardware else None, cache, exactly) for part in parts]
     if as_json:
-        found = [to_json(look.plan, look.ways, look.most) | {"traced_peak": look.traced} for look in looks]
+        found = [
+            to_json(look.plan, look.ways, look.most)
+            | {"traced_peak": look.traced, "warnings": distilled.warnings(part)}
+            for part, look in zip(parts, looks, strict=True)
+        ]
         names = [stage.name for stage in cfg.stages]
         print(json.dumps({"stages": dict(zip(names, found, strict=True))} if names else found[0], indent=1))
     else:
@@ -65,7 +69,8 @@ def _look(cfg: RunConfig, card: Card | None, cache: Path, exactly: bool) -> _Loo
 
 def _told(cfg: RunConfig, look: _Look) -> list[str]:
     traced = [compared(look.plan, look.traced)] if look.traced else []
-    return [*lines(cfg, look.plan), *_ways(look.ways), *_most(look.most), *traced]
+    warnings = [f"warning: {sentence}" for sentence in distilled.warnings(cfg)]
+    return [*lines(cfg, look.plan), *_ways(look.ways), *_most(look.most), *traced, *warnings]
 
 
 def lines(cfg: RunConfig, found: MemoryPlan) -> list[str]:

@@ -89,7 +89,7 @@ def key_of(cfg: RunConfig) -> str:
     if isinstance(cfg.adapter, RankAdapter) and adapter.pop("dropout", 0):
         adapter["dropout"] = True
     quantize = cfg.quantize.model_dump(include={"keep", "formats"}, exclude_defaults=True)
-    options = cfg.model.options.model_dump(exclude_defaults=True, exclude={"architecture"})
+    options = _recorded_options(cfg)
     more: dict[str, Any] = {"adapter": adapter, "quantize": quantize, "train": cfg.model.train, "options": options}
     rest = {name: value for name, value in more.items() if value}
     return " ".join([*parts, json.dumps(rest, sort_keys=True)] if rest else parts)
@@ -98,10 +98,15 @@ def key_of(cfg: RunConfig) -> str:
 def encoders_key_of(cfg: RunConfig) -> str:
     """What decides what the encoders allocate, likewise: `nf4 bf16`."""
     parts = [cfg.quantize.format if cfg.quantize.encoders else "none", cfg.train.precision]
-    options = cfg.model.options.model_dump(exclude_defaults=True, exclude={"architecture"})
+    options = _recorded_options(cfg)
     more = {"train": cfg.model.train, "options": options}
     rest = {name: value for name, value in more.items() if value}
     return " ".join([*parts, json.dumps(rest, sort_keys=True)] if rest else parts)
+
+
+def _recorded_options(cfg: RunConfig) -> dict[str, Any]:
+    """Those that change what is allocated; the architecture is part of the model's name."""
+    return cfg.model.options.model_dump(exclude_defaults=True, exclude={"architecture", "distilled"})
 
 
 def kept_file(name: str, cache: Path, key: str) -> Path:

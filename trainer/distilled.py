@@ -1,0 +1,132 @@
+"""Models that were distilled to draw in few steps without guidance: how they are known, drawn and warned of. No torch.
+
+Which there are, the families say (`ModelFamily.distilled`, which facts.json repeats).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer import facts
+from trainer.config import MODEL_WORDS, CompleteSample, InputError, ModelConfig, Problem, RunConfig, SampleConfig
+from trainer.facts import Distilled
+from trainer.hub import find_folder
+
+STEPS, GUIDANCE = 28, 4.0
+"""How a base model is drawn where the config does not say."""
+NO_GUIDANCE = 1.0
+INDEX = "model_index.json"
+
+
+def found(model: ModelConfig, folder: Path | None = None) -> tuple[Distilled, ...]:
+    """The published models that this one may be, or was made from; none where it is not distilled.
+
+    folder: its diffusers folder. None looks for the one that the config names, and does without where it is not on
+    this machine.
+    """
+    known = facts.of(model.family)
+    kinds = known.distilled if known else ()
+    if model.options.distilled is False:
+        return ()
+    folder = _folder(model) if folder is None else folder
+    architecture = model.options.architecture
+    if architecture in _architectures(kinds):
+        likely = tuple(kind for kind in kinds if kind.architecture == architecture)
+    else:
+        # What the folder itself says counts more than what it is called.
+        names = set() if _json(folder, INDEX).get("is_distilled") is False else _names(model, folder)
+        likely = tuple(kind for kind in kinds if _has_marks(kind, folder) or names & {n.lower() for n in kind.names})
+    return likely or (kinds if model.options.distilled else ())
+
+
+def drawn_with(model: ModelConfig, sample: SampleConfig, folder: Path | None = None) -> CompleteSample:
+    """The section as the model draws: with its own steps and guidance where they are empty, and without guidance
+    where it is distilled. folder: as for `found`."""
+    kinds = found(model, folder)
+    guidance = GUIDANCE if sample.guidance is None else sample.guidance
+    own = {
+        "steps": sample.steps or (kinds[0].steps if kinds else STEPS),
+        "guidance": NO_GUIDANCE if kinds else guidance,
+    }
+    return CompleteSample.model_validate(sample.model_dump() | own)
+
+
+def warnings(cfg: RunConfig, folder: Path | None = None) -> tuple[str, ...]:
+    """What a user should read before such a model is trained. folder: as for `found`."""
+    kinds, sample = found(cfg.model, folder), cfg.sample
+    if not kinds:
+        return ()
+    base = " or ".join(dict.fromkeys(kind.base for kind in kinds))
+    override = "" if cfg.model.options.distilled else "; if it is not distilled, set model.options.distilled: false"
+    sentences = [
+        f"model.path {cfg.model.path}: the model was distilled to draw in {kinds[0].steps} steps without guidance, and "
+        f"training undoes that: pictures in few steps become blurred. Train {base} instead, and use the adapter with "
+        f"this model{override}"
+    ]
+    if sample.prompts and sample.guidance is not None and sample.guidance > NO_GUIDANCE:
+        sentences.append(f"sample.guidance: {sample.guidance} is not used: a distilled model is drawn without guidance")
+    if sample.prompts and sample.negative:
+        sentences.append("sample.negative is not used: a distilled model is drawn without guidance")
+    return tuple(sentences)
+
+
+def refused(model: ModelConfig, folder: Path | None = None) -> Iterator[Problem]:
+    """Where `model.options.distilled` contradicts what is known of the model. folder: as for `found`."""
+    field, says = "model.options.distilled", model.options.distilled
+    known = facts.of(model.family)
+    if says is None or known is None or not known.distilled:
+        return
+    word, architecture = str(says).lower(), model.options.architecture
+    folder = _folder(model) if folder is None else folder
+    # A single file may hold another model than its base folder.
+    index = {} if model.base else _json(folder, INDEX)
+    if index.get("is_distilled", says) != says:
+        yield Problem(field, f"{word}, but {folder}/{INDEX} says the opposite; leave it empty, or correct that file")
+    if says and architecture and architecture not in (names := _architectures(known.distilled)) and names:
+        yield Problem(field, f"true, but {architecture} is not distilled; leave it empty, or name {', '.join(names)}")
+    elif says and _json(folder, f"{known.components[0]}/config.json").get("guidance_embeds"):
+        yield Problem(
+            field,
+            "true, but this model has a guidance embedding: it is drawn with one call per step at sample.guidance; "
+            "leave it empty, and set sample.steps",
+        )
+
+
+def _architectures(kinds: tuple[Distilled, ...]) -> tuple[str, ...]:
+    return tuple(kind.architecture for kind in kinds if kind.architecture)
+
+
+def _folder(model: ModelConfig) -> Path | None:
+    if model.base is None and model.path in MODEL_WORDS:
+        return None
+    try:
+        return find_folder(*(("model.base", model.base) if model.base else ("model.path", model.path)))
+    except InputError:
+        return None
+
+
+def _names(model: ModelConfig, folder: Path | None) -> set[str]:
+    """What the model is called, in small letters: in the config, on disk, in the hub's cache, by its own index."""
+    names = [Path(model.path).stem if model.base else Path(model.path).name, Path(model.base or "").name]
+    if folder is not None:
+        cached = folder.parent.parent.name  # models--org--name/snapshots/revision
+        names += [folder.name, cached.rpartition("--")[2], Path(str(_json(folder, INDEX).get("_name_or_path"))).name]
+    return {name.lower() for name in names}
+
+
+def _has_marks(kind: Distilled, folder: Path | None) -> bool:
+    files = {name: _json(folder, name) for name in kind.marks}
+    marks = [files[name].get(key, False) == value for name, keys in kind.marks.items() for key, value in keys.items()]
+    return bool(kind.marks) and all(files.values()) and all(marks)
+
+
+def _json(folder: Path | None, name: str) -> dict[str, Any]:
+    """A JSON file of the folder; empty where it cannot be read, of which the family tells."""
+    try:
+        content = json.loads((folder / name).read_text(encoding="utf-8")) if folder else {}
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
