@@ -34,7 +34,7 @@ COLUMNS = 512
 class LayerAdapter:
     """One layer's adapter, whole, on the CPU, in any floating type.
 
-    kind: `lora` also for locon.  scale: factor of the update (alpha / rank); 1 for rotations.
+    kind: `lora` also for locon.  scale: factor of the update (alpha / rank); 1 for rotations and whole lokr factors.
     tensors, for a weight of shape (out, in) or (out, in, kh, kw), r the rank:
       lora, dora  down (r, in[, kh, kw]), up (out, r[, 1, 1]); magnitude (out,), the length of each row of the result
       loha        w1_a, w2_a (out, r), w1_b, w2_b (r, in * kh * kw)
