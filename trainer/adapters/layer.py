@@ -6,6 +6,7 @@ this package, and are compared with it by tests.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -26,6 +27,8 @@ TENSORS: Mapping[Kind, tuple[tuple[str, ...], ...]] = {
 """Names of the tensors of each kind; several sets where factors may be whole or written as a product."""
 
 
+SHORTEST = math.sqrt(torch.finfo(torch.float32).tiny)
+"""Divisor in place of the length of a row that is shorter: the factor of a row of zeros is finite, and the row stays."""
 COLUMNS = 512
 """Columns of a weight that are rotated at a time: each stage makes copies, and small ones stay in the cache."""
 
@@ -57,7 +60,7 @@ class LayerAdapter:
                 new += self.update().flatten(1)
             case "dora":
                 new += self.update().flatten(1)
-                new *= (self._fp32("magnitude") / new.norm(dim=1)).view(-1, 1)
+                new *= (self._fp32("magnitude") / new.norm(dim=1).clamp_min(SHORTEST)).view(-1, 1)
             case "diag-oft" | "boft":
                 turn = rotated if self.kind == "diag-oft" else butterfly
                 turns = rotation(self._fp32("blocks"))
