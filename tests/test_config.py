@@ -78,6 +78,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "optim.schedule: linear cannot be combined with optim.type schedulefree; use constant",
     ),
     (
+        {"optim": {"type": "schedulefree", "ema": 0.99}},
+        "optim.ema: 0.99 cannot be combined with optim.type schedulefree, which averages the weights itself; set 0",
+    ),
+    (
         {"parallel": {"strategy": "ddp", "cpu_offload": True}},
         "parallel.cpu_offload: true needs parallel.strategy full, grad_op or hybrid, not ddp",
     ),

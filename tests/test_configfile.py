@@ -306,6 +306,20 @@ class TestValues:
         assert loaded.config.adapter == NoAdapter()
         assert loaded.notes == ("preset.yaml:4: adapter.rank is left out: adapter.type is none",)
 
+    def test_advice_is_noted_at_the_field_it_is_about_and_with_stages_for_what_they_set(self) -> None:
+        slow = "is a usual rate for lora, with which loha learns about ten times as slowly; try 10 times as much"
+        assert read(f"{DATA}adapter: {{type: loha}}\n").notes == (f"preset.yaml: optim.lr: 0.0001 {slow}",)
+        given = f"{DATA}adapter: {{type: loha}}\noptim: {{lr: 1e-3}}\n"
+        assert read(given).notes == ()
+        assert read(given, "optim.lr=2e-4").notes == (f"command line: optim.lr: 0.0002 {slow}",)
+        stages = "stages: [{name: one, set: {train.steps: 5}}, {name: two, set: {optim.lr: 1e-5}}]\n"
+        assert read(given + stages).notes == (f"preset.yaml:3: optim.lr: 1e-05 {slow}",)
+        whole = "adapter: {type: lokr, full_matrix: true, alpha: 1}\n"
+        assert read(DATA + whole).notes == (
+            "preset.yaml:2: adapter.alpha: has no effect with adapter.full_matrix: the update is not scaled",
+        )
+        assert read(DATA + whole, "adapter.rank=1").notes == ()
+
     def test_where_names_the_line_of_a_field_the_command_line_or_the_file(self) -> None:
         loaded = read(f"{DATA}train:\n  steps: 5\n  seed: 1\n", "train.seed=2", "data.folders=[{path: /more}]")
         assert loaded.where("train.steps") == "preset.yaml:3"

@@ -18,7 +18,17 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from trainer import facts, foreign, yamltext
-from trainer.config import HUB_ID, MODEL_WORDS, NAME_HELP, InputError, NoAdapter, Problem, RuleError, RunConfig
+from trainer.config import (
+    HUB_ID,
+    MODEL_WORDS,
+    NAME_HELP,
+    InputError,
+    NoAdapter,
+    Problem,
+    RuleError,
+    RunConfig,
+    advice,
+)
 from trainer.fields import ROOT, Slot, name, nearest, shown, slot
 from trainer.yamltext import Loc
 
@@ -40,7 +50,7 @@ class ConfigError(InputError):
 class ConfigFile:
     """A loaded config. source: the file as given.
 
-    notes: a sentence per foreign spelling that was understood and per field that was left out.
+    notes: a sentence per foreign spelling that was understood, per field that was left out, and per piece of advice.
     """
 
     config: RunConfig
@@ -77,6 +87,7 @@ def load_text(text: str, overrides: Sequence[str], path: Path) -> ConfigFile:
         findings = sorted(draft.findings)
         problems = [Problem(finding.field, finding.message) for finding in findings]
         raise ConfigError("\n".join(map(str, findings)), problems)
+    draft.notes += _advice(config, draft)
     places = {name(loc): str(place) for loc, place in draft.places.items()}
     return ConfigFile(config, path, tuple(draft.notes), places)
 
@@ -304,6 +315,13 @@ def _report_stages(cfg: RunConfig, draft: _Draft) -> None:
             for problem in error.problems:
                 field = f"stages[{index}].set.{problem.field}"
                 draft.findings.append(Finding(draft.place(field), field, problem.message))
+
+
+def _advice(cfg: RunConfig, draft: _Draft) -> list[str]:
+    """A sentence per piece of advice on the run, or on its stages."""
+    parts = [of_stage(cfg, index) for index in range(len(cfg.stages))] or [cfg]
+    found = dict.fromkeys(one for part in parts for one in advice(part))
+    return [f"{draft.place(one.field)}: {one}" for one in found]
 
 
 def _stage_resolved(stage: Any, folder: Path) -> Any:

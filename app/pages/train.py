@@ -439,7 +439,9 @@ def _classes(row: Row) -> list[str]:
 
 def _problems(checked: Checked, said: str) -> str:
     if not checked.errors:
-        return f'<p role="status">{html.escape(said or checked.waiting or "Ready to start.")}</p>'
+        typed = f"{configfile.COMMAND_LINE}: "  # as which the inputs of the page are read
+        notes = "".join(f"<p>{html.escape(note.removeprefix(typed))}</p>" for note in checked.loaded.notes)
+        return f'<p role="status">{html.escape(said or checked.waiting or "Ready to start.")}</p>{notes}'
     lines = [f"<li><b>{html.escape(name)}</b> {html.escape(text)}</li>" for name, text in checked.errors.items()]
     return f'<div role="alert" class="alert"><p>Start waits for:</p><ul>{"".join(lines)}</ul></div>'
 
