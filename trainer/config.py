@@ -325,8 +325,8 @@ class ObjectiveConfig(Section):
     density: Literal["logit_normal", "uniform", "mode", "cosmap"] = "logit_normal"
     """How timesteps of flow matching are drawn before the shift."""
     logit_mean: Number = option(0.0, ge=-10, le=10)
-    """Mean of the logit-normal density. Above 0 there is more noise, as in SD3's paper and in kohya; the sign is the
-    opposite one in diffusers' training scripts, so negate a value from there."""
+    """Mean of the logit-normal density. Positive: more noise, as in arXiv 2403.03206 and in kohya. diffusers' training
+    scripts have the opposite sign: negate a value that is copied from them."""
     logit_std: Number = option(1.0, gt=0, le=10)
     """Standard deviation of the logit-normal density."""
     mode_scale: Number = option(1.29, ge=-1, le=1.75)

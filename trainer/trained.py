@@ -72,9 +72,7 @@ class TrainedModel:
     recipe: of the run that trained them.
     """
 
-    def __init__(
-        self, cfg: RunConfig, base: BaseWeights, weights: Mapping[str, Tensor], recipe: int = RECIPE
-    ) -> None:
+    def __init__(self, cfg: RunConfig, base: BaseWeights, weights: Mapping[str, Tensor], recipe: int = RECIPE) -> None:
         self._base = base
         self._weights = weights
         self.layers: Mapping[str, LayerAdapter] = (

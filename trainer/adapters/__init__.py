@@ -35,6 +35,7 @@ from trainer.config import (
     DoraAdapter,
     LohaAdapter,
     LokrAdapter,
+    NoAdapter,
     RankAdapter,
 )
 
@@ -90,8 +91,8 @@ def dropouts(model: nn.Module) -> list[SampleDropout]:
     return [module for module in model.modules() if isinstance(module, SampleDropout)]
 
 
-def follow_recipe(model: nn.Module, cfg: AdapterSection, recipe: int) -> None:
-    """Give the layers the scale of the recipe that a run began with. cfg: what was injected."""
+def follow_recipe(model: nn.Module, cfg: AdapterSection | NoAdapter, recipe: int) -> None:
+    """Give the layers the scale of the recipe that a run began with (`manifest.RECIPE`). cfg: what was injected."""
     if recipe < 2 and isinstance(cfg, LokrAdapter):
         for layer in adapted_layers(model).values():
             layer.scaling[ADAPTER] = cfg.scale

@@ -28,7 +28,7 @@ TENSORS: Mapping[Kind, tuple[tuple[str, ...], ...]] = {
 
 
 SHORTEST = math.sqrt(torch.finfo(torch.float32).tiny)
-"""Divisor in place of the length of a row that is shorter: the factor of a row of zeros is finite, and the row stays."""
+"""Divisor for rows that are shorter: the factor of a row of zeros is finite, and the row stays zero."""
 COLUMNS = 512
 """Columns of a weight that are rotated at a time: each stage makes copies, and small ones stay in the cache."""
 
