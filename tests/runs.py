@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trainer.config import RunConfig
 from trainer.events import AnyEvent, StepEvent
+from trainer.manifest import MANIFEST
 from trainer.rundir import RunDir
 from trainer.train import Trainer
 from trainer.world import World, joined
@@ -135,6 +136,14 @@ def train(world: World, cfg: RunConfig, run: RunDir) -> Outcome:
         )
     finally:
         trainer.close()
+
+
+def as_of_an_earlier_version(checkpoint: Path) -> None:
+    """Take from the manifest of a checkpoint what versions before recipe 2 did not write."""
+    file = checkpoint / MANIFEST
+    facts = json.loads(file.read_text(encoding="utf-8"))
+    del facts["recipe"], facts["batch_sizes"]
+    file.write_text(json.dumps(facts), encoding="utf-8")
 
 
 def steps_of(events: Sequence[AnyEvent]) -> list[StepEvent]:

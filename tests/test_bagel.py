@@ -24,7 +24,7 @@ from trainer import families, manifest
 from trainer.checkpoint import StoredWeights
 from trainer.config import InputError, RunConfig
 from trainer.data import questions
-from trainer.data.loader import BatchPlan, Item
+from trainer.data.loader import BatchPlan, BatchSizes, Item
 from trainer.events import SampleEvent, StepEvent, ValidationEvent
 from trainer.export import export
 from trainer.families.base import MultimodalFamily
@@ -286,9 +286,9 @@ def test_setting_all_questions_aside_is_refused(bench: Bench) -> None:
 
 
 def test_questions_are_spread_evenly_and_do_not_depend_on_the_batch_size() -> None:
-    def plan(size: int) -> MixedPlan:
-        drawn, asked = (BatchPlan(lambda item: None, [1.0] * count, 1, 0) for count in (5, 4))
-        return MixedPlan(drawn, asked, 0.25, size)
+    def plan(size: int, *former: tuple[int, int]) -> MixedPlan:
+        drawn, asked = (BatchPlan(lambda item: None, [1.0] * count, BatchSizes(1), 0) for count in (5, 4))
+        return MixedPlan(drawn, asked, 0.25, BatchSizes(size, former))
 
     ones = [plan(1).batch(place)[0] for place in range(24)]
     assert [isinstance(item, Asked) for item in ones] == [False, False, False, True] * 6
@@ -297,6 +297,7 @@ def test_questions_are_spread_evenly_and_do_not_depend_on_the_batch_size() -> No
     fours = plan(4)
     assert [item for step in range(6) for item in fours.batch(step)] == ones
     assert fours.batch(2) == tuple(ones[8:12])
+    assert plan(2, (4, 3), (8, 1)).batch(4) == tuple(ones[20:22])
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,14 @@ def test_every_changed_field_is_told_with_both_values(tmp_path: Path) -> None:
     assert changes(after, after) == []
 
 
+def test_another_batch_size_is_told_with_what_it_does(tmp_path: Path) -> None:
+    (change,) = changes(config(tmp_path), config(tmp_path, train__batch_size=8))
+    assert str(change) == (
+        "train.batch_size: 4 -> 8 (the data go on at the next sample, and none is skipped or repeated; "
+        "optim.lr and train.steps stay as they are)"
+    )
+
+
 def test_a_field_that_another_version_did_not_have_is_no_problem(tmp_path: Path) -> None:
     before = config(tmp_path)
     del before["checkpoint"]["keep_best"], before["adapter"]["dropout"], before["adapter"]["rank_pattern"]

@@ -261,6 +261,20 @@ class TestFiles:
             f"did you mean '{folder}/fox.safetensors'?"
         )
 
+    def test_a_new_run_may_not_average_schedule_free_weights_again_but_an_older_one_is_read(self) -> None:
+        refused = "optim.ema: 0.99 cannot be combined with optim.type schedulefree, which averages the weights itself"
+        for text, place in (
+            (f"{DATA}optim:\n  type: schedulefree\n  ema: 0.99\n", "preset.yaml:4"),
+            (
+                f"{DATA}optim: {{ema: 0.99}}\nstages: [{{name: a, set: {{optim.type: schedulefree}}}}]\n",
+                "preset.yaml:2",
+            ),
+        ):
+            loaded = read(text)
+            with pytest.raises(ConfigError) as caught:
+                check_start(loaded)
+            assert str(caught.value) == f"{place}: {refused}; set 0"
+
     def test_a_config_whose_files_exist_passes(self, folder: Path) -> None:
         (folder / "photos").mkdir()
         for model in ("tiny", "demo", "org/name", str(folder)):
@@ -322,6 +336,20 @@ class TestValues:
         loaded = read(f"{DATA}adapter:\n  type: lora\n  rank: 4\n", "adapter={type: boft, block_size: 4}")
         assert loaded.config.adapter == BoftAdapter(block_size=4)
         assert loaded.notes == ("preset.yaml:4: adapter.rank is left out: adapter.type is boft",)
+
+    def test_advice_is_noted_at_the_field_it_is_about_and_with_stages_for_what_they_set(self) -> None:
+        slow = "is a usual rate for lora, with which loha learns about ten times as slowly; try 10 times as much"
+        assert read(f"{DATA}adapter: {{type: loha}}\n").notes == (f"preset.yaml: optim.lr: 0.0001 {slow}",)
+        given = f"{DATA}adapter: {{type: loha}}\noptim: {{lr: 1e-3}}\n"
+        assert read(given).notes == ()
+        assert read(given, "optim.lr=2e-4").notes == (f"command line: optim.lr: 0.0002 {slow}",)
+        stages = "stages: [{name: one, set: {train.steps: 5}}, {name: two, set: {optim.lr: 1e-5}}]\n"
+        assert read(given + stages).notes == (f"preset.yaml:3: optim.lr: 1e-05 {slow}",)
+        whole = "adapter: {type: lokr, full_matrix: true, alpha: 1}\n"
+        assert read(DATA + whole).notes == (
+            "preset.yaml:2: adapter.alpha: has no effect with adapter.full_matrix: the update is not scaled",
+        )
+        assert read(DATA + whole, "adapter.rank=1").notes == ()
 
     def test_where_names_the_line_of_a_field_the_command_line_or_the_file(self) -> None:
         loaded = read(f"{DATA}train:\n  steps: 5\n  seed: 1\n", "train.seed=2", "data.folders=[{path: /more}]")

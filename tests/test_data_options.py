@@ -13,7 +13,18 @@ from torch import Tensor
 
 from tests.distributed import run_ranks
 from tests.families.common import IMAGES
-from tests.runs import SIZES, Outcome, alone, difference, make_pictures, make_run, run_config, steps_of, train
+from tests.runs import (
+    SIZES,
+    Outcome,
+    alone,
+    as_of_an_earlier_version,
+    difference,
+    make_pictures,
+    make_run,
+    run_config,
+    steps_of,
+    train,
+)
 from trainer import families
 from trainer.config import InputError, RunConfig
 from trainer.events import AnyEvent, WarningEvent
@@ -183,6 +194,28 @@ def test_regularization_images_are_half_of_what_is_trained(data: Data) -> None:
     trainer.close()
     assert len(weights) == 160
     assert abs(weights.count(0.25) - 80) <= 8
+
+
+def test_captions_of_regularization_images_are_not_dropped_but_by_a_run_of_an_earlier_version(data: Data) -> None:
+    weighed = {"data__regularization": str(data.others), "data__regularization_weight": 0.25}
+    cfg, run = data.run("kept-captions", **ONE_RANK, **weighed, data__caption_dropout=1.0, train__steps=1)
+    train(alone(), cfg, run)
+    assert dropped_in(cfg, run) == {(1.0, True), (0.25, False)}
+    as_of_an_earlier_version(run.checkpoints / "step-000001")
+    assert dropped_in(cfg, run) == {(1.0, True), (0.25, True)}
+
+
+def dropped_in(cfg: RunConfig, run: RunDir) -> set[tuple[float, bool]]:
+    """(weight, whether the caption is dropped) of the next samples of a run."""
+    trainer = Trainer(cfg, run, alone(), run.path.parent / "cache", lambda event: None)
+    empty = trainer.data.data.cache.read(trainer.data.data.empty)["prompt_embeds"]
+    parts = [part for step in range(1, 11) for part in trainer.loader.micro_batches(step)]
+    trainer.close()
+    return {
+        (weight, example["prompt_embeds"].equal(empty))
+        for part in parts
+        for weight, example in zip(part.weights, part.examples, strict=True)
+    }
 
 
 # References

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from trainer.export import model as export_of_models
 from trainer.export.adapter import export_adapter
 from trainer.export.model import export_model
 from trainer.families.base import ModelFamily
+from trainer.manifest import RECIPE, Progress
 from trainer.modules import build_model
 
 SHARD_BYTES = 64 * 10**6
@@ -76,11 +76,10 @@ def measure(bench: Bench, adapter: str, what: str, format: str) -> int:
     weights = random_weights(cfg, family)
     peak = AnonymousPeak()
     with tempfile.TemporaryDirectory() as folder, peak.watching():
-        write: Any = export_model
-        step = ()
         if what == "adapter":
-            write, step = export_adapter, (1,)
-        write(cfg, Path(folder), family, weights, weights, *step)
+            export_adapter(cfg, Path(folder), family, weights, weights, Progress(1, recipe=RECIPE))
+        else:
+            export_model(cfg, Path(folder), family, weights, weights, RECIPE)
     return peak.growth
 
 

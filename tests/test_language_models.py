@@ -106,6 +106,22 @@ def test_the_place_in_the_text_is_in_the_checkpoint_and_is_where_the_rows_go_on(
         fresh.close()
 
 
+def test_a_run_that_goes_on_with_another_batch_size_takes_the_next_rows_and_numbers(bench: Bench) -> None:
+    cfg, run = bench.run("batches", train__steps=3)
+    train(alone(), cfg, run)
+    found: list[tuple[int, torch.Tensor]] = []
+    straight: list[tuple[int, torch.Tensor]] = []
+    for size, into, steps, at in ((8, found, (3,), run), (4, straight, (3, 4), make_run(bench.root, cfg, "fours"))):
+        longer = bench.config(train__batch_size=size, train__micro_batch=8)
+        trainer = Trainer(longer, at, alone(), bench.root / "cache", lambda event: None)
+        for step in steps:
+            (part,) = trainer.loader.micro_batches(step)
+            into += [(index, one["tokens"]) for index, one in zip(part.indices, part.examples, strict=True)]
+        trainer.close()
+    assert [index for index, _ in found] == [index for index, _ in straight] == list(range(12, 20))
+    assert all(torch.equal(row, other) for (_, row), (_, other) in zip(found, straight, strict=True))
+
+
 def test_other_text_is_told_and_read_from_its_next_epoch(bench: Bench, tmp_path: Path) -> None:
     text = make_text(tmp_path / "text")
     cfg = text_config(text, train__steps=2)

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from diffusers import DDPMScheduler
+from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_snr
 
 from trainer.config import ObjectiveConfig
@@ -32,6 +32,24 @@ QUANTILES = torch.linspace(0, 1, 1002)[1:-1]
 def test_logit_normal_quantiles_are_those_of_the_normal_through_a_sigmoid():
     sigma = sigma_at(ObjectiveConfig(logit_mean=0.5, logit_std=2.0), torch.tensor([0.15865525, 0.5, 0.84134475]))
     torch.testing.assert_close(sigma, torch.sigmoid(torch.tensor([0.5 - 2, 0.5, 0.5 + 2])), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("mean", "noise"), [(0.5, 0.602), (0.0, 0.5), (-0.5, 0.398)])
+def test_a_logit_mean_above_0_means_more_noise_and_the_opposite_in_diffusers_scripts(mean, noise):
+    """Mean of a logit-normal number with standard deviation 1, by numerical integration."""
+    normal = torch.linspace(-9, 9, 100_001, dtype=torch.float64)
+    density = torch.exp(-normal.square() / 2) / math.sqrt(2 * math.pi)
+    expected = float(torch.trapezoid(torch.sigmoid(mean + normal) * density, normal))
+    quantiles = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
+    sigma = sigma_at(ObjectiveConfig(logit_mean=mean), quantiles)
+    assert float(sigma.mean()) == pytest.approx(expected, abs=1e-4)
+    assert float(sigma.mean()) == pytest.approx(noise, abs=1e-3)
+    # As in the scripts: u picks one of 1000 sigmas, which run from noise to data.
+    u = compute_density_for_timestep_sampling(
+        "logit_normal", 100_000, logit_mean=mean, logit_std=1.0, generator=torch.Generator().manual_seed(0)
+    )
+    sigmas = FlowMatchEulerDiscreteScheduler(1000).sigmas
+    assert float(sigmas[(u * 1000).long()].mean()) == pytest.approx(1 - noise, abs=5e-3)
 
 
 def test_uniform_density_is_the_drawn_number_itself():

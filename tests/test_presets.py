@@ -102,7 +102,7 @@ def test_there_is_a_preset_for_each_family() -> None:
 def test_a_preset_starts_with_the_line_by_which_editors_find_the_schema(name: str) -> None:
     lines = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     assert lines[0] == "# yaml-language-server: $schema=schema.json"
-    method = {"none": "full fine-tune", "lora": "LoRA", "locon": "LoCon"}[load(name).adapter.type]
+    method = {"none": "full fine-tune", "lora": "LoRA", "locon": "LoCon", "loha": "LoHa"}[load(name).adapter.type]
     assert lines[1].startswith("# A language model of " if name in STAGED else f"# A {method} of ")
 
 
@@ -170,8 +170,8 @@ def test_a_preset_trains_a_tiny_model_with_its_own_settings(name: str, root: Pat
     cfg = load(name, *small(name, root, "parallel.devices=1", "parallel.nodes=1"))
     outcome = train(alone(), cfg, make_run(root, cfg, name))
     assert len(steps_of(outcome.events)) == 1
-    # The second factor of a LoRA starts at zero: what is not has been trained.
-    starts_at_zero = [weight for key, weight in outcome.weights.items() if ".lora_B." in key]
+    # One factor of an adapter starts at zero: what is not has been trained.
+    starts_at_zero = [weight for key, weight in outcome.weights.items() if ".lora_B." in key or ".hada_w2_b." in key]
     assert bool(starts_at_zero) == (cfg.adapter.type != "none")
     assert sum(not weight.any() for weight in starts_at_zero) <= len(starts_at_zero) / 20
 

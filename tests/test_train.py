@@ -18,7 +18,7 @@ from tests.distributed import run_ranks
 from tests.runs import alone, difference, make_pictures, make_run, run_config, steps_of, train
 from trainer import adapters
 from trainer.config import InputError, RunConfig
-from trainer.events import AnyEvent, SampleEvent, ValidationEvent, WarningEvent
+from trainer.events import AnyEvent, SampleEvent, StatusEvent, ValidationEvent, WarningEvent
 from trainer.manifest import progress_of
 from trainer.parallel.place import OutOfMemoryError
 from trainer.rng import SampleRng
@@ -113,6 +113,42 @@ def test_one_two_and_four_ranks_draw_the_same_noise(pictures: Path) -> None:
         drawn.append({index: value for part in parts for index, value in part.items()})
     assert drawn[0] == drawn[1] == drawn[2]
     assert sorted(drawn[0]) == [8, 9, 10, 11]
+
+
+def test_a_run_that_goes_on_with_another_batch_size_takes_the_next_images_and_noise(
+    pictures: Path, tmp_path: Path
+) -> None:
+    alike = {"train__micro_batch": 8, "parallel__strategy": "none"}
+    run = make_run(tmp_path, run_config(pictures, **alike), "parts")
+    events: list[AnyEvent] = []
+    found: list[tuple[int, torch.Tensor]] = []
+    for size, until in ((4, 3), (8, 5), (2, 7)):
+        cfg = run_config(pictures, train__batch_size=size, train__steps=until, **alike)
+        trainer = make_trainer(cfg, run, events)
+        for step in range(trainer.step, until):
+            found += samples_of(trainer, step)
+        trainer.train()
+        trainer.close()
+    ones = make_trainer(run_config(pictures, train__batch_size=1, **alike), make_run(tmp_path, cfg, "ones"))
+    straight = [sample for step in range(32) for sample in samples_of(ones, step)]
+    ones.close()
+    assert [index for index, _ in found] == [index for index, _ in straight] == list(range(32))
+    for shape in {latents.shape for _, latents in straight}:
+        ours, theirs = ([one for _, one in samples if one.shape == shape] for samples in (found, straight))
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=False))
+    saved = progress_of(run.checkpoints / "step-000007")
+    assert (saved.batch_sizes, saved.samples_seen) == (((4, 3), (8, 2), (2, 2)), 32)
+    told = [event.message for event in events if isinstance(event, StatusEvent) and "train.batch_size" in event.message]
+    assert [message.partition(" (")[0] for message in told] == [
+        "changed since it was saved: train.steps: 3 -> 5; train.batch_size: 4 -> 8",
+        "changed since it was saved: train.steps: 5 -> 7; train.batch_size: 8 -> 2",
+    ]
+
+
+def samples_of(trainer: Trainer, step: int) -> list[tuple[int, torch.Tensor]]:
+    """(global index, which decides the noise; latents) of each sample of a step."""
+    (part,) = trainer.loader.micro_batches(step)
+    return [(index, example["latents"]) for index, example in zip(part.indices, part.examples, strict=True)]
 
 
 def test_a_batch_that_the_ranks_do_not_divide_trains_what_one_process_trains(pictures: Path) -> None:

@@ -20,6 +20,12 @@ FIXED = {
 }
 """{field or section: why a checkpoint does not go with another value}, the first that fits counts; "" = it does."""
 
+EFFECTS = {
+    "train.batch_size": "the data go on at the next sample, and none is skipped or repeated; "
+    "optim.lr and train.steps stay as they are",
+}
+"""{field: what another value does, where its help does not say it}"""
+
 
 @dataclass(frozen=True)
 class Change:
@@ -31,7 +37,8 @@ class Change:
     was_there: bool = True
 
     def __str__(self) -> str:
-        return f"{self.field}: {_shown(self.before)} -> {_shown(self.after)}"
+        effect = f" ({EFFECTS[self.field]})" if self.field in EFFECTS else ""
+        return f"{self.field}: {_shown(self.before)} -> {_shown(self.after)}{effect}"
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:

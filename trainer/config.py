@@ -216,7 +216,7 @@ class LokrAdapter(ConvAdapter):
     decompose_both: bool = False
     """Also write the small matrix as a low-rank product."""
     full_matrix: bool = False
-    """Keep both matrices whole; the rank is not used."""
+    """Keep both matrices whole. Neither rank nor alpha is used: the update is not scaled, as in LyCORIS."""
 
 
 class DiagOftAdapter(AdapterSection):
@@ -281,7 +281,8 @@ class DataConfig(Section):
     repeats: Whole = option(1, ge=1, le=10000)
     """How often each image occurs per epoch."""
     caption_dropout: Number = option(0.0, ge=0, le=1)
-    """Share of samples trained with an empty caption, so that guidance works afterwards."""
+    """Share of samples trained with an empty caption, so that guidance works afterwards. Captions of
+    `data.regularization` stay."""
     missing_caption: Literal["stop", "empty"] = "stop"
     """An image without caption: stop with its name, or train it with an empty caption."""
     bad_image: Literal["stop", "warn"] = "stop"
@@ -326,7 +327,8 @@ class ObjectiveConfig(Section):
     density: Literal["logit_normal", "uniform", "mode", "cosmap"] = "logit_normal"
     """How timesteps of flow matching are drawn before the shift."""
     logit_mean: Number = option(0.0, ge=-10, le=10)
-    """Mean of the logit-normal density."""
+    """Mean of the logit-normal density. Positive: more noise, as in arXiv 2403.03206 and in kohya. diffusers' training
+    scripts have the opposite sign: negate a value that is copied from them."""
     logit_std: Number = option(1.0, gt=0, le=10)
     """Standard deviation of the logit-normal density."""
     mode_scale: Number = option(1.29, ge=-1, le=1.75)
@@ -882,6 +884,33 @@ def _sample_rules(cfg: RunConfig) -> Iterator[Problem]:
             "sample.prompts",
             "[trigger] stands for data.trigger, which is empty; set it or remove [trigger]",
             depends_on=("data.trigger",),
+        )
+
+
+LOHA_RATE = 3e-4
+"""Learning rates below are usual for lora, where loha takes about ten times as many steps (see DECISIONS.md)."""
+
+
+def advice(cfg: RunConfig) -> Iterator[Problem]:
+    """What is allowed but seldom meant, with what to do instead: for the person who starts a run, not for its log."""
+    adapter = cfg.adapter
+    if isinstance(adapter, LohaAdapter) and cfg.optim.lr < LOHA_RATE:
+        yield Problem(
+            "optim.lr",
+            f"{cfg.optim.lr:g} is a usual rate for lora, with which loha learns about ten times as slowly; "
+            "try 10 times as much",
+        )
+    if isinstance(adapter, LokrAdapter) and adapter.full_matrix and adapter.scale != 1:
+        yield Problem("adapter.alpha", "has no effect with adapter.full_matrix: the update is not scaled")
+
+
+def start_rules(cfg: RunConfig) -> Iterator[Problem]:
+    """What a new run may not combine; one that an earlier version started is still read, continued and exported."""
+    if cfg.optim.type == "schedulefree" and cfg.optim.ema:
+        yield Problem(
+            "optim.ema",
+            f"{cfg.optim.ema:g} cannot be combined with optim.type schedulefree, which averages the weights itself; "
+            "set 0",
         )
 
 

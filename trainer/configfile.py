@@ -28,6 +28,8 @@ from trainer.config import (
     Problem,
     RuleError,
     RunConfig,
+    advice,
+    start_rules,
 )
 from trainer.fields import ROOT, Slot, name, nearest, shown, slot
 from trainer.yamltext import Loc
@@ -50,7 +52,7 @@ class ConfigError(InputError):
 class ConfigFile:
     """A loaded config. source: the file as given.
 
-    notes: a sentence per foreign spelling that was understood and per field that was left out.
+    notes: a sentence per foreign spelling that was understood, per field that was left out, and per piece of advice.
     """
 
     config: RunConfig
@@ -87,6 +89,7 @@ def load_text(text: str, overrides: Sequence[str], path: Path) -> ConfigFile:
         findings = sorted(draft.findings)
         problems = [Problem(finding.field, finding.message) for finding in findings]
         raise ConfigError("\n".join(map(str, findings)), problems)
+    draft.notes += _advice(config, draft)
     places = {name(loc): str(place) for loc, place in draft.places.items()}
     return ConfigFile(config, path, tuple(draft.notes), places)
 
@@ -109,8 +112,11 @@ def check_files(loaded: ConfigFile) -> None:
 
 
 def check_start(loaded: ConfigFile) -> None:
-    """Raises ConfigError when the file that a new run's adapter starts from does not exist."""
-    adapter = loaded.config.adapter
+    """Raises ConfigError for what a new run may not combine, and when the file its adapter starts from does not exist."""
+    config = loaded.config
+    stages = [of_stage(config, index) for index in range(len(config.stages))]
+    _refuse(loaded, list(dict.fromkeys(problem for part in (config, *stages) for problem in start_rules(part))))
+    adapter = config.adapter
     start = None if isinstance(adapter, NoAdapter) else adapter.start
     if start is not None and not os.path.exists(start):
         hint = _similar(Path(start)) or "; name an adapter's .safetensors file or a folder of peft"
@@ -319,6 +325,13 @@ def _report_stages(cfg: RunConfig, draft: _Draft) -> None:
             for problem in error.problems:
                 field = f"stages[{index}].set.{problem.field}"
                 draft.findings.append(Finding(draft.place(field), field, problem.message))
+
+
+def _advice(cfg: RunConfig, draft: _Draft) -> list[str]:
+    """A sentence per piece of advice on the run, or on its stages."""
+    parts = [of_stage(cfg, index) for index in range(len(cfg.stages))] or [cfg]
+    found = dict.fromkeys(one for part in parts for one in advice(part))
+    return [f"{draft.place(one.field)}: {one}" for one in found]
 
 
 def _stage_resolved(stage: Any, folder: Path) -> Any:

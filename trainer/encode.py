@@ -19,7 +19,7 @@ from trainer.config import InputError, RunConfig
 from trainer.data.buckets import bucket_sizes, choose_bucket
 from trainer.data.cache import Crew, ExampleCache, content_keys, encode_missing, missing
 from trainer.data.images import TRIGGER_PLACE, Photo, scan
-from trainer.data.loader import BatchPlan, Item
+from trainer.data.loader import BatchPlan, BatchSizes, Item
 from trainer.data.pixels import Picture, load_mask, load_rgb, open_picture, png
 from trainer.events import StatusEvent, WarningEvent
 from trainer.families.base import ImageFamily, LoadModule
@@ -124,15 +124,17 @@ class ImageSource(Source):
         self.num_held_out = len(data.validation)
         self._cfg, self._family, self._load = cfg, family, load
 
-    def plan(self, saved: Progress | None, batch_size: int | None = None) -> BatchPlan:
-        """batch_size: in place of the run's."""
-        cfg = self._cfg
+    def plan(self, sizes: BatchSizes, saved: Progress | None) -> BatchPlan:
+        cfg, photos = self._cfg, [encoded.photo for encoded in self.data.train]
+        # Guidance pushes samples away from what a dropped caption gives: that is to be what is learned.
+        regularizing = [number for number, photo in enumerate(photos) if not photo.is_own]
         return BatchPlan(
             batch_keys(self._family, self.data),
-            [encoded.photo.weight for encoded in self.data.train],
-            batch_size or cfg.train.batch_size,
+            [photo.weight for photo in photos],
+            sizes,
             cfg.train.seed,
             cfg.data.caption_dropout,
+            regularizing if saved is None or saved.recipe > 1 else (),
         )
 
     def example(self, item: Item) -> Example:

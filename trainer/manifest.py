@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
+RECIPE = 2
+"""Recipe of a new run. A run that goes on keeps the one it began with, so that an older checkpoint stays the model that
+it was. 1: a lokr layer of two whole matrices is scaled by alpha / rank, and `data.caption_dropout` also drops captions
+of regularization images."""
 _NAME = re.compile(r"step-\d{6,}")
 
 
@@ -18,10 +22,12 @@ _NAME = re.compile(r"step-\d{6,}")
 class Progress:
     """How far a run is: what the manifest of a checkpoint tells beside the tensors.
 
-    step: optimizer steps, the position in the data.  samples_seen: images, in all parts of the run.  skipped: steps
-    that were passed over because a number was not finite.  validation_loss: of these weights; NaN if not measured.
+    step: optimizer steps.  samples_seen: images, in all parts of the run.  skipped: steps that were passed over because
+    a number was not finite.  validation_loss: of these weights; NaN if not measured.
     config: the run's config when it was saved.  data: digest of the data.  place: where they go on, as
-    `data.text.Place` has it, where the number of steps does not tell.
+    `data.text.Place` has it, where the number of steps does not tell.  recipe: see `RECIPE`; 1 where a checkpoint has
+    none.  batch_sizes: (batch size, optimizer steps) of the parts of the run in order, the position in the data; empty
+    where a checkpoint has none.
     """
 
     step: int
@@ -31,6 +37,8 @@ class Progress:
     config: Mapping[str, Any] = field(default_factory=dict)
     data: str = ""
     place: Mapping[str, int] = field(default_factory=dict)
+    recipe: int = 1
+    batch_sizes: tuple[tuple[int, int], ...] = ()
 
 
 def name_of(step: int) -> str:
@@ -68,6 +76,7 @@ def defect(checkpoint: Path) -> str | None:
 def progress_of(checkpoint: Path) -> Progress:
     """What the manifest of a checkpoint tells."""
     stored = manifest_of(checkpoint)
+    stored["batch_sizes"] = tuple((size, steps) for size, steps in stored.get("batch_sizes", ()))
     return Progress(**{one.name: stored[one.name] for one in fields(Progress) if stored.get(one.name) is not None})
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer.config import RunConfig
 from trainer.data import questions
-from trainer.data.loader import BatchPlan, Item, Plan
+from trainer.data.loader import BatchPlan, BatchSizes, Item, Plan
 from trainer.data.pixels import Picture, load_rgb, open_picture
 from trainer.data.questions import Question
 from trainer.encode import EncodedData, ImageSource, Say
@@ -54,11 +54,11 @@ class MixedSource(Source):
         self.digest = _digest(self._pictures.digest, self._questions.train, cfg.data.question_share)
         self.num_held_out = len(data.validation) + len(self._questions.validation)
 
-    def plan(self, saved: Progress | None) -> Plan[Item | Asked]:
-        cfg, train = self._cfg, self._questions.train
-        asked = BatchPlan(lambda item: None, [1.0] * len(train), 1, cfg.train.seed) if train else None
-        drawn = self._pictures.plan(saved, 1) if self._pictures.data.train or not train else None
-        return MixedPlan(drawn, asked, cfg.data.question_share, cfg.train.batch_size)
+    def plan(self, sizes: BatchSizes, saved: Progress | None) -> Plan[Item | Asked]:
+        cfg, train, single = self._cfg, self._questions.train, BatchSizes(1)
+        asked = BatchPlan(lambda item: None, [1.0] * len(train), single, cfg.train.seed) if train else None
+        drawn = self._pictures.plan(single, saved) if self._pictures.data.train or not train else None
+        return MixedPlan(drawn, asked, cfg.data.question_share, sizes)
 
     def example(self, item: Item | Asked) -> Example:
         if isinstance(item, Asked):
@@ -108,17 +108,17 @@ class MixedPlan:
     """
 
     def __init__(
-        self, pictures: Plan[Item] | None, questions: Plan[Item] | None, question_share: float, batch_size: int
+        self, pictures: Plan[Item] | None, questions: Plan[Item] | None, question_share: float, sizes: BatchSizes
     ) -> None:
-        self.batch_size = batch_size
+        self.sizes = sizes
         self._pictures, self._questions, self._share = pictures, questions, question_share
         self._step, self._batch = -1, ()  # type: tuple[int, tuple[Item | Asked, ...]]
 
     def batch(self, step: int) -> tuple[Item | Asked, ...]:
         """The items of an optimizer step, counted from 0. Fast for the same and the next step, else it counts up."""
         if step != self._step:
-            first = step * self.batch_size
-            self._step, self._batch = step, tuple(map(self._item, range(first, first + self.batch_size)))
+            places = range(self.sizes.before(step), self.sizes.before(step + 1))
+            self._step, self._batch = step, tuple(map(self._item, places))
         return self._batch
 
     def _item(self, place: int) -> Item | Asked:

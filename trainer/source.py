@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from trainer.data.loader import Plan
+from trainer.data.loader import BatchSizes, Plan
 from trainer.manifest import Progress
 from trainer.objectives import Example
 from trainer.rng import SampleRng
@@ -34,7 +34,7 @@ class Source(ABC):
     num_held_out: int
 
     @abstractmethod
-    def plan(self, saved: Progress | None) -> Plan[Any]:
+    def plan(self, sizes: BatchSizes, saved: Progress | None) -> Plan[Any]:
         """The batches of the run. saved: where it goes on."""
 
     @abstractmethod

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from trainer.config import InputError, RunConfig
+from trainer.data.loader import BatchSizes
 from trainer.data.text import START, Place, Row, TextStream
 from trainer.data.textfiles import digest, of_config, sizes
 from trainer.families.base import TextFamily
@@ -44,9 +45,9 @@ class TextSource(Source):
         self.num_held_out = len(self._held_out)
         self._plan: RowPlan | None = None
 
-    def plan(self, saved: Progress | None) -> RowPlan:
+    def plan(self, sizes: BatchSizes, saved: Progress | None) -> RowPlan:
         step, place = (saved.step, self._place_in(saved)) if saved else (0, START)
-        self._plan = RowPlan(self._stream(self._files, None), self._cfg.train.batch_size, step, place)
+        self._plan = RowPlan(self._stream(self._files, None), sizes, step, place)
         return self._plan
 
     def example(self, item: Row) -> Example:
@@ -91,8 +92,8 @@ class TextSource(Source):
 class RowPlan:
     """Rows of a stream in batches, from a place on. step: optimizer steps before it."""
 
-    def __init__(self, stream: TextStream, batch_size: int, step: int, place: Place) -> None:
-        self.batch_size = batch_size
+    def __init__(self, stream: TextStream, sizes: BatchSizes, step: int, place: Place) -> None:
+        self.sizes = sizes
         self._stream = stream
         self._begin = step, place
         self._rows: Iterator[tuple[Row, Place]] = iter(())
@@ -106,7 +107,7 @@ class RowPlan:
         if step < self._next - 1:
             self._start(*(self._begin if step >= self._begin[0] else (0, START)))
         while self._next <= step:
-            rows = [next(self._rows) for _ in range(self.batch_size)]
+            rows = [next(self._rows) for _ in range(self.sizes.of(self._next))]
             self._batch = tuple(row for row, _ in rows)
             self._next += 1
             self._places[self._next] = rows[-1][1]

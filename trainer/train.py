@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from trainer import adapters, changes, checkpoint, families
 from trainer.clock import BACKWARD, DATA, FORWARD, OPTIMIZER, StepClock
 from trainer.config import RunConfig
-from trainer.data.loader import Loader, MicroBatch
+from trainer.data.loader import BatchSizes, Loader, MicroBatch
 from trainer.encode import Say
 from trainer.events import (
     CheckpointEvent,
@@ -37,7 +37,7 @@ from trainer.events import (
     WarningEvent,
 )
 from trainer.export import check_export
-from trainer.manifest import Progress, steps_in
+from trainer.manifest import RECIPE, Progress, steps_in
 from trainer.modules import Listener, build_model, continue_adapter, encoder_loader, load_model, reshard, sync_gradients
 from trainer.objectives import Loss, perplexity_of
 from trainer.optim import (
@@ -155,6 +155,8 @@ class Trainer:
         self.place = Place(self.model, self.family.shard_blocks, cfg.train.compile, world.pulse)
         self._validated = (-1, math.nan)  # at which step, the loss
         saved = None if newest is None else self._resume(newest)
+        self._recipe = RECIPE if saved is None else saved.recipe
+        self._batch_sizes = BatchSizes.after(saved, cfg.train.batch_size)
         self.loader = self._make_loader(saved)
         self._say_loaded(time.perf_counter() - started)
         self._cache, self._plan, self._measure_at = cache, self._planned(cache), self.step + MEASURED_STEPS
@@ -316,7 +318,8 @@ class Trainer:
 
     def _make_loader(self, saved: Progress | None) -> Loader[Any]:
         rank, size, data = self.world.rank, self.world.size, self.data
-        return Loader(data.plan(saved), data.example, rank, size, self.cfg.train.micro_batch, data.loss_weight)
+        plan = data.plan(self._batch_sizes, saved)
+        return Loader(plan, data.example, rank, size, self.cfg.train.micro_batch, data.loss_weight)
 
     def _forward(self, micro_batch: MicroBatch) -> Loss:
         rng = SampleRng(self.cfg.train.seed, micro_batch.indices, self.world.device)
@@ -466,6 +469,7 @@ class Trainer:
         self.world.barrier()
         if self.world.rank in self.world.guest_leaders:
             shutil.rmtree(newest)  # a copy of rank 0's
+        adapters.follow_recipe(self.model, self.cfg.adapter, saved.recipe)
         self.step, self.samples_seen, self.skipped = saved.step, saved.samples_seen, saved.skipped
         self.say(StatusEvent(state="loading", step=self.step, message=f"resumed from {newest.name}"))
         changed = changes.changes(saved.config, self._config()) if saved.config else []
@@ -489,6 +493,8 @@ class Trainer:
             config=self._config(),
             data=self.data.digest,
             place=self.data.place(self.step),
+            recipe=self._recipe,
+            batch_sizes=self._batch_sizes.until(self.step),
         )
 
     def _save_last(self) -> None:

@@ -11,6 +11,7 @@ from trainer.adapters.layer import LayerAdapter
 from trainer.adapters.state import TrainedAdapter
 from trainer.config import NoAdapter, RunConfig
 from trainer.families.base import ModelFamily
+from trainer.manifest import RECIPE
 from trainer.weights import WeightFiles, read_tensor
 
 
@@ -66,13 +67,16 @@ class BaseWeights:
 
 
 class TrainedModel:
-    """Every tensor as trained: from `weights`, or the base's, with the layer's adapter merged in fp32."""
+    """Every tensor as trained: from `weights`, or the base's, with the layer's adapter merged in fp32.
 
-    def __init__(self, cfg: RunConfig, base: BaseWeights, weights: Mapping[str, Tensor]) -> None:
+    recipe: of the run that trained them.
+    """
+
+    def __init__(self, cfg: RunConfig, base: BaseWeights, weights: Mapping[str, Tensor], recipe: int = RECIPE) -> None:
         self._base = base
         self._weights = weights
         self.layers: Mapping[str, LayerAdapter] = (
-            {} if isinstance(cfg.adapter, NoAdapter) else TrainedAdapter(weights, cfg.adapter, base.layer)
+            {} if isinstance(cfg.adapter, NoAdapter) else TrainedAdapter(weights, cfg.adapter, base.layer, recipe)
         )
 
     def tensor(self, component: str, name: str) -> Tensor:

@@ -441,7 +441,9 @@ def _classes(row: Row) -> list[str]:
 
 def _problems(checked: Checked, said: str) -> str:
     if not checked.errors:
-        advice = "".join(f'<p class="sentence">{html.escape(text)}.</p>' for text in checked.warnings)
+        typed = f"{configfile.COMMAND_LINE}: "  # as which the inputs of the page are read
+        sentences = [*(note.removeprefix(typed) for note in checked.loaded.notes), *checked.warnings]
+        advice = "".join(f'<p class="sentence">{html.escape(text)}.</p>' for text in sentences)
         status = f'<p role="status">{html.escape(said or checked.waiting or "Ready to start.")}</p>'
         return f'{status}<div class="slow">{advice}</div>' if advice else status
     lines = [f"<li><b>{html.escape(name)}</b> {html.escape(text)}</li>" for name, text in checked.errors.items()]

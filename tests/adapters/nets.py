@@ -34,7 +34,7 @@ CONFIGS: dict[str, AdapterSection] = {
     "loha, dense": LohaAdapter(rank=12, conv_rank=12),
     "lokr": LokrAdapter(rank=2, conv_rank=2, factor=4, alpha=1),
     "lokr, both decomposed": LokrAdapter(rank=1, conv_rank=1, decompose_both=True),
-    "lokr, whole": LokrAdapter(full_matrix=True, conv_rank=1),
+    "lokr, whole": LokrAdapter(full_matrix=True, conv_rank=1, alpha=3),
     "diag-oft": DiagOftAdapter(block_size=4),
     "boft": BoftAdapter(block_size=4),
     "boft, 2 stages": BoftAdapter(block_size=4, num_stages=2),

@@ -14,6 +14,7 @@ from tests.adapters.consumers import CONSUMERS, diffusers, ourselves
 from tests.adapters.examples import KINDS, Example, cached_example, layer_adapter, saved
 from tests.families.common import IMAGES
 from trainer import families
+from trainer.adapters.files import read_adapter
 from trainer.adapters.formats import ROTATIONS, AdapterFile, adapter_files
 from trainer.adapters.layer import LayerAdapter
 from trainer.config import InputError
@@ -201,6 +202,29 @@ def test_comfyui_gets_a_dora_scale_that_makes_up_for_its_division_and_says_so(fl
         torch.testing.assert_close(theirs, layer.merged(weight))
     assert lycoris.metadata == {}
     assert torch.equal(lycoris.tensors[f"{FLUX[1]}.dora_scale"], layer.tensors["magnitude"].unsqueeze(1))
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_dora_of_a_layer_with_rows_of_zeros_is_finite_in_every_format_and_comes_back(
+    flux2: Example, is_trained: bool, tmp_path: Path
+) -> None:
+    name, number = FLUX[0], float(is_trained)
+    weight, plain = flux2.weight(name).clone(), flux2.adapter("dora")[name]
+    weight[::3] = 0
+    tensors = {key: tensor.clone() for key, tensor in plain.tensors.items()}
+    tensors["up"][::3] *= number
+    tensors["magnitude"][::3] *= number
+    layer = replace(plain, tensors=tensors)
+    for format in ("auto", "comfyui", "lycoris", "peft"):
+        (file,) = adapter_files({name: layer}, format, flux2.naming, lambda name: weight, torch.float32)
+        assert all(tensor.isfinite().all() for tensor in file.tensors.values())
+        (path,) = saved([file], tmp_path / format)
+        found = read_adapter(path, flux2.shapes, flux2.naming, lambda name: weight)[name]
+        torch.testing.assert_close(found.merged(weight), layer.merged(weight))
+        if "comfyui" in file.readers:
+            (scale,) = (tensor for key, tensor in file.tensors.items() if key.endswith("dora_scale"))
+            length = weight.norm(dim=1, keepdim=True) + torch.finfo(torch.float32).eps
+            torch.testing.assert_close(scale / length * (weight + layer.update()), layer.merged(weight))
 
 
 def test_kohya_names_join_layers_of_different_ranks_and_without_an_adapter(flux2: Example) -> None:

@@ -9,14 +9,17 @@ import peft
 import pytest
 import torch
 from lycoris import create_lycoris_from_weights
+from lycoris.modules.lokr import LokrModule
 from torch import Tensor, nn
 
 from tests.adapters.nets import (
+    BOTH,
     CONFIGS,
     NET_TARGETS,
     WITH_DROPOUT,
     Adapted,
     Net,
+    Value,
     adapt,
     denoiser,
     family_targets,
@@ -142,6 +145,36 @@ def test_lycoris_computes_the_same_from_the_same_tensors(case: str) -> None:
     assert all(relative(a, b) <= 1e-5 for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("full_matrix", [True, False])
+@pytest.mark.parametrize("rank", [1, 4, 16])
+def test_a_lokr_of_two_whole_matrices_is_scaled_as_in_lycoris_by_1(rank: int, full_matrix: bool) -> None:
+    """Without `full_matrix` both matrices are whole at rank 16, and those of the convolution at rank 4."""
+    adapted = net(LokrAdapter(rank=rank, conv_rank=rank, alpha=1, full_matrix=full_matrix))
+    plain = plain_net()["net"]
+    for name, layer in adapted.trained().items():
+        module = plain.get_submodule(name.removeprefix("net."))
+        theirs = LokrModule(name, module, lora_dim=rank, alpha=1, full_matrix=full_matrix)
+        assert layer.scale == theirs.scale
+        theirs.load_state_dict({f"lokr_{n}": tensor for n, tensor in layer.tensors.items()} | {"alpha": theirs.alpha})
+        theirs.apply_to()
+    with torch.no_grad():
+        found, expected = adapted.model["net"](*net_inputs()), plain(*net_inputs())
+        merged = merged_net(adapted)(*net_inputs())
+    for a, b, c in zip(found, expected, merged, strict=True):
+        assert relative(a, b) <= 1e-5
+        assert relative(c, b) <= 1e-5
+
+
+def merged_net(adapted: Adapted) -> nn.Module:
+    """`Net` with the weights of the adapter in it."""
+    plain = plain_net()
+    with torch.no_grad():
+        for name, layer in adapted.trained().items():
+            weight = plain.get_submodule(name).weight
+            weight.copy_(layer.merged(weight))
+    return plain["net"]
+
+
 def lycoris_tensors(prefix: str, layer: LayerAdapter) -> dict[str, Tensor]:
     """A layer's adapter under LyCORIS' names, whose scale is alpha / rank."""
     tensors = layer.tensors
@@ -229,6 +262,22 @@ def test_the_row_lengths_of_dora_are_exact_without_building_the_weight(size: flo
     expected = base.double().norm(dim=1) / turned - 1
     found = lengths(base, down, up, 0.5).detach().double()
     assert float((found - expected).abs().max()) <= 1e-6 * max(float(expected.abs().max()), 1e-2)
+
+
+@pytest.mark.parametrize("value", [started, moved])
+def test_a_dora_on_rows_of_zeros_is_finite_and_computes_what_its_merged_weights_compute(value: Value) -> None:
+    model = plain_net()
+    with torch.no_grad():
+        model["net"].linear.weight[::3] = 0
+    adapted = adapt(model, CONFIGS["dora"].model_copy(update={"targets": BOTH[:1]}), NET_TARGETS, value)
+    x = net_inputs()[0]
+    layer = adapted.trained()["net.linear"]
+    merged = layer.merged(adapted.base["net.linear.weight"])
+    found = adapted.model["net"].linear(x)
+    assert relative(found, nn.functional.linear(x, merged, adapted.base["net.linear.bias"])) <= 1e-5
+    assert bool(merged[::3].any()) == (value is moved)
+    found.square().sum().backward()
+    assert all(adapted.model.get_parameter(name).grad.isfinite().all() for name in adapted.injected.parameters)
 
 
 @pytest.mark.parametrize("case", WITH_DROPOUT)

@@ -149,6 +149,15 @@ def test_after_a_restart_of_the_page_a_browser_goes_on_with_what_it_shows(browse
     assert studio.draft() == Draft(studio.preset("own"), {"train.steps": 33})
 
 
+def test_advice_on_what_is_typed_stands_under_the_status(browser: Shown):
+    browser.values |= {"adapter.type": "loha", "optim.lr": "2e-4"}
+    said = browser.ask()[browser.page.outputs.index(browser.page.problems)]
+    assert said.endswith(
+        '</p><div class="slow"><p class="sentence">optim.lr: 0.0002 is a usual rate for lora, with which loha learns about ten times as slowly; '
+        "try 10 times as much.</p></div>"
+    )
+
+
 def test_images_are_read_again_when_the_page_is_come_back_to(browser: Shown, studio: Studio, tmp_path: Path):
     def told() -> str:
         for _ in range(100):

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import Counter
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
 
 from trainer.config import InputError
-from trainer.data.loader import BatchPlan, Item, Loader, MicroBatch
+from trainer.data.loader import BatchPlan, BatchSizes, Item, Loader, MicroBatch
+from trainer.manifest import Progress
 from trainer.objectives import Example
 
 BUCKETS = [0] * 7 + [1] * 4 + [2]
+WEIGHTS = [1.0, 1.5, 0.25, 2.0] * 3
 
 
 def plan_of(buckets: list[int], batch_size: int, weights: list[float] | None = None, dropout: float = 0.0) -> BatchPlan:
-    return BatchPlan(lambda item: buckets[item.photo], weights or [1.0] * len(buckets), batch_size, 3, dropout)
+    sizes = BatchSizes(batch_size)
+    return BatchPlan(lambda item: buckets[item.photo], weights or [1.0] * len(buckets), sizes, 3, dropout)
 
 
 def photos_of(plan: BatchPlan, num_steps: int) -> list[int]:
@@ -100,8 +105,88 @@ def test_the_order_of_a_seed_is_this_one() -> None:
     assert photos_of(plan_of(BUCKETS, 3), 4) == [0, 2, 1, 10, 8, 9, 3, 6, 4, 5, 4, 2]
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "digest"), [(1, "92ebe86fa545efc1"), (3, "7bd62e00df49e85d"), (8, "849bc55c1cdf7355")]
+)
+def test_the_items_of_200_steps_are_those_of_every_version_so_far(batch_size: int, digest: str) -> None:
+    plan = BatchPlan(lambda item: (BUCKETS[item.photo], item.dropped), WEIGHTS, BatchSizes(batch_size), 3, 0.3)
+    items = [(item.photo, item.dropped) for step in range(200) for item in plan.batch(step)]
+    assert hashlib.sha256(repr(items).encode()).hexdigest()[:16] == digest
+
+
+PARTS = ((4, 10), (8, 7), (2, 9), (5, 3))
+"""(batch size, steps) of the parts of a run."""
+
+
+def continued(*parts: tuple[int, int]) -> BatchPlan:
+    """The plan of the last part of a run with buckets, weights and dropped captions."""
+    sizes = BatchSizes(parts[-1][0], parts[:-1])
+    return BatchPlan(lambda item: BUCKETS[item.photo], WEIGHTS, sizes, 3, 0.3)
+
+
+def by_hand(items: Iterable[Item], sizes: Iterable[int]) -> Iterator[tuple[Item, ...]]:
+    """A batch per size: from the first bucket of which so many items wait; until there is one, items are read on."""
+    waiting: dict[int, list[Item]] = {}
+    rest = iter(items)
+    for size in sizes:
+        while not any(len(queue) >= size for queue in waiting.values()):
+            item = next(rest)
+            waiting.setdefault(BUCKETS[item.photo], []).append(item)
+        queue = next(queue for queue in waiting.values() if len(queue) >= size)
+        yield tuple(queue[:size])
+        del queue[:size]
+
+
+def test_a_run_that_goes_on_with_another_batch_size_trains_every_item_once_and_in_order() -> None:
+    items = [continued((1, 0)).batch(step)[0] for step in range(200)]
+    found: list[tuple[Item, ...]] = []
+    for number, (_, steps) in enumerate(PARTS, 1):
+        plan = continued(*PARTS[:number])
+        found += [plan.batch(step) for step in range(len(found), len(found) + steps)]
+    assert found == list(by_hand(items, (size for size, steps in PARTS for _ in range(steps))))
+    for bucket in set(BUCKETS):
+        trained = [item for batch in found for item in batch if BUCKETS[item.photo] == bucket]
+        assert trained == [item for item in items if BUCKETS[item.photo] == bucket][: len(trained)]
+    assert sum(map(len, found)) == 129  # of nine epochs
+
+
+def test_samples_are_numbered_on_with_another_batch_size() -> None:
+    indices: list[int] = []
+    for number, (_, steps) in enumerate(PARTS, 1):
+        begin = sum(steps for _, steps in PARTS[: number - 1])
+        with Loader(continued(*PARTS[:number]), example_of, 0, 1, 3) as loader:
+            for step in range(begin, begin + steps):
+                indices += [
+                    index
+                    for batch in loader.micro_batches(step)
+                    for index, weight in zip(batch.indices, batch.weights, strict=True)
+                    if weight
+                ]
+    assert indices == list(range(129))
+
+
+def test_a_checkpoint_says_which_batch_sizes_there_were_and_an_older_one_has_that_of_its_config() -> None:
+    sizes = BatchSizes.after(Progress(17, batch_sizes=PARTS[:2]), 2)
+    assert sizes.until(26) == PARTS[:3]
+    assert sizes.until(12) == ((4, 10), (8, 2))
+    assert BatchSizes.after(Progress(17, batch_sizes=PARTS[:2]), 8).until(20) == ((4, 10), (8, 10))
+    old = Progress(10, samples_seen=99, config={"train": {"batch_size": 4}})
+    assert BatchSizes.after(old, 8).until(12) == ((4, 10), (8, 2))
+    assert BatchSizes.after(None, 8).until(2) == ((8, 2),)
+    assert BatchSizes.after(None, 8).until(0) == ()
+
+
+def test_captions_of_photos_that_keep_them_are_not_dropped_and_the_others_as_without_them() -> None:
+    plain, keeping = (
+        BatchPlan(lambda item: None, [1.0] * 12, BatchSizes(4), 3, 0.5, keeps) for keeps in ((), range(8, 12))
+    )
+    found, expected = ([item for step in range(60) for item in plan.batch(step)] for plan in (keeping, plain))
+    assert found == [Item(item.photo, item.dropped and item.photo < 8) for item in expected]
+    assert any(item.dropped for item in expected if item.photo >= 8)
+
+
 def test_another_seed_gives_another_order() -> None:
-    plans = [BatchPlan(lambda item: 0, [1.0] * 20, 20, seed, 0.5) for seed in (0, 1)]
+    plans = [BatchPlan(lambda item: 0, [1.0] * 20, BatchSizes(20), seed, 0.5) for seed in (0, 1)]
     assert plans[0].batch(0) != plans[1].batch(0)
 
 
@@ -121,13 +206,13 @@ def test_copies_of_a_photo_within_an_epoch_are_dropped_independently() -> None:
 
 
 def test_a_dropped_caption_may_belong_to_another_batch_key() -> None:
-    plan = BatchPlan(lambda item: item.dropped, [1.0] * 10, 4, 0, 0.3)
+    plan = BatchPlan(lambda item: item.dropped, [1.0] * 10, BatchSizes(4), 0, 0.3)
     assert all(len({item.dropped for item in plan.batch(step)}) == 1 for step in range(50))
 
 
 def test_a_plan_without_photos_is_refused() -> None:
     with pytest.raises(InputError) as caught:
-        BatchPlan(lambda item: 0, [], 1, 0)
+        BatchPlan(lambda item: 0, [], BatchSizes(1), 0)
     assert str(caught.value) == "data.path: no image is left to train on; see the warnings above"
 
 

@@ -50,6 +50,15 @@ def test_a_plan_that_does_not_fit_says_by_how_much_and_ends_with_1() -> None:
     assert ways[0].startswith("  fits with train.checkpointing=full quantize.format=nf4: ")
 
 
+def test_a_plan_comes_with_the_advice_on_the_run() -> None:
+    done = answer("presets/sdxl-loha-1gpu.yaml", "optim.lr=1e-4", "--gpus", "1x12gb")
+    assert done.returncode == 0
+    assert done.stderr == (
+        "note: command line: optim.lr: 0.0001 is a usual rate for lora, with which loha learns about ten times as "
+        "slowly; try 10 times as much\n"
+    )
+
+
 def test_a_plan_for_programs_is_json_in_bytes() -> None:
     done = answer("presets/flux2-klein-4b-lora-1gpu.yaml", "--gpus", "1x80gb", "--json")
     found = json.loads(done.stdout)

@@ -35,6 +35,7 @@ from trainer.config import (
     DoraAdapter,
     LohaAdapter,
     LokrAdapter,
+    NoAdapter,
     RankAdapter,
 )
 
@@ -44,6 +45,7 @@ __all__ = [
     "Targets",
     "adapted_layers",
     "dropouts",
+    "follow_recipe",
     "initial_value",
     "inject",
     "match_layers",
@@ -89,6 +91,13 @@ def dropouts(model: nn.Module) -> list[SampleDropout]:
     return [module for module in model.modules() if isinstance(module, SampleDropout)]
 
 
+def follow_recipe(model: nn.Module, cfg: AdapterSection | NoAdapter, recipe: int) -> None:
+    """Give the layers the scale of the recipe that a run began with (`manifest.RECIPE`). cfg: what was injected."""
+    if recipe < 2 and isinstance(cfg, LokrAdapter):
+        for layer in adapted_layers(model).values():
+            layer.scaling[ADAPTER] = cfg.scale
+
+
 def _maker(cfg: AdapterSection, layers: Mapping[str, Layer]) -> tuple[Make, tuple[str, ...]]:
     """How each layer is made, and notes about it."""
     if isinstance(cfg, DiagOftAdapter):
@@ -110,7 +119,8 @@ def _rank_maker(cfg: RankAdapter, ranks: Mapping[str, int]) -> Make:
             case LohaAdapter():
                 return Loha(layer, rank, scale, dropout)
             case LokrAdapter():
-                return Lokr(layer, Split.of(layer, cfg, rank), rank, scale, dropout)
+                split = Split.of(layer, cfg, rank)
+                return Lokr(layer, split, rank, 1.0 if split.is_whole else scale, dropout)
             case DoraAdapter():
                 return dora_layer(layer, rank, scale, dropout)
             case _:

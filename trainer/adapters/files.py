@@ -362,10 +362,11 @@ def _size(adapter: LayerAdapter) -> tuple[int, int | None]:
 
 
 def _uncorrected(adapter: LayerAdapter, weight: Tensor) -> LayerAdapter:
-    """The dora whose magnitude was stored as m ||W|| / ||W + dW||."""
+    """The dora whose magnitude was stored as m (||W|| + eps) / ||W + dW||."""
     rows = weight.float().flatten(1)
     turned = rows + adapter.update().flatten(1)
-    magnitude = adapter.tensors["magnitude"].float() * turned.norm(dim=1) / rows.norm(dim=1)
+    length = rows.norm(dim=1) + torch.finfo(torch.float32).eps
+    magnitude = adapter.tensors["magnitude"].float() * turned.norm(dim=1) / length
     return replace(adapter, tensors={**adapter.tensors, "magnitude": magnitude})
 
 

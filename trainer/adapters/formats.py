@@ -22,7 +22,7 @@ from peft.tuners.lokr.layer import factorization
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.adapters.layer import Kind, LayerAdapter
+from trainer.adapters.layer import SHORTEST, Kind, LayerAdapter
 from trainer.config import InputError
 from trainer.weights import ORIGINAL_PREFIX, Fused
 
@@ -31,6 +31,8 @@ Base = Callable[[str], Tensor]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Number types of adapter files, by their names in `export.dtype`."""
+COMFYUI_EPS = torch.finfo(torch.float32).eps
+"""What ComfyUI adds to the length of a row before it divides by it."""
 DORA_CONVENTION = "dora_scale_convention"
 """Metadata key of ours. `comfyui`: `dora_scale` is corrected for ComfyUI, see `_comfyui_dora_scale`."""
 
@@ -530,15 +532,16 @@ def _as_column(magnitude: Tensor, down: Tensor) -> Tensor:
 
 
 def _comfyui_dora_scale(layer: LayerAdapter, weight: Tensor) -> Tensor:
-    """m ||W|| / ||W + dW|| by rows, shape (out, 1[, 1, 1]): ComfyUI divides by ||W|| where the definition, peft and
-    LyCORIS divide by ||W + dW||.
+    """m (||W|| + eps) / ||W + dW|| by rows, shape (out, 1[, 1, 1]): ComfyUI divides by ||W|| + eps where the
+    definition, peft and LyCORIS divide by ||W + dW||. So it is right for a row of zeros in W too.
 
     The only place that knows. Comfy-Org/ComfyUI pull request 15458 corrects it there: then this file's `dora_scale` is
     wrong, which DORA_CONVENTION in its metadata tells.
     """
     rows = weight.float().flatten(1)
     turned = rows + layer.update().flatten(1)
-    magnitude = layer.tensors["magnitude"].float() * rows.norm(dim=1) / turned.norm(dim=1)
+    factor = (rows.norm(dim=1) + COMFYUI_EPS) / turned.norm(dim=1).clamp_min(SHORTEST)
+    magnitude = layer.tensors["magnitude"].float() * factor
     return _as_column(magnitude, layer.tensors["down"])
 
 

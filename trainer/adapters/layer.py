@@ -6,6 +6,7 @@ this package, and are compared with it by tests.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -26,6 +27,8 @@ TENSORS: Mapping[Kind, tuple[tuple[str, ...], ...]] = {
 """Names of the tensors of each kind; several sets where factors may be whole or written as a product."""
 
 
+SHORTEST = math.sqrt(torch.finfo(torch.float32).tiny)
+"""Divisor for rows that are shorter: the factor of a row of zeros is finite, and the row stays zero."""
 COLUMNS = 512
 """Columns of a weight that are rotated at a time: each stage makes copies, and small ones stay in the cache."""
 
@@ -34,7 +37,7 @@ COLUMNS = 512
 class LayerAdapter:
     """One layer's adapter, whole, on the CPU, in any floating type.
 
-    kind: `lora` also for locon.  scale: factor of the update (alpha / rank); 1 for rotations.
+    kind: `lora` also for locon.  scale: factor of the update (alpha / rank); 1 for rotations and whole lokr factors.
     tensors, for a weight of shape (out, in) or (out, in, kh, kw), r the rank:
       lora, dora  down (r, in[, kh, kw]), up (out, r[, 1, 1]); magnitude (out,), the length of each row of the result
       loha        w1_a, w2_a (out, r), w1_b, w2_b (r, in * kh * kw)
@@ -57,7 +60,7 @@ class LayerAdapter:
                 new += self.update().flatten(1)
             case "dora":
                 new += self.update().flatten(1)
-                new *= (self._fp32("magnitude") / new.norm(dim=1)).view(-1, 1)
+                new *= (self._fp32("magnitude") / new.norm(dim=1).clamp_min(SHORTEST)).view(-1, 1)
             case "diag-oft" | "boft":
                 turn = rotated if self.kind == "diag-oft" else butterfly
                 turns = rotation(self._fp32("blocks"))

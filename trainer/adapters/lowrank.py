@@ -10,6 +10,7 @@ from peft.tuners.lora import Conv2d, Linear, LoraLayer
 from peft.tuners.lora.layer import LoraVariant
 from torch import Tensor, nn
 
+from trainer.adapters.layer import SHORTEST
 from trainer.adapters.tuner import ADAPTER, Layer
 
 
@@ -52,7 +53,7 @@ class RowLengths(nn.Module):
             length = torch.linalg.vector_norm(base, dim=1, dtype=torch.float32)
             rows, gram = scale * up.float(), down.float() @ down.float().T
             grown = (rows * (2 * (base @ down.to(base.dtype).T).float() + rows @ gram)).sum(dim=1)
-            new = (length.square() + grown).clamp_min(torch.finfo(torch.float32).tiny).sqrt()
+            new = (length.square() + grown).clamp_min(SHORTEST**2).sqrt()
             # |W| - |V| without the cancellation.
             shorter = -grown / (length + new)
         excess: Tensor = (shorter + self.weight.float()) / new

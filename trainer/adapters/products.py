@@ -81,6 +81,11 @@ class Split:
     first_whole: bool
     second_whole: bool
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is no rank: the update is then not scaled."""
+        return self.first_whole and self.second_whole
+
     @classmethod
     def of(cls, layer: Layer, cfg: LokrAdapter, rank: int) -> Split:
         """Sizes as LyCORIS chooses them: a factor stays whole where its rank would be half its size or more."""
@@ -108,7 +113,10 @@ def small_factor(width: int, largest: int) -> int:
 
 
 class Lokr(_Product, LoKrLayer):  # type: ignore[misc]
-    """The update is scale * kron(w1, w2) x, factor by factor: the dense matrix is never built."""
+    """The update is scale * kron(w1, w2) x, factor by factor: the dense matrix is never built.
+
+    scale: 1 where `split.is_whole`, as in LyCORIS.
+    """
 
     def __init__(self, layer: Layer, split: Split, rank: int, scale: float, dropout: nn.Module) -> None:
         LoKrLayer.__init__(self, layer)

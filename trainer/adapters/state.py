@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
 from trainer.adapters.layer import Kind, LayerAdapter
 from trainer.adapters.tuner import ADAPTER
 from trainer.config import AdapterSection, InputError, RankAdapter
+from trainer.manifest import RECIPE
 
 BaseWeight = Callable[[str], Tensor]
 """A layer's name -> its weight without the adapter, (out, in). Asked for by dora only."""
@@ -34,11 +35,13 @@ SCALED: Mapping[Kind, tuple[str, ...]] = {"lora": ("up",), "dora": ("up",), "loh
 class TrainedAdapter(Mapping[str, LayerAdapter]):
     """The adapter that trained parameters hold: {layer, component first: its tensors}, read when asked for.
 
-    weights: by parameter name; those of no adapter are ignored.
+    weights: by parameter name; those of no adapter are ignored.  recipe: of the run that trained them.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], cfg: AdapterSection, base: BaseWeight) -> None:
-        self._weights, self._cfg, self._base = weights, cfg, base
+    def __init__(
+        self, weights: Mapping[str, Tensor], cfg: AdapterSection, base: BaseWeight, recipe: int = RECIPE
+    ) -> None:
+        self._weights, self._cfg, self._base, self._recipe = weights, cfg, base, recipe
         self._names: dict[str, dict[str, str]] = defaultdict(dict)
         for parameter in weights:
             for tensor, ending in PARAMETERS[kind_of(cfg)].items():
@@ -52,7 +55,7 @@ class TrainedAdapter(Mapping[str, LayerAdapter]):
         kind = kind_of(self._cfg)
         if kind == "dora":
             tensors["magnitude"] = row_lengths(self._base(layer)) + tensors["magnitude"]
-        return LayerAdapter(kind, tensors, scale_of(self._cfg))
+        return LayerAdapter(kind, tensors, scale_of(self._cfg, tensors, self._recipe))
 
     def __contains__(self, layer: object) -> bool:
         return layer in self._names
@@ -91,7 +94,7 @@ def parameters_of(
     tensors = {tensor: value.float() for tensor, value in found.tensors.items()}
     for tensor in SCALED.get(kind, ()):
         if tensor in tensors:
-            tensors[tensor] = tensors[tensor] * (found.scale / scale_of(cfg))
+            tensors[tensor] = tensors[tensor] * (found.scale / scale_of(cfg, tensors))
     if kind == "dora":
         tensors["magnitude"] = tensors["magnitude"] - row_lengths(base(layer))
     return {names[tensor]: value for tensor, value in tensors.items()}
@@ -102,9 +105,13 @@ def kind_of(cfg: AdapterSection) -> Kind:
     return "lora" if cfg.type == "locon" else cfg.type  # type: ignore[return-value]
 
 
-def scale_of(cfg: AdapterSection) -> float:
-    """Factor of the update: alpha / rank, and 1 for rotations."""
-    return cfg.scale if isinstance(cfg, RankAdapter) else 1.0
+def scale_of(cfg: AdapterSection, tensors: Container[str], recipe: int = RECIPE) -> float:
+    """Factor of a layer's update: alpha / rank; 1 for rotations and for a lokr of two whole matrices, as in LyCORIS.
+
+    tensors: names of the layer's.  recipe: of the run.
+    """
+    is_whole = "w1" in tensors and "w2" in tensors and recipe > 1
+    return cfg.scale if isinstance(cfg, RankAdapter) and not is_whole else 1.0
 
 
 def row_lengths(weight: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ class Photo(Picture):
     """One image with its caption and what goes with it.
 
     weight: occurrences per epoch.  loss_weight: of its loss, beside 1 for an image of the data.  mask: None where the
-    whole image is learned.
+    whole image is learned.  is_own: whether it shows what is learned, and is not a regularization image.
     """
 
     caption: str
@@ -33,6 +33,7 @@ class Photo(Picture):
     loss_weight: float = 1.0
     mask: Picture | None = None
     references: tuple[Picture, ...] = ()
+    is_own: bool = True
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def _set_aside(photos: list[Photo], count: int) -> tuple[list[Photo], list[Photo
 def _as_frequent(others: Sequence[Photo], photos: Sequence[Photo], loss_weight: float) -> list[Photo]:
     """Regularization images that together occur as often as the photos, whether there are fewer or more of them."""
     weights = sum(photo.weight for photo in photos)
-    return [replace(other, weight=weights / len(others), loss_weight=loss_weight) for other in others]
+    return [replace(other, weight=weights / len(others), loss_weight=loss_weight, is_own=False) for other in others]
 
 
 class _Scanner:

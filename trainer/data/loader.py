@@ -1,23 +1,24 @@
 """Which sample is trained when, and the examples of each step read ahead.
 
-The position is the optimizer step alone: nothing has to be saved, and a run continues at any step on any number of
-ranks with what the uninterrupted one would have read.
+The position follows from the optimizer step and the batch sizes so far: a run continues at any step on any number of
+ranks with what the uninterrupted one would have read, and with another batch size at the next sample.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from trainer.config import InputError
+from trainer.manifest import Progress
 from trainer.objectives import Example
 from trainer.rng import derived_seed, generator
 
@@ -34,10 +35,48 @@ class Item:
     dropped: bool
 
 
-class Plan(Protocol[T_co]):
-    """An endless sequence of batches. batch_size: items of each, of all ranks together."""
+@dataclass(frozen=True)
+class BatchSizes:
+    """How many samples each optimizer step of a run takes, all ranks together.
 
-    batch_size: int
+    now: of every step after those of `former`.  former: (batch size, optimizer steps) of the parts of the run that had
+    other sizes, in order.
+    """
+
+    now: int
+    former: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def after(cls, saved: Progress | None, now: int) -> BatchSizes:
+        """Those of a run that goes on, None from its begin. A checkpoint that names none has the one of its config."""
+        if saved is None:
+            return cls(now)
+        size = saved.config["train"]["batch_size"] if saved.config else now
+        return cls(now, saved.batch_sizes or ((size, saved.step),))
+
+    def of(self, step: int) -> int:
+        """Samples of a step, counted from 0."""
+        return self.before(step + 1) - self.before(step)
+
+    def before(self, step: int) -> int:
+        """Samples of all steps before this one: the global index of its first."""
+        return sum(size * steps for size, steps in self.until(step))
+
+    def until(self, step: int) -> tuple[tuple[int, int], ...]:
+        """(batch size, optimizer steps) of the parts of the first `step` steps, for `Progress.batch_sizes`."""
+        parts: list[tuple[int, int]] = []
+        for size, steps in (*self.former, (self.now, step)):
+            if parts and parts[-1][0] == size:
+                steps += parts.pop()[1]
+            taken = min(steps, step - sum(steps for _, steps in parts))
+            parts += [(size, taken)] if taken else []
+        return tuple(parts)
+
+
+class Plan(Protocol[T_co]):
+    """An endless sequence of batches."""
+
+    sizes: BatchSizes
 
     def batch(self, step: int) -> tuple[T_co, ...]:
         """The items of an optimizer step, counted from 0."""
@@ -48,28 +87,31 @@ class BatchPlan:
     """An endless sequence of full batches whose items share a batch key: a function of the arguments and the step.
 
     batch_key(item): what may share a batch.  weights: occurrences of each photo per epoch, > 0; of 1.5 the half is an
-    occurrence in every second epoch, in turns with other photos.  batch_size: items per batch, all ranks together.
-    caption_dropout: share of the items that are dropped.
+    occurrence in every second epoch, in turns with other photos.  caption_dropout: share of the items that are dropped.
+    keeps_caption: photos of which none is.
 
-    Each epoch is shuffled. An item waits until a batch of its key is full, over the end of an epoch if need be:
-    nothing is left out, and odd bucket sizes make no short batch. Raises InputError when there is no photo.
+    Each epoch is shuffled. An item waits until a batch of its key is full, over the end of an epoch or a change of the
+    batch size if need be: nothing is left out, and odd bucket sizes make no short batch. Raises InputError when there
+    is no photo.
     """
 
     def __init__(
         self,
         batch_key: Callable[[Item], Hashable],
         weights: Sequence[float],
-        batch_size: int,
+        sizes: BatchSizes,
         seed: int,
         caption_dropout: float = 0.0,
+        keeps_caption: Collection[int] = (),
     ) -> None:
         if not weights:
             raise InputError("data.path: no image is left to train on; see the warnings above")
-        self.batch_size = batch_size
+        self.sizes = sizes
         self._batch_key = batch_key
         self._weights = weights
         self._seed = seed
         self._dropout_limit = int(caption_dropout * 2**63)
+        self._keeps_caption = frozenset(keeps_caption)
         self._batches = self._all_batches()
         self._batch: tuple[Item, ...] = ()
         self._step = -1
@@ -86,12 +128,27 @@ class BatchPlan:
 
     def _all_batches(self) -> Iterator[tuple[Item, ...]]:
         waiting: defaultdict[Hashable, list[Item]] = defaultdict(list)
-        for item in self._all_items():
+        items = self._all_items()
+        for size, steps in self.sizes.former:
+            yield from islice(self._filled(size, waiting, items), steps)
+        yield from self._filled(self.sizes.now, waiting, items)
+
+    def _filled(
+        self, size: int, waiting: defaultdict[Hashable, list[Item]], items: Iterator[Item]
+    ) -> Iterator[tuple[Item, ...]]:
+        """Full batches of one size. After larger ones so much may wait that it fills some: they come first."""
+        for queue in waiting.values():
+            while len(queue) >= size:
+                batch = tuple(queue[:size])
+                del queue[:size]  # before the yield: it may be the last one that is asked for
+                yield batch
+        for item in items:
             queue = waiting[self._batch_key(item)]
             queue.append(item)
-            if len(queue) == self.batch_size:
-                yield tuple(queue)
+            if len(queue) == size:
+                batch = tuple(queue)
                 queue.clear()
+                yield batch
 
     def _all_items(self) -> Iterator[Item]:
         for epoch in count():
@@ -111,6 +168,8 @@ class BatchPlan:
         return int(whole) + math.floor((epoch + 1) * part + phase) - math.floor(epoch * part + phase)
 
     def _is_dropped(self, epoch: int, photo: int, copy: int) -> bool:
+        if photo in self._keeps_caption:
+            return False
         # The seed is itself uniform over 63 bits; seeding a generator with it to draw one number takes 4x as long.
         return derived_seed(self._seed, "caption_dropout", epoch, photo, copy) < self._dropout_limit
 
@@ -119,8 +178,8 @@ class BatchPlan:
 class MicroBatch:
     """The part of a step that one rank trains in one pass; all examples share a batch key.
 
-    indices: global sample index of each example (step x batch size + position).  weights: of their losses, 0 for
-    padding.
+    indices: global sample index of each example: the samples of all steps before + its position.  weights: of their
+    losses, 0 for padding.
     """
 
     examples: tuple[Example, ...]
@@ -152,7 +211,7 @@ class Loader(Generic[T]):
         self._fetch = fetch
         self._loss_weight = loss_weight
         self._rank = rank
-        per_rank = math.ceil(plan.batch_size / world_size)
+        per_rank = math.ceil(plan.sizes.now / world_size)
         self._num_passes = math.ceil(per_rank / micro_batch)
         self._pass_size = math.ceil(per_rank / self._num_passes)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
@@ -183,10 +242,10 @@ class Loader(Generic[T]):
         return [self._load_pass(step, batch, range(start, start + self._pass_size)) for start in starts]
 
     def _load_pass(self, step: int, batch: tuple[T, ...], positions: range) -> MicroBatch:
-        last = len(batch) - 1
+        last, first_index = len(batch) - 1, self._plan.sizes.before(step)
         present = [min(position, last) for position in positions]
         return MicroBatch(
             examples=tuple(self._fetch(batch[position]) for position in present),
-            indices=tuple(step * len(batch) + position for position in present),
+            indices=tuple(first_index + position for position in present),
             weights=tuple(self._loss_weight(batch[p]) if p <= last else 0.0 for p in positions),
         )

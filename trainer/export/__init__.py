@@ -40,11 +40,11 @@ def export(
     if not saved:
         raise InputError(f"{run.path}: has no complete checkpoint to export; resume the run first")
     family = families.make(cfg, cache)
-    weights = checkpoint.StoredWeights(saved[-1])
+    weights, progress = checkpoint.StoredWeights(saved[-1]), manifest.progress_of(saved[-1])
     into = folder or run.export
     if cfg.export_what == "adapter":
-        return export_adapter(cfg, into, family, weights, reference or weights, manifest.steps_in(saved[-1]))
-    return [export_model(cfg, into, family, weights, reference or weights)]
+        return export_adapter(cfg, into, family, weights, reference or weights, progress)
+    return [export_model(cfg, into, family, weights, reference or weights, progress.recipe)]
 
 
 def hand_over(stage: Stage, run: RunDir, cache: Path, reference: Mapping[str, Tensor]) -> None:

@@ -20,6 +20,7 @@ from trainer.config import RunConfig
 from trainer.export.drafts import Exported, draft
 from trainer.export.metadata import adapter_metadata
 from trainer.families.base import ImageFamily, ModelFamily
+from trainer.manifest import Progress
 from trainer.trained import BaseWeights, TrainedModel, component_of, naming
 
 # Rounding of up to four factors to the file's type, relative to the size of the update. One layer of few numbers may be
@@ -37,15 +38,15 @@ def export_adapter(
     family: ModelFamily,
     weights: Mapping[str, Tensor],
     reference: Mapping[str, Tensor],
-    step: int,
+    progress: Progress,
 ) -> list[Exported]:
     """Write the adapter in `export.format`, one file or several, and read each back with another program's code.
 
-    step: after which it has these weights. Returns the files, the main one first.
+    progress: after which it has these weights. Returns the files, the main one first.
     """
     base = BaseWeights(family)
     # Whole in memory: an adapter is small, and the writer looks at a layer more than once.
-    trained, expected = (dict(TrainedModel(cfg, base, of).layers) for of in (weights, reference))
+    trained, expected = (dict(TrainedModel(cfg, base, of, progress.recipe).layers) for of in (weights, reference))
     dtype = cfg.export.dtype
     files = adapter_files(trained, cfg.export.format, naming(family), base.layer, DTYPES[dtype])
     paths = [file.path(folder, _stem(cfg)) for file in files]
@@ -53,7 +54,7 @@ def export_adapter(
     with ExitStack() as drafts:
         for file, path in zip(files, paths, strict=True):
             written = drafts.enter_context(draft(path))
-            file.write(written, adapter_metadata(cfg, family, step))
+            file.write(written, adapter_metadata(cfg, family, progress.step))
             held = {n: layer for n, layer in expected.items() if file.component in ("", component_of(n))}
             differences.append(verify_adapter(written, file.readers, family, held, dtype))
     return [Exported(path, difference) for path, difference in zip(paths, differences, strict=True)]

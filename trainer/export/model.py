@@ -33,15 +33,20 @@ ENCODER_STEM = "model"
 
 
 def export_model(
-    cfg: RunConfig, folder: Path, family: ModelFamily, weights: Mapping[str, Tensor], reference: Mapping[str, Tensor]
+    cfg: RunConfig,
+    folder: Path,
+    family: ModelFamily,
+    weights: Mapping[str, Tensor],
+    reference: Mapping[str, Tensor],
+    recipe: int,
 ) -> Exported:
     """Write base + adapter, or all weights of a full fine-tune, and compare what was written with `reference`.
 
     Returns a folder that diffusers loads (with one folder per component where several are trained), or a single file.
-    Memory: one tensor, as often as merging takes.
+    recipe: of the run. Memory: one tensor, as often as merging takes.
     """
     base = BaseWeights(family)
-    model, expected = (TrainedModel(cfg, base, of) for of in (weights, reference))
+    model, expected = (TrainedModel(cfg, base, of, recipe) for of in (weights, reference))
     name = f"{cfg.name}-{cfg.export_what}"
     if cfg.export.format in SINGLE_FILES:
         tensors = _original_tensors(family)

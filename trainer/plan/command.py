@@ -32,7 +32,10 @@ def show(preset: Path, overrides: Sequence[str], runs: Path, gpus: str | None, a
     hardware = named(gpus) if gpus else detected()
     if hardware and hardware.count and gpus:
         overrides = (*overrides, f"parallel.devices={hardware.count}")
-    cfg = configfile.load(preset, overrides).config
+    loaded = configfile.load(preset, overrides)
+    for note in loaded.notes:
+        print(f"note: {note}", file=sys.stderr)
+    cfg = loaded.config
     cache = shared_cache(cfg, runs)
     parts = [configfile.of_stage(cfg, index) for index in range(len(cfg.stages))] or [cfg]
     looks = [_look(part, hardware.card if hardware else None, cache, exactly) for part in parts]
