@@ -112,7 +112,7 @@ def check_files(loaded: ConfigFile) -> None:
 
 
 def check_start(loaded: ConfigFile) -> None:
-    """Raises ConfigError for what a new run may not combine, and when the file its adapter starts from does not exist."""
+    """Raises ConfigError for what a new run may not combine, and for a missing file that its adapter starts from."""
     config = loaded.config
     stages = [of_stage(config, index) for index in range(len(config.stages))]
     _refuse(loaded, list(dict.fromkeys(problem for part in (config, *stages) for problem in start_rules(part))))
