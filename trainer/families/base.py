@@ -274,6 +274,14 @@ class ImageFamily(ModelFamily):
         Collective when the encoder is sharded.
         """
 
+    def dropped_text(self, empty: Example, caption: Example) -> Example:
+        """What is trained in place of a caption that is dropped: `empty`, in a shape that may share its batch.
+
+        empty: what `encode_text` made of the empty caption.  caption: the shapes of what it made of this one, on the
+        meta device.
+        """
+        return empty
+
     @abstractmethod
     def encode_image(self, encoder: Any, image: Image.Image) -> Example:
         """One RGB image whose sides are multiples of `size_multiple`, on the CPU, without batch dim.
