@@ -6,6 +6,7 @@ It knows nothing of sharding, adapters or files of a run; it is given a way to l
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -26,6 +27,7 @@ from trainer.config import (
     Section,
     not_one_of,
 )
+from trainer.families._dropout import asked_dropout, dropout_warning
 from trainer.families._folder import DIFFUSERS_STEM, ModelFolder
 from trainer.objectives import Batch, Example, Loss, Shift
 from trainer.rng import SampleRng
@@ -182,12 +184,22 @@ class ModelFamily(ABC):
         return None
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
-        """Sentences about this model and config that a user should read before training; the run starts anyway."""
-        return ()
+        """Sentences about this model and config that a user should read before training; the run starts anyway.
+
+        A family that has more to say adds to these.
+        """
+        configs = {self.component_folder(name) / "config.json": self.component_config(name) for name in self.live}
+        asked = {file: asked_dropout(config) for file, config in configs.items()}
+        return tuple(dropout_warning(file, fields) for file, fields in asked.items() if fields)
 
     def component_folder(self, component: str) -> Path:
         """Where the component's config.json lies."""
         return self.folder / component
+
+    def component_config(self, component: str) -> Mapping[str, Any]:
+        """Everything that the published configs say of the component."""
+        config: dict[str, Any] = json.loads((self.component_folder(component) / "config.json").read_text("utf-8"))
+        return config
 
     def is_target(self, layer: str) -> bool:
         """Whether adapters change the linear layer by default. layer: with its component, `transformer.proj_out`."""
