@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 
 from tests.families.common import batch_of, edit_json, examples, make
 from tests.runs import alone, difference, make_run, make_text, run_config, steps_of, text_config
-from trainer import families
+from trainer import adapters, families
 from trainer.config import RunConfig
+from trainer.encode import Say
 from trainer.events import AnyEvent, WarningEvent
+from trainer.export import export
 from trainer.families.base import ModelFamily
 from trainer.modules import LoadedModel, build_model, load_model
 from trainer.objectives import Example
@@ -141,9 +144,9 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_the_gradient_is_that_of_a_model_without_dropout_also_where_blocks_are_recomputed(kind: Kind) -> None:
     found, recomputed = (kind.model(0.1, again).gradient() for again in ("none", "full"))
-    assert relative(recomputed, found) == 0
+    assert relative(recomputed, found) <= TOLERANCE
     if kind.name != "phimoe":  # whose router has router_jitter_noise for a threshold too, in eval mode as well
-        assert relative(found, kind.model(0.0, "none").gradient()) == 0
+        assert relative(found, kind.model(0.0, "none").gradient()) <= TOLERANCE
 
 
 def test_four_rows_cost_together_what_they_cost_one_by_one_and_nothing_is_drawn(kind: Kind) -> None:
@@ -237,31 +240,39 @@ class Runs:
         from transformers import AutoConfig
 
         self._text, self._changes = text, changes
-        self._root = text.parent / kind
-        self._base = self._root / "base"
-        tiny = families.make(text_config(text), self._root / "cache").folder
+        self.root = text.parent / kind
+        self._base = self.root / "base"
+        tiny = families.make(text_config(text), self.root / "cache").folder
         self._base.mkdir(parents=True, exist_ok=True)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copyfile(tiny / name, self._base / name)
         config = with_dropout(AutoConfig.for_model(kind, **KINDS[kind]).to_dict(), 0.1)[0]
         (self._base / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
-    def trained(self, name: str, steps: int = 4, **changes: Any) -> tuple[list[float], dict[str, Tensor], list[str]]:
-        """Train to this step and save, or go on to it. Returns losses, trained weights and warnings."""
+    def run(self, name: str, **changes: Any) -> tuple[RunConfig, RunDir]:
+        """A run of four steps, or the one of this name."""
         model = {"family": "causal_lm", "path": "random", "base": str(self._base)}
         cfg = text_config(self._text, model=model, train__steps=4, **self._changes, **changes)
-        folder = self._root / name
-        run = RunDir(folder) if folder.exists() else make_run(self._root, cfg, name)
-        events: list[AnyEvent] = []
-        trainer = Trainer(cfg, run, alone(), self._root / "cache", events.append)
+        folder = self.root / name
+        return cfg, RunDir(folder) if folder.exists() else make_run(self.root, cfg, name)
+
+    @contextmanager
+    def trainer(self, name: str, say: Say = lambda event: None, **changes: Any) -> Iterator[Trainer]:
+        trainer = Trainer(*self.run(name, **changes), alone(), self.root / "cache", say)
         try:
+            yield trainer
+        finally:
+            trainer.close()
+
+    def trained(self, name: str, steps: int = 4, **changes: Any) -> tuple[list[float], dict[str, Tensor], list[str]]:
+        """Train to this step and save, or go on to it. Returns losses, trained weights and warnings."""
+        events: list[AnyEvent] = []
+        with self.trainer(name, events.append, **changes) as trainer:
             while trainer.step < steps:
                 trainer.train_step()
             trainer._save_last()
             warnings = [event.message for event in events if isinstance(event, WarningEvent)]
             return [event.loss for event in steps_of(events)], trainer.trained_weights(), warnings
-        finally:
-            trainer.close()
 
 
 FULL: dict[str, Any] = {"adapter__type": "none"}
@@ -290,3 +301,27 @@ def test_a_run_repeats_goes_on_and_is_the_same_in_passes_of_any_size_and_with_re
         found, moved, _ = runs.trained(name, **other)
         assert found == pytest.approx(losses, abs=0, rel=TOLERANCE)
         assert difference(moved, weights) <= 10 * TOLERANCE
+
+
+def test_the_adapters_own_dropout_is_on_in_training_and_off_in_validation(text: Path) -> None:
+    held_out = make_text(text.parent / "held-out", 3)
+    runs = Runs("starcoder2", text, {"optim__lr": 1e-2, "data__validation": str(held_out)})
+    with runs.trainer("dropping", adapter__dropout=0.5) as trainer, runs.trainer("plain") as plain:
+        first, second = ([one.train_step().loss for one in (trainer, plain)] for _ in range(2))
+        assert first[0] == first[1]  # nothing is added yet
+        assert abs(second[0] - second[1]) > 1e-4
+        validated = trainer.validate()
+        for dropout in adapters.dropouts(trainer.model):
+            dropout.p = 0.0
+        assert trainer.validate() == validated
+
+
+def test_an_exported_config_keeps_the_dropout_it_was_published_with(text: Path) -> None:
+    runs = Runs("starcoder2", text, FULL)
+    runs.trained("exported")
+    exported = export(*runs.run("exported"), runs.root / "cache")[0].path / "config.json"
+    shares = with_dropout(json.loads(exported.read_text("utf-8")), 0.1)
+    assert shares == (
+        json.loads(exported.read_text("utf-8")),
+        ["attention_dropout", "embedding_dropout", "residual_dropout"],
+    )
