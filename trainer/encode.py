@@ -61,6 +61,8 @@ class EncodedPrompt:
 class EncodedData:
     """Everything a run feeds to the model, by cache key. negative, empty: the negative and the empty caption.
 
+    dropped_text: the family's.
+
     Besides what the family encodes, an example holds "mask" (h, w), weights of the loss per latent pixel, where the
     data have masks, and "reference_0", "reference_1" and so on (..., h, w), the latents of its reference images.
     """
@@ -71,6 +73,7 @@ class EncodedData:
     prompts: tuple[EncodedPrompt, ...]
     negative: str
     empty: str
+    dropped_text: Callable[[Example, Example], Example]
 
     def example(self, item: Item) -> Example:
         """One training example: latents with the caption's embeddings, or the empty caption's where it is dropped."""
@@ -101,7 +104,8 @@ class EncodedData:
         return self.train[item.photo].photo.loss_weight
 
     def _joined(self, encoded: EncodedPhoto, dropped: bool, read: Callable[[str], Example]) -> Example:
-        example = read(encoded.latents) | read(self.empty if dropped else encoded.text)
+        text = self.dropped_text(read(self.empty), self.cache.shapes(encoded.text)) if dropped else read(encoded.text)
+        example = read(encoded.latents) | text
         if encoded.mask is not None:
             example |= read(encoded.mask)
         return example | _reference_latents(encoded.references, read)
@@ -218,6 +222,7 @@ class _DataEncoder:
             self._encoded_prompts(texts, samples, latents),
             texts[self.cfg.sample.negative],
             texts[""],
+            self.family.dropped_text,
         )
 
     @cached_property

@@ -71,12 +71,17 @@ class BuiltModel:
 def build_model(cfg: RunConfig, family: ModelFamily) -> BuiltModel:
     """Build -> quantize -> inject, without a byte of weights.
 
+    The base is in eval mode from here on, in training too: whatever its architecture draws from torch's own generator
+    (dropout, LayerDrop, jitter of a router) would depend on rank and pass, and differ in a recompute. The adapter's
+    layers, `SampleDropout` among them, are in training mode.
+
     Raises InputError for an adapter that does not fit the model, or patterns that match no layer.
     """
     model = nn.ModuleDict({name: family.build(name) for name in family.live})
     _freeze_base(model, cfg, family)
     if cfg.quantize.format != "none":
         quantize_layers(model, _stored_formats(model, cfg, family))
+    model.eval()
     return BuiltModel(model, _inject_adapter(model, cfg, family))
 
 
@@ -111,7 +116,6 @@ def load_model(
         listener.note(kernel)
     parameters = dict(model.named_parameters())
     _draw_adapter(parameters, injected, cfg.train.seed)
-    model.train()
     return LoadedModel(model, strategy, mesh, built.trainables, bytes_read, injected)
 
 

@@ -436,15 +436,17 @@ class Trainer:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Inside: eval mode, no gradients, the weights to evaluate with, and nothing gathered from before."""
+        """Inside: no dropout, no gradients, the weights to evaluate with, and nothing gathered from before."""
         reshard(self.model)
         self.place.enter("evaluation")
         self.checkpointer.wait_for_copy()
-        self.model.eval()
+        for dropout in self._dropouts:
+            dropout.eval()
         with torch.no_grad(), evaluation_weights(self.optimizer, self.parameters, self.ema):
             yield
             reshard(self.model)
-        self.model.train()
+        for dropout in self._dropouts:
+            dropout.train()
 
     def _state(self) -> checkpoint.TrainState:
         return checkpoint.TrainState(self.model, self.trainables, self.optimizer, self._evaluation_tensors())

@@ -81,7 +81,6 @@ def allocated(cfg: RunConfig, cache: Path, world: World) -> int:
             materialize(built.module, cfg, torch.device("cpu"))
             for tensor in (*built.module.parameters(), *built.module.buffers()):
                 torch.nn.init.zeros_(tensor)
-            built.module.train()
             optimizer = make_optimizer(list(built.trainables.values()), cfg.optim)
             for _ in range(2):
                 batch = batch_of(family, SIZE, torch.bfloat16, torch.device("cpu"))

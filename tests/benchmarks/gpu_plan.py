@@ -93,7 +93,6 @@ def _run(cfg: RunConfig, device: torch.device, cache: Path) -> float:
         shard_model(built.module, cfg, family, strategy, device_mesh(cfg.parallel, world, strategy))
         materialize(built.module, cfg, device)
         _fill(built.module)
-        built.module.train()
         optimizer = make_optimizer(list(built.trainables.values()), cfg.optim)
         seconds = 0.0
         for _ in range(STEPS):

@@ -32,14 +32,20 @@ from tests.families.common import (
     sampled_times,
     without_bar,
 )
+from tests.runs import alone, run_config
+from trainer import families
 from trainer.config import ObjectiveConfig, SampleConfig
+from trainer.data.loader import BatchPlan
+from trainer.encode import batch_keys, encode_data
 from trainer.families._images import pack
 from trainer.families._packed_vae import latent_statistics
 from trainer.families.flux3 import ARCHITECTURES, Flux3, image_ids, text_ids
+from trainer.modules import encoder_loader
 from trainer.objectives import Shift, add_noise, draw_sigma
 from trainer.rng import SampleRng
 
 CAPTIONS = ["a red fox", "", "a long caption of many words " * 10]
+TWO_WINDOWS = "a caption of many words " * 6
 
 
 @dataclass
@@ -173,6 +179,35 @@ def test_loss_is_the_error_of_the_transformers_velocity_at_the_drawn_timestep(fa
     assert loss.weight.item() == 2
 
 
+def test_a_dropped_caption_costs_what_the_pipelines_empty_prompt_does_in_the_window_of_its_caption(family, pipeline):
+    encoder, model, rng = family.text_encoder(load), model_of(family), SampleRng(5, [8, 9])
+    empty, long = (family.encode_text(encoder, caption) for caption in ("", TWO_WINDOWS))
+    dropped = family.dropped_text(empty, {key: tensor.to("meta") for key, tensor in long.items()})
+    items = [item | text for item, text in zip(examples(family, 2), (long, dropped), strict=True)]
+    assert len({family.batch_key(item) for item in items}) == 1
+    loss = family.loss(model, batch_of(family, items), rng)
+    with torch.no_grad():
+        embeds = [
+            Flux3TextEncoderStep._get_qwen3_vl_prompt_embeds(
+                pipeline.text_encoder, pipeline.tokenizer, prompt, pad_multiple=160, hidden_states_layers=(1, 2)
+            )
+            for prompt in (TWO_WINDOWS, "")
+        ]
+    torch.testing.assert_close(dropped["prompt_embeds"], embeds[1][0], **SAME)
+    latents = torch.stack([item["latents"] for item in items])
+    sigma = draw_sigma(ObjectiveConfig(shift="constant", shift_factor=6.93), Shift(), 2 * 4, rng)
+    noise = rng.normal("noise", (16, 2, 4))
+    predicted = pipeline.transformer(
+        hidden_states=pack(add_noise(latents, noise, sigma)),
+        encoder_hidden_states=torch.cat(embeds),
+        timestep=sigma,
+        img_ids=_prepare_image_ids(2, 4, 0.5),
+        txt_ids=Flux3TextRoPEInputsStep._prepare_text_ids(embeds[0]),
+    ).sample
+    errors = (predicted - pack(noise - latents)).square().mean(dim=(1, 2))
+    torch.testing.assert_close(loss.total, errors.sum(), atol=1e-5, rtol=0)
+
+
 def test_every_weight_gets_a_gradient_but_those_of_reference_images_which_are_never_trained(family):
     (item,) = examples(family, 1)
 
@@ -279,3 +314,21 @@ def test_the_fingerprint_follows_the_encoders_and_their_use(cache, copied):
     assert make("flux3", cache, str(copied), text_layers=(2, 1)).fingerprint() != first
     edit_json(copied / "vae" / "config.json", batch_norm_eps=1e-3)
     assert from_disk(cache, copied).fingerprint() != first
+
+
+# Dropped captions
+
+
+def test_dropped_captions_are_mixed_with_long_ones_and_fill_no_batch(tmp_path):
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    for number in range(20):
+        picture(64, 64, number).save(pictures / f"{number}.png")
+        (pictures / f"{number}.txt").write_text(f"{TWO_WINDOWS}, number {number}", encoding="utf-8")
+    cfg = run_config(pictures, model__family="flux3", data__caption_dropout=0.1, train__batch_size=8)
+    flux3, world = families.make(cfg, tmp_path), alone()
+    data = encode_data(cfg, flux3, encoder_loader(cfg, world), tmp_path, world, lambda event: None)
+    plan = BatchPlan(batch_keys(flux3, data), [1.0] * 20, 8, cfg.train.seed, cfg.data.caption_dropout)
+    dropped = [sum(item.dropped for item in plan.batch(step)) for step in range(400)]
+    assert {len(data.example(item)["prompt_embeds"]) for item in plan.batch(399)} == {160}
+    assert (sum(count == 8 for count in dropped), sum(0 < count < 8 for count in dropped)) == (0, 225)

@@ -135,6 +135,10 @@ class BagelFamily(MultimodalFamily):
     def component_folder(self, component: str) -> Path:
         return self.folder
 
+    def component_config(self, component: str) -> Mapping[str, Any]:
+        """Its network has no dropout, whatever these ask for."""
+        return {name: self._folder.read(name) for name in ("config.json", *NEEDED)}
+
     def build(self, component: str) -> Bagel:
         with torch.device("meta"):
             return Bagel(self.sizes)

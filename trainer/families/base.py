@@ -6,6 +6,7 @@ It knows nothing of sharding, adapters or files of a run; it is given a way to l
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -29,6 +30,7 @@ from trainer.config import (
     not_one_of,
 )
 from trainer.facts import Distilled
+from trainer.families._dropout import asked_dropout, dropout_warning
 from trainer.families._folder import DIFFUSERS_STEM, ModelFolder
 from trainer.objectives import Batch, Example, Loss, Shift
 from trainer.rng import SampleRng
@@ -188,12 +190,22 @@ class ModelFamily(ABC):
         return None
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
-        """Sentences about this model and config that a user should read before training; the run starts anyway."""
-        return ()
+        """Sentences about this model and config that a user should read before training; the run starts anyway.
+
+        A family that has more to say adds to these.
+        """
+        configs = {self.component_folder(name) / "config.json": self.component_config(name) for name in self.live}
+        asked = {file: asked_dropout(config) for file, config in configs.items()}
+        return tuple(dropout_warning(file, fields) for file, fields in asked.items() if fields)
 
     def component_folder(self, component: str) -> Path:
         """Where the component's config.json lies."""
         return self.folder / component
+
+    def component_config(self, component: str) -> Mapping[str, Any]:
+        """Everything that the published configs say of the component."""
+        config: dict[str, Any] = json.loads((self.component_folder(component) / "config.json").read_text("utf-8"))
+        return config
 
     def is_target(self, layer: str) -> bool:
         """Whether adapters change the linear layer by default. layer: with its component, `transformer.proj_out`."""
@@ -291,6 +303,14 @@ class ImageFamily(ModelFamily):
 
         Collective when the encoder is sharded.
         """
+
+    def dropped_text(self, empty: Example, caption: Example) -> Example:
+        """What is trained in place of a caption that is dropped: `empty`, in a shape that may share its batch.
+
+        empty: what `encode_text` made of the empty caption.  caption: the shapes of what it made of this one, on the
+        meta device.
+        """
+        return empty
 
     @abstractmethod
     def encode_image(self, encoder: Any, image: Image.Image) -> Example:

@@ -210,6 +210,11 @@ class CausalLM(TextFamily):
     def component_folder(self, component: str) -> Path:
         return self.folder
 
+    def component_config(self, component: str) -> Mapping[str, Any]:
+        """With transformers' defaults for what the file leaves out."""
+        config: dict[str, Any] = self._config.to_dict()
+        return config
+
     def build(self, component: str) -> nn.Module:
         model: nn.Module = _built(self._folder, self._config)
         return model

@@ -140,6 +140,16 @@ class Flux3(ImageFamily):
         states = hidden_states(encoder.model, tokens, self._text_layers)
         return {"prompt_embeds": torch.cat(states, dim=-1)[0].cpu()}
 
+    def dropped_text(self, empty: Example, caption: Example) -> Example:
+        """In as many windows as the caption, which the model is given together with it.
+
+        Padding stands behind the text, at one position, and sees the text alone: all its states are the same, in a
+        window of any length. The chat template never fills a window, so that the last one is of padding.
+        """
+        states = empty["prompt_embeds"]
+        missing = caption["prompt_embeds"].shape[0] - states.shape[0]
+        return {"prompt_embeds": torch.cat([states, states[-1:].expand(missing, -1)])}
+
     @torch.no_grad()
     def encode_image(self, encoder: Any, image: Image.Image) -> Example:
         return {"latents": encode_packed(encoder, image)[0].cpu()}

@@ -360,7 +360,6 @@ def sharded_model(built: BuiltModel, cfg: RunConfig, family: ModelFamily, device
             materialize(built.module, cfg, device)
         for buffer in built.module.buffers():
             ledger.hold(buffer, "buffers")
-        built.module.train()
         sharded = Sharded(built, cfg, family, ledger, device)
         stack.enter_context(watched_groups(built.module, sharded.moments))
         yield sharded
