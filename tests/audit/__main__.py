@@ -14,10 +14,10 @@ from types import ModuleType
 import diffusers
 import transformers
 
-from tests.audit import bagel, families, language_models, samples
+from tests.audit import adapters, bagel, families, language_models, loop, samples
 from tests.audit.check import Check
 
-MODULES: tuple[ModuleType, ...] = (families, bagel, language_models, samples)
+MODULES: tuple[ModuleType, ...] = (families, bagel, language_models, samples, adapters, loop)
 """Each has a tuple CHECKS, and a table under the first line of its docstring."""
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "AUDIT.md"
 PACKAGES = ("torch", "diffusers", "transformers", "peft")

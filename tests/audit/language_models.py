@@ -45,7 +45,14 @@ NETWORKS: Mapping[str, Mapping[str, Any]] = {
     "mistral, window 16": {"model_type": "mistral", "sliding_window": 16},
     "gemma3, window 16": {"model_type": "gemma3_text", "query_pre_attn_scalar": 8, **LAYERS},
     "phi": {"model_type": "phi"},
-    "gpt2": {"model_type": "gpt2", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "gpt2, with its dropout of 0.1": {"model_type": "gpt2"},
+    "starcoder2, dropout 0.1": {
+        "model_type": "starcoder2",
+        "attention_dropout": 0.1,
+        "residual_dropout": 0.1,
+        "embedding_dropout": 0.1,
+    },
+    "qwen3, dropout 0.1": {"model_type": "qwen3", "attention_dropout": 0.1},
 }
 
 

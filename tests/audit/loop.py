@@ -46,8 +46,6 @@ BATCH = 5
 STEPS = 10
 RANK, ALPHA = 4, 2.0
 DROPOUT = 0.3
-REGULARIZATION_KEEPS_CAPTIONS = False
-"""Whether the captions of regularization pictures are never dropped."""
 
 Tensors = dict[str, Tensor]
 FOLDERS = {"often": (1.5, 3), "seldom": (0.7, 4)}
@@ -199,7 +197,7 @@ def encoded_pictures(family: ImageFamily, cfg: RunConfig, folder: Path) -> list[
     empty = family.encode_text(text_encoder, "")
     total = sum(weight * number for weight, number in FOLDERS.values())
     folders = [(name, weight, number, 1.0, False) for name, (weight, number) in FOLDERS.items()]
-    kept = (total / NUM_REGULARIZATION, NUM_REGULARIZATION, LOSS_WEIGHT, REGULARIZATION_KEEPS_CAPTIONS)
+    kept = (total / NUM_REGULARIZATION, NUM_REGULARIZATION, LOSS_WEIGHT, True)
     pictures = []
     for name, weight, number, loss_weight, keeps_caption in (*folders, (REGULARIZATION, *kept)):
         for i in range(number):

@@ -44,17 +44,17 @@ SIX = {"steps": 6, "guidance": 4.5, "negative": NEGATIVE}
 STEPS = {"num_inference_steps": 6}
 NEGATED = STEPS | {"negative_prompt": NEGATIVE}
 GUIDED = NEGATED | {"guidance_scale": 4.5}
-FOUR = {"steps": 4, "guidance": 1.0}
 ZERO_SNR = {SCHEDULER: ZERO_TERMINAL}
 DISTILLED = {"model_index.json": {"is_distilled": True}}
 
 DRAWINGS = (
     # Models with guidance embedding, or distilled from guidance, read no negative prompt.
     Drawing(Model("flux1 dev", "flux1", "dev"), SIX, STEPS | {"guidance_scale": 4.5}),
-    Drawing(Model("flux1 schnell", "flux1", "schnell"), FOUR, {"num_inference_steps": 4, "guidance_scale": 0.0}),
+    # Distilled models at our defaults, and as their publishers draw.
+    Drawing(Model("flux1 schnell", "flux1", "schnell"), {}, {"num_inference_steps": 4, "guidance_scale": 0.0}),
     Drawing(Model("flux2 dev", "flux2", "dev"), SIX, STEPS | {"guidance_scale": 4.5}),
     Drawing(Model("flux2 klein", "flux2", "klein-4b"), SIX, GUIDED, is_quick=True),
-    Drawing(Model("flux2 klein, distilled", "flux2", "klein-4b", edits=DISTILLED), FOUR, {"num_inference_steps": 4}),
+    Drawing(Model("flux2 klein, distilled", "flux2", "klein-4b", edits=DISTILLED), {}, {"num_inference_steps": 4}),
     Drawing(Model("flux3", "flux3"), SIX, GUIDED),
     Drawing(Model("sd3 medium", "sd3", "sd3-medium"), SIX, GUIDED),
     Drawing(Model("sd3.5 medium", "sd3", "sd35-medium"), SIX, GUIDED),
@@ -65,7 +65,7 @@ DRAWINGS = (
     Drawing(Model("z_image", "z_image", "z-image"), SIX, NEGATED | {"guidance_scale": 3.5}),
     Drawing(
         Model("z_image turbo", "z_image", "z-image-turbo"),
-        {"steps": 8, "guidance": 1.0},
+        {},
         {"num_inference_steps": 8, "guidance_scale": 0.0},
     ),
 )
