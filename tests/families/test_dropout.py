@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.distributed import run_ranks
 from tests.families.common import batch_of, edit_json, examples, make
-from tests.runs import alone, difference, make_run, make_text, run_config, steps_of, text_config
+from tests.runs import alone, difference, make_run, make_text, run_config, steps_of, text_config, train
 from trainer import adapters, families
 from trainer.config import RunConfig
 from trainer.encode import Say
@@ -301,6 +302,16 @@ def test_a_run_repeats_goes_on_and_is_the_same_in_passes_of_any_size_and_with_re
         found, moved, _ = runs.trained(name, **other)
         assert found == pytest.approx(losses, abs=0, rel=TOLERANCE)
         assert difference(moved, weights) <= 10 * TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RUNS)
+def test_two_ranks_train_what_one_trains(text: Path, kind: str) -> None:
+    runs = Runs(kind, text, RUNS[kind])
+    losses, weights, _ = runs.trained("alone")
+    found = run_ranks(2, train, *runs.run("ranks", parallel__devices=2, parallel__strategy="full"))[0]
+    assert found.losses == pytest.approx(losses, abs=0, rel=TOLERANCE)
+    assert difference(found.weights, weights) <= 10 * TOLERANCE
 
 
 def test_the_adapters_own_dropout_is_on_in_training_and_off_in_validation(text: Path) -> None:
