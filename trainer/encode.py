@@ -63,6 +63,7 @@ class EncodedData:
 
     Besides what the family encodes, an example holds "mask" (h, w), weights of the loss per latent pixel, where the
     data have masks, and "reference_0", "reference_1" and so on (..., h, w), the latents of its reference images.
+    with_size: whether it also holds "original_size" (2,), height and width of the photo's file.
     """
 
     cache: ExampleCache
@@ -71,6 +72,7 @@ class EncodedData:
     prompts: tuple[EncodedPrompt, ...]
     negative: str
     empty: str
+    with_size: bool = False
 
     def example(self, item: Item) -> Example:
         """One training example: latents with the caption's embeddings, or the empty caption's where it is dropped."""
@@ -104,6 +106,8 @@ class EncodedData:
         example = read(encoded.latents) | read(self.empty if dropped else encoded.text)
         if encoded.mask is not None:
             example |= read(encoded.mask)
+        if self.with_size:
+            example["original_size"] = torch.tensor([encoded.photo.height, encoded.photo.width])
         return example | _reference_latents(encoded.references, read)
 
 
@@ -216,6 +220,7 @@ class _DataEncoder:
             self._encoded_prompts(texts, samples, latents),
             texts[self.cfg.sample.negative],
             texts[""],
+            self.family.reads_original_size,
         )
 
     @cached_property
