@@ -77,7 +77,7 @@ def read_schedule(folder: ModelFolder, objective: ObjectiveConfig) -> NoiseSched
     if edm:
         raise InputError(
             f"model.path {folder.single}: its tensor '{edm[0]}' marks a model of EDM (continuous noise levels), which "
-            "is not trained here; name a model that predicts noise or velocity on the schedule of SDXL"
+            "is not trained here; name a model that predicts noise or velocity"
         )
     reading = _Reading(folder, folder.read(CONFIG), markers, objective)
     prediction, is_zero_terminal = reading.prediction(), reading.is_zero_terminal()
@@ -218,10 +218,10 @@ def make_sampler(
         scheduler = kind.from_config(settings)
         with warnings.catch_warnings():
             # Some give numpy a tensor to copy, of which numpy 2 warns.
-            warnings.filterwarnings("ignore", message="__array__ implementation", category=DeprecationWarning)
+            warnings.filterwarnings("ignore", message="__array_", category=DeprecationWarning)
             scheduler.set_timesteps(num_steps, device=device)
     except (ImportError, ValueError, NotImplementedError) as error:
-        raise InputError(f"{name} refuses its settings ({' '.join(str(error).split())})") from error
+        raise InputError(f"{name} refuses {num_steps} steps or its settings ({_line(error)})") from error
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(0)
     return Sampler(scheduler, {"generator": generator} if "generator" in _parameters(kind.step) else {})
@@ -235,7 +235,7 @@ def _sampler_class(name: str, schedule: NoiseSchedule) -> Any:
     try:
         settings, steps, needs = _parameters(kind.__init__), _parameters(kind.set_timesteps), _parameters(kind.step)
     except ImportError as error:
-        raise InputError(f"{name} cannot be loaded ({' '.join(str(error).split())})") from error
+        raise InputError(f"{name} cannot be loaded ({_line(error)})") from error
     required = [one for one in needs if needs[one].default is inspect.Parameter.empty]
     is_known = required == ["self", "model_output", "timestep", "sample"] and "num_inference_steps" in steps
     if not is_known or not {"beta_start", "prediction_type"} <= settings.keys():
@@ -247,3 +247,7 @@ def _sampler_class(name: str, schedule: NoiseSchedule) -> Any:
 
 def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(function).parameters
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -166,7 +166,10 @@ class Sdxl(ImageFamily):
         _, reason = self._sampler_class(cfg.sample)
         if reason is None or not cfg.sample.prompts:
             return self._schedule.sentences
-        sentence = f"samples are drawn with Euler's method: {reason}; set sample.scheduler: euler to say so yourself"
+        sentence = (
+            f"samples are drawn with Euler's method: {reason}; set sample.scheduler: euler, or name another sampler in "
+            f"{self.folder / 'model_index.json'}"
+        )
         return (*self._schedule.sentences, sentence)
 
     def build(self, component: str) -> nn.Module:
