@@ -337,9 +337,9 @@ class ObjectiveConfig(Section):
     prediction: Literal["auto", "epsilon", "v_prediction"] = "auto"
     """What a model of discrete diffusion predicts: the noise (epsilon) or the velocity. auto: what the single file says
     by its marker `v_pred`, else what the scheduler's config of the model's folder says."""
-    zero_terminal_snr: bool | None = None
+    zero_terminal_snr: Literal["auto", "on", "off"] = "auto"
     """Whether the noise schedule of discrete diffusion ends in pure noise (arXiv 2305.08891), as that of many models
-    that predict velocity, which then draw very dark and very bright images. Samples begin at that end. Empty: what
+    that predict velocity, which can then draw very dark and very bright images. Samples begin at that end. auto: what
     the single file says by its marker `ztsnr`, else what the scheduler's config of the model's folder says."""
     min_snr_gamma: Number | None = option(None, gt=0, le=100)
     """Limit of the signal-to-noise weight in discrete diffusion (arXiv 2303.09556); 5 is usual. Empty: no weighting."""
@@ -741,11 +741,11 @@ def _quantize_rules(cfg: RunConfig) -> Iterator[Problem]:
 
 
 def _objective_rules(cfg: RunConfig) -> Iterator[Problem]:
-    if cfg.objective.zero_terminal_snr and cfg.objective.prediction == "epsilon":
+    if cfg.objective.zero_terminal_snr == "on" and cfg.objective.prediction == "epsilon":
         yield Problem(
             "objective.zero_terminal_snr",
-            "true needs a model that predicts velocity: noise is all there is at the last timestep; set "
-            "objective.prediction: v_prediction, or leave it empty",
+            "on needs a model that predicts velocity: noise is all there is at the last timestep; set "
+            "objective.prediction: v_prediction, or set this to auto",
             depends_on=("objective.prediction",),
         )
 

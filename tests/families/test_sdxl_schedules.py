@@ -43,11 +43,13 @@ from trainer.events import WarningEvent
 from trainer.export import export
 from trainer.families.sdxl import Sdxl
 from trainer.modules import encoder_loader
+from trainer.plan.record import on_this_machine
 from trainer.rng import SampleRng
 from trainer.weights import read_tensor
 
 VELOCITY = ("v_pred", "ztsnr")
 SCHEDULER = "scheduler/scheduler_config.json"
+SLOW = pytest.mark.slow
 # numpy 2 warns of how diffusers' schedulers make their noise levels.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_")
 
@@ -115,19 +117,31 @@ def test_the_loss_of_a_file_with_markers_is_that_of_diffusers_scheduler_and_velo
     torch.testing.assert_close(loss.total, errors.sum(), atol=0, rtol=1e-6)
 
 
-@pytest.mark.parametrize("markers", [VELOCITY, ("v_pred",)], ids="+".join)
+@pytest.mark.parametrize(
+    ("markers", "sampler"),
+    [
+        (VELOCITY, "EulerDiscreteScheduler"),
+        pytest.param(("v_pred",), "EulerDiscreteScheduler", marks=SLOW),
+        pytest.param(VELOCITY, "EulerAncestralDiscreteScheduler", marks=SLOW),
+        pytest.param(VELOCITY, "DDIMScheduler", marks=SLOW),
+        pytest.param(VELOCITY, "DPMSolverMultistepScheduler", marks=SLOW),
+    ],
+)
 def test_a_file_with_markers_is_drawn_as_in_diffusers_at_the_matching_scheduler_config(
-    cache: Path, sdxl: Sdxl, pipeline: Any, original: Any, tmp_path: Path, markers: tuple[str, ...]
+    cache: Path, copied: Path, pipeline: Any, original: Any, tmp_path: Path, markers: tuple[str, ...], sampler: str
 ) -> None:
-    file = single_file(tmp_path / "mine.safetensors", original, markers)
-    family = make("sdxl", cache, str(file), str(sdxl.folder))
+    name_sampler(copied, sampler)
+    family = make("sdxl", cache, str(single_file(tmp_path / "mine.safetensors", original, markers)), str(copied))
     changes: dict[str, Any] = {"prediction_type": "v_prediction"}
     if "ztsnr" in markers:
         changes |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
-    pipeline.scheduler = EulerDiscreteScheduler.from_config(
-        json.loads((sdxl.folder / SCHEDULER).read_text()), **changes
-    )
+    pipeline.scheduler = getattr(diffusers, sampler).from_pretrained(copied, subfolder="scheduler", **changes)
     assert_draws_as(pipeline, family)
+
+
+def name_sampler(folder: Path, name: str, **settings: Any) -> None:
+    edit_json(folder / "model_index.json", scheduler=["diffusers", name])
+    edit_json(folder / SCHEDULER, **{"_class_name": name, **settings})
 
 
 def assert_draws_as(pipeline: Any, family: Sdxl, steps: int = 4) -> Image.Image:
@@ -174,7 +188,7 @@ SAID: dict[str, tuple[tuple[str, ...] | None, dict[str, Any], dict[str, Any], tu
         VELOCITY,
         {},
         {},
-        (f"{FILE}: has the marker v_pred and ztsnr; it is trained and sampled as one that predicts velocity, with "
+        (f"{FILE}: has the markers v_pred and ztsnr; it is trained and sampled as one that predicts velocity, with "
          "zero-terminal SNR", "v_prediction", True),
     ),
     "v_pred alone counts more than the folder": (
@@ -186,9 +200,9 @@ SAID: dict[str, tuple[tuple[str, ...] | None, dict[str, Any], dict[str, Any], tu
     ),
     "the field counts more than the markers": (
         VELOCITY,
-        {"zero_terminal_snr": False},
+        {"zero_terminal_snr": "off"},
         {},
-        (f"{FILE}: has the marker v_pred and ztsnr; it is trained and sampled as one that predicts velocity, without "
+        (f"{FILE}: has the markers v_pred and ztsnr; it is trained and sampled as one that predicts velocity, without "
          "zero-terminal SNR", "v_prediction", False),
     ),
     "ztsnr alone and a prediction": (
@@ -202,7 +216,7 @@ SAID: dict[str, tuple[tuple[str, ...] | None, dict[str, Any], dict[str, Any], tu
         VELOCITY,
         {"prediction": "epsilon"},
         {},
-        (f"{FILE}: has the marker v_pred and ztsnr; it is trained and sampled as one that predicts noise, without "
+        (f"{FILE}: has the markers v_pred and ztsnr; it is trained and sampled as one that predicts noise, without "
          f"zero-terminal SNR\nobjective.prediction: epsilon contradicts the marker v_pred of {FILE}, which says that "
          "it predicts velocity; leave the field out unless you mean to change what the model predicts",
          "epsilon", False),
@@ -222,15 +236,15 @@ SAID: dict[str, tuple[tuple[str, ...] | None, dict[str, Any], dict[str, Any], tu
         None,
         {},
         {"rescale_betas_zero_snr": True},
-        (f"{BASE.replace('base', 'path', 1)} has rescale_betas_zero_snr with prediction_type epsilon: the last "
-         "timestep is noise alone and teaches nothing; set objective.zero_terminal_snr: false, or "
-         "objective.prediction: v_prediction if the model predicts velocity", "epsilon", True),
+        (f"{BASE.replace('base', 'path', 1)} has rescale_betas_zero_snr, but noise is predicted: the last timestep "
+         "is noise alone and teaches nothing; set objective.zero_terminal_snr: off, or objective.prediction: "
+         "v_prediction if the model predicts velocity", "epsilon", True),
     ),
     "a field against the folder": (
-        None, {"zero_terminal_snr": False}, ZERO_FOLDER, ("", "v_prediction", False)
+        None, {"zero_terminal_snr": "off"}, ZERO_FOLDER, ("", "v_prediction", False)
     ),
     "a field beyond the folder": (
-        None, {"zero_terminal_snr": True}, VELOCITY_FOLDER, ("", "v_prediction", True)
+        None, {"zero_terminal_snr": "on"}, VELOCITY_FOLDER, ("", "v_prediction", True)
     ),
 }  # fmt: skip
 """{case: (markers of a file, None for a folder; objective; changes of the folder; sentences, prediction, zero?)}"""
@@ -258,10 +272,10 @@ def test_objective_file_and_folder_decide_in_this_order_and_what_differs_is_said
         (("ztsnr",), {}, f"{FILE}: has the marker ztsnr (zero-terminal SNR) without v_pred, so what it predicts is not "
          "known; set objective.prediction: v_prediction, as all known models with zero-terminal SNR, or epsilon, as "
          "ComfyUI takes it"),
-        ((), {"zero_terminal_snr": True}, "objective.zero_terminal_snr: true needs a model that predicts velocity, but "
-         f"{BASE} has prediction_type epsilon; set objective.prediction: v_prediction, or leave it empty"),
+        ((), {"zero_terminal_snr": "on"}, "objective.zero_terminal_snr: on needs a model that predicts velocity, but "
+         f"{BASE} has prediction_type epsilon; set objective.prediction: v_prediction, or set this to auto"),
         (("edm_mean", "edm_std"), {}, f"{FILE}: its tensor 'edm_mean' marks a model of EDM (continuous noise levels), "
-         "which is not trained here; name a model that predicts noise or velocity on the schedule of SDXL"),
+         "which is not trained here; name a model that predicts noise or velocity"),
     ],
     ids=["ztsnr alone", "noise with zero-terminal SNR", "EDM"],
 )  # fmt: skip
@@ -282,8 +296,8 @@ def test_a_run_on_a_file_with_markers_says_so_once_and_exports_what_is_read_and_
     run = make_run(tmp_path, cfg, "run")
     said = [event.message for event in train(alone(), cfg, run).events if isinstance(event, WarningEvent)]
     assert said == [
-        f"model.path {file}: has the marker v_pred and ztsnr; it is trained and sampled as one that predicts velocity, "
-        "with zero-terminal SNR"
+        f"model.path {file}: has the markers v_pred and ztsnr; it is trained and sampled as one that predicts "
+        "velocity, with zero-terminal SNR"
     ]
     cache = tmp_path / "cache"
     adapter, single, folder = (
@@ -310,14 +324,20 @@ def test_a_run_on_a_file_with_markers_says_so_once_and_exports_what_is_read_and_
 
 
 def test_the_field_cannot_be_set_with_a_prediction_of_noise(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="true needs a model that predicts velocity: noise is all there is at the"):
-        run_config(tmp_path, model={"family": "sdxl"}, objective={"prediction": "epsilon", "zero_terminal_snr": True})
+    with pytest.raises(ValueError, match="on needs a model that predicts velocity: noise is all there is at the"):
+        run_config(tmp_path, model={"family": "sdxl"}, objective={"prediction": "epsilon", "zero_terminal_snr": "on"})
+
+
+def test_a_published_model_is_planned_without_the_file_that_says_what_it_predicts(tmp_path: Path) -> None:
+    away = {"family": "sdxl", "path": "noob.safetensors", "base": "a/b", "options": {"architecture": "base"}}
+    cfg = run_config(tmp_path, model=away, objective={"zero_terminal_snr": "on"})
+    family = families.make(on_this_machine(cfg, tmp_path), tmp_path)
+    assert family.build("unet").conv_in.weight.shape == (320, 4, 3, 3)
 
 
 # Samplers
 
 
-SLOW = pytest.mark.slow
 SAMPLERS = [
     ("DPMSolverMultistepScheduler", {"algorithm_type": "dpmsolver++", "use_karras_sigmas": True}),
     ("EulerAncestralDiscreteScheduler", {}),
@@ -337,11 +357,6 @@ SAMPLERS = [
         ]
     ),
 ]
-
-
-def name_sampler(folder: Path, name: str, **settings: Any) -> None:
-    edit_json(folder / "model_index.json", scheduler=["diffusers", name])
-    edit_json(folder / SCHEDULER, **{"_class_name": name, **settings})
 
 
 @pytest.mark.parametrize(("name", "settings"), SAMPLERS)
@@ -388,7 +403,7 @@ def test_a_sampler_that_cannot_be_used_is_replaced_by_eulers_method_and_the_reas
 ) -> None:
     name_sampler(copied, name)
     zero = name == "HeunDiscreteScheduler"
-    objective = ObjectiveConfig(prediction="v_prediction", zero_terminal_snr=True) if zero else None
+    objective = ObjectiveConfig(prediction="v_prediction", zero_terminal_snr="on") if zero else None
     family, plain = make("sdxl", cache, str(copied), objective=objective), make("sdxl", cache, objective=objective)
     sample = {"prompts": ["a fox"], "steps": 60, "size": [32, 32]}
     cfg = run_config(copied, model={"family": "sdxl"}, sample=sample)
@@ -399,6 +414,8 @@ def test_a_sampler_that_cannot_be_used_is_replaced_by_eulers_method_and_the_reas
     assert remedy == f"sample.scheduler: euler, or name another sampler in {copied / 'model_index.json'}"
     for without in ({"prompts": []}, {"scheduler": "euler"}):
         assert family.warnings(run_config(copied, model={"family": "sdxl"}, sample=sample | without)) == ()
+    if zero:
+        assert family.changed_configs[SCHEDULER]["_class_name"] == "EulerDiscreteScheduler"
     if name == "LCMScheduler":
         assert drawn(family, cfg.sample) == drawn(plain, cfg.sample)
 

@@ -128,13 +128,13 @@ class _Reading:
 
     def is_zero_terminal(self) -> bool:
         wanted, prediction = self.objective.zero_terminal_snr, self.prediction()
-        if wanted and prediction == "epsilon":
+        if wanted == "on" and prediction == "epsilon":
             raise InputError(
-                f"objective.zero_terminal_snr: true needs a model that predicts velocity, but {self._place} has "
-                "prediction_type epsilon; set objective.prediction: v_prediction, or leave it empty"
+                f"objective.zero_terminal_snr: on needs a model that predicts velocity, but {self._place} has "
+                "prediction_type epsilon; set objective.prediction: v_prediction, or set this to auto"
             )
-        if wanted is not None:
-            return wanted
+        if wanted != "auto":
+            return wanted == "on"
         if self.markers and prediction == "v_prediction":
             return ZERO_TERMINAL in self.markers
         return self.folder_is_zero_terminal
@@ -146,8 +146,8 @@ class _Reading:
         how = f"trained and sampled as one that predicts {'velocity' if is_velocity else 'noise'}, {ends} zero-terminal"
         file, is_auto = f"model.path {self.folder.single}", self.objective.prediction == "auto"
         if self.markers:
-            names = " and ".join(name for name in MARKERS if name in self.markers)
-            yield f"{file}: has the marker {names}; it is {how} SNR"
+            names = [name for name in MARKERS if name in self.markers]
+            yield f"{file}: has the marker{'s' * (len(names) > 1)} {' and '.join(names)}; it is {how} SNR"
         if V_PREDICTION in self.markers and not is_velocity:
             yield (
                 f"objective.prediction: epsilon contradicts the marker {V_PREDICTION} of {file}, which says that it "
@@ -160,9 +160,9 @@ class _Reading:
             )
         if is_zero_terminal and not is_velocity:
             yield (
-                f"{self._place} has rescale_betas_zero_snr with prediction_type epsilon: the last timestep is noise "
-                "alone and teaches nothing; set objective.zero_terminal_snr: false, or objective.prediction: "
-                "v_prediction if the model predicts velocity"
+                f"{self._place} has rescale_betas_zero_snr, but noise is predicted: the last timestep is noise alone "
+                "and teaches nothing; set objective.zero_terminal_snr: off, or objective.prediction: v_prediction if "
+                "the model predicts velocity"
             )
 
     @property

@@ -160,7 +160,9 @@ class Sdxl(ImageFamily):
 
     @property
     def changed_configs(self) -> Mapping[str, Mapping[str, Any]]:
-        return {CONFIG: self._schedule.config} if self._schedule.is_changed else {}
+        """With the sampler's class, for one that has no zero-terminal SNR would leave it out without a word."""
+        name, _ = self._sampler_class(SampleConfig())
+        return {CONFIG: {**self._schedule.config, "_class_name": name}} if self._schedule.is_changed else {}
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
         _, reason = self._sampler_class(cfg.sample)
@@ -451,13 +453,12 @@ class Sdxl(ImageFamily):
         2307.01952, sec. 2.2). Whole numbers: bf16 would round many above 256.
         """
         height, width = (side * self._pixels_per_latent for side in latents.shape[-2:])
-        size = torch.tensor([height, width], device=latents.device).expand(latents.shape[0], 2)
-        original = size
-        if original_size is not None:
-            # Images are scaled until they cover their size: enlarged where either side was shorter.
-            is_enlarged = (original_size < size).any(dim=1, keepdim=True)
-            original = torch.where(is_enlarged, original_size, size)
-        return torch.cat([original, torch.zeros_like(size), size], dim=1)
+        ids = torch.tensor([height, width, 0, 0, height, width], device=latents.device).expand(latents.shape[0], 6)
+        if original_size is None:
+            return ids
+        # Images are scaled until they cover their size: enlarged where either side was shorter.
+        is_enlarged = (original_size < ids[:, 4:]).any(dim=1, keepdim=True)
+        return torch.cat([torch.where(is_enlarged, original_size, ids[:, :2]), ids[:, 2:]], dim=1)
 
     def _snr_weight(self, alpha_bar: Tensor) -> Tensor:
         gamma, prediction = self.objective.min_snr_gamma, self._schedule.prediction
