@@ -339,7 +339,12 @@ class ObjectiveConfig(Section):
     shift_factor: Number = option(3.0, gt=0, le=100)
     """Multiplicative shift for `shift: constant`."""
     prediction: Literal["auto", "epsilon", "v_prediction"] = "auto"
-    """What a model of discrete diffusion predicts. auto: what its scheduler's config says."""
+    """What a model of discrete diffusion predicts: the noise (epsilon) or the velocity. auto: what the single file says
+    by its marker `v_pred`, else what the scheduler's config of the model's folder says."""
+    zero_terminal_snr: Literal["auto", "on", "off"] = "auto"
+    """Whether the noise schedule of discrete diffusion ends in pure noise (arXiv 2305.08891), as that of many models
+    that predict velocity, which can then draw very dark and very bright images. Samples begin at that end. auto: what
+    the single file says by its marker `ztsnr`, else what the scheduler's config of the model's folder says."""
     min_snr_gamma: Number | None = option(None, gt=0, le=100)
     """Limit of the signal-to-noise weight in discrete diffusion (arXiv 2303.09556); 5 is usual. Empty: no weighting."""
     guidance: Number = option(1.0, ge=0, le=100)
@@ -444,6 +449,9 @@ class SampleConfig(Section):
     """Guidance scale of the samples. Empty: 4. A distilled model is always drawn without."""
     seed: Whole = option(0, ge=0, le=2**31 - 1)
     """Seed of the samples: the same noise at every step."""
+    scheduler: Literal["auto", "euler"] = "auto"
+    """Sampler of a model of discrete diffusion. auto: that of the model's folder, with which its pipeline in diffusers
+    draws, as DPM++ or Euler ancestral. euler: Euler's method, whatever the folder names."""
     references: tuple[str, ...] = option((), path="file")
     """Image files to sample from, one per prompt in their order, for edit training."""
     tokens: Whole = option(100, ge=1, le=65536, unit="tokens")
@@ -607,6 +615,7 @@ def rules(cfg: RunConfig) -> Iterator[Problem]:
     yield from _model_rules(cfg)
     yield from _adapter_rules(cfg)
     yield from _quantize_rules(cfg)
+    yield from _objective_rules(cfg)
     yield from _optim_rules(cfg)
     yield from _strategy_rules(cfg)
     yield from _group_rules(cfg)
@@ -743,6 +752,16 @@ def _quantize_rules(cfg: RunConfig) -> Iterator[Problem]:
             f"{quantize.format} is for what is frozen, but the whole model is trained; train an adapter "
             "(adapter.type), or set none",
             depends_on=("adapter.type", "model.train"),
+        )
+
+
+def _objective_rules(cfg: RunConfig) -> Iterator[Problem]:
+    if cfg.objective.zero_terminal_snr == "on" and cfg.objective.prediction == "epsilon":
+        yield Problem(
+            "objective.zero_terminal_snr",
+            "on needs a model that predicts velocity: noise is all there is at the last timestep; set "
+            "objective.prediction: v_prediction, or set this to auto",
+            depends_on=("objective.prediction",),
         )
 
 

@@ -61,10 +61,10 @@ class EncodedPrompt:
 class EncodedData:
     """Everything a run feeds to the model, by cache key. negative, empty: the negative and the empty caption.
 
-    dropped_text: the family's.
-
     Besides what the family encodes, an example holds "mask" (h, w), weights of the loss per latent pixel, where the
     data have masks, and "reference_0", "reference_1" and so on (..., h, w), the latents of its reference images.
+    dropped_text: the family's.  with_size: whether an example also holds "original_size" (2,), height and width of the
+    photo's file.
     """
 
     cache: ExampleCache
@@ -74,6 +74,7 @@ class EncodedData:
     negative: str
     empty: str
     dropped_text: Callable[[Example, Example], Example]
+    with_size: bool = False
 
     def example(self, item: Item) -> Example:
         """One training example: latents with the caption's embeddings, or the empty caption's where it is dropped."""
@@ -108,6 +109,8 @@ class EncodedData:
         example = read(encoded.latents) | text
         if encoded.mask is not None:
             example |= read(encoded.mask)
+        if self.with_size:
+            example["original_size"] = torch.tensor([encoded.photo.height, encoded.photo.width])
         return example | _reference_latents(encoded.references, read)
 
 
@@ -223,6 +226,7 @@ class _DataEncoder:
             texts[self.cfg.sample.negative],
             texts[""],
             self.family.dropped_text,
+            self.family.reads_original_size,
         )
 
     @cached_property

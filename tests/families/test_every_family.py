@@ -45,6 +45,7 @@ OBJECTIVE: dict[str, Any] = {
     "shift": "none",
     "shift_factor": 2.0,
     "prediction": "epsilon",
+    "zero_terminal_snr": "on",
     "min_snr_gamma": 5.0,
     "guidance": 3.5,
     "text_weight": 2.0,

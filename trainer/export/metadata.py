@@ -22,6 +22,7 @@ def model_metadata(cfg: RunConfig, family: ModelFamily) -> dict[str, str]:
         "modelspec.resolution": f"{cfg.data.resolution}x{cfg.data.resolution}",
         "modelspec.date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "modelspec.trigger_phrase": cfg.data.trigger,
+        **family.file_metadata,
     }
 
 

@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -89,6 +90,9 @@ def _write_folder(
         plan = {name: (DTYPES[cfg.export.dtype], shape) for name, shape in base.shapes(component).items()}
         _write_shards(place, stem, plan, partial(model.tensor, component))
         differences.append(_verify_component(place, component, cfg, family, expected))
+    for name, config in family.changed_configs.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     return max(differences)
 
 
@@ -163,7 +167,9 @@ def _write_single_file(
 ) -> None:
     plan = {fused.name: _planned(fused, base.shapes(component), cfg.export.dtype) for component, fused in tensors}
     made = (fused.join([model.tensor(component, part) for part in fused.parts]) for component, fused in tensors)
-    write_stream(file, plan, made, model_metadata(cfg, family))
+    markers = dict.fromkeys(family.file_markers, torch.empty(0))
+    plan |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in markers.items()}
+    write_stream(file, plan, chain(made, markers.values()), model_metadata(cfg, family))
 
 
 def _planned(fused: Fused, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> Planned:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -81,18 +81,30 @@ class ModelFolder:
         """A component's tensors. stem: name of its files without number and ending."""
         return WeightFiles.read(safetensors_in(self.path / component, stem), rename)
 
+    def markers(self, names: Iterable[str]) -> frozenset[str]:
+        """Those of some tensors that the single file has."""
+        stored = WeightFiles.read([self.single]).entries if self.single else {}
+        return frozenset(name for name in names if name in stored)
+
     def denoiser_weights(
-        self, component: str, empty: nn.Module, layout: Iterable[Fused] = (), stem: str = DIFFUSERS_STEM
+        self,
+        component: str,
+        empty: nn.Module,
+        layout: Iterable[Fused] = (),
+        stem: str = DIFFUSERS_STEM,
+        markers: Collection[str] = (),
     ) -> WeightFiles:
         """The tensors of `empty`, the denoiser, from its own file if there is one.
 
         component: its folder, empty where its files lie beside the other parts.  layout: of the files its publishers
-        and other programs write, which are read as well as diffusers'.  stem: as for `weights`.
+        and other programs write, which are read as well as diffusers'.  stem: as for `weights`.  markers: names of
+        tensors that only say how the model was trained.
         Raises InputError when there are tensors that the model does not have.
         """
         files = [self.single] if self.single else safetensors_in(self.path / component, stem)
         shapes = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items()}
-        weights = WeightFiles.read(files).by_our_names(layout, shapes)
+        read = WeightFiles.read(files, lambda key: None if key in markers else key)
+        weights = read.by_our_names(layout, shapes)
         unknown = sorted(weights.entries.keys() - shapes.keys())
         if unknown:
             raise InputError(

@@ -43,8 +43,10 @@ equally often; without it is whole and in its own type. Buffers that are in no f
 
 FLOW_FIELDS = frozenset({"density", "logit_mean", "logit_std", "mode_scale", "shift", "shift_factor"})
 """What a family trained by flow matching reads of the section `objective`; "guidance" besides where it is told one."""
-DIFFUSION_FIELDS = frozenset({"prediction", "min_snr_gamma"})
+DIFFUSION_FIELDS = frozenset({"prediction", "zero_terminal_snr", "min_snr_gamma"})
 """What a family trained by discrete diffusion reads of it."""
+DIFFUSION_SAMPLE = frozenset({"scheduler"})
+"""Fields of the section `sample` that only mean something to such a family."""
 TEXT_DATA = frozenset({"length", "shuffle_window"})
 """Fields of the section `data` that only mean something to language models."""
 TEXT_SAMPLE = frozenset({"tokens", "temperature"})
@@ -185,6 +187,21 @@ class ModelFamily(ABC):
         return self._folder.path
 
     @property
+    def file_markers(self) -> tuple[str, ...]:
+        """Empty tensors by which other programs know how a model in its original layout was trained."""
+        return ()
+
+    @property
+    def file_metadata(self) -> Mapping[str, str]:
+        """What the header of exported files says besides of this kind of model."""
+        return {}
+
+    @property
+    def changed_configs(self) -> Mapping[str, Mapping[str, Any]]:
+        """{path in the model's folder: config} of what was trained with other values than the folder has."""
+        return {}
+
+    @property
     def peft_fields(self) -> Mapping[str, str] | None:
         """What peft's config says of the model, where peft alone reads its adapters."""
         return None
@@ -270,8 +287,10 @@ class ImageFamily(ModelFamily):
     trains_on = "images"
     shift: ClassVar[Shift] = Shift()
     """What `objective.shift` means for it, in flow matching."""
+    reads_original_size: ClassVar[bool] = False
+    """Whether a training example holds "original_size" (2,) int64: height and width in pixels of the image's file."""
     data_fields = frozenset(DataConfig.model_fields) - TEXT_DATA - QUESTION_DATA
-    sample_fields = frozenset(SampleConfig.model_fields) - TEXT_SAMPLE - QUESTION_SAMPLE
+    sample_fields = frozenset(SampleConfig.model_fields) - TEXT_SAMPLE - QUESTION_SAMPLE - DIFFUSION_SAMPLE
 
     @property
     def is_distilled(self) -> bool:
@@ -369,7 +388,7 @@ class MultimodalFamily(ImageFamily):
     """
 
     data_fields = frozenset(DataConfig.model_fields) - TEXT_DATA
-    sample_fields = frozenset(SampleConfig.model_fields)
+    sample_fields = frozenset(SampleConfig.model_fields) - DIFFUSION_SAMPLE
     losses = ("images", "text")
     diffusers_adapters = frozenset()
 

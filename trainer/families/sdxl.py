@@ -8,9 +8,8 @@ text encoder in training `<component>.ids` (L,) int64 instead. All with a batch 
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +18,7 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from PIL import Image
 from torch import Tensor, nn
 
-from trainer.config import CompleteSample, InputError, ModelConfig, ObjectiveConfig
+from trainer.config import CompleteSample, InputError, ModelConfig, ObjectiveConfig, RunConfig, SampleConfig
 from trainer.facts import Distilled
 from trainer.families._clip import (
     CLIP_G,
@@ -30,6 +29,15 @@ from trainer.families._clip import (
     clip_tokens,
     tiny_clip,
     write_tiny_clip_tokenizer,
+)
+from trainer.families._diffusion import (
+    CONFIG,
+    EULER,
+    MARKERS,
+    choose_sampler,
+    make_sampler,
+    read_schedule,
+    sampler_name,
 )
 from trainer.families._flow import asked, guided
 from trainer.families._folder import (
@@ -43,12 +51,11 @@ from trainer.families._folder import (
 from trainer.families._images import device_of
 from trainer.families._ldm import clip_layout, open_clip_layout, unet_layout, vae_key, vae_layout
 from trainer.families._vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
-from trainer.families.base import DIFFUSION_FIELDS, ImageFamily, LoadModule
+from trainer.families.base import DIFFUSION_FIELDS, DIFFUSION_SAMPLE, ImageFamily, LoadModule
 from trainer.objectives import (
     Batch,
     Example,
     Loss,
-    Prediction,
     diffuse,
     diffusion_target,
     draw_timestep,
@@ -125,6 +132,8 @@ class Sdxl(ImageFamily):
     size_multiple = 32  # 8 pixels per latent pixel, and the U-Net halves these twice
     options_read = frozenset({"architecture", "distilled"})
     objective_fields = DIFFUSION_FIELDS
+    sample_fields = ImageFamily.sample_fields | DIFFUSION_SAMPLE
+    reads_original_size = True
     single_file = (*components, "vae")
     # transformers dropped the first encoder's `text_model`; files of other programs have it.
     kohya_prefixes: ClassVar = {
@@ -147,12 +156,41 @@ class Sdxl(ImageFamily):
         self._architecture: Any = self.build("unet").config
         self._check_unet()
         check_architecture(model, self._folder, ARCHITECTURES, self._found())
-        self._scheduler = self._scheduler_config()
-        self._alpha_bar = _alpha_bar(self._scheduler)
+        self._schedule = read_schedule(self._folder, objective)
+        if self.is_distilled:
+            # Distilled from pure noise on, the last timestep, which the spacing `leading` never reaches.
+            self._schedule = replace(self._schedule, config={**self._schedule.config, "timestep_spacing": "trailing"})
+        self._alpha_bar = self._schedule.alpha_bar()
 
     @property
     def model_spec(self) -> str:
         return "stable-diffusion-xl-v1-base"
+
+    @property
+    def file_markers(self) -> tuple[str, ...]:
+        return self._schedule.markers
+
+    @property
+    def file_metadata(self) -> Mapping[str, str]:
+        """Source of name and values: the modelspec standard, version 1.0.1."""
+        return {"modelspec.prediction_type": "v" if self._schedule.prediction == "v_prediction" else "epsilon"}
+
+    @property
+    def changed_configs(self) -> Mapping[str, Mapping[str, Any]]:
+        """With the sampler's class, for one that has no zero-terminal SNR would leave it out without a word."""
+        name, _ = self._sampler_class(self.drawn_with(SampleConfig()))
+        return {CONFIG: {**self._schedule.config, "_class_name": name}} if self._schedule.is_changed else {}
+
+    def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
+        sentences = (*super().warnings(cfg), *self._schedule.sentences)
+        _, reason = self._sampler_class(self.drawn_with(cfg.sample))
+        if reason is None or not cfg.sample.prompts:
+            return sentences
+        sentence = (
+            f"samples are drawn with Euler's method: {reason}; set sample.scheduler: euler, or name another sampler in "
+            f"{self.folder / 'model_index.json'}"
+        )
+        return (*sentences, sentence)
 
     def build(self, component: str) -> nn.Module:
         """Also of "vae". The first text encoder comes without its last layer, whose output nothing reads."""
@@ -169,7 +207,9 @@ class Sdxl(ImageFamily):
     def weights(self, component: str) -> WeightFiles:
         """Also of "vae". A single file's own encoders go with its U-Net: models made from SDXL often train all."""
         if component == "unet":
-            return self._folder.denoiser_weights(component, self.build(component), self.layout(component))
+            return self._folder.denoiser_weights(
+                component, self.build(component), self.layout(component), markers=MARKERS
+            )
         return self._original(component) or self._from_folder(component)
 
     def layout(self, component: str) -> tuple[Fused, ...]:
@@ -227,8 +267,9 @@ class Sdxl(ImageFamily):
         alpha_bar = self._alpha_bar.to(latents.device)[timestep]
         noise = rng.normal("noise", latents.shape[1:])
         states, pooled = self._conditions(model, batch)
-        prediction = self._predict(model, diffuse(latents, noise, alpha_bar), timestep, states, pooled)
-        target = diffusion_target(self._prediction, latents, noise, alpha_bar)
+        noisy = diffuse(latents, noise, alpha_bar)
+        prediction = self._predict(model, noisy, timestep, states, pooled, batch.get("original_size"))
+        target = diffusion_target(self._schedule.prediction, latents, noise, alpha_bar)
         errors = squared_error(prediction, target, batch.get("mask")) * self._snr_weight(alpha_bar)
         return total_loss(errors, batch["weight"])
 
@@ -244,7 +285,9 @@ class Sdxl(ImageFamily):
     ) -> Image.Image:
         device = device_of(encoder)
         states, pooled = self._asked(model, text, negative, cfg, device)
-        scheduler = self._sampler(cfg.steps, device)
+        (generator,) = rng.generators("sampler")
+        sampler = make_sampler(self._sampler_class(cfg)[0], self._schedule, cfg.steps, generator, device)
+        scheduler = sampler.scheduler
         width, height = (side // self._pixels_per_latent for side in cfg.size)
         latents = rng.normal("sample", (self._architecture.in_channels, height, width)).to(device)
         latents = latents * scheduler.init_noise_sigma
@@ -252,7 +295,7 @@ class Sdxl(ImageFamily):
             scaled = scheduler.scale_model_input(latents, timestep).expand(len(states), -1, -1, -1)
             predictions = self._predict(model, scaled, timestep.expand(len(states)), states, pooled)
             prediction = guided(list(predictions.chunk(len(states))), cfg.guidance)
-            latents = scheduler.step(prediction, timestep, latents, return_dict=False)[0]
+            latents = sampler.step(prediction, timestep, latents)
         return decode_latents(encoder, latents)
 
     def load_adapter_file(self, model: nn.ModuleDict, file: Path) -> None:
@@ -327,11 +370,6 @@ class Sdxl(ImageFamily):
     def _pixels_per_latent(self) -> int:
         return int(2 ** (len(self._vae["block_out_channels"]) - 1))
 
-    @property
-    def _prediction(self) -> Prediction:
-        kind: Prediction = self._scheduler["prediction_type"]
-        return kind
-
     def _original(self, component: str) -> WeightFiles | None:
         """The tensors of an encoder or the VAE from the single file, if that holds them."""
         return self._folder.original_weights(self._whole(component), self.layout(component))
@@ -376,20 +414,6 @@ class Sdxl(ImageFamily):
                 f"features, the text encoders give {width}; download the folder again"
             )
 
-    def _scheduler_config(self) -> dict[str, Any]:
-        """The folder's, with what the model predicts decided."""
-        config = self._folder.read("scheduler/scheduler_config.json")
-        wanted = self.objective.prediction
-        kind = config.get("prediction_type", "epsilon") if wanted == "auto" else wanted
-        if kind not in ("epsilon", "v_prediction"):
-            raise InputError(
-                f"{self._folder.field} {self.folder}: scheduler/scheduler_config.json has prediction_type {kind}; "
-                "set objective.prediction to epsilon or v_prediction"
-            )
-        # Models of few steps were distilled from pure noise on, the last timestep, which `leading` never reaches.
-        spacing = {"timestep_spacing": "trailing"} if self.is_distilled else {}
-        return config | {"prediction_type": kind} | spacing
-
     def _conditions(self, model: nn.ModuleDict, batch: Batch) -> tuple[Tensor, Tensor]:
         """Hidden states of both encoders (B, L, D1 + D2) and the pooled text (B, P), fp32."""
         found = dict(batch)
@@ -417,54 +441,54 @@ class Sdxl(ImageFamily):
         return states, pooled
 
     def _predict(
-        self, model: nn.ModuleDict, latents: Tensor, timestep: Tensor, states: Tensor, pooled: Tensor
+        self,
+        model: nn.ModuleDict,
+        latents: Tensor,
+        timestep: Tensor,
+        states: Tensor,
+        pooled: Tensor,
+        original_size: Tensor | None = None,
     ) -> Tensor:
-        """What the U-Net predicts, fp32. latents: (B, 4, h, w).  timestep: (B,).  states, pooled: `_conditions`."""
+        """What the U-Net predicts, fp32. latents: (B, 4, h, w).  timestep: (B,).  states, pooled: `_conditions`.
+
+        original_size: of `_time_ids`.
+        """
         prediction: Tensor = model["unet"](
             latents,
             timestep=timestep,
             encoder_hidden_states=states,
-            added_cond_kwargs={"text_embeds": pooled, "time_ids": self._time_ids(latents)},
+            added_cond_kwargs={"text_embeds": pooled, "time_ids": self._time_ids(latents, original_size)},
             return_dict=False,
         )[0]
         return prediction.float()
 
-    def _time_ids(self, latents: Tensor) -> Tensor:
+    def _time_ids(self, latents: Tensor, original_size: Tensor | None) -> Tensor:
         """(B, 6) int64: height and width of the original image, top and left of the crop, height and width.
 
-        The data have been resized and cropped before: each image is taken for an original of its own size, which is
-        what a user asks for in sampling. Whole numbers: bf16 would round many above 256.
+        original_size: (B, 2) int64, height and width of the images' files. The data have been resized and cropped
+        before: each image is taken for an original of its own size, which is what a user asks for in sampling. One
+        that was enlarged has its own size, so that its blur is learned as that of small originals (SDXL, arXiv
+        2307.01952, sec. 2.2). Whole numbers: bf16 would round many above 256.
         """
         height, width = (side * self._pixels_per_latent for side in latents.shape[-2:])
-        sizes = torch.tensor([height, width, 0, 0, height, width], device=latents.device)
-        return sizes.expand(latents.shape[0], 6)
+        ids = torch.tensor([height, width, 0, 0, height, width], device=latents.device).expand(latents.shape[0], 6)
+        if original_size is None:
+            return ids
+        # Images are scaled until they cover their size: enlarged where either side was shorter.
+        is_enlarged = (original_size < ids[:, 4:]).any(dim=1, keepdim=True)
+        return torch.cat([torch.where(is_enlarged, original_size, ids[:, :2]), ids[:, 2:]], dim=1)
 
     def _snr_weight(self, alpha_bar: Tensor) -> Tensor:
-        gamma = self.objective.min_snr_gamma
-        return torch.ones_like(alpha_bar) if gamma is None else min_snr_weight(self._prediction, alpha_bar, gamma)
+        gamma, prediction = self.objective.min_snr_gamma, self._schedule.prediction
+        return torch.ones_like(alpha_bar) if gamma is None else min_snr_weight(prediction, alpha_bar, gamma)
 
-    def _sampler(self, num_steps: int, device: torch.device) -> Any:
-        """Euler's method on the folder's noise schedule, whatever sampler the folder names: it draws no noise."""
-        from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
-
-        scheduler = EulerDiscreteScheduler.from_config(self._scheduler)
-        with warnings.catch_warnings():
-            # It gives numpy a tensor to copy, of which numpy 2 warns.
-            warnings.filterwarnings("ignore", message="__array__ implementation", category=DeprecationWarning)
-            scheduler.set_timesteps(num_steps, device=device)
-        scheduler.set_begin_index(0)
-        return scheduler
+    def _sampler_class(self, cfg: CompleteSample) -> tuple[str, str | None]:
+        """The sampler's class in diffusers, and why it is not the folder's where that cannot be used."""
+        wanted = EULER if cfg.scheduler == "euler" else sampler_name(self._folder)
+        return choose_sampler(wanted, self._schedule, cfg.steps)
 
 
 FAMILY = Sdxl
-
-
-def _alpha_bar(scheduler: Mapping[str, Any]) -> Tensor:
-    """Share of the data's variance at each timestep (T,), with zero-terminal SNR where the config asks for it."""
-    from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
-
-    alpha_bar: Tensor = DDPMScheduler.from_config(dict(scheduler)).alphas_cumprod
-    return alpha_bar
 
 
 def _encoded(name: str, encoder: nn.Module, ids: Tensor) -> Batch:

@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from trainer import families
-from trainer.config import HUB_ID, ParallelConfig, RunConfig
+from trainer.config import HUB_ID, ObjectiveConfig, ParallelConfig, RunConfig
 from trainer.families._published import published_folder
 from trainer.families.base import ImageFamily, ModelFamily, TextFamily
 from trainer.modules import BuiltModel, build_model, materialize, shard_model, sync_gradients
@@ -142,7 +142,9 @@ def on_this_machine(cfg: RunConfig, cache: Path) -> RunConfig:
         folder = model.base
     else:
         return cfg
-    return cfg.model_copy(update={"model": model.model_copy(update={"path": folder, "base": None})})
+    # Without its files nothing is known of what the model was trained on; that allocates nothing.
+    changes = {"model": model.model_copy(update={"path": folder, "base": None}), "objective": ObjectiveConfig()}
+    return cfg.model_copy(update=changes)
 
 
 def record_rank(cfg: RunConfig, rank: int, kinds: Sequence[Kind], cache: Path, device: torch.device) -> Recording:
