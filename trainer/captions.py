@@ -1,6 +1,8 @@
-"""Captions that are longer than a model reads: `python -m trainer.captions CONFIG CACHE` prints them as JSON.
+"""Captions that are longer than a model reads.
 
-A command of its own, since families load torch: whoever only shows the captions imports none.
+`python -m trainer.captions RUNS` reads names of config files, a line each, and prints an `Answer` in JSON for each. A
+process of its own, since families load torch: the page only shows captions and imports none. It stays for the next
+question, since loading takes seconds and measuring does not.
 """
 
 from __future__ import annotations
@@ -8,42 +10,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from trainer import configfile, families
 from trainer.config import InputError, RunConfig
 from trainer.data.images import TRIGGER_PLACE, Photo, scan
+from trainer.data.measured import Answer, CutCaption, Measured
 from trainer.families.base import ImageFamily, TextLength
+from trainer.rundir import shared_cache
 
 SHOWN_BEFORE = 60
 """Characters before a cut that are shown with it."""
-
-
-@dataclass(frozen=True)
-class CutCaption:
-    """A caption whose end no encoder reads token by token.
-
-    image: its file.  encoder: the component that reads most of it.  needed, read: tokens.  before: the last of what is
-    read.  rest: what is not.
-    """
-
-    image: str
-    encoder: str
-    needed: int
-    read: int
-    before: str
-    rest: str
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The captions that are cut, in order, and what a user should know before training, a sentence each: also which
-    texts of the section `sample` are cut."""
-
-    cut: tuple[CutCaption, ...]
-    warnings: tuple[str, ...]
 
 
 def measure(family: ImageFamily, cfg: RunConfig, photos: Sequence[Photo]) -> Measured:
@@ -96,11 +74,12 @@ def _figures(lengths: Sequence[TextLength]) -> str:
     return f"with {length.needed} tokens, of which {length.encoder} reads {length.read}"
 
 
-def _remedy(family: ImageFamily, cut: Iterable[Sequence[TextLength]]) -> str:
+def _remedy(family: ImageFamily, cut: Collection[Sequence[TextLength]]) -> str:
     """That of the longest text."""
+    shorten = "shorten it" if len(cut) == 1 else "shorten them"
     longest = max(cut, key=lambda lengths: max(length.needed for length in lengths))
     settings = [setting for length in longest if (setting := family.longer_text(length))]
-    return f"shorten it, or set {settings[0]}" if settings else "shorten it"
+    return f"{shorten}, or set {settings[0]}" if settings else shorten
 
 
 def _partly_read(texts: Sequence[Sequence[TextLength]]) -> str:
@@ -118,21 +97,24 @@ def _sample_texts(cfg: RunConfig) -> Mapping[str, str]:
     return filled | {"sample.negative": cfg.sample.negative}
 
 
-def main() -> int:
-    """Print what is cut of the config that is named. Exit code 2 with a sentence on stderr when it is wrong."""
+def answer(config: Path, runs: Path) -> Answer:
+    """How long the captions of a config file are for its model. runs: the folder of runs."""
     try:
-        cfg = configfile.load(Path(sys.argv[1])).config
-        family = families.make(cfg, Path(sys.argv[2]))
-        measured = Measured((), ())
-        if isinstance(family, ImageFamily):
-            dataset = scan(cfg.data)
-            measured = measure(family, cfg, (*dataset.train, *dataset.validation))
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    json.dump(dataclasses.asdict(measured), sys.stdout)
-    return 0
+        cfg = configfile.load(config).config
+        family = families.make(cfg, shared_cache(cfg, runs))
+        if not isinstance(family, ImageFamily):
+            return Answer(Measured((), ()))
+        dataset = scan(cfg.data)
+        return Answer(measure(family, cfg, (*dataset.train, *dataset.validation)))
+    except (InputError, OSError) as error:
+        return Answer(failure=str(error))
+
+
+def main() -> None:
+    """Answer until there is no further line."""
+    for line in sys.stdin:
+        print(json.dumps(dataclasses.asdict(answer(Path(line.rstrip("\n")), Path(sys.argv[1])))), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -259,7 +259,7 @@ class _Scanner:
         is noted."""
         try:
             if limit is not None and (size := path.stat().st_size) > limit:
-                self.found.problems.append(f"{path}: {_too_long(size)}")
+                self.found.problems.append(f"{path}: {too_long(size)}")
                 return None
             data = path.read_bytes()
             # Windows editors put a byte order mark before the text.
@@ -299,14 +299,15 @@ def _metadata_row(line: str, folder: Path, images: frozenset[Path]) -> tuple[Pat
     if not isinstance(caption, str):
         raise InputError(f'no "text" or "caption" for {row["file_name"]}; add the caption as a string')
     if (size := len(caption.encode(errors="surrogatepass"))) > MAX_CAPTION:
-        raise InputError(f"{row['file_name']}: {_too_long(size)}")
+        raise InputError(f"{row['file_name']}: {too_long(size)}")
     image = Path(os.path.normpath(folder / row["file_name"]))
     if image not in images:
         raise InputError(f"no such image: {row['file_name']}; correct file_name or remove the line")
     return image, caption.strip()
 
 
-def _too_long(size: int) -> str:
+def too_long(size: int) -> str:
+    """What is said of a caption of more than MAX_CAPTION bytes."""
     return f"{size} bytes are too many for a caption, the limit is {MAX_CAPTION}; shorten or remove it"
 
 
