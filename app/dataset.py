@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trainer.config import InputError
+from trainer.data.images import MAX_CAPTION, too_long
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,15 @@ class Change:
 
 
 def cards(images: Iterable[Path]) -> list[Card]:
-    """The images with their captions. Raises InputError for a caption that cannot be read."""
-    return [Card(image, _read(image.with_suffix(".txt")) or "") for image in images]
+    """The images with their captions. Raises InputError for a caption that cannot be read or is too long to show."""
+    return [Card(image, _caption(image.with_suffix(".txt"))) for image in images]
+
+
+def _caption(file: Path) -> str:
+    text = _read(file) or ""
+    if (size := len(text.encode())) > MAX_CAPTION:
+        raise InputError(f"{file}: {too_long(size)}")
+    return text
 
 
 class Captions:

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 
 from app import form
 from app.form import Checked, Draft
+from app.lengths import Lengths
 from app.monitor import Follower, find_runs
 from app.preflight import Preflight, Preflights
 from app.scans import Scans
@@ -72,6 +73,7 @@ class Studio:
         self.thumbnails = Thumbnails(self.runs / "thumbnails")
         self.downloads = Downloads(self.runs / "downloads")
         self.scans = Scans()
+        self.lengths = Lengths(self.runs)
         self.preflights = Preflights(self.runs)
         self._shipped = presets
         self._own = self.runs / "presets"

@@ -45,6 +45,8 @@ CSS = (
 #top button { white-space: nowrap; }
 h2 { font-size: 1rem; }
 .block:has(> .html-container > .prose:empty) { display: none; }
+.cut { font-size: .85rem; margin: 0; max-height: 9rem; overflow-y: auto; overflow-wrap: anywhere; }
+.cut del { color: var(--bad); }
 .card img { height: 9rem; margin: auto; object-fit: contain; }
 .matrix td, .matrix th { border: 0; padding: .25rem; } .matrix img { width: 128px; display: block; }
 #viewer { max-width: 95vw; border: 0; background: var(--background-fill-primary); color: inherit; }

@@ -36,7 +36,7 @@ ROWS = (
     "stages",
     "clock doctor objectives seat snapshot watchdog",
     "adapters checkpoint data families optim parallel quantize sampling trackers",
-    "basecache prepare source trained",
+    "basecache captions prepare source trained",
     "encode export extract headless modules queue recipe texts trials",
     "plan questions",
     "sources",
@@ -282,6 +282,7 @@ def test_a_lazy_import_two_modules_away_is_seen_but_not_one_for_type_checking():
 # Counts and ratios. Every other number of a config has a unit.
 WITHOUT_UNIT = [
     "model.options.text_layers",
+    "model.options.text_windows",
     "adapter.rank",
     "adapter.alpha",
     "adapter.dropout",

@@ -77,12 +77,17 @@ def folder(tmp_path: Path, pictures: Path) -> Path:
             "{folder}/pictures/01.txt: byte 7 (0xe4) is not UTF-8; save the file as UTF-8",
         ),
         (
+            picture("01.txt", b"word " * 200_000),
+            "{folder}/pictures/01.txt: 1000000 bytes are too many for a caption, the limit is 65536; "
+            "shorten or remove it",
+        ),
+        (
             picture("01.png", b"no picture"),
             "{folder}/pictures/01.png: cannot be read (no image of a known format); replace or remove it, "
             "or set data.bad_image: warn",
         ),
     ],
-    ids=["key", "type", "value", "rule", "preset", "dataset", "empty", "caption", "utf8", "header"],
+    ids=["key", "type", "value", "rule", "preset", "dataset", "empty", "caption", "utf8", "megabyte", "header"],
 )
 def test_what_is_found_before_a_rank_is_started_leaves_nothing_behind(folder, damage, message):
     damage(folder)

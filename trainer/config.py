@@ -108,6 +108,10 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
+MOST_TEXT_WINDOWS = 8
+"""600 tokens."""
+
+
 class ModelOptions(Section):
     architecture: str | None = None
     """Published variant that `model.path: tiny` imitates; for weights on disk it is compared with them."""
@@ -115,6 +119,8 @@ class ModelOptions(Section):
     """Hidden states of the text encoder that are stacked. Empty: evenly spaced ones, as in the published models."""
     max_tokens: Whole | None = option(None, ge=8, le=4096, unit="tokens")
     """Length captions are padded or cut to. Empty: that of the published model, or of a tokenizer for shorter texts."""
+    text_windows: Whole = option(1, ge=1, le=MOST_TEXT_WINDOWS)
+    """Windows of 75 tokens in which CLIP reads a caption, as ComfyUI and A1111 read long prompts: 3 for 225 tokens."""
     without: tuple[str, ...] = ()
     """Text encoders that are left out, where the model can do without: a large third one, as `text_encoder_3`."""
     blocks: str | None = None

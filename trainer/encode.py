@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainer.captions import measure
 from trainer.config import InputError, RunConfig
 from trainer.data.buckets import bucket_sizes, choose_bucket
 from trainer.data.cache import Crew, ExampleCache, content_keys, encode_missing, missing
@@ -259,6 +260,9 @@ class _DataEncoder:
 
     def _encode_texts(self, photos: Sequence[Photo]) -> dict[str, str]:
         """{caption: key}, with the empty caption, the prompts and the negative prompt."""
+        if self.world.rank == 0:  # each rank has all captions; what is cached has no length, and tokens are cheap
+            for warning in measure(self.family, self.cfg, photos).warnings:
+                self.say(WarningEvent(message=warning))
         captions = dict.fromkeys(["", self.cfg.sample.negative, *self._prompts, *(photo.caption for photo in photos)])
         keys = {caption: _key(self._origin, "text", *self._encoder_types, caption) for caption in captions}
         captions_by_key = {key: caption for caption, key in keys.items()}

@@ -11,14 +11,19 @@ import gradio as gr
 
 from app import dataset, form
 from app.dataset import Captions, Card
+from app.lengths import Known
 from app.pages.parts import QUIET, WAITING_S, picture, table
 from app.panels import alert, attempted, note
 from app.scans import Found
 from app.studio import Studio
 from trainer.config import InputError, RunConfig
+from trainer.data.measured import CutCaption
 from trainer.plan.storage import amount
 
 PER_PAGE = 12
+SHOWN_REST = 600
+"""Characters of what is cut of a caption."""
+MEASURING = "The captions are being compared with what the model reads."
 
 
 def build(studio: Studio) -> list[Any]:
@@ -34,9 +39,11 @@ def build(studio: Studio) -> list[Any]:
     with gr.Row():
         page = gr.Number(1, label="Page", minimum=1, precision=0, elem_id="page")
         counted = gr.HTML(elem_id="counted")
+    cut = gr.HTML(elem_id="cut")
     files: list[gr.State] = []
     pictures: list[gr.HTML] = []
     texts: list[gr.Textbox] = []
+    ends: list[gr.HTML] = []
     for row in range(PER_PAGE // 4):
         with gr.Row():
             for column in range(4):
@@ -47,18 +54,23 @@ def build(studio: Studio) -> list[Any]:
                     texts.append(
                         gr.Textbox(label=f"Caption {index + 1}", lines=2, visible=False, elem_id=f"card-{index}")
                     )
+                    ends.append(gr.HTML(elem_id=f"end-{index}", padding=False))
     compute = gr.Button("Show the noise they are trained at", elem_id="compute-recipe")
     noise = gr.HTML(elem_id="recipe")
     compute.click(lambda: _recipe(studio), None, noise, **QUIET)
     waiting = gr.Timer(WAITING_S, active=False)
-    outputs = [said, waiting, counted, problems, *files, *pictures, *texts]
+    measuring = gr.Timer(WAITING_S, active=False)
+    measured = [measuring, cut, *ends]
+    outputs = [said, waiting, counted, problems, *files, *pictures, *texts, *measured]
     renew, read_again = _renewer(studio), _renewer(studio, is_fresh=True)
     page.change(renew, page, outputs, **QUIET)
     waiting.tick(renew, page, outputs, trigger_mode="once", **QUIET)
     replace.click(_replacer(studio, captions, read_again), [search, replacement, page], outputs, **QUIET)
     undo.click(_undoer(captions, read_again), page, outputs, **QUIET)
+    measuring.tick(_measurer(studio), files, measured, trigger_mode="once", **QUIET)
     for file, text in zip(files, texts, strict=True):
-        text.input(_writer(captions), [file, text], said, trigger_mode="always_last", **QUIET)
+        written = [said, measuring, cut]
+        text.input(_writer(studio, captions), [file, text], written, trigger_mode="always_last", **QUIET)
     return [read_again, page, outputs]
 
 
@@ -74,11 +86,13 @@ def _renewer(studio: Studio, is_fresh: bool = False) -> Callable[..., list[Any]]
             first = (max(1, int(page or 1)) - 1) * PER_PAGE
             shown = dataset.cards(found.images[first : first + PER_PAGE])
         except InputError as error:
-            return [alert(str(error)), *(gr.skip() for _ in range(3 + 3 * PER_PAGE))]
+            return [alert(str(error)), *(gr.skip() for _ in range(5 + 4 * PER_PAGE))]
         told = said if said or is_fresh else gr.skip()
         if not found.is_complete:
+            if is_fresh:
+                studio.lengths.forget()
             counted = note(f"{found.num_files} files so far; their images are being read.")
-            return [told, gr.Timer(active=True), counted, *(gr.skip() for _ in range(1 + 3 * PER_PAGE))]
+            return [told, gr.Timer(active=True), counted, *(gr.skip() for _ in range(3 + 4 * PER_PAGE))]
         empty = PER_PAGE - len(shown)
         text = f"{len(found.images)} images, {first + 1} to {first + len(shown)} shown" if shown else _others(found)
         return [
@@ -92,18 +106,59 @@ def _renewer(studio: Studio, is_fresh: bool = False) -> Callable[..., list[Any]]
             *[""] * empty,
             *(gr.update(value=card.caption, label=card.image.name, visible=True) for card in shown),
             *[gr.update(value="", visible=False)] * empty,
+            *_measured(studio, config, found, [*(str(card.image) for card in shown), *[""] * empty], is_fresh),
         ]
 
     return renew
 
 
-def _writer(captions: Captions) -> Callable[[str, str], str]:
+def _measurer(studio: Studio, is_fresh: bool = False) -> Callable[..., list[Any]]:
+    def measure(*files: str) -> list[Any]:
+        try:
+            config, found = _found(studio, is_fresh=False)
+        except InputError as error:
+            return [gr.Timer(active=False), alert(str(error)), *[""] * len(files)]
+        return _measured(studio, config, found, files, is_fresh)
+
+    return measure
+
+
+def _measured(studio: Studio, config: RunConfig, found: Found, files: Sequence[str], is_fresh: bool) -> list[Any]:
+    """Whether to look again soon, what is said of all captions, and of each file's what of it is cut."""
+    if found.problems or not found.images:
+        return [gr.Timer(active=False), "", *[""] * len(files)]
+    known = studio.lengths.of(config, is_fresh)
+    if known.measured is None:
+        return [gr.Timer(active=known.is_waiting), _unmeasured(known), *[""] * len(files)]
+    ends = {caption.image: _end(caption) for caption in known.measured.cut}
+    whole = "The model reads every caption whole."
+    sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in known.measured.warnings or (whole,))
+    said = _unmeasured(known) if known.is_waiting else sentences
+    return [gr.Timer(active=known.is_waiting), said, *(ends.get(file, "") for file in files)]
+
+
+def _unmeasured(known: Known) -> str:
+    return alert(known.failure) if known.failure and not known.is_waiting else note(MEASURING)
+
+
+def _end(caption: CutCaption) -> str:
+    """The cut in a caption, with the words before it."""
+    more = "…" if len(caption.rest) > SHOWN_REST else ""
+    counted = f"Cut: {escape(caption.encoder)} reads {caption.read} of {caption.needed} tokens."
+    return (
+        f'<p class="cut" tabindex="0">{counted}<br>'
+        f"…{escape(caption.before)}<del>{escape(caption.rest[:SHOWN_REST])}{more}</del></p>"
+    )
+
+
+def _writer(studio: Studio, captions: Captions) -> Callable[[str, str], list[Any]]:
     def write(file: str, text: str) -> str:
         image = Path(file)
         captions.write(Card(image, ""), text.strip())
         return f"Caption of {image.name} saved."
 
-    return lambda file, text: attempted(lambda: write(file, text)) if file else ""
+    measure_again = _measurer(studio, is_fresh=True)
+    return lambda file, text: [attempted(lambda: write(file, text)) if file else "", *measure_again()]
 
 
 def _replacer(studio: Studio, captions: Captions, renew: Callable[..., list[Any]]) -> Callable[..., list[Any]]:

@@ -126,3 +126,17 @@ def test_two_runs_of_the_queue_train_one_after_the_other(own_data: Path, page: P
     until(page, "document.querySelector('#queue').innerText.split('finished').length === 3", timeout_s=TRAINED_WITHIN_S)
     first, second = (EventReader(file).read() for file in sorted(runs.glob("own-*/events.jsonl")))
     assert first[-1].time < second[0].time
+
+
+def test_what_is_cut_of_a_caption_is_marked_until_it_is_short_enough(own_data: Path, page: Page):
+    """The tiny model reads 48 tokens with its template; letters of another alphabet take two each."""
+    (own_data / "00.txt").write_text(f"{'ж' * 40} <b>hat</b>")
+    show(page, "Dataset")
+    end = page.locator("#end-0 .cut")
+    end.locator("del", has_text="<b>hat</b>").wait_for()
+    assert "text_encoder reads 48 of" in end.inner_text()
+    assert page.locator("#end-1 .cut").count() == 0
+    page.locator("#cut", has_text="1 of 8 captions is longer than the model reads").wait_for()
+    write_over(page, "card-0", "a hat")
+    end.wait_for(state="detached")
+    page.locator("#cut", has_text="The model reads every caption whole.").wait_for()

@@ -9,6 +9,7 @@ import pytest
 from app import dataset
 from app.dataset import Captions, Card
 from tests.runs import make_pictures
+from trainer.config import InputError
 
 
 @pytest.fixture
@@ -40,6 +41,15 @@ def test_a_caption_that_was_not_there_is_gone_after_it_is_taken_back(pictures: P
     captions.write(cards_of(pictures)[0], "new")
     captions.undo()
     assert not (pictures / "00.txt").exists()
+
+
+def test_a_caption_of_a_megabyte_is_named_and_not_shown(pictures: Path):
+    (pictures / "01.txt").write_text("word " * 200_000)
+    with pytest.raises(InputError) as caught:
+        cards_of(pictures)
+    assert str(caught.value) == (
+        f"{pictures}/01.txt: 999999 bytes are too many for a caption, the limit is 65536; shorten or remove it"
+    )
 
 
 def test_replaced_captions_are_taken_back_together(pictures: Path, tmp_path: Path):

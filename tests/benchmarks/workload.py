@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from trainer.config import RunConfig
 from trainer.encode import EncodedData, encode_data
-from trainer.families.base import LoadModule
+from trainer.families.base import LoadModule, TextLength
 from trainer.families.flux2 import Flux2
 from trainer.objectives import Example
 from trainer.rundir import RunDir
@@ -93,6 +93,9 @@ class GeneratedExamples(Flux2):
 
     def encode_text(self, encoder: Any, caption: str) -> Example:
         return {"prompt_embeds": torch.randn(self._text_tokens, self._architecture.joint_attention_dim).bfloat16()}
+
+    def text_lengths(self, captions: Sequence[str]) -> list[tuple[TextLength, ...]]:
+        return [()] * len(captions)
 
     def encode_image(self, encoder: Any, image: Image.Image) -> Example:
         side = (self._architecture.in_channels, image.height // self.size_multiple, image.width // self.size_multiple)

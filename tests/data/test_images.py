@@ -196,6 +196,7 @@ def test_captions_that_are_missing_empty_or_not_utf8_are_all_named(tmp_path: Pat
 def test_bad_rows_of_metadata_are_named_with_their_line(tmp_path: Path) -> None:
     add_image(tmp_path / "a.png")
     rows = ['{"file_name": "a.png"', '{"text": "x"}', '{"file_name": "a.png"}', '{"file_name": "z.png", "text": "x"}']
+    rows += [json.dumps({"file_name": "a.png", "text": "é" * count}) for count in (2**15, 2**15 + 1)]
     (tmp_path / "metadata.jsonl").write_text("\n".join(rows))
     file = f"{tmp_path}/metadata.jsonl"
     assert problems_of(data(tmp_path)) == [
@@ -204,6 +205,7 @@ def test_bad_rows_of_metadata_are_named_with_their_line(tmp_path: Path) -> None:
         f'{file}:2: no "file_name"; each line is a JSON object with file_name and text',
         f'{file}:3: no "text" or "caption" for a.png; add the caption as a string',
         f"{file}:4: no such image: z.png; correct file_name or remove the line",
+        f"{file}:6: a.png: 65538 bytes are too many for a caption, the limit is 65536; shorten or remove it",
     ]
 
 

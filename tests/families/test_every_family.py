@@ -54,6 +54,7 @@ OPTIONS: dict[str, Any] = {
     "architecture": "huge",
     "text_layers": (1,),
     "max_tokens": 16,
+    "text_windows": 2,
     "without": ("text_encoder",),
     "blocks": "Block",
     "distilled": True,
@@ -186,6 +187,20 @@ def test_examples_of_equal_size_share_a_batch_and_others_do_not(image_family: An
         for seed, size in enumerate([(64, 64), (64, 64), (64, 32)])
     )
     assert square == same != wide
+
+
+def test_a_text_is_cut_where_its_encoder_stops_reading(image_family: Any) -> None:
+    encoder = image_family.text_encoder(load)
+    text = "1" * 400  # a token each
+    whole = image_family.text_lengths([text])[0][-1]
+    num_read = len(text) - len(whole.rest)
+    texts = [text, text[:num_read], text[: num_read - 1]]
+    states, same, less = (image_family.encode_text(encoder, text) for text in texts)
+    assert all(states[key].equal(same[key]) for key in states)
+    assert not all(states[key].equal(less[key]) for key in states)
+    full, short = (lengths[-1] for lengths in image_family.text_lengths(texts[1:]))
+    assert (whole.needed - full.needed, full.needed - short.needed) == (len(text) - num_read, 1)
+    assert (whole.is_cut, full.rest, short.rest) == (True, "", "")
 
 
 def test_an_adapter_file_is_loaded_into_the_denoiser_through_diffusers(image_family: Any, tmp_path: Path) -> None:

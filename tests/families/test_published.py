@@ -152,8 +152,14 @@ def test_a_blank_example_is_shaped_like_what_the_encoders_make(name: str, dtype:
         assert _shapes(family.blank_example(width, height, tokens, dtype)) == _shapes(example)
 
 
-def test_a_blank_example_for_live_text_encoders_holds_token_ids(cache: Path) -> None:
-    model = ModelConfig(family="sdxl", path="tiny", train={"unet": "adapter", "text_encoder": "adapter"})
+@pytest.mark.parametrize("windows", [1, 3])
+def test_a_blank_example_for_live_text_encoders_holds_token_ids(cache: Path, windows: int) -> None:
+    model = ModelConfig(
+        family="sdxl",
+        path="tiny",
+        train={"unet": "adapter", "text_encoder": "adapter"},
+        options=ModelOptions(text_windows=windows),
+    )
     family = families.get("sdxl")(model, make("sdxl", cache).objective, cache)
     example = family.encode_text(family.text_encoder(load), "a cat")
     example |= family.encode_image(family.image_encoder(load), Image.new("RGB", (64, 64)))

@@ -1,3 +1,4 @@
+import hashlib
 import re
 import shutil
 from collections.abc import Sequence
@@ -32,10 +33,11 @@ from tests.families.common import (
 )
 from tests.runs import alone, difference, make_pictures, make_run, run_config, train
 from trainer.adapters import adapted_layers
-from trainer.config import InputError, ModelConfig, ObjectiveConfig, RunConfig, SampleConfig
+from trainer.config import InputError, ModelConfig, ModelOptions, ObjectiveConfig, RunConfig, SampleConfig
+from trainer.export.metadata import adapter_metadata
 from trainer.families.sdxl import ARCHITECTURES, Sdxl
 from trainer.rng import SampleRng, generator
-from trainer.weights import read_tensor
+from trainer.weights import digest, read_tensor
 
 CAPTIONS = ["a red fox", "", "a long caption " * 40, "100% of <|endoftext|> & é!"]
 MIXES = [("text_encoder",), ("text_encoder_2",), ("text_encoder", "text_encoder_2")]
@@ -69,9 +71,10 @@ def copied(sdxl, tmp_path) -> Path:
     return Path(shutil.copytree(sdxl.folder, tmp_path / "model"))
 
 
-def training(cache: Path, live: Sequence[str] = (), **objective: Any) -> Sdxl:
+def training(cache: Path, live: Sequence[str] = (), windows: int = 1, **objective: Any) -> Sdxl:
     """The tiny model with some text encoders in training."""
-    model = ModelConfig(family="sdxl", train={"unet": "adapter", **dict.fromkeys(live, "adapter")})
+    train = {"unet": "adapter", **dict.fromkeys(live, "adapter")}
+    model = ModelConfig(family="sdxl", train=train, options=ModelOptions(text_windows=windows))
     return Sdxl(model, ObjectiveConfig(**objective), cache)
 
 
@@ -199,14 +202,105 @@ def test_padding_of_weight_0_changes_neither_loss_nor_weight(cache):
     assert loss.weight.item() == 2
 
 
+# Windows of text
+
+
+def windowed(pipeline: Any, captions: Sequence[str], count: int) -> tuple[Tensor, Tensor]:
+    """Embeddings as ComfyUI and A1111 make them of long prompts, by transformers' models: whole windows follow one
+    another, and the first is pooled."""
+    states = []
+    for tokenizer, encoder in (
+        (pipeline.tokenizer, pipeline.text_encoder),
+        (pipeline.tokenizer_2, pipeline.text_encoder_2),
+    ):
+        rows = []
+        for caption in captions:
+            ids = tokenizer(caption, add_special_tokens=False, verbose=False).input_ids
+            for part in (ids[30 * number : 30 * number + 30] for number in range(count)):
+                row = torch.full((32,), tokenizer.pad_token_id)
+                row[: len(part) + 2] = torch.tensor([tokenizer.bos_token_id, *part, tokenizer.eos_token_id])
+                rows.append(encoder(row[None], output_hidden_states=True))
+        hidden = torch.cat([row.hidden_states[-2] for row in rows])
+        states.append(hidden.reshape(len(captions), 32 * count, -1))
+        pooled = torch.cat([row[0] for row in rows[::count]])
+    return torch.cat(states, dim=-1), pooled
+
+
+@pytest.mark.parametrize("caption", CAPTIONS)
+@torch.no_grad()
+def test_each_window_of_a_long_caption_is_read_by_itself_and_the_first_is_pooled(cache, pipeline, caption):
+    states, pooled = conditions(training(cache, windows=3), caption)
+    expected = windowed(pipeline, [caption], 3)
+    torch.testing.assert_close(states, expected[0][0], **SAME)
+    torch.testing.assert_close(pooled, expected[1][0], **SAME)
+    assert (states.shape, pooled.shape) == ((96, 16 + 24), (32,))
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+@pytest.mark.parametrize("negative", ["", "a dull picture of many words " * 3])
+@torch.no_grad()
+def test_loss_and_picture_of_three_windows_are_those_of_the_pipeline_with_such_embeddings(cache, pipeline, negative):
+    family, rng = training(cache, windows=3), SampleRng(3, [0])
+    vae, texts, prompt = family.image_encoder(load), family.text_encoder(load), "a red fox in the snow " * 5
+    (states, unwanted), (pooled, unwanted_pooled) = windowed(pipeline, [prompt, negative], 3)
+    if not negative:
+        unwanted, unwanted_pooled = torch.zeros_like(states), torch.zeros_like(pooled)
+    cfg = SampleConfig(size=(64, 96), steps=4, guidance=5.0, negative=negative)
+    text, other = family.encode_text(texts, prompt), family.encode_text(texts, negative)
+    image = family.sample(model_of(family), vae, text, other, cfg, rng)
+    expected = pipeline(
+        prompt_embeds=states[None],
+        pooled_prompt_embeds=pooled[None],
+        negative_prompt_embeds=unwanted[None],
+        negative_pooled_prompt_embeds=unwanted_pooled[None],
+        latents=rng.normal("sample", (4, 12, 8)),
+        width=64,
+        height=96,
+        num_inference_steps=4,
+        guidance_scale=5.0,
+    ).images[0]
+    assert_same_picture(image, expected)
+    items = [{**family.encode_image(vae, picture(64, 32)), **text}]
+    loss = family.loss(model_of(family), batch_of(family, items), rng)
+    scheduler = DDPMScheduler.from_pretrained(family.folder, subfolder="scheduler")
+    noise, timesteps = rng.normal("noise", (4, 4, 8)), (rng.uniform("timestep") * 1000).long()
+    ids = pipeline._get_add_time_ids((32, 64), (0, 0), (32, 64), states.dtype, text_encoder_projection_dim=32)
+    noisy = scheduler.add_noise(items[0]["latents"][None], noise, timesteps)
+    kwargs = {"text_embeds": pooled[None], "time_ids": ids}
+    predicted = pipeline.unet(noisy, timesteps, states[None], added_cond_kwargs=kwargs).sample
+    torch.testing.assert_close(loss.total, (predicted - noise).square().mean(), **SAME)
+
+
+@torch.no_grad()
+def test_a_caption_that_fills_two_windows_and_one_that_is_cut_to_them_are_the_same(cache):
+    family = training(cache, windows=2)
+    texts, caption = family.text_encoder(load), "1" * 60
+    whole, cut, shorter = (family.encode_text(texts, text) for text in (caption, caption + "2", caption[:-1]))
+    assert all(whole[key].equal(cut[key]) for key in whole)
+    assert not whole["text_encoder.states"].equal(shorter["text_encoder.states"])
+
+
+def test_other_windows_are_cached_apart_and_one_is_found_under_the_key_of_earlier_versions(cache):
+    families = [training(cache, windows=count) for count in (1, 2, 3)]
+    assert len({family.fingerprint() for family in families}) == 3
+    parts = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae")
+    files = digest(families[0].folder / part for part in parts)
+    assert families[0].fingerprint() == hashlib.sha256(f"{('unet',)} {files}".encode()).hexdigest()
+
+
+def test_an_adapter_file_names_the_tokens_of_its_windows_as_kohya_does(cache, tmp_path):
+    cfg = run_config(tmp_path, model__family="sdxl")
+    found = [adapter_metadata(cfg, training(cache, windows=count), 1).get("ss_max_token_length") for count in (1, 3)]
+    assert found == [None, "225"]
+
+
 # Text encoders in training
 
 
-@pytest.mark.parametrize("live", MIXES, ids="+".join)
-def test_encoders_in_training_give_the_loss_and_picture_of_cached_embeddings(cache, sdxl, live):
-    trained = training(cache, live)
+@pytest.mark.parametrize(("live", "windows"), [*((mix, 1) for mix in MIXES), (MIXES[-1], 3)])
+def test_encoders_in_training_give_the_loss_and_picture_of_cached_embeddings(cache, live, windows):
     results = []
-    for family in (sdxl, trained):
+    for family in (training(cache, windows=windows), training(cache, live, windows)):
         items, model, rng = examples(family, 2), model_of(family), SampleRng(0, [0, 1])
         vae, texts = family.image_encoder(load), family.text_encoder(load)
         negative = family.encode_text(texts, "dull")
@@ -259,7 +353,7 @@ def test_two_ranks_train_the_text_encoders_as_one_process_does(tmp_path, adapter
     def config(ranks: int, strategy: str) -> RunConfig:
         return run_config(
             pictures,
-            model={"family": "sdxl", "train": modes},
+            model={"family": "sdxl", "train": modes, "options": {"text_windows": 2}},
             adapter__type=adapter,
             train__steps=3,
             parallel__devices=ranks,

@@ -16,6 +16,8 @@ from trainer.data.pixels import IMAGE_SUFFIXES, Picture, files_below, open_pictu
 OTHER_IMAGE_SUFFIXES = frozenset({".gif", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".tga", ".psd", ".exr", ".dng"})
 TRIGGER_PLACE = "[trigger]"
 MAX_SHOWN_PROBLEMS = 20
+MAX_CAPTION = 64 * 2**10
+"""Bytes of a caption at most: some 16,000 tokens, more than any encoder reads."""
 
 C = TypeVar("C", Masks, References)
 
@@ -231,7 +233,7 @@ class _Scanner:
 
     def _caption(self, path: Path, rows: Mapping[Path, str]) -> str | None:
         beside = path.with_suffix(".txt")
-        caption = self._text(beside) if beside.is_file() else rows.get(path, "")
+        caption = self._text(beside, MAX_CAPTION) if beside.is_file() else rows.get(path, "")
         if caption == "" and self.cfg.missing_caption == "stop":
             self.found.problems.append(
                 f"{path}: no caption; write it into {beside.name}, or set data.missing_caption: empty"
@@ -253,9 +255,13 @@ class _Scanner:
                         captions[image] = caption
         return captions
 
-    def _text(self, path: Path) -> str | None:
-        """The stripped text of a file, or None if it cannot be read or is not UTF-8; that is noted."""
+    def _text(self, path: Path, limit: int | None = None) -> str | None:
+        """The stripped text of a file, or None if it has more bytes than `limit`, cannot be read or is not UTF-8; that
+        is noted."""
         try:
+            if limit is not None and (size := path.stat().st_size) > limit:
+                self.found.problems.append(f"{path}: {too_long(size)}")
+                return None
             data = path.read_bytes()
             # Windows editors put a byte order mark before the text.
             return data.decode("utf-8").removeprefix("\ufeff").strip()
@@ -293,10 +299,17 @@ def _metadata_row(line: str, folder: Path, images: frozenset[Path]) -> tuple[Pat
     caption = row.get("text", row.get("caption"))
     if not isinstance(caption, str):
         raise InputError(f'no "text" or "caption" for {row["file_name"]}; add the caption as a string')
+    if (size := len(caption.encode(errors="surrogatepass"))) > MAX_CAPTION:
+        raise InputError(f"{row['file_name']}: {too_long(size)}")
     image = Path(os.path.normpath(folder / row["file_name"]))
     if image not in images:
         raise InputError(f"no such image: {row['file_name']}; correct file_name or remove the line")
     return image, caption.strip()
+
+
+def too_long(size: int) -> str:
+    """What is said of a caption of more than MAX_CAPTION bytes."""
+    return f"{size} bytes are too many for a caption, the limit is {MAX_CAPTION}; shorten or remove it"
 
 
 def _with_trigger(caption: str, trigger: str) -> str:

@@ -43,4 +43,5 @@ def adapter_metadata(cfg: RunConfig, family: ModelFamily, step: int) -> dict[str
         "ss_steps": str(step),
         "ss_learning_rate": str(cfg.optim.lr),
         "ss_seed": str(cfg.train.seed),
+        **family.adapter_metadata,
     }

@@ -50,6 +50,21 @@ def clip_tokens(tokenizer: Any, caption: str) -> Tensor:
     return ids
 
 
+def clip_windows(tokenizer: Any, caption: str, count: int) -> Tensor:
+    """(1, count * model_max_length) token ids: the caption in windows, each with a beginning, an end and padding.
+
+    What does not fit into them is cut. One window holds the ids of `clip_tokens`. ComfyUI and A1111 give the encoder
+    such windows too; where a word would be parted they move it to the next one.
+    """
+    length = tokenizer.model_max_length - 2
+    ids = tokenizer(caption, add_special_tokens=False, verbose=False).input_ids
+    begin, end, padding = tokenizer.bos_token_id, tokenizer.eos_token_id, [tokenizer.pad_token_id] * length
+    windows = [
+        [begin, *ids[start : start + length], end, *padding][: length + 2] for start in range(0, count * length, length)
+    ]
+    return torch.tensor(windows).reshape(1, -1)
+
+
 def clip_pooled(encoder: TextEncoder, caption: str) -> Tensor:
     """The last state at the end of the caption: (1, D)."""
     ids = clip_tokens(encoder.tokenizer, caption).to(device_of(encoder.model))

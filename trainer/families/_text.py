@@ -16,7 +16,7 @@ from torch import Tensor
 from trainer.config import InputError, ModelConfig
 from trainer.families._folder import TRANSFORMERS_STEM, ModelFolder
 from trainer.families._images import device_of
-from trainer.families.base import LoadModule
+from trainer.families.base import LoadModule, TextLength
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 """Of what tokenizers make, that which language models read."""
@@ -35,6 +35,42 @@ def load_tokenizer(folder: ModelFolder, name: str) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder.path / name, local_files_only=True)
+
+
+COUNTED = 1024
+"""Texts that are tokenized at once."""
+
+
+def text_lengths(
+    encoder: str,
+    tokenizer: Any,
+    captions: Sequence[str],
+    read: int,
+    template: Callable[[str], str] = str,
+    special: bool = True,
+) -> list[TextLength]:
+    """How much of each caption an encoder reads. read: tokens that it is given at most.
+
+    template: the text around a caption.  special: whether the tokenizer adds its own beginning and end to that.
+    """
+    lengths = []
+    for start in range(0, len(captions), COUNTED):
+        texts = [template(caption) for caption in captions[start : start + COUNTED]]
+        counted = tokenizer(texts, add_special_tokens=special, verbose=False).input_ids
+        for caption, text, ids in zip(captions[start:], texts, counted, strict=False):
+            rest = _unread(tokenizer, caption.strip(), text, read, special) if len(ids) > read else ""
+            lengths.append(TextLength(encoder, len(ids), read, rest))
+    return lengths
+
+
+def _unread(tokenizer: Any, caption: str, text: str, read: int, special: bool) -> str:
+    """The end of the caption inside `text` that is cut when the text is cut to `read` tokens."""
+    spans = tokenizer(
+        text, truncation=True, max_length=read, add_special_tokens=special, return_offsets_mapping=True
+    ).offset_mapping
+    end = max(stop for _, stop in spans)
+    # A template may leave something out of a caption.
+    return caption[max(0, end - text.rindex(caption)) :] if caption in text else text[end:]
 
 
 def language_model_config(folder: ModelFolder, *model_types: str) -> dict[str, Any]:

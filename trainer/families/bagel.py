@@ -51,7 +51,7 @@ from trainer.families._images import device_of, pixels_of
 from trainer.families._ldm import vae_layout
 from trainer.families._text import TINY_CHAT_TEMPLATE, names_of_things, train_tokenizer
 from trainer.families._vae import build_vae, decode_latents, encode_latents, vae_config
-from trainer.families.base import FLOW_FIELDS, LoadModule, MultimodalFamily
+from trainer.families.base import FLOW_FIELDS, LoadModule, MultimodalFamily, TextLength
 from trainer.objectives import Batch, Example, Loss, Shift, add_noise, draw_sigma, squared_error, velocity
 from trainer.rng import SampleRng
 from trainer.weights import Fused, WeightFiles
@@ -186,6 +186,10 @@ class BagelFamily(MultimodalFamily):
 
     def encode_text(self, encoder: Any, caption: str) -> Example:
         return {"caption": self._ids(caption)}
+
+    def text_lengths(self, captions: Sequence[str]) -> list[tuple[TextLength, ...]]:
+        """Captions are not cut."""
+        return [()] * len(captions)
 
     @torch.no_grad()
     def encode_image(self, encoder: Any, image: Image.Image) -> Example:

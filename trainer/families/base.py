@@ -10,6 +10,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -57,6 +58,25 @@ QUESTION_SAMPLE = frozenset({"questions", "images"})
 """Fields of the section `sample`, likewise."""
 Mode = Literal["frozen", "adapter", "full"]
 """How something of a model is trained."""
+
+
+@dataclass(frozen=True)
+class TextLength:
+    """How much of a text one encoder reads.
+
+    encoder: its component.  needed: tokens of the whole text, with the encoder's template, beginning and end.  read: at
+    most so many of them.  rest: the end of the text that is not read.
+    """
+
+    encoder: str
+    needed: int
+    read: int
+    rest: str
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the encoder reads less than the text. Where only the template's end is left out, `rest` is empty."""
+        return self.needed > self.read
 
 
 class ModelFamily(ABC):
@@ -206,6 +226,11 @@ class ModelFamily(ABC):
         """What peft's config says of the model, where peft alone reads its adapters."""
         return None
 
+    @property
+    def adapter_metadata(self) -> Mapping[str, str]:
+        """Strings in the header of exported adapters, in addition to those of every family."""
+        return {}
+
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
         """Sentences about this model and config that a user should read before training; the run starts anyway.
 
@@ -289,6 +314,8 @@ class ImageFamily(ModelFamily):
     """What `objective.shift` means for it, in flow matching."""
     reads_original_size: ClassVar[bool] = False
     """Whether a training example holds "original_size" (2,) int64: height and width in pixels of the image's file."""
+    longest_text: ClassVar[int] = 0
+    """Tokens to which `model.options.max_tokens` can be raised and diffusers' pipeline still reads all of them."""
     data_fields = frozenset(DataConfig.model_fields) - TEXT_DATA - QUESTION_DATA
     sample_fields = frozenset(SampleConfig.model_fields) - TEXT_SAMPLE - QUESTION_SAMPLE - DIFFUSION_SAMPLE
 
@@ -330,6 +357,20 @@ class ImageFamily(ModelFamily):
         meta device.
         """
         return empty
+
+    @abstractmethod
+    def text_lengths(self, captions: Sequence[str]) -> list[tuple[TextLength, ...]]:
+        """How much of each caption is read, by each encoder that gives the model states of its tokens.
+
+        An encoder that gives the model one vector of the whole caption does not count: no token of the caption depends
+        on what it reads. Empty where captions of any length are read whole. Loads tokenizers, but no encoder.
+        """
+
+    def longer_text(self, length: TextLength) -> str | None:
+        """The setting with which more of such a text is read, all of it if possible, as a preset has it; None without
+        one."""
+        tokens = min(length.needed, self.longest_text)
+        return f"model.options.max_tokens: {tokens}" if tokens > length.read else None
 
     @abstractmethod
     def encode_image(self, encoder: Any, image: Image.Image) -> Example:

@@ -8,7 +8,7 @@ Batch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,9 @@ from trainer.families._folder import check_architecture, open_folder, write_mode
 from trainer.families._images import device_of, pack, patchify, unpack, unpatchify
 from trainer.families._layout import numbered, tensors_of
 from trainer.families._t5 import T5_TYPES, T5_XXL, load_t5, t5_states, tiny_t5, write_tiny_t5, write_tiny_t5_tokenizer
-from trainer.families._text import TextEncoder, max_tokens
+from trainer.families._text import TextEncoder, load_tokenizer, max_tokens, text_lengths
 from trainer.families._vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
-from trainer.families.base import FLOW_FIELDS, ImageFamily, LoadModule, check_unread
+from trainer.families.base import FLOW_FIELDS, ImageFamily, LoadModule, TextLength, check_unread
 from trainer.objectives import Batch, Example, Loss
 from trainer.rng import SampleRng
 from trainer.weights import Fused
@@ -106,6 +106,7 @@ class Flux1(ImageFamily):
     size_multiple = 16
     objective_fields = FLOW_FIELDS | {"guidance"}
     options_read = frozenset({"architecture", "distilled", "max_tokens"})
+    longest_text = 512
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
         super().__init__(model, objective, cache)
@@ -158,6 +159,11 @@ class Flux1(ImageFamily):
             "prompt_embeds": t5_states(encoder.t5, caption, self._max_tokens)[0].cpu(),
             "pooled_embeds": clip_pooled(encoder.clip, caption)[0].cpu(),
         }
+
+    def text_lengths(self, captions: Sequence[str]) -> list[tuple[TextLength, ...]]:
+        """T5's. CLIP gives one vector of the first 77 tokens, in training as in every pipeline."""
+        tokenizer = load_tokenizer(self._folder, "tokenizer_2")
+        return [(length,) for length in text_lengths("text_encoder_2", tokenizer, captions, self._max_tokens)]
 
     @torch.no_grad()
     def encode_image(self, encoder: Any, image: Image.Image) -> Example:

@@ -9,8 +9,9 @@ Batch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,14 @@ from trainer.families._text import (
     hidden_states,
     language_model_config,
     load_language_model,
+    load_tokenizer,
     max_tokens,
     stacked_layers,
+    text_lengths,
     tiny_language_model,
     write_tiny_tokenizer,
 )
-from trainer.families.base import FLOW_FIELDS, ImageFamily, LoadModule, check_unread, references_of
+from trainer.families.base import FLOW_FIELDS, ImageFamily, LoadModule, TextLength, check_unread, references_of
 from trainer.objectives import Batch, Example, Loss, empirical_mu
 from trainer.rng import SampleRng
 from trainer.weights import Fused
@@ -108,16 +111,25 @@ class TextRecipe:
     layers: tuple[int, ...]
     max_tokens: int
     tokenize: Callable[[Any, str, int], Mapping[str, Tensor]]
+    template: Callable[[Any, str], str]
 
 
-def _tokenize_dev(tokenizer: Any, caption: str, max_tokens: int) -> Mapping[str, Tensor]:
+def _messages_dev(caption: str) -> list[dict[str, Any]]:
     from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 
     # [IMG] would announce an image to the tokenizer's template.
     texts = (("system", SYSTEM_MESSAGE), ("user", caption.replace("[IMG]", "")))
-    messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in texts]
+    return [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in texts]
+
+
+def _template_dev(tokenizer: Any, caption: str) -> str:
+    text: str = tokenizer.apply_chat_template(_messages_dev(caption), tokenize=False)
+    return text
+
+
+def _tokenize_dev(tokenizer: Any, caption: str, max_tokens: int) -> Mapping[str, Tensor]:
     tokens: Mapping[str, Tensor] = tokenizer.apply_chat_template(
-        [messages],
+        [_messages_dev(caption)],
         return_dict=True,
         return_tensors="pt",
         padding="max_length",
@@ -127,16 +139,26 @@ def _tokenize_dev(tokenizer: Any, caption: str, max_tokens: int) -> Mapping[str,
     return tokens
 
 
-def _tokenize_klein(tokenizer: Any, caption: str, max_tokens: int) -> Mapping[str, Tensor]:
+def _template_klein(tokenizer: Any, caption: str) -> str:
     messages = [{"role": "user", "content": caption}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    text: str = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+    return text
+
+
+def _tokenize_klein(tokenizer: Any, caption: str, max_tokens: int) -> Mapping[str, Tensor]:
     tokens: Mapping[str, Tensor] = tokenizer(
-        text, return_tensors="pt", padding="max_length", truncation=True, max_length=max_tokens
+        _template_klein(tokenizer, caption),
+        return_tensors="pt",
+        padding="max_length",
+        truncation=True,
+        max_length=max_tokens,
     )
     return tokens
 
 
-TOKENIZE = {"mistral": _tokenize_dev, "qwen3": _tokenize_klein}
+TOKENIZE = {"mistral": (_tokenize_dev, _template_dev), "qwen3": (_tokenize_klein, _template_klein)}
 
 
 class Flux2(ImageFamily):
@@ -165,6 +187,7 @@ class Flux2(ImageFamily):
     size_multiple = 16
     objective_fields = FLOW_FIELDS | {"guidance"}
     options_read = frozenset({"architecture", "distilled", "text_layers", "max_tokens"})
+    longest_text = MAX_TOKENS
     reads_references = True
     diffusers_adapters = frozenset({"lora", "locon", "dora", "lokr"})
 
@@ -215,6 +238,13 @@ class Flux2(ImageFamily):
         tokens = self._text.tokenize(encoder.tokenizer, caption, self._text.max_tokens)
         states = hidden_states(encoder.model, tokens, self._text.layers)
         return {"prompt_embeds": torch.cat(states, dim=-1)[0].cpu()}
+
+    def text_lengths(self, captions: Sequence[str]) -> list[tuple[TextLength, ...]]:
+        tokenizer, read = load_tokenizer(self._folder, "tokenizer"), self._text.max_tokens
+        template = partial(self._text.template, tokenizer)
+        # Both templates hold all tokens around a caption.
+        lengths = text_lengths("text_encoder", tokenizer, captions, read, template, special=False)
+        return [(length,) for length in lengths]
 
     @torch.no_grad()
     def encode_image(self, encoder: Any, image: Image.Image) -> Example:
@@ -311,10 +341,10 @@ class Flux2(ImageFamily):
 
     def _text_recipe(self) -> TextRecipe:
         """The published recipe of the folder's text encoder, with what the config or the folder has instead."""
-        tokenize = TOKENIZE[self._language_model["model_type"]]
+        tokenize, template = TOKENIZE[self._language_model["model_type"]]
         needed = self._architecture.joint_attention_dim
         layers = stacked_layers(self.config, self._language_model, needed, self._folder)
-        return TextRecipe(layers, max_tokens(self.config, self._folder, "tokenizer", MAX_TOKENS), tokenize)
+        return TextRecipe(layers, max_tokens(self.config, self._folder, "tokenizer", MAX_TOKENS), tokenize, template)
 
     def _predict(self, model: nn.ModuleDict, latents: Tensor, sigma: Tensor, batch: Batch, guidance: float) -> Tensor:
         """The model's velocity, fp32. latents: (B, C, h, w).  sigma: (B,).  batch: prompt_embeds and references.

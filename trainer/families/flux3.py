@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,14 @@ from trainer.families._text import (
     hidden_states,
     language_model_config,
     load_language_model,
+    load_tokenizer,
     max_tokens,
     stacked_layers,
+    text_lengths,
     tiny_language_model,
     write_tiny_tokenizer,
 )
-from trainer.families.base import ImageFamily, LoadModule, references_of
+from trainer.families.base import ImageFamily, LoadModule, TextLength, references_of
 from trainer.objectives import Batch, Example, Loss, Shift
 from trainer.rng import SampleRng
 from trainer.weights import Fused
@@ -90,6 +93,7 @@ class Flux3(ImageFamily):
     size_multiple = 16
     fp32_inputs = frozenset({"img_ids", "image_cond_ids"})
     options_read = frozenset({"architecture", "text_layers", "max_tokens"})
+    longest_text = 4096  # the option's own limit
     shift = Shift(constant=SAMPLER_SHIFT)
     reads_references = True
 
@@ -149,6 +153,11 @@ class Flux3(ImageFamily):
         states = empty["prompt_embeds"]
         missing = caption["prompt_embeds"].shape[0] - states.shape[0]
         return {"prompt_embeds": torch.cat([states, states[-1:].expand(missing, -1)])}
+
+    def text_lengths(self, captions: Sequence[str]) -> list[tuple[TextLength, ...]]:
+        tokenizer = load_tokenizer(self._folder, "tokenizer")
+        template = partial(_templated, tokenizer)
+        return [(length,) for length in text_lengths("text_encoder", tokenizer, captions, self._max_tokens, template)]
 
     @torch.no_grad()
     def encode_image(self, encoder: Any, image: Image.Image) -> Example:
@@ -271,11 +280,17 @@ def _widen_norms(model: nn.Module) -> None:
             setattr(attention, name, _WideNorm(attention.head_dim, eps=norm.eps))
 
 
-def _tokenize(tokenizer: Any, caption: str, max_tokens: int) -> Mapping[str, Tensor]:
-    """The caption in the chat template, padded to the next multiple of WINDOW or cut to `max_tokens`."""
-    text = tokenizer.apply_chat_template(
+def _templated(tokenizer: Any, caption: str) -> str:
+    """The caption in the chat template."""
+    text: str = tokenizer.apply_chat_template(
         [{"role": "user", "content": caption}], tokenize=False, add_generation_prompt=True
     )
+    return text
+
+
+def _tokenize(tokenizer: Any, caption: str, max_tokens: int) -> Mapping[str, Tensor]:
+    """The caption in the chat template, padded to the next multiple of WINDOW or cut to `max_tokens`."""
+    text = _templated(tokenizer, caption)
     length = len(tokenizer(text, truncation=True, max_length=max_tokens).input_ids)
     window = min(math.ceil(length / WINDOW) * WINDOW, max_tokens)
     tokens = tokenizer(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,13 @@ from trainer.families._text import (
     hidden_states,
     language_model_config,
     load_language_model,
+    load_tokenizer,
     max_tokens,
+    text_lengths,
     tiny_language_model,
     write_tiny_tokenizer,
 )
-from trainer.families.base import ImageFamily, LoadModule
+from trainer.families.base import ImageFamily, LoadModule, TextLength
 from trainer.objectives import Batch, Example, Loss, Shift, ShiftLine
 from trainer.rng import SampleRng
 from trainer.weights import Fused, WeightFiles
@@ -105,6 +107,7 @@ class QwenImage(ImageFamily):
     distilled = (Distilled(("Qwen-Image-Lightning",), base="Qwen/Qwen-Image", steps=8, marks={}),)
     size_multiple = 16
     options_read = frozenset({"architecture", "distilled", "max_tokens"})
+    longest_text = 1024
     shift = Shift(ShiftLine(many=8192, high=0.9))
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
@@ -173,6 +176,15 @@ class QwenImage(ImageFamily):
         )
         (states,) = hidden_states(encoder.model, tokens, self._text_layers)
         return {"prompt_embeds": states[0, TEMPLATE_TOKENS:].cpu()}
+
+    def text_lengths(self, captions: Sequence[str]) -> list[tuple[TextLength, ...]]:
+        tokenizer, read = load_tokenizer(self._folder, "tokenizer"), TEMPLATE_TOKENS + self._max_tokens
+        return [(length,) for length in text_lengths("text_encoder", tokenizer, captions, read, TEMPLATE.format)]
+
+    def longer_text(self, length: TextLength) -> str | None:
+        """`model.options.max_tokens` does not count the template before the caption."""
+        needed, read = length.needed - TEMPLATE_TOKENS, length.read - TEMPLATE_TOKENS
+        return super().longer_text(replace(length, needed=needed, read=read))
 
     @torch.no_grad()
     def encode_image(self, encoder: Any, image: Image.Image) -> Example:

@@ -8,7 +8,7 @@ CLIPs. With a batch dim in front in a Batch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,9 @@ from trainer.families._folder import check_architecture, open_folder, write_mode
 from trainer.families._images import device_of
 from trainer.families._layout import numbered, tensors_of
 from trainer.families._t5 import T5_TYPES, T5_XXL, load_t5, t5_states, tiny_t5, write_tiny_t5, write_tiny_t5_tokenizer
-from trainer.families._text import TextEncoder, max_tokens
+from trainer.families._text import TextEncoder, load_tokenizer, max_tokens, text_lengths
 from trainer.families._vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
-from trainer.families.base import ImageFamily, LoadModule
+from trainer.families.base import ImageFamily, LoadModule, TextLength
 from trainer.objectives import Batch, Example, Loss, Shift
 from trainer.rng import SampleRng
 from trainer.weights import Fused
@@ -82,6 +82,7 @@ MODEL_SPECS = {
 }
 MAX_TOKENS = 256
 T5 = "text_encoder_3"
+CLIP_TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ class Sd3(ImageFamily):
     options_read = frozenset({"architecture", "distilled", "max_tokens", "without"})
     shift = Shift(constant=3.0)
     optional_encoders = (T5,)
+    longest_text = 512
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
         super().__init__(model, objective, cache)
@@ -191,6 +193,17 @@ class Sd3(ImageFamily):
             "prompt_embeds": torch.cat([clips, words.to(clips.dtype)], dim=1)[0].cpu(),
             "pooled_embeds": torch.cat(pooled, dim=-1)[0].cpu(),
         }
+
+    def text_lengths(self, captions: Sequence[str]) -> list[tuple[TextLength, ...]]:
+        """The CLIPs cut what T5 may still read."""
+        tokenizers = {name: load_tokenizer(self._folder, place) for name, place in CLIP_TOKENIZERS.items()}
+        lengths = [text_lengths(name, t, captions, t.model_max_length) for name, t in tokenizers.items()]
+        if self._has_t5:
+            lengths.append(text_lengths(T5, load_tokenizer(self._folder, "tokenizer_3"), captions, self._max_tokens))
+        return list(zip(*lengths, strict=True))
+
+    def longer_text(self, length: TextLength) -> str | None:
+        return super().longer_text(length) if length.encoder == T5 else None
 
     @torch.no_grad()
     def encode_image(self, encoder: Any, image: Image.Image) -> Example:

@@ -1,14 +1,16 @@
 """SDXL: a U-Net with two CLIP text encoders, trained by discrete diffusion, each of the three frozen or not.
 
 Example and Batch keys: "latents" (4, H/8, W/8) fp32, scaled; of each frozen text encoder `<component>.states` (L, D),
-its last hidden states but one, L = 77 with padding, and of the second one also `text_encoder_2.pooled` (P,); of each
-text encoder in training `<component>.ids` (L,) int64 instead. All with a batch dim in front in a Batch.
+its last hidden states but one, L = 77 with padding for each window of text, and of the second one also
+`text_encoder_2.pooled` (P,) of the first window; of each text encoder in training `<component>.ids` (L,) int64 instead.
+All with a batch dim in front in a Batch.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +20,15 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from PIL import Image
 from torch import Tensor, nn
 
-from trainer.config import CompleteSample, InputError, ModelConfig, ObjectiveConfig, RunConfig, SampleConfig
+from trainer.config import (
+    MOST_TEXT_WINDOWS,
+    CompleteSample,
+    InputError,
+    ModelConfig,
+    ObjectiveConfig,
+    RunConfig,
+    SampleConfig,
+)
 from trainer.facts import Distilled
 from trainer.families._clip import (
     CLIP_G,
@@ -26,7 +36,7 @@ from trainer.families._clip import (
     CLIP_TOKENS,
     build_clip,
     clip_states,
-    clip_tokens,
+    clip_windows,
     tiny_clip,
     write_tiny_clip_tokenizer,
 )
@@ -50,8 +60,9 @@ from trainer.families._folder import (
 )
 from trainer.families._images import device_of
 from trainer.families._ldm import clip_layout, open_clip_layout, unet_layout, vae_key, vae_layout
+from trainer.families._text import text_lengths
 from trainer.families._vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
-from trainer.families.base import DIFFUSION_FIELDS, DIFFUSION_SAMPLE, ImageFamily, LoadModule
+from trainer.families.base import DIFFUSION_FIELDS, DIFFUSION_SAMPLE, ImageFamily, LoadModule, TextLength
 from trainer.objectives import (
     Batch,
     Example,
@@ -130,7 +141,7 @@ class Sdxl(ImageFamily):
         ),
     )
     size_multiple = 32  # 8 pixels per latent pixel, and the U-Net halves these twice
-    options_read = frozenset({"architecture", "distilled"})
+    options_read = frozenset({"architecture", "distilled", "text_windows"})
     objective_fields = DIFFUSION_FIELDS
     sample_fields = ImageFamily.sample_fields | DIFFUSION_SAMPLE
     reads_original_size = True
@@ -226,16 +237,19 @@ class Sdxl(ImageFamily):
         files = self._folder.digest(*ENCODERS, *TOKENIZERS.values(), "vae")
         if self._folder.single and any(map(self._original, (*ENCODERS, "vae"))):
             files += digest([self._folder.single])
-        return hashlib.sha256(f"{self.live} {files}".encode()).hexdigest()
+        # One window adds nothing: what earlier versions cached is found again.
+        windows = f" {self._windows} windows" if self._windows > 1 else ""
+        return hashlib.sha256(f"{self.live} {files}{windows}".encode()).hexdigest()
+
+    @property
+    def adapter_metadata(self) -> Mapping[str, str]:
+        """kohya's name for the tokens of long captions, which it leaves out for one window."""
+        tokens = self._windows * (CLIP_TOKENS - 2)
+        return {"ss_max_token_length": str(tokens)} if self._windows > 1 else {}
 
     def text_encoder(self, load: LoadModule) -> TextEncoders:
         """Frozen encoders are small enough (3.3 GB in fp32) to be whole on every rank."""
-        from transformers import CLIPTokenizer
-
-        tokenizers = {
-            name: CLIPTokenizer.from_pretrained(self.folder / place, local_files_only=True)
-            for name, place in TOKENIZERS.items()
-        }
+        tokenizers = self._tokenizers()
         frozen = [name for name in ENCODERS if name not in self.live]
         return TextEncoders(tokenizers, {name: load(self.build(name), self.weights(name), ()) for name in frozen})
 
@@ -246,13 +260,26 @@ class Sdxl(ImageFamily):
     def encode_text(self, encoder: TextEncoders, caption: str) -> Example:
         example: Example = {}
         for name, tokenizer in encoder.tokenizers.items():
-            ids = clip_tokens(tokenizer, caption)
+            ids = clip_windows(tokenizer, caption, self._windows)
             found = {f"{name}.ids": ids}
             if name in encoder.frozen:
                 model = encoder.frozen[name]
-                found = _encoded(name, model, ids.to(device_of(model)))
+                found = _encoded(name, model, ids.to(device_of(model)), self._windows)
             example |= {key: tensor[0].cpu() for key, tensor in found.items()}
         return example
+
+    def text_lengths(self, captions: Sequence[str]) -> list[tuple[TextLength, ...]]:
+        """Counted with one beginning and one end, however many windows there are."""
+        lengths = (
+            text_lengths(name, tokenizer, captions, self._windows * (tokenizer.model_max_length - 2) + 2)
+            for name, tokenizer in self._tokenizers().items()
+        )
+        return list(zip(*lengths, strict=True))
+
+    def longer_text(self, length: TextLength) -> str | None:
+        in_a_window = (length.read - 2) // self._windows
+        windows = min(math.ceil((length.needed - 2) / in_a_window), MOST_TEXT_WINDOWS)
+        return f"model.options.text_windows: {windows}" if windows > self._windows else None
 
     @torch.no_grad()
     def encode_image(self, encoder: Any, image: Image.Image) -> Example:
@@ -317,7 +344,7 @@ class Sdxl(ImageFamily):
         """Without text encoders' type: they are whole and in their own."""
         example = {"latents": torch.zeros(self._architecture.in_channels, height // 8, width // 8)}
         for name, config in self._clip.items():
-            tokens = config.max_position_embeddings
+            tokens = self._windows * config.max_position_embeddings
             if name in self.live:
                 example[f"{name}.ids"] = torch.zeros(tokens, dtype=torch.int64)
                 continue
@@ -365,6 +392,20 @@ class Sdxl(ImageFamily):
     def _write_tiny(self) -> Path:
         configs = self.tiny()
         return write_tiny(self.cache, "sdxl", TINY_VERSION, configs, lambda to: _write_tiny(to, configs))
+
+    @property
+    def _windows(self) -> int:
+        """Windows of text in an example."""
+        return self.config.options.text_windows
+
+    def _tokenizers(self) -> dict[str, Any]:
+        """{component: its tokenizer}."""
+        from transformers import CLIPTokenizer
+
+        return {
+            name: CLIPTokenizer.from_pretrained(self.folder / place, local_files_only=True)
+            for name, place in TOKENIZERS.items()
+        }
 
     @property
     def _pixels_per_latent(self) -> int:
@@ -419,7 +460,7 @@ class Sdxl(ImageFamily):
         found = dict(batch)
         for name in ENCODERS:
             if name in self.live:
-                found |= _encoded(name, model[name], batch[f"{name}.ids"])
+                found |= _encoded(name, model[name], batch[f"{name}.ids"], self._windows)
         states = torch.cat([found[f"{name}.states"].float() for name in ENCODERS], dim=-1)
         return states, found["text_encoder_2.pooled"].float()
 
@@ -491,14 +532,18 @@ class Sdxl(ImageFamily):
 FAMILY = Sdxl
 
 
-def _encoded(name: str, encoder: nn.Module, ids: Tensor) -> Batch:
-    """ids: (B, L).  The encoder's "states" (B, L, D), of the last layer but one, and the second one's "pooled" (B, P),
-    by their keys in a Batch."""
-    if name == "text_encoder":
-        # The last layer that `build` gives it is the last but one of the file.
-        return {f"{name}.states": clip_states(encoder, ids, layer=-1)[0]}
-    states, output = clip_states(encoder, ids)
-    return {f"{name}.states": states, f"{name}.pooled": output.text_embeds}
+def _encoded(name: str, encoder: nn.Module, ids: Tensor, windows: int) -> Batch:
+    """The encoder's "states" (B, L, D), of the last layer but one, and the second one's "pooled" (B, P), by their keys
+    in a Batch. ids: (B, L), of so many windows.
+
+    All windows are read in one call, each by itself. Their whole states follow one another, and the first one is
+    pooled: what ComfyUI and A1111 give the U-Net. (kohya's trainer joins them without the inner ends and beginnings.)
+    """
+    rows = ids.reshape(len(ids) * windows, -1)
+    # The last layer that `build` gives the first encoder is the last but one of the file.
+    states, output = clip_states(encoder, rows, layer=-1 if name == "text_encoder" else -2)
+    found = {f"{name}.states": states.reshape(*ids.shape, -1)}
+    return found if name == "text_encoder" else found | {f"{name}.pooled": output.text_embeds[::windows]}
 
 
 # What follows writes the model of `model.path: tiny`.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,14 @@ from trainer.families._text import (
     hidden_states,
     language_model_config,
     load_language_model,
+    load_tokenizer,
     max_tokens,
+    text_lengths,
     tiny_language_model,
     write_tiny_tokenizer,
 )
 from trainer.families._vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
-from trainer.families.base import ImageFamily, LoadModule
+from trainer.families.base import ImageFamily, LoadModule, TextLength
 from trainer.objectives import Batch, Example, Loss, Shift
 from trainer.rng import SampleRng
 from trainer.weights import Fused
@@ -102,6 +105,7 @@ class ZImage(ImageFamily):
     size_multiple = 16
     fp32_inputs = frozenset({"t"})
     options_read = frozenset({"architecture", "distilled", "max_tokens"})
+    longest_text = MAX_TOKENS
     shift = Shift(constant=3.0)
     diffusers_adapters = frozenset({"lora", "locon", "dora", "lokr"})
 
@@ -150,6 +154,11 @@ class ZImage(ImageFamily):
         tokens = self._tokenize(encoder.tokenizer, caption)
         (states,) = hidden_states(encoder.model, tokens, self._text_layers)
         return {"prompt_embeds": states[0].cpu()}
+
+    def text_lengths(self, captions: Sequence[str]) -> list[tuple[TextLength, ...]]:
+        tokenizer = load_tokenizer(self._folder, "tokenizer")
+        template = partial(_templated, tokenizer)
+        return [(length,) for length in text_lengths("text_encoder", tokenizer, captions, self._max_tokens, template)]
 
     @torch.no_grad()
     def encode_image(self, encoder: Any, image: Image.Image) -> Example:
@@ -260,11 +269,8 @@ class ZImage(ImageFamily):
         check_inputs(self._folder, (config.in_channels, config.cap_feat_dim), given)
 
     def _tokenize(self, tokenizer: Any, caption: str) -> Mapping[str, Tensor]:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": caption}], tokenize=False, add_generation_prompt=True, enable_thinking=True
-        )
         tokens: Mapping[str, Tensor] = tokenizer(
-            text, return_tensors="pt", truncation=True, max_length=self._max_tokens
+            _templated(tokenizer, caption), return_tensors="pt", truncation=True, max_length=self._max_tokens
         )
         return tokens
 
@@ -275,6 +281,14 @@ class ZImage(ImageFamily):
 
 
 FAMILY = ZImage
+
+
+def _templated(tokenizer: Any, caption: str) -> str:
+    """The caption in the chat template."""
+    text: str = tokenizer.apply_chat_template(
+        [{"role": "user", "content": caption}], tokenize=False, add_generation_prompt=True, enable_thinking=True
+    )
+    return text
 
 
 def _predict(model: nn.ModuleDict, latents: Tensor, sigma: Tensor, prompt: Batch) -> Tensor:
