@@ -1,0 +1,95 @@
+"""What a user should know about images that can be trained on: a sentence per kind. No torch and no numpy."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from trainer.config import InputError
+from trainer.data.buckets import choose_bucket
+from trainer.data.pixels import Picture
+
+MOST_ENLARGED = 1.5
+"""Times the size of the file, above which an image is blurred at the size it is trained at."""
+LEAST_KEPT = 2 / 3
+"""Share of the pixels of an image that the crop to its bucket should keep."""
+TAIL_BYTES = 4096
+
+
+def of_files(pictures: Sequence[Picture]) -> Iterator[str]:
+    """Files of which not everything is used."""
+    if paged := [picture.path for picture in pictures if picture.has_frames]:
+        yield f"{_images(paged)} with several frames or pages: only the first frame is used, first {paged[0]}"
+    if broken := [picture.path for picture in pictures if picture.profile == "broken"]:
+        yield (
+            f"{_images(broken)} with a colour profile that cannot be used: their colours are read as sRGB, "
+            f"first {broken[0]}; save them anew as sRGB"
+        )
+
+
+def of_copies(files: Iterable[Path]) -> Iterator[str]:
+    """Files of the same bytes. Only those of one length are read, and to the end only those of one end."""
+    groups = [[*files]]
+    for same in (_length, _tail, _content):
+        groups = [part for group in groups for part in _parted(group, same)]
+    if groups:
+        num_copies = sum(len(group) - 1 for group in groups)
+        first, copy = groups[0][:2]
+        yield (
+            f"{num_copies} images have the same bytes as another one, first {copy} as {first}; remove the copies, "
+            "or weight folders with data.folders"
+        )
+
+
+def of_buckets(pictures: Sequence[Picture], sizes: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """Images that the sizes they are trained at do not suit. sizes: (width, height) of all buckets."""
+    enlarged, cropped = [], []
+    for picture in pictures:
+        width, height = choose_bucket(picture.width, picture.height, sizes)
+        scale_x, scale_y = width / picture.width, height / picture.height
+        if (scale := max(scale_x, scale_y)) > MOST_ENLARGED:
+            enlarged.append(f"{picture.path} {scale:.1f} times")
+        if (kept := min(scale_x, scale_y) / scale) < LEAST_KEPT:
+            cropped.append(f"{picture.path}, of which {kept:.0%} is kept")
+    if enlarged:
+        yield (
+            f"{_images(enlarged)} enlarged more than {MOST_ENLARGED} times to their bucket, which is learned as blur: "
+            f"first {enlarged[0]}; use larger files, or lower data.resolution"
+        )
+    if cropped:
+        yield (
+            f"{_images(cropped)} cropped by more than a third to their bucket: first {cropped[0]}; "
+            "crop them yourself, or raise data.max_aspect"
+        )
+
+
+def _images(found: Sequence[object]) -> str:
+    return "1 image is" if len(found) == 1 else f"{len(found)} images are"
+
+
+def _parted(files: Iterable[Path], same: Callable[[Path], Hashable]) -> list[list[Path]]:
+    """The files by what is the same of them, without those that are alone, in order of their first."""
+    groups = defaultdict(list)
+    for file in files:
+        try:
+            groups[same(file)].append(file)
+        except OSError as error:
+            raise InputError(f"{file}: cannot be read ({error.strerror}); restore or remove it") from error
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _length(file: Path) -> int:
+    return file.stat().st_size
+
+
+def _tail(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - TAIL_BYTES))
+        return stream.read()
+
+
+def _content(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").digest()
