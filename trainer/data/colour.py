@@ -29,8 +29,8 @@ def effect(profile: bytes | None, mode: str) -> Profile:
         changed = ImageChops.difference(to_srgb(grid, profile), grid.convert("RGB"))
     except (ImageCms.PyCMSError, OSError, ValueError):
         return "broken"
-    largest = max(high for _, high in changed.getextrema())
-    return "used" if largest > SRGB_WITHIN else "none"
+    is_changed = changed.point(lambda levels: 255 if levels > SRGB_WITHIN else 0).getbbox() is not None
+    return "used" if is_changed else "none"
 
 
 def to_srgb(image: Image.Image, profile: bytes) -> Image.Image:

@@ -21,11 +21,11 @@ TAIL_BYTES = 4096
 def of_files(pictures: Sequence[Picture]) -> Iterator[str]:
     """Files of which not everything is used."""
     if paged := [picture.path for picture in pictures if picture.has_frames]:
-        yield f"{_images(paged)} with several frames or pages: only the first frame is used, first {paged[0]}"
+        yield f"{len(paged)} images have several frames or pages and only the first one is used, first {paged[0]}"
     if broken := [picture.path for picture in pictures if picture.profile == "broken"]:
         yield (
-            f"{_images(broken)} with a colour profile that cannot be used: their colours are read as sRGB, "
-            f"first {broken[0]}; save them anew as sRGB"
+            f"{len(broken)} images have a colour profile that cannot be used and are read as sRGB, first {broken[0]}; "
+            "save them anew as sRGB"
         )
 
 
@@ -52,21 +52,17 @@ def of_buckets(pictures: Sequence[Picture], sizes: Sequence[tuple[int, int]]) ->
         if (scale := max(scale_x, scale_y)) > MOST_ENLARGED:
             enlarged.append(f"{picture.path} {scale:.1f} times")
         if (kept := min(scale_x, scale_y) / scale) < LEAST_KEPT:
-            cropped.append(f"{picture.path}, of which {kept:.0%} is kept")
+            cropped.append(f"{picture.path} of which {kept:.0%} is kept")
     if enlarged:
         yield (
-            f"{_images(enlarged)} enlarged more than {MOST_ENLARGED} times to their bucket, which is learned as blur: "
+            f"{len(enlarged)} images are enlarged more than {MOST_ENLARGED} times to their bucket and learned blurred, "
             f"first {enlarged[0]}; use larger files, or lower data.resolution"
         )
     if cropped:
         yield (
-            f"{_images(cropped)} cropped by more than a third to their bucket: first {cropped[0]}; "
+            f"{len(cropped)} images lose more than a third to the crop to their bucket, first {cropped[0]}; "
             "crop them yourself, or raise data.max_aspect"
         )
-
-
-def _images(found: Sequence[object]) -> str:
-    return "1 image is" if len(found) == 1 else f"{len(found)} images are"
 
 
 def _parted(files: Iterable[Path], same: Callable[[Path], Hashable]) -> list[list[Path]]:

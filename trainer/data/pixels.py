@@ -21,7 +21,7 @@ from trainer.data.colour import Profile
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
 MAX_PIXELS = 2**28
-"""16384 x 16384; telephones take 200 megapixels. Decoding takes 1.1 GiB of memory at most, 3.1 GiB with transparency."""
+"""16384 x 16384; telephones take 200 megapixels. Decoding takes at most 1.1 GiB of memory, 3.1 with transparency."""
 
 _FORMATS = ("JPEG", "PNG", "BMP", "TIFF", "WEBP")
 """Pillow's names of what IMAGE_SUFFIXES stand for; `preinit` and the imports above register their readers."""
@@ -124,19 +124,23 @@ def _orientation(image: ImageFile.ImageFile, file: IO[bytes]) -> int:
     # The PNG reader's own getexif decodes all pixels to look for an orientation behind them.
     if isinstance(image, PngImageFile) and (header := png_chunks.with_late_metadata(file)):
         image = PngImageFile(io.BytesIO(header))
-    return Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
+    orientation: int = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
+    return orientation
 
 
 def _upright(picture: Picture) -> Image.Image:
     try:
         with _opened(picture.path) as (image, _):
+            if isinstance(image, TiffImageFile):
+                # The reader applies Pillow's limit where it makes room for the pixels itself.
+                image.im = Image.new(image.mode, _stored_size(image)).im
             ImageOps.exif_transpose(image, in_place=True)
     except _DECODER_ERRORS as error:
         raise _unreadable(picture.path, error) from error
     if image.size != (picture.width, picture.height):
         raise InputError(
-            f"{picture.path}: is {image.width} x {image.height}, but was {picture.width} x {picture.height} when the "
-            "images were counted; leave the files alone while a run starts, and start again"
+            f"{picture.path}: has {image.width} x {image.height} pixels, and had {picture.width} x {picture.height} "
+            "when it was found; if it was replaced, start again, else save it anew"
         )
     return image
 
