@@ -110,7 +110,7 @@ def test_images_without_a_visible_pixel_are_one_warning_where_they_are_decoded(p
     Image.new("RGB", (64, 64), "white").save(tmp_path / "white.png")
     _, said = encoded(run_config(tmp_path, data__missing_caption="empty"))
     assert [event.message for event in said if isinstance(event, WarningEvent)] == [
-        f"3 images are wholly transparent and trained as white, first {tmp_path}/0.png; remove them"
+        f"3 images are wholly transparent and trained as white: first {tmp_path}/0.png; remove it"
     ]
 
 
@@ -118,7 +118,7 @@ def test_images_that_their_buckets_do_not_suit_are_named_before_any_is_encoded(t
     cfg = run_config(make_pictures(tmp_path / "pictures", 1), data__resolution=128)
     _, said = encoded(cfg)
     assert said[0].message == (  # type: ignore[union-attr]
-        f"1 images are enlarged more than 1.5 times to their bucket and learned blurred, "
+        "1 image is enlarged more than 1.5 times to fill a bucket, and learned blurred: "
         f"first {tmp_path}/pictures/00.png 2.0 times; use larger files, or lower data.resolution"
     )
 

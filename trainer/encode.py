@@ -299,12 +299,9 @@ class _DataEncoder:
         """files: those that this rank met. Collective."""
         found = sorted({file for part in self.world.gather(files) for file in part})
         if found:
-            self.say(
-                WarningEvent(
-                    message=f"{len(found)} images are wholly transparent and trained as white, first {found[0]}; "
-                    "remove them"
-                )
-            )
+            counted = image_warnings.counted(len(found), "image is", "images are")
+            message = f"{counted} wholly transparent and trained as white: first {found[0]}; remove it"
+            self.say(WarningEvent(message=message))
 
     def _encode_masks(self, photos: Sequence[Photo], latents: Mapping[Path, str]) -> dict[Photo, str]:
         """{photo: key} where the data have masks, of those that can be used; a photo without one is learned whole."""

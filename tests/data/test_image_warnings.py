@@ -26,7 +26,7 @@ def sizes_said(*sizes: tuple[int, int]) -> list[str]:
 def test_images_enlarged_more_than_one_and_a_half_times_are_counted_with_the_first_and_its_factor() -> None:
     assert sizes_said((1024, 1024), (700, 700), (683, 683)) == []
     assert sizes_said((700, 700), (600, 680), (64, 64)) == [
-        "2 images are enlarged more than 1.5 times to their bucket and learned blurred, first 1.png 1.6 times; "
+        "2 images are enlarged more than 1.5 times to fill a bucket, and learned blurred: first 1.png 1.6 times; "
         "use larger files, or lower data.resolution"
     ]
 
@@ -34,17 +34,17 @@ def test_images_enlarged_more_than_one_and_a_half_times_are_counted_with_the_fir
 def test_images_cropped_by_more_than_a_third_are_counted_with_the_first_and_the_share_kept() -> None:
     assert sizes_said((2800, 1000), (1000, 2800)) == []
     assert sizes_said((4000, 2000), (10000, 2000), (1000, 20000)) == [
-        "2 images lose more than a third to the crop to their bucket, first 1.png of which 38% is kept; "
-        "crop them yourself, or raise data.max_aspect"
+        "2 images lose more than a third to the crop to a bucket: first 1.png of which 38% is kept; "
+        "crop by hand, or raise data.max_aspect"
     ]
 
 
 def test_a_strip_of_pixels_is_named_for_both() -> None:
     assert sizes_said((4000, 40)) == [
-        "1 images are enlarged more than 1.5 times to their bucket and learned blurred, first 0.png 18.4 times; "
+        "1 image is enlarged more than 1.5 times to fill a bucket, and learned blurred: first 0.png 18.4 times; "
         "use larger files, or lower data.resolution",
-        "1 images lose more than a third to the crop to their bucket, first 0.png of which 2% is kept; "
-        "crop them yourself, or raise data.max_aspect",
+        "1 image loses more than a third to the crop to a bucket: first 0.png of which 2% is kept; "
+        "crop by hand, or raise data.max_aspect",
     ]
 
 
@@ -55,7 +55,7 @@ def test_a_file_of_several_frames_is_named_once_and_its_first_frame_is_used(tmp_
         frames = [Image.new("RGB", (40, 20), colour) for colour in colours]
         add_image(tmp_path / f"{name}.{suffix}", save_all=True, append_images=frames)
     assert scan(data(tmp_path)).warnings == (
-        f"2 images have several frames or pages and only the first one is used, first {tmp_path}/b.{suffix}",
+        f"2 images have several frames or pages, of which only the first one is used: first {tmp_path}/b.{suffix}",
     )
 
 
@@ -71,8 +71,8 @@ def test_profiles_that_cannot_be_used_are_one_sentence_and_others_none(tmp_path:
     for number in range(2):
         add_image(tmp_path / f"b{number}.png", size=(40 + number, 20), icc_profile=b"not a profile")
     assert scan(data(tmp_path)).warnings == (
-        f"2 images have a colour profile that cannot be used and are read as sRGB, first {tmp_path}/b0.png; "
-        "save them anew as sRGB",
+        f"2 images have a colour profile that cannot be used and is ignored: first {tmp_path}/b0.png; "
+        "save it anew as sRGB",
     )
 
 
@@ -88,8 +88,8 @@ def test_copies_are_found_across_all_folders_whatever_their_names(tmp_path: Path
         validation=str(tmp_path / "held"),
     )
     assert scan(cfg).warnings == (
-        f"3 images have the same bytes as another one, first {tmp_path}/more/x.png as {first}; remove the copies, "
-        "or weight folders with data.folders",
+        f"3 images have the same bytes as another one: first {tmp_path}/more/x.png as {first}; remove copies, "
+        "or give their folder a weight in data.folders",
     )
 
 
@@ -100,8 +100,8 @@ def test_files_that_differ_in_the_middle_only_are_no_copies(tmp_path: Path) -> N
         file.write_bytes(content)
     assert list(image_warnings.of_copies(files[:2])) == []
     assert list(image_warnings.of_copies(files)) == [
-        f"1 images have the same bytes as another one, first {files[2]} as {files[0]}; remove the copies, "
-        "or weight folders with data.folders"
+        f"1 image has the same bytes as another one: first {files[2]} as {files[0]}; remove copies, "
+        "or give their folder a weight in data.folders"
     ]
 
 
@@ -117,7 +117,7 @@ def test_a_caption_of_two_images_is_named_with_both(tmp_path: Path) -> None:
         add_image(tmp_path / name)
     shared, copies = scan(data(tmp_path)).warnings
     assert shared == (
-        f"2 captions are shared by images of one name, first {tmp_path}/b.txt by b.jpg and b.png and b.webp; "
-        "rename the images that need their own"
+        f"2 captions are shared by images of one name: first {tmp_path}/b.txt by b.jpg and b.png and b.webp; "
+        "rename those that need their own"
     )
     assert copies.startswith("3 images have the same bytes")

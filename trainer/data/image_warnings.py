@@ -21,12 +21,11 @@ TAIL_BYTES = 4096
 def of_files(pictures: Sequence[Picture]) -> Iterator[str]:
     """Files of which not everything is used."""
     if paged := [picture.path for picture in pictures if picture.has_frames]:
-        yield f"{len(paged)} images have several frames or pages and only the first one is used, first {paged[0]}"
+        found = counted(len(paged), "image has", "images have")
+        yield f"{found} several frames or pages, of which only the first one is used: first {paged[0]}"
     if broken := [picture.path for picture in pictures if picture.profile == "broken"]:
-        yield (
-            f"{len(broken)} images have a colour profile that cannot be used and are read as sRGB, first {broken[0]}; "
-            "save them anew as sRGB"
-        )
+        found = counted(len(broken), "image has", "images have")
+        yield f"{found} a colour profile that cannot be used and is ignored: first {broken[0]}; save it anew as sRGB"
 
 
 def of_copies(files: Iterable[Path]) -> Iterator[str]:
@@ -35,11 +34,11 @@ def of_copies(files: Iterable[Path]) -> Iterator[str]:
     for same in (_length, _tail, _content):
         groups = [part for group in groups for part in _parted(group, same)]
     if groups:
-        num_copies = sum(len(group) - 1 for group in groups)
+        found = counted(sum(len(group) - 1 for group in groups), "image has", "images have")
         first, copy = groups[0][:2]
         yield (
-            f"{num_copies} images have the same bytes as another one, first {copy} as {first}; remove the copies, "
-            "or weight folders with data.folders"
+            f"{found} the same bytes as another one: first {copy} as {first}; remove copies, or give their folder a "
+            "weight in data.folders"
         )
 
 
@@ -54,20 +53,26 @@ def of_buckets(pictures: Sequence[Picture], sizes: Sequence[tuple[int, int]]) ->
         if (kept := min(scale_x, scale_y) / scale) < LEAST_KEPT:
             cropped.append(f"{picture.path} of which {kept:.0%} is kept")
     if enlarged:
+        found = counted(len(enlarged), "image is", "images are")
         yield (
-            f"{len(enlarged)} images are enlarged more than {MOST_ENLARGED} times to their bucket and learned blurred, "
+            f"{found} enlarged more than {MOST_ENLARGED} times to fill a bucket, and learned blurred: "
             f"first {enlarged[0]}; use larger files, or lower data.resolution"
         )
     if cropped:
+        found = counted(len(cropped), "image loses", "images lose")
         yield (
-            f"{len(cropped)} images lose more than a third to the crop to their bucket, first {cropped[0]}; "
-            "crop them yourself, or raise data.max_aspect"
+            f"{found} more than a third to the crop to a bucket: first {cropped[0]}; "
+            "crop by hand, or raise data.max_aspect"
         )
+
+
+def counted(number: int, one: str, more: str) -> str:
+    return f"1 {one}" if number == 1 else f"{number} {more}"
 
 
 def _parted(files: Iterable[Path], same: Callable[[Path], Hashable]) -> list[list[Path]]:
     """The files by what is the same of them, without those that are alone, in order of their first."""
-    groups = defaultdict(list)
+    groups: defaultdict[Hashable, list[Path]] = defaultdict(list)
     for file in files:
         try:
             groups[same(file)].append(file)

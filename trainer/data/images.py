@@ -291,9 +291,10 @@ class _Scanner:
         shared = [(caption, images) for caption, images in self._captioned.items() if len(images) > 1]
         if shared:
             caption, images = shared[0]
+            found = image_warnings.counted(len(shared), "caption is", "captions are")
             self.found.warnings.append(
-                f"{len(shared)} captions are shared by images of one name, first {caption} by "
-                f"{' and '.join(image.name for image in images)}; rename the images that need their own"
+                f"{found} shared by images of one name: first {caption} by "
+                f"{' and '.join(image.name for image in images)}; rename those that need their own"
             )
 
     def _warn_of_open_trigger(self, source: _Source, photos: list[Photo]) -> None:
