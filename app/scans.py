@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainer import facts
 from trainer.config import InputError, RunConfig
-from trainer.data import questions, textfiles
+from trainer.data import image_warnings, questions, textfiles
 from trainer.data.buckets import bucket_sizes, images_per_bucket
 from trainer.data.images import Watcher, scan
 
@@ -128,7 +128,11 @@ class _Scan(Watcher):
         return Found(
             self._num_files,
             images=tuple(self._images),
-            warnings=(*dataset.warnings, *asked.warnings),
+            warnings=(
+                *dataset.warnings,
+                *image_warnings.of_buckets(dataset.pictures, sizes),
+                *asked.warnings,
+            ),
             buckets=buckets,
             num_questions=len(asked.train),
         )

@@ -7,9 +7,8 @@ import shutil
 import threading
 from pathlib import Path
 
-from PIL import Image, UnidentifiedImageError
-
 from trainer.config import InputError
+from trainer.data.pixels import load_rgb, open_picture
 
 FULL = 2048
 SMALL = 256
@@ -17,7 +16,7 @@ DOWNLOADED = frozenset({".safetensors", ".json", ".txt"})
 
 
 class Thumbnails:
-    """WebP copies of pictures, made when they are first asked for."""
+    """WebP copies of pictures as they are trained: upright, in sRGB, transparency on white."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -30,18 +29,18 @@ class Thumbnails:
             copy = self.folder / f"{key}-{side}.webp"
             if not copy.exists():
                 self._write(picture, copy, side)
-        except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        except OSError as error:
             raise InputError(f"{picture}: cannot be shown ({error})") from error
         return copy
 
     def _write(self, picture: Path, copy: Path, side: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        with Image.open(picture) as image:
-            small = image.convert("RGB")
-            small.thumbnail((side, side))
-            draft = copy.with_suffix(f".{threading.get_ident()}.part")
-            small.save(draft, "WEBP", quality=90)
-            draft.replace(copy)
+        found = open_picture(picture)
+        scale = min(1, side / max(found.width, found.height))
+        small = load_rgb(found, (max(1, round(found.width * scale)), max(1, round(found.height * scale))))
+        draft = copy.with_suffix(f".{threading.get_ident()}.part")
+        small.save(draft, "WEBP", quality=90)
+        draft.replace(copy)
 
 
 class Downloads:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
+from tests.data.profiles import DISPLAY_P3, SRGB, rgb_profile, srgb_curve
 from tests.runs import alone, make_pictures, run_config
 from trainer import encode, families
 from trainer.config import InputError, RunConfig
@@ -15,7 +17,7 @@ from trainer.data.loader import Item
 from trainer.data.pixels import load_rgb, open_picture
 from trainer.encode import EncodedData, encode_data
 from trainer.events import AnyEvent, StatusEvent, WarningEvent
-from trainer.families.base import ModelFamily
+from trainer.families.base import ImageFamily, ModelFamily
 from trainer.modules import encoder_loader
 
 
@@ -79,6 +81,46 @@ def test_a_stop_request_while_encoding_keeps_what_is_encoded(tmp_path: Path) -> 
         encode_data(cfg, family, load, cache, world, said.append, stopping=lambda: len(said) == 3)
     assert len(list((cache / "examples").rglob("*.safetensors"))) == 2
     assert len(encode_data(cfg, family, load, cache, world, said.append).train) == 3
+
+
+def test_only_images_whose_colours_a_profile_changes_are_encoded_anew(pictures: Path, tmp_path: Path) -> None:
+    named = {"00": None, "01": rgb_profile(SRGB, srgb_curve()), "02": rgb_profile(DISPLAY_P3, srgb_curve())}
+    for name, profile in named.items():
+        with Image.open(pictures / f"{name}.png") as image:
+            image.save(tmp_path / f"{name}.png", icc_profile=profile)
+    cfg = run_config(tmp_path, data__missing_caption="empty")
+    found, _ = encoded(cfg)
+    family = families.make(cfg, tmp_path / "cache")
+    assert isinstance(family, ImageFamily)
+    # Keys as they were before profiles were read.
+    kept = [
+        hashlib.sha256(f"1 flux2 {family.fingerprint()}\x1fimage\x1f{digest}\x1f{size}".encode()).hexdigest()
+        for digest, size in zip(
+            [hashlib.sha256(photo.photo.path.read_bytes()).hexdigest() for photo in found.train],
+            [(64, 64), (80, 48), (48, 80)],
+            strict=True,
+        )
+    ]
+    assert [photo.latents == key for photo, key in zip(found.train, kept, strict=True)] == [True, True, False]
+
+
+def test_images_without_a_visible_pixel_are_one_warning_where_they_are_decoded(pictures: Path, tmp_path: Path) -> None:
+    for number, size in enumerate([(64, 64), (64, 80), (80, 64)]):
+        Image.new("RGBA", size, (255, 0, 0, 0)).save(tmp_path / f"{number}.png")
+    Image.new("RGB", (64, 64), "white").save(tmp_path / "white.png")
+    _, said = encoded(run_config(tmp_path, data__missing_caption="empty"))
+    assert [event.message for event in said if isinstance(event, WarningEvent)] == [
+        f"3 images are wholly transparent and trained as white: first {tmp_path}/0.png; remove it"
+    ]
+
+
+def test_images_that_their_buckets_do_not_suit_are_named_before_any_is_encoded(tmp_path: Path) -> None:
+    cfg = run_config(make_pictures(tmp_path / "pictures", 1), data__resolution=128)
+    _, said = encoded(cfg)
+    assert said[0].message == (  # type: ignore[union-attr]
+        "1 image is enlarged more than 1.5 times to fill a bucket, and learned blurred: "
+        f"first {tmp_path}/pictures/00.png 2.0 times; use larger files, or lower data.resolution"
+    )
 
 
 @pytest.fixture

@@ -17,11 +17,12 @@ from torch import nn
 
 from trainer.captions import measure
 from trainer.config import InputError, RunConfig
+from trainer.data import image_warnings
 from trainer.data.buckets import bucket_sizes, choose_bucket
 from trainer.data.cache import Crew, ExampleCache, content_keys, encode_missing, missing
 from trainer.data.images import TRIGGER_PLACE, Photo, scan
 from trainer.data.loader import BatchPlan, BatchSizes, Item
-from trainer.data.pixels import Picture, load_mask, load_rgb, open_picture, png
+from trainer.data.pixels import Picture, is_invisible, load_mask, load_rgb, open_picture, png
 from trainer.events import StatusEvent, WarningEvent
 from trainer.families.base import ImageFamily, LoadModule
 from trainer.manifest import Progress
@@ -212,7 +213,7 @@ class _DataEncoder:
 
     def encode(self) -> EncodedData:
         dataset = scan(self.cfg.data)
-        for warning in dataset.warnings:
+        for warning in (*dataset.warnings, *image_warnings.of_buckets(dataset.pictures, self._sizes)):
             self.say(WarningEvent(message=warning))
         photos = (*dataset.train, *dataset.validation)
         samples = [open_picture(Path(file)) for file in self.cfg.sample.references]
@@ -273,28 +274,49 @@ class _DataEncoder:
             self._release()
         return keys
 
+    @cached_property
+    def _sizes(self) -> tuple[tuple[int, int], ...]:
+        """(width, height) of all buckets."""
+        data, family = self.cfg.data, self.family
+        return bucket_sizes(data.resolution, family.size_multiple, data.max_aspect, family.longest_side)
+
     def _encode_pictures(self, pictures: Sequence[Picture]) -> dict[Path, str]:
         """{file: key} of those that can be used, each in the bucket of its own shape."""
-        sizes = bucket_sizes(
-            self.cfg.data.resolution, self.family.size_multiple, self.cfg.data.max_aspect, self.family.longest_side
-        )
-        sized = [(picture, choose_bucket(picture.width, picture.height, sizes)) for picture in pictures]
+        sized = [(picture, choose_bucket(picture.width, picture.height, self._sizes)) for picture in pictures]
         digests = content_keys([picture.path for picture in pictures], self.crew)
-        keys = [_key(self._origin, "image", digest, size) for digest, (_, size) in zip(digests, sized, strict=True)]
+        keys = [
+            _key(self._origin, "image", digest, size, *_conversion(picture))
+            for digest, (picture, size) in zip(digests, sized, strict=True)
+        ]
         sized_by_key = dict(zip(keys, sized, strict=True))
         work = {key: sized_by_key[key] for key in missing(keys, self.cache, self.crew)}
         failures: dict[str, str] = {}
         if work:
             self._announce("images")
+            invisible: list[Path] = []
             failures = self._encode_with(
-                partial(self._load_and_encode, self.family.image_encoder(self.load)), "images", work
+                partial(self._load_and_encode, self.family.image_encoder(self.load), invisible), "images", work
             )
             self._release()
             _report_failures(failures, self.cfg, self.say)
+            self._warn_of_invisible(invisible)
         return {picture.path: key for picture, key in zip(pictures, keys, strict=True) if key not in failures}
 
-    def _load_and_encode(self, encoder: Any, item: tuple[Picture, tuple[int, int]]) -> Example:
-        return self.family.encode_image(encoder, load_rgb(*item))
+    def _load_and_encode(self, encoder: Any, invisible: list[Path], item: tuple[Picture, tuple[int, int]]) -> Example:
+        """invisible: images without a visible pixel are added to it."""
+        picture, size = item
+        image = load_rgb(picture, size)
+        if is_invisible(picture, image):
+            invisible.append(picture.path)
+        return self.family.encode_image(encoder, image)
+
+    def _warn_of_invisible(self, files: Sequence[Path]) -> None:
+        """files: those that this rank met. Collective."""
+        found = sorted({file for part in self.world.gather(files) for file in part})
+        if found:
+            counted = image_warnings.counted(len(found), "image is", "images are")
+            message = f"{counted} wholly transparent and trained as white: first {found[0]}; remove it"
+            self.say(WarningEvent(message=message))
 
     def _encode_masks(self, photos: Sequence[Photo], latents: Mapping[Path, str]) -> dict[Photo, str]:
         """{photo: key} where the data have masks, of those that can be used; a photo without one is learned whole."""
@@ -358,6 +380,11 @@ def _encode_mask(background: float, item: tuple[Picture | None, tuple[int, int]]
         return {"mask": torch.ones(height, width)}
     levels = torch.from_numpy(np.array(load_mask(mask, (width, height)))) / 255
     return {"mask": levels + (1 - levels) * background}
+
+
+def _conversion(picture: Picture) -> tuple[str, ...]:
+    """What is done to a picture's colours, as part of its key: nothing in keys from before profiles were read."""
+    return ("srgb",) if picture.profile == "used" else ()
 
 
 def _report_failures(failures: Mapping[str, str], cfg: RunConfig, say: Say) -> None:

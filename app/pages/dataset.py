@@ -12,7 +12,7 @@ import gradio as gr
 from app import dataset, form
 from app.dataset import Captions, Card
 from app.lengths import Known
-from app.pages.parts import QUIET, WAITING_S, picture, table
+from app.pages.parts import QUIET, WAITING_S, picture
 from app.panels import alert, attempted, note
 from app.scans import Found
 from app.studio import Studio
@@ -233,5 +233,6 @@ def _problems(found: Found) -> str:
         lines = "".join(f"<li>{escape(problem)}</li>" for problem in found.problems)
         return f'<div role="alert" class="alert"><p>Start waits for:</p><ul>{lines}</ul></div>'
     if found.warnings:
-        return table(("Worth knowing",), [(warning,) for warning in found.warnings])
+        lines = "".join(f"<li>{escape(warning)}</li>" for warning in found.warnings)
+        return f"<h2>Worth knowing</h2><ul>{lines}</ul>"
     return "<p>Nothing is wrong.</p>"

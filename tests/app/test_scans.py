@@ -42,6 +42,15 @@ def test_images_with_captions_are_found_and_counted_by_bucket(pictures: Path):
     assert found.buckets == {(48, 80): 1, (64, 64): 1, (80, 48): 1}
 
 
+def test_warnings_of_files_and_of_their_buckets_are_found_together(pictures: Path):
+    (pictures / "03.png").write_bytes((pictures / "00.png").read_bytes())
+    (pictures / "03.txt").write_text("a copy")
+    config, seen = run_config(pictures, data__resolution=128), Scans()
+    copies, enlarged = complete(lambda: seen.of(config)).warnings
+    assert copies.startswith("1 image has the same bytes as another one")
+    assert enlarged.startswith("4 images are enlarged more than 1.5 times to fill a bucket")
+
+
 def test_a_broken_image_is_a_problem_and_seen_only_when_files_are_read_again(pictures: Path):
     config, seen = run_config(pictures), Scans()
     complete(lambda: seen.of(config))

@@ -211,8 +211,8 @@ def test_regularization_images_occur_as_often_as_the_data_together(tmp_path: Pat
 
 def test_regularization_images_have_no_trigger_and_nothing_goes_with_them(photos: Path, tmp_path: Path) -> None:
     others = tmp_path / "others"
-    add_image(others / "a.png", caption="a dog")
-    add_image(others / "b.png", caption="a [trigger] dog")
+    add_image(others / "a.png", caption="a dog", size=(80, 40))
+    add_image(others / "b.png", caption="a [trigger] dog", size=(40, 80))
     for name in ("a.png", "sub/b.png"):
         add_picture(tmp_path / "beside" / name)
     beside = str(tmp_path / "beside")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainer.config import DataConfig, InputError
+from trainer.data import image_warnings
 from trainer.data.companions import Findings, Masks, References
 from trainer.data.pixels import IMAGE_SUFFIXES, Picture, files_below, open_picture
 
@@ -46,6 +47,12 @@ class Dataset:
     validation: tuple[Photo, ...]
     warnings: tuple[str, ...]
 
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """All images that are scaled to a bucket: photos, then their references. Masks follow their photos."""
+        photos = (*self.train, *self.validation)
+        return (*photos, *(reference for photo in photos for reference in photo.references))
+
 
 class Watcher:
     """Follows a scan that may take long. What its methods raise ends the scan."""
@@ -81,7 +88,9 @@ def scan(cfg: DataConfig, watcher: Watcher | None = None) -> Dataset:
     if isinstance(cfg.validation, int):
         photos, held_out = _set_aside(photos, cfg.validation)
     photos += _as_frequent(others, photos, cfg.regularization_weight)
-    return Dataset(tuple(photos), tuple(held_out), tuple(scanner.found.warnings))
+    found = Dataset(tuple(photos), tuple(held_out), tuple(scanner.found.warnings))
+    copies = image_warnings.of_copies(photo.path for photo in (*photos, *held_out))
+    return replace(found, warnings=(*found.warnings, *image_warnings.of_files(found.pictures), *copies))
 
 
 @dataclass(frozen=True)
@@ -141,6 +150,7 @@ class _Scanner:
         self.found = Findings()
         self._watcher = watcher
         self._own_places = _own_places(cfg)
+        self._captioned: dict[Path, list[Path]] = {}
         self._masks = self._companions(Masks, "data.masks", cfg.masks)
         self._references = self._companions(References, "data.references", cfg.references)
 
@@ -160,6 +170,7 @@ class _Scanner:
         for companions in (self._masks, self._references):
             if companions:
                 companions.finish()
+        self._warn_of_shared_captions()
         problems = self.found.problems
         if problems:
             hidden = len(problems) - MAX_SHOWN_PROBLEMS
@@ -225,6 +236,8 @@ class _Scanner:
             path=path,
             width=picture.width,
             height=picture.height,
+            profile=picture.profile,
+            has_frames=picture.has_frames,
             caption=_with_trigger(caption, self.cfg.trigger) if source.is_own else caption,
             weight=source.weight,
             mask=mask,
@@ -233,7 +246,9 @@ class _Scanner:
 
     def _caption(self, path: Path, rows: Mapping[Path, str]) -> str | None:
         beside = path.with_suffix(".txt")
-        caption = self._text(beside, MAX_CAPTION) if beside.is_file() else rows.get(path, "")
+        if is_beside := beside.is_file():
+            self._captioned.setdefault(beside, []).append(path)
+        caption = self._text(beside, MAX_CAPTION) if is_beside else rows.get(path, "")
         if caption == "" and self.cfg.missing_caption == "stop":
             self.found.problems.append(
                 f"{path}: no caption; write it into {beside.name}, or set data.missing_caption: empty"
@@ -278,6 +293,16 @@ class _Scanner:
             self.found.warnings.append(f"left out: {message}")
         else:
             self.found.problems.append(f"{message}, or set data.bad_image: warn")
+
+    def _warn_of_shared_captions(self) -> None:
+        shared = [(caption, images) for caption, images in self._captioned.items() if len(images) > 1]
+        if shared:
+            caption, images = shared[0]
+            found = image_warnings.counted(len(shared), "caption is", "captions are")
+            self.found.warnings.append(
+                f"{found} shared by images of one name: first {caption} by "
+                f"{' and '.join(image.name for image in images)}; rename those that need their own"
+            )
 
     def _warn_of_open_trigger(self, source: _Source, photos: list[Photo]) -> None:
         count = sum(TRIGGER_PLACE in photo.caption for photo in photos)

@@ -5,14 +5,26 @@ from __future__ import annotations
 import io
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
+from PIL.WebPImagePlugin import WebPImageFile
 
 from trainer.config import InputError
+from trainer.data import colour, png_chunks
+from trainer.data.colour import Profile
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
+MAX_PIXELS = 2**28
+"""16384 x 16384; telephones take 200 megapixels. Decoding takes at most 1.1 GiB of memory, 3.1 with transparency."""
+
+_FORMATS = ("JPEG", "PNG", "BMP", "TIFF", "WEBP")
+"""Pillow's names of what IMAGE_SUFFIXES stand for; `preinit` and the imports above register their readers."""
 
 # Pillow has no common base class for what its decoders raise on damaged files.
 _DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
@@ -20,11 +32,17 @@ _DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, Ima
 
 @dataclass(frozen=True)
 class Picture:
-    """An image file. width, height: pixels after the EXIF orientation."""
+    """An image file.
+
+    width, height: pixels after the EXIF orientation.  profile: its ICC profile's effect on the colours.
+    has_frames: whether the file holds an animation or several pages.
+    """
 
     path: Path
     width: int
     height: int
+    profile: Profile = field(default="none", kw_only=True)
+    has_frames: bool = field(default=False, kw_only=True)
 
 
 def files_below(folder: Path, skipped: frozenset[Path]) -> Iterator[Path]:
@@ -38,31 +56,47 @@ def files_below(folder: Path, skipped: frozenset[Path]) -> Iterator[Path]:
 def open_picture(path: Path) -> Picture:
     """The file as its header describes it. Raises InputError when it is no image that can be read."""
     try:
-        with _open(path) as image:
-            # The PNG reader's own getexif decodes all pixels to look for an orientation behind them.
-            orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
-            width, height = image.size
+        with _opened(path) as (image, file):
+            width, height = _stored_size(image)
+            if _orientation(image, file) in (5, 6, 7, 8):
+                width, height = height, width
+            profile = colour.effect(image.info.get("icc_profile"), image.mode)
+            # Not of MPO, the .jpg of many cameras: its further frames are previews of the first.
+            has_frames = isinstance(image, PngImageFile | TiffImageFile | WebPImageFile) and image.is_animated
     except _DECODER_ERRORS as error:
         raise _unreadable(path, error) from error
-    is_on_its_side = orientation in (5, 6, 7, 8)
-    return Picture(path, height, width) if is_on_its_side else Picture(path, width, height)
+    return Picture(path, width, height, profile=profile, has_frames=has_frames)
 
 
 def load_rgb(picture: Picture, size: tuple[int, int]) -> Image.Image:
-    """The image as RGB of exactly `size` (width, height): oriented, transparency on white, scaled to cover, cropped.
+    """The image as sRGB of exactly `size` (width, height): oriented, transparency on white, scaled to cover, cropped.
 
-    Raises InputError naming the file when its pixels cannot be decoded.
+    Raises InputError naming the file when its pixels cannot be decoded, or are of another size than `picture`'s.
     """
-    return ImageOps.fit(_as_rgb(_upright(picture.path)), size, Image.Resampling.LANCZOS)
+    image = _upright(picture)
+    profile = image.info.get("icc_profile")
+    if picture.profile != "used" or profile is None:
+        return ImageOps.fit(_as_rgb(image), size, Image.Resampling.LANCZOS)
+    pixels = image if image.mode == "CMYK" else _as_rgb(image)
+    # After scaling: a conversion of a megapixel in place of up to MAX_PIXELS.
+    return colour.to_srgb(ImageOps.fit(pixels, size, Image.Resampling.LANCZOS), profile)
+
+
+def is_invisible(picture: Picture, loaded: Image.Image) -> bool:
+    """Whether every pixel of the file is transparent. loaded: what `load_rgb` made of it."""
+    if loaded.getextrema() != ((255, 255),) * 3:
+        return False
+    alpha = _opacity(_upright(picture))
+    return alpha is not None and alpha.getextrema() == (0, 0)
 
 
 def load_mask(picture: Picture, size: tuple[int, int]) -> Image.Image:
     """The image as levels from 0 (black) to 255, mode F: averages over the areas of `load_rgb`'s picture.
 
     size: (width, height) of the same aspect ratio as that picture. An image with transparent parts is a mask by its
-    opacity, another by its brightness. Raises InputError naming the file when its pixels cannot be decoded.
+    opacity, another by its brightness, whatever its ICC profile. Raises InputError as `load_rgb`.
     """
-    image = _upright(picture.path)
+    image = _upright(picture)
     levels = _opacity(image) or _as_rgb(image).convert("L")
     return ImageOps.fit(levels.convert("F"), size, Image.Resampling.BOX)
 
@@ -78,20 +112,65 @@ def _walk(folder: Path, seen: set[Path]) -> Iterator[Path]:
             yield from _walk(entry, seen)
 
 
-def _upright(path: Path) -> Image.Image:
+def _stored_size(image: Image.Image) -> tuple[int, int]:
+    """(width, height) as the pixels lie in the file. The TIFF reader's `size` has its orientation already."""
+    if isinstance(image, TiffImageFile):
+        return image.tag_v2[IMAGEWIDTH], image.tag_v2[IMAGELENGTH]
+    return image.size
+
+
+def _orientation(image: ImageFile.ImageFile, file: IO[bytes]) -> int:
+    """As `ImageOps.exif_transpose` finds it, from EXIF, else XMP: 1 to 8."""
+    # The PNG reader's own getexif decodes all pixels to look for an orientation behind them.
+    if isinstance(image, PngImageFile) and (header := png_chunks.with_late_metadata(file)):
+        image = PngImageFile(io.BytesIO(header))
+    orientation: int = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
+    return orientation
+
+
+def _upright(picture: Picture) -> Image.Image:
     try:
-        with _open(path) as image:
-            return ImageOps.exif_transpose(image)
+        with _opened(picture.path) as (image, _):
+            if isinstance(image, TiffImageFile):
+                # The reader applies Pillow's limit where it makes room for the pixels itself.
+                image.im = Image.new(image.mode, _stored_size(image)).im
+            ImageOps.exif_transpose(image, in_place=True)
     except _DECODER_ERRORS as error:
-        raise _unreadable(path, error) from error
-
-
-def _open(path: Path) -> Image.Image:
-    image = Image.open(path)
-    if image.mode in ("I", "F"):
-        image.close()
-        raise ValueError("its pixels have 32 bits and no fixed white; save it with 8 or 16 bits")
+        raise _unreadable(picture.path, error) from error
+    if image.size != (picture.width, picture.height):
+        raise InputError(
+            f"{picture.path}: has {image.width} x {image.height} pixels, and had {picture.width} x {picture.height} "
+            "when it was found; if it was replaced, start again, else save it anew"
+        )
     return image
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[ImageFile.ImageFile, IO[bytes]]]:
+    """The image as its header describes it, and its file."""
+    with path.open("rb") as file:
+        image = _identified(file, path)
+        pixels = image.width * image.height
+        if pixels > MAX_PIXELS:
+            raise ValueError(f"{pixels / 1e6:.1f} megapixels are more than {MAX_PIXELS / 1e6:.1f}; scale it down")
+        if image.mode in ("I", "F"):
+            raise ValueError("its pixels have 32 bits and no fixed white; save it with 8 or 16 bits")
+        yield image, file
+
+
+def _identified(file: IO[bytes], path: Path) -> ImageFile.ImageFile:
+    """As `Image.open`, whose limit of 179 megapixels can be changed for the whole process only."""
+    head = file.read(16)
+    Image.preinit()
+    for name in _FORMATS:
+        reader, accepts = Image.OPEN[name]
+        if accepts is not None and accepts(head) is True:
+            file.seek(0)
+            try:
+                return reader(file, str(path))
+            except (SyntaxError, IndexError, TypeError, struct.error) as error:
+                raise UnidentifiedImageError from error
+    return Image.open(file)  # a file whose content is not what its name says
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
@@ -99,8 +178,8 @@ def _as_rgb(image: Image.Image) -> Image.Image:
         # convert() would clip: everything above 255 of 65535 became white.
         return image.convert("I").point(lambda value: value * (1 / 256)).convert("L").convert("RGB")
     if not image.has_transparency_data:
-        return image.convert("RGB")
-    layer = image.convert("RGBA")
+        return image if image.mode == "RGB" else image.convert("RGB")
+    layer = image if image.mode == "RGBA" else image.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
 
 

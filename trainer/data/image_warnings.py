@@ -1,0 +1,96 @@
+"""What a user should know about images that can be trained on: a sentence per kind. No torch and no numpy."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from trainer.config import InputError
+from trainer.data.buckets import choose_bucket
+from trainer.data.pixels import Picture
+
+MOST_ENLARGED = 1.5
+"""Times the size of the file, above which an image is blurred at the size it is trained at."""
+LEAST_KEPT = 2 / 3
+"""Share of the pixels of an image that the crop to its bucket should keep."""
+TAIL_BYTES = 4096
+
+
+def of_files(pictures: Sequence[Picture]) -> Iterator[str]:
+    """Files of which not everything is used."""
+    if paged := [picture.path for picture in pictures if picture.has_frames]:
+        found = counted(len(paged), "image has", "images have")
+        yield f"{found} several frames or pages, of which only the first one is used: first {paged[0]}"
+    if broken := [picture.path for picture in pictures if picture.profile == "broken"]:
+        found = counted(len(broken), "image has", "images have")
+        yield f"{found} a colour profile that cannot be used and is ignored: first {broken[0]}; save it anew as sRGB"
+
+
+def of_copies(files: Iterable[Path]) -> Iterator[str]:
+    """Files of the same bytes. Only those of one length are read, and to the end only those of one end."""
+    groups = [[*files]]
+    for same in (_length, _tail, _content):
+        groups = [part for group in groups for part in _parted(group, same)]
+    if groups:
+        found = counted(sum(len(group) - 1 for group in groups), "image has", "images have")
+        first, copy = groups[0][:2]
+        yield (
+            f"{found} the same bytes as another one: first {copy} as {first}; remove copies, or give their folder a "
+            "weight in data.folders"
+        )
+
+
+def of_buckets(pictures: Sequence[Picture], sizes: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """Images that the sizes they are trained at do not suit. sizes: (width, height) of all buckets."""
+    enlarged, cropped = [], []
+    for picture in pictures:
+        width, height = choose_bucket(picture.width, picture.height, sizes)
+        scale_x, scale_y = width / picture.width, height / picture.height
+        if (scale := max(scale_x, scale_y)) > MOST_ENLARGED:
+            enlarged.append(f"{picture.path} {scale:.1f} times")
+        if (kept := min(scale_x, scale_y) / scale) < LEAST_KEPT:
+            cropped.append(f"{picture.path} of which {kept:.0%} is kept")
+    if enlarged:
+        found = counted(len(enlarged), "image is", "images are")
+        yield (
+            f"{found} enlarged more than {MOST_ENLARGED} times to fill a bucket, and learned blurred: "
+            f"first {enlarged[0]}; use larger files, or lower data.resolution"
+        )
+    if cropped:
+        found = counted(len(cropped), "image loses", "images lose")
+        yield (
+            f"{found} more than a third to the crop to a bucket: first {cropped[0]}; "
+            "crop by hand, or raise data.max_aspect"
+        )
+
+
+def counted(number: int, one: str, more: str) -> str:
+    return f"1 {one}" if number == 1 else f"{number} {more}"
+
+
+def _parted(files: Iterable[Path], same: Callable[[Path], Hashable]) -> list[list[Path]]:
+    """The files by what is the same of them, without those that are alone, in order of their first."""
+    groups: defaultdict[Hashable, list[Path]] = defaultdict(list)
+    for file in files:
+        try:
+            groups[same(file)].append(file)
+        except OSError as error:
+            raise InputError(f"{file}: cannot be read ({error.strerror}); restore or remove it") from error
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _length(file: Path) -> int:
+    return file.stat().st_size
+
+
+def _tail(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - TAIL_BYTES))
+        return stream.read()
+
+
+def _content(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").digest()
