@@ -308,8 +308,8 @@ class ZImage(FlowReference):
         return {"prompt_embeds": found[0]}
 
     def shift(self, num_tokens: int) -> float:
-        shift: float = self.pipeline.scheduler.config.shift
-        return shift
+        """Constant, whatever the sampler's is (6 for Z-Image, 3 for Turbo)."""
+        return 3.0
 
     def velocity(self, noisy: Tensor, sigma: Tensor, text: Text) -> Tensor:
         """The model's time runs from noise to data, and so does what it predicts."""
@@ -457,7 +457,7 @@ def nearest(latents: Tensor, those: list[Tensor]) -> int:
 
 
 def without_latents(example: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in example.items() if name != "latents"}
+    return {name: tensor for name, tensor in example.items() if name not in ("latents", "original_size")}
 
 
 def checks_of(model: Model) -> tuple[Check, ...]:
