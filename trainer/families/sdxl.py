@@ -294,8 +294,8 @@ class Sdxl(ImageFamily):
         alpha_bar = self._alpha_bar.to(latents.device)[timestep]
         noise = rng.normal("noise", latents.shape[1:])
         states, pooled = self._conditions(model, batch)
-        noisy = diffuse(latents, noise, alpha_bar)
-        prediction = self._predict(model, noisy, timestep, states, pooled, batch.get("original_size"))
+        sizes = batch.get("original_size")
+        prediction = self._predict(model, diffuse(latents, noise, alpha_bar), timestep, states, pooled, sizes)
         target = diffusion_target(self._schedule.prediction, latents, noise, alpha_bar)
         errors = squared_error(prediction, target, batch.get("mask")) * self._snr_weight(alpha_bar)
         return total_loss(errors, batch["weight"])
