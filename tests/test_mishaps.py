@@ -117,9 +117,10 @@ def test_what_is_changed_when_a_run_continues_is_told_or_refused_before_a_rank_i
         "of that optimizer; start a new run",
     ]
     changed = prepare.continued_run(run, ["optim.lr=2e-4", "train.batch_size=2"]).config
-    assert "changed since it was saved: optim.lr: 0.0001 -> 0.0002; train.batch_size: 4 -> 2" in messages(
-        go_on(changed, run, 3), StatusEvent
-    )
+    assert (
+        "changed since it was saved: optim.lr: 0.0001 -> 0.0002; train.batch_size: 4 -> 2 (the data go on at the next "
+        "sample, and none is skipped or repeated; optim.lr and train.steps stay as they are)"
+    ) in messages(go_on(changed, run, 3), StatusEvent)
 
 
 def test_a_clock_that_is_set_makes_no_running_process_look_dead(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

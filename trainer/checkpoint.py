@@ -59,7 +59,7 @@ class TrainState:
 
     trainables: sharded parameters by name.  evaluation: the weights to sample and export with, where they are not
     the trainables themselves (moving average, schedule-free).  The data position and all random numbers follow from
-    the step.
+    the steps and their batch sizes.
     """
 
     model: nn.Module
