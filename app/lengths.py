@@ -1,4 +1,4 @@
-"""Which captions of a draft its model cuts, found in the background by a process that loads torch. No gradio."""
+"""Finds the captions of a draft that its model cuts, in the background, by a process that loads torch. No gradio."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Question:
 
 
 class Lengths:
-    """What was found for the configs that were asked for last. runs: the folder of runs."""
+    """Keeps the answers about the configs that were asked for last. runs: the folder of runs."""
 
     def __init__(self, runs: Path) -> None:
         self._runs = runs
@@ -51,7 +51,7 @@ class Lengths:
         self._is_working = False
 
     def of(self, config: RunConfig, is_fresh: bool = False) -> Known:
-        """What is known of a config's captions, at first nothing. is_fresh: whether they may have changed since."""
+        """Return what is known of a config's captions, at first nothing. is_fresh: whether they may have changed."""
         prompts = repr((config.sample.prompts, config.sample.negative))
         key = config.model.model_dump_json() + config.data.model_dump_json() + prompts
         with self._changed:
@@ -68,12 +68,22 @@ class Lengths:
             return Known(answer.measured, answer.failure, question.is_open or question.is_asked)
 
     def forget(self) -> None:
-        """Know nothing any more: files may have changed."""
+        """Drop all answers: files may have changed."""
         with self._changed:
             self._questions.clear()
 
     def _work(self) -> None:
-        """Ask one process everything, as long as it lives and there is something to ask."""
+        try:
+            self._ask_all()
+        except OSError as error:  # no process, no room for its files, or it ended before it was asked
+            with self._changed:
+                self._is_working = False
+                for question in self._questions.values():
+                    if question.is_open or question.is_asked:
+                        question.answer, question.is_open, question.is_asked = Answer(failure=str(error)), False, False
+
+    def _ask_all(self) -> None:
+        """Ask one process about every open question, as long as it lives and there is one."""
         folder = self._runs / "drafts"
         folder.mkdir(parents=True, exist_ok=True)
         argv = [sys.executable, "-m", "trainer.captions", str(self._runs)]
@@ -89,7 +99,7 @@ class Lengths:
                     question.answer, question.is_asked = answer, False
 
     def _next(self, process: subprocess.Popen[str]) -> _Question | None:
-        """The open question that was asked for last. None when the process has ended, or nothing is open for IDLE_S."""
+        """Wait for an open question, and take the latest. None when the process has ended, or after IDLE_S."""
         with self._changed:
             if process.poll() is None:
                 self._changed.wait_for(self._open, IDLE_S)
@@ -105,17 +115,13 @@ class Lengths:
 
 
 def _asked(process: subprocess.Popen[str], config: RunConfig, folder: Path) -> Answer:
-    """What the process answers about a config, which is written into the folder for it."""
+    """Let the process answer about a config, which is written into the folder for it."""
     assert process.stdin and process.stdout
     file = folder / "captions.yaml"
-    try:
-        file.write_text(configfile.dump(config), encoding="utf-8")
-        process.stdin.write(f"{file}\n")
-        process.stdin.flush()
-        line = process.stdout.readline()
-    except OSError as error:
-        return Answer(failure=str(error))
-    if line:
+    file.write_text(configfile.dump(config), encoding="utf-8")
+    process.stdin.write(f"{file}\n")
+    process.stdin.flush()
+    if line := process.stdout.readline():
         return _ANSWER.validate_json(line)
     process.wait()
     return Answer(failure=f"captions cannot be measured: the process has ended, {folder / 'captions.log'} says why")

@@ -53,7 +53,7 @@ def warnings_of(cfg: RunConfig, cache: Path) -> list[str]:
     return list(measure(family, cfg, scan(cfg.data).train).warnings)
 
 
-def test_captions_and_prompts_that_are_cut_are_told_apart_with_the_first_and_the_remedy_also_from_the_cache(
+def test_captions_and_prompts_that_are_cut_are_reported_with_the_first_and_the_remedy_also_from_the_cache(
     pictures: Path, tmp_path: Path
 ) -> None:
     sample = {"sample__prompts": ("one", f"[trigger]{LONG}"), "sample__negative": LONG, "data__trigger": "fox"}

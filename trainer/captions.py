@@ -25,7 +25,7 @@ SHOWN_BEFORE = 60
 
 
 def measure(family: ImageFamily, cfg: RunConfig, photos: Sequence[Photo]) -> Measured:
-    """Compare the captions of a run with what its model reads. Loads the family's tokenizers."""
+    """Compare the captions and prompts of a run with what its model reads. Loads the family's tokenizers."""
     prompts = _sample_texts(cfg)
     lengths = _lengths(family, [*(photo.caption for photo in photos), *prompts.values()])
     captions = [(photo, lengths[photo.caption]) for photo in photos]

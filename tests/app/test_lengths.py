@@ -1,4 +1,4 @@
-"""What the page learns of captions from a process of its own."""
+"""The page learns from a process of its own what a model cuts of captions."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from app import lengths
 from app.lengths import Known, Lengths
 from tests.runs import make_pictures, run_config
 from trainer.config import RunConfig
+from trainer.data.measured import Measured
 
 pytestmark = pytest.mark.slow  # each loads torch in a process of its own
 
@@ -39,6 +40,8 @@ def test_one_process_answers_about_all_configs_and_goes_when_nothing_is_asked(
     assert seen.of(config) == Known(None, "", is_waiting=True)
     first = known(seen, config)
     processes = processes_of(tmp_path)
+    again = run_config(folder, model__family="sdxl", model__options={"text_windows": 2})
+    assert known(seen, again).measured == Measured((), ())
     nowhere = known(seen, run_config(folder, model__path=str(tmp_path / "nowhere")))
     assert first.measured
     assert [(cut.image, cut.needed, cut.read, cut.rest) for cut in first.measured.cut] == [
@@ -52,7 +55,7 @@ def test_one_process_answers_about_all_configs_and_goes_when_nothing_is_asked(
     assert known(seen, config) == first
 
 
-def test_a_process_that_ends_is_told_and_the_next_question_starts_another(tmp_path: Path) -> None:
+def test_a_process_that_ends_is_reported_and_the_next_question_starts_another(tmp_path: Path) -> None:
     folder, seen = make_pictures(tmp_path / "pictures", 1), Lengths(tmp_path / "runs")
     config = run_config(folder)
     seen.of(config)
@@ -64,3 +67,10 @@ def test_a_process_that_ends_is_told_and_the_next_question_starts_another(tmp_pa
     )
     seen.of(config, is_fresh=True)
     assert known(seen, config).failure == ""
+
+
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    seen, config = Lengths(tmp_path / "runs"), run_config(tmp_path)
+    seen.of(config)
+    assert known(seen, config).failure == f"[Errno 20] Not a directory: '{tmp_path}/runs/drafts'"

@@ -333,7 +333,7 @@ def _metadata_row(line: str, folder: Path, images: frozenset[Path]) -> tuple[Pat
 
 
 def too_long(size: int) -> str:
-    """What is said of a caption of more than MAX_CAPTION bytes."""
+    """The sentence about a caption of more than MAX_CAPTION bytes, without its place."""
     return f"{size} bytes are too many for a caption, the limit is {MAX_CAPTION}; shorten or remove it"
 
 

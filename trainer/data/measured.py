@@ -32,7 +32,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Answer:
-    """What `trainer.captions` answers: what it found, or why it found nothing."""
+    """An answer of `trainer.captions`. measured: None where nothing was found; failure then says why."""
 
     measured: Measured | None = None
     failure: str = ""

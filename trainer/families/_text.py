@@ -55,9 +55,10 @@ def text_lengths(
     """
     lengths = []
     for start in range(0, len(captions), COUNTED):
-        texts = [template(caption) for caption in captions[start : start + COUNTED]]
+        some = captions[start : start + COUNTED]
+        texts = [template(caption) for caption in some]
         counted = tokenizer(texts, add_special_tokens=special, verbose=False).input_ids
-        for caption, text, ids in zip(captions[start:], texts, counted, strict=False):
+        for caption, text, ids in zip(some, texts, counted, strict=True):
             rest = _unread(tokenizer, caption.strip(), text, read, special) if len(ids) > read else ""
             lengths.append(TextLength(encoder, len(ids), read, rest))
     return lengths
