@@ -103,7 +103,10 @@ def test_only_what_means_something_beside_the_other_values_is_shown(
 def test_the_family_decides_which_rows_of_the_objective_there_are():
     rows = rows_of(Draft(PRESETS / "sdxl-lora-1gpu.yaml"))
     assert rows["objective.prediction"].is_visible
+    assert rows["objective.zero_terminal_snr"].choices == ("auto", "on", "off")
     assert not rows["objective.shift"].is_visible
+    sampler = (rows["sample.scheduler"].is_visible, rows_of(Draft(QUICKSTART))["sample.scheduler"].is_visible)
+    assert sampler == (True, False)
 
 
 def test_only_words_that_go_together_can_be_chosen():

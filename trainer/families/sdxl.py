@@ -2,8 +2,8 @@
 
 Example and Batch keys: "latents" (4, H/8, W/8) fp32, scaled; of each frozen text encoder `<component>.states` (L, D),
 its last hidden states but one, L = 77 with padding for each window of text, and of the second one also
-`text_encoder_2.pooled` (P,) of the first window; of each text encoder in training `<component>.ids` (L,) int64 instead.
-All with a batch dim in front in a Batch.
+`text_encoder_2.pooled` (P,) of the first window; of each text encoder in training `<component>.ids` (L,) int64 instead;
+in training "original_size" (2,) int64, height and width of the image's file. All with a batch dim in front in a Batch.
 """
 
 from __future__ import annotations
