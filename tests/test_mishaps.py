@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from PIL import Image, ImageOps
 
 from tests.runs import alone, make_pictures, make_run, run_config, steps_of
 from trainer import launch, prepare
@@ -20,9 +21,13 @@ from trainer.train import Trainer
 
 @pytest.fixture
 def cfg(tmp_path: Path) -> RunConfig:
-    """Four steps on pictures of its own, a checkpoint after each second."""
+    """Four steps on square pictures of its own, a checkpoint after each second."""
     pictures = make_pictures(tmp_path / "pictures", count=4)
-    return run_config(pictures, parallel__strategy="none", train__steps=4, checkpoint__every=2, data__max_aspect=1)
+    for file in pictures.glob("*.png"):
+        with Image.open(file) as image:
+            square = ImageOps.fit(image, (64, 64))
+        square.save(file)
+    return run_config(pictures, parallel__strategy="none", train__steps=4, checkpoint__every=2)
 
 
 @pytest.fixture

@@ -63,9 +63,9 @@ def quarters() -> Image.Image:
     return image
 
 
-def encoded(format: str, **save: Any) -> bytes:
+def encoded(format: str, mode: str = "RGB", **save: Any) -> bytes:
     buffer = io.BytesIO()
-    quarters().save(buffer, format, **save)
+    quarters().convert(mode).save(buffer, format, **save)
     return buffer.getvalue()
 
 
@@ -102,6 +102,7 @@ ORIENTED: dict[str, Callable[[int], bytes]] = {
     "xmp.webp": lambda n: encoded("WEBP", xmp=XMP.format(n).encode(), lossless=True),
     "animated.webp": lambda n: with_frames("WEBP", exif=exif_of(n), lossless=True),
     "a.tiff": lambda n: encoded("TIFF", tiffinfo={ORIENTATION: n}),
+    "alpha.tif": lambda n: encoded("TIFF", "RGBA", tiffinfo={ORIENTATION: n}),
     "packed.tif": lambda n: encoded("TIFF", tiffinfo={ORIENTATION: n}, compression="tiff_lzw"),
     "pages.tif": lambda n: with_frames("TIFF", tiffinfo={ORIENTATION: n}),
     "xmp.tif": lambda n: encoded("TIFF", tiffinfo={700: XMP.format(n).encode()}),

@@ -34,7 +34,7 @@ def effect(profile: bytes | None, mode: str) -> Profile:
 
 
 def to_srgb(image: Image.Image, profile: bytes) -> Image.Image:
-    """An RGB or CMYK image of a profile as sRGB. Colours outside of sRGB become the nearest inside.
+    """An RGB or CMYK image of a profile as sRGB. Colours outside of sRGB are clipped per channel.
 
     RGB of equal channels may have a grey profile.
     """

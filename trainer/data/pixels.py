@@ -149,7 +149,7 @@ def _upright(picture: Picture) -> Image.Image:
 def _opened(path: Path) -> Iterator[tuple[ImageFile.ImageFile, IO[bytes]]]:
     """The image as its header describes it, and its file."""
     with path.open("rb") as file:
-        image = _identified(file, path)
+        image = _identified(file)
         pixels = image.width * image.height
         if pixels > MAX_PIXELS:
             raise ValueError(f"{pixels / 1e6:.1f} megapixels are more than {MAX_PIXELS / 1e6:.1f}; scale it down")
@@ -158,8 +158,11 @@ def _opened(path: Path) -> Iterator[tuple[ImageFile.ImageFile, IO[bytes]]]:
         yield image, file
 
 
-def _identified(file: IO[bytes], path: Path) -> ImageFile.ImageFile:
-    """As `Image.open`, whose limit of 179 megapixels can be changed for the whole process only."""
+def _identified(file: IO[bytes]) -> ImageFile.ImageFile:
+    """As `Image.open`, whose limit of 179 megapixels can be changed for the whole process only.
+
+    Without the file's name Pillow maps no file to memory, which scrambles a TIFF that lies on its side.
+    """
     head = file.read(16)
     Image.preinit()
     for name in _FORMATS:
@@ -167,7 +170,7 @@ def _identified(file: IO[bytes], path: Path) -> ImageFile.ImageFile:
         if accepts is not None and accepts(head) is True:
             file.seek(0)
             try:
-                return reader(file, str(path))
+                return reader(file, "")
             except (SyntaxError, IndexError, TypeError, struct.error) as error:
                 raise UnidentifiedImageError from error
     return Image.open(file)  # a file whose content is not what its name says
