@@ -35,7 +35,7 @@ from tests.families.common import (
 from tests.runs import alone, run_config
 from trainer import families
 from trainer.config import ObjectiveConfig, SampleConfig
-from trainer.data.loader import BatchPlan
+from trainer.data.loader import BatchPlan, BatchSizes
 from trainer.encode import batch_keys, encode_data
 from trainer.families._images import pack
 from trainer.families._packed_vae import latent_statistics
@@ -328,7 +328,7 @@ def test_dropped_captions_are_mixed_with_long_ones_and_fill_no_batch(tmp_path):
     cfg = run_config(pictures, model__family="flux3", data__caption_dropout=0.1, train__batch_size=8)
     flux3, world = families.make(cfg, tmp_path), alone()
     data = encode_data(cfg, flux3, encoder_loader(cfg, world), tmp_path, world, lambda event: None)
-    plan = BatchPlan(batch_keys(flux3, data), [1.0] * 20, 8, cfg.train.seed, cfg.data.caption_dropout)
+    plan = BatchPlan(batch_keys(flux3, data), [1.0] * 20, BatchSizes(8), cfg.train.seed, cfg.data.caption_dropout)
     dropped = [sum(item.dropped for item in plan.batch(step)) for step in range(400)]
     assert {len(data.example(item)["prompt_embeds"]) for item in plan.batch(399)} == {160}
     assert (sum(count == 8 for count in dropped), sum(0 < count < 8 for count in dropped)) == (0, 225)
