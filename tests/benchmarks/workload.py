@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from trainer.config import RunConfig
 from trainer.encode import EncodedData, encode_data
-from trainer.families.base import LoadModule, TextLength
+from trainer.families._text import write_tiny_tokenizer
+from trainer.families.base import LoadModule
 from trainer.families.flux2 import Flux2
 from trainer.objectives import Example
 from trainer.rundir import RunDir
@@ -94,9 +95,6 @@ class GeneratedExamples(Flux2):
     def encode_text(self, encoder: Any, caption: str) -> Example:
         return {"prompt_embeds": torch.randn(self._text_tokens, self._architecture.joint_attention_dim).bfloat16()}
 
-    def text_lengths(self, captions: Sequence[str]) -> list[tuple[TextLength, ...]]:
-        return [()] * len(captions)
-
     def encode_image(self, encoder: Any, image: Image.Image) -> Example:
         side = (self._architecture.in_channels, image.height // self.size_multiple, image.width // self.size_multiple)
         return {"latents": torch.randn(side)}
@@ -155,7 +153,7 @@ def _no_encoder(module: nn.Module, files: object, blocks: Sequence[str]) -> nn.M
 
 
 def _write_model(folder: Path, workload: Workload, device: torch.device) -> None:
-    """A diffusers folder whose transformer has bf16 weights and whose other components are configs only."""
+    """A diffusers folder whose transformer has bf16 weights and whose other models are configs only."""
     transformer = folder / "transformer"
     transformer.mkdir(parents=True)
     model = workload.build()
@@ -173,7 +171,7 @@ def _write_model(folder: Path, workload: Workload, device: torch.device) -> None
     _write_json(folder / "text_encoder/config.json", text_encoder)
     _write_json(folder / "vae/config.json", {})
     _write_json(folder / "scheduler/scheduler_config.json", {})
-    _write_json(folder / "tokenizer/tokenizer_config.json", {})
+    write_tiny_tokenizer(folder / "tokenizer", vocabulary=1024, max_tokens=512)
 
 
 def _draw(shape: Sequence[int], numbers: torch.Generator) -> Tensor:
