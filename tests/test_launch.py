@@ -289,7 +289,9 @@ def processes_of(run: RunDir) -> list[psutil.Process]:
 def test_a_node_waits_for_the_first_one_and_joins_once(two_nodes):
     cfg, run = two_nodes("good")
     handle = launch.join(cfg.parallel, run, 1)
-    assert psutil.Process(handle.process.pid).environ()["GLOO_SOCKET_IFNAME"] == "lo"
+    while not (environment := psutil.Process(handle.process.pid).environ()):  # for an instant after exec
+        time.sleep(0.01)
+    assert environment["GLOO_SOCKET_IFNAME"] == "lo"
     with pytest.raises(InputError) as error:
         launch.join(cfg.parallel, run, 1)
     assert str(error.value) == f"{run.path}: node 1 of it runs on this machine already"
