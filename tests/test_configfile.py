@@ -351,6 +351,11 @@ class TestValues:
         )
         assert read(DATA + whole, "adapter.rank=1").notes == ()
 
+    def test_one_key_of_a_field_that_the_new_type_lacks_is_refused_where_it_was_given(self) -> None:
+        assert refusal(DATA, "adapter.rank_pattern.attn.to_q=4", "adapter={type: boft}") == [
+            "command line: adapter.rank_pattern: is no field of adapter.type boft; remove it or change the type"
+        ]
+
     def test_where_names_the_line_of_a_field_the_command_line_or_the_file(self) -> None:
         loaded = read(f"{DATA}train:\n  steps: 5\n  seed: 1\n", "train.seed=2", "data.folders=[{path: /more}]")
         assert loaded.where("train.steps") == "preset.yaml:3"

@@ -256,8 +256,9 @@ class _Draft:
             if not isinstance(tag, str) or tag not in tags or not self.place(f"{key}.type").override:
                 continue
             for loc in [loc for loc in self.values if loc[0] == key and loc[1] not in tags[tag].model_fields]:
-                if not self.places[loc].override:
-                    self.notes.append(f"{self.places[loc]}: {name(loc)} is left out: {key}.type is {tag}")
+                place = self.place(name(loc))  # of a field of free keys perhaps only one key has a place
+                if not place.override:
+                    self.notes.append(f"{place}: {name(loc)} is left out: {key}.type is {tag}")
                     del self.values[loc]
 
     def _foreign_target(self, loc: Loc, given: Mapping[Loc, Any]) -> Loc | None:
