@@ -278,7 +278,7 @@ def _stored_formats(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -
 def _block_layers(module: nn.Module, blocks: Sequence[str]) -> list[str]:
     """Names of the linear layers inside the sharded blocks, in model order."""
     inside = {id(layer) for block in blocks_of(module, blocks) for layer in block.modules()}
-    return [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear) and id(layer) in inside]
+    return [name for name, layer in module.named_modules() if id(layer) in inside and adapters.is_linear(layer)]
 
 
 def _inject_adapter(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> Injected:

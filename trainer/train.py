@@ -39,7 +39,7 @@ from trainer.events import (
 from trainer.export import check_export
 from trainer.manifest import RECIPE, Progress, steps_in
 from trainer.modules import Listener, build_model, continue_adapter, encoder_loader, load_model, reshard, sync_gradients
-from trainer.objectives import Loss, perplexity_of
+from trainer.objectives import Batch, Loss, perplexity_of
 from trainer.optim import (
     Ema,
     HasEvaluationWeights,
@@ -260,7 +260,7 @@ class Trainer:
                 example = self.data.held_out(index % count)
                 mine = 1.0 if index < count else 0.0
                 rng = SampleRng(derived_seed(self.cfg.train.seed, "validation"), (index % count,), self.world.device)
-                loss = self.family.loss(self.model, self._batch((example,), (mine,)), rng)
+                loss = self.family.loss(self.model, self._on_device(self._batch((example,), (mine,))), rng)
                 total += float(loss.total)
                 weight += float(loss.weight)
                 parts += 0 if loss.parts is None else loss.parts.cpu()
@@ -323,13 +323,16 @@ class Trainer:
 
     def _forward(self, micro_batch: MicroBatch) -> Loss:
         rng = SampleRng(self.cfg.train.seed, micro_batch.indices, self.world.device)
-        for dropout in self._dropouts:
-            dropout.set_samples(self.cfg.train.seed, micro_batch.indices)
-        return self.family.loss(self.model, self._batch(micro_batch.examples, micro_batch.weights), rng)
+        batch = self._batch(micro_batch.examples, micro_batch.weights)
+        if self._dropouts:
+            rows = self.family.sample_rows(batch)
+            adapters.set_samples(self._dropouts, rng.seed, rng.indices, rows, self.world.device)
+        return self.family.loss(self.model, self._on_device(batch), rng)
 
-    def _batch(self, examples: tuple[dict[str, Tensor], ...], weights: tuple[float, ...]) -> dict[str, Tensor]:
-        batch = self.family.collate(examples)
-        batch["weight"] = torch.tensor(weights)
+    def _batch(self, examples: tuple[dict[str, Tensor], ...], weights: tuple[float, ...]) -> Batch:
+        return {**self.family.collate(examples), "weight": torch.tensor(weights)}
+
+    def _on_device(self, batch: Batch) -> Batch:
         return {key: tensor.to(self.world.device, non_blocking=True) for key, tensor in batch.items()}
 
     def _agree(self, total: float, weight: float, parts: Sequence[float]) -> Agreed:

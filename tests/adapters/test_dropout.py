@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.adapters.dropout import SampleDropout
+from trainer.adapters.dropout import Rows, SampleDropout
 
 
 def masks(dropout: SampleDropout, indices: tuple[int, ...]) -> Tensor:
@@ -35,3 +35,27 @@ def test_dropout_refuses_a_batch_it_was_not_told_of() -> None:
     dropout.set_samples(0, (1, 2))
     with pytest.raises(RuntimeError, match=r"block\.to_q: dropout of 3 items, but 2 samples are set"):
         dropout(torch.ones(3, 4))
+
+
+def rows(*owners: int) -> Rows:
+    return Rows.of(torch.tensor(owners), max(owners) + 1)
+
+
+def test_rows_of_several_samples_in_any_order_drop_what_each_sample_drops_alone() -> None:
+    dropout = SampleDropout(0.25, "layer")
+    x = torch.ones(6, 40)
+    dropout.set_samples(7, (4, 9), rows(1, 0, 1, 0, 0, 1))
+    together = dropout(x)
+    for index, of_sample in ((4, [1, 3, 4]), (9, [0, 2, 5])):
+        dropout.set_samples(7, (index,), rows(0, 0, 0))
+        assert torch.equal(together[of_sample], dropout(x[:3]))
+
+
+def test_rows_one_sample_after_the_other_drop_what_items_drop() -> None:
+    dropout = SampleDropout(0.25, "layer")
+    items = masks(dropout, (4, 9))
+    dropout.set_samples(7, (4, 9), rows(*[0] * 50, *[1] * 50))
+    assert torch.equal(dropout(torch.ones(100, 40)), items.flatten(0, 1))
+    assert torch.equal(dropout(torch.ones(2, 50, 40)), items)
+    with pytest.raises(RuntimeError, match="layer: dropout of 99 rows, but the samples have 100"):
+        dropout(torch.ones(99, 40))

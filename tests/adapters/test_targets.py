@@ -308,3 +308,52 @@ def test_targets_that_leave_out_a_component_are_refused() -> None:
         "adapter.targets: names no layer of text_encoder, which is to be trained by the adapter; "
         "name some, or set model.train.text_encoder: frozen"
     )
+
+
+class Experts(nn.Module):
+    """Layers as models with experts have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router(32, 4, bias=False)
+        self.scaled = Scaled(32, 32)
+        self.shared = nn.Linear(32, 32)
+        self.gate = nn.Linear(32, 1)
+
+
+class Router(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x).topk(2)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+EXPERTS = Targets({"net": (".+",)}, {}, ())
+
+
+@pytest.mark.parametrize(
+    ("cfg", "changed"),
+    [
+        (LoraAdapter(rank=4), ["scaled", "shared"]),
+        (LoraAdapter(rank=1), ["scaled", "shared", "gate"]),
+        (LoraAdapter(rank=4, rank_pattern={"gate": 1}), ["scaled", "shared", "gate"]),
+        (LokrAdapter(rank=4), ["scaled", "shared", "gate"]),
+        (BoftAdapter(block_size=4), ["scaled", "shared"]),
+    ],
+)
+def test_a_router_that_chooses_is_no_linear_layer_and_a_gate_of_one_output_is_left_out_where_nothing_fits_it(
+    cfg: AdapterSection, changed: list[str]
+) -> None:
+    injected = adapters.inject(nn.ModuleDict({"net": Experts()}), cfg, EXPERTS, "net")
+    assert injected.layers == tuple(f"net.{name}" for name in changed)
+    if "gate" not in changed:
+        said = f"adapter.targets: 1 layer left out, as 'net.gate': it has one output, which {cfg.type} of this size"
+        assert f"{said} does not fit" in injected.notes
+
+
+def test_a_gate_of_one_output_that_is_asked_for_is_refused_where_the_rank_does_not_fit() -> None:
+    with pytest.raises(InputError, match=r"adapter.rank: 4 is too large for 'net.gate', whose weight is 1 x 32"):
+        adapters.inject(nn.ModuleDict({"net": Experts()}), LoraAdapter(rank=4, targets=["gate"]), EXPERTS, "net")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.families.common import batch_of, edit_json, examples, make
+from tests.families.common import batch_of, edit_json, examples, make, picture
 from tests.runs import alone, difference, make_run, make_text, run_config, steps_of, text_config, train
 from trainer import adapters, families
 from trainer.config import RunConfig
 from trainer.encode import Say
 from trainer.events import AnyEvent, WarningEvent
 from trainer.export import export
-from trainer.families.base import ModelFamily
+from trainer.families.base import ModelFamily, MultimodalFamily
 from trainer.modules import LoadedModel, build_model, load_model
 from trainer.objectives import Example
+from trainer.quantize import quantized_layers
 from trainer.rng import SampleRng, generator
 from trainer.rundir import RunDir
 from trainer.train import Trainer
@@ -44,6 +45,7 @@ SIZES: dict[str, Any] = {
 }
 GPT = {"vocab_size": 257, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 EXPERTS = {"num_local_experts": 4}
+MANY = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 KINDS: dict[str, dict[str, Any]] = {
     "gpt2": GPT,
     "gpt_bigcode": GPT,
@@ -51,7 +53,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "opt": SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 32},
     "mixtral": SIZES | EXPERTS,
     "phimoe": SIZES | EXPERTS,
-    "qwen3_moe": SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "qwen2_moe": SIZES | MANY | {"shared_expert_intermediate_size": 16},
+    "qwen3_moe": SIZES | MANY,
+    "llama4_text": SIZES | EXPERTS | {"intermediate_size_mlp": 64},
     "granitemoe": SIZES | EXPERTS,
     "bart": SIZES | {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64},
     "falcon": {name: size for name, size in SIZES.items() if name != "head_dim"} | {"num_kv_heads": 2},
@@ -62,6 +66,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """Sizes of causal language models by `model_type`."""
 QUICK = ("gpt2", "starcoder2", "opt", "phimoe")
+UNADAPTED = ("gpt2",)
+"""Whose layers are none of torch's."""
 HEADS = ("summary_first_dropout", "classifier_dropout")
 TOLERANCE = 1e-6
 
@@ -125,6 +131,11 @@ class Kind:
         family = families.make(cfg, self.root / "cache")
         return Model(family, load_model(build_model(cfg, family), cfg, family, alone()))
 
+    def adapted(self, **changes: Any) -> tuple[RunConfig, ModelFamily]:
+        """A config with an adapter, and the family, with no dropout of the base."""
+        cfg, _ = self._config(0.0, adapter__type="lora", **changes)
+        return cfg, families.make(cfg, self.root / "cache")
+
     def _config(self, share: float, **changes: Any) -> tuple[RunConfig, list[str]]:
         from transformers import AutoConfig
 
@@ -134,8 +145,8 @@ class Kind:
         base.mkdir(exist_ok=True)
         (base / "config.json").write_text(json.dumps(written), encoding="utf-8")
         model = {"family": "causal_lm", "path": "random", "base": str(base)}
-        cfg = text_config(self.root, model=model, adapter__type="none", parallel__strategy="none", **changes)
-        return cfg, fields
+        base_only = {"adapter__type": "none", "parallel__strategy": "none"}
+        return text_config(self.root, model=model, **base_only | changes), fields
 
 
 @pytest.fixture(scope="module", params=[pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in KINDS])
@@ -226,6 +237,81 @@ def test_fields_of_the_parts_of_bagel_are_named_with_their_file(cache: Path, tmp
     assert "(llm_config.json.attention_dropout 0.1)" in warning
 
 
+# The adapters' own
+
+
+class Dropping:
+    """A model with an adapter that drops, and items that it is trained on."""
+
+    def __init__(self, cfg: RunConfig, family: ModelFamily, items: Sequence[Example]) -> None:
+        self._family, self._items = family, items
+        self.module = load_model(build_model(cfg, family), cfg, family, alone()).module
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                parameter.data.normal_(0, 0.1, generator=generator("adapter", name))
+
+    def loss(self, *numbers: int) -> Tensor:
+        """The sum over some of the items."""
+        batch = batch_of(self._family, [self._items[number] for number in numbers])
+        adapters.set_samples(adapters.dropouts(self.module), 0, numbers, self._family.sample_rows(batch))
+        total: Tensor = self._family.loss(self.module, batch, SampleRng(0, numbers)).total
+        return total
+
+    def check(self, recomputed: Dropping) -> None:
+        """recomputed: the same with blocks that are recomputed."""
+        everything = range(len(self._items))
+        together, alone = self.loss(*everything).detach(), sum(self.loss(number).detach() for number in everything)
+        torch.testing.assert_close(together, alone, atol=0, rtol=TOLERANCE)
+        found, again = (gradient_of(model.module, model.loss(*everything)) for model in (self, recomputed))
+        assert relative(again, found) <= TOLERANCE
+        for dropout in adapters.dropouts(self.module):
+            dropout.eval()
+        assert relative(gradient_of(self.module, self.loss(*everything)), found) > 1e-3
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in UNADAPTED], indirect=True)
+def test_an_adapter_drops_of_a_row_what_it_drops_in_any_batch_and_when_blocks_are_recomputed(kind: Kind) -> None:
+    dropping(kind, "none").check(dropping(kind, "full"))
+
+
+@pytest.mark.parametrize("kind", ["phimoe", "llama4_text"], indirect=True)
+def test_a_router_that_is_a_linear_layer_and_chooses_is_not_stored_in_fewer_bits(kind: Kind) -> None:
+    quantized = dropping(kind, "none", quantize__format="nf4")
+    assert quantized_layers(quantized.module)
+    assert not any("router" in name for name in quantized_layers(quantized.module))
+    quantized.check(dropping(kind, "full", quantize__format="nf4"))
+
+
+def dropping(kind: Kind, checkpointing: str, **changes: Any) -> Dropping:
+    changes |= {"adapter__dropout": 0.2, "train__checkpointing": checkpointing}
+    return Dropping(*kind.adapted(**changes), [row(number) for number in range(3)])
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "bagel" else pytest.mark.slow) for name in families.names()]
+)
+def test_an_adapter_of_every_family_drops_of_an_item_what_it_drops_in_any_batch(
+    name: str, cache: Path, tmp_path: Path
+) -> None:
+    config = text_config if families.get(name).trains_on == "text" else run_config
+
+    def dropping(checkpointing: str) -> Dropping:
+        changes = {"adapter__dropout": 0.2, "train__checkpointing": checkpointing, "parallel__strategy": "none"}
+        cfg = config(tmp_path, model={"family": name}, **changes)
+        family = families.make(cfg, cache)
+        return Dropping(cfg, family, items_of(family))
+
+    dropping("none").check(dropping("full"))
+
+
+def items_of(family: ModelFamily) -> list[Example]:
+    """Three, of which one is a question where the family answers such."""
+    items = examples(family, 3)
+    if isinstance(family, MultimodalFamily):
+        items[1] = family.encode_question(picture(64, 32), "What is this?", "A picture.")
+    return items
+
+
 # Runs
 
 
@@ -281,9 +367,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "starcoder2": {"adapter__dropout": 0.1},
     "qwen3": {"adapter__dropout": 0.1},
     "gpt2": FULL,
-    "opt": {},
+    "opt": {"adapter__dropout": 0.1},
     "mixtral": FULL,
-    "phimoe": FULL,
+    "phimoe": {},
 }
 
 

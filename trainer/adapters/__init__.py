@@ -5,14 +5,15 @@ peft is the engine. An adapter takes a module and name patterns; it knows no fam
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
+from torch import Tensor, nn
 
-from trainer.adapters.dropout import SampleDropout
+from trainer.adapters.dropout import Rows, SampleDropout
 from trainer.adapters.lowrank import dora_layer, lora_layer
 from trainer.adapters.orthogonal import Boft, DiagOft
 from trainer.adapters.products import Loha, Lokr, Split, whole_notes
@@ -23,6 +24,7 @@ from trainer.adapters.targets import (
     boft_shapes,
     choose_layers,
     diag_oft_shapes,
+    is_linear,
     layer_ranks,
     match_layers,
 )
@@ -48,8 +50,10 @@ __all__ = [
     "follow_recipe",
     "initial_value",
     "inject",
+    "is_linear",
     "match_layers",
     "match_names",
+    "set_samples",
 ]
 
 
@@ -87,8 +91,26 @@ def adapted_layers(model: nn.Module) -> dict[str, BaseTunerLayer]:
 
 
 def dropouts(model: nn.Module) -> list[SampleDropout]:
-    """The dropout layers of the adapter: each must be told the samples of the next forward."""
+    """The dropout layers of the adapter: `set_samples` tells them of each forward."""
     return [module for module in model.modules() if isinstance(module, SampleDropout)]
+
+
+def set_samples(
+    dropouts: Collection[SampleDropout],
+    seed: int,
+    indices: Sequence[int],
+    owners: Mapping[str, Tensor],
+    device: torch.device | str = "cpu",
+) -> None:
+    """Choose the samples of the next forward, in the order of its batch, for the dropout layers.
+
+    owners: `ModelFamily.sample_rows` of that batch.  device: of the model.
+    """
+    rows = {pattern: Rows.of(of_rows, len(indices), device) for pattern, of_rows in owners.items()}
+    for dropout in dropouts:
+        inside = dropout.name.partition(".")[2]
+        mine = (found for pattern, found in rows.items() if re.fullmatch(pattern, inside))
+        dropout.set_samples(seed, indices, next(mine, None))
 
 
 def follow_recipe(model: nn.Module, cfg: AdapterSection | NoAdapter, recipe: int) -> None:

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from trainer.rng import derived_seed
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the rows of the samples stand in a matrix that holds the rows of all of them.
+
+    counts: rows of each sample.  place: (rows,) of each row among those of the first sample, then those of the second
+    and so on.
+    """
+
+    counts: tuple[int, ...]
+    place: Tensor
+
+    @classmethod
+    def of(cls, owners: Tensor, count: int, device: torch.device | str = "cpu") -> Rows:
+        """owners: (rows,) number of the sample of each row, on the CPU.  count: of the samples."""
+        place = owners.argsort(stable=True).argsort()
+        return cls(tuple(owners.bincount(minlength=count).tolist()), place.to(device, non_blocking=True))
 
 
 class SampleDropout(nn.Module):
@@ -20,23 +39,35 @@ class SampleDropout(nn.Module):
     def __init__(self, probability: float, name: str) -> None:
         super().__init__()
         self.p = probability
-        self._name = name
+        self.name = name
         self._seeds: tuple[int, ...] = ()
+        self._rows: Rows | None = None
 
-    def set_samples(self, seed: int, indices: Sequence[int]) -> None:
-        """Choose the samples of the next forward, in the order of its batch."""
-        self._seeds = tuple(derived_seed(seed, index, "dropout", self._name) for index in indices)
+    def set_samples(self, seed: int, indices: Sequence[int], rows: Rows | None = None) -> None:
+        """Choose the samples of the next forward, in the order of its batch. rows: theirs, if it gets a matrix."""
+        self._seeds = tuple(derived_seed(seed, index, "dropout", self.name) for index in indices)
+        self._rows = rows
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (B, ...), one item per chosen sample."""
+        """x: (B, ...), one item per chosen sample, or (rows, features) with the rows of all of them."""
         if not self.training:
             return x
-        if len(self._seeds) != x.shape[0]:
-            raise RuntimeError(f"{self._name}: dropout of {x.shape[0]} items, but {len(self._seeds)} samples are set")
-        draws = torch.stack([self._draw(seed, x) for seed in self._seeds])
+        draws = self._by_item(x) if self._rows is None or x.dim() != 2 else self._by_row(x, self._rows)
         return x * (draws >= self.p).to(x.dtype) / (1 - self.p)
 
-    def _draw(self, seed: int, x: Tensor) -> Tensor:
-        # On the accelerator's own generator: drawing all tokens of a layer on the CPU would cost more than the layer.
-        source = torch.Generator(x.device).manual_seed(seed)
-        return torch.rand(x.shape[1:], generator=source, device=x.device)
+    def _by_item(self, x: Tensor) -> Tensor:
+        if len(self._seeds) != x.shape[0]:
+            raise RuntimeError(f"{self.name}: dropout of {x.shape[0]} items, but {len(self._seeds)} samples are set")
+        return torch.stack([_draw(seed, x, x.shape[1:]) for seed in self._seeds])
+
+    def _by_row(self, x: Tensor, rows: Rows) -> Tensor:
+        if len(rows.place) != x.shape[0]:
+            raise RuntimeError(f"{self.name}: dropout of {x.shape[0]} rows, but the samples have {len(rows.place)}")
+        pairs = zip(self._seeds, rows.counts, strict=True)
+        return torch.cat([_draw(seed, x, (count, x.shape[1])) for seed, count in pairs])[rows.place]
+
+
+def _draw(seed: int, x: Tensor, shape: Sequence[int]) -> Tensor:
+    # On the accelerator's own generator: drawing all tokens of a layer on the CPU would cost more than the layer.
+    source = torch.Generator(x.device).manual_seed(seed)
+    return torch.rand(*shape, generator=source, device=x.device)

@@ -9,7 +9,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from trainer.adapters.tuner import Layer, weight_shape
 from trainer.config import (
@@ -70,6 +72,8 @@ def choose_layers(model: nn.ModuleDict, cfg: AdapterSection, targets: Targets, f
     owners = _owners(model)
     for name in names:
         reason = _reason_against(name, layers[name], cfg, targets) or _reason_if_shared(name, layers[name], owners)
+        if not named and not reason and not _fits(name, layers[name], cfg):
+            reason = f"it has one output, which {cfg.type} of this size does not fit"
         if reason:
             left_out[reason].append(name)
     notes = tuple(
@@ -107,8 +111,23 @@ def _layers(model: nn.Module) -> dict[str, Layer]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1)
+        if is_linear(module) or (isinstance(module, nn.Conv2d) and module.groups == 1)
     }
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it returns what its weight makes of its input. A router of experts may be a `Linear` that chooses too."""
+    if not isinstance(module, nn.Linear):
+        return False
+    weights = dict(module.named_parameters(recurse=False))
+    if type(module).forward is nn.Linear.forward or "weight" not in weights:  # one that is stored in fewer bits
+        return True
+    empty = {name: torch.empty_like(weight, device="meta") for name, weight in weights.items()}
+    try:
+        found = functional_call(module, empty, torch.empty(3, module.in_features, device="meta"))
+    except RuntimeError:
+        return False
+    return isinstance(found, Tensor) and found.shape == (3, module.out_features)
 
 
 def _family_layers(layers: Iterable[str], cfg: AdapterSection, targets: Targets) -> list[str]:
@@ -144,6 +163,15 @@ def _reason_against(name: str, layer: Layer, cfg: AdapterSection, targets: Targe
     if isinstance(cfg, ConvAdapter) and _conv_rank(cfg) is None:
         return "convolutions need adapter.conv_rank"
     return ""
+
+
+def _fits(name: str, layer: Layer, cfg: AdapterSection) -> bool:
+    """False for a layer of one output, such as the gate of a shared expert, that no field speaks of."""
+    if weight_shape(layer)[0] > 1 or isinstance(cfg, LokrAdapter):
+        return True
+    return isinstance(cfg, RankAdapter) and (
+        cfg.rank == 1 or any(_matches(name, pattern, "adapter.rank_pattern") for pattern in cfg.rank_pattern)
+    )
 
 
 def _owners(model: nn.Module) -> dict[Tensor, list[str]]:

@@ -97,6 +97,28 @@ def pack(sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes) 
     return Packed(arguments, labels, of_sequence)
 
 
+@dataclass(frozen=True)
+class Owners:
+    """Numbers of sequences. text, seen, drawn: (tokens,) of a kind, in the order of `pack`.  predicted: (K,)."""
+
+    text: Tensor
+    seen: Tensor
+    drawn: Tensor
+    predicted: Tensor
+
+
+def sequences_of(sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes) -> Owners:
+    """Which sequence each token is of that `pack` makes of them."""
+    texts, seen, drawn = _collected(sequences, marks, sizes)
+
+    def of_tokens(parts: Sequence[_Part], left_out: int = 0) -> Tensor:
+        columns = [part.column(part.at.sequence)[left_out:] for part in parts]
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *columns])
+
+    learned = [part for part in texts if part.is_learned]
+    return Owners(of_tokens(texts), of_tokens(seen), of_tokens(drawn), of_tokens(learned, left_out=1))
+
+
 def patched(image: Tensor, size: int = PATCH) -> Tensor:
     """Patches, (h x w, size x size x C), row by row; each by row, column and channel. image: (C, size h, size w)."""
     channels, height, width = image.shape

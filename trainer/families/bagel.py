@@ -42,6 +42,7 @@ from trainer.families._bagel_pack import (
     SeenPiece,
     TextPiece,
     pack,
+    sequences_of,
     unpatched,
 )
 from trainer.families._causal import drawn_token
@@ -213,16 +214,25 @@ class BagelFamily(MultimodalFamily):
     def collate(self, examples: Sequence[Example]) -> Batch:
         return {f"{n}.{key}": tensor for n, example in enumerate(examples) for key, tensor in example.items()}
 
+    def sample_rows(self, batch: Batch) -> Mapping[str, Tensor]:
+        items = _items(batch)
+        clean = {n: DrawnPiece(item["latents"], torch.zeros(())) for n, item in enumerate(items) if "latents" in item}
+        rows = sequences_of(_sequences(items, clean), self.marks, self.sizes)
+        return {
+            r"layers\.\d+\.understanding\..+": torch.cat([rows.text, rows.seen]),
+            r"layers\.\d+\.generation\..+|latent_(in|out)|timestep\..+": rows.drawn,
+            # Where there is no picture to look at, one row goes through, for other ranks.
+            r"vision(_connector)?\..+": rows.seen if len(rows.seen) else torch.zeros(1, dtype=torch.int64),
+            "text_out": rows.predicted,
+        }
+
     def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
         """Of a picture the mean squared error of its velocity, of a question the mean cross-entropy of its answer."""
         weight = batch["weight"]
-        items = [_item(batch, number) for number in range(len(weight))]
+        items = _items(batch)
         pictures = {n: self._noisy(item["latents"], rng.of(n)) for n, item in enumerate(items) if "latents" in item}
-        sequences = [
-            _drawing(item["caption"], pictures[n].piece) if n in pictures else _looking(item)
-            for n, item in enumerate(items)
-        ]
-        packed = pack(sequences, self.marks, self.sizes)
+        drawn = {n: picture.piece for n, picture in pictures.items()}
+        packed = pack(_sequences(items, drawn), self.marks, self.sizes)
         logits, velocities = model[COMPONENT](**packed.arguments)
         errors = _answer_errors(logits, packed, [len(item.get("answer", ())) + 1 for item in items])
         begin = 0
@@ -341,9 +351,18 @@ class _Noisy:
         return squared_error(found[None], self.target[None], None if mask is None else mask[None])
 
 
-def _item(batch: Batch, number: int) -> Example:
-    prefix = f"{number}."
-    return {key.removeprefix(prefix): tensor for key, tensor in batch.items() if key.startswith(prefix)}
+def _items(batch: Batch) -> list[Example]:
+    items: list[Example] = [{} for _ in batch["weight"]]
+    for key, tensor in batch.items():
+        number, dot, name = key.partition(".")
+        if dot:
+            items[int(number)][name] = tensor
+    return items
+
+
+def _sequences(items: Sequence[Example], drawn: Mapping[int, DrawnPiece]) -> list[list[Piece]]:
+    """drawn: the pictures of those items that are none to look at."""
+    return [_drawing(item["caption"], drawn[n]) if n in drawn else _looking(item) for n, item in enumerate(items)]
 
 
 def _drawing(caption: Tensor, picture: DrawnPiece) -> list[Piece]:

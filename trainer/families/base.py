@@ -283,6 +283,11 @@ class ModelFamily(ABC):
         """Examples of one batch key, stacked."""
         return {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
 
+    def sample_rows(self, batch: Batch) -> Mapping[str, Tensor]:
+        """Of a batch on the CPU, for layers that get the rows of all items as one matrix: {pattern of layers: (rows,)
+        number of the item that each row is of}. Others get one entry per item."""
+        return {}
+
     @abstractmethod
     def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
         """The training loss of one micro-batch.
@@ -490,6 +495,11 @@ class TextFamily(ModelFamily):
     def batch_key(self, example: Example) -> Hashable:
         """Rows are of one length."""
         return None
+
+    def sample_rows(self, batch: Batch) -> Mapping[str, Tensor]:
+        """Some models make one matrix of all tokens before a layer: before experts all of them, OPT always."""
+        count, length = batch["tokens"].shape
+        return {".+": torch.arange(count).repeat_interleave(length)}
 
     def blank_row(self, length: int) -> Example:
         """An example of that many tokens, of one document."""
