@@ -269,12 +269,16 @@ class Dropping:
         assert relative(gradient_of(self.module, self.loss(*everything)), found) > 1e-3
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS if k not in UNADAPTED], indirect=True)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=() if k in ("opt", "qwen2_moe") else pytest.mark.slow) for k in KINDS if k not in UNADAPTED],
+    indirect=True,
+)
 def test_an_adapter_drops_of_a_row_what_it_drops_in_any_batch_and_when_blocks_are_recomputed(kind: Kind) -> None:
     dropping(kind, "none").check(dropping(kind, "full"))
 
 
-@pytest.mark.parametrize("kind", ["phimoe", "llama4_text"], indirect=True)
+@pytest.mark.parametrize("kind", ["phimoe", pytest.param("llama4_text", marks=pytest.mark.slow)], indirect=True)
 def test_a_router_that_is_a_linear_layer_and_chooses_is_not_stored_in_fewer_bits(kind: Kind) -> None:
     quantized = dropping(kind, "none", quantize__format="nf4")
     assert quantized_layers(quantized.module)
