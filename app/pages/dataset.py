@@ -235,4 +235,4 @@ def _problems(found: Found) -> str:
     if found.warnings:
         lines = "".join(f"<li>{escape(warning)}</li>" for warning in found.warnings)
         return f"<h2>Worth knowing</h2><ul>{lines}</ul>"
-    return "<p>Nothing is wrong.</p>"
+    return "<p>Nothing is wrong with the files.</p>"
