@@ -12,6 +12,8 @@ from trainer.data.pixels import load_rgb, open_picture
 
 FULL = 2048
 SMALL = 256
+_VERSION = 2
+"""Raised when copies are made in another way: those from before are not shown again."""
 DOWNLOADED = frozenset({".safetensors", ".json", ".txt"})
 
 
@@ -25,7 +27,8 @@ class Thumbnails:
         """A copy whose longer side is at most `side`. Raises InputError for what is no picture."""
         try:
             stat = picture.stat()
-            key = hashlib.sha256(f"{picture.resolve()} {stat.st_mtime_ns} {stat.st_size}".encode()).hexdigest()[:24]
+            facts = f"{_VERSION} {picture.resolve()} {stat.st_mtime_ns} {stat.st_size}"
+            key = hashlib.sha256(facts.encode()).hexdigest()[:24]
             copy = self.folder / f"{key}-{side}.webp"
             if not copy.exists():
                 self._write(picture, copy, side)

@@ -261,6 +261,7 @@ class TestFiles:
             f"did you mean '{folder}/fox.safetensors'?"
         )
 
+    @pytest.mark.usefixtures("folder")
     def test_a_new_run_may_not_average_schedule_free_weights_again_but_an_older_one_is_read(self) -> None:
         refused = "optim.ema: 0.99 cannot be combined with optim.type schedulefree, which averages the weights itself"
         for text, place in (
@@ -283,6 +284,28 @@ class TestFiles:
 
 @pytest.mark.usefixtures("folder")
 class TestValues:
+    @pytest.mark.parametrize(
+        ("line", "problem"),
+        [
+            ('name: "a\\0b"', "name: holds a null byte; remove it"),
+            (
+                'data: {path: p, trigger: "\\ud83d"}',
+                "data.trigger: holds \\ud83d, which is half a character; remove it",
+            ),
+            ('sample: {prompts: [a, "b\\0"]}', "sample.prompts: holds a null byte; remove it"),
+            ('stages: [{name: a, set: {data.path: "\\0"}}]', "stages: holds a null byte; remove it"),
+        ],
+    )
+    def test_a_text_that_no_file_can_hold_is_refused(self, line: str, problem: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            read(line if line.startswith("data") else f"{DATA}{line}\n", "data.path=photos")
+        assert str(caught.value).endswith(f": {problem}")
+
+    @pytest.mark.parametrize("field", ["data.folders[0].path", "train..steps", "stages[0].name"])
+    def test_an_unknown_field_of_the_command_line_is_not_looked_for_in_the_file(self, field: str) -> None:
+        with pytest.raises(ConfigError, match=r"^command line: .*: unknown field"):
+            read(f"{DATA}train: {{steps: 3}}\n", f"{field}=3")
+
     def test_numbers_and_words_are_read_as_people_write_them(self) -> None:
         loaded = read(
             "data: {path: /photos, trigger: on, validation: /held_out}\n"

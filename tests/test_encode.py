@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from tests.data.profiles import DISPLAY_P3, SRGB, rgb_profile, srgb_curve
 from tests.runs import alone, make_pictures, run_config
 from trainer import encode, families
 from trainer.config import InputError, RunConfig
+from trainer.data.images import scan
 from trainer.data.loader import Item
 from trainer.data.pixels import load_rgb, open_picture
 from trainer.encode import EncodedData, encode_data
@@ -102,6 +103,20 @@ def test_only_images_whose_colours_a_profile_changes_are_encoded_anew(pictures: 
         )
     ]
     assert [photo.latents == key for photo, key in zip(found.train, kept, strict=True)] == [True, True, False]
+
+
+def test_only_a_tiff_on_its_side_is_encoded_anew_of_those_with_an_orientation(tmp_path: Path) -> None:
+    """Older versions scrambled some, under the key of the upright image."""
+    turned = Image.Exif()
+    turned[ExifTags.Base.Orientation] = 6
+    for name, exif in {"a.png": turned, "b.tiff": Image.Exif(), "c.tiff": turned}.items():
+        Image.effect_mandelbrot((64, 64), (-2, -1.5, 1, 1.5), 20).convert("RGB").save(tmp_path / name, exif=exif)
+    pictures = [open_picture(tmp_path / name) for name in ("a.png", "b.tiff", "c.tiff")]
+    assert [picture.is_turned for picture in pictures] == [True, False, True]
+    keys = [encode._conversion(picture) for picture in pictures]
+    assert keys == [(), (), ("upright",)]
+    photos = scan(run_config(tmp_path, data__missing_caption="empty").data).train
+    assert [photo.is_turned for photo in photos] == [True, False, True]
 
 
 def test_images_without_a_visible_pixel_are_one_warning_where_they_are_decoded(pictures: Path, tmp_path: Path) -> None:

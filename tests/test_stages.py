@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,14 @@ def test_a_run_that_is_killed_in_its_second_stage_goes_on_to_the_same_end(straig
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     told = [event.number for event in EventReader(run.events_file).read() if isinstance(event, StageEvent)]
     assert told == [1, 2, 2]
+
+
+def test_a_stage_whose_folder_was_deleted_is_trained_again(straight: RunDir, tmp_path: Path) -> None:
+    run = RunDir(shutil.copytree(straight.path, tmp_path / "run"))
+    shutil.rmtree(run.path / "stages" / "2-tune")
+    done = launch_py(tmp_path, "--resume", "run")
+    assert done.returncode == 0, done.stderr
+    assert losses(run) == losses(straight)
 
 
 def test_a_run_that_is_stopped_in_its_first_stage_does_not_begin_the_second(tmp_path: Path) -> None:
@@ -271,6 +280,19 @@ def test_files_of_every_stage_are_looked_for_before_a_rank_is_started(tmp_path: 
         prepare.new_run(configfile.load(tmp_path / "preset.yaml"), tmp_path / "runs")
     assert "stage tune: data.path: no file or folder" in str(caught.value)
     assert cfg.stages
+
+
+def test_a_stage_that_contradicts_its_models_folder_is_refused_before_a_rank_is_started(tmp_path: Path) -> None:
+    pictures, model = make_pictures(tmp_path / "pictures", 1), tmp_path / "model"
+    model.mkdir()
+    (model / "model_index.json").write_text('{"is_distilled": true}')
+    (tmp_path / "preset.yaml").write_text(
+        f"model: {{family: flux2, path: {model}}}\ndata: {{path: {pictures}}}\n"
+        "stages: [{name: a}, {name: b, set: {model.options.distilled: false}}]\n"
+    )
+    with pytest.raises(InputError) as caught:
+        prepare.new_run(configfile.load(tmp_path / "preset.yaml"), tmp_path / "runs")
+    assert "stage b: model.options.distilled: false, but" in str(caught.value)
 
 
 def test_less_memory_after_it_ran_out_is_for_the_stage_that_is_under_way(tmp_path: Path) -> None:

@@ -64,6 +64,16 @@ class InputError(ValueError):
     """The user's config or files are wrong. Commands that raise it exit with code 2 and start nothing."""
 
 
+def half_character(text: str) -> str | None:
+    """What a text holds that is no character, with the remedy: JSON and YAML can spell half of a surrogate pair, which
+    neither tokenizers nor files take. None for any other text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"holds \\u{ord(text[error.start]):04x}, which is half a character; remove it"
+    return None
+
+
 class RuleError(InputError):
     """Fields that are each valid but do not go together. `problems` names every one of them."""
 

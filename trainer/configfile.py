@@ -29,6 +29,7 @@ from trainer.config import (
     RuleError,
     RunConfig,
     advice,
+    half_character,
     start_rules,
 )
 from trainer.fields import ROOT, Slot, name, nearest, shown, slot
@@ -111,12 +112,17 @@ def check_files(loaded: ConfigFile) -> None:
     _refuse(loaded, [*refused, *_missing_folders(config), *_missing_files(config), *_missing_models(config)])
 
 
-def check_start(loaded: ConfigFile) -> None:
-    """Raises ConfigError for what a new run may not combine, and for a missing file that its adapter starts from."""
+def check_rules(loaded: ConfigFile) -> None:
+    """Raises ConfigError for what a new run may not combine."""
     config = loaded.config
     stages = [of_stage(config, index) for index in range(len(config.stages))]
     _refuse(loaded, list(dict.fromkeys(problem for part in (config, *stages) for problem in start_rules(part))))
-    adapter = config.adapter
+
+
+def check_start(loaded: ConfigFile) -> None:
+    """`check_rules`, and raises ConfigError for a missing file that its adapter starts from."""
+    check_rules(loaded)
+    adapter = loaded.config.adapter
     start = None if isinstance(adapter, NoAdapter) else adapter.start
     if start is not None and not os.path.exists(start):
         hint = _similar(Path(start)) or "; name an adapter's .safetensors file or a folder of peft"
@@ -188,7 +194,7 @@ class _Draft:
 
     def add(self, tree: Mapping[str, Any], folder: Path) -> None:
         """Take over what a source gives. folder: what its relative paths are relative to."""
-        leaves = dict(_leaves(tree, self))
+        leaves = {loc: value for loc, value in _leaves(tree, self) if not self._is_unwritable(loc, value)}
         given: dict[Loc, Any] = {}
         implied: dict[Loc, Any] = {}
         for loc in sorted(leaves, key=lambda loc: slot(loc) is None):  # ours first: a foreign key must not repeat one
@@ -208,6 +214,14 @@ class _Draft:
         self.broken.add(name(loc))
         self.findings.append(Finding(self.place(name(loc)), name(loc), message))
 
+    def _is_unwritable(self, loc: Loc, value: Any) -> bool:
+        """Whether a text of the value is none that a file can hold; reports it."""
+        for text in _texts(value):
+            if fault := "holds a null byte; remove it" if "\0" in text else half_character(text):
+                self.report(loc, fault)
+                return True
+        return False
+
     def report_unknown(self, loc: Loc) -> None:
         """Note a field that does not exist, once for all that is below it."""
         first = next(loc[:end] for end in range(1, len(loc) + 1) if slot(loc[:end]) is None)
@@ -218,7 +232,10 @@ class _Draft:
         if meant:
             self.broken.add(name(meant))
             hint = f"; did you mean '{meant[-1] if meant[:-1] == first[:-1] else name(meant)}'?"
-        self.report(first, f"unknown field{hint}")
+        self.broken.add(name(first))
+        # On the command line only the whole of it has a place.
+        place = self.place(name(first), name(loc))
+        self.findings.append(Finding(place, name(first), f"unknown field{hint}"))
 
     def place(self, *fields: str) -> Place:
         """Where the first of the fields that was given stands, else the nearest section above the first."""
@@ -302,6 +319,15 @@ def _leaves(
             yield at, value
         elif value is not None or below.tags:
             draft.report(at, below.reason(value))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in (*value, *value.values()) if isinstance(value, dict) else value:
+            yield from _texts(part)
 
 
 def _typed_sections() -> dict[str, dict[str, Any]]:

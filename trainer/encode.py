@@ -6,7 +6,7 @@ import gc
 import hashlib
 import secrets
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -134,6 +134,11 @@ class ImageSource(Source):
         self._cfg, self._family, self._load = cfg, family, load
 
     def plan(self, sizes: BatchSizes, saved: Progress | None) -> BatchPlan:
+        is_first_recipe = saved is not None and saved.recipe < 2
+        if is_first_recipe:
+            sample = self._cfg.sample.model_copy(update={"scheduler": "euler"})
+            self._cfg = self._cfg.model_copy(update={"sample": sample})
+            self.data = replace(self.data, with_size=False)
         cfg, photos = self._cfg, [encoded.photo for encoded in self.data.train]
         # Guidance pushes samples away from what a dropped caption gives: that is to be what is learned.
         regularizing = [number for number, photo in enumerate(photos) if not photo.is_own]
@@ -143,7 +148,7 @@ class ImageSource(Source):
             sizes,
             cfg.train.seed,
             cfg.data.caption_dropout,
-            regularizing if saved is None or saved.recipe > 1 else (),
+            () if is_first_recipe else regularizing,
         )
 
     def example(self, item: Item) -> Example:
@@ -383,8 +388,9 @@ def _encode_mask(background: float, item: tuple[Picture | None, tuple[int, int]]
 
 
 def _conversion(picture: Picture) -> tuple[str, ...]:
-    """What is done to a picture's colours, as part of its key: nothing in keys from before profiles were read."""
-    return ("srgb",) if picture.profile == "used" else ()
+    """What older versions did not do to a picture, or wrongly, as part of its key: nothing for all others."""
+    is_tiff = picture.path.suffix.lower() in (".tif", ".tiff")
+    return (*(["srgb"] if picture.profile == "used" else []), *(["upright"] if is_tiff and picture.is_turned else []))
 
 
 def _report_failures(failures: Mapping[str, str], cfg: RunConfig, say: Say) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 RECIPE = 2
-"""Recipe of a new run. A run that goes on keeps the one it began with, so that an older checkpoint stays the model that
-it was. 1: a lokr layer of two whole matrices is scaled by alpha / rank, and `data.caption_dropout` also drops captions
-of regularization images."""
+"""Recipe of a new run or stage. One that goes on keeps what it began with, so that an older checkpoint stays the model
+that it was. 1: a lokr layer of two whole matrices is scaled by alpha / rank, `data.caption_dropout` also drops captions
+of regularization images, SDXL is told the bucket's size of enlarged images, and its samples are drawn with Euler's
+method."""
 _NAME = re.compile(r"step-\d{6,}")
 
 

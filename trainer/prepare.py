@@ -71,6 +71,7 @@ def _check_stage(loaded: ConfigFile, index: int) -> None:
         )
         configfile.check_files(stage)
         _check_data(stage.config)
+        _check_model(stage)
     except InputError as error:
         raise InputError(f"{loaded.source}: {error}") from error
 

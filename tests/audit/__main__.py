@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import sys
 import tempfile
@@ -78,10 +79,13 @@ def title_of(module: ModuleType) -> str:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.audit", description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the table to write")
+    results: Path = parser.parse_args().results
     for library in (diffusers, transformers):
         library.utils.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
-    return audit({title_of(module): module.CHECKS for module in MODULES}, RESULTS)
+    return audit({title_of(module): module.CHECKS for module in MODULES}, results)
 
 
 if __name__ == "__main__":

@@ -197,6 +197,7 @@ def test_bad_rows_of_metadata_are_named_with_their_line(tmp_path: Path) -> None:
     add_image(tmp_path / "a.png")
     rows = ['{"file_name": "a.png"', '{"text": "x"}', '{"file_name": "a.png"}', '{"file_name": "z.png", "text": "x"}']
     rows += [json.dumps({"file_name": "a.png", "text": "é" * count}) for count in (2**15, 2**15 + 1)]
+    rows += ["[" * 100_000, '{"file_name": "a.png", "text": "fox \\ud83d"}']
     (tmp_path / "metadata.jsonl").write_text("\n".join(rows))
     file = f"{tmp_path}/metadata.jsonl"
     assert problems_of(data(tmp_path)) == [
@@ -206,6 +207,9 @@ def test_bad_rows_of_metadata_are_named_with_their_line(tmp_path: Path) -> None:
         f'{file}:3: no "text" or "caption" for a.png; add the caption as a string',
         f"{file}:4: no such image: z.png; correct file_name or remove the line",
         f"{file}:6: a.png: 65538 bytes are too many for a caption, the limit is 65536; shorten or remove it",
+        f"{file}:7: not a JSON object (maximum recursion depth exceeded while decoding a JSON array from a unicode "
+        "string); each line is one, with file_name and text",
+        f"{file}:8: a text holds \\ud83d, which is half a character; remove it",
     ]
 
 

@@ -59,6 +59,17 @@ def test_a_plan_comes_with_the_advice_on_the_run() -> None:
     )
 
 
+def test_what_a_run_would_refuse_is_not_planned(tmp_path: Path) -> None:
+    done = answer("presets/quickstart.yaml", "optim.type=schedulefree", "optim.schedule=constant", "optim.ema=0.9")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "optim.ema: 0.9 cannot be combined with optim.type schedulefree" in done.stderr
+    (tmp_path / "model_index.json").write_text('{"is_distilled": true}')
+    fields = (f"model.path={tmp_path}", "model.options.distilled=false")
+    done = answer("presets/flux2-klein-4b-lora-1gpu.yaml", *fields, "--gpus", "1x24gb")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"command line: model.options.distilled: false, but {tmp_path}/model_index.json says")
+
+
 def test_a_plan_for_programs_is_json_in_bytes() -> None:
     done = answer("presets/flux2-klein-4b-lora-1gpu.yaml", "--gpus", "1x80gb", "--json")
     found = json.loads(done.stdout)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from trainer.config import DataConfig, InputError
+from trainer.config import DataConfig, InputError, half_character
 from trainer.data import image_warnings
 from trainer.data.companions import Findings, Masks, References
 from trainer.data.pixels import IMAGE_SUFFIXES, Picture, files_below, open_picture
@@ -238,6 +238,7 @@ class _Scanner:
             height=picture.height,
             profile=picture.profile,
             has_frames=picture.has_frames,
+            is_turned=picture.is_turned,
             caption=_with_trigger(caption, self.cfg.trigger) if source.is_own else caption,
             weight=source.weight,
             mask=mask,
@@ -317,14 +318,16 @@ def _metadata_row(line: str, folder: Path, images: frozenset[Path]) -> tuple[Pat
     """The image of a row and its caption. Raises InputError with the reason and the remedy, without the place."""
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"not a JSON object ({error}); each line is one, with file_name and text") from error
     if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
         raise InputError('no "file_name"; each line is a JSON object with file_name and text')
     caption = row.get("text", row.get("caption"))
     if not isinstance(caption, str):
         raise InputError(f'no "text" or "caption" for {row["file_name"]}; add the caption as a string')
-    if (size := len(caption.encode(errors="surrogatepass"))) > MAX_CAPTION:
+    if half := half_character(row["file_name"] + caption):
+        raise InputError(f"a text {half}")
+    if (size := len(caption.encode())) > MAX_CAPTION:
         raise InputError(f"{row['file_name']}: {too_long(size)}")
     image = Path(os.path.normpath(folder / row["file_name"]))
     if image not in images:

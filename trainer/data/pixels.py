@@ -35,7 +35,7 @@ class Picture:
     """An image file.
 
     width, height: pixels after the EXIF orientation.  profile: its ICC profile's effect on the colours.
-    has_frames: whether the file holds an animation or several pages.
+    has_frames: whether the file holds an animation or several pages.  is_turned: whether it lies on its side there.
     """
 
     path: Path
@@ -43,6 +43,7 @@ class Picture:
     height: int
     profile: Profile = field(default="none", kw_only=True)
     has_frames: bool = field(default=False, kw_only=True)
+    is_turned: bool = field(default=False, kw_only=True)
 
 
 def files_below(folder: Path, skipped: frozenset[Path]) -> Iterator[Path]:
@@ -58,14 +59,15 @@ def open_picture(path: Path) -> Picture:
     try:
         with _opened(path) as (image, file):
             width, height = _stored_size(image)
-            if _orientation(image, file) in (5, 6, 7, 8):
+            is_turned = _orientation(image, file) in (5, 6, 7, 8)
+            if is_turned:
                 width, height = height, width
             profile = colour.effect(image.info.get("icc_profile"), image.mode)
             # Not of MPO, the .jpg of many cameras: its further frames are previews of the first.
             has_frames = isinstance(image, PngImageFile | TiffImageFile | WebPImageFile) and image.is_animated
     except _DECODER_ERRORS as error:
         raise _unreadable(path, error) from error
-    return Picture(path, width, height, profile=profile, has_frames=has_frames)
+    return Picture(path, width, height, profile=profile, has_frames=has_frames, is_turned=is_turned)
 
 
 def load_rgb(picture: Picture, size: tuple[int, int]) -> Image.Image:

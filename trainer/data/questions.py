@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config import DataConfig, InputError
+from trainer.config import DataConfig, InputError, half_character
 from trainer.data.images import MAX_SHOWN_PROBLEMS
 from trainer.data.pixels import Picture, open_picture
 
@@ -91,10 +91,12 @@ def _row(line: str, folder: Path) -> tuple[Path, str, str]:
     """Image, question and answer. Raises InputError with the reason and the remedy, without the place."""
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"not a JSON object ({error}); each line is one, with {', '.join(FIELDS)}") from error
     for name in FIELDS:
         value = row.get(name) if isinstance(row, dict) else None
         if not isinstance(value, str) or not value.strip():
             raise InputError(f'no "{name}"; each line is a JSON object with {", ".join(FIELDS)}, all texts')
+        if half := half_character(value):
+            raise InputError(f'"{name}" {half}')
     return Path(os.path.normpath(folder / row["image"])), row["question"].strip(), row["answer"].strip()

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer.config import InputError
+from trainer.config import InputError, half_character
 from trainer.data.textfiles import reading
 from trainer.rng import generator
 
@@ -301,12 +301,8 @@ def _string(values: Mapping[str, object], key: str) -> str:
     value = values[key]
     if not isinstance(value, str):
         raise InputError(f'"{key}" is not a string; write it in quotes')
-    try:
-        # JSON can spell half of a surrogate pair, which is no character: tokenizers fail on it.
-        value.encode()
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(value[error.start]):04x}"
-        raise InputError(f'"{key}" holds {half}, which is half a character; remove it') from error
+    if half := half_character(value):
+        raise InputError(f'"{key}" {half}')
     return value
 
 
