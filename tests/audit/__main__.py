@@ -40,7 +40,7 @@ def audit(tables: Mapping[str, Sequence[Check]], results: Path) -> int:
         "# Audit",
         f"Written by `make audit` on {datetime.date.today()}: {len(found)} checks on a CPU in fp32, {versions}. A cell "
         "has the largest difference of the trainer from a reference that shares no code with it, relative for losses, "
-        "and the limit. "
+        "and the limit. The loop's reference takes the trainer's losses and encodings, which have tables of their own. "
         f"{len(wrong)} are beyond it.",
         *(f"## {title}\n\n{table({check: found[check] for check in checks})}" for title, checks in tables.items()),
     ]
