@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import sys
 import tempfile
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import diffusers
+import torch
 import transformers
 
 from tests.audit import adapters, bagel, families, language_models, loop, samples
@@ -82,6 +84,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.audit", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="the table to write")
     results: Path = parser.parse_args().results
+    # One thread, as `make audit` has it: with more the last digits of a run are others.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
     for library in (diffusers, transformers):
         library.utils.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
