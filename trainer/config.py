@@ -65,8 +65,10 @@ class InputError(ValueError):
 
 
 def half_character(text: str) -> str | None:
-    """What a text holds that is no character, with the remedy: JSON and YAML can spell half of a surrogate pair, which
-    neither tokenizers nor files take. None for any other text."""
+    """The end of a sentence about a text that is not valid Unicode; None for any other text.
+
+    JSON and YAML can write half of a character (a lone surrogate), which tokenizers and files refuse.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -105,18 +105,22 @@ def of_stage(cfg: RunConfig, index: int, given: Sequence[str] = ()) -> RunConfig
     return load_text(text, [*overrides, *given], Path(f"stages[{index}]")).config
 
 
+def parts(cfg: RunConfig) -> list[RunConfig]:
+    """The configs of the stages in their order, or the whole config of a run without stages."""
+    return [of_stage(cfg, index) for index in range(len(cfg.stages))] or [cfg]
+
+
 def check_files(loaded: ConfigFile) -> None:
     """Raises ConfigError for every dataset folder, file and model that is named and does not exist."""
     config = loaded.config
     refused = list(facts.refused(config))
-    _refuse(loaded, [*refused, *_missing_folders(config), *_missing_files(config), *_missing_models(config)])
+    refuse(loaded, [*refused, *_missing_folders(config), *_missing_files(config), *_missing_models(config)])
 
 
 def check_rules(loaded: ConfigFile) -> None:
     """Raises ConfigError for what a new run may not combine."""
     config = loaded.config
-    stages = [of_stage(config, index) for index in range(len(config.stages))]
-    _refuse(loaded, list(dict.fromkeys(problem for part in (config, *stages) for problem in start_rules(part))))
+    refuse(loaded, list(dict.fromkeys(problem for part in (config, *parts(config)) for problem in start_rules(part))))
 
 
 def check_start(loaded: ConfigFile) -> None:
@@ -126,10 +130,11 @@ def check_start(loaded: ConfigFile) -> None:
     start = None if isinstance(adapter, NoAdapter) else adapter.start
     if start is not None and not os.path.exists(start):
         hint = _similar(Path(start)) or "; name an adapter's .safetensors file or a folder of peft"
-        _refuse(loaded, [Problem("adapter.start", f"no file '{start}'{hint}")])
+        refuse(loaded, [Problem("adapter.start", f"no file '{start}'{hint}")])
 
 
-def _refuse(loaded: ConfigFile, problems: Sequence[Problem]) -> None:
+def refuse(loaded: ConfigFile, problems: Sequence[Problem]) -> None:
+    """Raises ConfigError with the place of each of the problems, if there are any."""
     if problems:
         text = "\n".join(_on_one_line(f"{loaded.where(problem.field)}: {problem}") for problem in problems)
         raise ConfigError(text, problems)
@@ -209,10 +214,10 @@ class _Draft:
             else:
                 self.values[loc] = _resolved(slot(loc), value, folder)
 
-    def report(self, loc: Loc, message: str) -> None:
-        """Note a problem at `loc`, and that its value is unknown."""
+    def report(self, loc: Loc, message: str, below: Loc = ()) -> None:
+        """Note a problem at `loc`, and that its value is unknown. below: what was given of it, if it has no place."""
         self.broken.add(name(loc))
-        self.findings.append(Finding(self.place(name(loc)), name(loc), message))
+        self.findings.append(Finding(self.place(name(loc), name(below)), name(loc), message))
 
     def _is_unwritable(self, loc: Loc, value: Any) -> bool:
         """Whether a text of the value is none that a file can hold; reports it."""
@@ -232,10 +237,7 @@ class _Draft:
         if meant:
             self.broken.add(name(meant))
             hint = f"; did you mean '{meant[-1] if meant[:-1] == first[:-1] else name(meant)}'?"
-        self.broken.add(name(first))
-        # On the command line only the whole of it has a place.
-        place = self.place(name(first), name(loc))
-        self.findings.append(Finding(place, name(first), f"unknown field{hint}"))
+        self.report(first, f"unknown field{hint}", loc)
 
     def place(self, *fields: str) -> Place:
         """Where the first of the fields that was given stands, else the nearest section above the first."""
@@ -356,8 +358,7 @@ def _report_stages(cfg: RunConfig, draft: _Draft) -> None:
 
 def _advice(cfg: RunConfig, draft: _Draft) -> list[str]:
     """A sentence per piece of advice on the run, or on its stages."""
-    parts = [of_stage(cfg, index) for index in range(len(cfg.stages))] or [cfg]
-    found = dict.fromkeys(one for part in parts for one in advice(part))
+    found = dict.fromkeys(one for part in parts(cfg) for one in advice(part))
     return [f"{draft.place(one.field)}: {one}" for one in found]
 
 

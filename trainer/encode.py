@@ -132,13 +132,16 @@ class ImageSource(Source):
         self.digest = data.digest
         self.num_held_out = len(data.validation)
         self._cfg, self._family, self._load = cfg, family, load
+        self._keeps_captions = True  # of regularization images
 
-    def plan(self, sizes: BatchSizes, saved: Progress | None) -> BatchPlan:
-        is_first_recipe = saved is not None and saved.recipe < 2
-        if is_first_recipe:
+    def follow_recipe(self, recipe: int) -> None:
+        if recipe < 2:
+            self._keeps_captions = False
+            self.data = replace(self.data, with_size=False)
             sample = self._cfg.sample.model_copy(update={"scheduler": "euler"})
             self._cfg = self._cfg.model_copy(update={"sample": sample})
-            self.data = replace(self.data, with_size=False)
+
+    def plan(self, sizes: BatchSizes, saved: Progress | None) -> BatchPlan:
         cfg, photos = self._cfg, [encoded.photo for encoded in self.data.train]
         # Guidance pushes samples away from what a dropped caption gives: that is to be what is learned.
         regularizing = [number for number, photo in enumerate(photos) if not photo.is_own]
@@ -148,7 +151,7 @@ class ImageSource(Source):
             sizes,
             cfg.train.seed,
             cfg.data.caption_dropout,
-            () if is_first_recipe else regularizing,
+            regularizing if self._keeps_captions else (),
         )
 
     def example(self, item: Item) -> Example:
@@ -388,7 +391,7 @@ def _encode_mask(background: float, item: tuple[Picture | None, tuple[int, int]]
 
 
 def _conversion(picture: Picture) -> tuple[str, ...]:
-    """What older versions did not do to a picture, or wrongly, as part of its key: nothing for all others."""
+    """The part of an image's key for what older versions did not do to it, or did wrong; empty for other images."""
     is_tiff = picture.path.suffix.lower() in (".tif", ".tiff")
     return (*(["srgb"] if picture.profile == "used" else []), *(["upright"] if is_tiff and picture.is_turned else []))
 

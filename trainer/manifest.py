@@ -12,10 +12,10 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 RECIPE = 2
-"""Recipe of a new run or stage. One that goes on keeps what it began with, so that an older checkpoint stays the model
-that it was. 1: a lokr layer of two whole matrices is scaled by alpha / rank, `data.caption_dropout` also drops captions
-of regularization images, a model that reads sizes is told the bucket's of enlarged images, and samples are drawn with
-Euler's method whatever sampler the model's folder names."""
+"""Recipe of a new run or stage. One that is resumed keeps the recipe it began with, so that an older checkpoint stays
+the model that it was. In recipe 1, a lokr layer of two whole matrices is scaled by alpha / rank, `data.caption_dropout`
+also drops captions of regularization images, models that read the original size of an image get the size of its bucket
+for enlarged images, and samples are drawn with Euler's method whatever sampler the model's folder names."""
 _NAME = re.compile(r"step-\d{6,}")
 
 

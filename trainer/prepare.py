@@ -46,9 +46,7 @@ def continued_run(run: RunDir, overrides: Sequence[str]) -> ConfigFile:
 def _check_changes(loaded: ConfigFile, config: RunConfig, saved: Progress) -> None:
     """Raises InputError for every field that must be what it was when the run was saved. config: of the stage."""
     changed = changes.changes(saved.config, config.model_dump(mode="json")) if saved.config else []
-    problems = [f"{loaded.where(problem.field)}: {problem}" for problem in changes.refused(changed, saved.step)]
-    if problems:
-        raise InputError("\n".join(problems))
+    configfile.refuse(loaded, list(changes.refused(changed, saved.step)))
 
 
 def check(loaded: ConfigFile) -> None:
@@ -94,8 +92,7 @@ def _check_model(loaded: ConfigFile) -> None:
         find_folder(field, path)
     except InputError as error:
         raise InputError(f"{loaded.where(field)}: {error}") from error
-    for problem in distilled.refused(model):
-        raise InputError(f"{loaded.where(problem.field)}: {problem}")
+    configfile.refuse(loaded, list(distilled.refused(model)))
 
 
 def _check_trackers(loaded: ConfigFile) -> None:

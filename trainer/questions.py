@@ -54,6 +54,9 @@ class MixedSource(Source):
         self.digest = _digest(self._pictures.digest, self._questions.train, cfg.data.question_share)
         self.num_held_out = len(data.validation) + len(self._questions.validation)
 
+    def follow_recipe(self, recipe: int) -> None:
+        self._pictures.follow_recipe(recipe)
+
     def plan(self, sizes: BatchSizes, saved: Progress | None) -> Plan[Item | Asked]:
         cfg, train, single = self._cfg, self._questions.train, BatchSizes(1)
         asked = BatchPlan(lambda item: None, [1.0] * len(train), single, cfg.train.seed) if train else None

@@ -44,8 +44,7 @@ class RunDir:
                 raise InputError(
                     f"{run.path}: exists and is not empty; name a new folder, or continue it with --resume"
                 )
-            for number, stage in enumerate(cfg.stages, 1):
-                (run.stage_folder(number, stage.name) / "checkpoints").mkdir(parents=True)
+            run.make_stage_folders(cfg)
             run.make_folders()
             draft = run.config_file.with_suffix(".draft")
             draft.write_text(configfile.dump(cfg), encoding="utf-8")
@@ -68,6 +67,11 @@ class RunDir:
         self.path.chmod(0o700)
         for folder in (self.ranks, self.logs, self.samples, self.checkpoints, self.requests, self.export):
             folder.mkdir(exist_ok=True)
+
+    def make_stage_folders(self, cfg: RunConfig) -> None:
+        """Make the folders of its stages, where they are not there."""
+        for number, stage in enumerate(cfg.stages, 1):
+            (self.stage_folder(number, stage.name) / "checkpoints").mkdir(parents=True, exist_ok=True)
 
     def stage_folder(self, number: int, name: str) -> Path:
         """What one of its stages keeps. number: from 1."""

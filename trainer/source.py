@@ -34,6 +34,10 @@ class Source(ABC):
     num_held_out: int
 
     @abstractmethod
+    def follow_recipe(self, recipe: int) -> None:
+        """Feed and draw by the recipe that a resumed run began with (`manifest.RECIPE`). Called before `plan`."""
+
+    @abstractmethod
     def plan(self, sizes: BatchSizes, saved: Progress | None) -> Plan[Any]:
         """The batches of the run. saved: where it goes on."""
 

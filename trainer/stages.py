@@ -95,9 +95,7 @@ def main() -> int:
     node, command = int(sys.argv[1]), sys.argv[2:]
     run = RunDir(Path(command[-1]))
     supervisor = _Supervisor()
-    # A folder that was deleted, so that its stage is trained again.
-    for number, one in enumerate(run.config().stages, 1):
-        (run.stage_folder(number, one.name) / "checkpoints").mkdir(parents=True, exist_ok=True)
+    run.make_stage_folders(run.config())  # one that was deleted, so that its stage is trained again
     while True:
         cfg = run.config()
         stage = current(run, cfg)

@@ -45,6 +45,9 @@ class TextSource(Source):
         self.num_held_out = len(self._held_out)
         self._plan: RowPlan | None = None
 
+    def follow_recipe(self, recipe: int) -> None:
+        """Text is the same in every recipe."""
+
     def plan(self, sizes: BatchSizes, saved: Progress | None) -> RowPlan:
         step, place = (saved.step, self._place_in(saved)) if saved else (0, START)
         self._plan = RowPlan(self._stream(self._files, None), sizes, step, place)

@@ -475,6 +475,7 @@ class Trainer:
         if self.world.rank in self.world.guest_leaders:
             shutil.rmtree(newest)  # a copy of rank 0's
         adapters.follow_recipe(self.model, self.cfg.adapter, saved.recipe)
+        self.data.follow_recipe(saved.recipe)
         self.step, self.samples_seen, self.skipped = saved.step, saved.samples_seen, saved.skipped
         self.say(StatusEvent(state="loading", step=self.step, message=f"resumed from {newest.name}"))
         changed = changes.changes(saved.config, self._config()) if saved.config else []

@@ -233,12 +233,7 @@ class _Scanner:
         if caption is None:
             return None
         return Photo(
-            path=path,
-            width=picture.width,
-            height=picture.height,
-            profile=picture.profile,
-            has_frames=picture.has_frames,
-            is_turned=picture.is_turned,
+            **vars(picture),
             caption=_with_trigger(caption, self.cfg.trigger) if source.is_own else caption,
             weight=source.weight,
             mask=mask,

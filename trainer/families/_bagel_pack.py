@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -93,13 +93,15 @@ def pack(sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes) 
     arguments |= dict(zip(("patch_rows", "patch_back"), _rows(range(len(seen)), seen), strict=True))
     arguments["patch_mask"] = _is_token(arguments["patch_rows"], arguments["patch_back"])[:, None]
     labels = torch.cat([one[:0], *(part.content[1:] for _, part in learned)])
-    of_sequence = torch.cat([one[:0], *(part.column(part.at.sequence)[1:] for _, part in learned)])
-    return Packed(arguments, labels, of_sequence)
+    return Packed(arguments, labels, _owners(one, (part for _, part in learned), skipped=1))
 
 
 @dataclass(frozen=True)
 class Owners:
-    """Numbers of sequences. text, seen, drawn: (tokens,) of a kind, in the order of `pack`.  predicted: (K,)."""
+    """The number of the sequence that each token belongs to, in the order of `pack`.
+
+    text, seen, drawn: (tokens,) of that kind.  predicted: (K,).
+    """
 
     text: Tensor
     seen: Tensor
@@ -108,15 +110,10 @@ class Owners:
 
 
 def sequences_of(sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes) -> Owners:
-    """Which sequence each token is of that `pack` makes of them."""
+    """The sequence that each token belongs to when `pack` packs these."""
     texts, seen, drawn = _collected(sequences, marks, sizes)
-
-    def of_tokens(parts: Sequence[_Part], left_out: int = 0) -> Tensor:
-        columns = [part.column(part.at.sequence)[left_out:] for part in parts]
-        return torch.cat([torch.zeros(0, dtype=torch.int64), *columns])
-
-    learned = [part for part in texts if part.is_learned]
-    return Owners(of_tokens(texts), of_tokens(seen), of_tokens(drawn), of_tokens(learned, left_out=1))
+    one, learned = texts[0].content, (part for part in texts if part.is_learned)
+    return Owners(_owners(one, texts), _owners(one, seen), _owners(one, drawn), _owners(one, learned, skipped=1))
 
 
 def patched(image: Tensor, size: int = PATCH) -> Tensor:
@@ -187,6 +184,11 @@ def _collected(
             texts += _marked(pictures[-1], at, marks)
             place, position = place + len(pictures[-1]) + 2, position + 1
     return texts, seen, drawn
+
+
+def _owners(one: Tensor, parts: Iterable[_Part], skipped: int = 0) -> Tensor:
+    """(tokens,) the sequence of each token, without the first `skipped` of each part. one: on the device of the ids."""
+    return torch.cat([one[:0], *(part.column(part.at.sequence)[skipped:] for part in parts)])
 
 
 def _rows(owners: Sequence[int], parts: Sequence[_Part]) -> tuple[Tensor, Tensor]:

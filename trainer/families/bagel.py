@@ -221,7 +221,7 @@ class BagelFamily(MultimodalFamily):
         return {
             r"layers\.\d+\.understanding\..+": torch.cat([rows.text, rows.seen]),
             r"layers\.\d+\.generation\..+|latent_(in|out)|timestep\..+": rows.drawn,
-            # Where there is no picture to look at, one row goes through, for other ranks.
+            # The encoder runs on every rank; without a picture to look at, on one empty row.
             r"vision(_connector)?\..+": rows.seen if len(rows.seen) else torch.zeros(1, dtype=torch.int64),
             "text_out": rows.predicted,
         }
@@ -361,7 +361,7 @@ def _items(batch: Batch) -> list[Example]:
 
 
 def _sequences(items: Sequence[Example], drawn: Mapping[int, DrawnPiece]) -> list[list[Piece]]:
-    """drawn: the pictures of those items that are none to look at."""
+    """The pieces of each item. drawn: {number of an item: the picture that it is trained to draw}."""
     return [_drawing(item["caption"], drawn[n]) if n in drawn else _looking(item) for n, item in enumerate(items)]
 
 

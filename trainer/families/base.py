@@ -284,8 +284,10 @@ class ModelFamily(ABC):
         return {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
 
     def sample_rows(self, batch: Batch) -> Mapping[str, Tensor]:
-        """Of a batch on the CPU, for layers that get the rows of all items as one matrix: {pattern of layers: (rows,)
-        number of the item that each row is of}. Others get one entry per item."""
+        """Which item each row belongs to, for layers whose input is one matrix with the rows of all items.
+
+        batch: on the CPU. Returns {pattern of layers: (rows,) number of the item}; other layers get one entry per item.
+        """
         return {}
 
     @abstractmethod
@@ -497,7 +499,7 @@ class TextFamily(ModelFamily):
         return None
 
     def sample_rows(self, batch: Batch) -> Mapping[str, Tensor]:
-        """Some models make one matrix of all tokens before a layer: before experts all of them, OPT always."""
+        """Some models flatten all tokens into one matrix before a layer, as before experts."""
         count, length = batch["tokens"].shape
         return {".+": torch.arange(count).repeat_interleave(length)}
 

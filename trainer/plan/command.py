@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer import configfile, distilled
-from trainer.config import InputError, RunConfig
+from trainer.config import RunConfig
 from trainer.plan import plan
 from trainer.plan.fixes import Fix, fixes, largest
 from trainer.plan.hardware import GIB, Card, detected, named
@@ -38,10 +38,8 @@ def show(preset: Path, overrides: Sequence[str], runs: Path, gpus: str | None, a
         print(f"note: {note}", file=sys.stderr)
     cfg = loaded.config
     cache = shared_cache(cfg, runs)
-    parts = [configfile.of_stage(cfg, index) for index in range(len(cfg.stages))] or [cfg]
-    problems = [problem for part in parts for problem in distilled.refused(part.model)]
-    if problems:
-        raise InputError("\n".join(f"{loaded.where(problem.field)}: {problem}" for problem in problems))
+    parts = configfile.parts(cfg)
+    configfile.refuse(loaded, [problem for part in parts for problem in distilled.refused(part.model)])
     looks = [_look(part, hardware.card if hardware else None, cache, exactly) for part in parts]
     if as_json:
         found = [
