@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -246,3 +247,37 @@ def test_ranks_that_stand_at_the_same_place_are_told_together() -> None:
         "nothing moved for 60 s: each of ranks 0, 1, 2, 4 waits in all_reduce, called by train.py:7 _agree "
         "(optimizer); rank 3 is busy with forward of blocks.1; rank 5 on node-b does not answer"
     )
+
+
+def test_nothing_is_collected_while_the_frames_of_another_thread_are_walked() -> None:
+    """A finalizer may hand over to the thread that is looked at, which returns from a frame that is in use here."""
+    collected: list[int] = []
+    main = threading.get_ident()
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        collected.append(threading.get_ident())
+
+    def look() -> None:
+        with watchdog._other_threads() as frames:
+            collected.clear()
+            watchdog._collective(frames[main])
+            found.append(len(collected))
+
+    def look_from_below(depth: int) -> None:
+        if depth:
+            return look_from_below(depth - 1)
+        thread = threading.Thread(target=look)
+        thread.start()
+        return thread.join()
+
+    found: list[int] = []
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(1)
+    try:
+        look_from_below(100)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(note)
+    assert found == [0]
+    assert gc.isenabled()

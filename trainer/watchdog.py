@@ -7,6 +7,7 @@ only time out, each rank by itself and without a word about the others.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import os
 import queue
@@ -18,7 +19,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -159,14 +160,14 @@ class Watchdog:
 
     def _waits_in(self) -> str:
         """The collective this rank is in, empty when it is in none."""
-        frames = sys._current_frames()
-        main = _collective(frames.get(self._trains))
-        if not main and self._pulse.waits_in:
-            return self._pulse.waits_in
-        # Backward runs on threads of torch's where there is an accelerator.
         own = {thread.ident for thread in threading.enumerate()}
-        others = (_collective(frame) for number, frame in frames.items() if number not in own)
-        return main or next(filter(None, others), "")
+        with _other_threads() as frames:
+            main = _collective(frames.get(self._trains))
+            if not main and self._pulse.waits_in:
+                return self._pulse.waits_in
+            # Backward runs on threads of torch's where there is an accelerator.
+            others = (_collective(frame) for number, frame in frames.items() if number not in own)
+            return main or next(filter(None, others), "")
 
     def _is_left_alone(self) -> bool:
         """Whether another rank of this machine is gone, or the store of the attempt cannot be reached."""
@@ -361,6 +362,22 @@ _PASS_THROUGH = ("clock.py", "world.py")
 """Ours, but not what wanted the collective."""
 
 
+@contextmanager
+def _other_threads() -> Iterator[dict[int, FrameType]]:
+    """The frames of all threads, by their numbers, which may be walked inside the block.
+
+    `f_back` makes an object, for which Python 3.11 may collect garbage. A finalizer may then hand over to the thread
+    that is walked, which returns from the very frame: the process ended by SIGSEGV.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield sys._current_frames()
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _collective(frame: FrameType | None) -> str:
     """The collective a thread is in and the line of ours that called it, empty when it is in none."""
     called = ""
@@ -378,9 +395,10 @@ def _collective(frame: FrameType | None) -> str:
 def _all_stacks() -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
-    for number, frame in sys._current_frames().items():
-        lines = "".join(traceback.format_stack(frame))
-        parts.append(f"thread {names.get(number, number)}:\n{lines}")
+    with _other_threads() as frames:
+        for number, frame in frames.items():
+            lines = "".join(traceback.format_stack(frame))
+            parts.append(f"thread {names.get(number, number)}:\n{lines}")
     return "\n".join([*parts, *_nccl()])
 
 
