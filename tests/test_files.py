@@ -1,0 +1,106 @@
+"""Files are replaced whole and on the disk, and what is read may be anything."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter
+
+from trainer import files
+from trainer.config import InputError
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_is_before_the_call_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, Path]] = []
+    fsync, rename = os.fsync, os.replace
+
+    def record_fsync(descriptor: int) -> None:
+        calls.append(("flushed", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def record_rename(draft: Path, final: Path) -> None:
+        calls.append(("named", Path(draft)))
+        rename(draft, final)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", record_rename)
+    files.replace(tmp_path / "a.json", "new")
+    draft = calls[0][1]
+    assert draft.parent == tmp_path and draft.name.endswith(".part")
+    assert calls == [("flushed", draft), ("named", draft), ("flushed", tmp_path)]
+    assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
+    assert (tmp_path / "a.json").read_text() == "new"
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_was_and_leaves_no_draft(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("before")
+    with pytest.raises(UnicodeEncodeError):
+        files.replace(file, "half a character: \ud800")
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("a.txt", "before")]
+
+
+def test_a_replaced_file_keeps_its_permissions(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("before")
+    file.chmod(0o640)
+    files.replace(file, b"after")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+
+
+def test_a_pipe_a_device_a_folder_and_a_long_file_are_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "long").write_bytes(b"x" * 101)
+    for name in ("pipe", "zero", "folder"):
+        with pytest.raises(InputError, match=f"{name}: not a regular file"):
+            files.read(tmp_path / name)
+    with pytest.raises(InputError, match=r"long: longer than 9\.\d+e-05 MiB"):
+        files.read(tmp_path / "long", 100)
+    with pytest.raises(FileNotFoundError):
+        files.read(tmp_path / "none")
+
+
+@pytest.mark.parametrize("content", [b"", b"[", b"[]", b"\xff", b'{"a": "x"}', b"[" * 100_000])
+def test_damaged_json_is_one_sentence_that_names_the_file(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "values.json"
+    file.write_bytes(content)
+    with pytest.raises(InputError) as refused:
+        files.read_json(file, TypeAdapter(dict[str, int]), "remove it")
+    assert str(refused.value).startswith(f"{file}: damaged (") and str(refused.value).endswith("); remove it")
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
+
+
+def test_only_one_is_inside_a_lock(tmp_path: Path) -> None:
+    counts: list[int] = []
+    inside = 0
+
+    def enter() -> None:
+        nonlocal inside
+        for _ in range(50):
+            with files.locked(tmp_path / "lock"):
+                inside += 1
+                counts.append(inside)
+                inside -= 1
+
+    threads = [threading.Thread(target=enter) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counts == [1] * 200
+
+
+def test_a_folder_that_others_could_read_is_closed(tmp_path: Path) -> None:
+    folder = tmp_path / "drafts"
+    folder.mkdir(mode=0o755)
+    for _ in range(2):
+        assert stat.S_IMODE(files.make_private(folder).stat().st_mode) == 0o700
+    assert stat.S_IMODE(files.make_private(tmp_path / "new" / "one").stat().st_mode) == 0o700

@@ -1,0 +1,121 @@
+"""Files that a power cut, another process or a stranger may have had their hands on. No torch here.
+
+What is replaced is on the disk before it gets its name. What is read may be anything: a pipe that never ends, a
+device, a folder, a gigabyte, half a sentence.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from trainer.config import InputError
+
+MIB = 2**20
+MOST_BYTES = 64 * MIB
+"""Of a file that is read whole and that a person or this program wrote."""
+T = TypeVar("T")
+
+
+def replace(file: Path, content: str | bytes) -> None:
+    """Write a whole file, or leave what was there. The folder must exist. An existing file keeps its permissions.
+
+    When this returns, the content is on the disk: after a power cut the file holds the former content or this one.
+    Raises OSError, as for a full disk.
+    """
+    draft = file.with_name(f".{os.getpid()}-{threading.get_ident()}.part")
+    try:
+        with draft.open("wb") as stream:
+            with suppress(FileNotFoundError):
+                os.fchmod(stream.fileno(), stat.S_IMODE(file.stat().st_mode))
+            stream.write(content.encode() if isinstance(content, str) else content)
+        rename(draft, file)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def rename(draft: Path, final: Path) -> None:
+    """Give a file that is complete, or a folder of such, its name: what is on the disk is on it under that name."""
+    flush(draft)
+    os.replace(draft, final)
+    flush(final.parent)
+
+
+def flush(path: Path) -> None:
+    """Return when a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # file systems that cannot flush a folder write names at once
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def opened(file: Path) -> BinaryIO:
+    """A regular file, open for reading. Waits for nothing.
+
+    Raises FileNotFoundError or another OSError, and InputError for a folder, a pipe, a socket or a device.
+    """
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise InputError(f"{file}: not a regular file; remove it, or put a file in its place")
+    return open(descriptor, "rb")
+
+
+def read(file: Path, at_most: int = MOST_BYTES) -> bytes:
+    """The content of a regular file. Raises as `opened` does, and InputError for one that is longer."""
+    with opened(file) as stream:
+        content = stream.read(at_most + 1)
+    if len(content) > at_most:
+        raise InputError(f"{file}: longer than {at_most / MIB:g} MiB; remove it, or put a shorter one in its place")
+    return content
+
+
+def read_json(file: Path, kind: TypeAdapter[T], remedy: str = "repair or remove it", at_most: int = MOST_BYTES) -> T:
+    """What a JSON file holds, checked. Raises OSError and InputError as `read` does, and InputError for a damaged one.
+
+    remedy: what the user may do about a damaged file.
+    """
+    content = read(file, at_most)
+    try:
+        return kind.validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise InputError(f"{file}: damaged ({f'{place}: ' if place else ''}{first['msg']}); {remedy}") from error
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Only one process and thread at a time is inside the block. file: made where it is missing; its content counts
+    for nothing."""
+    lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def make_private(folder: Path) -> Path:
+    """Make a folder that only its owner may look into, or close one that others could. Returns it.
+
+    Raises OSError where nothing can be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if stat.S_IMODE(folder.stat().st_mode) & 0o077:
+        folder.chmod(0o700)
+    return folder
