@@ -9,7 +9,7 @@ AS_ROOT := $(if $(filter-out 0,$(shell id -u)),sudo)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-all check ui notebooks lab parity audit survive bench plan recorded interop gpu-check table browser network screenshots eightbit schema demo-base clean
+.PHONY: demo test test-all check ui notebooks lab parity audit survive fuzz bench plan recorded interop gpu-check table browser network screenshots eightbit schema demo-base clean
 
 demo: .venv
 	$(BIN)/python launch.py --headless presets/quickstart.yaml --runs $(RUNS)
@@ -76,6 +76,10 @@ gpu-check:
 
 table: .venv
 	$(BIN)/python -m tests.exports
+
+# Generated files, texts and requests for every door; MINUTES and SEED take others.
+fuzz: .venv
+	$(BIN)/python -m tests.fuzz $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
 
 # What the tests of the page open it with: Debian's Chromium. Elsewhere install one named chromium by hand.
 browser:

@@ -1,0 +1,1 @@
+"""The doors of the program, and generated files, texts and requests that are put to them: `make fuzz`."""
