@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.commands import LAUNCH, TIMEOUT_S, preset_folder
-from tests.namespaces import Machine, two_machines
+from tests.namespaces import FIRST, Machine, two_machines
+from tests.test_nodes import PORT, TWO_NODES, Pair
 from trainer.events import EventReader, ExportEvent
 from trainer.rundir import RunDir
 
@@ -68,6 +69,12 @@ class Watched:
         return {place for place, host in hosts.items() if host == "*" or not ip_address(host).is_loopback}
 
 
+def listeners(machine: Machine) -> set[str]:
+    """`address:port` of all that listens there now."""
+    found = subprocess.run(machine.command("ss", "-Hltn"), capture_output=True, text=True, check=True).stdout
+    return {line.split()[3] for line in found.splitlines()}
+
+
 def watched(machines: tuple[Machine, Machine], folder: Path, *argv: object) -> Watched:
     """Run a command on the first machine to its end, and look every tenth of a second at what listens there."""
     first, second = machines
@@ -77,8 +84,7 @@ def watched(machines: tuple[Machine, Machine], folder: Path, *argv: object) -> W
         deadline = time.monotonic() + TIMEOUT_S
         while process.poll() is None:
             assert time.monotonic() < deadline
-            found = subprocess.run(first.command("ss", "-Hltn"), capture_output=True, text=True, check=True).stdout
-            places = {line.split()[3] for line in found.splitlines()}
+            places = listeners(first)
             if new := {place.rpartition(":")[2] for place in places - seen.listened}:
                 knock = second.command(sys.executable, "-c", KNOCK, first.address, *new)
                 answers = subprocess.run(knock, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -116,3 +122,29 @@ def test_trials_are_reached_from_nowhere_else_either(tmp_path, machines):
     assert (seen.open_to_others, seen.connected) == (set(), set())
     assert seen.said.split()[-1] == "finished", seen.said
     assert len(seen.listened) >= 2
+
+
+@pytest.mark.slow
+def test_of_several_machines_only_the_rendezvous_listens_on_networks_that_join_no_nodes(tmp_path, machines):
+    folder = preset_folder(tmp_path)
+    for number, machine in enumerate(machines):
+        for words in (
+            "link add other type dummy",
+            f"address add 10.88.0.{number + 1}/24 dev other",
+            "link set other up",
+        ):
+            subprocess.run(["ip", "-n", machine.namespace, *words.split()], check=True)
+        # Each knows itself by the address that joins no nodes.
+        hosts = f"127.0.0.1 localhost\n10.88.0.{number + 1} {socket.gethostname()}\n{machines[0].address} {FIRST}\n"
+        (Path("/etc/netns") / machine.namespace / "hosts").write_text(hosts)
+    seen: list[set[str]] = [set(), set()]
+    with Pair(folder, machines, "--headless", "preset.yaml", *TWO_NODES, "--run-dir", "runs/two") as pair:
+        while pair.first.poll() is None:
+            for places, machine in zip(seen, machines, strict=True):
+                places |= listeners(machine)
+            time.sleep(0.1)
+        (code, _, err), (joined, said) = pair.end()
+    assert (code, err, joined) == (0, "", 0), said
+    on = [{place.rpartition(":")[0] for place in places} for places in seen]
+    assert on == [{"*", machines[0].address}, {machines[1].address}]
+    assert {place for place in seen[0] if place.startswith("*")} == {f"*:{PORT}"}

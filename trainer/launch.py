@@ -465,12 +465,8 @@ def _is_held(output: Path) -> bool:
 
 def _has_said_its_end(run: RunDir) -> bool:
     """Whether the last status is an end. Only the end of the file is read: whoever watches asks every second."""
-    with run.events_file.open("rb") as file:
-        begin = max(0, file.seek(0, os.SEEK_END) - LAST_WORDS)
-        file.seek(begin)
-        whole = file.read().split(b"\n")[1 if begin else 0 : -1]  # the first may be cut, the last half written
-        statuses = [line for line in whole if b'"type": "status"' in line and line.endswith(b"}")]
-    return bool(statuses) and json.loads(statuses[-1])["state"] in ENDS
+    begin = max(0, run.events_file.stat().st_size - LAST_WORDS)
+    return last_state(EventReader(run.events_file, begin).read()) in ENDS
 
 
 def _last_heard(run: RunDir) -> float:
