@@ -278,8 +278,8 @@ def test_what_a_stranger_left_where_ranks_meet_is_never_unpickled(make_run, tmp_
     state = b64encode(pickle.dumps(Touch(marker)))
     dist.FileStore(str(run.stores / name)).set(f"torch.rendezvous.{name}", state)
     launch.start(cfg, run, module="worker")
-    assert launch.wait(run, timeout_s=60) == "finished"
-    assert not marker.exists()
+    end = launch.wait(run, timeout_s=60)
+    assert (marker.exists(), end) == (False, "finished")
 
 
 @dataclass
@@ -672,6 +672,29 @@ def test_a_launch_file_of_an_earlier_or_a_later_version_is_read(make_run):
     assert launched == launch.Launch(5, 1.0, known["argv"])
     assert (launched.pid_namespace, launched.boot_id, launched.is_here) == (None, "", True)
     assert launch.status(run) == "created"
+
+
+@pytest.mark.parametrize("name", ["launch-1.log", "tiny_x/attempt_0/0/stderr.log", "tiny_x/attempt_0/0/error.json"])
+def test_a_pipe_in_place_of_a_log_keeps_nobody_waiting(make_run, name):
+    _, run = make_run("good")
+    pretend_it_ran(run, TABLE.replace("3 (local_rank: 1)", "3 (local_rank: 0)"))
+    pipe = run.logs / name.replace("tiny_x", f"{run.path.name}-1_x")
+    pipe.unlink(missing_ok=True)
+    pipe.parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(pipe)
+
+    def settle() -> None:
+        try:
+            launch.settle(run)
+            said.append("")
+        except InputError as error:
+            said.append(str(error))
+
+    said: list[str] = []
+    reader = threading.Thread(target=settle, daemon=True)
+    reader.start()
+    reader.join(10)
+    assert said in ([""], [f"{pipe}: not a regular file; remove it, or put a file in its place"])
 
 
 @pytest.mark.parametrize("tail", ["--bind 127.0.0.1 48123", "-m trainer RUN", "-m trainer OTHER"])

@@ -454,7 +454,7 @@ def alive(run: RunDir) -> bool:
 def _is_held(output: Path) -> bool:
     """Whether a process lives to whose output `_spawn` gave this file, in whatever container of the machine."""
     try:
-        with output.open("rb") as file:
+        with files.opened(output) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
