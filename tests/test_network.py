@@ -129,7 +129,7 @@ def test_of_several_machines_only_the_rendezvous_listens_on_networks_that_join_n
     folder = preset_folder(tmp_path)
     for number, machine in enumerate(machines):
         for words in (
-            "link add other type dummy",
+            "link add other type veth peer name far",
             f"address add 10.88.0.{number + 1}/24 dev other",
             "link set other up",
         ):
