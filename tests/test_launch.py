@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import resource
 import signal
@@ -10,10 +11,15 @@ import subprocess
 import sys
 import threading
 import time
+from base64 import b64encode
+from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
+from tests.commands import LAUNCH
 from trainer import launch
 from trainer.cluster import FIRST_NODE
 from trainer.config import DataConfig, InputError, ModelConfig, ParallelConfig, RunConfig
@@ -230,14 +236,15 @@ def test_ranks_of_a_killed_torchrun_do_not_train_on(start):
     )
 
 
-def test_the_command_takes_a_free_port_on_one_node_and_the_rendezvous_on_several(make_run, monkeypatch, tmp_path):
+def test_the_command_meets_at_a_file_on_one_node_and_at_the_rendezvous_on_several(make_run, monkeypatch, tmp_path):
     cfg, run = make_run("good")
     newer = tmp_path / "run.py"
     newer.write_text('parser.add_argument("--shutdown-timeout", "--signals-to-handle")', encoding="utf-8")
     monkeypatch.setattr(launch, "_torchrun_source", lambda: newer)
     assert launch.torchrun_argv(cfg.parallel, run) == [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{run.stores}/{run.path.name}-1"),
+        *("--rdzv-conf", "store_type=file,keep_alive_interval=86400", "--local-addr", "localhost"),
         *("--rdzv-id", f"{run.path.name}-1", "--max-restarts", "0", "--shutdown-timeout", "600"),
         *("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"),
         *("--redirects", "3", "--log-dir", str(run.logs), "-m", "trainer", str(run.path)),
@@ -260,6 +267,50 @@ def test_a_torchrun_that_does_not_know_an_option_is_not_given_it(make_run, monke
     older.write_text('parser.add_argument("--max-restarts")', encoding="utf-8")
     monkeypatch.setattr(launch, "_torchrun_source", lambda: older)
     assert not set(launch.OPTIONS) & set(launch.torchrun_argv(cfg.parallel, run))
+
+
+@pytest.mark.slow
+def test_what_a_stranger_left_where_ranks_meet_is_never_unpickled(make_run, tmp_path):
+    cfg, run = make_run("good")
+    run.stores.mkdir()
+    marker = tmp_path / "executed"
+    name = f"{run.path.name}-1"
+    state = b64encode(pickle.dumps(Touch(marker)))
+    dist.FileStore(str(run.stores / name)).set(f"torch.rendezvous.{name}", state)
+    launch.start(cfg, run, module="worker")
+    end = launch.wait(run, timeout_s=60)
+    assert (marker.exists(), end) == (False, "finished")
+
+
+@dataclass
+class Touch:
+    """A pickle of it makes a file when it is read."""
+
+    file: Path
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+@pytest.mark.parametrize("kind", ["a file", "a link to a folder", "a folder"])
+def test_the_store_of_a_former_start_is_gone_at_the_next_and_after_the_end(make_run, tmp_path, kind):
+    _, run = make_run("good")
+    others = tmp_path / "others"
+    others.mkdir()
+    (others / "theirs").touch()
+    if kind == "a file":
+        run.stores.touch()
+    elif kind == "a link to a folder":
+        run.stores.symlink_to(others)
+    else:
+        run.stores.mkdir()
+        (run.stores / "tiny-1").touch()
+    launch.clear_stores(run)
+    assert (list(run.stores.iterdir()), run.stores.stat().st_mode & 0o777) == ([], 0o700)
+    pretend_it_ran(run, "Killed\n")
+    launch.settle(run)
+    assert not run.stores.exists()
+    assert [file.name for file in others.iterdir()] == ["theirs"]
 
 
 @pytest.fixture
@@ -462,7 +513,8 @@ def test_the_end_of_a_run_elsewhere_is_seen_beside_lines_that_are_cut(make_run, 
     end = json.dumps(vars(StatusEvent(state=state))).encode() + b"\n"
     half = b'{"step": 7, "type": "status", "sta'  # as a machine leaves it that lost its power
     straddling = b'{"message": "' + b"x" * launch.LAST_WORDS + b'", "type": "status", "state": "training"}\n'
-    for tail in (end, half + b"\n" + end, end + half, end + b'{"type": "step"}\n' * 9):
+    no_status = b'{"type": "status"}\n'  # as a stranger may write it
+    for tail in (end, half + b"\n" + end, end + half, end + b'{"type": "step"}\n' * 9, end + no_status):
         begin = len(straddling) - (launch.LAST_WORDS - len(tail))  # the window begins inside its line
         run.events_file.write_bytes(straddling + tail)
         assert begin > 0
@@ -569,6 +621,179 @@ def test_a_process_is_the_runs_own_by_its_arguments_or_while_it_has_none_yet(mak
         monkeypatch.setattr(psutil.Process, "cmdline", lambda self: arguments)
         assert launch.alive(run) == is_run
         process.kill()
+
+
+DAMAGED = {
+    "empty": ("", "Invalid JSON: EOF while parsing a value at line 1 column 0"),
+    "garbage": ("\x00\x00{{", "Invalid JSON: expected value at line 1 column 1"),
+    "a list": ("[]", "Input should be an object"),
+    "null": ("null", "Input should be an object"),
+    "a pid of letters": ({"pid": "x"}, "pid: Input should be a valid integer, unable to parse string as an integer"),
+    "a negative pid": ({"pid": -5}, "pid: Input should be greater than or equal to 1"),
+    "a pid that is too large": ({"pid": 10**30}, "pid: Input should be less than or equal to 4194304"),
+    "no argv": ({"argv": None}, "argv: Input should be a valid array"),
+    "an empty argv": ({"argv": []}, "argv: List should have at least 1 item after validation, not 0"),
+}
+
+
+@pytest.mark.parametrize(("content", "reason"), DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_launch_file_is_refused_with_a_sentence(make_run, content, reason):
+    _, run = make_run("good")
+    pretend_it_ran(run, "Killed\n")
+    if isinstance(content, dict):
+        content = json.dumps(json.loads(run.launch_file.read_text()) | content)
+    run.launch_file.write_text(content)
+    events = run.events_file.read_bytes()
+    for look in (launch.alive, launch.status, launch.settle, launch.stop, launch.terminate, launch.require_ended):
+        with pytest.raises(InputError) as error:
+            look(run)
+        assert str(error.value) == f"{run.launch_file}: damaged ({reason}); remove it if the run has ended"
+    assert run.events_file.read_bytes() == events
+
+
+def test_resume_of_a_run_with_a_damaged_launch_file_ends_with_a_sentence(make_run):
+    _, run = make_run("good")
+    run.launch_file.touch()
+    argv = [sys.executable, str(LAUNCH), "--resume", str(run.path)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"{run.launch_file}: damaged ({DAMAGED['empty'][1]}); remove it if the run has ended\n",
+    )
+    run.launch_file.unlink()
+    assert launch.status(run) == "created"
+
+
+def test_a_launch_file_of_an_earlier_or_a_later_version_is_read(make_run):
+    _, run = make_run("good")
+    known = {"pid": 5, "create_time": 1.0, "argv": ["-m", "trainer", str(run.path)]}
+    run.launch_file.write_text(json.dumps(known | {"of_a_later_version": [1]}))
+    launched = launch.Launch.read(run)
+    assert launched == launch.Launch(5, 1.0, known["argv"])
+    assert (launched.pid_namespace, launched.boot_id, launched.is_here) == (None, "", True)
+    assert launch.status(run) == "created"
+
+
+@pytest.mark.parametrize("name", ["launch-1.log", "tiny_x/attempt_0/0/stderr.log", "tiny_x/attempt_0/0/error.json"])
+def test_a_pipe_in_place_of_a_log_keeps_nobody_waiting(make_run, name):
+    _, run = make_run("good")
+    pretend_it_ran(run, TABLE.replace("3 (local_rank: 1)", "3 (local_rank: 0)"))
+    pipe = run.logs / name.replace("tiny_x", f"{run.path.name}-1_x")
+    pipe.unlink(missing_ok=True)
+    pipe.parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(pipe)
+
+    def settle() -> None:
+        try:
+            launch.settle(run)
+            said.append("")
+        except InputError as error:
+            said.append(str(error))
+
+    said: list[str] = []
+    reader = threading.Thread(target=settle, daemon=True)
+    reader.start()
+    reader.join(10)
+    assert said in ([""], [f"{pipe}: not a regular file; remove it, or put a file in its place"])
+
+
+@pytest.mark.parametrize("tail", ["--bind 127.0.0.1 48123", "-m trainer RUN", "-m trainer OTHER"])
+def test_looking_at_a_strangers_run_folder_ends_no_process_that_is_not_a_rank_of_it(make_run, tail):
+    _, run = make_run("good")
+    words = [{"RUN": str(run.path), "OTHER": f"{run.path}-other"}.get(word, word) for word in tail.split()]
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)", *words]) as victim:
+        pretend_it_ran(run, "Killed\n")
+        foreign = {"pid": 2**22, "create_time": 1.0, "argv": ["x", "x", "x", *words]}
+        run.launch_file.write_text(json.dumps(foreign))
+        launch.settle(run)
+        time.sleep(0.2)
+        assert victim.poll() is None
+        victim.kill()
+
+
+def test_a_strangers_launch_file_that_names_another_process_ends_it_neither(make_run):
+    _, run = make_run("good")
+    argv = [sys.executable, "-c", "import time; time.sleep(100)"]
+    with subprocess.Popen(argv) as victim:
+        launch.Launch.of(victim, argv).write(run)
+        with pytest.raises(InputError) as error:
+            launch.terminate(run)
+        assert str(error.value) == (
+            f"{run.launch_file}: process {victim.pid} is not of this run folder and is left alone; remove the file"
+        )
+        assert victim.poll() is None
+        victim.kill()
+
+
+LOOK = """
+import sys
+from pathlib import Path
+from trainer import launch
+from trainer.rundir import RunDir
+run = RunDir(Path(sys.argv[1]))
+launch.settle(run)
+launch.terminate(run)
+print(launch.alive(run), launch.status(run))
+launch.require_ended(run)
+"""
+IN_ANOTHER_CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+"""Such as shares the name of this machine and its disk, but no processes. Needs root, as the tests of two machines."""
+
+
+def seen_from_another_container(run: RunDir) -> tuple[str, str]:
+    """How the run stands there, and why it cannot be started there; empty where it can."""
+    argv = [*IN_ANOTHER_CONTAINER, sys.executable, "-c", LOOK, str(run.path)]
+    done = subprocess.run(argv, env=launch.worker_environment(), capture_output=True, text=True, timeout=60)
+    return done.stdout.strip(), (done.stderr.splitlines() or [""])[-1].partition("InputError: ")[2]
+
+
+@pytest.mark.slow
+def test_a_run_is_neither_judged_nor_started_again_by_another_container_of_its_machine(start):
+    _, run = start("stubborn")
+    wait_for(lambda: all((run.path / f"ready{rank}").exists() for rank in range(2)))
+    before = run.events_file.read_bytes()
+    assert seen_from_another_container(run) == (
+        "True training",
+        f"{run.path}: is running on {socket.gethostname()} already, in another container; stop it first, or start a "
+        "new run",
+    )
+    assert (run.events_file.read_bytes(), launch.status(run)) == (before, "training")
+    torchrun = psutil.Process(launch.Launch.read(run).pid)
+    torchrun.kill()
+    torchrun.wait(10)
+    assert seen_from_another_container(run) == ("False failed", "")
+    assert run.events_file.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_run_whose_container_has_ended_goes_on_at_once_in_the_next(make_run, tmp_path):
+    _, run = make_run("stubborn")
+    begin = (
+        "import sys, time; from pathlib import Path; from trainer import launch; from trainer.rundir import RunDir\n"
+        "run = RunDir(Path(sys.argv[1])); launch.start(run.config(), run, module='worker')\n"
+        "while not all((run.path / f'ready{rank}').exists() for rank in range(2)): time.sleep(0.05)\n"
+        "assert launch.alive(run)"
+    )
+    argv = [*IN_ANOTHER_CONTAINER, sys.executable, "-c", begin, str(run.path)]
+    subprocess.run(argv, env=launch.worker_environment(), check=True, timeout=60)
+    launched, before = launch.Launch.read(run), run.events_file.read_bytes()
+    assert (launched.host, launched.is_here) == (socket.gethostname(), False)
+    assert launch.status(run) == "failed"
+    launch.settle(run)
+    launch.require_ended(run)
+    assert run.events_file.read_bytes() == before
+
+
+def test_a_run_of_before_the_machine_was_started_anew_has_failed(make_run):
+    _, run = make_run("good")
+    argv = ["-m", "trainer", str(run.path)]
+    launch.Launch(os.getpid(), 1.0, argv, pid_namespace=1, boot_id="of the former start").write(run)
+    with EventWriter(run.events_file) as events:
+        events.write(StatusEvent(state="training", step=4))
+    (run.logs / "launch-1.log").touch()
+    launch.settle(run)
+    launch.require_ended(run)
+    assert errors_and_end(run)[-1] == vars(StatusEvent(time=0, step=4, state="failed"))
 
 
 def pretend_it_ran(run: RunDir, output: str) -> None:

@@ -214,6 +214,20 @@ def test_a_rank_that_moves_is_left_alone_and_one_that_stands_still_in_a_step_is_
     assert ended.code == 1
 
 
+def test_a_rank_that_is_to_leave_and_whose_torchrun_is_gone_waits_for_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "LEAVE_WITHIN_S", 0.5)
+    one, ended, pulse = watch(tmp_path, 60)
+    one._told._by = "SIGTERM"
+    pulse.enter("forward of blocks.0")
+    with one:
+        assert not ended.wait(3)
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        assert ended.wait(3)
+    assert ended.code == 1
+
+
 def test_a_rank_that_is_long_in_one_thing_shows_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "HEARTBEAT_EVERY_S", 0.4)
     one, ended, pulse = watch(tmp_path, 60)

@@ -64,7 +64,7 @@ def _train(run: RunDir) -> None:
     from trainer.watchdog import Watchdog
     from trainer.world import connect, meet
 
-    meeting = meet()
+    meeting = meet(run)
     seat = take_seat(run.path, meeting)
     run, cfg = seat.run, seat.config
     # Signals are noted from when the ranks have met: before, one that waits for a dead rank must simply end.

@@ -16,7 +16,11 @@ from pathlib import Path
 from trainer.config import RunConfig
 from trainer.events import AnyEvent, ErrorEvent
 from trainer.facts import trains_on
+from trainer.files import opened
 from trainer.rundir import RunDir
+
+LAST_BYTES = 2**20
+"""Of a log: its last words stand there, and torchrun's table of failures."""
 
 
 def launches(run: RunDir) -> int:
@@ -99,7 +103,7 @@ def _reported(output: Path, attempts: Sequence[Path]) -> Iterator[_Failure]:
     """Failures of this node's ranks, from the table torchrun prints at its end."""
     if not output.exists():
         return
-    for report in _REPORT.finditer(output.read_text(encoding="utf-8", errors="replace")):
+    for report in _REPORT.finditer(_end_of(output)):
         rank, error_file = int(report["rank"]), Path(report["error_file"])
         if error_file.is_file():
             yield _from_error_file(error_file, rank)
@@ -124,7 +128,7 @@ def _recorded(attempts: Sequence[Path]) -> Iterator[_Failure]:
 
 def _from_error_file(file: Path, rank: int | None) -> _Failure:
     try:
-        message = json.loads(file.read_text(encoding="utf-8"))["message"]["message"]
+        message = json.loads(_end_of(file))["message"]["message"]
     except (ValueError, KeyError, TypeError):  # cut short: the disk was full
         message = last_line(file.with_name("stderr.log")) or "ended while writing its error file"
     return _Failure(rank, message, file.stat().st_mtime, file.with_name("stderr.log"))
@@ -139,8 +143,15 @@ def _how_it_ended(code: int, log: Path) -> str:
 
 def last_line(file: Path) -> str:
     """The last line of a log that says something, empty without one."""
-    lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.exists() else []
+    lines = _end_of(file).split("\n") if file.exists() else []
     return next((line.strip() for line in reversed(lines) if line.strip(" =-")), "")
+
+
+def _end_of(log: Path) -> str:
+    """The end of a log, whose folder may come from a stranger. Raises InputError when it is not a regular file."""
+    with opened(log) as stream:
+        stream.seek(max(0, stream.seek(0, os.SEEK_END) - LAST_BYTES))
+        return stream.read().decode(errors="replace")
 
 
 OUT_OF_MEMORY = r"out of memory|OutOfMemoryError|can(?:'|no)t allocate memory|bad_alloc|MemoryError"

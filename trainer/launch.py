@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import importlib.util
 import json
 import os
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -21,9 +23,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
+from typing import Annotated
 
 import psutil
+from annotated_types import Interval, MinLen
+from pydantic import TypeAdapter
 
+from trainer import files
 from trainer.cluster import FIRST_NODE
 from trainer.config import InputError, ParallelConfig, RunConfig
 from trainer.diagnosis import diagnose, launches, output_file
@@ -44,6 +50,8 @@ UNHEARD_S = 1800
 """A run on another machine that wrote nothing for so long is taken for ended. Loading or exporting is silent too."""
 LAST_WORDS = 65536
 """Bytes at the end of a run's events among which its end stands, where it has ended."""
+HIGHEST_PID = 2**22
+"""PID_MAX_LIMIT of Linux on 64 bits."""
 ELSEWHERE = ("192.0.2.1", 9)
 """An address that is no machine's (RFC 5737): the way to it is the way out. Nothing is ever sent there."""
 
@@ -54,37 +62,58 @@ class Launch:
 
     create_time: unix seconds.  since_boot: the same, which no clock that is set moves.
     host: the machine it is a process of.  job: of SLURM, with the number of its restarts; empty without one.
+    pid_namespace, boot_id: where and since which start of the machine `pid` is that process. Containers may share the
+    name of their machine, but not their processes. Earlier versions wrote neither.
     """
 
-    pid: int
+    pid: Annotated[int, Interval(ge=1, le=HIGHEST_PID)]
     create_time: float
-    argv: list[str]
+    argv: Annotated[list[str], MinLen(1)]
     host: str = field(default_factory=socket.gethostname)
     job: str = ""
     since_boot: float | None = None
+    pid_namespace: int | None = None
+    boot_id: str = ""
 
     @classmethod
     def of(cls, process: subprocess.Popen[bytes], argv: list[str]) -> Launch:
         """The launch of a process that was begun just now."""
         created = psutil.Process(process.pid).create_time()
-        return cls(process.pid, created, argv, job=_job(), since_boot=created - psutil.boot_time())
+        since_boot = created - psutil.boot_time()
+        return cls(process.pid, created, argv, socket.gethostname(), _job(), since_boot, _pid_namespace(), _boot_id())
+
+    @property
+    def is_on_this_machine(self) -> bool:
+        """Whether it was begun on a machine of this name, in whatever container."""
+        return self.host == socket.gethostname()
+
+    @property
+    def is_of_this_boot(self) -> bool:
+        """Whether its machine was not started anew since. A process does not outlive that."""
+        return self.boot_id in ("", _boot_id())
 
     @property
     def is_here(self) -> bool:
-        """Whether its process can be seen from here."""
-        return self.host == socket.gethostname()
+        """Whether its process can be seen from here, or could until this machine was started anew."""
+        is_seen = self.pid_namespace in (None, _pid_namespace())
+        return self.is_on_this_machine and (is_seen or not self.is_of_this_boot)
 
     @classmethod
     def read(cls, run: RunDir) -> Launch | None:
-        """The latest start of a run, None when there was none."""
-        if not run.launch_file.exists():
+        """The latest start of a run, None when there was none. What a later version wrote besides is passed over.
+
+        Raises InputError when the file is damaged: whether the run is alive cannot be known then.
+        """
+        try:
+            return files.read_json(run.launch_file, _LAUNCH, "remove it if the run has ended")
+        except FileNotFoundError:
             return None
-        return cls(**json.loads(run.launch_file.read_text(encoding="utf-8")))
 
     def write(self, run: RunDir) -> None:
-        draft = run.launch_file.with_suffix(".draft")
-        draft.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
-        draft.replace(run.launch_file)
+        files.replace(run.launch_file, json.dumps(asdict(self), indent=1))
+
+
+_LAUNCH = TypeAdapter(Launch)
 
 
 @dataclass(frozen=True)
@@ -106,7 +135,7 @@ def command(parallel: ParallelConfig, run: RunDir, module: str, node_rank: int, 
 def torchrun_argv(parallel: ParallelConfig, run: RunDir, module: str = "trainer", node_rank: int = 0) -> list[str]:
     """The command that starts the ranks of one node.
 
-    One node rendezvouses on a free port of its own, so runs never meet. module: what every rank executes.
+    One node rendezvouses at a file in its run folder, so runs never meet. module: what every rank executes.
     """
     return [
         sys.executable, "-m", TORCHRUN,
@@ -127,9 +156,30 @@ def _meeting_place(parallel: ParallelConfig, run: RunDir, node_rank: int) -> lis
         # addresses. The name of the meeting counts no starts, as another node may not see them, or see them late.
         place = ["--rdzv-backend", "static", "--rdzv-endpoint", str(parallel.rendezvous)]
         return [*place, "--node-rank", str(node_rank), "--rdzv-id", run.path.name]
+    # torchrun unpickles what it finds where it rendezvouses. A port would be open to all networks of this machine; into
+    # this file, which `clear_stores` has removed before, only the owner of the run writes. It grows with each sign of
+    # life, which another node would wait for, and there is none.
+    name = f"{run.path.name}-{launches(run) + 1}"
+    place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(run.stores / name)]
+    place += ["--rdzv-conf", "store_type=file,keep_alive_interval=86400"]
     # The machine's own name is never looked up: many containers cannot resolve it.
-    place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
-    return [*place, "--rdzv-id", f"{run.path.name}-{launches(run) + 1}"]
+    return [*place, "--local-addr", "localhost", "--rdzv-id", name]
+
+
+def clear_stores(run: RunDir) -> None:
+    """Remove what ranks of one machine met at, and make an empty folder for the next. None of the run may be alive.
+
+    What lies there comes from a start that was killed, or from whoever the folder came from.
+    """
+    _remove_stores(run)
+    run.stores.mkdir(mode=0o700)
+
+
+def _remove_stores(run: RunDir) -> None:
+    if run.stores.is_symlink() or run.stores.is_file():
+        run.stores.unlink()
+    elif run.stores.exists():
+        shutil.rmtree(run.stores)
 
 
 def dealt_node_rank() -> int | None:
@@ -148,13 +198,31 @@ def _job() -> str:
     return f"{job}-{os.environ.get('SLURM_RESTART_COUNT', 0)}" if job else ""
 
 
-def _node_environment(parallel: ParallelConfig) -> dict[str, str]:
-    """What the ranks of one of several nodes must know: by which network interface the other nodes reach them.
+def _pid_namespace() -> int | None:
+    """The number of the PID namespace of this process, None where the system has none."""
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return None
 
-    gloo takes the address of the machine's own name, which is 127.0.0.1 in many containers and 127.0.1.1 on Debian.
-    NCCL passes over such addresses by itself.
+
+def _boot_id() -> str:
+    """Another word after each start of this machine, empty where the system has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _node_environment(parallel: ParallelConfig) -> dict[str, str]:
+    """How the ranks are reached: of one node not by a store of torchrun, which would listen on all networks.
+
+    Of several nodes by a network interface: gloo takes the address of the machine's own name, which is 127.0.0.1 in
+    many containers and 127.0.1.1 on Debian. NCCL passes over such addresses by itself.
     """
-    if parallel.nodes == 1 or "GLOO_SOCKET_IFNAME" in os.environ:
+    if parallel.nodes == 1:
+        return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    if "GLOO_SOCKET_IFNAME" in os.environ:
         return {}
     interface = _interface_towards(*_host_and_port(parallel))
     return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
@@ -222,7 +290,8 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
     with run.locked():
         require_ended(run)
         argv = command(cfg.parallel, run, module, 0, has_stages=bool(cfg.stages))
-        _end_orphans(argv)
+        _end_orphans(run, argv[2])
+        clear_stores(run)
         for request in ("stop", "save", "sample"):
             run.clear(request)
         with EventWriter(run.events_file) as events:
@@ -264,7 +333,7 @@ def join(parallel: ParallelConfig, run: RunDir, node_rank: int, module: str = "t
         argv = command(parallel, run, module, node_rank, has_stages)
         if any(_arguments(process) == argv for process in psutil.process_iter()):
             raise InputError(f"{run.path}: node {node_rank} of it runs on this machine already")
-        _end_orphans(argv)
+        _end_orphans(run, argv[2])
         process = _spawn(argv, _free_node_log(run, node_rank), environment)
     return _begun(run, process, argv)
 
@@ -296,8 +365,12 @@ def require_ended(run: RunDir) -> None:
     launch = Launch.read(run)
     if launch is None or not alive(run):
         return
-    if launch.is_here:
+    if _process(run) is not None:
         raise InputError(f"{run.path}: is running already; stop it first, or start a new run")
+    if launch.is_on_this_machine:
+        raise InputError(
+            f"{run.path}: is running on {launch.host} already, in another container; stop it first, or start a new run"
+        )
     raise InputError(
         f"{run.path}: is running on {launch.host}; stop it first, or start a new run. If {launch.host} is down, "
         f"remove {run.launch_file}"
@@ -347,6 +420,8 @@ def worker_environment() -> dict[str, str]:
 
 def _spawn(argv: Sequence[str], output: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     with output.open("xb") as file:
+        # The process holds the lock as long as it lives, and who does not see the process sees that.
+        fcntl.flock(file, fcntl.LOCK_EX)
         return subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
@@ -358,14 +433,17 @@ def _spawn(argv: Sequence[str], output: Path, environment: Mapping[str, str]) ->
 
 
 def alive(run: RunDir) -> bool:
-    """Whether the torchrun process of the latest start still runs.
+    """Whether the torchrun process of the latest start still runs. Raises InputError when launch.json is damaged.
 
-    The processes of another machine cannot be seen. There a run counts as alive until it says that it has ended, or
-    says nothing for UNHEARD_S seconds, or its SLURM job was started anew: that ends all it had begun.
+    In another container of this machine it is known by its lock. The processes of another machine cannot be seen. There
+    a run counts as alive until it says that it has ended, or says nothing for UNHEARD_S seconds, or its SLURM job was
+    started anew: that ends all it had begun.
     """
     launch = Launch.read(run)
-    if launch is None or launch.is_here:
-        return _process(run) is not None
+    if launch is None or _process(run) is not None:
+        return launch is not None
+    if launch.is_on_this_machine:
+        return launch.boot_id != "" and _is_held(output_file(run, launches(run)))
     if launch.job and launch.job != _job() and launch.job.partition("-")[0] == _job().partition("-")[0]:
         return False
     if _has_said_its_end(run):
@@ -373,14 +451,22 @@ def alive(run: RunDir) -> bool:
     return time.time() - _last_heard(run) < UNHEARD_S
 
 
+def _is_held(output: Path) -> bool:
+    """Whether a process lives to whose output `_spawn` gave this file, in whatever container of the machine."""
+    try:
+        with files.opened(output) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
+
+
 def _has_said_its_end(run: RunDir) -> bool:
     """Whether the last status is an end. Only the end of the file is read: whoever watches asks every second."""
-    with run.events_file.open("rb") as file:
-        begin = max(0, file.seek(0, os.SEEK_END) - LAST_WORDS)
-        file.seek(begin)
-        whole = file.read().split(b"\n")[1 if begin else 0 : -1]  # the first may be cut, the last half written
-        statuses = [line for line in whole if b'"type": "status"' in line and line.endswith(b"}")]
-    return bool(statuses) and json.loads(statuses[-1])["state"] in ENDS
+    begin = max(0, run.events_file.stat().st_size - LAST_WORDS)
+    return last_state(EventReader(run.events_file, begin).read()) in ENDS
 
 
 def _last_heard(run: RunDir) -> float:
@@ -390,7 +476,7 @@ def _last_heard(run: RunDir) -> float:
 
 def _process(run: RunDir) -> psutil.Process | None:
     launch = Launch.read(run)
-    if launch is None or not launch.is_here:
+    if launch is None or not launch.is_here or not launch.is_of_this_boot:
         return None
     try:
         process = psutil.Process(launch.pid)
@@ -434,11 +520,18 @@ def wait(run: RunDir, timeout_s: float | None = None) -> State:
 
 
 def terminate(run: RunDir) -> None:
-    """End the run now, without a checkpoint. No error is recorded; every checkpoint that is complete stays so."""
+    """End the run now, without a checkpoint. No error is recorded; every checkpoint that is complete stays so.
+
+    Raises InputError when the process that launch.json names is not one of this run folder.
+    """
     with run.locked():
-        process = _process(run)
-        if process is None:
+        process, launch = _process(run), Launch.read(run)
+        if process is None or launch is None:
             return
+        if not _is_same(launch.argv[-1], run.path):
+            raise InputError(
+                f"{run.launch_file}: process {launch.pid} is not of this run folder and is left alone; remove the file"
+            )
         end_family(process.pid)
         step = max((event.step for event in EventReader(run.events_file).read()), default=0)
         with EventWriter(run.events_file) as events:
@@ -476,7 +569,9 @@ def settle(run: RunDir) -> None:
         launch = Launch.read(run)
         if launch is None or not launch.is_here or alive(run):
             return
-        _end_orphans(launch.argv)
+        _end_orphans(run, SUPERVISOR if SUPERVISOR in launch.argv[:3] else TORCHRUN)
+        with contextlib.suppress(OSError):  # a disk that is read-only: the next start removes them, or says why not
+            _remove_stores(run)
         events = _since_start(EventReader(run.events_file).read())
         end = last_state(events)
         if end in ("finished", "stopped"):
@@ -488,18 +583,35 @@ def settle(run: RunDir) -> None:
                 writer.write(StatusEvent(state="failed", step=max(event.step for event in events)))
 
 
-def _end_orphans(torchrun: Sequence[str]) -> None:
+def _end_orphans(run: RunDir, leader: str) -> None:
     """Kill the ranks of a torchrun that was itself killed: they would train on, and write beside a continued run.
 
-    They end with the same three arguments as it. Those below a torchrun that lives are left alone: they belong to
-    another node of the run on this machine. In stages a torchrun is itself below the process that starts them.
+    leader: the module of what was killed. Nothing but the run's own path tells what is killed, whatever the folder
+    says of itself. Those below a leader that lives are left alone: they belong to another node of the run on this
+    machine. In stages a torchrun is itself below the process that starts them.
     """
-    own = [process for process in psutil.process_iter() if _arguments(process)[-3:] == list(torchrun[-3:])]
-    leaders = {process for process in own if torchrun[2] in _arguments(process)}
+    own = [process for process in psutil.process_iter() if _is_of(process, run)]
+    leaders = {process for process in own if _arguments(process)[1:3] == ["-m", leader]}
     for process in set(own) - leaders:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if not leaders.intersection(process.parents()):
                 process.kill()
+
+
+def _is_of(process: psutil.Process, run: RunDir) -> bool:
+    """Whether a process leads the ranks of a run or is one of them: torchrun has marked it."""
+    arguments = _arguments(process)
+    if arguments[-3:-2] != ["-m"] or not _is_same(arguments[-1], run.path):
+        return False
+    try:
+        return arguments[1:3] in (["-m", TORCHRUN], ["-m", SUPERVISOR]) or "TORCHELASTIC_RUN_ID" in process.environ()
+    except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+        return False
+
+
+def _is_same(path: str, folder: Path) -> bool:
+    """Whether a path leads to a folder, by whatever links."""
+    return os.path.realpath(path) == os.path.realpath(folder)
 
 
 def _arguments(process: psutil.Process) -> list[str]:

@@ -23,7 +23,7 @@ from trainer.rundir import RunDir
 from trainer.seat import cache_folder
 from trainer.train import Trainer, speaker
 from trainer.trials import Cost
-from trainer.world import World, connect
+from trainer.world import World, connect, meet
 from trainer.zero import ModelBytes, RankBytes, expected
 
 
@@ -34,7 +34,7 @@ def main() -> int:
 
 @record
 def _measure_all(run: RunDir) -> None:
-    with connect(run.config().parallel) as world:
+    with connect(run.config().parallel, meet(run)) as world:
         say = speaker(run, world)
         variants = trials.folders(run)
         for number, (label, trial) in enumerate(variants.items()):

@@ -120,6 +120,11 @@ class RunDir:
         return self.path / "launch.json"
 
     @property
+    def stores(self) -> Path:
+        """Where the ranks of one machine meet: a file for each torchrun of the latest start, gone after its end."""
+        return self.path / "stores"
+
+    @property
     def events_file(self) -> Path:
         """What happened, one JSON object per line (`trainer.events`)."""
         return self.path / "events.jsonl"

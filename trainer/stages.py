@@ -106,6 +106,8 @@ def main() -> int:
                 events.write(StageEvent(step=stage.before, name=stage.name, number=stage.number, count=stage.count))
                 message = f"stage {stage.number} of {stage.count}, {stage.name}"
                 events.write(StatusEvent(state="starting", step=stage.before, message=message))
+        if cfg.parallel.nodes == 1:
+            launch.clear_stores(run)
         code = supervisor.run(launch.torchrun_argv(stage.config.parallel, run, command[1], node))
         if code or stage.is_last or not mark.exists():
             return code

@@ -170,9 +170,10 @@ class Watchdog:
             return main or next(filter(None, others), "")
 
     def _is_left_alone(self) -> bool:
-        """Whether another rank of this machine is gone, or the store of the attempt cannot be reached."""
-        here = [(parent, pid) for _, parent, pid in self._processes if parent == os.getppid()]
-        return not all(_is_child(pid, parent) for parent, pid in here) or not self._mail.is_alive
+        """Whether torchrun or another rank of this machine is gone, or the store of the attempt cannot be reached."""
+        torchrun = self._processes[self._world.rank][1]
+        here = [pid for _, parent, pid in self._processes if parent == torchrun]
+        return torchrun != os.getppid() or not all(_is_child(pid, torchrun) for pid in here) or not self._mail.is_alive
 
     def _report(self) -> Report:
         still_s = time.monotonic() - self._pulse.at

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from trainer.board import Board
 from trainer.config import InputError, ParallelConfig
 from trainer.pulse import Pulse
+from trainer.rundir import RunDir
 
 BEYOND_THE_WATCH_S = 120
 SLOW_STORAGE = datetime.timedelta(minutes=30)
@@ -92,11 +93,22 @@ class Meeting:
     size: int
 
 
-def meet() -> Meeting:
-    """Find the store of the ranks that torchrun started; a process without torchrun is alone."""
-    if _torchrun("WORLD_SIZE", 1) == 1:
+def meet(run: RunDir | None = None) -> Meeting:
+    """Find the store of the ranks that torchrun started; a process without torchrun is alone.
+
+    run: what they train. On one machine its folder holds the file at which torchrun itself meets, and no port is
+    opened. Ranks of a torchrun that somebody started by hand, and those of several machines, meet at its port.
+    """
+    rank, size = _torchrun("RANK", 0), _torchrun("WORLD_SIZE", 1)
+    if size == 1:
         return Meeting(dist.HashStore(), 0, 1)
-    store, rank, size = next(dist.rendezvous("env://", timeout=MEET_WITHIN))
+    file = run.stores / os.environ.get("TORCHELASTIC_RUN_ID", "none") if run else None
+    store: dist.Store
+    if file and file.is_file():
+        store = dist.FileStore(str(file))
+        store.set_timeout(MEET_WITHIN)
+    else:
+        store, _, _ = next(dist.rendezvous("env://", timeout=MEET_WITHIN))
     # torchrun starts ranks again with the store of before, and gloo would call those that are gone.
     return Meeting(dist.PrefixStore(f"attempt_{_torchrun('TORCHELASTIC_RESTART_COUNT', 0)}", store), rank, size)
 
@@ -114,10 +126,25 @@ def connect(cfg: ParallelConfig, meeting: Meeting | None = None, is_guest: bool 
     # The watch comes first, and knows more. This is for what it does not see.
     timeout = datetime.timedelta(seconds=cfg.timeout + BEYOND_THE_WATCH_S)
     place = meeting or meet()
+    if place.size == local_size:
+        _stay_on_loopback()
     dist.init_process_group(backend, store=place.store, rank=place.rank, world_size=place.size, timeout=timeout)
     yield _with_guests(joined(device, local_rank, local_size, timeout), is_guest)
     # Not after an error: NCCL would wait for the other ranks, and torchrun would hear of it only after the timeout.
     dist.destroy_process_group()
+
+
+def _stay_on_loopback() -> None:
+    """Have gloo and NCCL listen where no other machine reaches them. They ask the environment alone.
+
+    What comes from another rank is unpickled (`all_gather_object`). By default gloo listens at the address of the
+    machine's own name and NCCL at that of its first network card; what others set for several machines is not meant
+    for one. Between GPUs of one machine data go through NVLink, PCIe or shared memory, and not through this.
+    """
+    interfaces = psutil.net_if_addrs().items()
+    loopback = next((name for name, at in interfaces if any(one.address == "127.0.0.1" for one in at)), "lo")
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    os.environ["NCCL_SOCKET_IFNAME"] = f"={loopback}"  # without the sign it is the beginning of a name
 
 
 def joined(device: torch.device, local_rank: int, local_size: int, timeout: datetime.timedelta | None = None) -> World:
