@@ -98,12 +98,14 @@ def put(path: Path, name: str, content: bytes) -> None:
         stream.write(content)
 
     def moves(metadata: Any) -> None:
-        [info] = [info for index, info in metadata.storage_data.items() if index.fqn == name]
+        infos = [info for index, info in metadata.storage_data.items() if index.fqn == name]
+        [info] = [info for info in infos if info.relative_path == DATA]
         info.offset, info.length = place["start"], place["length"]
 
     def moves_in_ours(contents: Any) -> None:
-        tensor = contents["tensors"].get(name)
-        (tensor["chunks"][0]["stored"] if tensor else contents["values"][name]).update(place)
+        pieces = [chunk["stored"] for chunk in contents["tensors"].get(name, {"chunks": ()})["chunks"]]
+        [piece] = [piece for piece in pieces or [contents["values"][name]] if piece["file"] == DATA]
+        piece.update(place)
 
     edit_metadata(path, moves)
     edit_contents(path, moves_in_ours)
