@@ -299,6 +299,32 @@ def test_a_table_of_torch_that_is_no_pickle_is_refused(sound: Path, content: byt
     refused(lambda: StoredWeights(path), path / METADATA)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "present"),
+    [
+        ("amsgrad", "yes", "False"),
+        ("betas", (0.9,), "(0.9, 0.999)"),
+        ("betas", (0.9, "x"), "(0.9, 0.999)"),
+        ("betas", 0.9, "(0.9, 0.999)"),
+        ("params", ["weight", "other"], "['weight', 'bias']"),
+        ("params", [["weight"], {}], "['weight', 'bias']"),
+    ],
+)
+def test_a_setting_of_another_kind_is_refused(sound: Path, name: str, value: object, present: str) -> None:
+    name = f"optimizer.param_groups.0.{name}"
+    put(sound, name, saved(value))
+    assert refused(lambda: resume(sound), sound) == (
+        f": '{name}' is {value!r}, not like {present}; remove this checkpoint, so that the one before it is taken"
+    )
+
+
+def test_settings_that_the_config_changed_do_not_keep_a_checkpoint_from_being_read(sound: Path) -> None:
+    other = make_state()
+    other.optimizer.param_groups[0].update(betas=(0.5, 0.6), lr=1, foreach=True)
+    checkpoint.restore(sound, other)
+    assert other.optimizer.param_groups[0]["betas"] == (0.5, 0.6)
+
+
 def squeezed(value: Any) -> bytes:
     """A file of torch.save whose parts are compressed: a bomb."""
     out = io.BytesIO()

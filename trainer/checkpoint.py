@@ -286,7 +286,7 @@ def restore(checkpoint: Path, state: TrainState) -> Progress:
     _check_same_tensors(checkpoint, stored, tensors)
     settings = [{k: v for k, v in group.items() if k in _CONFIGURED} for group in state.optimizer.param_groups]
     try:
-        dcp.load(tensors, storage_reader=_Reader(checkpoint, stored), planner=_Planner())
+        dcp.load(tensors, storage_reader=_Reader(checkpoint, stored), planner=_Planner(checkpoint))
     except CheckpointException as error:
         raise InputError(_refusal(checkpoint, error)) from error
     set_optimizer_state_dict(state.model, state.optimizer, tensors["optimizer"], options=TRAINABLE_ONLY)
@@ -382,11 +382,16 @@ class _Reader(dcp.FileSystemReader):
 class _Planner(dcp.DefaultLoadPlanner):
     """torch's own would unpickle settings of the optimizer with whatever program is in them."""
 
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__()
+        self._checkpoint = checkpoint
+
     def take(self, item: ReadItem, value: object) -> None:
         """Put a setting where the state has it. Raises InputError for one of another kind."""
         name = item.dest_index.fqn
-        if not _may_replace(value, self.state_dict[name]):
-            raise InputError(f"{name}: is {value!r:.80}, not like {self.state_dict[name]!r:.80}; {REMEDY}")
+        present = self.state_dict[name]
+        if not _may_replace(value, present):
+            raise InputError(f"{self._checkpoint}: '{name}' is {value!r:.80}, not like {present!r:.80}; {REMEDY}")
         place: Any = self.original_state_dict
         *above, last = self.mappings[name]
         for key in above:
@@ -395,11 +400,15 @@ class _Planner(dcp.DefaultLoadPlanner):
 
 
 def _may_replace(value: object, present: object) -> bool:
-    """Whether a stored setting is of the kind of the present one. A switch may be on, off or left to torch."""
-    if isinstance(present, list | tuple):
-        return type(value) is type(present) and sorted(map(repr, value)) == sorted(map(repr, present))
-    kinds = (str,) if isinstance(present, str) else (bool, int, float, type(None))
-    return isinstance(value, kinds)
+    """Whether a stored setting is of the kind of the present one. A switch may be on, off or left to torch; names are
+    those of the parameters."""
+    if isinstance(present, list):
+        return isinstance(value, list) and sorted(map(repr, value)) == sorted(map(repr, present))
+    if isinstance(present, tuple):
+        if not isinstance(value, tuple) or len(value) != len(present):
+            return False
+        return all(_may_replace(one, other) for one, other in zip(value, present, strict=True))
+    return isinstance(value, str if isinstance(present, str) else (bool, int, float, type(None)))
 
 
 def _loaded_chunk(checkpoint: Path, name: str, entry: StoredTensor, chunk: Chunk) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 
 from trainer import families
 from trainer.config import InputError, ModelConfig, ObjectiveConfig
+from trainer.families._folder import read_json
+from trainer.families._text import load_tokenizer
 
 CODE = """\
 from pathlib import Path
@@ -60,8 +63,6 @@ def refused_or_read(act: Callable[[], object], place: Path) -> None:
 @pytest.mark.parametrize("place", ["tokenizer", "tokenizer_2"])
 def test_the_tokenizer_code_of_a_pipeline_is_not_run(tmp_path: Path, marker: Path, place: str) -> None:
     family = with_code("flux1", tmp_path, marker, place, "tokenizer_config.json", TOKENIZER)
-    from trainer.families._text import load_tokenizer
-
     refused_or_read(lambda: load_tokenizer(family._folder, place), family.folder / place)
     assert not marker.exists()
 
@@ -78,3 +79,13 @@ def test_the_config_code_of_a_language_model_is_not_run(tmp_path: Path, marker: 
         family.build(family.components[0])
     assert str(error.value) == f"{tmp_path / 'model' / 'config.json'}: {NEVER}"
     assert not marker.exists()
+
+
+def test_a_config_that_never_ends_or_is_too_deep_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    for name in ("pipe.json", "deep.json", "zero.json"):
+        with pytest.raises(InputError) as error:
+            read_json("model.path", tmp_path, name)
+        assert str(error.value).startswith(f"{tmp_path / name}: not ")
