@@ -28,6 +28,7 @@ MOST_BYTES = 2**30
 
 Count = Annotated[int, Field(ge=0, strict=True)]
 Shape = Annotated[tuple[Count, ...], Field(max_length=16)]
+Name = Annotated[str, Field(max_length=1000, pattern=r"^[^\p{C}\p{Z}]*$")]
 # fmt: off
 Dtype = Literal[
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
@@ -68,8 +69,8 @@ class Contents:
     """{name: where it lies}. tensors: as `trainables.a.weight`.  values: settings of the optimizer, which are numbers
     and names, as `optimizer.param_groups.0.lr`."""
 
-    tensors: Mapping[str, StoredTensor]
-    values: Mapping[str, Piece]
+    tensors: Mapping[Name, StoredTensor]
+    values: Mapping[Name, Piece]
 
 
 _CONTENTS = TypeAdapter(Contents)

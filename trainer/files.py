@@ -24,6 +24,8 @@ from trainer.config import InputError
 MIB = 2**20
 MOST_BYTES = 64 * MIB
 """Of a file that is read whole and that a person or this program wrote."""
+MOST_SHOWN = 200
+"""Letters of a place in a file that an error names."""
 T = TypeVar("T")
 
 
@@ -101,7 +103,7 @@ def first_problem(error: ValidationError) -> str:
     """The first thing that is wrong with some data, with its place in them, in one line."""
     first = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(map(str, first["loc"]))
-    place = place if place.isprintable() else ascii(place)
+    place = (place if place.isprintable() else ascii(place))[:MOST_SHOWN]
     return f"{place}: {first['msg']}" if place else first["msg"]
 
 
