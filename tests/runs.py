@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -143,6 +144,16 @@ def as_of_an_earlier_version(checkpoint: Path) -> None:
     file = checkpoint / MANIFEST
     facts = json.loads(file.read_text(encoding="utf-8"))
     del facts["recipe"], facts["batch_sizes"]
+    file.write_text(json.dumps(facts), encoding="utf-8")
+
+
+def seal(checkpoint: Path) -> None:
+    """Let the manifest of a checkpoint give the sizes and checksums that its files have now."""
+    file = checkpoint / MANIFEST
+    facts = json.loads(file.read_text(encoding="utf-8"))
+    contents = {path.name: path.read_bytes() for path in sorted(checkpoint.iterdir()) if path != file}
+    facts["files"] = {name: len(content) for name, content in contents.items()}
+    facts["checksums"] = {name: hashlib.blake2b(data, digest_size=16).hexdigest() for name, data in contents.items()}
     file.write_text(json.dumps(facts), encoding="utf-8")
 
 

@@ -28,7 +28,7 @@ ROWS = (
     "config yamltext",
     "files",
     "changes events facts fields foreign manifest pulse signals zero",
-    "configfile",
+    "configfile contents",
     "rundir",
     "stored",
     "board cluster debuglog diagnosis gpus hub report rng weights",

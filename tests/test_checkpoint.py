@@ -84,7 +84,7 @@ def cut_short(file: Path) -> None:
         (flip_a_bit, "__0_0.distcp", "__0_0.distcp is not what was written: its checksum differs"),
         (cut_short, "__0_0.distcp", "__0_0.distcp has {0} bytes, {1} were written"),
         (flip_a_bit, ".metadata", ".metadata is not what was written: its checksum differs"),
-        (cut_short, "manifest.json", "JSONDecodeError: "),
+        (cut_short, "manifest.json", "manifest.json: damaged (Invalid JSON: "),
         (Path.unlink, "manifest.json", "FileNotFoundError: "),
     ],
 )

@@ -17,15 +17,15 @@ import json
 import logging
 import math
 import os
+import pickle
 import re
 import shutil
 import time
-import warnings
+import zipfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -43,9 +50,21 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from trainer import ferry
+from trainer import contents, ferry, files
 from trainer.config import InputError
-from trainer.manifest import MANIFEST, Progress, complete, defect, manifest_of, name_of, named, progress_of
+from trainer.contents import ATTACK, CONTENTS, Chunk, Contents, Piece, StoredTensor
+from trainer.manifest import (
+    MANIFEST,
+    REMEDY,
+    Progress,
+    complete,
+    defect,
+    manifest_of,
+    name_of,
+    named,
+    part,
+    progress_of,
+)
 from trainer.snapshot import Snapshots
 from trainer.world import World
 
@@ -131,9 +150,9 @@ class Checkpointer:
         files = _SumsFileSystem()
         writer = dcp.FileSystemWriter(draft)
         writer.fs = files
-        failure = None
+        failure, table = None, None
         try:
-            dcp.save(tensors, storage_writer=writer, process_group=self._world.background)
+            table = dcp.save(tensors, storage_writer=writer, process_group=self._world.background)
         except (Exception, CheckpointException) as error:  # noqa: BLE001 - the other ranks wait to hear of it
             failure = _described(error)
         outcomes = self._gather((failure, files.sums))
@@ -144,7 +163,7 @@ class Checkpointer:
         if not failures:
             facts["checksums"] = {name: digest for _, part in outcomes for name, digest in part.items()}
             # The manifest may not fit on the disk either: rank 0 alone would know.
-            failures = [failure for failure in self._gather(self._name_draft(draft, facts)) if failure]
+            failures = [failure for failure in self._gather(self._name_draft(draft, facts, table)) if failure]
         if failures:
             if self._world.rank == 0:
                 shutil.rmtree(draft, ignore_errors=True)
@@ -183,12 +202,15 @@ class Checkpointer:
         dist.all_gather_object(values, value, group=self._world.background)
         return values
 
-    def _name_draft(self, draft: Path, facts: dict[str, Any]) -> str | None:
-        """On rank 0: give what all ranks have written its name, and remove what is too old. Returns what failed."""
+    def _name_draft(self, draft: Path, facts: dict[str, Any], table: Any) -> str | None:
+        """On rank 0: give what all ranks have written its name, and remove what is too old. Returns what failed.
+
+        table: torch's table of contents.
+        """
         if self._world.rank:
             return None
         try:
-            _finish(draft, facts)
+            _finish(draft, facts, table)
         except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
             return _described(error)
         try:
@@ -239,7 +261,9 @@ def _damage(checkpoint: Path, world: World) -> str | None:
 
 def _hand_out(checkpoint: Path, world: World) -> None:
     """Send a checkpoint to each machine that does not see it, where it lies until `restore` has read it. Collective."""
-    names = world.gather(sorted(path.name for path in checkpoint.iterdir()) if world.rank == 0 else None)[0]
+    here = sorted(checkpoint.iterdir()) if world.rank == 0 else []
+    own = [path.name for path in here if path.is_file() and not path.is_symlink()]
+    names = world.gather(own)[0]
     for leader in world.guest_leaders:
         for name in names:
             if world.rank == 0:
@@ -253,13 +277,18 @@ def _hand_out(checkpoint: Path, world: World) -> None:
 def restore(checkpoint: Path, state: TrainState) -> Progress:
     """Load a checkpoint into the state, resharding as needed. Returns how far it is. Collective.
 
-    Raises InputError when the checkpoint holds other tensors than the run trains, or another optimizer's state.
+    Nothing in the files is executed. Raises InputError when the checkpoint holds other tensors than the run trains,
+    another optimizer's state, or what is not a checkpoint's.
     """
     tensors = _tensors(state)
+    stored = contents.read(checkpoint)
     _check_same_optimizer(checkpoint, state.optimizer)
-    _check_same_tensors(checkpoint, tensors)
+    _check_same_tensors(checkpoint, stored, tensors)
     settings = [{k: v for k, v in group.items() if k in _CONFIGURED} for group in state.optimizer.param_groups]
-    dcp.load(tensors, checkpoint_id=checkpoint)
+    try:
+        dcp.load(tensors, storage_reader=_Reader(checkpoint, stored), planner=_Planner(checkpoint))
+    except CheckpointException as error:
+        raise InputError(_refusal(checkpoint, error)) from error
     set_optimizer_state_dict(state.model, state.optimizer, tensors["optimizer"], options=TRAINABLE_ONLY)
     for group, values in zip(state.optimizer.param_groups, settings, strict=True):
         group.update(values)
@@ -273,18 +302,20 @@ class StoredWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, checkpoint: Path) -> None:
-        self._reader = _Reader(checkpoint)
-        stored = _stored_tensors(self._reader)
-        self._part = "evaluation" if stored["evaluation"] else "trainables"
-        self._entries = stored[self._part]
+        self._checkpoint = checkpoint
+        tensors = contents.read(checkpoint).tensors
+        self._part = "evaluation." if any(name.startswith("evaluation.") for name in tensors) else "trainables."
+        self._entries = _part(tensors, self._part)
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load({self._part: {name: tensor}}, storage_reader=self._reader, no_dist=True)
-        return tensor
+        whole = torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype))
+        for chunk in entry.chunks:
+            block = whole[
+                tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.shape, strict=True))
+            ]
+            block.copy_(_loaded_chunk(self._checkpoint, f"{self._part}{name}", entry, chunk))
+        return whole
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
@@ -309,37 +340,164 @@ def _tensors(state: TrainState) -> dict[str, Any]:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads a checkpoint's table of contents once: 50 ms for 300 tensors, and torch asks for it at each of them."""
+    """Gives torch's loader what our table of contents names. Of the base class, only what has no part in reading."""
 
-    @cached_property
-    def _contents(self) -> Metadata:
-        return super().read_metadata()
+    def __init__(self, checkpoint: Path, stored: Contents) -> None:
+        super().__init__(checkpoint)
+        self._checkpoint, self._stored = checkpoint, stored
+        self._chunks = {
+            (name, chunk.offsets): (entry, chunk) for name, entry in stored.tensors.items() for chunk in entry.chunks
+        }
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._contents
-
-
-def _stored_tensors(reader: _Reader) -> dict[str, dict[str, TensorStorageMetadata]]:
-    """{"trainables" | "evaluation": {name: size and type}}."""
-    stored = reader.read_metadata().state_dict_metadata
-    return {
-        part: {
-            name.removeprefix(f"{part}."): entry
-            for name, entry in stored.items()
-            if name.startswith(f"{part}.") and isinstance(entry, TensorStorageMetadata)
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+            name: TensorStorageMetadata(
+                TensorProperties(getattr(torch, entry.dtype)),
+                torch.Size(entry.shape),
+                [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)) for chunk in entry.chunks],
+            )
+            for name, entry in self._stored.tensors.items()
         }
-        for part in ("trainables", "evaluation")
-    }
+        return Metadata(entries | {name: BytesStorageMetadata() for name in self._stored.values}, storage_data={})
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        for item in plan.items:
+            index = item.storage_index
+            if item.type == LoadItemType.BYTE_IO:
+                assert isinstance(planner, _Planner)
+                planner.take(item, _loaded(self._checkpoint, index.fqn, self._stored.values[index.fqn]))
+                continue
+            entry, chunk = self._chunks[index.fqn, tuple(index.offset or ())]
+            piece = _loaded_chunk(self._checkpoint, index.fqn, entry, chunk)
+            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                piece = piece if piece.size(dim) == length else piece.narrow(dim, start, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(piece)
+            planner.commit_tensor(item, target)
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return done
 
 
-def _check_same_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
-    for part, entries in _stored_tensors(_Reader(checkpoint)).items():
-        sizes = {name: tuple(entry.size) for name, entry in entries.items()}
-        wanted = {name: tuple(tensor.shape) for name, tensor in tensors[part].items()}
+class _Planner(dcp.DefaultLoadPlanner):
+    """torch's own would unpickle settings of the optimizer with whatever program is in them."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__()
+        self._checkpoint = checkpoint
+
+    def take(self, item: ReadItem, value: object) -> None:
+        """Put a setting where the state has it. Raises InputError for one of another kind."""
+        name = item.dest_index.fqn
+        present = self.state_dict[name]
+        if not _may_replace(value, present):
+            raise InputError(f"{self._checkpoint}: '{name}' is {value!r:.80}, not like {present!r:.80}; {REMEDY}")
+        place: Any = self.original_state_dict
+        *above, last = self.mappings[name]
+        for key in above:
+            place = place[key]
+        place[last] = value
+
+
+def _may_replace(value: object, present: object) -> bool:
+    """Whether a stored setting is of the kind of the present one. A switch may be on, off or left to torch; names are
+    those of the parameters."""
+    if isinstance(present, list):
+        return isinstance(value, list) and sorted(map(repr, value)) == sorted(map(repr, present))
+    if isinstance(present, tuple):
+        if not isinstance(value, tuple) or len(value) != len(present):
+            return False
+        return all(_may_replace(one, other) for one, other in zip(value, present, strict=True))
+    return isinstance(value, str if isinstance(present, str) else (bool, int, float, type(None)))
+
+
+def _loaded_chunk(checkpoint: Path, name: str, entry: StoredTensor, chunk: Chunk) -> Tensor:
+    """A block of a tensor, on the CPU. Raises InputError where it is not what the table of contents says."""
+    found = _loaded(checkpoint, name, chunk.stored)
+    if not isinstance(found, Tensor) or found.layout != torch.strided or found.device.type != "cpu":
+        raise _wrong(checkpoint, name, chunk.stored, "is not a tensor")
+    if tuple(found.shape) != chunk.shape:
+        raise _wrong(checkpoint, name, chunk.stored, f"has shape {list(found.shape)}, not {list(chunk.shape)}")
+    if found.dtype != getattr(torch, entry.dtype):
+        is_type = str(found.dtype).removeprefix("torch.")
+        raise _wrong(checkpoint, name, chunk.stored, f"is {is_type}, not {entry.dtype}")
+    return found.detach()
+
+
+def _loaded(checkpoint: Path, name: str, piece: Piece) -> object:
+    """What `torch.save` wrote as a piece of a file. Raises InputError for anything but tensors, numbers and names."""
+    with files.opened(part(checkpoint, piece.file)) as stream:
+        window: Any = io.BufferedReader(_Window(stream, piece.start, piece.length))
+        try:
+            with zipfile.ZipFile(window) as archive:
+                inside = archive.infolist()
+            if any(one.compress_type for one in inside) or sum(one.file_size for one in inside) > piece.length:
+                raise _wrong(checkpoint, name, piece, "is compressed")
+            window.seek(0)
+            return torch.load(window, map_location="cpu", weights_only=True)
+        except (InputError, OSError):
+            raise
+        except pickle.UnpicklingError as error:
+            what = f"'{name}' holds more than numbers, names and tensors"
+            raise InputError(f"{checkpoint / piece.file}: {what}; {ATTACK}") from error
+        except Exception as error:  # the bytes of a stranger may be wrong in any way
+            raise _wrong(checkpoint, name, piece, "is not a file of torch") from error
+
+
+class _Window(io.RawIOBase):
+    """Some bytes of an open file, as a file of their own."""
+
+    def __init__(self, stream: io.BufferedReader, start: int, length: int) -> None:
+        self._stream, self._start, self._length = stream, start, length
+        self._at = 0
+
+    def readinto(self, buffer: Any) -> int:
+        self._stream.seek(self._start + self._at)
+        count = self._stream.readinto(memoryview(buffer).cast("B")[: max(0, self._length - self._at)])
+        self._at += count
+        return count
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence])
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+
+def _wrong(checkpoint: Path, name: str, piece: Piece, what: str) -> InputError:
+    return InputError(f"{checkpoint / piece.file}: '{name}' {what}; {REMEDY}")
+
+
+def _refusal(checkpoint: Path, error: CheckpointException) -> str:
+    """What the ranks could not read."""
+    first, _ = next(iter(error.failures.values()))
+    if isinstance(first, InputError):
+        return str(first)
+    if isinstance(first, RuntimeError | ValueError):  # torch's words for an entry that is missing or of another size
+        return f"{checkpoint}: {first}; resume with the optimizer settings of the run, or start a new run"
+    raise error
+
+
+def _part(tensors: Mapping[str, StoredTensor], prefix: str) -> dict[str, StoredTensor]:
+    """Those of a part of the state, by their names in it."""
+    return {name.removeprefix(prefix): entry for name, entry in tensors.items() if name.startswith(prefix)}
+
+
+def _check_same_tensors(checkpoint: Path, stored: Contents, tensors: dict[str, Any]) -> None:
+    for kind in ("trainables", "evaluation"):
+        sizes = {name: entry.shape for name, entry in _part(stored.tensors, f"{kind}.").items()}
+        wanted = {name: tuple(tensor.shape) for name, tensor in tensors[kind].items()}
         if sizes != wanted:
             name = next(n for n in sorted(sizes.keys() | wanted.keys()) if sizes.get(n) != wanted.get(n))
             raise InputError(
-                f"{checkpoint}: holds {len(sizes)} {part} tensors, the config needs {len(wanted)}; first difference "
+                f"{checkpoint}: holds {len(sizes)} {kind} tensors, the config needs {len(wanted)}; first difference "
                 f"'{name}' ({sizes.get(name)} stored, {wanted.get(name)} needed); "
                 "resume with the adapter and optimizer settings of the run, or start a new run"
             )
@@ -354,8 +512,8 @@ def _check_same_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
         )
 
 
-def _checksum() -> hashlib.blake2b:
-    return hashlib.blake2b(digest_size=16)
+def _checksum(data: bytes = b"") -> hashlib.blake2b:
+    return hashlib.blake2b(data, digest_size=16)
 
 
 class _SumsFileSystem(FileSystem):
@@ -414,22 +572,21 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _finish(draft: Path, facts: dict[str, Any]) -> None:
+def _finish(draft: Path, facts: dict[str, Any], table: Metadata) -> None:
     final = draft.with_name(name_of(facts["step"]))
     if (final / MANIFEST).is_file():
         # Saved at this step before: the state is the same, and replacing it would leave a moment without any.
         shutil.rmtree(draft)
         return
+    ours = contents.write(contents.from_torch(table))
+    files.replace(draft / CONTENTS, ours)
+    facts["checksums"][CONTENTS] = _checksum(ours).hexdigest()
     facts["files"] = {path.name: path.stat().st_size for path in sorted(draft.iterdir())}
     if not math.isfinite(facts["validation_loss"]):
         facts["validation_loss"] = None
     facts["config_hash"] = hashlib.sha256(json.dumps(facts["config"], sort_keys=True).encode()).hexdigest()
-    manifest = draft / MANIFEST
-    manifest.write_text(json.dumps(facts, indent=1), "utf-8")
-    _flush(manifest)
-    _flush(draft)
-    draft.rename(final)
-    _flush(final.parent)
+    files.replace(draft / MANIFEST, json.dumps(facts, indent=1))
+    files.rename(draft, final)
 
 
 def _too_old(checkpoints: list[Path], keep: int, keep_best: int) -> list[Path]:
@@ -442,12 +599,14 @@ def _too_old(checkpoints: list[Path], keep: int, keep_best: int) -> list[Path]:
 
 def _wrong_sum(checkpoint: Path, rank: int, num_ranks: int) -> str | None:
     """A file of this rank's part of a checkpoint that is not what was written, however long it is."""
-    sums = sorted(manifest_of(checkpoint).get("checksums", {}).items())
+    sums = sorted(manifest_of(checkpoint)["checksums"].items())
     for name, digest in sums[rank::num_ranks]:
         try:
-            with (checkpoint / name).open("rb") as stream:
+            with files.opened(part(checkpoint, name)) as stream:
                 if hashlib.file_digest(stream, _checksum).hexdigest() != digest:
                     return f"{name} is not what was written: its checksum differs"
+        except InputError as error:
+            return str(error)
         except OSError as error:
             return _described(error)
     return None
@@ -459,11 +618,3 @@ def _remove(checkpoint: Path) -> None:
     What cannot go because an export still reads it on a network file system goes when the run starts again.
     """
     shutil.rmtree(checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}")), ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,8 +13,9 @@ import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -23,6 +24,8 @@ from trainer.config import InputError
 MIB = 2**20
 MOST_BYTES = 64 * MIB
 """Of a file that is read whole and that a person or this program wrote."""
+MOST_SHOWN = 200
+"""Letters of a place in a file that an error names."""
 T = TypeVar("T")
 
 
@@ -63,7 +66,7 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def opened(file: Path) -> BinaryIO:
+def opened(file: Path) -> BufferedReader:
     """A regular file, open for reading. Waits for nothing.
 
     Raises FileNotFoundError or another OSError, and InputError for a folder, a pipe, a socket or a device.
@@ -93,9 +96,15 @@ def read_json(file: Path, kind: TypeAdapter[T], remedy: str = "repair or remove 
     try:
         return kind.validate_json(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise InputError(f"{file}: damaged ({f'{place}: ' if place else ''}{first['msg']}); {remedy}") from error
+        raise InputError(f"{file}: damaged ({first_problem(error)}); {remedy}") from error
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first thing that is wrong with some data, with its place in them, in one line."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    place = (place if place.isprintable() else ascii(place))[:MOST_SHOWN]
+    return f"{place}: {first['msg']}" if place else first["msg"]
 
 
 @contextmanager

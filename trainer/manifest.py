@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+
+from trainer import files
+from trainer.config import InputError
 
 MANIFEST = "manifest.json"
 RECIPE = 2
@@ -16,6 +20,7 @@ RECIPE = 2
 the model that it was. In recipe 1, a lokr layer of two whole matrices is scaled by alpha / rank, `data.caption_dropout`
 also drops captions of regularization images, models that read the original size of an image get the size of its bucket
 for enlarged images, and samples are drawn with Euler's method whatever sampler the model's folder names."""
+REMEDY = "remove this checkpoint, so that the one before it is taken"
 _NAME = re.compile(r"step-\d{6,}")
 
 
@@ -42,6 +47,18 @@ class Progress:
     batch_sizes: tuple[tuple[int, int], ...] = ()
 
 
+class _Manifest(BaseModel, extra="allow"):
+    """What every manifest must hold to be read; the rest is that of `Progress`."""
+
+    step: Annotated[int, Field(strict=True)]
+    files: dict[str, int]
+    checksums: dict[str, str] = {}
+    optimizer: str = ""
+
+
+_MANIFEST, _PROGRESS = TypeAdapter(_Manifest), TypeAdapter(Progress)
+
+
 def name_of(step: int) -> str:
     """The name of a complete checkpoint's folder."""
     return f"step-{step:06d}"
@@ -63,22 +80,36 @@ def defect(checkpoint: Path) -> str | None:
     """What its manifest and the sizes of its files tell about a checkpoint that is not complete."""
     try:
         facts = manifest_of(checkpoint)
-        if name_of(facts["step"]) != checkpoint.name:
+        if progress_of(checkpoint).step != facts["step"] or name_of(facts["step"]) != checkpoint.name:
             return f"its manifest is of step {facts['step']}"
         for name, size in facts["files"].items():
-            found = (checkpoint / name).stat().st_size
+            found = part(checkpoint, name).stat().st_size
             if found != size:
                 return f"{name} has {found} bytes, {size} were written"
+    except InputError as error:
+        return str(error).removeprefix(f"{checkpoint}/")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
+def part(checkpoint: Path, name: str) -> Path:
+    """A file of a checkpoint. Raises InputError for a name that leads out of its folder, or not to a regular file."""
+    file = checkpoint / name
+    is_name = name == Path(name).name and name not in ("", ".", "..")
+    if not (is_name and file.is_file() and file.resolve().parent == checkpoint.resolve()):
+        raise InputError(f"{name!r} is not a file in this folder")
+    return file
+
+
 def progress_of(checkpoint: Path) -> Progress:
-    """What the manifest of a checkpoint tells."""
+    """What the manifest of a checkpoint tells. Raises as `manifest_of` does."""
     stored = manifest_of(checkpoint)
-    stored["batch_sizes"] = tuple((size, steps) for size, steps in stored.get("batch_sizes", ()))
-    return Progress(**{one.name: stored[one.name] for one in fields(Progress) if stored.get(one.name) is not None})
+    told = {one.name: stored[one.name] for one in fields(Progress) if stored.get(one.name) is not None}
+    try:
+        return _PROGRESS.validate_python(told)
+    except ValidationError as error:
+        raise InputError(f"{checkpoint / MANIFEST}: damaged ({files.first_problem(error)}); {REMEDY}") from error
 
 
 def steps_in(checkpoint: Path) -> int:
@@ -93,6 +124,5 @@ def newest_step(folder: Path) -> int:
 
 
 def manifest_of(checkpoint: Path) -> dict[str, Any]:
-    """The manifest as it was written. Raises OSError or ValueError where it is missing or damaged."""
-    facts: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-    return facts
+    """The manifest as it was written. Raises OSError where it is missing, and InputError where it is damaged."""
+    return files.read_json(checkpoint / MANIFEST, _MANIFEST, REMEDY).model_dump()

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, FiniteFloat, PositiveInt, ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
 from trainer.config import InputError
+from trainer.files import first_problem
 
 VERSION = 1
 """Of the reading: raise it when equal files are to give other numbers."""
@@ -86,7 +88,7 @@ class TensorEntry:
         if self.transposed:
             columns: Tensor = files.slice(self.file, self.key)[:, self.start + begin : self.start + end]
             return columns.T
-        total = self._num_rows(files)
+        total = self._num_rows(files) or 1
         first = (self.start + begin) % total
         last = first + end - begin
         rows = self._stored_rows(files, first, min(last, total))
@@ -247,31 +249,67 @@ def _scaled(stored: Mapping[str, TensorEntry], weight: str, scale: TensorEntry) 
     return ScaledEntry(**vars(entry), scale_entry=scale)
 
 
+class _State(BaseModel):
+    """What bitsandbytes writes about a weight; in JSON, as a tensor of bytes."""
+
+    shape: tuple[PositiveInt, PositiveInt]
+    blocksize: PositiveInt
+    nested_blocksize: PositiveInt | None = None
+    nested_offset: FiniteFloat = 0.0
+
+
 def _four_bits(stored: Mapping[str, TensorEntry], weight: str, state: TensorEntry) -> TensorEntry:
     """The entry of a weight from what bitsandbytes stores beside it."""
-    facts = json.loads(state.whole(OpenFiles()).numpy().tobytes())
+    if state.dtype != "U8":
+        raise InputError(f"{state.file}: '{state.key}' is {state.dtype}, not bytes of JSON; download it again")
     try:
+        facts = _State.model_validate_json(state.whole(OpenFiles()).numpy().tobytes())
         packed, levels, scales = (stored[key] for key in (weight, f"{weight}.quant_map", f"{weight}.absmax"))
         entry = FourBitEntry(
             packed.file,
             packed.key,
-            tuple(facts["shape"]),
+            facts.shape,
             packed.dtype,
-            num_rows=facts["shape"][0],
+            num_rows=facts.shape[0],
             levels=levels,
             scales=scales,
-            block=int(facts["blocksize"]),
+            block=facts.blocksize,
         )
-        if "nested_blocksize" not in facts:
-            return entry
-        return replace(
-            entry,
-            scale_levels=stored[f"{weight}.nested_quant_map"],
-            scale_scales=stored[f"{weight}.nested_absmax"],
-            scale_block=int(facts["nested_blocksize"]),
-            offset=float(facts["nested_offset"]),
-        )
+        if facts.nested_blocksize is not None:
+            entry = replace(
+                entry,
+                scale_levels=stored[f"{weight}.nested_quant_map"],
+                scale_scales=stored[f"{weight}.nested_absmax"],
+                scale_block=facts.nested_blocksize,
+                offset=facts.nested_offset,
+            )
     except KeyError as error:
         raise InputError(
             f"{state.file}: '{weight}' is in bitsandbytes' 4 bits, but {error} is missing; download it again"
         ) from error
+    except ValidationError as error:
+        raise InputError(
+            f"{state.file}: '{state.key}' is damaged ({first_problem(error)}); download it again"
+        ) from error
+    _check_sizes(entry, packed)
+    return entry
+
+
+def _check_sizes(entry: FourBitEntry, packed: TensorEntry) -> None:
+    """Raises InputError where codes or scales are fewer than the weight needs, or levels others than the codes name."""
+    num_codes = 2 * _ITEM_BYTES.get(packed.dtype, 0) * math.prod(packed.shape)
+    num_blocks = -(-math.prod(entry.shape) // entry.block)
+    fits = num_codes >= math.prod(entry.shape) and entry.levels.shape == (16,) and _holds(entry.scales, num_blocks)
+    if entry.scale_levels is not None and entry.scale_scales is not None:
+        num_outer = -(-num_blocks // entry.scale_block)
+        fits = fits and entry.scale_levels.shape == (256,) and _holds(entry.scale_scales, num_outer)
+    if not fits:
+        raise InputError(
+            f"{entry.file}: '{entry.key}' in bitsandbytes' 4 bits has not the codes, scales and levels of a weight of "
+            f"{entry.shape[0]} x {entry.shape[1]}; download it again"
+        )
+
+
+def _holds(entry: TensorEntry, count: int) -> bool:
+    """Whether it is a vector of at least so many numbers."""
+    return len(entry.shape) == 1 and entry.shape[0] >= count

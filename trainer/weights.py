@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from trainer.config import InputError
+from trainer.files import opened, read
 from trainer.stored import OpenFiles, TensorEntry, without_codings
 
 MAX_HEADER_BYTES = 100_000_000
@@ -166,10 +169,13 @@ def safetensors_in(folder: Path, stem: str) -> list[Path]:
     index = folder / f"{stem}.safetensors.index.json"
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted(set(json.loads(read(index))["weight_map"].values()))
             files = [folder / name for name in names]
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise InputError(f"{index}: not a safetensors index; download the folder again") from error
+        outside = next((name for name in names if Path(name).name != name), None)
+        if outside is not None:
+            raise InputError(f"{index}: {outside!r} is not the name of a file beside it; download the folder again")
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise InputError(f"{folder}: {len(missing)} of {len(files)} weight files are missing, first {missing[0]}")
@@ -204,19 +210,26 @@ def _read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
         header, start, size = _read_json_header(file)
         tensors = {key: (tuple(value["shape"]), str(value["dtype"])) for key, value in header.items()}
         end = start + max((int(value["data_offsets"][1]) for value in header.values()), default=0)
+    except InputError:
+        raise
     except FileNotFoundError as error:
         raise InputError(f"{file}: no such weight file; download it again") from error
-    except (struct.error, ValueError, TypeError, LookupError, AttributeError) as error:
+    except (struct.error, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise InputError(f"{file}: not a safetensors file; convert or download it again") from error
     if end > size:
         raise InputError(f"{file}: truncated, {size} of {end} bytes; download it again")
+    try:
+        with safe_open(file, "pt"):  # types, shapes and offsets agree, and leave no byte over
+            pass
+    except SafetensorError as error:
+        raise InputError(f"{file}: not a sound safetensors file ({error}); convert or download it again") from error
     return tensors
 
 
 def _read_json_header(file: Path) -> tuple[dict[str, Any], int, int]:
     """The header's tensors, where the data begin, and the file's size in bytes."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
+    with opened(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
         (length,) = struct.unpack("<Q", stream.read(8))
         if length > min(MAX_HEADER_BYTES, size):
             raise ValueError(f"{length} bytes of header")

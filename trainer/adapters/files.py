@@ -6,7 +6,6 @@ Shares no code with the writer: it is also the check of what was written.
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -15,19 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft.utils.other import get_pattern_key
+from pydantic import TypeAdapter, ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
 from trainer.adapters.formats import DORA_CONVENTION, Naming
 from trainer.adapters.layer import TENSORS, Kind, LayerAdapter
+from trainer.adapters.patterns import find_pattern
 from trainer.config import InputError
+from trainer.files import first_problem, read_json
 from trainer.weights import ORIGINAL_PREFIX, WeightFiles
 
 PEFT_PREFIX = "base_model.model."
 PEFT_FILE = "adapter_model.safetensors"
 PEFT_CONFIG = "adapter_config.json"
 DIFFUSERS_METADATA = "lora_adapter_metadata"
+SETTINGS = TypeAdapter(dict[str, Any])
+LONGEST_NAME = 512
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 ENCODER_PREFIXES = ("lora_te", "text_encoder")
 
@@ -47,6 +51,8 @@ TENSOR_NAMES: Mapping[str, tuple[Kind, str]] = {
 KEY = re.compile(rf"(?P<layer>.+)\.(?P<end>alpha|{'|'.join(map(re.escape, TENSOR_NAMES))})")
 PRODUCTS = (("up", "down"), ("w1_a", "w1_b"), ("w2_a", "w2_b"))
 """Tensors that are multiplied: the columns of the first are the rows of the second."""
+KERNELS = ("down", "up", "w2")
+"""Tensors that may have more than two dims: those of a convolution."""
 BY_ROWS: Mapping[Kind, tuple[str, ...]] = {"lora": ("up",), "dora": ("up", "magnitude"), "loha": ("w1_a", "w2_a")}
 """Tensors with a row per output of the layer, for kinds that can be taken apart by them."""
 
@@ -98,11 +104,11 @@ class _Stored:
         """{layer as the file names it: {end of a key: tensor}}"""
         groups: dict[str, dict[str, Tensor]] = {}
         for key, tensor in self.tensors.items():
-            found = KEY.fullmatch(key)
+            found = KEY.fullmatch(key) if key.isprintable() and len(key) <= LONGEST_NAME else None
             if found is None:
                 raise InputError(
-                    f"{self.file}: '{key}' is not understood; what is read is lora, locon, dora, loha and lokr without "
-                    "tucker factors, diag-oft and boft without rescaling"
+                    f"{self.file}: {key!r:.80} is not understood; what is read is lora, locon, dora, loha and lokr "
+                    "without tucker factors, diag-oft and boft without rescaling"
                 )
             groups.setdefault(found["layer"], {})[found["end"]] = tensor
         return groups
@@ -112,15 +118,19 @@ def _settings(file: Path, metadata: Mapping[str, str]) -> dict[str, Mapping[str,
     """peft's configs: from the file beside peft's own, or from the metadata that diffusers writes."""
     config = file.with_name(PEFT_CONFIG)
     settings: dict[str, Mapping[str, Any]] = {}
+    if file.name == PEFT_FILE and config.exists():
+        own: dict[str, Any] = read_json(config, SETTINGS, "save the adapter again")
+        settings[PEFT_PREFIX] = own
     try:
-        if file.name == PEFT_FILE and config.is_file():
-            settings[PEFT_PREFIX] = json.loads(config.read_text(encoding="utf-8"))
-        for name, value in json.loads(metadata.get(DIFFUSERS_METADATA, "{}")).items():
-            component, _, field = name.partition(".")
-            prefix = f"{component}."
-            settings[prefix] = {**settings.get(prefix, {}), field: value}
-    except (ValueError, AttributeError) as error:
-        raise InputError(f"{file}: its rank and alpha cannot be read ({error}); save it again") from error
+        pairs = SETTINGS.validate_json(metadata.get(DIFFUSERS_METADATA, "{}"))
+    except ValidationError as error:
+        raise InputError(
+            f"{file}: its rank and alpha cannot be read ({first_problem(error)}); save it again"
+        ) from error
+    for name, value in pairs.items():
+        component, _, field = name.partition(".")
+        prefix = f"{component}."
+        settings[prefix] = {**settings.get(prefix, {}), field: value}
     return settings
 
 
@@ -191,13 +201,13 @@ class _Group:
 
     def _check_dimensions(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
+            if tensor.dtype not in FLOATS or not tensor.numel():
+                what = f"{str(tensor.dtype).removeprefix('torch.')} ({_sizes(tensor)})"
+                raise self.error(f"'{self.name}': {name} is {what}, not floats of 16 to 64 bits; the file is damaged")
             if not tensor.isfinite().all():
                 raise self.error(f"'{self.name}': {name} holds numbers that are not finite; the file is damaged")
-            fits = (
-                tensor.dim() in (3, 4) and tensor.shape[-1] == tensor.shape[-2]
-                if name == "blocks"
-                else tensor.dim() > 1
-            )
+            fits = _is_rotation(tensor.shape) if name == "blocks" else tensor.dim() == 2 or name in KERNELS
+            fits = fits and tensor.dim() > 1
             if not fits and name != "magnitude":
                 raise self.error(f"'{self.name}': {name} ({_sizes(tensor)}) has another form; the file is damaged")
 
@@ -206,7 +216,7 @@ class _Group:
         rank = next((tensors[name].shape[0] for name in ("down", "w2_b", "w1_b") if name in tensors), None)
         if "alpha" in self.tensors:
             # LyCORIS knows no scale for a lokr of two whole factors.
-            return 1.0 if rank is None else float(self.tensors["alpha"]) / rank
+            return 1.0 if rank is None else self._alpha() / rank
         for prefix, settings in self.stored.settings.items():
             if self.name.startswith(prefix):
                 return self._scale_in(settings, self.name.removeprefix(prefix))
@@ -214,24 +224,42 @@ class _Group:
             raise self.error(f"was saved by peft, but there is no {PEFT_CONFIG} beside it, which holds its alpha")
         return 1.0
 
+    def _alpha(self) -> float:
+        alpha = self.tensors.get("alpha", torch.zeros(()))
+        if alpha.numel() != 1 or alpha.is_complex() or not math.isfinite(float(alpha)):
+            raise self.error(f"'{self.name}': alpha ({_sizes(alpha) or 'one'}) is not one finite number; save it again")
+        return float(alpha)
+
     def _scale_in(self, settings: Mapping[str, Any], path: str) -> float:
         """peft's scale of a layer."""
         ranks, alphas = (settings.get(name) or {} for name in ("rank_pattern", "alpha_pattern"))
         try:
-            rank = ranks.get(get_pattern_key(ranks, path), settings["r"])
-            alpha = alphas.get(get_pattern_key(alphas, path), settings.get("lora_alpha", settings.get("alpha", rank)))
-            return float(alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank))
-        except (KeyError, TypeError, ZeroDivisionError) as error:
+            rank = ranks.get(find_pattern(ranks, path), settings["r"])
+            alpha = alphas.get(find_pattern(alphas, path), settings.get("lora_alpha", settings.get("alpha", rank)))
+            scale = float(alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank))
+            if not math.isfinite(scale):
+                raise ValueError(f"alpha {alpha!r:.20}, rank {rank!r:.20}")
+        except (KeyError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
             raise self.error(
-                f"'{self.name}': its rank and alpha cannot be read from peft's config ({error})"
+                f"'{self.name}': its rank and alpha cannot be read from peft's config ({error}); save it again"
             ) from error
+        return scale
 
     def _constrained(self, blocks: Tensor) -> Tensor:
         """LyCORIS bounds the norm of the skew matrices by alpha times the number of outputs."""
         skew = (blocks - blocks.mT).float()
-        limit = float(self.tensors.get("alpha", 0)) * blocks.shape[-3] * blocks.shape[-1]
+        limit = self._alpha() * blocks.shape[-3] * blocks.shape[-1]
         norm = float(skew.norm())
         return skew * (limit / norm / 2) if 0 < limit < norm else blocks
+
+
+def _is_rotation(shape: torch.Size) -> bool:
+    """Whether blocks are square, and a butterfly has as many as its stages can exchange rows between."""
+    is_square = len(shape) in (3, 4) and shape[-1] == shape[-2]
+    if not is_square or len(shape) == 3:
+        return is_square
+    stages, n, b, _ = shape
+    return n & (n - 1) == 0 and b % 2 == 0 and stages <= n.bit_length()
 
 
 @dataclass(frozen=True)
@@ -328,9 +356,13 @@ def _fitted(group: _Group, layer: str, adapter: LayerAdapter, shape: tuple[int, 
     """The adapter with as many dimensions as the layer's weight: some files have kernels of 1 x 1 for linear layers."""
     tensors = dict(adapter.tensors)
     for left, right in PRODUCTS:
-        if left in tensors and tensors[left].shape[1] != tensors[right].shape[0]:
+        if left in tensors and tensors[left][0].numel() != tensors[right].shape[0]:
             ends = " and ".join(f"{name} ({_sizes(tensors[name])})" for name in (left, right))
             raise group.error(f"'{group.name}': {ends} cannot be multiplied; the file is damaged")
+    for first, second, dim in (("w1_a", "w2_a", 0), ("w1_b", "w2_b", 1)):
+        if adapter.kind == "loha" and tensors[first].shape[dim] != tensors[second].shape[dim]:
+            ends = " and ".join(f"{name} ({_sizes(tensors[name])})" for name in (first, second))
+            raise group.error(f"'{group.name}': {ends} are of different layers; the file is damaged")
     expected = (shape[0], math.prod(shape[1:]))
     if "magnitude" in tensors and len(tensors["magnitude"]) != shape[0]:
         raise group.error(f"'{group.name}': {len(tensors['magnitude'])} magnitudes for {shape[0]} outputs")

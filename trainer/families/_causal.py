@@ -19,7 +19,9 @@ def build_language_model(config: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(
+            config, attn_implementation="sdpa", dtype=torch.float32, trust_remote_code=False
+        )
 
 
 def computed_buffers(model: nn.Module) -> dict[str, Tensor]:

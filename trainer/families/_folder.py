@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.config import DEMO, InputError, ModelConfig
+from trainer.files import read
 from trainer.hub import find_folder
 from trainer.rng import generator
 from trainer.weights import Fused, WeightFiles, digest, give_storage, safetensors_in, stored_tensors
@@ -176,12 +177,14 @@ def read_json(field: str, folder: Path, name: str, expects: str = "a diffusers f
     """
     file = folder / name
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read(file))
+    except InputError:
+        raise
     except (FileNotFoundError, NotADirectoryError) as error:
         raise InputError(
             f"{field} {folder}: no {name}; expected {expects}. Download it or set model.path: tiny"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{file}: not valid JSON ({error}); download it again") from error
     if not isinstance(content, dict):
         raise InputError(f"{file}: holds no JSON object; download it again")

@@ -34,7 +34,23 @@ def load_tokenizer(folder: ModelFolder, name: str) -> Any:
     """The tokenizer in the folder's folder `name`."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder.path / name, local_files_only=True)
+    return from_folder(AutoTokenizer, folder.path / name)
+
+
+def from_folder(kind: Any, folder: Path, file: str = "") -> Any:
+    """What a class of transformers reads from a model's folder. Code that lies there is never run, nor asked about.
+
+    file: that is read, for the message. Raises InputError where nothing but that code knows the model.
+    """
+    try:
+        return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise InputError(
+            f"{folder / file}: brings code of its own (auto_map), which is never run; "
+            "name a model that transformers knows"
+        ) from error
 
 
 COUNTED = 1024

@@ -50,7 +50,7 @@ from trainer.families._flow import denoise, euler_scheduler, spaced_sigmas
 from trainer.families._folder import ModelFolder, check_architecture, fill_random, open_folder, write_tiny
 from trainer.families._images import device_of, pixels_of
 from trainer.families._ldm import vae_layout
-from trainer.families._text import TINY_CHAT_TEMPLATE, names_of_things, train_tokenizer
+from trainer.families._text import TINY_CHAT_TEMPLATE, from_folder, names_of_things, train_tokenizer
 from trainer.families._vae import build_vae, decode_latents, encode_latents, vae_config
 from trainer.families.base import FLOW_FIELDS, LoadModule, MultimodalFamily, TextLength
 from trainer.objectives import Batch, Example, Loss, Shift, add_noise, draw_sigma, squared_error, velocity
@@ -160,7 +160,7 @@ class BagelFamily(MultimodalFamily):
         from transformers import Qwen2TokenizerFast
 
         try:
-            return Qwen2TokenizerFast.from_pretrained(self.folder, local_files_only=True)
+            return from_folder(Qwen2TokenizerFast, self.folder)
         except (OSError, ValueError) as error:
             raise InputError(f"{self._folder.field} {self.folder}: no tokenizer that can be read ({error})") from error
 

@@ -33,7 +33,7 @@ from trainer.families._folder import (
     write_random,
     write_tiny,
 )
-from trainer.families._text import TINY_CHAT_TEMPLATE, train_tokenizer
+from trainer.families._text import TINY_CHAT_TEMPLATE, from_folder, train_tokenizer
 from trainer.families.base import TextFamily
 from trainer.hub import find_folder
 from trainer.objectives import Batch, Loss
@@ -246,7 +246,9 @@ class CausalLM(TextFamily):
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(self.folder)
+            return from_folder(AutoTokenizer, self.folder)
+        except InputError:
+            raise
         except (OSError, ValueError) as error:
             raise InputError(f"{self._folder.field} {self.folder}: no tokenizer that can be read ({error})") from error
 
@@ -368,7 +370,9 @@ def _read_config(folder: ModelFolder) -> Any:
 
     folder.read("config.json")
     try:
-        config = AutoConfig.from_pretrained(folder.path)
+        config = from_folder(AutoConfig, folder.path, "config.json")
+    except InputError:
+        raise
     except (ValueError, KeyError) as error:
         raise InputError(f"{folder.path / 'config.json'}: no model that transformers knows ({error})") from error
     if hasattr(config, "quantization_config"):

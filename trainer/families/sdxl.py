@@ -60,7 +60,7 @@ from trainer.families._folder import (
 )
 from trainer.families._images import device_of
 from trainer.families._ldm import clip_layout, open_clip_layout, unet_layout, vae_key, vae_layout
-from trainer.families._text import text_lengths
+from trainer.families._text import from_folder, text_lengths
 from trainer.families._vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
 from trainer.families.base import DIFFUSION_FIELDS, DIFFUSION_SAMPLE, ImageFamily, LoadModule, TextLength
 from trainer.objectives import (
@@ -402,10 +402,7 @@ class Sdxl(ImageFamily):
         """{component: its tokenizer}."""
         from transformers import CLIPTokenizer
 
-        return {
-            name: CLIPTokenizer.from_pretrained(self.folder / place, local_files_only=True)
-            for name, place in TOKENIZERS.items()
-        }
+        return {name: from_folder(CLIPTokenizer, self.folder / place) for name, place in TOKENIZERS.items()}
 
     @property
     def _pixels_per_latent(self) -> int:
