@@ -13,8 +13,9 @@ import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -23,6 +24,7 @@ from trainer.config import InputError
 MIB = 2**20
 MOST_BYTES = 64 * MIB
 """Of a file that is read whole and that a person or this program wrote."""
+NOT_REGULAR = "not a regular file; remove it, or put a file in its place"
 T = TypeVar("T")
 
 
@@ -63,7 +65,7 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def opened(file: Path) -> BinaryIO:
+def opened(file: Path) -> BufferedReader:
     """A regular file, open for reading. Waits for nothing.
 
     Raises FileNotFoundError or another OSError, and InputError for a folder, a pipe, a socket or a device.
@@ -71,7 +73,7 @@ def opened(file: Path) -> BinaryIO:
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise InputError(f"{file}: not a regular file; remove it, or put a file in its place")
+        raise InputError(f"{file}: {NOT_REGULAR}")
     return open(descriptor, "rb")
 
 

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 
 from trainer.config import InputError
+from trainer.files import opened
 from trainer.objectives import Example
 
 T = TypeVar("T")
@@ -218,7 +219,7 @@ def _encode_first_usable(
 
 def _digest(file: Path) -> str:
     try:
-        with file.open("rb") as stream:
+        with opened(file) as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror}); restore or remove it") from error
