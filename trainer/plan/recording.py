@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
@@ -19,6 +18,7 @@ from trainer.config import RunConfig, family_names
 from trainer.plan.sizes import size_of
 from trainer.plan.store import SHIPPED, encoders_key_of, kept_file, key_of, known_parts, name_of
 from trainer.plan.tables import KINDS, Encoders, Kind, Table, encode, ranks_of
+from trainer.terminal import complain, say
 
 if TYPE_CHECKING:
     from trainer.plan.record import Recording
@@ -131,7 +131,7 @@ def record_published(names: Sequence[str], jobs: int) -> int:
     models = _published()
     unknown = sorted(set(names) - models.keys())
     if unknown:
-        print(f"{unknown[0]} is not one of {', '.join(models)}", file=sys.stderr)
+        complain(f"{unknown[0]} is not one of {', '.join(models)}")
         return 2
     with TemporaryDirectory() as folder, _pool(jobs) as pool:
         cache = Path(folder)
@@ -146,7 +146,7 @@ def record_published(names: Sequence[str], jobs: int) -> int:
                 {key: table() for key, table in tables.items()},
                 {key: of() for key, of in encoders.items()},
             )
-            print(f"{name}: {', '.join(tables)}; encoders {', '.join(encoders)}", flush=True)
+            say(f"{name}: {', '.join(tables)}; encoders {', '.join(encoders)}")
     return 0
 
 
