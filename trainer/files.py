@@ -121,3 +121,13 @@ def make_private(folder: Path) -> Path:
     if stat.S_IMODE(folder.stat().st_mode) & 0o077:
         folder.chmod(0o700)
     return folder
+
+
+def make_private_if_new(folder: Path) -> None:
+    """Make a folder that only its owner may look into. One that exists keeps its permissions: a user may share it.
+
+    Raises OSError where nothing can be written.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)

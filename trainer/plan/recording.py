@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer import configfile
 from trainer.config import RunConfig, family_names
+from trainer.files import make_private_if_new
 from trainer.plan.sizes import size_of
 from trainer.plan.store import SHIPPED, encoders_key_of, kept_file, key_of, known_parts, name_of
 from trainer.plan.tables import KINDS, Encoders, Kind, Table, encode, ranks_of
@@ -119,8 +120,9 @@ def _quieten() -> None:
 
 
 def write(file: Path, tables: Mapping[str, Table], encoders: Mapping[str, Encoders]) -> None:
-    """Others see the whole file or none."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    """Others see the whole file or none. file: in a folder of the cache that runs share."""
+    make_private_if_new(file.parent.parent)
+    file.parent.mkdir(exist_ok=True)
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     beside.write_bytes(encode(tables, encoders))
     os.replace(beside, file)
