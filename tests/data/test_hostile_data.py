@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.commands import launch_py, preset_folder
 from tests.data.test_images import add_image, data
 from trainer.config import DataConfig, InputError
 from trainer.data import questions, textfiles
@@ -283,3 +284,21 @@ def test_arrays_of_tokens_with_a_hostile_header_are_a_sentence(tmp_path: Path, h
     file.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(content)) + content + bytes(12))
     [sentence] = refused(lambda: rows(file))
     assert sentence.startswith(f"{file}: ")
+
+
+def test_the_command_line_refuses_a_hostile_folder_at_once_in_sentences(tmp_path: Path, called: Path) -> None:
+    folder = preset_folder(tmp_path) / "pictures"
+    (folder / "00.png").write_bytes(POSTSCRIPT)
+    (folder / "01.png").unlink()
+    os.mkfifo(folder / "01.png")
+    done = launch_py(tmp_path, "--headless", "preset.yaml")
+    assert (done.returncode, done.stdout, done.stderr.splitlines()) == (
+        2,
+        "",
+        [
+            f"{folder}/00.png: cannot be read (no image of a known format); replace or remove it, "
+            "or set data.bad_image: warn",
+            f"{folder}/01.png: {NOT_REGULAR}, or set data.bad_image: warn",
+        ],
+    )
+    assert not called.exists() and not (tmp_path / "runs").exists()
