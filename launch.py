@@ -8,7 +8,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import NoReturn, get_args
+
+from trainer.terminal import complain, printable, say
 
 
 def not_installed(error: ModuleNotFoundError) -> str:
@@ -22,7 +24,7 @@ def not_installed(error: ModuleNotFoundError) -> str:
 try:
     from trainer.config import ExportConfig, InputError
 except ModuleNotFoundError as missing:
-    print(not_installed(missing), file=sys.stderr)
+    complain(not_installed(missing))
     sys.exit(2)
 
 TAKEN_BY = {
@@ -74,17 +76,22 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _dispatch(options, parser)
     except InputError as error:
-        print(error, file=sys.stderr)
+        complain(error)
         return 2
     except ModuleNotFoundError as error:
-        print(not_installed(error), file=sys.stderr)
+        complain(not_installed(error))
         return 2
     except KeyboardInterrupt:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="launch.py",
         description="Fine-tune image and language models that do not fit on one GPU.",
         epilog=EPILOG,
@@ -191,7 +198,7 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     if options.queue:
         from trainer import queue
 
-        return queue.work_off(options.runs, lambda text: print(text, flush=True))
+        return queue.work_off(options.runs, say)
     if all(getattr(options, mode) is None for mode in MODES_WITH_VALUE):
         return _page(options)
     return _headless(options)

@@ -17,6 +17,7 @@ from app.pages.parts import QUIET, VIEWER, VIEWER_SCRIPT
 from app.pages.ticks import Tick, choices, keep_renewing
 from app.studio import Studio
 from trainer.config import InputError
+from trainer.terminal import say
 
 BUTTONS = {"stop": "Stop", "save": "Save now", "sample": "Sample now", "resume": "Resume"}
 MOST_BROWSERS = 16
@@ -98,7 +99,7 @@ def serve(runs: Path, host: str, port: int, auth: str | None) -> None:
     hosts = [*security.LOCAL, *([] if host in security.LOCAL else [host])]
     blocks = build(studio)
     blocks._queue.sleep_when_free = blocks._queue.progress_update_sleep_when_free = QUEUE_POLL_S
-    print(f"http://{host}:{port}", flush=True)
+    say(f"http://{host}:{port}")
     blocks.launch(
         server_name=host,
         server_port=port,

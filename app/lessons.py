@@ -11,9 +11,8 @@ from html import escape
 from io import BytesIO
 from pathlib import Path
 
-from PIL import Image, UnidentifiedImageError
-
-from trainer.config import InputError
+from trainer.data.pixels import load_preview, open_picture
+from trainer.terminal import say
 
 NUMBER = re.compile(r"[-+\u2212~≈]?\s*[.\d]")
 """How a cell begins that holds a number, with its unit or without."""
@@ -161,11 +160,11 @@ def exercise(answer: object, right: float | str, hint: str, tolerance: float = 0
     answer: None or `...` while there is none; a number may be given as text.  tolerance: of a number, relative.
     """
     if answer is None or answer is ...:
-        print(f"Not answered yet. {hint}")
+        say(f"Not answered yet. {hint}")
     elif _is_right(answer, right, tolerance):
-        print("Right.")
+        say("Right.")
     else:
-        print(f"Not yet: {hint}")
+        say(f"Not yet: {hint}")
 
 
 def _swatch(colour: str) -> str:
@@ -180,12 +179,7 @@ def _holds_numbers(cells: Sequence[str]) -> bool:
 def _small(file: Path, size: int) -> str:
     """A small copy of a picture as an address that holds it."""
     copy = BytesIO()
-    try:
-        with Image.open(file) as image:
-            image.thumbnail((size, size))
-            image.convert("RGB").save(copy, "WEBP", quality=65)
-    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise InputError(f"{file}: cannot be shown ({error})") from error
+    load_preview(open_picture(file), size).save(copy, "WEBP", quality=65)
     return f"data:image/webp;base64,{base64.b64encode(copy.getvalue()).decode()}"
 
 

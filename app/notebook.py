@@ -32,6 +32,7 @@ from trainer.plan.fixes import Fix, fixes
 from trainer.plan.hardware import GIB
 from trainer.plan.memory import MemoryPlan
 from trainer.rundir import RunDir, shared_cache
+from trainer.terminal import say
 from trainer.trials import Trial
 
 RUNS = Path(__file__).parents[1] / "runs"
@@ -94,7 +95,7 @@ def plan(config: ConfigFile, gpus: str | None = None, runs: Path = RUNS) -> Plan
         cfg = cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update={"devices": hardware.count})})
     cache = shared_cache(cfg, runs)
     card = hardware.card if hardware else None
-    found = plans.plan(cfg, card, cache, print)
+    found = plans.plan(cfg, card, cache, say)
     return Planned(found, tuple(fixes(cfg, card, cache)) if card else ())
 
 
@@ -108,7 +109,7 @@ def start(config: ConfigFile, runs: Path = RUNS) -> RunDir:
 
 def _launch(config: ConfigFile, run: RunDir) -> None:
     for note in config.notes:
-        print(f"note: {note}")
+        say(f"note: {note}")
     launch.start(config.config, run)
 
 
@@ -242,7 +243,7 @@ async def _told(run: RunDir) -> None:
     while launch.alive(run):
         for event in reader.read():
             if isinstance(event, StatusEvent) and event.total and event.done < event.total:
-                print(f"{event.done + 1} of {event.total}: {event.message}")
+                say(f"{event.done + 1} of {event.total}: {event.message}")
         await asyncio.sleep(POLL_S)
 
 

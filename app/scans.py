@@ -22,6 +22,10 @@ FORGOTTEN_S = 5.0
 """A folder nobody asks for any more is not read to its end: half of a path that was being typed."""
 
 MOST_KEPT = 8
+MOST_AT_ONCE = 4
+"""Threads that read at a time: on a disk that does not answer they stay for ever."""
+
+THREADS = "images"
 DEFAULT_MULTIPLE = 16
 
 
@@ -51,9 +55,11 @@ class Scans:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._scans: dict[str, _Scan] = {}
+        self._threads: list[threading.Thread] = []
 
     def of(self, config: RunConfig, is_fresh: bool = False) -> Found:
-        """What was found for a config: incomplete when it takes longer than PATIENCE_S, then ask again.
+        """What was found for a config: incomplete when it takes longer than PATIENCE_S, or while too many others are
+        read; then ask again.
 
         is_fresh: whether the files may have changed since they were read.
         """
@@ -61,11 +67,25 @@ class Scans:
         with self._lock:
             known = self._scans.pop(key, None)
             if known is None or is_fresh or known.is_forgotten:
-                known = _Scan(config)
+                if known is not None:
+                    known.forget()
+                known = self._begin(config)
+            if known is None:
+                return Found(0, is_complete=False)
             self._scans[key] = known
             for old in list(self._scans)[:-MOST_KEPT]:
-                del self._scans[old]
+                self._scans.pop(old).forget()
         return known.result()
+
+    def _begin(self, config: RunConfig) -> _Scan | None:
+        """A scan by a thread of its own; None while there are too many."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        if len(self._threads) >= MOST_AT_ONCE:
+            return None
+        scan = _Scan(config)
+        self._threads.append(threading.Thread(target=scan.run, name=THREADS, daemon=True))
+        self._threads[-1].start()
+        return scan
 
 
 class _Forgotten(Exception):
@@ -73,15 +93,15 @@ class _Forgotten(Exception):
 
 
 class _Scan(Watcher):
-    """One look at the files, by a thread of its own."""
+    """One look at the files."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._num_files = 0
         self._images: list[Path] = []
         self._asked_at = time.monotonic()
+        self._is_dropped = False
         self._result: Future[Found] = Future()
-        threading.Thread(target=self._run, name="images", daemon=True).start()
 
     @property
     def is_forgotten(self) -> bool:
@@ -95,6 +115,10 @@ class _Scan(Watcher):
         except (TimeoutError, _Forgotten):
             return Found(self._num_files, is_complete=False)
 
+    def forget(self) -> None:
+        """End at the next file: nobody asks for it any more."""
+        self._is_dropped = True
+
     def found(self, file: Path) -> None:
         self._num_files += 1
         self._require_asked()
@@ -104,10 +128,11 @@ class _Scan(Watcher):
         self._require_asked()
 
     def _require_asked(self) -> None:
-        if time.monotonic() - self._asked_at > FORGOTTEN_S:
+        if self._is_dropped or time.monotonic() - self._asked_at > FORGOTTEN_S:
             raise _Forgotten
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Read the files, for `result`."""
         try:
             self._result.set_result(self._read())
         except Exception as error:  # noqa: BLE001 - whoever asks is told

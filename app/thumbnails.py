@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 from trainer.config import InputError
-from trainer.data.pixels import load_rgb, open_picture
+from trainer.data.pixels import load_preview, open_picture
 
 FULL = 2048
 SMALL = 256
@@ -22,6 +22,7 @@ class Thumbnails:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._alone = threading.Lock()
 
     def of(self, picture: Path, side: int = SMALL) -> Path:
         """A copy whose longer side is at most `side`. Raises InputError for what is no picture."""
@@ -38,9 +39,8 @@ class Thumbnails:
 
     def _write(self, picture: Path, copy: Path, side: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        found = open_picture(picture)
-        scale = min(1, side / max(found.width, found.height))
-        small = load_rgb(found, (max(1, round(found.width * scale)), max(1, round(found.height * scale))))
+        with self._alone:  # one at a time: the memory of the page holds one large picture, not one per visitor
+            small = load_preview(open_picture(picture), side)
         draft = copy.with_suffix(f".{threading.get_ident()}.part")
         small.save(draft, "WEBP", quality=90)
         draft.replace(copy)

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 
 # A module imports only from rows above its own. Modules of one row never import each other; those of one package may.
 ROWS = (
-    "config yamltext",
+    "config terminal yamltext",
     "files",
     "changes events facts fields foreign manifest pulse signals zero",
     "configfile contents",
@@ -50,7 +50,7 @@ LEVEL_0_NEEDS = frozenset({"annotated_types", "pydantic", "pydantic_core", "yaml
 # What is free of torch and above the trainer; its checks, queue and doctor are those of the command line.
 APP_SEES_ROWS = (
     "config configfile data diagnosis distilled doctor events facts fields files gpus headless launch plan stages",
-    "prepare queue report rundir trials yamltext zero",
+    "prepare queue report rundir terminal trials yamltext zero",
 )
 APP_SEES = frozenset(" ".join(APP_SEES_ROWS).split())
 NEVER = frozenset({"accelerate", "deepspeed", "lightning", "pytorch_lightning", "torchvision"})
@@ -172,6 +172,23 @@ def reads_environment(module: Module) -> Iterator[str]:
             yield f"{node.lineno}: reads {ast.unparse(node)}"
 
 
+def opens_any_picture(module: Module) -> Iterator[str]:
+    """Pillow tries all its formats on a file otherwise, and one of them starts a program."""
+    for node in module.nodes(ast.Call):
+        if ast.unparse(node.func) == "Image.open" and "formats" not in {keyword.arg for keyword in node.keywords}:
+            yield f"{node.lineno}: opens a picture of any format"
+
+
+def prints(module: Module) -> Iterator[str]:
+    """Names and texts of strangers reach a terminal by one way, which takes commands to it out."""
+    for node in module.nodes(ast.Name):
+        if node.id == "print" and module.name != "trainer.terminal":
+            yield f"{node.lineno}: prints past trainer.terminal"
+    for node in module.nodes(ast.Attribute):
+        if ast.unparse(node) in ("sys.stdout.write", "sys.stderr.write"):
+            yield f"{node.lineno}: prints past trainer.terminal"
+
+
 RULES: tuple[Callable[[Module], Iterator[str]], ...] = (
     imports_upward,
     page_knows_the_trainer_from_inside,
@@ -181,6 +198,8 @@ RULES: tuple[Callable[[Module], Iterator[str]], ...] = (
     silences_errors,
     guesses_attributes,
     reads_environment,
+    prints,
+    opens_any_picture,
 )
 
 
@@ -242,6 +261,12 @@ def test_the_code_keeps_the_rule(rule):
         (guesses_attributes, "trainer.train", "getattr(a, b)\ngetattr(a, b, 0)", ["2: getattr(a, b, 0)"]),
         (reads_environment, "trainer.optim", "import os\nos.environ['A']", ["2: reads os.environ"]),
         (reads_environment, "trainer.world", "import os\nos.getenv('A')", []),
+        (prints, "trainer.doctor", "say(1)\nprint(1)", ["2: prints past trainer.terminal"]),
+        (prints, "app.notebook", "plan(cfg, print)", ["1: prints past trainer.terminal"]),
+        (prints, "trainer.train", "sys.stderr.write(a)", ["1: prints past trainer.terminal"]),
+        (prints, "trainer.terminal", "print(1)", []),
+        (opens_any_picture, "app.lessons", "Image.open(file)", ["1: opens a picture of any format"]),
+        (opens_any_picture, "app.lessons", "Image.open(file, formats=('PNG',))", []),
     ],
 )
 def test_each_rule_finds_what_it_forbids(rule, name, text, findings):

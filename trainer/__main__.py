@@ -24,6 +24,7 @@ from trainer.rundir import RunDir
 from trainer.seat import Seat, cache_folder, take_seat
 from trainer.signals import Preemption, noted
 from trainer.stages import Stage
+from trainer.terminal import complain, say
 
 if TYPE_CHECKING:
     from trainer.world import World
@@ -39,9 +40,9 @@ def main() -> int:
         stage = stages.current(run, run.config())
         cfg = stage.config.exporting(arguments.export, arguments.format, arguments.dtype)
         for path in _export(cfg, run, stage.before):
-            print(path)
+            say(path)
     except InputError as error:
-        print(error)  # stderr is full of what libraries log while they load
+        say(error)  # stderr is full of what libraries log while they load
         return 2
     return 0
 
@@ -134,7 +135,7 @@ def _train_on(
     except OutOfMemoryError as error:
         change = less_memory(cfg)
         if cfg.train.out_of_memory == "retry" and world.restarts_left and change:
-            print(error, file=sys.stderr, flush=True)
+            complain(error)
             ask(change)
         raise
     finally:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.config import InputError
+from trainer.files import make_private_if_new
 from trainer.parallel.load import Coded, own_rows
 from trainer.parallel.mesh import REPLICATE
 from trainer.stored import VERSION, Layout, TensorEntry, layout
@@ -67,7 +68,8 @@ class BaseCache:
         """On rank 0: make room, and a file of the right length."""
         if self._world.rank:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_private_if_new(self._folder.parent)
+        self._folder.mkdir(exist_ok=True)
         for left in self._folder.glob(".*"):
             with suppress(FileNotFoundError):  # another run's, which has its name now
                 if time.time() - left.stat().st_mtime > ABANDONED_S:

@@ -19,6 +19,7 @@ from trainer.data.images import TRIGGER_PLACE, Photo, scan
 from trainer.data.measured import Answer, CutCaption, Measured
 from trainer.families.base import ImageFamily, TextLength
 from trainer.rundir import shared_cache
+from trainer.terminal import say
 
 SHOWN_BEFORE = 60
 """Characters before a cut that are shown with it."""
@@ -113,7 +114,7 @@ def answer(config: Path, runs: Path) -> Answer:
 def main() -> None:
     """Answer until there is no further line."""
     for line in sys.stdin:
-        print(json.dumps(dataclasses.asdict(answer(Path(line.rstrip("\n")), Path(sys.argv[1])))), flush=True)
+        say(json.dumps(dataclasses.asdict(answer(Path(line.rstrip("\n")), Path(sys.argv[1])))))
 
 
 if __name__ == "__main__":

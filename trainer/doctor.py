@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 
 from trainer import gpus
 from trainer.config import InputError
+from trainer.terminal import say
 
 GIB = 2**30
 DISTRIBUTION = "shardstudio"
@@ -43,7 +44,7 @@ def examine(runs: Path) -> int:
     """Print one line per check. runs: where run folders will lie. Returns 1 when something fails, else 0."""
     failed = False
     for check in checks(runs):
-        print(check, flush=True)
+        say(check)
         failed |= check.verdict == "fail"
     return int(failed)
 

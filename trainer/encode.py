@@ -25,6 +25,7 @@ from trainer.data.loader import BatchPlan, BatchSizes, Item
 from trainer.data.pixels import Picture, is_invisible, load_mask, load_rgb, open_picture, png
 from trainer.events import StatusEvent, WarningEvent
 from trainer.families.base import ImageFamily, LoadModule
+from trainer.files import make_private_if_new
 from trainer.manifest import Progress
 from trainer.objectives import Example
 from trainer.quantize import VERSION
@@ -413,7 +414,7 @@ def _crew(world: World, folder: Path) -> Crew:
     token: str = world.gather(secrets.token_hex(8))[0]
     mark = folder / f".shared-{token}"
     if world.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_if_new(folder)
         mark.touch()
     world.barrier()
     shared = all(world.gather(mark.exists()))

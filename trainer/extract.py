@@ -25,6 +25,7 @@ from trainer.families.base import ModelFamily
 from trainer.hub import find_folder
 from trainer.rng import generator
 from trainer.stored import TensorEntry
+from trainer.terminal import complain, say
 from trainer.trained import naming
 from trainer.weights import WeightFiles, read_tensor, safetensors_in
 
@@ -186,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(options)
     except InputError as error:
-        print(error, file=sys.stderr)
+        complain(error)
         return 2
 
 
@@ -196,7 +197,7 @@ def _run(options: argparse.Namespace) -> int:
     layers: dict[str, LayerAdapter] = {}
     total = kept = 0.0
     for layer, found in extract(checkpoints, options.rank):
-        print(f"{layer}: {found.kept:.1%} of the difference kept", flush=True)
+        say(f"{layer}: {found.kept:.1%} of the difference kept")
         layers[layer] = found.adapter
         total += found.difference**2
         kept += (found.kept * found.difference) ** 2
@@ -206,12 +207,12 @@ def _run(options: argparse.Namespace) -> int:
         )
     paths = _write(layers, checkpoints, options)
     others = math.sqrt(sum(float(checkpoints.difference(name).norm()) ** 2 for name in checkpoints.others()))
-    print(f"{math.sqrt(kept / total):.1%} of the difference of {len(layers)} layers kept")
+    say(f"{math.sqrt(kept / total):.1%} of the difference of {len(layers)} layers kept")
     if others:
         share = others / math.hypot(others, math.sqrt(total))
-        print(f"left out: norms, biases and layers that adapters do not change, {share:.1%} of the whole difference")
+        say(f"left out: norms, biases and layers that adapters do not change, {share:.1%} of the whole difference")
     for path in paths:
-        print(path)
+        say(path)
     return 0
 
 

@@ -26,6 +26,7 @@ MOST_BYTES = 64 * MIB
 """Of a file that is read whole and that a person or this program wrote."""
 MOST_SHOWN = 200
 """Letters of a place in a file that an error names."""
+NOT_REGULAR = "not a regular file; remove it, or put a file in its place"
 T = TypeVar("T")
 
 
@@ -74,7 +75,7 @@ def opened(file: Path) -> BufferedReader:
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise InputError(f"{file}: not a regular file; remove it, or put a file in its place")
+        raise InputError(f"{file}: {NOT_REGULAR}")
     return open(descriptor, "rb")
 
 
@@ -128,3 +129,13 @@ def make_private(folder: Path) -> Path:
     if stat.S_IMODE(folder.stat().st_mode) & 0o077:
         folder.chmod(0o700)
     return folder
+
+
+def make_private_if_new(folder: Path) -> None:
+    """Make a folder that only its owner may look into. One that exists keeps its permissions: a user may share it.
+
+    Raises OSError where nothing can be written.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)

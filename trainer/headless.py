@@ -41,6 +41,7 @@ from trainer.events import (
 from trainer.launch import RunHandle
 from trainer.rundir import RunDir
 from trainer.signals import LEAVE
+from trainer.terminal import complain, printable, say
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -124,7 +125,7 @@ def _parallel(run: RunDir, overrides: Sequence[str]) -> ParallelConfig:
 
 def _join(parallel: ParallelConfig, run: RunDir, node_rank: int) -> int:
     handle = launch.join(parallel, run, node_rank)
-    print(f"node {node_rank} of {parallel.nodes} of {run.path}, meeting at {parallel.rendezvous}", flush=True)
+    say(f"node {node_rank} of {parallel.nodes} of {run.path}, meeting at {parallel.rendezvous}")
     return attend(handle, launch.node_log(run, node_rank))
 
 
@@ -138,7 +139,7 @@ def attend(handle: RunHandle, log: Path) -> int:
         while handle.process.poll() is None:
             if asked.count >= 2:
                 launch.end_family(handle.process.pid)
-                print("ended this node; the others notice that it is gone", file=sys.stderr)
+                complain("ended this node; the others notice that it is gone")
                 return EXIT_CODES["stopped"]
             if asked.count == 1 and not asked.is_answered:
                 asked.is_answered = True
@@ -146,12 +147,12 @@ def attend(handle: RunHandle, log: Path) -> int:
                     run.request("stop")
                 else:  # the ranks tell each other
                     handle.process.terminate()
-                print("stopping all nodes after this step; Ctrl-C again ends this one at once", flush=True)
+                say("stopping all nodes after this step; Ctrl-C again ends this one at once")
             time.sleep(POLL_S)
     if handle.process.returncode:
-        print(f"error: {diagnosis.last_line(log)}\n  log: {log}", file=sys.stderr)
+        complain(f"error: {diagnosis.last_line(log)}\n  log: {log}")
         return 1
-    print("done; node 0 tells how the run ended")
+    say("done; node 0 tells how the run ended")
     return 0
 
 
@@ -164,8 +165,8 @@ def write_job(preset: Path, overrides: Sequence[str], runs: Path, at: Path | Non
     cluster.check_place(loaded, at or runs, scheduler)
     run = prepare.new_run(loaded, runs, at)
     file = cluster.write(run, scheduler)
-    print(f"run folder: {run.path}")
-    print(cluster.submission(file, scheduler))
+    say(f"run folder: {run.path}")
+    say(cluster.submission(file, scheduler))
     return 0
 
 
@@ -180,7 +181,7 @@ def export(path: Path, what: str, format: str | None, dtype: str | None) -> int:
     if cfg.export_what == "none":
         raise InputError(f"{run.config_file}: export.what is none; say what to write with --what")
     code = begin_export(run, cfg).wait()
-    print(export_said(run, code), file=sys.stderr if code else sys.stdout)
+    say(export_said(run, code), sys.stderr if code else sys.stdout)
     return code if code in (0, 2) else 1
 
 
@@ -207,17 +208,16 @@ def export_said(run: RunDir, code: int) -> str:
 def _run(loaded: ConfigFile, run: RunDir) -> int:
     cfg = loaded.config
     for note in loaded.notes:
-        print(f"note: {note}", file=sys.stderr)
+        complain(f"note: {note}")
     events = EventReader(run.events_file)
     events.read()  # a run that continues does not tell its past again
     handle = launch.start(cfg, run)
     if launch.must_be_joined(cfg.parallel):
         parallel = cfg.parallel
-        print(f"on each other node: {launch.joining(run, parallel.nodes)}", flush=True)
-        print(
+        say(f"on each other node: {launch.joining(run, parallel.nodes)}")
+        say(
             f"  where it does not see that folder, add: parallel.nodes={parallel.nodes} "
-            f"parallel.devices={parallel.devices} parallel.rendezvous={parallel.rendezvous}",
-            flush=True,
+            f"parallel.devices={parallel.devices} parallel.rendezvous={parallel.rendezvous}"
         )
     code = watch(cfg, run, events)
     handle.process.wait()
@@ -229,7 +229,7 @@ def watch(cfg: RunConfig, run: RunDir, events: EventReader) -> int:
 
     The last line on stdout is the path of the export, or of the run folder when nothing was to be exported.
     """
-    print(f"run folder: {run.path}", flush=True)
+    say(f"run folder: {run.path}")
     with _AskedToEnd() as asked, _face(sum(cfg.stage_steps)) as face:
         told = _follow(cfg, run, events, face, asked)
     return _conclude(run, told)
@@ -277,13 +277,13 @@ def _conclude(run: RunDir, told: Sequence[Told]) -> int:
     state = launch.status(run)
     if state == "failed":
         errors = [event for event in told if isinstance(event, ErrorEvent)] or [diagnosis.diagnose(run, told)]
-        print(explain(errors[-1], run), file=sys.stderr)
+        complain(explain(errors[-1], run))
         return errors[-1].exit_code
     exports = [event for event in told if isinstance(event, ExportEvent)]
     if state == "stopped":
-        print(f"stopped; continue with --resume {run.path}", file=sys.stderr)
+        complain(f"stopped; continue with --resume {run.path}")
     else:
-        print(run.path / exports[-1].path if exports else run.path)
+        say(run.path / exports[-1].path if exports else run.path)
     return EXIT_CODES[state]
 
 
@@ -292,7 +292,7 @@ def _attempt(file: Path, write: Callable[[], object]) -> None:
     try:
         write()
     except OSError as error:
-        print(f"warning: {file} could not be written: {error.strerror}", file=sys.stderr)
+        complain(f"warning: {file} could not be written: {error.strerror}")
 
 
 def explain(error: ErrorEvent, run: RunDir) -> str:
@@ -390,7 +390,7 @@ class PlainFace:
         pass
 
     def say(self, text: str) -> None:
-        print(text, flush=True)
+        say(text)
 
     def show(self, event: AnyEvent) -> None:
         if isinstance(event, StepEvent):
@@ -448,7 +448,7 @@ class BarFace:
         self._bar.stop()
 
     def say(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._bar.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def show(self, event: AnyEvent) -> None:
         if isinstance(event, StepEvent):
@@ -457,7 +457,11 @@ class BarFace:
             return
         if isinstance(event, StatusEvent) and event.total:
             self._bar.update(
-                self._task, description=event.state, completed=event.done, total=event.total, figures=event.message
+                self._task,
+                description=event.state,
+                completed=event.done,
+                total=event.total,
+                figures=printable(event.message),
             )
             return
         if isinstance(event, StatusEvent):

@@ -19,6 +19,7 @@ from trainer.data.buckets import bucket_sizes, images_per_bucket
 from trainer.data.images import scan
 from trainer.families.base import FLOW_FIELDS, ImageFamily
 from trainer.objectives import shift_factor, shift_sigma, sigma_at
+from trainer.terminal import complain
 
 NUM_BINS = 20
 NUM_QUANTILES = 10_000
@@ -63,7 +64,7 @@ def main() -> int:
     try:
         rows = recipe(configfile.load(Path(sys.argv[1])).config)
     except InputError as error:
-        print(error, file=sys.stderr)
+        complain(error)
         return 2
     json.dump([dataclasses.asdict(row) for row in rows], sys.stdout)
     return 0

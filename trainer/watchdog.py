@@ -32,6 +32,7 @@ from trainer.diagnosis import remedy_for
 from trainer.events import ErrorEvent, EventWriter, RankLine, WarningEvent
 from trainer.rundir import RunDir
 from trainer.signals import Preemption
+from trainer.terminal import complain
 from trainer.world import World
 
 log = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ class Watchdog:
             if told_at is not None and min(still_s, time.monotonic() - told_at) > LEAVE_WITHIN_S:
                 told_at = None
                 if self._is_left_alone():
-                    print(f"told to leave by {self._told.by}, and others have gone", file=sys.stderr, flush=True)
+                    complain(f"told to leave by {self._told.by}, and others have gone")
                     self._end(1)
                     return
 
@@ -185,7 +186,7 @@ class Watchdog:
         mine = self._report()
         message = f"rank {mine.rank} on {mine.host} {mine}; nothing moved for {mine.still_s:.0f} s"
         log.debug(message)
-        print(f"{mine.stacks}\n{message}", file=sys.stderr, flush=True)
+        complain(f"{mine.stacks}\n{message}")
         self._mail.report(mine.rank, asdict(mine))
         self._mail.has_all.wait(ANSWER_WITHIN_S)
         reports = {rank: Report(**note) for rank, note in dict(self._mail.reports).items()}

@@ -94,9 +94,9 @@ def test_forty_pictures_are_a_quarter_of_a_megabyte_at_most(tmp_path: Path):
 
 def test_what_is_no_picture_is_refused(tmp_path: Path):
     (tmp_path / "a.png").write_text("no picture")
-    with pytest.raises(InputError, match=r"a\.png: cannot be shown"):
+    with pytest.raises(InputError, match=r"a\.png: cannot be read"):
         gallery({"": {"a": tmp_path / "a.png"}})
-    with pytest.raises(InputError, match=r"b\.png: cannot be shown"):
+    with pytest.raises(InputError, match=r"b\.png: cannot be read"):
         gallery({"": {"b": tmp_path / "b.png"}})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +22,9 @@ def pictures(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def stuck(pictures: Path) -> Path:
-    """A file that is read no further until something is written to it, as on a slow disk."""
-    os.mkfifo(pictures / "metadata.jsonl")
+def slow(pictures: Path) -> Path:
+    """A file that takes half a minute to read, until it is cut short."""
+    (pictures / "metadata.jsonl").write_bytes(b"\n" * 10**8)
     return pictures / "metadata.jsonl"
 
 
@@ -68,14 +69,32 @@ def test_a_resolution_below_the_model_s_is_a_problem(pictures: Path):
     assert "data.resolution: 16 is below" in complete(lambda: seen.of(config)).problems[0]
 
 
-def test_a_folder_that_takes_long_keeps_nobody_waiting(pictures: Path, stuck: Path):
+def test_a_folder_that_takes_long_keeps_nobody_waiting(pictures: Path, slow: Path):
     config, seen, began = run_config(pictures), Scans(), time.monotonic()
     found = seen.of(config)
     assert time.monotonic() - began < 10 * scans.PATIENCE_S
     assert (found.is_complete, found.num_files) == (False, 7)
-    stuck.write_text("none")
-    [problem] = complete(lambda: seen.of(config)).problems
-    assert f"{stuck}:1: not a JSON object" in problem
+    os.truncate(slow, 0)
+    assert complete(lambda: seen.of(config)).problems == ()
+
+
+def test_however_often_a_slow_folder_is_looked_at_few_threads_read_it(pictures: Path, slow: Path, monkeypatch):
+    monkeypatch.setattr(scans, "PATIENCE_S", 0.01)
+    config, other, seen = run_config(pictures), run_config(pictures, data__resolution=128), Scans()
+    for _ in range(20):
+        assert not seen.of(config, is_fresh=True).is_complete
+    assert not seen.of(other).is_complete
+    reading = [thread for thread in threading.enumerate() if thread.name == scans.THREADS]
+    os.truncate(slow, 0)
+    assert len(reading) == scans.MOST_AT_ONCE
+    assert complete(lambda: seen.of(config)).problems == ()
+    assert complete(lambda: seen.of(other)).problems == ()
+
+
+def test_a_pipe_among_the_files_is_a_problem_at_once(pictures: Path):
+    os.mkfifo(pictures / "metadata.jsonl")
+    [problem] = complete(lambda: Scans().of(run_config(pictures))).problems
+    assert problem.startswith(f"{pictures}/metadata.jsonl: not a regular file")
 
 
 def test_a_folder_nobody_asks_for_is_not_read_to_its_end(pictures: Path, monkeypatch: pytest.MonkeyPatch):

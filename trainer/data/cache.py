@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 
 from trainer.config import InputError
+from trainer.files import make_private_if_new, opened
 from trainer.objectives import Example
 
 T = TypeVar("T")
@@ -42,7 +43,10 @@ class Crew:
 
 
 class ExampleCache:
-    """Examples by key, one safetensors file each. Keys are hexadecimal digests; runs may share a folder."""
+    """Examples by key, one safetensors file each. Keys are hexadecimal digests; runs may share a folder.
+
+    folder: in the cache that runs share.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -90,6 +94,7 @@ class ExampleCache:
         target = self.path(key)
         part = self.folder / PARTS / f"{key}.{uuid.uuid4().hex}"
         try:
+            make_private_if_new(self.folder.parent)
             for folder in (target.parent, part.parent):
                 folder.mkdir(parents=True, exist_ok=True)
             tensors = {name: tensor.contiguous() for name, tensor in example.items()}
@@ -218,7 +223,7 @@ def _encode_first_usable(
 
 def _digest(file: Path) -> str:
     try:
-        with file.open("rb") as stream:
+        with opened(file) as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror}); restore or remove it") from error

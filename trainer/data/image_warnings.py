@@ -10,6 +10,7 @@ from pathlib import Path
 from trainer.config import InputError
 from trainer.data.buckets import choose_bucket
 from trainer.data.pixels import Picture
+from trainer.files import opened
 
 MOST_ENLARGED = 1.5
 """Times the size of the file, above which an image is blurred at the size it is trained at."""
@@ -86,11 +87,11 @@ def _length(file: Path) -> int:
 
 
 def _tail(file: Path) -> bytes:
-    with file.open("rb") as stream:
+    with opened(file) as stream:
         stream.seek(max(0, file.stat().st_size - TAIL_BYTES))
         return stream.read()
 
 
 def _content(file: Path) -> bytes:
-    with file.open("rb") as stream:
+    with opened(file) as stream:
         return hashlib.file_digest(stream, "sha256").digest()

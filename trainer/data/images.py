@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -13,10 +14,15 @@ from trainer.config import DataConfig, InputError, half_character
 from trainer.data import image_warnings
 from trainer.data.companions import Findings, Masks, References
 from trainer.data.pixels import IMAGE_SUFFIXES, Picture, files_below, open_picture
+from trainer.data.textfiles import rows
+from trainer.files import opened
+from trainer.terminal import shortened
 
 OTHER_IMAGE_SUFFIXES = frozenset({".gif", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".tga", ".psd", ".exr", ".dng"})
 TRIGGER_PLACE = "[trigger]"
 MAX_SHOWN_PROBLEMS = 20
+MOST_WRONG_ROWS = 1000
+"""Of a file of rows: behind so many it is not read on."""
 MAX_CAPTION = 64 * 2**10
 """Bytes of a caption at most: some 16,000 tokens, more than any encoder reads."""
 
@@ -158,8 +164,8 @@ class _Scanner:
         """The usable images of one folder, by relative path."""
         files = self._files(source)
         images = self._images(source, files)
-        rows = self._metadata([file for file in files if file.name == "metadata.jsonl"], frozenset(images))
-        photos = [photo for image in images if (photo := self._photo(image, rows, source)) is not None]
+        captions = self._metadata([file for file in files if file.name == "metadata.jsonl"], frozenset(images))
+        photos = [photo for image in images if (photo := self._photo(image, captions, source)) is not None]
         if images and not photos and not self.found.problems:
             self.found.problems.append(f"{source.field}: {source.root}: none of its {len(images)} images can be read")
         self._warn_of_open_trigger(source, photos)
@@ -194,8 +200,11 @@ class _Scanner:
                 return []
             files = self._walked(root)
         except OSError as error:
-            wrong = f"{source.field}: {error.filename}: cannot be read ({error.strerror})"
+            wrong = f"{source.field}: {shortened(str(error.filename), 500)}: cannot be read ({error.strerror})"
             self.found.problems.append(f"{wrong}; change its permissions, or name a folder without it")
+            return []
+        except InputError as error:
+            self.found.problems.append(f"{source.field}: {error}")
             return []
         if not files:
             self.found.problems.append(f"{source.field}: {root}: the folder is empty; put {source.holds} into it")
@@ -218,10 +227,10 @@ class _Scanner:
             self.found.problems.append(f"{source.field}: {source.root}: no images in this folder; expected {expected}")
         return images
 
-    def _photo(self, path: Path, rows: Mapping[Path, str], source: _Source) -> Photo | None:
+    def _photo(self, path: Path, captions: Mapping[Path, str], source: _Source) -> Photo | None:
         """None if something is wrong with the image, its caption or what goes with it; that is noted."""
         self._watcher.reading(path)
-        caption = self._caption(path, rows)
+        caption = self._caption(path, captions)
         name = path.relative_to(source.root).with_suffix("").as_posix()
         try:
             picture = open_picture(path)
@@ -240,11 +249,11 @@ class _Scanner:
             references=references,
         )
 
-    def _caption(self, path: Path, rows: Mapping[Path, str]) -> str | None:
+    def _caption(self, path: Path, captions: Mapping[Path, str]) -> str | None:
         beside = path.with_suffix(".txt")
-        if is_beside := beside.is_file():
+        if is_beside := beside.exists():
             self._captioned.setdefault(beside, []).append(path)
-        caption = self._text(beside, MAX_CAPTION) if is_beside else rows.get(path, "")
+        caption = self._text(beside) if is_beside else captions.get(path, "")
         if caption == "" and self.cfg.missing_caption == "stop":
             self.found.problems.append(
                 f"{path}: no caption; write it into {beside.name}, or set data.missing_caption: empty"
@@ -256,33 +265,42 @@ class _Scanner:
         """{image: caption} of all rows of all metadata files."""
         captions: dict[Path, str] = {}
         for file in files:
-            for number, line in enumerate((self._text(file) or "").split("\n"), start=1):
-                if line.strip():
-                    try:
-                        image, caption = _metadata_row(line, file.parent, images)
-                    except InputError as error:
-                        self.found.problems.append(f"{file}:{number}: {error}")
-                    else:
+            before = len(self.found.problems)
+            with self._noting(file):
+                for number, offset, line in rows(file):
+                    if len(self.found.problems) - before >= MOST_WRONG_ROWS:
+                        raise InputError(f"{file}: {MOST_WRONG_ROWS} rows are wrong; the rest of them was not read")
+                    with self._noting(file, offset, f"{file}:{number}: "):
+                        image, caption = _metadata_row(line.decode().removeprefix("\ufeff"), file.parent, images)
                         captions[image] = caption
         return captions
 
-    def _text(self, path: Path, limit: int | None = None) -> str | None:
-        """The stripped text of a file, or None if it has more bytes than `limit`, cannot be read or is not UTF-8; that
+    def _text(self, path: Path) -> str | None:
+        """The stripped text of a caption's file, or None if it has too many bytes, cannot be read or is not UTF-8; that
         is noted."""
-        try:
-            if limit is not None and (size := path.stat().st_size) > limit:
-                self.found.problems.append(f"{path}: {too_long(size)}")
-                return None
-            data = path.read_bytes()
+        with self._noting(path), opened(path) as stream:
+            data = stream.read(MAX_CAPTION + 1)
+            if len(data) > MAX_CAPTION:
+                raise InputError(f"{path}: {too_long(os.fstat(stream.fileno()).st_size)}")
             # Windows editors put a byte order mark before the text.
             return data.decode("utf-8").removeprefix("\ufeff").strip()
+        return None
+
+    @contextmanager
+    def _noting(self, path: Path, offset: int = 0, place: str = "") -> Iterator[None]:
+        """Notes what is wrong with a file inside, and goes on behind it.
+
+        offset: of what is decoded, in bytes.  place: stands before an InputError.
+        """
+        try:
+            yield
         except UnicodeDecodeError as error:
-            self.found.problems.append(
-                f"{path}: byte {error.start} (0x{data[error.start]:02x}) is not UTF-8; save the file as UTF-8"
-            )
+            byte = f"byte {offset + error.start} (0x{error.object[error.start]:02x})"
+            self.found.problems.append(f"{path}: {byte} is not UTF-8; save the file as UTF-8")
+        except InputError as error:
+            self.found.problems.append(f"{place}{error}")
         except OSError as error:
             self.found.problems.append(f"{path}: cannot be read ({error.strerror}); change its permissions")
-        return None
 
     def _bad_image(self, message: str) -> None:
         if self.cfg.bad_image == "warn":
@@ -317,16 +335,17 @@ def _metadata_row(line: str, folder: Path, images: frozenset[Path]) -> tuple[Pat
         raise InputError(f"not a JSON object ({error}); each line is one, with file_name and text") from error
     if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
         raise InputError('no "file_name"; each line is a JSON object with file_name and text')
+    name = shortened(row["file_name"])
     caption = row.get("text", row.get("caption"))
     if not isinstance(caption, str):
-        raise InputError(f'no "text" or "caption" for {row["file_name"]}; add the caption as a string')
+        raise InputError(f'no "text" or "caption" for {name}; add the caption as a string')
     if half := half_character(row["file_name"] + caption):
         raise InputError(f"a text {half}")
     if (size := len(caption.encode())) > MAX_CAPTION:
-        raise InputError(f"{row['file_name']}: {too_long(size)}")
+        raise InputError(f"{name}: {too_long(size)}")
     image = Path(os.path.normpath(folder / row["file_name"]))
     if image not in images:
-        raise InputError(f"no such image: {row['file_name']}; correct file_name or remove the line")
+        raise InputError(f"no such image: {name}; correct file_name or remove the line")
     return image, caption.strip()
 
 

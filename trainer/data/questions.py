@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config import DataConfig, InputError, half_character
-from trainer.data.images import MAX_SHOWN_PROBLEMS
+from trainer.data.images import MAX_SHOWN_PROBLEMS, MOST_WRONG_ROWS
 from trainer.data.pixels import Picture, open_picture
+from trainer.data.textfiles import rows
 
 FIELDS = ("image", "question", "answer")
 
@@ -57,20 +58,24 @@ def of_config(cfg: DataConfig) -> Questions:
 def _read(file: Path, leaves_out: bool) -> tuple[list[Question], list[str], list[str]]:
     """Questions, problems and warnings. leaves_out: whether an image that cannot be read is a warning."""
     try:
-        text = file.read_bytes().decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        return [], [f"{file}: byte {error.start} is not UTF-8; save the file as UTF-8"], []
+        lines = [(number, offset, line) for number, offset, line in rows(file)]
+    except InputError as error:
+        return [], [str(error)], []
     except OSError as error:
         return [], [f"data.questions: {file}: cannot be read ({error.strerror}); name a .jsonl file"], []
     found: list[Question] = []
     problems: list[str] = []
     warnings: list[str] = []
     pictures: dict[Path, Picture] = {}
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
+    for number, offset, line in lines:
+        if len(problems) >= MOST_WRONG_ROWS:
+            problems.append(f"{file}: {MOST_WRONG_ROWS} rows are wrong; the rest of them was not read")
+            break
         try:
-            path, question, answer = _row(line, file.parent)
+            path, question, answer = _row(line.decode().removeprefix("\ufeff"), file.parent)
+        except UnicodeDecodeError as error:
+            problems.append(f"{file}: byte {offset + error.start} is not UTF-8; save the file as UTF-8")
+            continue
         except InputError as error:
             problems.append(f"{file}:{number}: {error}")
             continue

@@ -7,6 +7,7 @@ continues exactly. Every rank reads the same stream and takes its own rows, so t
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,11 +21,16 @@ from numpy.typing import NDArray
 
 from trainer.config import InputError, half_character
 from trainer.data.textfiles import reading
+from trainer.files import MIB, opened
 from trainer.rng import generator
 
 PADDING = -1
 SHARD_CHUNK = 2**16
 LINE_CHUNK = 2**20
+MOST_LINE = 64 * MIB
+"""Bytes of a document in a .jsonl at most: some 16 million tokens."""
+MOST_TEXT = 1024 * MIB
+"""Bytes of a .txt, which is one document and read whole."""
 ROW_KEYS = "each line is a JSON object with text, or with prompt and completion"
 
 Tokenize = Callable[[str], list[int]]
@@ -251,20 +257,26 @@ def _read_text(path: Path, offset: int, limit: int, encoder: _Encoder) -> tuple[
 
 
 def _text_document(path: Path, encoder: _Encoder) -> Document:
-    with reading(path):
-        data = path.read_bytes()
+    with reading(path), opened(path) as file:
+        if os.fstat(file.fileno()).st_size > MOST_TEXT:
+            wrong = f"{path}: longer than {MOST_TEXT // MIB} MiB"
+            raise InputError(f"{wrong}; a .txt is one document: cut it into several files")
+        data = file.read()
     return encoder.document([(_utf8(data, path, 0), True)])
 
 
 def _read_lines(path: Path, offset: int, limit: int, encoder: _Encoder) -> tuple[Sequence[Reader], int | None]:
     window: list[Reader] = []
-    with reading(path), path.open("rb") as file:
+    with reading(path), opened(path) as file:
         file.seek(offset)
         while len(window) < limit:
             start = file.tell()
-            line = file.readline()
+            line = file.readline(MOST_LINE + 1)
             if not line:
                 return window, None
+            if len(line) > MOST_LINE:
+                wrong = f"{path}:{_line_number(path, start)}: the line is longer than {MOST_LINE // MIB} MiB"
+                raise InputError(f"{wrong}; shorten or remove it")
             if line.strip():
                 window.append(partial(_line_document, path, start, line.rstrip(), encoder))
         return window, file.tell()
@@ -309,7 +321,7 @@ def _string(values: Mapping[str, object], key: str) -> str:
 def _line_number(path: Path, offset: int) -> int:
     """Number of the line that holds the byte at `offset`, from 1."""
     number = 1
-    with reading(path), path.open("rb") as file:
+    with reading(path), opened(path) as file:
         while offset > 0 and (chunk := file.read(min(offset, LINE_CHUNK))):
             number += chunk.count(b"\n")
             offset -= len(chunk)
@@ -335,10 +347,13 @@ def _read_shard(path: Path, offset: int, limit: int, encoder: _Encoder) -> tuple
 def _open_shard(path: Path) -> NDArray[np.integer[Any]]:
     remedy = "save the token ids with numpy.save as one dimension of integers"
     with reading(path):
+        opened(path).close()
         try:
             # Unlike numpy.load, it never unpickles and takes no archive.
             shard = np.lib.format.open_memmap(path, mode="r")
-        except ValueError as error:
+        except OSError:
+            raise
+        except Exception as error:  # a header is read as Python, whose parser raises all kinds
             raise InputError(f"{path}: not an array of numbers, or cut short; {remedy}") from error
     if shard.ndim != 1 or not np.issubdtype(shard.dtype, np.integer):
         raise InputError(f"{path}: an array of {shard.dtype} in {shard.ndim} dimensions; {remedy}")

@@ -10,8 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trainer.config import DataConfig, InputError
+from trainer.files import NOT_REGULAR, opened
+from trainer.terminal import shortened
 
 SUFFIXES = frozenset({".txt", ".jsonl", ".npy"})
+MOST_DEEP = 100
+"""Folders within each other at most: each level makes a path longer, and finding them all takes its square."""
+MOST_ROW = 2**20
+"""Bytes of a row about one image at most: captions of 64 KiB, however they are escaped."""
 
 
 def of_config(cfg: DataConfig) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
@@ -40,6 +46,7 @@ def find_files(path: Path) -> tuple[Path, ...]:
     which the completion is learned; blank lines are skipped. A .npy holds token ids, each document ended by
     end-of-text. Other files and what is hidden are left out. Raises InputError when there is nothing to read.
     """
+    _require_regular(path)
     if path.is_file():
         if path.suffix.lower() not in SUFFIXES:
             raise InputError(f"{path}: not a kind of text that is read; give a .txt, .jsonl or .npy file")
@@ -49,6 +56,8 @@ def find_files(path: Path) -> tuple[Path, ...]:
     files = [file for file in _files_below(path) if file.suffix.lower() in SUFFIXES]
     if not files:
         raise InputError(f"{path}: no text in this folder; put .txt, .jsonl or .npy files into it")
+    for file in files:
+        _require_regular(file)
     return tuple(sorted(files, key=lambda file: file.relative_to(path).as_posix()))
 
 
@@ -76,14 +85,36 @@ def digest(files: Sequence[Path]) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
+def rows(file: Path) -> Iterator[tuple[int, int, bytes]]:
+    """(number, offset in bytes, content) of the lines of a file about images that hold anything; numbers from 1.
+
+    Raises OSError, and InputError for what is no regular file and for a line of more than MOST_ROW bytes, without its
+    end.
+    """
+    with opened(file) as stream:
+        number, offset = 1, 0
+        while line := stream.readline(MOST_ROW + 1):
+            if len(line) > MOST_ROW:
+                raise InputError(f"{file}:{number}: the line is longer than 1 MiB; shorten or remove it")
+            if line.strip():
+                yield number, offset, line.strip()
+            number, offset = number + 1, offset + len(line)
+
+
+def too_deep(folder: Path) -> InputError:
+    """The error about a folder with more than MOST_DEEP folders within each other."""
+    return InputError(f"{folder}: its folders lie within each other more than {MOST_DEEP} deep; move the files up")
+
+
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Raises InputError naming the file that cannot be read inside."""
     try:
         yield
     except OSError as error:
+        name = shortened(str(error.filename or path), 500)
         raise InputError(
-            f"{error.filename or path}: cannot be read ({error.strerror}); put it back, or change its permissions"
+            f"{name}: cannot be read ({error.strerror}); put it back, or change its permissions"
         ) from error
 
 
@@ -97,9 +128,17 @@ def _files_below(folder: Path) -> Iterator[Path]:
                 folders.clear()
                 continue
             entered.add(resolved)
+            if len(Path(root).parts) - len(folder.parts) > MOST_DEEP:
+                raise too_deep(folder)
             # Sorted, so that of two ways to a folder the same one is taken everywhere.
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             yield from (Path(root, name) for name in names if not name.startswith("."))
+
+
+def _require_regular(path: Path) -> None:
+    """Raises InputError for what is there and neither a file nor a folder: reading a pipe has no end."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise InputError(f"{path}: {NOT_REGULAR}")
 
 
 def _raise(error: OSError) -> None:

@@ -27,6 +27,7 @@ from trainer.demo.pictures import FONT, Picture, glyphs, numbers_and_colours, wr
 from trainer.demo.style import LOOKS, in_looks, write_held_out, write_quickstart
 from trainer.demo.text import random_text_encoder, tokenizer_of
 from trainer.launch import worker_environment
+from trainer.terminal import complain, say
 
 ROOT = Path(__file__).parents[2]
 PRESET = ROOT / "presets" / "demo-base-cpu.yaml"
@@ -43,7 +44,7 @@ def main() -> int:
     try:
         drawn = glyphs(arguments.font)
     except InputError as error:
-        print(error, file=sys.stderr)
+        complain(error)
         return 2
     drawn += numbers_and_colours(drawn)
     taught = [picture for picture in drawn if not picture.held_out]
@@ -117,7 +118,7 @@ def _exports(folder: Path) -> list[Path]:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    say(text)
 
 
 if __name__ == "__main__":

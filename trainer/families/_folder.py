@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.config import DEMO, InputError, ModelConfig
-from trainer.files import read
+from trainer.files import make_private_if_new, read
 from trainer.hub import find_folder
 from trainer.rng import generator
 from trainer.weights import Fused, WeightFiles, digest, give_storage, safetensors_in, stored_tensors
@@ -199,7 +199,7 @@ def write_once(folder: Path, write: Callable[[Path], None]) -> Path:
     """
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_private_if_new(folder.parent)
     with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
         made = Path(temporary) / folder.name
         made.mkdir()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trainer.config import RunConfig
 from trainer.plan.recording import record_model, record_published, traced
+from trainer.terminal import say
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         return record_published(options.names, options.jobs)
     cfg = RunConfig.model_validate_json(options.config.read_text(encoding="utf-8"))
     if options.command == "trace":
-        print(traced(cfg, options.cache))
+        say(traced(cfg, options.cache))
     else:
         record_model(cfg, options.cache)
     return 0

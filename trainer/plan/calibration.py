@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from trainer.files import make_private_if_new
 from trainer.plan.hardware import Card
 from trainer.plan.phases import Reserve
 
@@ -43,7 +44,8 @@ _MEASURED = TypeAdapter(Measured)
 def keep(cache: Path, measured: Measured) -> None:
     """Write a measurement down, for plans to come."""
     file = _file(cache)
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_private_if_new(cache)
+    file.parent.mkdir(exist_ok=True)
     with file.open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(asdict(measured)) + "\n")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from trainer.plan.phases import moment
 from trainer.plan.storage import amount
 from trainer.plan.store import traced_peak
 from trainer.rundir import shared_cache
+from trainer.terminal import complain, say
 
 SHOWN = GIB / 100
 """Bytes of an item that is printed."""
@@ -35,7 +35,7 @@ def show(preset: Path, overrides: Sequence[str], runs: Path, gpus: str | None, a
     loaded = configfile.load(preset, overrides)
     configfile.check_rules(loaded)
     for note in loaded.notes:
-        print(f"note: {note}", file=sys.stderr)
+        complain(f"note: {note}")
     cfg = loaded.config
     cache = shared_cache(cfg, runs)
     parts = configfile.parts(cfg)
@@ -48,11 +48,11 @@ def show(preset: Path, overrides: Sequence[str], runs: Path, gpus: str | None, a
             for part, look in zip(parts, looks, strict=True)
         ]
         names = [stage.name for stage in cfg.stages]
-        print(json.dumps({"stages": dict(zip(names, found, strict=True))} if names else found[0], indent=1))
+        say(json.dumps({"stages": dict(zip(names, found, strict=True))} if names else found[0], indent=1))
     else:
         titles = [f"stage {number} of {len(parts)}, {one.name}:\n" for number, one in enumerate(cfg.stages, 1)]
         told = ["\n".join(_told(part, look)) for part, look in zip(parts, looks, strict=True)]
-        print("\n\n".join(f"{title}{text}" for title, text in zip(titles or [""], told, strict=True)))
+        say("\n\n".join(f"{title}{text}" for title, text in zip(titles or [""], told, strict=True)))
     return 1 if any(look.plan.verdict == "does not fit" for look in looks) else 0
 
 
@@ -67,7 +67,7 @@ class _Look:
 
 
 def _look(cfg: RunConfig, card: Card | None, cache: Path, exactly: bool) -> _Look:
-    found = plan(cfg, card, cache, lambda sentence: print(sentence, file=sys.stderr))
+    found = plan(cfg, card, cache, complain)
     ways, most = (fixes(cfg, card, cache), largest(cfg, card, cache)) if card else ([], {})
     return _Look(found, ways, most, traced_peak(cfg, found.strategy, cache) if exactly else None)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
@@ -16,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from trainer import configfile
 from trainer.config import RunConfig, family_names
+from trainer.files import make_private_if_new
 from trainer.plan.sizes import size_of
 from trainer.plan.store import SHIPPED, encoders_key_of, kept_file, key_of, known_parts, name_of
 from trainer.plan.tables import KINDS, Encoders, Kind, Table, encode, ranks_of
+from trainer.terminal import complain, say
 
 if TYPE_CHECKING:
     from trainer.plan.record import Recording
@@ -119,8 +120,9 @@ def _quieten() -> None:
 
 
 def write(file: Path, tables: Mapping[str, Table], encoders: Mapping[str, Encoders]) -> None:
-    """Others see the whole file or none."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    """Others see the whole file or none. file: in a folder of the cache that runs share."""
+    make_private_if_new(file.parent.parent)
+    file.parent.mkdir(exist_ok=True)
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     beside.write_bytes(encode(tables, encoders))
     os.replace(beside, file)
@@ -131,7 +133,7 @@ def record_published(names: Sequence[str], jobs: int) -> int:
     models = _published()
     unknown = sorted(set(names) - models.keys())
     if unknown:
-        print(f"{unknown[0]} is not one of {', '.join(models)}", file=sys.stderr)
+        complain(f"{unknown[0]} is not one of {', '.join(models)}")
         return 2
     with TemporaryDirectory() as folder, _pool(jobs) as pool:
         cache = Path(folder)
@@ -146,7 +148,7 @@ def record_published(names: Sequence[str], jobs: int) -> int:
                 {key: table() for key, table in tables.items()},
                 {key: of() for key, of in encoders.items()},
             )
-            print(f"{name}: {', '.join(tables)}; encoders {', '.join(encoders)}", flush=True)
+            say(f"{name}: {', '.join(tables)}; encoders {', '.join(encoders)}")
     return 0
 
 

@@ -25,6 +25,7 @@ from trainer.config import InputError, TrackersConfig
 from trainer.events import LossyWriter, WarningEvent
 from trainer.rundir import RunDir
 from trainer.signals import LEAVE
+from trainer.terminal import complain
 from trainer.trackers import ALREADY_SAID, NAMES, PATIENCE_S, Files, require, short, stopped, without_secrets
 from trainer.trackers.feed import Feed, Figures, Item, Picture, Place, Tracker
 
@@ -40,14 +41,14 @@ def main() -> int:
         run = RunDir.open(arguments.run_dir)
         require(TrackersConfig.model_validate({arguments.tracker: True}))
     except InputError as error:
-        print(error, file=sys.stderr)
+        complain(error)
         return 2
     os.nice(10)  # the ranks and their loaders come first
     work = _Work(run, arguments.tracker, arguments.beside, arguments.patience)
     try:
         work.do()
     except Exception as error:  # noqa: BLE001 - whatever a tracker raises, it is told and the run goes on
-        print(without_secrets(traceback.format_exc()), end="", file=sys.stderr)
+        complain(without_secrets(traceback.format_exc()).rstrip())
         if not arguments.beside:
             return 1
         work.say(stopped(run, arguments.tracker, f"{type(error).__name__}: {short(str(error))}"))
@@ -69,7 +70,7 @@ class _Work:
     def say(self, event: WarningEvent) -> None:
         """Write into the run's events; nobody need read this process's output."""
         self._events.write(event)
-        print(event.message, file=sys.stderr)
+        complain(event.message)
 
     def do(self) -> None:
         self._files.lock.parent.mkdir(exist_ok=True)

@@ -37,6 +37,10 @@ def connect(run: RunDir, cfg: RunConfig, place: Place, say: Callable[[WarningEve
     return tracker
 
 
+SAMPLES = ("PNG",)
+"""What samples are stored as. A foreign run folder may hold anything under their names."""
+
+
 class TensorBoard:
     """A Tracker."""
 
@@ -48,7 +52,7 @@ class TensorBoard:
         self._add(values, item.step, item.time)
 
     def picture(self, item: Picture) -> None:
-        with Image.open(item.path) as picture:
+        with Image.open(item.path, formats=SAMPLES) as picture:
             width, height = picture.size
         image = Summary.Image(width=width, height=height, colorspace=RGB, encoded_image_string=item.path.read_bytes())
         self._add([Summary.Value(tag=f"{item.index} {item.prompt}", image=image)], item.step, item.time)

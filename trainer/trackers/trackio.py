@@ -10,6 +10,7 @@ from typing import Any
 
 import trackio
 
+from trainer import terminal
 from trainer.config import RunConfig
 from trainer.events import WarningEvent
 from trainer.rundir import RunDir
@@ -51,7 +52,7 @@ def _tell_first_warning(say: Callable[[WarningEvent], None]) -> None:
 
     def show(message: Warning | str, *place: Any, **more: Any) -> None:
         text = short(str(message))
-        print(text)
+        terminal.say(text)
         if "trackio" in text.lower() and not told:
             told.append(text)
             say(WarningEvent(message=f"trackers.trackio: {text}"))

@@ -1,0 +1,77 @@
+"""Caches hold a user's pictures and captions: what this program makes, other users of the machine cannot read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.data.cache import ExampleCache
+from trainer.families._folder import write_once
+from trainer.plan import calibration, recording
+
+NOBODY = 65534
+KEY = "ab" * 32
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder that everybody may look into, those above it too."""
+    folder = Path(tempfile.mkdtemp(prefix="shardstudio-"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def mode(folder: Path) -> int:
+    return stat.S_IMODE(folder.stat().st_mode)
+
+
+def read_as_nobody(file: Path) -> int:
+    """The exit code of reading a file as another user."""
+    done = subprocess.run(["cat", file], user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True, check=False)
+    return done.returncode
+
+
+def measured() -> calibration.Measured:
+    return calibration.Measured(gpu="a", ranks=1, planned=1.0, allocated=1, reserved=1, used=1, seconds=1.0)
+
+
+WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "examples": (
+        f"examples/ab/{KEY}.safetensors",
+        lambda cache: ExampleCache(cache / "examples").write(KEY, {"latents": torch.zeros(2)}),
+    ),
+    "models": ("tiny/a.txt", lambda cache: write_once(cache / "tiny", lambda at: (at / "a.txt").write_text("a"))),
+    "plans": ("plans/a.json.gz", lambda cache: recording.write(cache / "plans" / "a.json.gz", {}, {})),
+    "measured": ("plans/measured.jsonl", lambda cache: calibration.keep(cache, measured())),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user is needed")
+def test_another_user_cannot_read_a_cache_that_was_made_here(place: Path, name: str) -> None:
+    file, write = WRITERS[name]
+    cache = place / "runs" / "cache"
+    write(cache)
+    assert (mode(cache), read_as_nobody(cache / file)) == (0o700, 1)
+    write(cache)
+    assert (cache / file).exists()
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user is needed")
+def test_a_cache_that_a_user_made_for_several_stays_open_to_them(place: Path, name: str) -> None:
+    file, write = WRITERS[name]
+    cache = place / "shared"
+    cache.mkdir()
+    cache.chmod(0o755)
+    write(cache)
+    assert (mode(cache), read_as_nobody(cache / file)) == (0o755, 0)

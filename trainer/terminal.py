@@ -1,0 +1,44 @@
+"""Text for a terminal. All that is printed passes here: names and texts of strangers may hold commands to a terminal.
+
+Standard library only: the command line prints before any package is found.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TextIO
+
+# C0 but tab and line feed, DEL and C1, which move the cursor, clear the screen and retitle the window; the controls of
+# writing direction, which show a line in another order than it is read (CVE-2021-42574); and surrogates, which are
+# bytes of a file's name that are not UTF-8.
+_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """The text with what a terminal would obey as escapes, `\\x1b` or `\\u202e`; any other text is unchanged."""
+    return _COMMANDS.sub(_escaped, text)
+
+
+def say(text: object, stream: TextIO | None = None) -> None:
+    """Print a line, or several, at once. stream: stdout without one."""
+    out = sys.stdout if stream is None else stream
+    encoding = out.encoding or "utf-8"
+    print(printable(str(text)).encode(encoding, "backslashreplace").decode(encoding), file=out, flush=True)
+
+
+def complain(text: object) -> None:
+    """Print a line, or several, to stderr."""
+    say(text, sys.stderr)
+
+
+def shortened(text: str, most: int = 200) -> str:
+    """The text if it has at most so many characters, else its beginning and end."""
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[1 - most // 2 :]}"
+
+
+def _escaped(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    if 0xDC80 <= code <= 0xDCFF:
+        code -= 0xDC00  # the byte that the name holds (PEP 383)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
