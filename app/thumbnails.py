@@ -7,6 +7,7 @@ import shutil
 import threading
 from pathlib import Path
 
+from trainer import files
 from trainer.config import InputError
 from trainer.data.pixels import load_rgb, open_picture
 
@@ -37,7 +38,7 @@ class Thumbnails:
         return copy
 
     def _write(self, picture: Path, copy: Path, side: int) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        files.make_private(self.folder)
         found = open_picture(picture)
         scale = min(1, side / max(found.width, found.height))
         small = load_rgb(found, (max(1, round(found.width * scale)), max(1, round(found.height * scale))))
@@ -57,7 +58,8 @@ class Downloads:
         if file.suffix not in DOWNLOADED:
             raise InputError(f"{file.name}: only {', '.join(sorted(DOWNLOADED))} are served; it lies in {file.parent}")
         place = self.folder / hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:16] / file.name
-        place.parent.mkdir(parents=True, exist_ok=True)
+        files.make_private(self.folder)
+        place.parent.mkdir(exist_ok=True)
         place.unlink(missing_ok=True)
         try:
             place.hardlink_to(file)
