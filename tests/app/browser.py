@@ -125,9 +125,9 @@ def serving(runs: Path, *options: str, **values: Any) -> Iterator[Server]:
                 continue
 
 
-def start_chromium(playwright: Playwright) -> Browser:
+def start_chromium(playwright: Playwright, *flags: str) -> Browser:
     """Debian's Chromium: nothing is downloaded."""
-    return playwright.chromium.launch(executable_path=shutil.which("chromium"), args=list(FLAGS))
+    return playwright.chromium.launch(executable_path=shutil.which("chromium"), args=[*FLAGS, *flags])
 
 
 @contextmanager
