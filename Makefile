@@ -9,7 +9,7 @@ AS_ROOT := $(if $(filter-out 0,$(shell id -u)),sudo)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-all check ui notebooks lab parity audit survive fuzz bench plan recorded interop gpu-check table browser network screenshots eightbit schema demo-base clean
+.PHONY: demo test test-all check ui notebooks lab parity audit survive fuzz bench plan recorded interop gpu-check table browser network proxies screenshots eightbit schema demo-base clean
 
 demo: .venv
 	$(BIN)/python launch.py --headless presets/quickstart.yaml --runs $(RUNS)
@@ -17,7 +17,7 @@ demo: .venv
 test: .venv browser network
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL)
 
-test-all: eightbit browser network
+test-all: eightbit browser network proxies
 	$(BIN)/python -m pytest -m "not gpu" --timeout 1200 $(PARALLEL)
 
 check: .venv
@@ -90,6 +90,11 @@ browser:
 network:
 	@command -v ip > /dev/null || { $(AS_ROOT) apt-get update -qq && \
 	$(AS_ROOT) apt-get install -y -qq iproute2 > /dev/null; }
+
+# What the slow tests put before the page, as app/proxy/ describes it.
+proxies:
+	@command -v nginx > /dev/null && command -v caddy > /dev/null && command -v openssl > /dev/null || { \
+	$(AS_ROOT) apt-get update -qq && $(AS_ROOT) apt-get install -y -qq nginx-light caddy openssl > /dev/null; }
 
 # The pictures of the page in the README.
 screenshots: .venv browser

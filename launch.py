@@ -42,8 +42,10 @@ TAKEN_BY = {
     "gpus": ("plan",),
     "json": ("plan",),
     "exactly": ("plan",),
+    "name": (),
+    "auth_file": (),
 }
-"""{option: the modes that take it}"""
+"""{option: the modes that take it}; the page alone takes what none does."""
 TAKE_OVERRIDES = ("headless", "plan", "resume", "join")
 MODES_WITH_VALUE = {
     "headless": "PRESET",
@@ -101,9 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_modes(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields that replace those of the config")
     parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where run folders are made")
-    parser.add_argument("--port", type=int, metavar="N", help="port of the page; default: 7860")
-    parser.add_argument("--host", metavar="H", help="address of the page; default: this machine alone")
-    parser.add_argument("--auth", metavar="USER:PASS", help="who may use the page; needed for another --host")
+    _add_page_options(parser)
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="make this very run folder (--headless)")
     _add_node_options(parser)
     parser.add_argument("--what", choices=_choices("what"), help="what is written (--export); default: the run's own")
@@ -154,6 +154,28 @@ def _add_modes(parser: argparse.ArgumentParser) -> None:
     modes.add_argument("--doctor", action="store_true", help="check Python, packages, GPUs, disk, memory and ports")
 
 
+def _add_page_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--port", type=int, metavar="N", help="port of the page; default: 7860")
+    parser.add_argument("--host", metavar="H", help="address of the page; default: this machine alone")
+    parser.add_argument(
+        "--name",
+        action="append",
+        metavar="HOST[:PORT]",
+        help="name by which others reach the page, as through a proxy with TLS (app/proxy); may be repeated",
+    )
+    password = parser.add_mutually_exclusive_group()
+    password.add_argument(
+        "--auth-file",
+        type=Path,
+        metavar="FILE",
+        help="who may use the page: one line USER:PASS, readable by its owner only; or set SHARDSTUDIO_AUTH; "
+        "needed for another --host",
+    )
+    password.add_argument(
+        "--auth", metavar="USER:PASS", help="the same on the command line, where every user of this machine reads it"
+    )
+
+
 def _add_node_options(parser: argparse.ArgumentParser) -> None:
     jobs = parser.add_mutually_exclusive_group()
     jobs.add_argument(
@@ -199,9 +221,12 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         from trainer import queue
 
         return queue.work_off(options.runs, say)
-    if all(getattr(options, mode) is None for mode in MODES_WITH_VALUE):
-        return _page(options)
-    return _headless(options)
+    return _page(options) if _is_page(options) else _headless(options)
+
+
+def _is_page(options: argparse.Namespace) -> bool:
+    """Whether no mode was asked for."""
+    return not (options.doctor or options.queue) and all(getattr(options, mode) is None for mode in MODES_WITH_VALUE)
 
 
 def _page(options: argparse.Namespace) -> int:
@@ -209,16 +234,21 @@ def _page(options: argparse.Namespace) -> int:
         raise InputError("the page needs gradio: pip install 'gradio>=6.31,<7', or make ui; --headless needs none")
     from app import gradio_app
 
-    gradio_app.serve(options.runs, options.host or "127.0.0.1", options.port or 7860, options.auth)
+    host, port = options.host or "127.0.0.1", options.port or 7860
+    gradio_app.serve(options.runs, host, port, options.name or (), options.auth, options.auth_file)
     return 0
 
 
 def _refuse_unused(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """An option that another mode takes would be passed over."""
     for name, modes in TAKEN_BY.items():
-        if getattr(options, name) is not None and all(getattr(options, mode) is None for mode in modes):
-            option = f"--{name.replace('_', '-')}"
+        if getattr(options, name) is None or any(getattr(options, mode) is not None for mode in modes):
+            continue
+        option = f"--{name.replace('_', '-')}"
+        if modes:
             parser.error(f"{option} goes with {' or '.join(f'--{mode}' for mode in modes)} only; leave it out")
+        if not _is_page(options):
+            parser.error(f"{option} goes with the page only; leave it out")
 
 
 def _headless(options: argparse.Namespace) -> int:

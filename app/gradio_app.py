@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before the import, which reads it
 
 import gradio as gr
+import uvicorn
+from fastapi import FastAPI
+from markupsafe import escape
 
-from app import security, theme
+from app import panels, security, theme
 from app.pages import dataset, doctor, export, queue, runs, samples, train, watch
 from app.pages.parts import QUIET, VIEWER, VIEWER_SCRIPT
 from app.pages.ticks import Tick, choices, keep_renewing
@@ -23,6 +28,9 @@ BUTTONS = {"stop": "Stop", "save": "Save now", "sample": "Sample now", "resume":
 MOST_BROWSERS = 16
 """Browsers of which is known what they show, at 2 MB each. One more is sent everything again, nothing is lost."""
 TICK_S, SLOW_TICK_S = 1.5, 3.0
+PASSWORD_VARIABLE = "SHARDSTUDIO_AUTH"
+PLAIN_TEMPLATE = "${value}"
+"""Of HTML that is shown as it is; charts have others."""
 QUEUE_POLL_S = 10.0
 """Between two looks into gradio's own queue, which no listener uses: a thousand a second wake the page for nothing."""
 
@@ -37,6 +45,8 @@ def build(studio: Studio) -> gr.Blocks:
                 name: gr.Button(label, elem_id=name, interactive=False, min_width=120)
                 for name, label in BUTTONS.items()
             }
+        if studio.unwritable:
+            gr.HTML(panels.alert(studio.unwritable), elem_id="unwritable")
         gr.HTML(VIEWER, js_on_load=VIEWER_SCRIPT)
         with gr.Tabs(elem_id="pages") as tabs:
             with gr.Tab("Train", id="train") as train_tab:
@@ -68,7 +78,15 @@ def build(studio: Studio) -> gr.Blocks:
         train.looks_again(trained, train_tab.select)
         dataset_tab.select(read_images, number, cards, **QUIET)
         doctor_tab.select(lambda: doctor.checks(studio), None, checks, **QUIET)
+    for component in blocks.blocks.values():
+        if isinstance(component, gr.HTML) and component.html_template == PLAIN_TEMPLATE:
+            component.postprocess = _shown  # type: ignore[method-assign]
     return blocks  # type: ignore[no-any-return]
+
+
+def _shown(value: str | None) -> str | None:
+    """What HTML shows. A text that is not markup is shown as it is, wherever it comes from."""
+    return None if value is None else str(escape(value))
 
 
 def _watch(studio: Studio, name: str) -> list[Any]:
@@ -90,46 +108,118 @@ def _all_runs(studio: Studio, run: gr.Dropdown) -> Tick:
     return Tick(show, [run], [run])
 
 
-def serve(runs: Path, host: str, port: int, auth: str | None) -> None:
-    """Serve the page until Ctrl-C. Raises InputError when the port is taken, or others could reach it without auth."""
-    user = security.require_password(host, auth)
+def serve(runs: Path, host: str, port: int, names: Sequence[str], auth: str | None, auth_file: Path | None) -> None:
+    """Serve the page until Ctrl-C. names: HOST or HOST:PORT by which others reach it.  auth: USER:PASS.
+
+    Raises InputError when the port is taken, a name or password is none, or others could reach it without a password.
+    """
+    user = _user(host, auth, auth_file)
+    known = [security.parsed_name(name) for name in names]
+    if host not in security.LOCAL:
+        known += security.own_names(host)
     _require_free(host, port)
     studio = Studio(runs)
+    studio.claim()
     studio.keep_queue_going()
-    hosts = [*security.LOCAL, *([] if host in security.LOCAL else [host])]
+    token = secrets.token_urlsafe(32)
     blocks = build(studio)
+    app = _mounted(blocks, studio)
+    app.add_middleware(
+        security.Guard,
+        names=known,
+        port=port,
+        secret=_secret(studio),
+        token=token,
+        login=security.Login(*user) if user else None,
+    )
+    for line in _addresses(host, port, known, bool(names), "" if user else f"/?token={token}"):
+        say(line)
+    # A proxy on this machine is believed who asks and whether by https, where one was announced by --name.
+    uvicorn.run(
+        app,
+        host=host,
+        port=port,
+        log_level="warning",
+        server_header=False,
+        proxy_headers=bool(names),
+        forwarded_allow_ips=["127.0.0.1", "::1"],
+    )
+
+
+def _secret(studio: Studio) -> str:
+    try:
+        return security.kept_secret(studio.runs / "drafts" / "secret")
+    except OSError:
+        if not studio.unwritable:
+            raise
+        return secrets.token_urlsafe(32)  # browsers that are open lose a page that is started again
+
+
+def _mounted(blocks: gr.Blocks, studio: Studio) -> FastAPI:
     blocks._queue.sleep_when_free = blocks._queue.progress_update_sleep_when_free = QUEUE_POLL_S
-    say(f"http://{host}:{port}")
-    blocks.launch(
-        server_name=host,
-        server_port=port,
-        auth=security.Login(*user) if user else None,
+    blocks.state_session_capacity = MOST_BROWSERS
+    without_docs: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
+    return gr.mount_gradio_app(  # type: ignore[no-any-return]
+        FastAPI(**without_docs),
+        blocks,
+        "/",
+        app_kwargs=without_docs,
         allowed_paths=[str(studio.thumbnails.folder), str(studio.downloads.folder)],
-        app_kwargs={
-            "middleware": security.middleware(hosts, port, security.kept_secret(studio.runs / "drafts" / "secret")),
-            "docs_url": None,
-            "redoc_url": None,
-            "openapi_url": None,
-        },
         theme=theme.theme(),
         css=theme.CSS,
-        share=False,
         ssr_mode=False,
         mcp_server=False,
         enable_monitoring=False,
         footer_links=[],
         run_history=False,
-        state_session_capacity=MOST_BROWSERS,
         max_file_size="1mb",
-        quiet=True,
         show_error=False,
     )
 
 
+def _user(host: str, auth: str | None, auth_file: Path | None) -> tuple[str, str] | None:
+    """User and password, None for a page that only whoever has its address opens."""
+    given = os.environ.pop(PASSWORD_VARIABLE, None)  # processes that are started here inherit the others only
+    if auth_file is not None:
+        return security.read_password(auth_file)
+    if auth is not None:
+        print(
+            f"--auth: every user of this machine can read it; use --auth-file FILE or {PASSWORD_VARIABLE}", flush=True
+        )
+        return security.password(auth, "--auth")
+    if given is not None:
+        return security.password(given, PASSWORD_VARIABLE)
+    if host not in security.LOCAL:
+        raise InputError(
+            f"--host {host}: others could start runs here; add --auth-file FILE with one line USER:PASS, "
+            f"or set {PASSWORD_VARIABLE}"
+        )
+    return None
+
+
+def _addresses(host: str, port: int, names: Sequence[security.Name], is_named: bool, path: str) -> Iterator[str]:
+    """What to type into a browser. is_named: whether names were given.  path: with what opens the page."""
+    if host in security.LOCAL:
+        yield f"http://{security.literal(host)}:{port}{path}"
+    for name in names:
+        if host in security.LOCAL:
+            yield f"https://{name}{path}"
+        else:
+            yield f"http://{name}{path}" if name.port else f"http://{name}:{port}{path}"
+    if host not in security.LOCAL:
+        yield "The password crosses the network in clear text; app/proxy/ has examples that put TLS before the page."
+        if not is_named:
+            yield "Reached by any other name, the page needs --name HOST[:PORT]."
+
+
 def _require_free(host: str, port: int) -> None:
-    with socket.socket() as probe:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise InputError(f"--host {host}: not an address of this machine ({error.strerror}); name another") from error
+    with socket.socket(family, kind) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
+            probe.bind(address)
         except OSError as error:
             raise InputError(f"--port {port}: cannot be used on {host} ({error.strerror}); name another") from error

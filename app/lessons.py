@@ -7,9 +7,10 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from io import BytesIO
 from pathlib import Path
+
+from markupsafe import Markup
 
 from trainer.data.pixels import load_preview, open_picture
 from trainer.terminal import say
@@ -19,9 +20,12 @@ NUMBER = re.compile(r"[-+\u2212~≈]?\s*[.\d]")
 NOTHING = frozenset({"", "-", "—"})
 
 # JupyterLab aligns every cell to the right, and a style of an element outlives its filter of untrusted notebooks.
-WIDE = 'class="shardstudio" style="overflow-x: auto"'
+WIDE = Markup('<div class="shardstudio" style="overflow-x: auto">{}</div>')
 CAPTION = "text-align: left; font-size: 0.85em; font-weight: normal; overflow-wrap: anywhere"
-TABLE = 'style="margin: 0; border-collapse: collapse; font-variant-numeric: tabular-nums"'
+TABLE = Markup(
+    '<table style="margin: 0; border-collapse: collapse; font-variant-numeric: tabular-nums">'
+    "<thead><tr>{}</tr></thead><tbody>{}</tbody></table>"
+)
 
 COLOURS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#db2777")
 """Seen by day and by night: at least 3.3 to 1 against white and against near black."""
@@ -44,20 +48,20 @@ class Table:
         rule = "  ".join("-" * width for width in self._widths)
         return "\n".join([head, rule, *rows])
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self) -> Markup:
         head, *rows = self._rows
-        top = self._cells("th", ' scope="col"', head)
-        body = "".join(f"<tr>{self._cells('td', '', row)}</tr>" for row in rows)
-        return f"<div {WIDE}><table {TABLE}><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
+        top = self._cells(Markup('<th scope="col" style="text-align: {}">{}</th>'), head)
+        cell = Markup('<td style="text-align: {}">{}</td>')
+        body = Markup().join(Markup("<tr>{}</tr>").format(self._cells(cell, row)) for row in rows)
+        return WIDE.format(TABLE.format(top, body))
 
     def _line(self, row: Sequence[str]) -> str:
         cells = zip(row, self._widths, self._is_number, strict=True)
         return "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in cells).rstrip()
 
-    def _cells(self, tag: str, more: str, row: Sequence[str]) -> str:
+    def _cells(self, cell: Markup, row: Sequence[str]) -> Markup:
         sides = ["right" if is_number else "left" for is_number in self._is_number]
-        cells = zip(row, sides, strict=True)
-        return "".join(f'<{tag}{more} style="text-align: {side}">{escape(cell)}</{tag}>' for cell, side in cells)
+        return Markup().join(map(cell.format, sides, row))
 
 
 class Bars:
@@ -77,28 +81,30 @@ class Bars:
         ]
         return repr(Table(head, rows))
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self) -> Markup:
         colours = dict(zip(self._parts, itertools.cycle(COLOURS)))
-        legend = "".join(f"<span>{_swatch(colours[part])} {escape(part)}</span>" for part in self._parts)
-        rows = "".join(self._bar(label, colours) for label in self._bars)
+        swatch = Markup('<span style="display: inline-block; width: 12px; height: 12px; background: {}"></span>')
+        named = Markup("<span>{} {}</span>")
+        legend = Markup().join(named.format(swatch.format(colours[part]), part) for part in self._parts)
+        rows = Markup().join(self._bar(label, colours) for label in self._bars)
         grid = "display: grid; grid-template-columns: max-content 1fr max-content; gap: 4px 12px; align-items: center"
-        return (
-            f'<div class="shardstudio"><div style="display: flex; flex-wrap: wrap; gap: 0 16px">{legend}</div>'
-            f'<div style="{grid}; margin-top: 8px">{rows}</div></div>'
-        )
+        return Markup(
+            '<div class="shardstudio"><div style="display: flex; flex-wrap: wrap; gap: 0 16px">{}</div>'
+            '<div style="{}; margin-top: 8px">{}</div></div>'
+        ).format(legend, grid, rows)
 
-    def _bar(self, label: str, colours: Mapping[str, str]) -> str:
+    def _bar(self, label: str, colours: Mapping[str, str]) -> Markup:
         parts = self._bars[label]
-        pieces = "".join(
-            f'<div title="{escape(part)}: {amount:.2f} {escape(self._unit)}" style="height: 14px; '
-            f'background: {colours[part]}; width: {100 * amount / (self._most or 1):.2f}%"></div>'
+        piece = Markup('<div title="{}: {:.2f} {}" style="height: 14px; background: {}; width: {:.2f}%"></div>')
+        pieces = Markup().join(
+            piece.format(part, amount, self._unit, colours[part], 100 * amount / (self._most or 1))
             for part, amount in parts.items()
         )
         told = ", ".join(f"{part} {amount:.2f}" for part, amount in parts.items())
-        return (
-            f'<span>{escape(label)}</span><div role="img" aria-label="{escape(f"{label}: {told} {self._unit}")}" '
-            f'style="display: flex">{pieces}</div><span>{sum(parts.values()):.1f} {escape(self._unit)}</span>'
-        )
+        return Markup(
+            '<span>{label}</span><div role="img" aria-label="{label}: {told} {unit}" '
+            'style="display: flex">{pieces}</div><span>{total:.1f} {unit}</span>'
+        ).format(label=label, told=told, unit=self._unit, pieces=pieces, total=sum(parts.values()))
 
 
 class Gallery:
@@ -114,35 +120,39 @@ class Gallery:
         cells = [f"{_named(label, column)}: {row[column]}" for label, row in self._rows.items() for column in row]
         return "\n".join(cells)
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self) -> Markup:
         if len(self._rows) > 1:
-            return f"<div {WIDE}>{self._matrix()}</div>"
+            return WIDE.format(self._matrix())
+        figure = Markup('<figure style="margin: 0; width: {}px">{}<figcaption style="{}">{}</figcaption></figure>')
         figures = [
-            f'<figure style="margin: 0; width: {self._size}px">{self._picture(label, column)}'
-            f'<figcaption style="{CAPTION}">{escape(column)}</figcaption></figure>'
+            figure.format(self._size, self._picture(label, column), CAPTION, column)
             for label, row in self._rows.items()
             for column in row
         ]
-        return f'<div class="shardstudio" style="display: flex; flex-wrap: wrap; gap: 8px">{"".join(figures)}</div>'
+        return Markup('<div class="shardstudio" style="display: flex; flex-wrap: wrap; gap: 8px">{}</div>').format(
+            Markup().join(figures)
+        )
 
-    def _matrix(self) -> str:
-        caption = f"{CAPTION}; max-width: {self._size}px"
-        top = "".join(f'<th scope="col" style="{caption}">{escape(column)}</th>' for column in self._columns)
+    def _matrix(self) -> Markup:
+        head = Markup('<th scope="col" style="{}; max-width: {}px">{}</th>')
+        row = Markup('<tr style="background: none"><th scope="row" style="{}">{}</th>{}</tr>')
+        cell = Markup('<td style="padding: 2px">{}</td>')
+        top = Markup().join(head.format(CAPTION, self._size, column) for column in self._columns)
         lines = [
-            f'<tr style="background: none"><th scope="row" style="{CAPTION}">{escape(label)}</th>'
-            + "".join(f'<td style="padding: 2px">{self._picture(label, column)}</td>' for column in self._columns)
-            + "</tr>"
+            row.format(
+                CAPTION, label, Markup().join(cell.format(self._picture(label, column)) for column in self._columns)
+            )
             for label in self._rows
         ]
-        return f"<table {TABLE}><thead><tr><td></td>{top}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+        return TABLE.format(Markup("<td></td>") + top, Markup().join(lines))
 
-    def _picture(self, label: str, column: str) -> str:
+    def _picture(self, label: str, column: str) -> Markup:
         file = self._rows[label].get(column)
         if file is None:
-            return ""
-        text = escape(_named(label, column))
-        look = f'width="{self._size}" style="display: block; max-width: none"'
-        return f'<img src="{self._small[file]}" alt="{text}" title="{text}" {look}>'
+            return Markup()
+        return Markup(
+            '<img src="{}" alt="{text}" title="{text}" width="{}" style="display: block; max-width: none">'
+        ).format(self._small[file], self._size, text=_named(label, column))
 
 
 def gallery(rows: Mapping[str, Mapping[str, Path]], size: int = 96) -> Gallery:
@@ -165,10 +175,6 @@ def exercise(answer: object, right: float | str, hint: str, tolerance: float = 0
         say("Right.")
     else:
         say(f"Not yet: {hint}")
-
-
-def _swatch(colour: str) -> str:
-    return f'<span style="display: inline-block; width: 12px; height: 12px; background: {colour}"></span>'
 
 
 def _holds_numbers(cells: Sequence[str]) -> bool:

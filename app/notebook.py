@@ -10,9 +10,10 @@ import asyncio
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Literal
+
+from markupsafe import Markup
 
 from app.lessons import Table, exercise, gallery
 from app.monitor import Follower, find_runs
@@ -79,9 +80,10 @@ class Planned:
     plan: MemoryPlan
     ways: tuple[Fix, ...]
 
-    def _repr_html_(self) -> str:
-        ways = "".join(f"<li>fits with {escape(str(way))}: {way.plan.need / GIB:.2f} GiB</li>" for way in self.ways)
-        return in_notebook(plan_bar(self.plan) + (f"<ul>{ways}</ul>" if ways else ""))
+    def _repr_html_(self) -> Markup:
+        way = Markup("<li>fits with {}: {:.2f} GiB</li>")
+        ways = Markup().join(way.format(fix, fix.plan.need / GIB) for fix in self.ways)
+        return in_notebook(plan_bar(self.plan) + (Markup("<ul>{}</ul>").format(ways) if ways else ""))
 
 
 def plan(config: ConfigFile, gpus: str | None = None, runs: Path = RUNS) -> Planned:

@@ -1,12 +1,16 @@
-"""What the page and notebooks show of a run, as HTML with its style, and what they ask of it. Every text is escaped."""
+"""What the page and notebooks show of a run, as HTML with its style, and what they ask of it.
+
+HTML is made by `Markup("...{}...").format(...)`, which escapes every value that is not Markup itself.
+"""
 
 from __future__ import annotations
 
-import html
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from app.monitor import SILENT_S, RunView
+from markupsafe import Markup
+
+from app.monitor import SILENT_S, RankState, RunView
 from trainer import launch
 from trainer.config import InputError
 from trainer.events import SampleEvent, told_speed
@@ -35,28 +39,47 @@ def ask(run: RunDir, what: Request) -> str:
     return ANSWERS[what]
 
 
-def figures(view: RunView, element_id: str = "") -> str:
+def figures(view: RunView, element_id: str = "") -> Markup:
     """The state in a sentence, the progress, and the figures of the last steps."""
     share = 100 * view.step / view.num_steps
     facts = [("step", f"{view.step} / {view.num_steps}"), _speed(view)]
     if view.loss is not None:
         facts.insert(1, ("loss", f"{view.loss:.4f}"))
     facts += [(f"s {part}", f"{seconds:.3f}") for part, seconds in view.seconds.items() if not math.isnan(seconds)]
-    cells = "".join(f"<div><dt>{html.escape(name)}</dt><dd>{fact}</dd></div>" for name, fact in facts)
-    name = f' id="{element_id}"' if element_id else ""
-    return (
-        f'<div{name} class="run {_mood(view)}" data-run="{html.escape(view.path.name)}" '
-        f'data-state="{view.state}" data-step="{view.step}">'
-        f'<p role="status" aria-live="polite" class="sentence">{html.escape(view.sentence)}</p>{_error(view)}'
-        f'<div class="progress" role="progressbar" aria-label="steps" aria-valuenow="{view.step}" aria-valuemin="0" '
-        f'aria-valuemax="{view.num_steps}"><i style="width:{share:.1f}%"></i></div><dl>{cells}</dl></div>'
+    return Markup(
+        '<div{id} class="run {mood}" data-run="{run}" data-state="{state}" data-step="{step}">'
+        '<p role="status" aria-live="polite" class="sentence">{sentence}</p>{error}'
+        '<div class="progress" role="progressbar" aria-label="steps" aria-valuenow="{step}" aria-valuemin="0" '
+        'aria-valuemax="{num_steps}"><i style="width:{share:.1f}%"></i></div><dl>{cells}</dl></div>'
+    ).format(
+        id=Markup(' id="{}"').format(element_id) if element_id else "",
+        mood=_mood(view),
+        run=view.path.name,
+        state=view.state,
+        step=view.step,
+        num_steps=view.num_steps,
+        sentence=view.sentence,
+        error=_error(view),
+        share=share,
+        cells=Markup().join(Markup("<div><dt>{}</dt><dd>{}</dd></div>").format(*fact) for fact in facts),
     )
 
 
-def written(sample: SampleEvent) -> str:
+def written(sample: SampleEvent) -> Markup:
     """A sample that is text, which can be scrolled by keyboard too."""
-    name = html.escape(f"Sample of step {sample.step}")
-    return f'<pre class="written" tabindex="0" aria-label="{name}">{html.escape(sample.text)}</pre>'
+    return Markup('<pre class="written" tabindex="0" aria-label="Sample of step {}">{}</pre>').format(
+        sample.step, sample.text
+    )
+
+
+def figure(content: Markup, sample: SampleEvent) -> Markup:
+    """A sample with its prompt and step below it. content: what was drawn or written."""
+    return Markup("<figure>{}<figcaption>{}, step {}</figcaption></figure>").format(content, sample.prompt, sample.step)
+
+
+def newest(figures: Iterable[Markup]) -> Markup:
+    """The samples that were made last."""
+    return Markup('<h2>Newest samples</h2><div class="newest">{}</div>').format(Markup().join(figures))
 
 
 def _speed(view: RunView) -> tuple[str, str]:
@@ -64,40 +87,47 @@ def _speed(view: RunView) -> tuple[str, str]:
     return unit, rate
 
 
-def plan_bar(plan: MemoryPlan, checked: str = "") -> str:
+def plan_bar(plan: MemoryPlan, checked: str = "") -> Markup:
     """What a run takes of each GPU at its fullest, as a bar with its parts, and in sentences. checked: by a trace."""
     most = plan.fullest
     whole = max(most.need, plan.card.memory if plan.card else 0)
     parts = [item for item in most.items if item.size >= whole / 200]
     colors = [f"var(--line-{number % len(LINE_COLORS)})" for number in range(len(parts))]
-    bars = "".join(
-        f'<i style="width:{100 * item.size / whole:.2f}%;background:{color}"></i>'
-        for item, color in zip(parts, colors, strict=True)
-    )
-    legend = "".join(
-        f'<li title="{html.escape(item.sentence)}"><i style="background:{color}"></i>'
-        f"{html.escape(item.name)} {item.size / GIB:.2f}</li>"
-        for item, color in zip(parts, colors, strict=True)
-    )
+    bar = Markup('<i style="width:{:.2f}%;background:{}"></i>')
+    label = Markup('<li title="{}"><i style="background:{}"></i>{} {:.2f}</li>')
+    colored = list(zip(parts, colors, strict=True))
+    named = [label.format(item.sentence, color, item.name, item.size / GIB) for item, color in colored]
     mood = {"fits": "good", "tight": "slow", "does not fit": "bad"}.get(plan.verdict or "", "good")
     time = f" {plan.time.low:.1f} to {plan.time.high:.1f} s per step." if plan.time else ""
     others = ", ".join(f"{phase.name} {phase.need / GIB:.2f}" for phase in plan.phases if phase is not most)
-    return (
-        f'<div class="plan run {mood}" data-verdict="{plan.verdict or ""}"><p role="status" class="sentence">'
-        f"{plan.need / GIB:.2f} GiB on each GPU. {html.escape(_sentence(verdict(plan)))}</p>"
-        f'<div class="parts" role="img" aria-label="{html.escape(_spoken(most))}">{bars}</div><ul>{legend}</ul>'
-        f"<p>GiB at the fullest moment: {html.escape(moment(most))}; the other parts of the run: {others}. "
-        f"Strategy {html.escape(plan.strategy)}.{time} Reserve and time are estimates.</p>"
-        f"<p>On the host: {_stored(plan.host)}. On disk: {_stored(plan.disk)}.</p>"
-        f"{f'<p>{html.escape(_sentence(checked))}</p>' if checked else ''}</div>"
+    return Markup(
+        '<div class="plan run {mood}" data-verdict="{fits}"><p role="status" class="sentence">'
+        "{need:.2f} GiB on each GPU. {verdict}</p>"
+        '<div class="parts" role="img" aria-label="{spoken}">{bars}</div><ul>{legend}</ul>'
+        "<p>GiB at the fullest moment: {moment}; the other parts of the run: {others}. "
+        "Strategy {strategy}.{time} Reserve and time are estimates.</p>"
+        "<p>On the host: {host}. On disk: {disk}.</p>{checked}</div>"
+    ).format(
+        mood=mood,
+        fits=plan.verdict or "",
+        need=plan.need / GIB,
+        verdict=_sentence(verdict(plan)),
+        spoken=_spoken(most),
+        bars=Markup().join(bar.format(100 * item.size / whole, color) for item, color in colored),
+        legend=Markup().join(named),
+        moment=moment(most),
+        others=others,
+        strategy=plan.strategy,
+        time=time,
+        host=_stored(plan.host),
+        disk=_stored(plan.disk),
+        checked=Markup("<p>{}</p>").format(_sentence(checked)) if checked else "",
     )
 
 
-def _stored(items: Sequence[Item]) -> str:
-    return ", ".join(
-        f'<span title="{html.escape(item.sentence)}">{html.escape(item.name)} {amount(item.size)}</span>'
-        for item in items
-    )
+def _stored(items: Sequence[Item]) -> Markup:
+    stored = Markup('<span title="{}">{} {}</span>')
+    return Markup(", ").join(stored.format(item.sentence, item.name, amount(item.size)) for item in items)
 
 
 def _sentence(text: str) -> str:
@@ -114,35 +144,39 @@ def _mood(view: RunView) -> str:
     return "slow" if view.is_stuck else "good"
 
 
-def _error(view: RunView) -> str:
+def _error(view: RunView) -> Markup:
     if view.error is None or view.state != "failed":
-        return ""
-    remedy = f"<p>What to do: {html.escape(view.error.remedy)}</p>" if view.error.remedy else ""
-    log = f"<p>Log: {html.escape(str(view.path / view.error.log))}</p>" if view.error.log else ""
-    return f'<div role="alert" class="alert">{remedy}{log}</div>'
+        return Markup()
+    remedy = Markup("<p>What to do: {}</p>").format(view.error.remedy) if view.error.remedy else ""
+    log = Markup("<p>Log: {}</p>").format(view.path / view.error.log) if view.error.log else ""
+    return Markup('<div role="alert" class="alert">{}{}</div>').format(remedy, log)
 
 
-def ranks(view: RunView, gpus: Sequence[Gpu] = ()) -> str:
+def ranks(view: RunView, gpus: Sequence[Gpu] = ()) -> Markup:
     """A bar per rank: allocated, reserved and peak against the limit, and when it last spoke. Below them the GPUs."""
-    rows = []
-    for rank in view.ranks:
-        limit = max(rank.limit, 1)
-        bars = "".join(
-            f'<i class="{name}" style="width:{min(100.0, 100 * value / limit):.1f}%"></i>'
-            for name, value in (("peak", rank.peak), ("reserved", rank.reserved), ("allocated", rank.allocated))
-        )
-        heard = f"{rank.age_s:.0f} s ago" if view.is_running else "ended"
-        late = " late" if view.is_running and rank.age_s > SILENT_S else ""
-        rows.append(
-            f'<li class="rank{late}" data-rank="{rank.rank}"><span>rank {rank.rank}</span><div class="bar">{bars}</div>'
-            f"<span>{rank.allocated / GIB:.2f} allocated, {rank.reserved / GIB:.2f} reserved, {rank.peak / GIB:.2f} "
-            f"peak of {rank.limit / GIB:.1f} GiB</span><span>step {rank.step}, {rank.phase}, "
-            f"{heard}</span></li>"
-        )
-    imbalance = f"<p>Largest peak to the mean: {view.imbalance:.2f}</p>" if len(view.ranks) > 1 else ""
-    cards = "".join(f"<li>{html.escape(gpu_line(gpu))}</li>" for gpu in gpus)
-    machine = f'<h2>GPUs</h2><ul class="ranks">{cards}</ul>' if cards else ""
-    return f'<h2>Memory per rank</h2><ul class="ranks">{"".join(rows)}</ul>{imbalance}{machine}'
+    rows = Markup().join(_rank(rank, view.is_running) for rank in view.ranks)
+    imbalance = Markup("<p>Largest peak to the mean: {:.2f}</p>").format(view.imbalance) if len(view.ranks) > 1 else ""
+    cards = Markup().join(Markup("<li>{}</li>").format(gpu_line(gpu)) for gpu in gpus)
+    machine = Markup('<h2>GPUs</h2><ul class="ranks">{}</ul>').format(cards) if cards else ""
+    return Markup('<h2>Memory per rank</h2><ul class="ranks">{}</ul>{}{}').format(rows, imbalance, machine)
+
+
+def _rank(rank: RankState, is_running: bool) -> Markup:
+    bar = Markup('<i class="{}" style="width:{:.1f}%"></i>')
+    sizes = {"peak": rank.peak, "reserved": rank.reserved, "allocated": rank.allocated}
+    limit = max(rank.limit, 1)
+    return Markup(
+        '<li class="rank{late}" data-rank="{rank.rank}"><span>rank {rank.rank}</span><div class="bar">{bars}</div>'
+        "<span>{allocated:.2f} allocated, {reserved:.2f} reserved, {peak:.2f} peak of {limit:.1f} GiB</span>"
+        "<span>step {rank.step}, {rank.phase}, {heard}</span></li>"
+    ).format(
+        late=" late" if is_running and rank.age_s > SILENT_S else "",
+        rank=rank,
+        bars=Markup().join(bar.format(name, min(100.0, 100 * size / limit)) for name, size in sizes.items()),
+        limit=rank.limit / GIB,
+        heard=f"{rank.age_s:.0f} s ago" if is_running else "ended",
+        **{name: size / GIB for name, size in sizes.items()},
+    )
 
 
 def gpu_line(gpu: Gpu) -> str:
@@ -152,17 +186,22 @@ def gpu_line(gpu: Gpu) -> str:
     return f"{gpu.index} {gpu.name}: {', '.join(told)}"
 
 
-def alert(message: str) -> str:
+def alert(message: str) -> Markup:
     """Something that went wrong, read aloud by a screen reader."""
-    return f'<div role="alert" class="alert"><pre>{html.escape(message)}</pre></div>'
+    return Markup('<div role="alert" class="alert"><pre>{}</pre></div>').format(message)
 
 
-def note(message: str) -> str:
+def waits_for(lines: Markup) -> Markup:
+    """What keeps a run from being started. lines: items of a list."""
+    return Markup('<div role="alert" class="alert"><p>Start waits for:</p><ul>{}</ul></div>').format(lines)
+
+
+def note(message: str) -> Markup:
     """Something that went well."""
-    return f'<p role="status">{html.escape(message)}</p>'
+    return Markup('<p role="status">{}</p>').format(message)
 
 
-def attempted(act: Callable[[], str]) -> str:
+def attempted(act: Callable[[], str]) -> Markup:
     """What an action says, or what kept it from acting: the user's mistake, or a disk."""
     try:
         return note(act())
@@ -219,6 +258,6 @@ IN_NOTEBOOK = f"""
 """For everything in an element of the class `shardstudio`, by JupyterLab's theme or, elsewhere, the browser's."""
 
 
-def in_notebook(content: str) -> str:
+def in_notebook(content: Markup) -> Markup:
     """HTML as the output of a cell, with the style it needs."""
-    return f'<div class="shardstudio"><style>{IN_NOTEBOOK}</style>{content}</div>'
+    return Markup('<div class="shardstudio"><style>{}</style>{}</div>').format(Markup(IN_NOTEBOOK), content)

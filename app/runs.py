@@ -91,6 +91,7 @@ def set_tags(runs: Path, name: str, text: str) -> None:
     """Give a run the tags of a text, parted by commas. Raises InputError as `read_tags` does."""
     tags = read_tags(runs) | {name: tuple(tag.strip() for tag in text.split(",") if tag.strip())}
     draft = runs / "tags.part"
+    draft.touch(0o600)
     draft.write_text(json.dumps(tags, indent=1), encoding="utf-8")
     draft.replace(runs / "tags.json")
 

@@ -1,132 +1,358 @@
-"""Who may talk to the page: this machine by default, others only with a password, and never another site's script."""
+"""Who may use the page: whoever opens the address that is printed, or knows the password, and never another site.
+
+Every request passes `Guard`, before gradio sees it. The cookie is what lets it through; the printed token or the
+password give the cookie.
+"""
 
 from __future__ import annotations
 
-import fcntl
+import base64
+import hashlib
 import hmac
+import ipaddress
 import os
+import re
 import secrets
+import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.responses import PlainTextResponse
+import psutil
+from markupsafe import Markup
+from starlette.datastructures import MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from trainer import files
 from trainer.config import InputError
 
-LOCAL = ("127.0.0.1", "localhost")
+LOCAL = ("127.0.0.1", "localhost", "::1")
+ALL_ADDRESSES = ("0.0.0.0", "::")
 MAX_BODY_BYTES = 4 * 2**20
+MAX_LOGIN_BYTES = 4096
 ATTEMPTS, WITHIN_S = 5, 60.0
-HEADERS = (
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"same-origin"),
-    (b"x-frame-options", b"SAMEORIGIN"),
+MOST_CLIENTS = 1024
+"""Addresses whose wrong passwords are counted: those that guessed last."""
+LEAST_PASSWORD = 8
+NAME = re.compile(r"(?P<host>[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\])(?::(?P<port>\d{1,5}))?")
+HEADERS = {
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "same-origin",
+    "x-frame-options": "SAMEORIGIN",
+    # Nothing but the page itself is a document that runs anything: files are looked at, and answers are data.
+    "content-security-policy": "default-src 'none'; img-src 'self'; style-src 'unsafe-inline'; form-action 'self'; "
+    "base-uri 'none'; frame-ancestors 'self'",
+}
+# gradio makes functions of `js_on_load` and of templates (unsafe-eval), sets styles of elements (unsafe-inline), and
+# has a <base> of its own. Handlers in markup, `javascript:` and scripts without a known hash never run.
+PAGE_POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-eval' {scripts}; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; frame-src 'none'; worker-src 'self' blob:; "
+    "object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'self'"
+)
+INLINE_SCRIPT = re.compile(rb"<script(?![^>]*\ssrc=)[^>]*>(.*?)</script>", re.DOTALL)
+DOCUMENT = Markup(
+    '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    "<title>ShardStudio</title><style>:root {{ color-scheme: light dark; font: 1rem/1.5 system-ui, sans-serif }}"
+    "main {{ max-width: 40rem; margin: 4rem auto; padding: 0 1rem }} label, input, button {{ display: block; "
+    "font: inherit }} input {{ margin: 0 0 1rem; width: 100%; box-sizing: border-box; padding: .25rem }}</style>{}"
+    "</head><body><main><h1>ShardStudio</h1>{}</main></body></html>"
+)
+CLOSED = "Open this page with the address that ShardStudio printed in the terminal it was started in."
+LOG_IN = Markup(
+    '<form method="post" action="/login"><p role="{}">{}</p>'
+    '<label>User<input name="username" autocomplete="username" required autofocus></label>'
+    '<label>Password<input name="password" type="password" autocomplete="current-password" required></label>'
+    "<button>Log in</button></form>"
 )
 
 
-def require_password(host: str, auth: str | None) -> tuple[str, str] | None:
-    """The user and the password of `--auth USER:PASS`. Raises InputError for another host without one."""
-    if auth is None:
-        if host not in LOCAL:
-            raise InputError(f"--host {host}: others could start runs here; add --auth USER:PASS")
-        return None
+def password(auth: str, source: str) -> tuple[str, str]:
+    """User and password of `USER:PASS`. source: what it came from, for messages. Raises InputError."""
     user, colon, password = auth.partition(":")
-    if not (user and colon and len(password) >= 8):
-        raise InputError("--auth: needs USER:PASS with a password of 8 characters or more")
+    if not (user and colon and len(password) >= LEAST_PASSWORD):
+        raise InputError(f"{source}: needs USER:PASS with a password of {LEAST_PASSWORD} characters or more")
     return user, password
 
 
+def read_password(file: Path) -> tuple[str, str]:
+    """User and password of a file with one line. Raises InputError for one that others may read."""
+    source = f"--auth-file {file}"
+    try:
+        with files.opened(file) as stream:
+            mode = os.fstat(stream.fileno()).st_mode & 0o777
+            if mode & 0o077:
+                raise InputError(f"{source}: others may read it (mode {mode:04o}); run chmod 600 {file}")
+            lines = stream.read(MAX_LOGIN_BYTES).decode().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{source}: cannot be read ({error}); name a file with one line USER:PASS") from error
+    if len(lines) != 1:
+        raise InputError(f"{source}: has {len(lines)} lines; write one line USER:PASS")
+    return password(lines[0], source)
+
+
 def kept_secret(file: Path) -> str:
-    """The secret of this folder's pages, readable by its owner only; a page that is started again keeps it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with open(os.open(file, os.O_RDWR | os.O_CREAT, 0o600), "r+", encoding="ascii") as content:
-        fcntl.flock(content, fcntl.LOCK_EX)  # another page of the folder may be starting
-        secret = content.read()
+    """The secret of this folder's pages, readable by its owner only; a page that is started again keeps it.
+
+    Raises OSError where nothing can be written.
+    """
+    files.make_private(file.parent)
+    with files.locked(file):  # another page of the folder may be starting
+        secret = files.read(file).decode("ascii", "replace")
         if not secret:
             secret = secrets.token_urlsafe(32)
-            content.write(secret)
+            files.replace(file, secret)
     return secret
 
 
-def middleware(hosts: Sequence[str], port: int, secret: str) -> list[Middleware]:
-    """What every request passes. hosts: names this page is reached by.  secret: of the cookie the page gives."""
-    origins = frozenset(f"{scheme}://{host}:{port}" for scheme in ("http", "https") for host in hosts)
-    cookie = f"shardstudio-{port}={secret}"  # browsers send cookies to every port of a host
-    return [
-        Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts)),
-        Middleware(Guard, origins=origins, cookie=cookie),
-    ]
+@dataclass(frozen=True)
+class Name:
+    """A name by which the page is reached. port: empty for any that browsers leave out, and the page's own."""
+
+    host: str
+    port: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}" if self.port else self.host
 
 
-class Guard:
-    """Refuses what another site sends, what did not open the page before, files, and bodies that are too large.
+def parsed_name(text: str) -> Name:
+    """`HOST` or `HOST:PORT`. Raises InputError."""
+    found = NAME.fullmatch(text)
+    if found is None or int(found["port"] or 1) not in range(1, 65536):
+        raise InputError(f"--name {text}: needs HOST or HOST:PORT, as in --name studio.example:8443, without https://")
+    return Name(found["host"].lower(), found["port"] or "")
 
-    cookie: name=value, given to whoever opens the page.
-    """
 
-    def __init__(self, app: ASGIApp, origins: frozenset[str], cookie: str) -> None:
-        self._app = app
-        self._origins = origins
-        self._cookie = cookie
+def own_names(host: str) -> list[Name]:
+    """What this machine is called, for a page that listens on its network. host: where it listens."""
+    if host not in ALL_ADDRESSES:
+        addresses = [host]
+    else:
+        kind = socket.AF_INET if host == "0.0.0.0" else socket.AF_INET6
+        found = [address for card in psutil.net_if_addrs().values() for address in card if address.family == kind]
+        addresses = [address.address for address in found if "%" not in address.address]
+    return [Name(socket.gethostname().lower()), *(Name(literal(address)) for address in addresses)]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
-        refusal = self._refusal(scope["method"], scope["path"], headers)
-        if refusal:
-            await refusal(scope, receive, send)
-            return
 
-        given = [(b"set-cookie", f"{self._cookie}; HttpOnly; SameSite=Strict; Path=/".encode())]
-        given = given if scope["path"] == "/" else []
-
-        async def send_marked(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], *HEADERS, *given]}
-            await send(message)
-
-        await self._app(scope, receive, send_marked)
-
-    def _refusal(self, method: str, path: str, headers: dict[bytes, bytes]) -> PlainTextResponse | None:
-        if method in ("GET", "HEAD", "OPTIONS"):
-            return None
-        origin = headers.get(b"origin", b"").decode("latin-1")
-        if (origin and origin not in self._origins) or headers.get(b"sec-fetch-site") == b"cross-site":
-            return PlainTextResponse("this page takes no requests from other sites", 403)
-        cookies = headers.get(b"cookie", b"").decode("latin-1").split("; ")
-        if not any(hmac.compare_digest(cookie.encode(), self._cookie.encode()) for cookie in cookies):
-            return PlainTextResponse("open the page first", 403)
-        if path.endswith("/upload"):
-            return PlainTextResponse("this page takes no files", 403)
-        if not headers.get(b"content-length", b"").isdigit():  # in pieces of unknown number
-            return PlainTextResponse("say how long it is", 411)
-        if int(headers[b"content-length"]) > MAX_BODY_BYTES:
-            return PlainTextResponse("too large", 413)
-        return None
+def literal(host: str) -> str:
+    """A host as it stands in an address: IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host.lower()
 
 
 class Login:
-    """Checks user and password in constant time, and lets nobody guess quickly."""
+    """Checks user and password in constant time, and lets no address guess quickly, whatever others do."""
 
     def __init__(self, user: str, password: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._expected = f"{user}:{password}".encode()
+        self.expected = f"{user}:{password}"
         self._clock = clock
-        self._failures: deque[float] = deque(maxlen=ATTEMPTS)
+        self._failures: OrderedDict[str, deque[float]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def __call__(self, user: str, password: str) -> bool:
+    def is_locked(self, client: str) -> bool:
+        """Whether an address has guessed wrong too often of late."""
         with self._lock:
-            now = self._clock()
-            if len(self._failures) == ATTEMPTS and now - self._failures[0] < WITHIN_S:
-                return False
-            is_right = hmac.compare_digest(f"{user}:{password}".encode(), self._expected)
-            if not is_right:
-                self._failures.append(now)
-            return is_right
+            failures = self._failures.get(_neighbourhood(client))
+            return failures is not None and len(failures) == ATTEMPTS and self._clock() - failures[0] < WITHIN_S
+
+    def __call__(self, client: str, user: str, password: str) -> bool:
+        """Whether that is right. client: address of whoever asks."""
+        if self.is_locked(client):
+            return False
+        if hmac.compare_digest(f"{user}:{password}".encode(), self.expected.encode()):
+            return True
+        with self._lock:
+            client = _neighbourhood(client)
+            self._failures.setdefault(client, deque(maxlen=ATTEMPTS)).append(self._clock())
+            self._failures.move_to_end(client)
+            while len(self._failures) > MOST_CLIENTS:
+                self._failures.popitem(last=False)
+        return False
+
+
+def _neighbourhood(client: str) -> str:
+    """What counts as one guesser: an address, or the network of 2^64 that one household gets of IPv6."""
+    try:
+        address = ipaddress.ip_address(client.partition("%")[0])
+    except ValueError:  # a socket without an address
+        return client
+    if isinstance(address, ipaddress.IPv6Address):
+        return str(address.ipv4_mapped or ipaddress.ip_network((address, 64), strict=False))
+    return str(address)
+
+
+class Guard:
+    """Refuses whoever did not open the page, other sites, unknown names, files, and bodies that are too large.
+
+    names: by which it is reached, besides this machine's own.  secret: of the cookie.  token: what the printed address
+    carries, where there is no login.
+    """
+
+    def __init__(
+        self, app: ASGIApp, names: Iterable[Name], port: int, secret: str, token: str, login: Login | None = None
+    ) -> None:
+        self._app = app
+        known = [*(Name(literal(host)) for host in LOCAL), *names]
+        self._hosts = frozenset(name.host for name in known)
+        self._origins = frozenset(
+            f"{scheme}://{given}"
+            for name in known
+            for given in ([str(name)] if name.port else [name.host, f"{name.host}:{port}"])
+            for scheme in ("http", "https")
+        )
+        # Another password closes the page to the browsers of before.
+        given = hmac.new(secret.encode(), login.expected.encode() if login else b"", hashlib.sha256).hexdigest()
+        self._cookie = f"shardstudio-{port}={given}"  # browsers send cookies to every port of a host
+        self._token = token
+        self._login = login
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] != "http":  # gradio talks by requests only
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await self._answer(scope, receive, _Marked(send, HEADERS).send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        answer = self._refused_as_foreign(request) or await self._opened(request) or self._refused(request)
+        if answer is not None:
+            await answer(scope, receive, send)
+        elif (scope["method"], scope["path"]) == ("GET", "/"):
+            uncompressed = [header for header in scope["headers"] if header[0] != b"accept-encoding"]
+            await self._app({**scope, "headers": uncompressed}, receive, _Page(send).send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _refused_as_foreign(self, request: Request) -> Response | None:
+        """Another site's script, or a name that somebody gave this machine."""
+        host = request.headers.get("host", "")
+        try:
+            name = literal(urlsplit(f"//{host}").hostname or "")
+        except ValueError:
+            name = ""
+        if name not in self._hosts:
+            return PlainTextResponse(
+                f"{host!r} is not a name of this page: start it with --name {name or 'HOST'}, or use its address.\n",
+                400,
+            )
+        origin = request.headers.get("origin", "")
+        is_own = origin in self._origins or origin in (f"http://{host}", f"https://{host}")
+        if request.method not in ("GET", "HEAD") and (
+            (origin and not is_own) or request.headers.get("sec-fetch-site") == "cross-site"
+        ):
+            return PlainTextResponse("this page takes no requests from other sites", 403)
+        return None
+
+    async def _opened(self, request: Request) -> Response | None:
+        """What a right token or password gets: the cookie, and the page without either in its address."""
+        given = request.query_params.get("token", "")
+        if self._login is None:
+            is_right = request.url.path == "/" and hmac.compare_digest(given.encode(), self._token.encode())
+            return self._let_in(request) if is_right else None
+        if (request.method, request.url.path) != ("POST", "/login"):
+            return None
+        client = request.client.host if request.client else ""
+        if self._login.is_locked(client):
+            sentence = f"Wrong {ATTEMPTS} times from this address; wait {WITHIN_S:.0f} seconds."
+            return _document(LOG_IN.format("alert", sentence), 429)
+        user, word = await _filled_in(request)
+        if self._login(client, user, word):
+            return self._let_in(request)
+        return _document(LOG_IN.format("alert", "User or password is wrong."), 401)
+
+    def _let_in(self, request: Request) -> Response:
+        answer = RedirectResponse("/", 303, {"cache-control": "no-store"})
+        secure = "; Secure" if request.url.scheme == "https" else ""
+        answer.headers.append("set-cookie", f"{self._cookie}; HttpOnly; SameSite=Strict; Path=/{secure}")
+        return answer
+
+    def _refused(self, request: Request) -> Response | None:
+        cookies = request.headers.get("cookie", "").split("; ")
+        if not any(hmac.compare_digest(cookie.encode(), self._cookie.encode()) for cookie in cookies):
+            return self._closed(request)
+        if request.method in ("GET", "HEAD", "OPTIONS"):
+            return None
+        if request.url.path.endswith("/upload"):
+            return PlainTextResponse("this page takes no files", 403)
+        length = request.headers.get("content-length", "")
+        if not length.isdigit():  # in pieces of unknown number
+            return PlainTextResponse("say how long it is", 411)
+        if int(length) > MAX_BODY_BYTES:
+            return PlainTextResponse("too large", 413)
+        return None
+
+    def _closed(self, request: Request) -> Response:
+        if request.url.path != "/" or request.method != "GET":
+            return PlainTextResponse(CLOSED if self._login is None else "Log in first.", 401)
+        # Browsers keep the cookie from a page that another site's link opened; asked by this one they send it.
+        is_linked = request.headers.get("sec-fetch-site") == "cross-site"
+        again = Markup('<meta http-equiv="refresh" content="0; url=/">') if is_linked else ""
+        sentence = Markup("<p>{}</p>").format(CLOSED)
+        content = LOG_IN.format("status", "Log in to use this page.") if self._login else sentence
+        return _document(content, 401, again)
+
+
+def _document(content: Markup, status: int, head: str = "") -> Response:
+    return HTMLResponse(DOCUMENT.format(head, content), status, {"cache-control": "no-store"})
+
+
+async def _filled_in(request: Request) -> tuple[str, str]:
+    """User and password of the form, empty where there are none."""
+    body = b""
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_LOGIN_BYTES:
+                return "", ""
+    except ClientDisconnect:
+        return "", ""
+    fields = parse_qs(body.decode("utf-8", "replace"), keep_blank_values=True)
+    return fields.get("username", [""])[0], fields.get("password", [""])[0]
+
+
+class _Marked:
+    """Sends an answer with headers that it does not have itself."""
+
+    def __init__(self, send: Send, headers: dict[str, str]) -> None:
+        self._send = send
+        self._headers = headers
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            for name, value in self._headers.items():
+                headers.setdefault(name, value)
+        await self._send(message)
+
+
+class _Page:
+    """Sends the page itself when it is complete, with a policy that names the scripts in it."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._start: Message = {}
+        self._body = b""
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        self._body += message.get("body", b"")
+        if message.get("more_body", False):
+            return
+        hashes = " ".join(f"'sha256-{_digest(script)}'" for script in INLINE_SCRIPT.findall(self._body))
+        MutableHeaders(scope=self._start)["content-security-policy"] = PAGE_POLICY.format(scripts=hashes)
+        await self._send(self._start)
+        await self._send({"type": "http.response.body", "body": self._body})
+
+
+def _digest(script: bytes) -> str:
+    return base64.b64encode(hashlib.sha256(script).digest()).decode()

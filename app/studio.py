@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from app.monitor import Follower, find_runs
 from app.preflight import Preflight, Preflights
 from app.scans import Scans
 from app.thumbnails import Downloads, Thumbnails
-from trainer import configfile, gpus, headless, launch, prepare
+from trainer import configfile, files, gpus, headless, launch, prepare
 from trainer.config import NAME_HELP, NAME_PATTERN, InputError
 from trainer.gpus import Gpu
 from trainer.queue import POLL_S, Entry, Queue
@@ -31,6 +32,8 @@ from trainer.rundir import RunDir
 
 PRESETS = Path(__file__).parents[1] / "presets"
 FIRST_PRESET = "quickstart"
+PRIVATE = ("drafts", "thumbnails", "downloads", "queue", "presets", "cache")
+"""Folders of the runs folder that only their owner looks into: they hold copies of pictures, captions and configs."""
 GPUS_EVERY_S = 3.0
 MOST_FOLLOWED = 16
 """Runs whose steps are kept in memory: those that were asked for last."""
@@ -72,6 +75,7 @@ class Studio:
         self.queue = Queue(self.runs)
         self.thumbnails = Thumbnails(self.runs / "thumbnails")
         self.downloads = Downloads(self.runs / "downloads")
+        self.unwritable = ""
         self.scans = Scans()
         self.lengths = Lengths(self.runs)
         self.preflights = Preflights(self.runs)
@@ -84,6 +88,26 @@ class Studio:
         self._last_start: _Start | None = None
         self._gpus: tuple[float, list[Gpu]] = (-math.inf, [])
         self.queue_trouble = ""
+
+    def claim(self) -> None:
+        """Close what only the owner looks into. Where nothing can be written, `unwritable` says why afterwards."""
+        try:
+            for folder in PRIVATE:
+                files.make_private(self.runs / folder)
+            if (self.runs / "tags.json").exists():
+                (self.runs / "tags.json").chmod(0o600)
+            files.replace(self._drafts / "probe", b"x")
+        except OSError as error:
+            self.unwritable = (
+                f"{self.runs} cannot be written ({error.strerror}): "
+                "runs can be looked at, nothing is saved or started; "
+                "make it writable, or free some space, and start the page again."
+            )
+            self._scratch = tempfile.TemporaryDirectory(prefix="shardstudio-")  # removed when this process ends
+            self.thumbnails = Thumbnails(Path(self._scratch.name) / "thumbnails")
+            self.downloads = Downloads(Path(self._scratch.name) / "downloads")
+        else:
+            (self._drafts / "probe").unlink()
 
     def presets(self) -> dict[str, Path]:
         """{name: file}: the quickstart first, then what was saved here, then the others."""
@@ -119,7 +143,9 @@ class Studio:
         return draft
 
     def keep_draft(self, draft: Draft) -> None:
-        """Save what is typed."""
+        """Save what is typed, where anything can be saved."""
+        if self.unwritable:
+            return
         kept = _KEPT.dump_json(_Kept(self.name_of(draft.preset), dict(draft.values)))
         with self._lock:
             self._drafts.mkdir(parents=True, exist_ok=True)

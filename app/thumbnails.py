@@ -7,6 +7,7 @@ import shutil
 import threading
 from pathlib import Path
 
+from trainer import files
 from trainer.config import InputError
 from trainer.data.pixels import load_preview, open_picture
 
@@ -38,7 +39,7 @@ class Thumbnails:
         return copy
 
     def _write(self, picture: Path, copy: Path, side: int) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        files.make_private(self.folder)
         with self._alone:  # one at a time: the memory of the page holds one large picture, not one per visitor
             small = load_preview(open_picture(picture), side)
         draft = copy.with_suffix(f".{threading.get_ident()}.part")
@@ -57,7 +58,8 @@ class Downloads:
         if file.suffix not in DOWNLOADED:
             raise InputError(f"{file.name}: only {', '.join(sorted(DOWNLOADED))} are served; it lies in {file.parent}")
         place = self.folder / hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:16] / file.name
-        place.parent.mkdir(parents=True, exist_ok=True)
+        files.make_private(self.folder)
+        place.parent.mkdir(exist_ok=True)
         place.unlink(missing_ok=True)
         try:
             place.hardlink_to(file)

@@ -166,6 +166,26 @@ def guesses_attributes(module: Module) -> Iterator[str]:
             yield f"{node.lineno}: {ast.unparse(node)}"
 
 
+HTML_TAG = re.compile(
+    r"</?(?:a|b|br|button|code|dd|del|details|div|dl|dt|figcaption|figure|form|h[1-6]|i|img|input|label|li|main|meta|p"
+    r"|path|pre|script|section|small|span|style|summary|svg|table|tbody|td|text|th|thead|title|tr|ul)[ >/]"
+)
+
+
+def writes_html_unescaped(module: Module) -> Iterator[str]:
+    """HTML comes from `Markup("...{}...").format(...)`: its text is the program's own, and its values are escaped."""
+    for node in module.nodes(ast.JoinedStr):
+        parts = [part.value for part in node.values if isinstance(part, ast.Constant)]
+        if len(parts) < len(node.values) and any(HTML_TAG.search(part) for part in parts):
+            yield f"{node.lineno}: fills HTML without escaping"
+    for node in module.nodes(ast.Call):
+        is_own = all(
+            isinstance(arg, ast.Constant) or ast.unparse(arg).rpartition(".")[2].isupper() for arg in node.args
+        )
+        if ast.unparse(node.func) == "Markup" and not is_own:
+            yield f"{node.lineno}: takes a value for markup"
+
+
 def reads_environment(module: Module) -> Iterator[str]:
     for node in module.nodes(ast.Attribute):
         if ast.unparse(node) in ("os.environ", "os.getenv") and module.name not in READS_ENVIRONMENT:
@@ -197,6 +217,7 @@ RULES: tuple[Callable[[Module], Iterator[str]], ...] = (
     is_too_long,
     silences_errors,
     guesses_attributes,
+    writes_html_unescaped,
     reads_environment,
     prints,
     opens_any_picture,
@@ -259,6 +280,15 @@ def test_the_code_keeps_the_rule(rule):
         (silences_errors, "trainer.train", "try:\n    f()\nexcept Exception as error:\n    say(error)", []),
         (silences_errors, "trainer.train", "with contextlib.suppress(Exception): f()", ["1: suppresses Exception"]),
         (guesses_attributes, "trainer.train", "getattr(a, b)\ngetattr(a, b, 0)", ["2: getattr(a, b, 0)"]),
+        (writes_html_unescaped, "app.panels", "f'<p>{x}</p>'", ["1: fills HTML without escaping"]),
+        (writes_html_unescaped, "app.panels", "f'<img alt=\"{x}\">' f'{y}'", ["1: fills HTML without escaping"]),
+        (
+            writes_html_unescaped,
+            "app.panels",
+            "Markup(x)\nMarkup(f(x))",
+            ["1: takes a value for markup", "2: takes a value for markup"],
+        ),
+        (writes_html_unescaped, "app.panels", "Markup('<p>{}</p>').format(x)\nMarkup(STYLE)\nf'{a} < {b}'", []),
         (reads_environment, "trainer.optim", "import os\nos.environ['A']", ["2: reads os.environ"]),
         (reads_environment, "trainer.world", "import os\nos.getenv('A')", []),
         (prints, "trainer.doctor", "say(1)\nprint(1)", ["2: prints past trainer.terminal"]),

@@ -101,7 +101,7 @@ def test_a_step_line_has_the_documented_fields_and_no_others(file):
 
 
 def test_a_rank_line_has_the_documented_fields_and_is_read_back(file):
-    line = RankLine(rank=1, step=3, time=5.0, phase="backward", allocated=10, reserved=20, peak=15, limit=100)
+    line = RankLine(rank=1, step=3, time=5.0, phase="training", allocated=10, reserved=20, peak=15, limit=100)
     write(file, line)
     assert json.loads(file.read_text()) == {
         "rank": 1,

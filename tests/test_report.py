@@ -84,7 +84,7 @@ def test_the_report_of_a_run_shows_its_facts_curves_samples_and_config(run):
         StatusEvent(step=10, time=1060.0, state="finished"),
     )
     with EventWriter(run.rank_file(1)) as writer:
-        line = RankLine(rank=1, step=10, phase="step", allocated=2**30, reserved=2**31, peak=2**31, limit=2**34)
+        line = RankLine(rank=1, step=10, phase="training", allocated=2**30, reserved=2**31, peak=2**31, limit=2**34)
         writer.write(line)
     report = page(run)
     facts = {text_of(row[0]): text_of(row[1]) for row in report.find(".//table")}

@@ -78,7 +78,7 @@ def status(state: State, number: int = 0) -> StatusEvent:
 
 def memory(run: RunDir, rank: int, number: int, peak: int) -> None:
     with EventWriter(run.rank_file(rank)) as writer:
-        writer.write(RankLine(rank=rank, step=number, phase="", allocated=1, reserved=2, peak=peak, limit=1000))
+        writer.write(RankLine(rank=rank, step=number, phase="training", allocated=1, reserved=2, peak=peak, limit=1000))
 
 
 def write(run: RunDir, *events: AnyEvent) -> None:

@@ -187,11 +187,14 @@ AnyEvent = (
 
 @dataclass(frozen=True, kw_only=True)
 class RankLine:
-    """Heartbeat of one rank. allocated, reserved, peak, limit: bytes of device memory (of the process on a CPU)."""
+    """Heartbeat of one rank. phase: what the run does.
+
+    allocated, reserved, peak, limit: bytes of device memory (of the process on a CPU).
+    """
 
     rank: int
     step: int
-    phase: str
+    phase: State
     allocated: int
     reserved: int
     peak: int

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainer import changes, configfile, distilled, facts, launch, manifest, stages, trackers
+from trainer import changes, configfile, distilled, facts, files, launch, manifest, stages, trackers
 from trainer.config import InputError, RunConfig
 from trainer.configfile import ConfigFile
 from trainer.data import images, questions, textfiles
 from trainer.hub import find_folder
 from trainer.manifest import Progress
-from trainer.rundir import RunDir
+from trainer.rundir import RunDir, shared_cache
 
 
 def new_run(loaded: ConfigFile, runs: Path, at: Path | None = None) -> RunDir:
@@ -22,7 +22,11 @@ def new_run(loaded: ConfigFile, runs: Path, at: Path | None = None) -> RunDir:
     """
     configfile.check_start(loaded)
     check(loaded)
-    return RunDir.create(runs, loaded.config, at)
+    run = RunDir.create(runs, loaded.config, at)
+    cache = shared_cache(loaded.config, run.path.parent)
+    if not cache.exists():
+        files.make_private(cache)  # of encoded pictures and captions; one that is shared stays so
+    return run
 
 
 def continued_run(run: RunDir, overrides: Sequence[str]) -> ConfigFile:

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from html import escape
 from itertools import pairwise
 from pathlib import Path
+
+from markupsafe import Markup, escape
 
 from trainer.config import RunConfig
 from trainer.events import (
@@ -48,6 +49,9 @@ LINE_COLORS = (
 """By day and by night."""
 PICTURE_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+"""What a browser grants the file, wherever it is opened: its own style and pictures, no script and no address."""
+
 Point = tuple[float, float]
 
 
@@ -67,24 +71,25 @@ def write_report(run: RunDir) -> Path:
     return draft.replace(run.report)
 
 
-def _page(run: RunDir, events: Sequence[AnyEvent]) -> str:
-    name, cfg = escape(run.path.name), run.config()
+def _page(run: RunDir, events: Sequence[AnyEvent]) -> Markup:
+    name, cfg = run.path.name, run.config()
     body = [
-        f"<h1>{name}</h1>",
+        Markup("<h1>{}</h1>").format(name),
         _facts(cfg, events),
         _messages(events),
-        f"<section>{''.join(_charts(run, cfg, events))}</section>",
+        Markup("<section>{}</section>").format(Markup().join(_charts(run, cfg, events))),
         _samples(run, events),
-        f"<h2>Config</h2><pre>{escape(run.config_file.read_text(encoding='utf-8'))}</pre>",
+        Markup("<h2>Config</h2><pre>{}</pre>").format(run.config_file.read_text(encoding="utf-8")),
     ]
-    return (
+    return Markup(
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{name}</title><style>{STYLE}</style></head><body><main>{''.join(body)}</main></body></html>\n"
-    )
+        "<title>{name}</title><style>{style}</style></head><body><main>{body}</main></body></html>\n"
+    ).format(policy=POLICY, name=name, style=Markup(STYLE), body=Markup().join(body))
 
 
-def _facts(cfg: RunConfig, events: Sequence[AnyEvent]) -> str:
+def _facts(cfg: RunConfig, events: Sequence[AnyEvent]) -> Markup:
     steps = latest_steps(events)
     facts = [
         ("State", last_state(events)),
@@ -98,8 +103,8 @@ def _facts(cfg: RunConfig, events: Sequence[AnyEvent]) -> str:
         facts += [(f"of {name}", _short(smoothed(losses)[-1])) for name, losses in losses_by_name(steps).items()]
         unit = steps[-1].speed[1]
         facts.append((f"{unit.capitalize()} per second", _short(sum(step.speed[0] for step in steps) / len(steps))))
-    rows = "".join(f'<tr><th scope="row">{escape(what)}</th><td>{escape(fact)}</td></tr>' for what, fact in facts)
-    return f"<table>{rows}</table>"
+    row = Markup('<tr><th scope="row">{}</th><td>{}</td></tr>')
+    return Markup("<table>{}</table>").format(Markup().join(row.format(*fact) for fact in facts))
 
 
 def _duration_s(events: Sequence[AnyEvent]) -> float:
@@ -111,19 +116,19 @@ def _duration_s(events: Sequence[AnyEvent]) -> float:
     )
 
 
-def _messages(events: Iterable[AnyEvent]) -> str:
+def _messages(events: Iterable[AnyEvent]) -> Markup:
     items = []
     for event in events:
         if isinstance(event, WarningEvent):
-            items.append(f'<p class="warning">Warning, step {event.step}: {escape(event.message)}</p>')
+            items.append(Markup('<p class="warning">Warning, step {0.step}: {0.message}</p>').format(event))
         if isinstance(event, ErrorEvent):
             rank = "" if event.rank is None else f", rank {event.rank}"
-            text = escape(f"Error{rank}, step {event.step}: {event.message}")
-            items.append(f'<p class="error" role="alert">{text}<br>{escape(event.remedy)}</p>')
-    return "".join(items)
+            item = Markup('<p class="error" role="alert">Error{0}, step {1.step}: {1.message}<br>{1.remedy}</p>')
+            items.append(item.format(rank, event))
+    return Markup().join(items)
 
 
-def _charts(run: RunDir, cfg: RunConfig, events: Sequence[AnyEvent]) -> Iterator[str]:
+def _charts(run: RunDir, cfg: RunConfig, events: Sequence[AnyEvent]) -> Iterator[Markup]:
     steps = latest_steps(events)
     loss = _line("each step", steps, lambda step: step.loss)
     means = smoothed(step.loss for step in steps)
@@ -168,20 +173,27 @@ def _memory(run: RunDir, world_size: int) -> list[Line]:
     return lines
 
 
-def chart(title: str, lines: Sequence[Line]) -> str:
+def chart(title: str, lines: Sequence[Line]) -> Markup:
     """A line chart over steps as a figure with inline SVG, styled by CHART_STYLE; nothing when no line has a point."""
     drawn = [Line(line.label, thin(line.points)) for line in lines if line.points]
     finite = [point for line in drawn for point in line.points if math.isfinite(point[1])]
     if not finite:
-        return ""
+        return Markup()
     axes = _Axes.around(finite)
     last = ", ".join(f"{line.label} {_short(line.points[-1][1])}" for line in drawn)
-    paths = "".join(f'<path class="c{at % 6}" d="{axes.path(line.points)}"/>' for at, line in enumerate(drawn))
-    legend = "".join(f'<li class="c{at % 6}">{escape(line.label)}</li>' for at, line in enumerate(drawn))
-    return (
-        f'<figure class="chart"><h2>{escape(title)}</h2>'
-        f'<svg role="img" viewBox="0 0 {WIDTH} {HEIGHT}"><title>{escape(f"{title} by step. Last: {last}")}</title>'
-        f"{axes.grid()}{paths}</svg><figcaption><ul>{legend}</ul></figcaption></figure>"
+    path, label = Markup('<path class="c{}" d="{}"/>'), Markup('<li class="c{}">{}</li>')
+    return Markup(
+        '<figure class="chart"><h2>{title}</h2>'
+        '<svg role="img" viewBox="0 0 {width} {height}"><title>{title} by step. Last: {last}</title>'
+        "{grid}{paths}</svg><figcaption><ul>{legend}</ul></figcaption></figure>"
+    ).format(
+        title=title,
+        width=WIDTH,
+        height=HEIGHT,
+        last=last,
+        grid=axes.grid(),
+        paths=Markup().join(path.format(at % 6, axes.path(line.points)) for at, line in enumerate(drawn)),
+        legend=Markup().join(label.format(at % 6, line.label) for at, line in enumerate(drawn)),
     )
 
 
@@ -233,22 +245,21 @@ class _Axes:
             pen = "L"
         return "".join(commands)
 
-    def grid(self) -> str:
+    def grid(self) -> Markup:
         """Lines and labels at round values of both axes."""
-        across = "".join(self._value_mark(value) for value in _round_values(self.y_min, self.y_max))
+        across = Markup().join(self._value_mark(value) for value in _round_values(self.y_min, self.y_max))
         steps = [step for step in _round_values(self.x_min, self.x_max) if step == round(step)]
-        return across + "".join(self._step_mark(step) for step in steps)
+        return across + Markup().join(self._step_mark(step) for step in steps)
 
-    def _value_mark(self, value: float) -> str:
+    def _value_mark(self, value: float) -> Markup:
         _, y = self.place(self.x_min, value).split()
-        return (
-            f'<path class="grid" d="M{LEFT} {y}H{WIDTH - RIGHT}"/>'
-            f'<text x="{LEFT - 6}" y="{y}" dy="4" text-anchor="end">{_short(value)}</text>'
-        )
+        line = Markup('<path class="grid" d="M{} {}H{}"/>').format(LEFT, y, WIDTH - RIGHT)
+        label = Markup('<text x="{}" y="{}" dy="4" text-anchor="end">{}</text>').format(LEFT - 6, y, _short(value))
+        return line + label
 
-    def _step_mark(self, step: float) -> str:
+    def _step_mark(self, step: float) -> Markup:
         x, _ = self.place(step, self.y_min).split()
-        return f'<text x="{x}" y="{HEIGHT - 8}" text-anchor="middle">{step:.0f}</text>'
+        return Markup('<text x="{}" y="{}" text-anchor="middle">{:.0f}</text>').format(x, HEIGHT - 8, step)
 
 
 def _round_values(low: float, high: float) -> list[float]:
@@ -263,21 +274,23 @@ def _short(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _samples(run: RunDir, events: Iterable[AnyEvent]) -> str:
+def _samples(run: RunDir, events: Iterable[AnyEvent]) -> Markup:
     """Prompts down, steps across: the same noise at every step, so each row shows one picture change."""
     samples = {(event.index, event.step): event for event in events if isinstance(event, SampleEvent)}
     if not samples:
-        return ""
+        return Markup()
     all_steps = sorted({step for _, step in samples})
     steps = spread(all_steps, SAMPLE_COLUMNS)
-    head = "".join(f'<th scope="col">step {step}</th>' for step in steps)
+    head = Markup().join(map(Markup('<th scope="col">step {}</th>').format, steps))
     rows = []
     for index in sorted({index for index, _ in samples}):
         prompt = next(event.prompt for (row, _), event in samples.items() if row == index)
-        cells = "".join(f"<td>{_picture(run, samples.get((index, step)))}</td>" for step in steps)
-        rows.append(f'<tr><th scope="row">{escape(prompt)}</th>{cells}</tr>')
+        cells = Markup().join(Markup("<td>{}</td>").format(_picture(run, samples.get((index, step)))) for step in steps)
+        rows.append(Markup('<tr><th scope="row">{}</th>{}</tr>').format(prompt, cells))
     shown = f"{len(steps)} of {len(all_steps)} sample steps"
-    return f"<h2>Samples</h2><p>{shown}</p><div><table><tr><td></td>{head}</tr>{''.join(rows)}</table></div>"
+    return Markup("<h2>Samples</h2><p>{}</p><div><table><tr><td></td>{}</tr>{}</table></div>").format(
+        shown, head, Markup().join(rows)
+    )
 
 
 def spread(steps: Sequence[int], limit: int) -> list[int]:
@@ -287,17 +300,17 @@ def spread(steps: Sequence[int], limit: int) -> list[int]:
     return [steps[round(at * (len(steps) - 1) / (limit - 1))] for at in range(limit)]
 
 
-def _picture(run: RunDir, event: SampleEvent | None) -> str:
+def _picture(run: RunDir, event: SampleEvent | None) -> Markup:
     if event is None:
-        return ""
+        return Markup()
     if event.is_text:
-        return f'<pre class="written">{escape(event.text)}</pre>'
+        return Markup('<pre class="written">{}</pre>').format(event.text)
     file = (run.path / event.path).resolve()
     kind = PICTURE_TYPES.get(file.suffix.lower())
     if kind is None or not file.is_file() or not file.is_relative_to(run.path.resolve()):
         return escape(f"{event.path}: no picture")
     data = base64.b64encode(file.read_bytes()).decode()
-    return f'<img src="data:{kind};base64,{data}" alt="{escape(f"{event.prompt}, step {event.step}")}">'
+    return Markup('<img src="data:{};base64,{}" alt="{}, step {}">').format(kind, data, event.prompt, event.step)
 
 
 CHART_STYLE = f"""

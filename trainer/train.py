@@ -650,7 +650,7 @@ class Trainer:
         if time.monotonic() - self._last_heartbeat >= HEARTBEAT_SECONDS:
             self._heartbeat("training")
 
-    def _heartbeat(self, phase: str) -> None:
+    def _heartbeat(self, phase: State) -> None:
         self._last_heartbeat = time.monotonic()
         memory = self.meter.read()
         line = RankLine(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from markupsafe import Markup
 
-from app import dataset, form
+from app import dataset, form, panels
 from app.dataset import Captions, Card
 from app.lengths import Known
-from app.pages.parts import QUIET, WAITING_S, picture
+from app.pages.parts import QUIET, WAITING_S, column_heads, listed, picture
 from app.panels import alert, attempted, note
 from app.scans import Found
 from app.studio import Studio
@@ -98,7 +98,7 @@ def _renewer(studio: Studio, is_fresh: bool = False) -> Callable[..., list[Any]]
         return [
             told,
             gr.Timer(active=False),
-            f"<p>{text}</p>" + _asked(found) + _trigger(config.data.trigger) + _buckets(found.buckets),
+            Markup("<p>{}</p>").format(text) + _asked(found) + _trigger(config.data.trigger) + _buckets(found.buckets),
             _problems(found),
             *(str(card.image) for card in shown),
             *[""] * empty,
@@ -132,23 +132,22 @@ def _measured(studio: Studio, config: RunConfig, found: Found, files: Sequence[s
         return [gr.Timer(active=known.is_waiting), _unmeasured(known), *[""] * len(files)]
     ends = {caption.image: _end(caption) for caption in known.measured.cut}
     whole = "The model reads every caption whole."
-    sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in known.measured.warnings or (whole,))
+    sentences = Markup().join(map(Markup("<p>{}</p>").format, known.measured.warnings or (whole,)))
     said = _unmeasured(known) if known.is_waiting else sentences
     return [gr.Timer(active=known.is_waiting), said, *(ends.get(file, "") for file in files)]
 
 
-def _unmeasured(known: Known) -> str:
+def _unmeasured(known: Known) -> Markup:
     return alert(known.failure) if known.failure and not known.is_waiting else note(MEASURING)
 
 
-def _end(caption: CutCaption) -> str:
+def _end(caption: CutCaption) -> Markup:
     """The cut in a caption, with the words before it."""
     more = "…" if len(caption.rest) > SHOWN_REST else ""
-    counted = f"Cut: {escape(caption.encoder)} reads {caption.read} of {caption.needed} tokens."
-    return (
-        f'<p class="cut" tabindex="0">{counted}<br>'
-        f"…{escape(caption.before)}<del>{escape(caption.rest[:SHOWN_REST])}{more}</del></p>"
-    )
+    return Markup(
+        '<p class="cut" tabindex="0">Cut: {0.encoder} reads {0.read} of {0.needed} tokens.<br>'
+        "…{0.before}<del>{1}{2}</del></p>"
+    ).format(caption, caption.rest[:SHOWN_REST], more)
 
 
 def _writer(studio: Studio, captions: Captions) -> Callable[[str, str], list[Any]]:
@@ -175,8 +174,9 @@ def _undoer(captions: Captions, renew: Callable[..., list[Any]]) -> Callable[[fl
     return lambda page: renew(page, attempted(lambda: f"{captions.undo()} captions are as before."))
 
 
-def _asked(found: Found) -> str:
-    return f"<p>{found.num_questions} questions about images to train on.</p>" if found.num_questions else ""
+def _asked(found: Found) -> Markup:
+    asked = Markup("<p>{} questions about images to train on.</p>")
+    return asked.format(found.num_questions) if found.num_questions else Markup()
 
 
 def _others(found: Found) -> str:
@@ -185,54 +185,49 @@ def _others(found: Found) -> str:
     if not files:
         return "No images here."
     counted = "1 file" if len(files) == 1 else f"{len(files)} files"
-    return f"{counted} of text, {amount(sum(files.values()))}, first {escape(next(iter(files)).name)}"
+    return f"{counted} of text, {amount(sum(files.values()))}, first {next(iter(files)).name}"
 
 
-def _trigger(word: str) -> str:
-    return f"<p>[trigger] in a caption becomes <b>{escape(word)}</b>.</p>" if word else ""
+def _trigger(word: str) -> Markup:
+    return Markup("<p>[trigger] in a caption becomes <b>{}</b>.</p>").format(word) if word else Markup()
 
 
-def _buckets(counts: Mapping[tuple[int, int], int]) -> str:
+def _buckets(counts: Mapping[tuple[int, int], int]) -> Markup:
     if not counts:
-        return ""
+        return Markup()
     most = max(counts.values())
-    bars = "".join(
-        f'<li><span>{width} x {height}</span><i style="width:{60 * count / most:.0f}%"></i><span>{count}</span></li>'
-        for (width, height), count in counts.items()
-    )
-    return f'<h2>Images per bucket</h2><ul class="buckets">{bars}</ul>'
+    bar = Markup('<li><span>{} x {}</span><i style="width:{:.0f}%"></i><span>{}</span></li>')
+    bars = Markup().join(bar.format(*size, 60 * count / most, count) for size, count in counts.items())
+    return Markup('<h2>Images per bucket</h2><ul class="buckets">{}</ul>').format(bars)
 
 
-def _recipe(studio: Studio) -> str:
+def _recipe(studio: Studio) -> Markup:
     """Per bucket the effective shift, and how often each noise level is drawn."""
     try:
         rows = studio.recipe(studio.draft())
     except (InputError, OSError) as error:
         return alert(str(error))
     if not rows:
-        return "<p>Text has no noise levels.</p>"
-    cells = "".join(
-        f'<tr><th scope="row">{row["width"]} x {row["height"]}</th><td>{row["images"]}</td>'
-        f"<td>{row['shift']:.2f}</td><td>{_histogram(row['timesteps'])}</td></tr>"
-        for row in rows
+        return Markup("<p>Text has no noise levels.</p>")
+    line = Markup(
+        '<tr><th scope="row">{width} x {height}</th><td>{images}</td><td>{shift:.2f}</td><td>{drawn}</td></tr>'
     )
-    head = "".join(
-        f'<th scope="col">{name}</th>' for name in ("Bucket", "Images", "Shift", "Timesteps, image to noise")
+    cells = Markup().join(line.format(**row, drawn=_histogram(row["timesteps"])) for row in rows)
+    head = column_heads(("Bucket", "Images", "Shift", "Timesteps, image to noise"))
+    return Markup('<div class="wide"><table><thead><tr>{}</tr></thead><tbody>{}</tbody></table></div>').format(
+        head, cells
     )
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{cells}</tbody></table></div>'
 
 
-def _histogram(shares: Sequence[float]) -> str:
+def _histogram(shares: Sequence[float]) -> Markup:
     most, middle = max(shares), sum((at + 0.5) * share for at, share in enumerate(shares)) / len(shares)
-    bars = "".join(f'<i style="height:{100 * share / most:.0f}%"></i>' for share in shares)
-    return f'<span class="histogram" role="img" aria-label="mean {middle:.2f}">{bars}</span>'
+    bars = Markup().join(Markup('<i style="height:{:.0f}%"></i>').format(100 * share / most) for share in shares)
+    return Markup('<span class="histogram" role="img" aria-label="mean {:.2f}">{}</span>').format(middle, bars)
 
 
-def _problems(found: Found) -> str:
+def _problems(found: Found) -> Markup:
     if found.problems:
-        lines = "".join(f"<li>{escape(problem)}</li>" for problem in found.problems)
-        return f'<div role="alert" class="alert"><p>Start waits for:</p><ul>{lines}</ul></div>'
+        return panels.waits_for(listed(found.problems))
     if found.warnings:
-        lines = "".join(f"<li>{escape(warning)}</li>" for warning in found.warnings)
-        return f"<h2>Worth knowing</h2><ul>{lines}</ul>"
-    return "<p>Nothing is wrong with the files.</p>"
+        return Markup("<h2>Worth knowing</h2><ul>{}</ul>").format(listed(found.warnings))
+    return Markup("<p>Nothing is wrong with the files.</p>")

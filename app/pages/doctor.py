@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gradio as gr
+from markupsafe import Markup
 
 from app.pages.parts import QUIET, table
 from app.studio import Studio
@@ -17,7 +18,7 @@ def build(studio: Studio) -> gr.HTML:
     return found
 
 
-def checks(studio: Studio) -> str:
+def checks(studio: Studio) -> Markup:
     """A row per check."""
     words = {"ok": "fine", "warn": "look", "fail": "wrong"}
     rows = [(check.what, words[check.verdict], check.fact, check.remedy) for check in doctor.checks(studio.runs)]

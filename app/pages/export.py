@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import gradio as gr
+from markupsafe import Markup
 
 from app.monitor import RunView
 from app.pages.parts import QUIET, table
@@ -74,17 +75,17 @@ def _shower(studio: Studio) -> Callable[[str, str | None, str | None, str | None
     return show
 
 
-def _state(studio: Studio, run: RunDir) -> str:
+def _state(studio: Studio, run: RunDir) -> Markup:
     try:
         state = studio.export_state(run)
     except InputError as error:
         return alert(str(error))
-    return note(state) if state else ""
+    return note(state) if state else Markup()
 
 
-def _listing(files: Sequence[tuple[str, str, str]]) -> str:
+def _listing(files: Sequence[tuple[str, str, str]]) -> Markup:
     head = ("File", "Size", "Read back, relative difference")
-    return table(head, files) if files else "<p>Nothing was exported yet.</p>"
+    return table(head, files) if files else Markup("<p>Nothing was exported yet.</p>")
 
 
 def _rows(run: RunDir, view: RunView) -> list[tuple[str, str, str]]:
@@ -98,8 +99,8 @@ def _rows(run: RunDir, view: RunView) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _beginner(studio: Studio) -> Callable[[str, str, str, str], str]:
-    def begin(name: str, what: str, format: str, dtype: str) -> str:
+def _beginner(studio: Studio) -> Callable[[str, str, str, str], Markup]:
+    def begin(name: str, what: str, format: str, dtype: str) -> Markup:
         try:
             run = studio.run(name)
             studio.export(run, what, format, dtype)
@@ -110,7 +111,7 @@ def _beginner(studio: Studio) -> Callable[[str, str, str, str], str]:
     return begin
 
 
-def _checksum(studio: Studio) -> Callable[[str, str], str]:
+def _checksum(studio: Studio) -> Callable[[str, str], Markup]:
     def compute(name: str, file: str) -> str:
         with _file(studio.run(name), file).open("rb") as content:
             return f"SHA-256 of {file}: {hashlib.file_digest(content, 'sha256').hexdigest()}"

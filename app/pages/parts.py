@@ -1,11 +1,12 @@
-"""Pieces of HTML that several pages show, and how their handlers are connected. Every text is escaped here."""
+"""Pieces of HTML that several pages show, and how their handlers are connected."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
+
+from markupsafe import Markup, escape
 
 from app.panels import written
 from app.studio import Studio
@@ -24,31 +25,54 @@ WAITING_S = 1.0
 """Between two looks while the images are being read."""
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:
     """A table whose first column names its rows."""
-    top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
-    body = "".join(f"<tr>{_cells(row)}</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    cell, top = Markup("<td>{}</td>"), column_heads(head)
+    body = Markup().join(
+        Markup('<tr><th scope="row">{}</th>{}</tr>').format(first, Markup().join(map(cell.format, others)))
+        for first, *others in rows
+    )
+    return Markup('<div class="wide"><table><thead><tr>{}</tr></thead><tbody>{}</tbody></table></div>').format(
+        top, body
+    )
 
 
-def _cells(row: Sequence[str]) -> str:
-    first, *others = row
-    return f'<th scope="row">{escape(first)}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in others)
+def matrix(head: Sequence[str], rows: Iterable[tuple[str, Sequence[Markup]]]) -> Markup:
+    """A table of samples. rows: a prompt, and what stands in each column."""
+    lines = [
+        Markup('<tr><th scope="row">{}</th>{}</tr>').format(
+            prompt, Markup().join(map(Markup("<td>{}</td>").format, cells))
+        )
+        for prompt, cells in rows
+    ]
+    return Markup('<div class="wide"><table class="matrix"><tr><td></td>{}</tr>{}</table></div>').format(
+        column_heads(head), Markup().join(lines)
+    )
 
 
-def picture(studio: Studio, file: Path, text: str) -> str:
+def column_heads(names: Iterable[str]) -> Markup:
+    """Cells that name the columns of a table."""
+    return Markup().join(map(Markup('<th scope="col">{}</th>').format, names))
+
+
+def listed(lines: Iterable[str]) -> Markup:
+    """The items of a list."""
+    return Markup().join(map(Markup("<li>{}</li>").format, lines))
+
+
+def picture(studio: Studio, file: Path, text: str) -> Markup:
     """A thumbnail that shows the picture in full size, with the text, when it is clicked (VIEWER)."""
     try:
         small, full = studio.thumbnails.of(file), studio.thumbnails.of(file, FULL)
     except InputError as error:
         return escape(str(error))
-    return (
-        f'<a class="picture" href="{_address(full)}" target="_blank" rel="noopener" data-text="{escape(text)}">'
-        f'<img src="{_address(small)}" loading="lazy" alt="{escape(text)}" title="{escape(text)}"></a>'
-    )
+    return Markup(
+        '<a class="picture" href="{full}" target="_blank" rel="noopener" data-text="{text}">'
+        '<img src="{small}" loading="lazy" alt="{text}" title="{text}"></a>'
+    ).format(full=_address(full), small=_address(small), text=text)
 
 
-def sample(studio: Studio, run: Path, event: SampleEvent, config: RunConfig) -> str:
+def sample(studio: Studio, run: Path, event: SampleEvent, config: RunConfig) -> Markup:
     """What was drawn: a picture, or a text. run: its folder."""
     if event.is_text:
         return written(event)
@@ -79,4 +103,4 @@ document.addEventListener('click', event => {
 
 
 def _address(file: Path) -> str:
-    return escape(f"/gradio_api/file={file}")
+    return f"/gradio_api/file={file}"

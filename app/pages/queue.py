@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import gradio as gr
+from markupsafe import Markup
 
 from app.pages.parts import QUIET, table
 from app.pages.ticks import SKIP, Made, Tick, choices
@@ -75,7 +76,7 @@ def _shown(studio: Studio, chosen: str | None) -> list[Any]:
     try:
         waiting, taken = queue.waiting(), queue.taken()
         rows = [_row(queue, entry) for entry in reversed(taken)] + [_waiting_row(entry) for entry in waiting]
-        shown = table(("Number", "Name", "GPUs", "State", "Run"), rows) if rows else "<p>Nothing waits.</p>"
+        shown = table(("Number", "Name", "GPUs", "State", "Run"), rows) if rows else Markup("<p>Nothing waits.</p>")
         if studio.queue_trouble:
             shown = alert(studio.queue_trouble) + shown
         settings = queue.settings

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from html import escape
 from typing import Any
 
 import gradio as gr
+from markupsafe import Markup
 
 from app import charts, runs
 from app.monitor import Follower
@@ -67,7 +67,7 @@ def _shower(studio: Studio) -> Callable[[str | None, list[str]], list[Any]]:
             return [alert(str(error)), SKIP, SKIP]
         names = [summary.name for summary in found]
         there = [name for name in compared if name in names]
-        listing = table(head, map(_row, found)) if found else "<p>No runs yet.</p>"
+        listing = table(head, map(_row, found)) if found else Markup("<p>No runs yet.</p>")
         return [listing, choices(names, chosen, None), choices(names, compared, there)]
 
     return show
@@ -92,7 +92,7 @@ def _deleted(studio: Studio, name: str, _: str) -> str:
     return f"{name} deleted."
 
 
-def _attempt(studio: Studio, act: Callable[[Studio, str, str], str]) -> Callable[[str | None, str], str]:
+def _attempt(studio: Studio, act: Callable[[Studio, str, str], str]) -> Callable[[str | None, str], Markup]:
     return lambda name, text: attempted(lambda: act(studio, name or "", text))
 
 
@@ -102,8 +102,9 @@ def _asked(studio: Studio) -> Callable[[str | None], list[Any]]:
             run = studio.run(name)
         except InputError:  # none chosen, or deleted elsewhere
             return [gr.update(visible=False), "", ""]
-        size = runs.size(run) / 1e6
-        question = f"<p>{escape(run.path.name)}: {size:,.0f} MB with its checkpoints, samples and exports.</p>"
+        question = Markup("<p>{}: {:,.0f} MB with its checkpoints, samples and exports.</p>").format(
+            run.path.name, runs.size(run) / 1e6
+        )
         return [gr.update(visible=True), question, run.path.name]
 
     return handle
@@ -117,7 +118,7 @@ def _compared(studio: Studio) -> Callable[[list[str]], list[Any]]:
             return [gr.skip(), alert(str(error))]
         chart = charts.chart_json("Loss, smoothed", runs.overlaid(followers))
         if len(followers) < 2:
-            return [chart, "<p>Choose two runs or more.</p>"]
+            return [chart, Markup("<p>Choose two runs or more.</p>")]
         head = [follower.run.path.name for follower in followers]
         settings = table(("Setting", *head), ((name, *values) for name, values in runs.differing(followers).items()))
         return [chart, settings + _pictures(studio, followers)]
@@ -125,17 +126,13 @@ def _compared(studio: Studio) -> Callable[[list[str]], list[Any]]:
     return handle
 
 
-def _pictures(studio: Studio, followers: Sequence[Follower]) -> str:
+def _pictures(studio: Studio, followers: Sequence[Follower]) -> Markup:
     views = [follower.view() for follower in followers]
     rows = []
     for prompt, samples in runs.same_prompts(views).items():
         cells = [
-            parts.sample(studio, view.path, sample, follower.config) if sample else ""
+            parts.sample(studio, view.path, sample, follower.config) if sample else Markup()
             for follower, view, sample in zip(followers, views, samples, strict=True)
         ]
-        shown = "".join(f"<td>{cell}</td>" for cell in cells)
-        rows.append(f'<tr><th scope="row">{escape(prompt)}</th>{shown}</tr>')
-    if not rows:
-        return ""
-    top = "".join(f'<th scope="col">{escape(follower.run.path.name)}</th>' for follower in followers)
-    return f'<div class="wide"><table class="matrix"><tr><td></td>{top}</tr>{"".join(rows)}</table></div>'
+        rows.append((prompt, cells))
+    return parts.matrix([follower.run.path.name for follower in followers], rows) if rows else Markup()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from html import escape
 from typing import Any
 
 import gradio as gr
+from markupsafe import Markup
 
 from app.monitor import RunView
 from app.pages import parts
@@ -60,20 +60,19 @@ def pair(studio: Studio, view: RunView, prompt: str | None) -> tuple[str, str] |
     return first, last
 
 
-def matrix(studio: Studio, view: RunView, config: RunConfig) -> str:
+def matrix(studio: Studio, view: RunView, config: RunConfig) -> Markup:
     """All samples, the steps thinned to a few."""
     if not view.samples:
-        return "<p>No samples yet. Set sample.every and sample.prompts, or press Sample now.</p>"
+        return Markup("<p>No samples yet. Set sample.every and sample.prompts, or press Sample now.</p>")
     at = {(sample.index, sample.step): sample for sample in view.samples}
     steps = spread(sorted({step for _, step in at}), COLUMNS)
-    head = "".join(f'<th scope="col">step {step}</th>' for step in steps)
     rows = []
     for index in sorted({index for index, _ in at}):
         cells = [_cell(studio, view, at.get((index, step)), config) for step in steps]
         prompt = next(sample.prompt for (row, _), sample in at.items() if row == index)
-        rows.append(f'<tr><th scope="row">{escape(prompt)}</th>{"".join(cells)}</tr>')
-    return f'<div class="wide"><table class="matrix"><tr><td></td>{head}</tr>{"".join(rows)}</table></div>'
+        rows.append((prompt, cells))
+    return parts.matrix([f"step {step}" for step in steps], rows)
 
 
-def _cell(studio: Studio, view: RunView, sample: SampleEvent | None, config: RunConfig) -> str:
-    return f"<td>{parts.sample(studio, view.path, sample, config) if sample else ''}</td>"
+def _cell(studio: Studio, view: RunView, sample: SampleEvent | None, config: RunConfig) -> Markup:
+    return parts.sample(studio, view.path, sample, config) if sample else Markup()

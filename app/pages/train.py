@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +10,12 @@ from functools import partial
 from typing import Any
 
 import gradio as gr
+from markupsafe import Markup
 
 from app import form
 from app.form import Checked, Draft, Row
-from app.pages.parts import QUIET, WAITING_S
-from app.panels import alert, attempted, plan_bar
+from app.pages.parts import QUIET, WAITING_S, column_heads
+from app.panels import alert, attempted, note, plan_bar, waits_for
 from app.preflight import HERE, PLACES, Preflight
 from app.studio import Studio
 from trainer import configfile
@@ -387,7 +387,7 @@ def _planned(preflight: Preflight) -> list[Any]:
     ways = [f"Make it fit: {way}" for way in preflight.ways]
     buttons = [gr.update(value=text, visible=True) for text in ways]
     buttons += [gr.update(visible=False)] * (MOST - len(buttons))
-    bar = plan_bar(preflight.plan, preflight.checked) if preflight.plan else f"<p>{html.escape(preflight.note)}</p>"
+    bar = plan_bar(preflight.plan, preflight.checked) if preflight.plan else Markup("<p>{}</p>").format(preflight.note)
     asking = [gr.update(visible=wanted) for wanted in (preflight.can_record, preflight.can_verify)]
     return [bar, *asking, *buttons]
 
@@ -439,36 +439,31 @@ def _classes(row: Row) -> list[str]:
     return ["row", "wrong"] if row.error else ["row"]
 
 
-def _problems(checked: Checked, said: str) -> str:
+def _problems(checked: Checked, said: str) -> Markup:
     if not checked.errors:
         typed = f"{configfile.COMMAND_LINE}: "  # as which the inputs of the page are read
-        sentences = [*(note.removeprefix(typed) for note in checked.loaded.notes), *checked.warnings]
-        advice = "".join(f'<p class="sentence">{html.escape(text)}.</p>' for text in sentences)
-        status = f'<p role="status">{html.escape(said or checked.waiting or "Ready to start.")}</p>'
-        return f'{status}<div class="slow">{advice}</div>' if advice else status
-    lines = [f"<li><b>{html.escape(name)}</b> {html.escape(text)}</li>" for name, text in checked.errors.items()]
-    return f'<div role="alert" class="alert"><p>Start waits for:</p><ul>{"".join(lines)}</ul></div>'
+        sentences = [*(text.removeprefix(typed) for text in checked.loaded.notes), *checked.warnings]
+        advice = Markup().join(map(Markup('<p class="sentence">{}.</p>').format, sentences))
+        status = note(said or checked.waiting or "Ready to start.")
+        return Markup('{}<div class="slow">{}</div>').format(status, advice) if advice else status
+    line = Markup("<li><b>{}</b> {}</li>")
+    return waits_for(Markup().join(line.format(name, text) for name, text in checked.errors.items()))
 
 
-def _changes(checked: Checked) -> str:
-    rows = [
-        f"<tr><th scope='row'>{html.escape(name)}</th><td>{html.escape(shown(old))}</td>"
-        f"<td>{html.escape(shown(new))}</td></tr>"
-        for name, (old, new) in checked.changes.items()
-    ]
-    if not rows:
-        return "<p>As in the preset.</p>"
-    head = "<tr><th scope='col'>Changed</th><th scope='col'>preset</th><th scope='col'>now</th></tr>"
-    return f"<table>{head}{''.join(rows)}</table>"
+def _changes(checked: Checked) -> Markup:
+    if not checked.changes:
+        return Markup("<p>As in the preset.</p>")
+    row = Markup("<tr><th scope='row'>{}</th><td>{}</td><td>{}</td></tr>")
+    rows = Markup().join(row.format(name, shown(old), shown(new)) for name, (old, new) in checked.changes.items())
+    return Markup("<table><tr>{}</tr>{}</table>").format(column_heads(("Changed", "preset", "now")), rows)
 
 
-def _commands(checked: Checked, studio: Studio) -> str:
+def _commands(checked: Checked, studio: Studio) -> Markup:
     blocks: Sequence[tuple[str, str]] = (
         ("Without this page", form.headless_command(checked.draft)),
         ("What Start executes", form.torchrun_command(checked.config, studio.runs)),
     )
-    return "".join(
-        f"<details><summary>{name}</summary><pre tabindex='0'>{html.escape(text)}</pre>"
-        "<button class='copy'>Copy</button></details>"
-        for name, text in blocks
+    block = Markup(
+        "<details><summary>{}</summary><pre tabindex='0'>{}</pre><button class='copy'>Copy</button></details>"
     )
+    return Markup().join(block.format(*named) for named in blocks)

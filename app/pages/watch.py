@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import gradio as gr
+from markupsafe import Markup
 
 from app import charts, monitor, panels
 from app.monitor import Follower, Level, RunView
@@ -113,7 +113,7 @@ def _shown(page: WatchPage, run: RunDir, axis: str, is_log: bool, source: str, l
         _retry(view),
         panels.ranks(view, page.studio.gpus()),
         _newest(page.studio, follower, view),
-        f"<pre>{html.escape(log)}</pre>",
+        Markup("<pre>{}</pre>").format(log),
         _events(follower),
         choices(list(files) or ["torchrun"], source, "torchrun"),
         *(gr.update(interactive=can) for can in _allowed(view, page.buttons)),
@@ -138,7 +138,7 @@ def _retry(view: RunView) -> Any:
     return gr.update(value=label, visible=bool(label))
 
 
-def _asker(studio: Studio, name: str) -> Callable[[str], str]:
+def _asker(studio: Studio, name: str) -> Callable[[str], Markup]:
     def ask(run_name: str) -> str:
         run = studio.run(run_name)
         if name != "resume":
@@ -153,17 +153,13 @@ def _allowed(view: RunView, buttons: Sequence[str] | dict[str, gr.Button]) -> li
     return [not view.is_alive if name == "resume" else view.is_running for name in buttons]
 
 
-def _newest(studio: Studio, follower: Follower, view: RunView) -> str:
+def _newest(studio: Studio, follower: Follower, view: RunView) -> Markup:
     newest = sorted(view.samples, key=lambda sample: (-sample.step, sample.index))[:NUM_SAMPLES]
-    figures = [
-        f"<figure>{parts.sample(studio, view.path, sample, follower.config)}"
-        f"<figcaption>{html.escape(sample.prompt)}, step {sample.step}</figcaption></figure>"
-        for sample in newest
-    ]
-    return f'<h2>Newest samples</h2><div class="newest">{"".join(figures)}</div>' if figures else ""
+    figures = [panels.figure(parts.sample(studio, view.path, sample, follower.config), sample) for sample in newest]
+    return panels.newest(figures) if figures else Markup()
 
 
-def _events(follower: Follower) -> str:
+def _events(follower: Follower) -> Markup:
     told = [event for event in follower.told() if not isinstance(event, StepEvent)][-NUM_EVENTS:]
-    lines = "".join(f"<li>{html.escape(sentence(event))}</li>" for event in reversed(told))
-    return f"<h2>Events</h2><ul class='events' tabindex='0' aria-label='Events'>{lines}</ul>"
+    lines = parts.listed(sentence(event) for event in reversed(told))
+    return Markup("<h2>Events</h2><ul class='events' tabindex='0' aria-label='Events'>{}</ul>").format(lines)

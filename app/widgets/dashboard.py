@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import html
 import threading
 import time
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from functools import partial
 
 import ipywidgets as widgets
 from IPython.display import DisplayHandle, display
+from markupsafe import Markup, escape
 
 from app import panels
 from app.monitor import Follower, RunView
@@ -66,6 +66,7 @@ class Dashboard:
         self._sentence = ""
         self._curves = (-1, -1)
         self._samples: tuple[SampleEvent, ...] = ()
+        self._content: dict[widgets.HTML, Markup] = {}
 
         self.buttons = {what: self._button(what) for what in BUTTONS}
         self.said, self.figures, self.loss, self.ranks = (widgets.HTML() for _ in range(4))
@@ -73,7 +74,8 @@ class Dashboard:
         sides = widgets.HBox([self.loss, self.ranks]).add_class("sides")
         row = widgets.HBox([*self.buttons.values(), self.said])
         parts = [row, self.trouble, self.figures, sides, self.samples, self.warnings]
-        style = widgets.HTML(f"<style>{panels.IN_NOTEBOOK}{STYLE}</style>", layout={"display": "none"})
+        look = Markup("<style>{}{}</style>").format(Markup(panels.IN_NOTEBOOK), Markup(STYLE))
+        style = widgets.HTML(look, layout={"display": "none"})
         self.widget = widgets.VBox([style, widgets.VBox(parts).add_class("dashboard")]).add_class("shardstudio")
 
     def _button(self, what: Request) -> widgets.Button:
@@ -126,49 +128,56 @@ class Dashboard:
     def _show(self, view: RunView) -> None:
         """A widget sends its value only when it is another."""
         self._sentence = view.sentence
-        self.figures.value = f"<p>Run <b>{html.escape(view.path.name)}</b></p>{panels.figures(view)}"
-        self.ranks.value = panels.ranks(view) if view.ranks else ""
+        name = Markup("<p>Run <b>{}</b></p>").format(view.path.name)
+        self._fill(self.figures, name + panels.figures(view))
+        self._fill(self.ranks, panels.ranks(view) if view.ranks else Markup())
         if view.curves != self._curves:
-            self.loss.value = chart("Loss", self._follower.lines("Loss"))
+            self._fill(self.loss, chart("Loss", self._follower.lines("Loss")))
             self._curves = view.curves
         if view.samples != self._samples:
-            self.samples.value = self._newest(view)
+            self._fill(self.samples, self._newest(view))
             self._samples = view.samples
-        self.warnings.value = self._warned()
+        self._fill(self.warnings, self._warned())
         for button in self.buttons.values():
             button.disabled = not view.is_running
 
-    def _newest(self, view: RunView) -> str:
-        newest = sorted(view.samples, key=lambda sample: (-sample.step, sample.index))[:NUM_SAMPLES]
-        figures = "".join(
-            f"<figure>{self._small(sample)}<figcaption>{html.escape(sample.prompt)}, step {sample.step}</figcaption>"
-            "</figure>"
-            for sample in newest
-        )
-        return f'<h2>Newest samples</h2><div class="newest">{figures}</div>'
+    def _fill(self, place: widgets.HTML, content: Markup) -> None:
+        self._content[place] = content
+        place.value = content
 
-    def _small(self, sample: SampleEvent) -> str:
+    def _newest(self, view: RunView) -> Markup:
+        newest = sorted(view.samples, key=lambda sample: (-sample.step, sample.index))[:NUM_SAMPLES]
+        return panels.newest(panels.figure(self._small(sample), sample) for sample in newest)
+
+    def _small(self, sample: SampleEvent) -> Markup:
         if sample.is_text:
             return panels.written(sample)
         try:
             small = self._thumbnails.of(self.run.path / sample.path, SIDE)
         except InputError as error:
-            return html.escape(str(error))
+            return escape(str(error))
         data = base64.b64encode(small.read_bytes()).decode()
-        return f'<img alt="{html.escape(sample.prompt)}" src="data:image/webp;base64,{data}">'
+        return Markup('<img alt="{}" src="data:image/webp;base64,{}">').format(sample.prompt, data)
 
-    def _warned(self) -> str:
+    def _warned(self) -> Markup:
         told = [event for event in self._follower.told() if isinstance(event, WarningEvent)]
         lines = dict.fromkeys(f"Warning, step {event.step}: {event.message}" for event in reversed(told))
-        items = "".join(f"<li>{html.escape(line)}</li>" for line in list(lines)[:NUM_WARNINGS])
-        return f"<ul>{items}</ul>" if items else ""
+        items = Markup().join(map(Markup("<li>{}</li>").format, list(lines)[:NUM_WARNINGS]))
+        return Markup("<ul>{}</ul>").format(items) if items else Markup()
 
     def _picture(self) -> dict[str, str]:
         """All that is shown, as an output that needs no kernel."""
         page = panels.in_notebook(
-            f'<style>{STYLE}</style><div class="dashboard">{self.figures.value}'
-            f'<div class="sides"><div>{self.loss.value}</div><div>{self.ranks.value}</div></div>'
-            f"{self.samples.value}{self.warnings.value}</div>"
+            Markup(
+                '<style>{}</style><div class="dashboard">{}'
+                '<div class="sides"><div>{}</div><div>{}</div></div>{}{}</div>'
+            ).format(
+                Markup(STYLE),
+                *(
+                    self._content.get(place, "")
+                    for place in (self.figures, self.loss, self.ranks, self.samples, self.warnings)
+                ),
+            )
         )
         return {"text/html": page, "text/plain": f"Run {self.run.path.name}: {self._sentence}"}
 
@@ -176,6 +185,6 @@ class Dashboard:
         name, code = self.run.path.name, f"notebook.dashboard(notebook.attach({self._known_as!r}))"
         words = "After a restart of the kernel"
         return {
-            "text/html": f"<small>Run <b>{html.escape(name)}</b>. {words}: <code>{html.escape(code)}</code></small>",
+            "text/html": Markup("<small>Run <b>{}</b>. {}: <code>{}</code></small>").format(name, words, code),
             "text/plain": f"Run {name}. {words}: {code}",
         }

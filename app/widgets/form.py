@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 
 import ipywidgets as widgets
@@ -13,6 +12,7 @@ from IPython.display import HTML, DisplayHandle, display
 from ipywidgets.widgets.widget_bool import CheckboxStyle
 from ipywidgets.widgets.widget_description import DescriptionStyle
 from ipywidgets.widgets.widget_string import HTMLStyle, TextStyle
+from markupsafe import Markup, escape
 
 from app import form
 from app.form import Checked, Row
@@ -81,7 +81,7 @@ class Form:
         self._steps = {name: _Step(looks, self._typed, self._show) for name in form.STEPS}
         self._tabs = widgets.Tab([step.box for step in self._steps.values()], layout=looks.shown)
         self._review = widgets.HTML(layout=looks.shown, style=looks.html)
-        style = widgets.HTML(f"<style>{CSS}</style>", layout=looks.hidden, style=looks.html)
+        style = widgets.HTML(Markup("<style>{}</style>").format(Markup(CSS)), layout=looks.hidden, style=looks.html)
         self.widget = widgets.VBox([style, self._tabs, self._review], layout=looks.shown)
         self.widget.add_class("shardstudio-form")
         self._show()
@@ -123,7 +123,7 @@ class Form:
 
     def _keepsake(self) -> HTML:
         """What the notebook keeps of the form when the kernel has ended. Below a form that lives it is hidden."""
-        return HTML(f'<div class="shardstudio-code">The form as code:<pre>{escape(self.code)}</pre></div>')
+        return HTML(Markup('<div class="shardstudio-code">The form as code:<pre>{}</pre></div>').format(self.code))
 
     def _typed(self, name: str, value: str | bool) -> None:
         if not self._is_showing:  # then it is the form that sets the value
@@ -139,7 +139,7 @@ class Form:
         try:
             checked = form.check_files(form.check(self._draft))
         except ConfigError as error:  # the preset's file was changed meanwhile
-            self._review.value = _review([("", str(error))], "", self.code)
+            self._review.value = _review([("", str(error))], Markup(), self.code)
             return
         self._is_showing = True
         try:
@@ -257,26 +257,31 @@ def _options(row: Row) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*row.choices, str(row.value)]))
 
 
-def _note(row: Row) -> str:
-    error = f'<span role="alert" class="wrong">✗ {escape(row.error)}</span>' if row.error else ""
-    told = CODE.sub(r"<code>\1</code>", escape(row.help))
-    return f'{error}<span class="help">{told}</span>'
+def _note(row: Row) -> Markup:
+    error = Markup('<span role="alert" class="wrong">✗ {}</span>').format(row.error) if row.error else ""
+    words = [
+        Markup("<code>{}</code>").format(part) if at % 2 else escape(part)
+        for at, part in enumerate(CODE.split(row.help))
+    ]
+    return Markup('{}<span class="help">{}</span>').format(error, Markup().join(words))
 
 
-def _review(errors: Iterable[tuple[str, str]], changes: str, code: str, warnings: Iterable[str] = ()) -> str:
-    """errors: (field, what is wrong with it).  changes: as HTML."""
-    wrong = "".join(f"<li><b>{escape(name)}</b> {escape(text)}</li>" for name, text in errors)
-    alert = f'<div role="alert" class="wrong">Not ready to start:<ul>{wrong}</ul></div>' if wrong else ""
-    advice = "".join(f"<p>{escape(text)}.</p>" for text in warnings)
-    return f'<div class="review">{alert}<p role="status">{changes}</p>{advice}<pre>{escape(code)}</pre></div>'
+def _review(errors: Iterable[tuple[str, str]], changes: Markup, code: str, warnings: Iterable[str] = ()) -> Markup:
+    """errors: (field, what is wrong with it)."""
+    wrong = Markup().join(Markup("<li><b>{}</b> {}</li>").format(*error) for error in errors)
+    alert = Markup('<div role="alert" class="wrong">Not ready to start:<ul>{}</ul></div>').format(wrong)
+    advice = Markup().join(map(Markup("<p>{}.</p>").format, warnings))
+    return Markup('<div class="review">{}<p role="status">{}</p>{}<pre>{}</pre></div>').format(
+        alert if wrong else "", changes, advice, code
+    )
 
 
-def _changes(checked: Checked) -> str:
+def _changes(checked: Checked) -> Markup:
     """What differs from the preset, as HTML of one line."""
     told = [
-        f"<b>{escape(name)}</b> {escape(shown(old))} → {escape(shown(new))}"
-        for name, (old, new) in checked.changes.items()
+        Markup("<b>{}</b> {} → {}").format(name, shown(old), shown(new)) for name, (old, new) in checked.changes.items()
     ]
     if not told:
-        return "" if checked.errors else "As in the preset."
-    return f"{len(told)} {'change' if len(told) == 1 else 'changes'}: {'; '.join(told)}."
+        return Markup() if checked.errors else Markup("As in the preset.")
+    counted = f"{len(told)} {'change' if len(told) == 1 else 'changes'}"
+    return Markup("{}: {}.").format(counted, Markup("; ").join(told))

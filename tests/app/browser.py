@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import signal
 import socket
@@ -47,34 +49,48 @@ FLAGS = (
 
 @dataclass
 class Server:
-    """`launch.py` serving a page. runs: the folder it shows."""
+    """`launch.py` serving a page. runs: the folder it shows.  program: that or another which does the same."""
 
     runs: Path
     options: tuple[str, ...] = ()
     port: int = field(default_factory=lambda: free_port())
     process: subprocess.Popen[bytes] | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    program: Path = ROOT / "launch.py"
+
+    @property
+    def origin(self) -> str:
+        """Where it listens; what opens it is `url`."""
+        return f"http://127.0.0.1:{self.port}"
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        """The address that it printed last, which opens the page: with its token, if it asks for no password."""
+        return re.findall(r"^http://\S+", self.log, re.MULTILINE)[-1]
 
     def start(self) -> float:
         """Returns the seconds until it answered."""
         began = time.monotonic()
-        argv = [sys.executable, str(ROOT / "launch.py"), "--runs", str(self.runs), "--port", str(self.port)]
+        argv = [sys.executable, str(self.program), "--runs", str(self.runs), "--port", str(self.port)]
         with self.runs.with_suffix(".log").open("ab") as log:
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), **self.environment}
             self.process = subprocess.Popen(
-                [*argv, *self.options], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                [*argv, *self.options],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
         while time.monotonic() - began < STARTED_WITHIN_S:
             try:
-                httpx.get(self.url, timeout=5)
+                httpx.get(self.origin, timeout=5)
             except httpx.TransportError:
                 assert self.process.poll() is None, self.log
                 time.sleep(0.1)
             else:
                 return time.monotonic() - began
-        raise AssertionError(f"no answer from {self.url}: {self.log}")
+        raise AssertionError(f"no answer from {self.origin}: {self.log}")
 
     def kill(self) -> None:
         """As a power cut would: nothing of it is asked to end."""
@@ -93,9 +109,9 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(runs: Path, *options: str) -> Iterator[Server]:
-    """A server, and no process of its runs afterwards."""
-    server = Server(runs, options)
+def serving(runs: Path, *options: str, **values: Any) -> Iterator[Server]:
+    """A server, and no process of its runs afterwards. values: of the server's fields."""
+    server = Server(runs, options, **values)
     server.start()
     try:
         yield server
@@ -109,9 +125,9 @@ def serving(runs: Path, *options: str) -> Iterator[Server]:
                 continue
 
 
-def start_chromium(playwright: Playwright) -> Browser:
+def start_chromium(playwright: Playwright, *flags: str) -> Browser:
     """Debian's Chromium: nothing is downloaded."""
-    return playwright.chromium.launch(executable_path=shutil.which("chromium"), args=list(FLAGS))
+    return playwright.chromium.launch(executable_path=shutil.which("chromium"), args=[*FLAGS, *flags])
 
 
 @contextmanager

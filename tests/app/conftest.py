@@ -9,16 +9,22 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
 from tests.app.browser import Server, serving, start_chromium, visited
 from tests.runs import make_pictures, write_preset
 
 
 @pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
+def playwright() -> Iterator[Playwright]:
+    """One of a process can be at work."""
     with sync_playwright() as playwright:
-        yield start_chromium(playwright)
+        yield playwright
+
+
+@pytest.fixture(scope="session")
+def browser(playwright: Playwright) -> Browser:
+    return start_chromium(playwright)
 
 
 @pytest.fixture(scope="session")

@@ -126,7 +126,7 @@ def silent(server: Server) -> Iterator[RunDir]:
     process = subprocess.Popen(["sleep", "1000"])
     launch.Launch(process.pid, psutil.Process(process.pid).create_time(), ["sleep", "1000"]).write(run)
     with EventWriter(run.rank_file(1)) as lines:
-        lines.write(RankLine(rank=1, step=40, phase="", allocated=1, reserved=1, peak=1, limit=2, time=told))
+        lines.write(RankLine(rank=1, step=40, phase="training", allocated=1, reserved=1, peak=1, limit=2, time=told))
     yield run
     process.kill()
     process.wait()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from playwright.sync_api import Browser
 
-from tests.app.browser import Server, opened, recorded, serving, watch
+from tests.app.browser import ROOT, Server, opened, recorded, serving, watch
 
 USER, PASSWORD = "ada", "long enough"
 
@@ -19,14 +22,15 @@ USER, PASSWORD = "ada", "long enough"
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[httpx.Client]:
     """One that has opened the page, as a browser has."""
-    with httpx.Client(base_url=server.url) as client:
-        assert client.get("/").status_code == 200
+    with httpx.Client(base_url=server.origin) as client:
+        assert client.get(server.url, follow_redirects=True).status_code == 200
         yield client
 
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("guarded") / "runs", "--auth", f"{USER}:{PASSWORD}") as server:
+    folder = tmp_path_factory.mktemp("guarded")
+    with serving(folder / "runs", environment={"SHARDSTUDIO_AUTH": f"{USER}:{PASSWORD}"}) as server:
         yield server
 
 
@@ -94,8 +98,19 @@ def test_the_interface_names_no_handler(client: httpx.Client):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_is_started_without_the_page(server: Server, way: str):
-    with httpx.Client(base_url=server.url) as stranger:
-        assert ask(stranger, way).status_code == 403
+    with httpx.Client(base_url=server.origin) as stranger:
+        assert ask(stranger, way).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["/", "/config", "/static/img/logo.svg", "/theme.css", "/gradio_api/info", "/gradio_api/openapi.json"]
+    + [f"/gradio_api/{name}" for name in ("heartbeat/x", "startup-events", "app_id", "token", "dev/reload")],
+)
+def test_no_address_answers_whoever_did_not_open_the_page(server: Server, address: str):
+    with httpx.Client(base_url=server.origin) as stranger, stranger.stream("GET", address) as answer:
+        assert answer.status_code == 401
+        assert "printed in the terminal" in answer.read().decode()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -117,26 +132,61 @@ def test_no_file_is_taken_from_anybody(client: httpx.Client, server: Server):
 
 
 def test_with_a_password_nothing_is_told_without_it(guarded: Server):
-    with httpx.Client(base_url=guarded.url) as stranger:
-        stranger.get("/")
+    with httpx.Client(base_url=guarded.origin) as stranger:
+        assert "token" not in guarded.url
+        assert stranger.get("/").status_code == 401
         assert [ask(stranger, way).status_code for way in WAYS] == [401, 401]
         assert stranger.get("/config").status_code == 401
         assert stranger.get("/gradio_api/info").status_code == 401
-        assert stranger.get(f"/gradio_api/file={guarded.runs}/config.yaml").status_code in (401, 403)
+        assert stranger.get(f"/gradio_api/file={guarded.runs}/config.yaml").status_code == 401
 
 
 def test_guesses_end_after_a_few_and_the_password_opens(guarded: Server):
-    with httpx.Client(base_url=guarded.url) as client:
-        client.get("/")
-        assert login(client, PASSWORD).status_code == 200
+    with httpx.Client(base_url=guarded.origin) as client:
+        assert login(client, PASSWORD).status_code == 303
         assert client.get("/config").status_code == 200
         for number in range(5):
-            assert login(client, f"guess {number}").status_code == 400
-        assert login(client, PASSWORD).status_code == 400
+            stranger = {"x-forwarded-for": f"192.0.2.{number}"}  # believed where a proxy was announced by --name
+            assert login(client, f"guess {number}", stranger).status_code == 401
+        assert login(client, PASSWORD).status_code == 429
+        assert client.get("/config").status_code == 200, "who is in stays in"
 
 
-def login(client: httpx.Client, password: str) -> httpx.Response:
-    return client.post("/login", data={"username": USER, "password": password})
+def login(client: httpx.Client, password: str, headers: dict[str, str] | None = None) -> httpx.Response:
+    return client.post("/login", data={"username": USER, "password": password}, headers=headers)
+
+
+def test_no_process_of_the_page_inherits_the_password(guarded: Server):
+    assert guarded.process is not None
+    page = psutil.Process(guarded.process.pid)
+    assert PASSWORD not in " ".join(page.cmdline())
+    program = (
+        "import os, subprocess, sys; from pathlib import Path; from app import gradio_app as page; "
+        "page._user('127.0.0.1', None, None); print(os.environ.get('SHARDSTUDIO_AUTH')); "
+    )
+    environment = {**os.environ, "SHARDSTUDIO_AUTH": f"{USER}:{PASSWORD}"}
+    answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert answer.stdout == "None\n"
+
+
+def refused(*options: str, **environment: str) -> tuple[int, str]:
+    """Exit code and message of a page that does not start."""
+    argv = [sys.executable, "launch.py", "--runs", "/nonexistent/runs", *options]
+    answer = subprocess.run(
+        argv, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
+    )
+    return answer.returncode, answer.stderr.strip().splitlines()[-1]
+
+
+def test_a_page_that_others_could_open_does_not_start(tmp_path: Path):
+    opened = tmp_path / "password"
+    opened.write_text("ada:long enough")
+    opened.chmod(0o644)
+    needs = "others could start runs here; add --auth-file FILE with one line USER:PASS, or set SHARDSTUDIO_AUTH"
+    assert refused("--host", "0.0.0.0") == (2, f"--host 0.0.0.0: {needs}")
+    asked = f"--auth-file {opened}: others may read it (mode 0644); run chmod 600 {opened}"
+    assert refused("--auth-file", str(opened)) == (2, asked)
+    assert refused("--doctor", "--name", "a.example")[1].endswith("--name goes with the page only; leave it out")
 
 
 def test_the_page_tells_no_secret(client: httpx.Client, server: Server):
