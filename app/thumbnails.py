@@ -7,6 +7,7 @@ import shutil
 import threading
 from pathlib import Path
 
+from trainer import files
 from trainer.config import InputError
 from trainer.data.pixels import load_rgb, open_picture
 
@@ -43,7 +44,7 @@ class Thumbnails:
         small = load_rgb(found, (max(1, round(found.width * scale)), max(1, round(found.height * scale))))
         draft = copy.with_suffix(f".{threading.get_ident()}.part")
         small.save(draft, "WEBP", quality=90)
-        draft.replace(copy)
+        files.rename(draft, copy)
 
 
 class Downloads:

@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from trainer import ferry
+from trainer import ferry, files
 from trainer.config import InputError
 from trainer.manifest import MANIFEST, Progress, complete, defect, manifest_of, name_of, named, progress_of
 from trainer.snapshot import Snapshots
@@ -425,11 +425,8 @@ def _finish(draft: Path, facts: dict[str, Any]) -> None:
         facts["validation_loss"] = None
     facts["config_hash"] = hashlib.sha256(json.dumps(facts["config"], sort_keys=True).encode()).hexdigest()
     manifest = draft / MANIFEST
-    manifest.write_text(json.dumps(facts, indent=1), "utf-8")
-    _flush(manifest)
-    _flush(draft)
-    draft.rename(final)
-    _flush(final.parent)
+    files.replace(manifest, json.dumps(facts, indent=1))
+    files.rename(draft, final)
 
 
 def _too_old(checkpoints: list[Path], keep: int, keep_best: int) -> list[Path]:
@@ -459,11 +456,3 @@ def _remove(checkpoint: Path) -> None:
     What cannot go because an export still reads it on a network file system goes when the run starts again.
     """
     shutil.rmtree(checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}")), ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -87,6 +87,14 @@ def rename(draft: Path, final: Path) -> None:
     flush(final.parent)
 
 
+def flush_all(path: Path) -> None:
+    """Return when a file, or a folder with all that is in it, is on the disk."""
+    if path.is_dir():
+        for inner in path.iterdir():
+            flush_all(inner)
+    flush(path)
+
+
 def flush(path: Path) -> None:
     """Return when a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -23,7 +23,9 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 import psutil
+from pydantic import TypeAdapter
 
+from trainer import files
 from trainer.cluster import FIRST_NODE
 from trainer.config import InputError, ParallelConfig, RunConfig
 from trainer.diagnosis import diagnose, launches, output_file
@@ -76,15 +78,20 @@ class Launch:
 
     @classmethod
     def read(cls, run: RunDir) -> Launch | None:
-        """The latest start of a run, None when there was none."""
-        if not run.launch_file.exists():
+        """The latest start of a run, None when there was none. What a later version wrote besides is passed over.
+
+        Raises InputError when the file is damaged: whether the run is alive cannot be known then.
+        """
+        try:
+            return files.read_json(run.launch_file, _LAUNCH, "remove it if the run has ended")
+        except FileNotFoundError:
             return None
-        return cls(**json.loads(run.launch_file.read_text(encoding="utf-8")))
 
     def write(self, run: RunDir) -> None:
-        draft = run.launch_file.with_suffix(".draft")
-        draft.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
-        draft.replace(run.launch_file)
+        files.replace(run.launch_file, json.dumps(asdict(self), indent=1))
+
+
+_LAUNCH = TypeAdapter(Launch)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from trainer import configfile
+from trainer import configfile, files
 from trainer.config import RunConfig, family_names
 from trainer.plan.sizes import size_of
 from trainer.plan.store import SHIPPED, encoders_key_of, kept_file, key_of, known_parts, name_of
@@ -121,9 +121,7 @@ def _quieten() -> None:
 def write(file: Path, tables: Mapping[str, Table], encoders: Mapping[str, Encoders]) -> None:
     """Others see the whole file or none."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    beside.write_bytes(encode(tables, encoders))
-    os.replace(beside, file)
+    files.replace(file, encode(tables, encoders))
 
 
 def record_published(names: Sequence[str], jobs: int) -> int:
