@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
-from trainer import configfile, distilled, facts, launch, yamltext
+from trainer import configfile, distilled, facts, files, launch, yamltext
 from trainer.config import Problem, RunConfig, Section, family_names, rules
 from trainer.configfile import ConfigError, ConfigFile
 from trainer.fields import Slot, all_names, slot
@@ -162,8 +162,8 @@ def step_of(name: str) -> str:
 
 def from_yaml(checked: Checked, text: str, at: Path) -> Draft:
     """The draft that is the YAML of a whole config. at: where the text is kept. Raises ConfigError naming the lines."""
-    at.write_text(text, encoding="utf-8")
-    differing = changes(checked.preset.config, configfile.load(at).config)
+    files.replace(at, text)
+    differing = changes(checked.preset.config, configfile.load_text(text, (), at).config)
     return Draft(checked.draft.preset, {name: value for name, (_, value) in differing.items()})
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from trainer import configfile
+from trainer import configfile, files
 from trainer.config import RunConfig
 from trainer.data.measured import Answer, Measured
 from trainer.launch import worker_environment
@@ -84,8 +84,7 @@ class Lengths:
 
     def _ask_all(self) -> None:
         """Ask one process about every open question, as long as it lives and there is one."""
-        folder = self._runs / "drafts"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = files.make_private(self._runs / "drafts")
         argv = [sys.executable, "-m", "trainer.captions", str(self._runs)]
         with (
             (folder / "captions.log").open("w") as log,
@@ -118,7 +117,7 @@ def _asked(process: subprocess.Popen[str], config: RunConfig, folder: Path) -> A
     """Let the process answer about a config, which is written into the folder for it."""
     assert process.stdin and process.stdout
     file = folder / "captions.yaml"
-    file.write_text(configfile.dump(config), encoding="utf-8")
+    files.replace(file, configfile.dump(config))
     process.stdin.write(f"{file}\n")
     process.stdin.flush()
     if line := process.stdout.readline():

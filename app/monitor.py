@@ -15,7 +15,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
-from trainer import launch
+from trainer import files, launch
+from trainer.config import InputError
 from trainer.events import (
     ENDS,
     AnyEvent,
@@ -35,7 +36,7 @@ from trainer.events import (
     told_speed,
 )
 from trainer.report import Line, thin
-from trainer.rundir import RunDir
+from trainer.rundir import RunDir, is_run
 
 SILENT_S = 180.0
 """A running rank or run that says nothing for so long is shown as stuck."""
@@ -68,6 +69,7 @@ class RunView:
     stage: the one that is under way, where there are stages.  speed: what is trained per second, and its unit.
     eta_s: None while nothing can be said.  imbalance: largest peak of a rank to the mean of all.
     is_alive: whether its processes are there, for a moment also after its end.  curves: differ when the lines do.
+    problems: a sentence per file, or part of one, that cannot be read and is left out.
     """
 
     path: Path
@@ -90,6 +92,7 @@ class RunView:
     silent_s: float
     is_alive: bool
     curves: tuple[int, int]
+    problems: tuple[str, ...] = ()
 
     @property
     def is_running(self) -> bool:
@@ -156,7 +159,11 @@ def _duration(seconds: float) -> str:
 
 
 class Follower:
-    """Follows one run. Safe to ask from several threads."""
+    """Follows one run. Safe to ask from several threads.
+
+    All that it is asked raises InputError or OSError where a file of the run is damaged without which nothing can be
+    said of it: its config, its launch or its events.
+    """
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -165,6 +172,7 @@ class Follower:
         self._events = EventReader(run.events_file)
         self._ranks: dict[int, RankReader] = {}
         self._lines: dict[int, RankLine] = {}
+        self._unread: dict[Path, str] = {}
         self._steps: list[StepEvent] = []
         self._num_read = 0
         self._validations: dict[int, ValidationEvent] = {}
@@ -201,10 +209,27 @@ class Follower:
         for event in self._events.read():
             self._take(event)
         for file in self.run.ranks.glob("rank*.jsonl"):
-            rank = int(file.stem.removeprefix("rank"))
-            reader = self._ranks.setdefault(rank, RankReader(file))
+            if (number := file.stem.removeprefix("rank")).isdecimal():
+                self._read_rank(int(number), file)
+
+    def _read_rank(self, rank: int, file: Path) -> None:
+        reader = self._ranks.setdefault(rank, RankReader(file))
+        self._unread.pop(file, None)
+        try:
             for line in reader.read():
                 self._lines[rank] = line
+        except (InputError, OSError) as error:
+            self._unread[file] = explained(error)
+
+    def _problems(self) -> tuple[str, ...]:
+        readers = {self.run.events_file: self._events.passed_over}
+        readers |= {self.run.rank_file(rank): reader.passed_over for rank, reader in self._ranks.items()}
+        passed = (
+            f"{file}: {count} lines are damaged or of a later version, and are left out; remove them"
+            for file, count in readers.items()
+            if count
+        )
+        return (*self._unread.values(), *passed)
 
     def _take(self, event: AnyEvent) -> None:
         self._last_event = event.time
@@ -263,6 +288,7 @@ class Follower:
             silent_s=now - last_word if last_word else 0.0,
             is_alive=is_alive,
             curves=(num_seen, len(self._validations)),
+            problems=self._problems(),
         )
 
     def at(self, axis: Axis, event: StepEvent | ValidationEvent) -> float:
@@ -327,25 +353,46 @@ CHARTS: Mapping[str, Callable[[Follower, Axis], Iterator[Line]]] = {
 }
 
 
+def explained(error: InputError | OSError) -> str:
+    """The sentence about a file that cannot be read."""
+    if isinstance(error, OSError):
+        return f"{error.filename}: cannot be read ({error.strerror}); repair or remove it"
+    return str(error)
+
+
 def find_runs(root: Path) -> list[RunDir]:
-    """The runs below a folder, the one started last first."""
-    runs = [RunDir(file.parent) for file in root.glob("*/config.yaml")]
-    return sorted((run for run in runs if run.logs.is_dir()), key=lambda run: run.logs.stat().st_mtime, reverse=True)
+    """The runs below a folder, the one started last first. Some may be damaged."""
+    return [RunDir(path) for path in sorted(filter(is_run, _folders(root)), key=_started, reverse=True)]
+
+
+def _folders(root: Path) -> list[Path]:
+    return list(root.iterdir()) if root.is_dir() else []
+
+
+def _started(run: Path) -> float:
+    """When something in the folder of logs began: unix seconds, 0 where it has none."""
+    logs = RunDir(run).logs
+    return logs.stat().st_mtime if logs.exists() else 0.0
 
 
 def log_files(run: RunDir) -> dict[str, Path]:
     """{what wrote it: file} of the latest start: torchrun, and each rank's output and errors."""
-    launches = sorted(run.logs.glob("launch-*.log"), key=lambda file: int(file.stem.rpartition("-")[2]))
-    found = {"torchrun": launches[-1]} if launches else {}
-    attempts = sorted(run.logs.glob("*/attempt_*"), key=lambda folder: folder.stat().st_mtime)
-    for rank in sorted(attempts[-1].glob("*"), key=lambda folder: int(folder.name)) if attempts else ():
+    launches = {int(number): file for file in run.logs.glob("launch-*.log") if (number := file.stem[7:]).isdecimal()}
+    found = {"torchrun": launches[max(launches)]} if launches else {}
+    attempts = sorted(run.logs.glob("*/attempt_*"), key=lambda folder: folder.lstat().st_mtime)
+    ranks = [folder for folder in (attempts[-1].glob("*") if attempts else ()) if folder.name.isdecimal()]
+    for rank in sorted(ranks, key=lambda folder: int(folder.name)):
         found |= {f"rank {rank.name}": rank / "stderr.log", f"rank {rank.name}, output": rank / "stdout.log"}
     return found
 
 
 def log_tail(file: Path, level: Level, num_lines: int = 200) -> str:
-    """The last lines of a log that are of a level, read from its end."""
-    with file.open("rb") as log:
+    """The last lines of a log that are of a level, read from its end; where it cannot be read, why."""
+    try:
+        log = files.opened(file)
+    except (InputError, OSError) as error:
+        return explained(error)
+    with log:
         size = log.seek(0, 2)
         log.seek(max(0, size - LOG_BYTES))
         lines = log.read().decode("utf-8", errors="replace").splitlines()

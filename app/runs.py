@@ -7,26 +7,31 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
+
+from pydantic import TypeAdapter
 
 from app import form
-from app.monitor import Follower, RunView
+from app.monitor import Follower, RunView, explained
 from app.studio import Studio
-from trainer import launch
+from trainer import files, launch
 from trainer.config import InputError
 from trainer.events import ENDS, SampleEvent, State
 from trainer.fields import all_names, shown
 from trainer.report import Line
-from trainer.rundir import RunDir
+from trainer.rundir import RunDir, is_run
 
 MOST_COMPARED = 5
+_TAGS = TypeAdapter(dict[str, tuple[str, ...]])
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A row of the table. started: unix seconds, 0 for never."""
+    """A row of the table. started: unix seconds, 0 for never.  problem: why nothing more is known, or what is left out
+    of it; a sentence."""
 
     name: str
-    state: State
+    state: State | Literal["damaged"]
     step: int
     num_steps: int
     loss: float | None
@@ -34,6 +39,7 @@ class Summary:
     model: str
     adapter: str
     tags: tuple[str, ...] = ()
+    problem: str = ""
 
 
 class Summaries:
@@ -44,20 +50,25 @@ class Summaries:
         self._ended: dict[Path, tuple[int, Summary]] = {}
 
     def all(self) -> list[Summary]:
-        """The run started last first. A run that cannot be read is left out. Raises InputError as `read_tags` does."""
-        tags = read_tags(self._studio.runs)
+        """The run started last first, also those that are damaged. Without tags where their file is."""
+        try:
+            tags = read_tags(self._studio.runs)
+        except InputError:  # `tags_problem` names it
+            tags = {}
         found = [self._summary(run) for run in self._studio.runs_found()]
         return [replace(summary, tags=tags.get(summary.name, ())) for summary in found if summary is not None]
 
     def _summary(self, run: RunDir) -> Summary | None:
-        changed = run.events_file.stat().st_mtime_ns if run.events_file.exists() else 0
-        known, summary = self._ended.get(run.path, (0, None))
-        if summary is not None and known == changed:
-            return summary
         try:
+            changed = run.events_file.stat().st_mtime_ns if run.events_file.exists() else 0
+            known, summary = self._ended.get(run.path, (0, None))
+            if summary is not None and known == changed:
+                return summary
             summary = _summary(self._studio.follower(run) if launch.alive(run) else Follower(run))
-        except (InputError, OSError):  # damaged, or deleted a moment ago
-            return None
+        except (InputError, OSError) as error:
+            if not is_run(run.path):  # deleted a moment ago
+                return None
+            return Summary(run.path.name, "damaged", 0, 0, None, 0.0, "", "", problem=explained(error))
         if summary.state in ENDS:
             self._ended[run.path] = changed, summary
         return summary
@@ -74,6 +85,7 @@ def _summary(follower: Follower) -> Summary:
         started=told[0].time if told else 0.0,
         model=Path(follower.config.model.path).name,
         adapter=follower.config.adapter.type,
+        problem="; ".join(view.problems),
     )
 
 
@@ -81,19 +93,27 @@ def read_tags(runs: Path) -> dict[str, tuple[str, ...]]:
     """{run: tags}. Raises InputError when the file is damaged."""
     file = runs / "tags.json"
     try:
-        found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    except ValueError as error:
-        raise InputError(f"{file}: is no JSON ({error}); repair or remove it") from error
-    return {name: tuple(tags) for name, tags in found.items()}
+        return files.read_json(file, _TAGS)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise InputError(explained(error)) from error
+
+
+def tags_problem(runs: Path) -> str:
+    """Why there are no tags, empty where nothing is wrong with them."""
+    try:
+        read_tags(runs)
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 def set_tags(runs: Path, name: str, text: str) -> None:
     """Give a run the tags of a text, parted by commas. Raises InputError as `read_tags` does."""
-    tags = read_tags(runs) | {name: tuple(tag.strip() for tag in text.split(",") if tag.strip())}
-    draft = runs / "tags.part"
-    draft.touch(0o600)
-    draft.write_text(json.dumps(tags, indent=1), encoding="utf-8")
-    draft.replace(runs / "tags.json")
+    with files.locked(files.make_private(runs / "drafts") / "tags.lock"):
+        tags = read_tags(runs) | {name: tuple(tag.strip() for tag in text.split(",") if tag.strip())}
+        files.replace(runs / "tags.json", json.dumps(tags, indent=1), mode=0o600)
 
 
 def delete(run: RunDir) -> None:
@@ -104,8 +124,8 @@ def delete(run: RunDir) -> None:
 
 
 def size(run: RunDir) -> int:
-    """Bytes of a run's folder."""
-    return sum(file.stat().st_size for file in run.path.rglob("*") if file.is_file())
+    """Bytes of a run's folder. What a link leads to is not part of it."""
+    return sum(file.lstat().st_size for file in run.path.rglob("*") if file.is_file())
 
 
 def overlaid(followers: Sequence[Follower], chart: str = "Loss", label: str = "smoothed") -> list[Line]:

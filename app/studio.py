@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from app import form
 from app.form import Checked, Draft
 from app.lengths import Lengths
-from app.monitor import Follower, find_runs
+from app.monitor import Follower, explained, find_runs
 from app.preflight import Preflight, Preflights
 from app.scans import Scans
 from app.thumbnails import Downloads, Thumbnails
@@ -28,7 +28,7 @@ from trainer import configfile, files, gpus, headless, launch, prepare
 from trainer.config import NAME_HELP, NAME_PATTERN, InputError
 from trainer.gpus import Gpu
 from trainer.queue import POLL_S, Entry, Queue
-from trainer.rundir import RunDir
+from trainer.rundir import RunDir, is_run
 
 PRESETS = Path(__file__).parents[1] / "presets"
 FIRST_PRESET = "quickstart"
@@ -88,6 +88,7 @@ class Studio:
         self._last_start: _Start | None = None
         self._gpus: tuple[float, list[Gpu]] = (-math.inf, [])
         self.queue_trouble = ""
+        self.draft_trouble = ""
 
     def claim(self) -> None:
         """Close what only the owner looks into. Where nothing can be written, `unwritable` says why afterwards."""
@@ -120,8 +121,10 @@ class Studio:
         file = self._own / f"{name}.yaml"
         if name in self.presets():
             raise InputError(f"'{name}' is the name of a preset already; take another")
-        self._own.mkdir(parents=True, exist_ok=True)
-        file.write_text(configfile.dump(checked.config), encoding="utf-8")
+        try:
+            files.create(files.make_private(self._own) / file.name, configfile.dump(checked.config))
+        except FileExistsError as error:
+            raise InputError(f"'{name}' is the name of a preset already; take another") from error
         return file
 
     def name_of(self, preset: Path) -> str:
@@ -133,12 +136,19 @@ class Studio:
         return self.presets().get(name) or self.run(name).config_file
 
     def draft(self) -> Draft:
-        """What was typed last, also before a restart; the quickstart at first."""
+        """What was typed last, also before a restart; the quickstart at first, and where that cannot be read.
+
+        `draft_trouble` then says why.
+        """
+        self.draft_trouble = ""
         try:
-            kept = _KEPT.validate_json((self._drafts / "draft.json").read_bytes())
+            kept = files.read_json(self._drafts / "draft.json", _KEPT)
             draft = Draft(self.preset(kept.preset), kept.values)
             form.check(draft)
-        except (OSError, ValueError):  # none yet, damaged, or of a run or a version that is gone
+        except FileNotFoundError:
+            return Draft(self.presets()[FIRST_PRESET])
+        except (InputError, OSError) as error:  # damaged, or of a run or a version that is gone
+            self.draft_trouble = f"What was typed last cannot be shown: {explained(error)}"
             return Draft(self.presets()[FIRST_PRESET])
         return draft
 
@@ -147,16 +157,15 @@ class Studio:
         if self.unwritable:
             return
         kept = _KEPT.dump_json(_Kept(self.name_of(draft.preset), dict(draft.values)))
-        with self._lock:
-            self._drafts.mkdir(parents=True, exist_ok=True)
-            file = self._drafts / "draft.part"
-            file.write_bytes(kept)
-            file.replace(self._drafts / "draft.json")
+        folder = files.make_private(self._drafts)
+        with files.locked(folder / "draft.lock"):
+            if (folder / "draft.json").is_dir():
+                files.put_aside(folder / "draft.json")
+            files.replace(folder / "draft.json", kept)
 
     def from_yaml(self, checked: Checked, text: str) -> Draft:
         """The draft that is this YAML. Raises ConfigError naming the lines."""
-        self._drafts.mkdir(parents=True, exist_ok=True)
-        return form.from_yaml(checked, text, self._drafts / "config.yaml")
+        return form.from_yaml(checked, text, files.make_private(self._drafts) / "config.yaml")
 
     def look(self, draft: Draft, is_fresh: bool = False) -> Checked:
         """A draft with what is wrong with it, its files and its images. Raises ConfigError for a wrong preset.
@@ -181,9 +190,8 @@ class Studio:
 
     def recipe(self, draft: Draft) -> list[dict[str, Any]]:
         """The rows of `trainer.recipe`, computed by a process of its own. Raises InputError when it fails."""
-        self._drafts.mkdir(parents=True, exist_ok=True)
-        file = self._drafts / "recipe.yaml"
-        file.write_text(configfile.dump(form.check(draft).config), encoding="utf-8")
+        file = files.make_private(self._drafts) / "recipe.yaml"
+        files.replace(file, configfile.dump(form.check(draft).config))
         argv = [sys.executable, "-m", "trainer.recipe", str(file)]
         answer = subprocess.run(argv, capture_output=True, text=True, check=False, env=launch.worker_environment())
         if answer.returncode:
@@ -229,7 +237,9 @@ class Studio:
         """The run of this name. Raises InputError for what is no run in this folder."""
         if not name or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name):
             raise InputError(f"{name!r} is not the name of a run")
-        return RunDir.open(self.runs / name)
+        if not is_run(self.runs / name):
+            raise InputError(f"{self.runs / name}: not a run folder; name one of the runs in {self.runs}")
+        return RunDir(self.runs / name)
 
     def follower(self, run: RunDir) -> Follower:
         """The follower of a run, shared by all who watch it."""
@@ -289,6 +299,6 @@ class Studio:
                         self.queue.start_next()
                         self.queue_trouble = ""
                         time.sleep(POLL_S)
-            except (InputError, OSError, ValueError) as error:  # a full disk, a damaged entry: tried again
-                self.queue_trouble = str(error)
+            except Exception as error:  # noqa: BLE001 - shown on the page; it is tried again, as after a full disk
+                self.queue_trouble = str(error) or type(error).__name__
             time.sleep(POLL_S)

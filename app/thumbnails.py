@@ -44,7 +44,7 @@ class Thumbnails:
             small = load_preview(open_picture(picture), side)
         draft = copy.with_suffix(f".{threading.get_ident()}.part")
         small.save(draft, "WEBP", quality=90)
-        draft.replace(copy)
+        files.rename(draft, copy)
 
 
 class Downloads:

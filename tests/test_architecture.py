@@ -58,6 +58,17 @@ NEVER = frozenset({"accelerate", "deepspeed", "lightning", "pytorch_lightning", 
 HEAVY = frozenset({"diffusers", "gradio", "ipywidgets", "numpy", "peft", "safetensors", "torch", "transformers"})
 READS_ENVIRONMENT = frozenset({"app.gradio_app", "trainer.__main__", "trainer.launch", "trainer.world"})
 MAX_LINES = 60
+# Who may write or rename files by itself: what is lost or torn there is made again, or is flushed as a whole.
+WRITES_BY_ITSELF = {
+    "trainer.files": "it is what all others write with",
+    "trainer.export": "files of a draft folder, which `export.drafts` flushes one by one before it gets its name",
+    "trainer.families": "files of a draft folder, which `_folder.write_once` flushes before it gets its name",
+    "trainer.demo": "pictures and models that the demo makes again",
+    "trainer.checkpoint": "puts checkpoints aside and takes their names from those it removes; it writes none so",
+    "trainer.watchdog": "a hung rank's last words, read by a person",
+    "trainer.data.cache": "writes parts that get their names by `files.rename`, which flushes them",
+    "trainer.plan.store": "the question to a process of its own, in a temporary folder",
+}
 
 
 @dataclass(frozen=True)
@@ -209,6 +220,21 @@ def prints(module: Module) -> Iterator[str]:
             yield f"{node.lineno}: prints past trainer.terminal"
 
 
+def writes_by_itself(module: Module) -> Iterator[str]:
+    """Files that are kept are written and renamed by `trainer.files`: a power cut leaves the former or the new one."""
+    if any(f"{module.name}.".startswith(f"{name}.") for name in WRITES_BY_ITSELF):
+        return
+    for node in module.nodes(ast.Call):
+        if not isinstance(node.func, ast.Attribute):
+            continue
+        call = ast.unparse(node.func)
+        is_path_method = node.func.attr in ("write_text", "write_bytes", "rename") and not call.startswith("files.")
+        # str.replace takes two texts, Path.replace one path.
+        is_path_replace = node.func.attr == "replace" and len(node.args) == 1 and not node.keywords
+        if call in ("os.replace", "os.rename") or is_path_method or is_path_replace:
+            yield f"{node.lineno}: {call}"
+
+
 RULES: tuple[Callable[[Module], Iterator[str]], ...] = (
     imports_upward,
     page_knows_the_trainer_from_inside,
@@ -221,6 +247,7 @@ RULES: tuple[Callable[[Module], Iterator[str]], ...] = (
     reads_environment,
     prints,
     opens_any_picture,
+    writes_by_itself,
 )
 
 
@@ -290,6 +317,25 @@ def test_the_code_keeps_the_rule(rule):
         ),
         (writes_html_unescaped, "app.panels", "Markup('<p>{}</p>').format(x)\nMarkup(STYLE)\nf'{a} < {b}'", []),
         (reads_environment, "trainer.optim", "import os\nos.environ['A']", ["2: reads os.environ"]),
+        (
+            writes_by_itself,
+            "trainer.queue",
+            "file.write_text(t)\na.b.write_bytes(b)",
+            ["1: file.write_text", "2: a.b.write_bytes"],
+        ),
+        (
+            writes_by_itself,
+            "app.runs",
+            "os.replace(a, b)\ndraft.replace(b)\na.rename(b)",
+            ["1: os.replace", "2: draft.replace", "3: a.rename"],
+        ),
+        (
+            writes_by_itself,
+            "app.runs",
+            "'a'.replace('b', 'c')\nreplace(a, b=1)\nfiles.replace(a, 'b')\nfiles.rename(a, b)",
+            [],
+        ),
+        (writes_by_itself, "trainer.export.model", "file.write_text(t)", []),
         (reads_environment, "trainer.world", "import os\nos.getenv('A')", []),
         (prints, "trainer.doctor", "say(1)\nprint(1)", ["2: prints past trainer.terminal"]),
         (prints, "app.notebook", "plan(cfg, print)", ["1: prints past trainer.terminal"]),

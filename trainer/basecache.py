@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.config import InputError
-from trainer.files import make_private_if_new
+from trainer.files import make_private_if_new, rename
 from trainer.parallel.load import Coded, own_rows
 from trainer.parallel.mesh import REPLICATE
 from trainer.stored import VERSION, Layout, TensorEntry, layout
@@ -52,7 +52,7 @@ class BaseCache:
         draft = file.with_name(self._world.gather(f".{file.stem}-{secrets.token_hex(4)}")[0])
         failed = self._failed(lambda: self._begin(draft, plan))
         failed = failed or self._failed(lambda: _write(draft, plan, records))
-        failed = failed or self._failed(lambda: draft.rename(file) if self._world.rank == 0 else None)
+        failed = failed or self._failed(lambda: rename(draft, file) if self._world.rank == 0 else None)
         if failed and self._world.rank == 0:
             with suppress(OSError):
                 draft.unlink()

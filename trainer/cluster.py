@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import yaml
 
-from trainer import configfile
+from trainer import configfile, files
 from trainer.config import InputError, RunConfig
 from trainer.configfile import ConfigFile
 from trainer.rundir import RunDir
@@ -56,7 +56,7 @@ def write(run: RunDir, scheduler: Scheduler) -> Path:
     """Write the file of a job into its run folder. Returns it."""
     text, name = (sbatch, "job.sbatch") if scheduler == "slurm" else (train_job, "trainjob.yaml")
     file = run.path / name
-    file.write_text(text(run.config(), run), encoding="utf-8")
+    files.replace(file, text(run.config(), run))
     return file
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from trainer import facts, foreign, yamltext
+from trainer import facts, files, foreign, yamltext
 from trainer.config import (
     HUB_ID,
     MODEL_WORDS,
@@ -35,6 +35,12 @@ from trainer.config import (
 from trainer.fields import ROOT, Slot, name, nearest, shown, slot
 from trainer.yamltext import Loc
 
+MOST_GUESSES = 20
+"""Unknown fields for which one that is spelled like it is looked for."""
+MOST_FINDINGS = 200
+"""Values of a wrong type that are named at once."""
+MOST_STAGES = 32
+"""Each is checked as a config of its own."""
 SCHEMA = Path(__file__).parents[1] / "presets" / "schema.json"
 
 
@@ -84,7 +90,9 @@ def load_text(text: str, overrides: Sequence[str], path: Path) -> ConfigFile:
         _add_override(override, draft)
     draft.leave_out_other_types()
     config = _validate(draft)
-    if config is not None:
+    if config is not None and len(config.stages) > MOST_STAGES:
+        draft.report(("stages",), f"has {len(config.stages)} stages, the most are {MOST_STAGES}; leave some out")
+    elif config is not None:
         _report_stages(config, draft)
     if draft.findings or config is None:
         findings = sorted(draft.findings)
@@ -153,7 +161,7 @@ def dump(config: RunConfig) -> str:
 def write_schema(path: Path) -> None:
     """Write the JSON Schema of a config file: types, ranges, defaults, units and descriptions, for editors."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
-    path.write_text(json.dumps(schema, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    files.replace(path, json.dumps(schema, indent=1, ensure_ascii=False) + "\n")
 
 
 class Place(NamedTuple):
@@ -193,6 +201,8 @@ class _Draft:
         self.file = Place(False, 0, source)
         self.values: dict[Loc, Any] = {}
         self.places: dict[Loc, Place] = {}
+        self._named: dict[str, Place] = {}
+        self._num_unknown = 0
         self.broken: set[str] = set()
         self.findings: list[Finding] = []
         self.notes: list[str] = []
@@ -207,12 +217,22 @@ class _Draft:
             meant = self._translated(loc, target, leaves[loc]) if target else {}
             implied.update(meant)
             given.update({key: value for key, value in meant.items() if key == target})
-            self.places.update({key: self.place(name(loc)) for key in meant if key not in leaves})
+            self.put({key: self.place(name(loc)) for key in meant if key not in leaves})
         for loc, value in (implied | given).items():
             if loc == ("stages",) and isinstance(value, list):
                 self.values[loc] = [_stage_resolved(stage, folder) for stage in value]
             else:
                 self.values[loc] = _resolved(slot(loc), value, folder)
+
+    def put(self, places: Mapping[Loc, Place]) -> None:
+        """Note where something was given."""
+        self.places.update(places)
+        self._named.update({name(loc): place for loc, place in places.items()})
+
+    def forget_places(self, above: Loc) -> None:
+        """Forget where all that is at or below a location was given."""
+        self.places = {loc: place for loc, place in self.places.items() if loc[: len(above)] != above}
+        self._named = {name(loc): place for loc, place in self.places.items()}
 
     def report(self, loc: Loc, message: str, below: Loc = ()) -> None:
         """Note a problem at `loc`, and that its value is unknown. below: what was given of it, if it has no place."""
@@ -232,7 +252,9 @@ class _Draft:
         first = next(loc[:end] for end in range(1, len(loc) + 1) if slot(loc[:end]) is None)
         if name(first) in self.broken:
             return
-        meant = nearest(first)
+        self._num_unknown += 1
+        # A comparison with all fields takes milliseconds, and a file of thousands of them is not a config.
+        meant = nearest(first) if self._num_unknown <= MOST_GUESSES else None
         hint = ""
         if meant:
             self.broken.add(name(meant))
@@ -241,7 +263,7 @@ class _Draft:
 
     def place(self, *fields: str) -> Place:
         """Where the first of the fields that was given stands, else the nearest section above the first."""
-        places = {name(loc): place for loc, place in self.places.items()}
+        places = self._named
         given = next((places[field] for field in fields if field in places), None)
         above = fields[0]
         while given is None and above:
@@ -407,7 +429,7 @@ def _parsed(text: str, draft: _Draft) -> dict[str, Any]:
         raise ConfigError(f"{path}: is empty; name at least data.path")
     if not isinstance(parsed.value, dict):
         raise ConfigError(f"{path}:1: needs lines of field: value, not {shown(parsed.value)}")
-    draft.places.update({loc: draft.file._replace(line=line) for loc, line in parsed.lines.items()})
+    draft.put({loc: draft.file._replace(line=line) for loc, line in parsed.lines.items()})
     for loc, line in parsed.repeated:
         message = f"is given twice, first in line {parsed.lines[loc]}; remove one"
         draft.findings.append(Finding(draft.file._replace(line=line), name(loc), message))
@@ -415,14 +437,16 @@ def _parsed(text: str, draft: _Draft) -> dict[str, Any]:
 
 
 def _read_text(path: Path) -> str:
+    if path.is_dir():
+        raise ConfigError(f"{path}: is a folder; name a YAML file in it")
     try:
-        data = path.read_bytes()
+        data = files.read(path, 4 * yamltext.MAX_LENGTH)
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file{_similar(path)}") from error
-    except IsADirectoryError as error:
-        raise ConfigError(f"{path}: is a folder; name a YAML file in it") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except InputError as error:
+        raise ConfigError(str(error)) from error
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -446,9 +470,8 @@ def _add_override(text: str, draft: _Draft) -> None:
     loc = _override_loc(key.strip())
     here, above = slot(loc), slot(loc[:-1])
     if not (here and here.sections):  # the fields of a section that are not given stay as the file has them
-        for stale in [given for given in draft.places if given[: len(loc)] == loc]:
-            del draft.places[stale]
-    draft.places[loc] = COMMAND_LINE
+        draft.forget_places(loc)
+    draft.put({loc: COMMAND_LINE})
     if above and not above.sections and not above.child(loc[-1]):
         draft.report_unknown(loc)
         return
@@ -476,7 +499,7 @@ def _override_loc(key: str) -> Loc:
 def _override_value(raw: str, loc: Loc, draft: _Draft) -> Any:
     """The YAML value. A field of text takes `2024` as it is: a shell removes the quotes that YAML would need."""
     parsed = yamltext.parse(raw)
-    draft.places.update({(*loc, *below): COMMAND_LINE for below in parsed.lines})
+    draft.put({(*loc, *below): COMMAND_LINE for below in parsed.lines})
     for below, _ in parsed.repeated:
         draft.report((*loc, *below), "is given twice; remove one")
     here, value = slot(loc), parsed.value
@@ -506,7 +529,7 @@ def _validate(draft: _Draft) -> RunConfig | None:
         try:
             return RunConfig.model_validate(draft.tree())
         except ValidationError as error:
-            errors = error.errors()
+            errors = error.errors()[:MOST_FINDINGS]
         rule = errors[0].get("ctx", {}).get("error")
         if isinstance(rule, RuleError):
             _report_rules(rule.problems, draft)
@@ -586,8 +609,8 @@ def _missing_folders(cfg: RunConfig) -> Iterator[Problem]:
 
 
 def _missing_files(cfg: RunConfig) -> Iterator[Problem]:
-    for field, files in (("references", cfg.sample.references), ("images", cfg.sample.images)):
-        for index, file in enumerate(files):
+    for field, named in (("references", cfg.sample.references), ("images", cfg.sample.images)):
+        for index, file in enumerate(named):
             if not os.path.isfile(file):
                 hint = _similar(Path(file)) or "; name an image"
                 yield Problem(f"sample.{field}[{index}]", f"no file '{file}'{hint}")

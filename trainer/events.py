@@ -18,6 +18,8 @@ from typing import Annotated, Generic, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
+from trainer import files
+
 State = Literal[
     "created",  # the folder exists, nothing was started
     "starting",  # torchrun is on its way
@@ -33,6 +35,8 @@ State = Literal[
 ]
 ENDS: frozenset[State] = frozenset({"finished", "stopped", "failed"})
 
+MOST_BYTES = 2**30
+"""That are read of a file at once. A million steps take 0.4 GiB."""
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 
 
@@ -269,31 +273,38 @@ class _Follower(Generic[T]):
 
     A half-written last line waits for its end. A line that is damaged, or of a type this version does not know, is
     passed over: one bad line must not take the view of the whole run away. offset: the byte up to which it has read.
+    passed_over: the number of such lines.
     """
 
     def __init__(self, path: Path, kind: TypeAdapter[T], offset: int) -> None:
         self._path = path
         self._kind = kind
         self.offset = offset
+        self.passed_over = 0
 
     def read(self) -> list[T]:
-        """What was appended since the last call; nothing while the file does not exist."""
+        """What was appended since the last call; nothing while the file does not exist.
+
+        Raises InputError for what is not a file, and OSError for one that cannot be read.
+        """
         records = []
         for line in self._new_lines():
             try:
                 records.append(self._kind.validate_json(line))
             except ValidationError:
-                continue
+                self.passed_over += bool(line)  # an empty one is what a full disk left of one
         return records
 
     def _new_lines(self) -> list[bytes]:
         try:
-            with self._path.open("rb") as file:
+            with files.opened(self._path) as file:
                 file.seek(self.offset)
-                data = file.read()
+                data = file.read(MOST_BYTES)
         except FileNotFoundError:
             return []
         whole = data[: data.rfind(b"\n") + 1]
+        if b"\0" in data[len(whole) :]:  # what a power cut leaves, which becomes no line
+            whole = data
         self.offset += len(whole)
         return whole.splitlines()
 

@@ -22,6 +22,7 @@ from trainer.adapters.formats import DTYPES, adapter_files
 from trainer.adapters.layer import LayerAdapter
 from trainer.config import InputError, ModelConfig, ObjectiveConfig, family_names, not_one_of
 from trainer.families.base import ModelFamily
+from trainer.files import rename
 from trainer.hub import find_folder
 from trainer.rng import generator
 from trainer.stored import TensorEntry
@@ -243,7 +244,7 @@ def _write(layers: Mapping[str, LayerAdapter], checkpoints: Checkpoints, options
             file.write(Path(drafts) / path.name, metadata)
             _verify(Path(drafts) / path.name, layers, checkpoints, TOLERANCE[options.dtype])
         for path in paths:
-            (Path(drafts) / path.name).replace(path)
+            rename(Path(drafts) / path.name, path)
     return paths
 
 

@@ -11,6 +11,7 @@ import fcntl
 import os
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
@@ -30,22 +31,57 @@ NOT_REGULAR = "not a regular file; remove it, or put a file in its place"
 T = TypeVar("T")
 
 
-def replace(file: Path, content: str | bytes) -> None:
+def replace(file: Path, content: str | bytes, mode: int | None = None) -> None:
     """Write a whole file, or leave what was there. The folder must exist. An existing file keeps its permissions.
 
+    mode: the permissions that it gets instead.
     When this returns, the content is on the disk: after a power cut the file holds the former content or this one.
     Raises OSError, as for a full disk.
     """
+    with _draft(file, content) as draft:
+        with suppress(FileNotFoundError):
+            former = file.lstat().st_mode
+            mode = stat.S_IMODE(former) if mode is None and stat.S_ISREG(former) else mode
+        if mode is not None:
+            draft.chmod(mode)
+        rename(draft, file)
+
+
+def create(file: Path, content: str | bytes) -> None:
+    """Write a new file whole, or none, as `replace` does. Of several writers of one name the first one wins.
+
+    Raises FileExistsError where there is one.
+    """
+    with _draft(file, content) as draft:
+        flush(draft)
+        os.link(draft, file)
+        draft.unlink()
+        flush(file.parent)
+
+
+@contextmanager
+def _draft(file: Path, content: str | bytes) -> Iterator[Path]:
+    """A file next to `file` that holds the content, and is removed when anything goes wrong in the block."""
     draft = file.with_name(f".{os.getpid()}-{threading.get_ident()}.part")
     try:
-        with draft.open("wb") as stream:
-            with suppress(FileNotFoundError):
-                os.fchmod(stream.fileno(), stat.S_IMODE(file.stat().st_mode))
-            stream.write(content.encode() if isinstance(content, str) else content)
-        rename(draft, file)
+        draft.write_bytes(content.encode() if isinstance(content, str) else content)
+        yield draft
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def put_aside(path: Path, folder: Path | None = None) -> Path:
+    """Give the name of something damaged free, whatever it is. folder: where to, else where it lies. Returns where.
+
+    Raises OSError where it cannot be moved.
+    """
+    home = folder or path.parent
+    home.mkdir(parents=True, exist_ok=True)
+    aside = home / f"{path.name}.damaged-{time.time_ns()}"
+    os.replace(path, aside)
+    flush(aside.parent)
+    return aside
 
 
 def rename(draft: Path, final: Path) -> None:
@@ -53,6 +89,14 @@ def rename(draft: Path, final: Path) -> None:
     flush(draft)
     os.replace(draft, final)
     flush(final.parent)
+
+
+def flush_all(path: Path) -> None:
+    """Return when a file, or a folder with all that is in it, is on the disk."""
+    if path.is_dir():
+        for inner in path.iterdir():
+            flush_all(inner)
+    flush(path)
 
 
 def flush(path: Path) -> None:

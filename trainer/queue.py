@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from trainer import configfile, launch, prepare
+from pydantic import Field, TypeAdapter
+
+from trainer import configfile, files, launch, prepare
 from trainer.config import InputError, RunConfig
-from trainer.rundir import RunDir
+from trainer.rundir import RunDir, is_run
 
 POLL_S = 1.0
 AfterFailure = Literal["go on", "pause"]
@@ -37,8 +39,11 @@ class Entry:
     name: str
     config: str
     gpus: tuple[int, ...] = ()
-    run: str = ""
+    run: Annotated[str, Field(pattern=r"^([A-Za-z0-9_][A-Za-z0-9._-]*)?$")] = ""
     error: str = ""
+
+
+_ENTRY = TypeAdapter(Entry)
 
 
 @dataclass(frozen=True)
@@ -53,34 +58,52 @@ class Settings:
     noted: int = 0
 
 
+_SETTINGS = TypeAdapter(Settings)
+
+
 class Queue:
-    """The queue of a folder of runs. Every change is on disk when the method returns. module: what torchrun starts."""
+    """The queue of a folder of runs. Every change is on disk when the method returns. module: what torchrun starts.
+
+    A damaged file harms nothing but itself: `problems` names it, and all else is read past it.
+    """
 
     def __init__(self, runs: Path, module: str = "trainer") -> None:
         self.runs = runs.absolute()
         self._module = module
         self._folder = self.runs / "queue"
         self._waiting, self._taken = self._folder / "waiting", self._folder / "taken"
+        self._settings = self._folder / "settings.json"
 
     def add(self, config: RunConfig, gpus: Sequence[int] = ()) -> Entry:
         """Put a run at the end. The config is kept as it is now. Raises InputError where nothing can be written."""
         with self._changing():
-            numbers = [entry.number for entry in (*self.waiting(), *self.taken())]
+            numbers = [*_files(self._waiting), *_files(self._taken)]
             entry = Entry(max(numbers, default=0) + 1, config.name, configfile.dump(config), tuple(gpus))
             self._write(self._waiting, entry)
         return entry
 
     def waiting(self) -> list[Entry]:
         """In the order they will be started."""
-        return _read_all(self._waiting)
+        return _read_all(self._waiting)[0]
 
     def taken(self) -> list[Entry]:
         """Those that had their turn, the oldest first."""
-        return _read_all(self._taken)
+        return _read_all(self._taken)[0]
+
+    def problems(self) -> list[str]:
+        """A sentence per file of the queue that is damaged."""
+        damaged = (_read_all(self._waiting)[1] | _read_all(self._taken)[1]).values()
+        return [problem for problem in (self._read_settings()[1], *damaged) if problem]
 
     def running(self) -> list[Entry]:
-        """Those whose run is under way."""
-        return [entry for entry in self.taken() if entry.run and launch.alive(self.run_of(entry))]
+        """Those whose run is under way. A run that cannot be read keeps no other from being started."""
+        return [entry for entry in self.taken() if entry.run and self._is_alive(entry)]
+
+    def _is_alive(self, entry: Entry) -> bool:
+        try:
+            return launch.alive(self.run_of(entry))
+        except (InputError, OSError):  # its row and `has_failed` say so
+            return False
 
     def run_of(self, entry: Entry) -> RunDir:
         return RunDir(self.runs / entry.run)
@@ -104,12 +127,29 @@ class Queue:
 
     @property
     def settings(self) -> Settings:
-        file = self._folder / "settings.json"
-        return Settings(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else Settings()
+        """As they were last changed. Where their file is damaged nothing is started until they are changed."""
+        return self._read_settings()[0]
 
     def change(self, settings: Settings) -> None:
+        """Keep other settings, in place of a file that is damaged too."""
         with self._changing():
-            _replace(self._folder / "settings.json", asdict(settings))
+            if self._read_settings()[1]:
+                files.put_aside(self._settings)
+            _replace(self._settings, asdict(settings))
+
+    def require_settings(self) -> None:
+        """Raises InputError where their file is damaged."""
+        if problem := self._read_settings()[1]:
+            raise InputError(problem)
+
+    def _read_settings(self) -> tuple[Settings, str]:
+        """The settings, and what is wrong with their file."""
+        try:
+            return files.read_json(self._settings, _SETTINGS, "remove it, or change a setting in the page"), ""
+        except FileNotFoundError:
+            return Settings(), ""
+        except (InputError, OSError) as error:
+            return Settings(is_paused=True), _explained(error)
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[bool]:
@@ -130,7 +170,7 @@ class Queue:
 
         To be called inside `starting`. Returns those that had their turn, also the ones that could not be started.
         """
-        begun: list[Entry] = []
+        begun = self._put_damaged_aside()
         self._put_back_interrupted()
         self._note_failures()
         while (waiting := self.waiting()) and not self.settings.is_paused and self._has_room(waiting[0]):
@@ -147,16 +187,28 @@ class Queue:
         with self._changing():
             self._write(self._taken, entry)
             _file(self._waiting, entry.number).unlink()
-        frozen = self._folder / "config.yaml"
-        frozen.write_text(entry.config, encoding="utf-8")
+        frozen = self._folder / "config.yaml"  # nothing lies there: what is wrong is named by the entry
         try:
-            run = prepare.new_run(configfile.load(frozen), self.runs)
+            run = prepare.new_run(configfile.load_text(entry.config, (), frozen), self.runs)
             launch.start(run.config(), run, self._module, entry.gpus)
             entry = replace(entry, run=run.path.name)
         except InputError as error:
             entry = replace(entry, error=str(error).replace(f"{frozen}:", f"{entry.name}:"))
         self._write(self._taken, entry)
         return entry
+
+    def _put_damaged_aside(self) -> list[Entry]:
+        """What waits and cannot be read gives its place free. Returns it as entries that could not be started."""
+        entries: list[Entry] = []
+        if not _read_all(self._waiting)[1]:
+            return entries
+        with self._changing():
+            for file, problem in _read_all(self._waiting)[1].items():
+                aside = files.put_aside(file, self._folder / "damaged")
+                error = f"{problem}; it was put aside as queue/damaged/{aside.name}"
+                entries.append(Entry(int(file.stem), f"number {int(file.stem)}", "", error=error))
+                self._write(self._taken, entries[-1])
+        return entries
 
     def _put_back_interrupted(self) -> None:
         """A starter that was killed at the wrong moment left an entry that had its turn and was not started."""
@@ -168,7 +220,9 @@ class Queue:
 
     def _note_failures(self) -> None:
         """Pause after a failure where that is wanted, once for each."""
-        settings = self.settings
+        settings, problem = self._read_settings()
+        if problem:  # which of them were noted is not known
+            return
         failed = [entry.number for entry in self.taken() if entry.number > settings.noted and self.has_failed(entry)]
         if failed:
             is_paused = settings.is_paused or settings.after_failure == "pause"
@@ -178,24 +232,35 @@ class Queue:
         """Whether a run that had its turn could not be started, or failed."""
         if entry.error:
             return True
-        launch.settle(self.run_of(entry))
-        return launch.status(self.run_of(entry)) == "failed"
+        try:
+            launch.settle(self.run_of(entry))
+        except (InputError, OSError):
+            return is_run(self.run_of(entry).path)  # else it was deleted
+        return self.state_of(entry) == "failed"
+
+    def state_of(self, entry: Entry) -> str:
+        """What a run that had its turn does now, or why it cannot be told."""
+        if entry.error or not entry.run:
+            return entry.error or "starting"
+        run = self.run_of(entry)
+        if not is_run(run.path):
+            return "deleted"
+        try:
+            return launch.status(run)
+        except (InputError, OSError) as error:
+            return f"damaged: {_explained(error)}"
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
         """Only one process at a time changes the queue."""
         self._make_folders()
-        lock = os.open(self._folder / "changes.lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with files.locked(self._folder / "changes.lock"):
             yield
-        finally:
-            os.close(lock)
 
     def _make_folders(self) -> None:
         try:
-            for folder in (self._waiting, self._taken):
-                folder.mkdir(parents=True, exist_ok=True)
+            for folder in (self._folder, self._waiting, self._taken):
+                files.make_private(folder)
         except OSError as error:
             raise InputError(f"{self._folder}: cannot be written ({error.strerror}); use another --runs") from error
 
@@ -212,6 +277,7 @@ def work_off(runs: Path, say: Callable[[str], None], module: str = "trainer") ->
     with queue.starting() as may_start:
         if not may_start:
             raise InputError(f"{runs}: another page or --queue starts its runs already; leave it to that one")
+        queue.require_settings()
         begun: list[Entry] = []
         while not queue.settings.is_paused and (queue.waiting() or queue.running()):
             for entry in queue.start_next():
@@ -227,16 +293,29 @@ def _file(folder: Path, number: int) -> Path:
     return folder / f"{number:06d}.json"
 
 
-def _read_all(folder: Path) -> list[Entry]:
-    return [_entry(file) for file in sorted(folder.glob("*.json"))]
+def _files(folder: Path) -> dict[int, Path]:
+    """{number: file} of the entries in a folder, in their order."""
+    return {int(file.stem): file for file in sorted(folder.glob("*.json")) if file.stem.isdecimal()}
 
 
-def _entry(file: Path) -> Entry:
-    values = json.loads(file.read_text(encoding="utf-8"))
-    return Entry(**values | {"gpus": tuple(values["gpus"])})
+def _read_all(folder: Path) -> tuple[list[Entry], dict[Path, str]]:
+    """The entries in a folder, and of each damaged file what is wrong with it."""
+    entries, damaged = [], {}
+    for number, file in _files(folder).items():
+        try:
+            entries.append(replace(files.read_json(file, _ENTRY, "remove it"), number=number))
+        except FileNotFoundError:  # it had its turn, or was taken out, a moment ago
+            continue
+        except (InputError, OSError) as error:
+            damaged[file] = _explained(error)
+    return entries, damaged
+
+
+def _explained(error: InputError | OSError) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename}: cannot be read ({error.strerror}); remove it"
+    return str(error)
 
 
 def _replace(file: Path, values: object) -> None:
-    draft = file.with_suffix(".draft")
-    draft.write_text(json.dumps(values, indent=1), encoding="utf-8")
-    draft.replace(file)
+    files.replace(file, json.dumps(values, indent=1))

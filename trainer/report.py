@@ -16,6 +16,7 @@ from pathlib import Path
 
 from markupsafe import Markup, escape
 
+from trainer import files
 from trainer.config import RunConfig
 from trainer.events import (
     AnyEvent,
@@ -66,9 +67,8 @@ class Line:
 def write_report(run: RunDir) -> Path:
     """Write `report.html` of a run in any state, replacing an earlier one. Returns its path."""
     events = EventReader(run.events_file).read()
-    draft = run.report.with_suffix(".draft")
-    draft.write_text(_page(run, events), encoding="utf-8")
-    return draft.replace(run.report)
+    files.replace(run.report, _page(run, events))
+    return run.report
 
 
 def _page(run: RunDir, events: Sequence[AnyEvent]) -> Markup:

@@ -17,11 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trainer import configfile
+from trainer import configfile, files
 from trainer.config import InputError, RunConfig
 
 Request = Literal["stop", "save", "sample"]
 """stop: leave after this step with a checkpoint.  save: a checkpoint now.  sample: sample images now."""
+
+
+NOT_RUNS = frozenset({"cache", "downloads", "drafts", "presets", "queue", "thumbnails"})
+"""Names of folders next to those of the runs. None of them is ever taken for a run, whatever it holds."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +50,7 @@ class RunDir:
                 )
             run.make_stage_folders(cfg)
             run.make_folders()
-            draft = run.config_file.with_suffix(".draft")
-            draft.write_text(configfile.dump(cfg), encoding="utf-8")
-            draft.replace(run.config_file)
+            files.replace(run.config_file, configfile.dump(cfg))
         except OSError as error:
             raise InputError(f"{path}: cannot be made a run folder ({error.strerror}); name another place") from error
         return run
@@ -57,7 +59,7 @@ class RunDir:
     def open(cls, path: Path) -> RunDir:
         """The run in an existing folder. Raises InputError when there is none."""
         run = cls(path.absolute())
-        if not run.config_file.is_file():
+        if not os.path.lexists(run.config_file):  # one that cannot be read is named by who reads it
             raise InputError(f"{path}: not a run folder (it has no config.yaml); name a folder below runs/")
         return run
 
@@ -98,10 +100,8 @@ class RunDir:
         """Save another config as `config.yaml` and keep the former one as `config-<n>.yaml`, whose path is returned."""
         number = 1 + len(list(self.path.glob("config-*.yaml")))
         former = self.path / f"config-{number}.yaml"
-        draft = self.path / "config.yaml.draft"
-        draft.write_text(configfile.dump(cfg), encoding="utf-8")
-        former.write_bytes(self.config_file.read_bytes())
-        draft.replace(self.config_file)
+        files.replace(former, files.read(self.config_file))
+        files.replace(self.config_file, configfile.dump(cfg))
         return former
 
     @property
@@ -189,12 +189,20 @@ class RunDir:
         except OSError as error:
             if error.errno != errno.EROFS:
                 raise
-            lock = os.open(self.events_file, os.O_RDONLY)  # nobody can start it, but it can be judged
+            lock = os.open(self.events_file, os.O_RDONLY | os.O_NONBLOCK)  # nobody can start it, but it can be judged
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
         finally:
             os.close(lock)
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder below the runs is one, whatever state its files are in."""
+    if path.name in NOT_RUNS or path.name.startswith("."):
+        return False
+    files_of_it = ("config.yaml", "logs"), ("config.yaml", "launch.json"), ("launch.json", "logs")
+    return any(all(os.path.lexists(path / name) for name in pair) for pair in files_of_it)
 
 
 def weights_of(stage: Path) -> Path:

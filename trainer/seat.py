@@ -12,7 +12,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer import configfile, stages
+from trainer import configfile, files, stages
 from trainer.config import InputError, RunConfig
 from trainer.rundir import RunDir, shared_cache
 from trainer.stages import Stage
@@ -58,7 +58,7 @@ def take_seat(path: Path, meeting: Meeting) -> Seat:
     cfg = configfile.load_text(meeting.store.get("config").decode(), (), run.config_file).config
     cache = cache_folder(cfg, run)
     number, count, name, before = json.loads(meeting.store.get("stage"))
-    if run.identity_file.is_file() and run.identity_file.read_bytes() == meeting.store.get("folder"):
+    if run.identity_file.is_file() and files.read(run.identity_file) == meeting.store.get("folder"):
         folder = run.stage_folder(number, name) if name else run.path
         return Seat(run, Stage(number, count, name, cfg, before, folder), cache, False)
     if count > 1:
@@ -75,5 +75,5 @@ def take_seat(path: Path, meeting: Meeting) -> Seat:
 def _identity(run: RunDir) -> str:
     """A word that only those find who see this very folder."""
     if not run.identity_file.exists():
-        run.identity_file.write_text(secrets.token_hex(16), encoding="utf-8")
-    return run.identity_file.read_text(encoding="utf-8")
+        files.replace(run.identity_file, secrets.token_hex(16))
+    return files.read(run.identity_file).decode()

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from trainer import configfile, launch, yamltext
+from trainer import configfile, files, launch, yamltext
 from trainer.config import RunConfig
 from trainer.events import EventWriter, StageEvent, StatusEvent
 from trainer.rundir import RunDir, weights_of
@@ -81,7 +81,7 @@ def changed(cfg: RunConfig, at: int, change: str) -> RunConfig:
 
 def write_handover(folder: Path, fields: dict[str, str | None]) -> None:
     """What the next stage begins with. fields: of the config; paths within `folder` relative to it."""
-    (folder / HANDOVER).write_text(json.dumps(fields, indent=1), encoding="utf-8")
+    files.replace(folder / HANDOVER, json.dumps(fields, indent=1))
 
 
 def _handed_over(stage: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer import adapters, changes, checkpoint, families
+from trainer import adapters, changes, checkpoint, families, files
 from trainer.clock import BACKWARD, DATA, FORWARD, OPTIMIZER, StepClock
 from trainer.config import RunConfig
 from trainer.data.loader import BatchSizes, Loader, MicroBatch
@@ -535,9 +535,7 @@ class Trainer:
 
     def _write_sample(self, index: int, content: bytes) -> Path:
         path = self._sample_file(index)
-        draft = path.with_suffix(".draft")
-        draft.write_bytes(content)
-        draft.replace(path)
+        files.replace(path, content)
         self.say(
             SampleEvent(
                 step=self.step,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from trainer import configfile, launch, prepare
+from trainer import configfile, files, launch, prepare
 from trainer.config import InputError, RunConfig
 from trainer.configfile import ConfigFile
 from trainer.events import EventReader, ValidationEvent, latest_steps
@@ -80,7 +80,7 @@ def create(config: ConfigFile, variants: Mapping[str, Sequence[str]], runs: Path
     run = prepare.new_run(config, runs)
     for number, (label, variant) in enumerate(checked.items(), 1):
         RunDir.create(run.path, variant, run.path / "trials" / f"{number:02d}-{_file_name(label)}")
-    (run.path / "trials" / "labels.json").write_bytes(_LABELS.dump_json(list(variants)))
+    files.replace(run.path / "trials" / "labels.json", _LABELS.dump_json(list(variants)))
     return run
 
 
@@ -97,7 +97,7 @@ def start(run: RunDir) -> None:
 
 def folders(run: RunDir) -> dict[str, RunDir]:
     """{label: run folder} of the variants."""
-    labels = _LABELS.validate_json((run.path / "trials" / "labels.json").read_bytes())
+    labels = files.read_json(run.path / "trials" / "labels.json", _LABELS)
     found = sorted(path for path in (run.path / "trials").iterdir() if path.is_dir())
     return {label: RunDir(path) for label, path in zip(labels, found, strict=True)}
 
@@ -113,7 +113,7 @@ def cost_file(trial: RunDir) -> Path:
 
 def write(cost: Cost, trial: RunDir) -> None:
     """Keep what a trial took."""
-    cost_file(trial).write_bytes(_COST.dump_json(cost, indent=1))
+    files.replace(cost_file(trial), _COST.dump_json(cost, indent=1))
 
 
 def _read(label: str, trial: RunDir) -> Trial:
@@ -122,7 +122,7 @@ def _read(label: str, trial: RunDir) -> Trial:
     return Trial(
         label=label,
         run=trial,
-        cost=_COST.validate_json(cost_file(trial).read_bytes()),
+        cost=files.read_json(cost_file(trial), _COST),
         seconds=statistics.median(step.seconds for step in steps[WARM_UP_STEPS:]),
         losses=tuple(step.loss for step in steps),
         validation=tuple(event.loss for event in events if isinstance(event, ValidationEvent)),

@@ -154,7 +154,7 @@ def _writer(studio: Studio, captions: Captions) -> Callable[[str, str], list[Any
     def write(file: str, text: str) -> str:
         image = Path(file)
         captions.write(Card(image, ""), text.strip())
-        return f"Caption of {image.name} saved."
+        return _with_trouble(f"Caption of {image.name} saved.", captions)
 
     measure_again = _measurer(studio, is_fresh=True)
     return lambda file, text: [attempted(lambda: write(file, text)) if file else "", *measure_again()]
@@ -165,13 +165,21 @@ def _replacer(studio: Studio, captions: Captions, renew: Callable[..., list[Any]
         _, found = _found(studio, is_fresh=False)
         if not found.is_complete:
             raise InputError("The images are still being read; try again when they are counted")
-        return f"Replaced in {captions.replace(dataset.cards(found.images), search, replacement)} captions."
+        count = captions.replace(dataset.cards(found.images), search, replacement)
+        return _with_trouble(f"Replaced in {count} captions.", captions)
 
     return lambda search, replacement, page: renew(page, attempted(lambda: replace(search, replacement)))
 
 
 def _undoer(captions: Captions, renew: Callable[..., list[Any]]) -> Callable[[float], list[Any]]:
-    return lambda page: renew(page, attempted(lambda: f"{captions.undo()} captions are as before."))
+    def undo() -> str:
+        return _with_trouble(f"{captions.undo()} captions are as before.", captions)
+
+    return lambda page: renew(page, attempted(undo))
+
+
+def _with_trouble(done: str, captions: Captions) -> str:
+    return f"{done} {captions.trouble}".rstrip()
 
 
 def _asked(found: Found) -> Markup:

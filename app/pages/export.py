@@ -11,7 +11,7 @@ from typing import Any, get_args
 import gradio as gr
 from markupsafe import Markup
 
-from app.monitor import RunView
+from app.monitor import RunView, explained
 from app.pages.parts import QUIET, table
 from app.pages.ticks import SKIP, Made, Tick, choices
 from app.panels import alert, attempted, note
@@ -56,10 +56,13 @@ def _shower(studio: Studio) -> Callable[[str, str | None, str | None, str | None
     def show(name: str, what: str | None, format: str | None, file: str | None) -> list[Any]:
         try:
             run = studio.run(name)
-            follower = studio.follower(run)
         except InputError:
             return [SKIP] * 6
-        config, rows, state = follower.config, _rows(run, follower.view()), _state(studio, run)
+        try:
+            follower = studio.follower(run)
+            config, rows, state = follower.config, _rows(run, follower.view()), _state(studio, run)
+        except (InputError, OSError) as error:
+            return [SKIP, SKIP, alert(explained(error)), *[SKIP] * 3]
         possible, names = allowed(config), [row[0] for row in rows]
         wanted = what if what in possible else possible[0]
         chosen = file if file in names else next(iter(names), None)

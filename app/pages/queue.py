@@ -14,7 +14,6 @@ from app.pages.parts import QUIET, table
 from app.pages.ticks import SKIP, Made, Tick, choices
 from app.panels import alert, note
 from app.studio import Studio
-from trainer import launch
 from trainer.config import InputError
 from trainer.queue import AfterFailure, Entry, Queue, Settings
 
@@ -77,8 +76,7 @@ def _shown(studio: Studio, chosen: str | None) -> list[Any]:
         waiting, taken = queue.waiting(), queue.taken()
         rows = [_row(queue, entry) for entry in reversed(taken)] + [_waiting_row(entry) for entry in waiting]
         shown = table(("Number", "Name", "GPUs", "State", "Run"), rows) if rows else Markup("<p>Nothing waits.</p>")
-        if studio.queue_trouble:
-            shown = alert(studio.queue_trouble) + shown
+        shown = Markup().join(map(alert, filter(None, (studio.queue_trouble, *queue.problems())))) + shown
         settings = queue.settings
         if settings.is_paused:
             shown = note("Paused: nothing is started.") + shown
@@ -91,8 +89,7 @@ def _shown(studio: Studio, chosen: str | None) -> list[Any]:
 
 
 def _row(queue: Queue, entry: Entry) -> tuple[str, ...]:
-    state = entry.error or launch.status(queue.run_of(entry)) if entry.run or entry.error else "starting"
-    return str(entry.number), entry.name, _gpus(entry), state, entry.run
+    return str(entry.number), entry.name, _gpus(entry), queue.state_of(entry), entry.run
 
 
 def _waiting_row(entry: Entry) -> tuple[str, ...]:

@@ -10,10 +10,10 @@ import gradio as gr
 from markupsafe import Markup
 
 from app import charts, runs
-from app.monitor import Follower
+from app.monitor import Follower, explained
 from app.pages import parts
 from app.pages.parts import QUIET, table
-from app.pages.ticks import SKIP, Tick, choices
+from app.pages.ticks import Tick, choices
 from app.panels import alert, attempted
 from app.runs import MOST_COMPARED, Summary
 from app.studio import Studio
@@ -45,7 +45,7 @@ def build(studio: Studio) -> tuple[gr.Button, gr.Button, gr.Dropdown, Tick]:
     )
     differences = gr.HTML(elem_id="differences")
     in_question = gr.State("")
-    chosen.input(lambda name: ", ".join(runs.read_tags(studio.runs).get(name, ())), chosen, tags, **QUIET)
+    chosen.input(lambda name: _kept_tags(studio, name), chosen, tags, **QUIET)
     keep.click(_attempt(studio, _tagged), [chosen, tags], said, **QUIET)
     delete.click(_asked(studio), chosen, [question, asked, in_question], **QUIET)
     yes.click(_attempt(studio, _deleted), [in_question, tags], said, **QUIET).then(
@@ -61,13 +61,11 @@ def _shower(studio: Studio) -> Callable[[str | None, list[str]], list[Any]]:
     head = ("Run", "State", "Step", "Loss", "Started", "Model", "Adapter", "Tags")
 
     def show(chosen: str | None, compared: list[str]) -> list[Any]:
-        try:
-            found = summaries.all()
-        except InputError as error:
-            return [alert(str(error)), SKIP, SKIP]
+        found, problem = summaries.all(), runs.tags_problem(studio.runs)
         names = [summary.name for summary in found]
         there = [name for name in compared if name in names]
         listing = table(head, map(_row, found)) if found else Markup("<p>No runs yet.</p>")
+        listing = alert(problem) + listing if problem else listing
         return [listing, choices(names, chosen, None), choices(names, compared, there)]
 
     return show
@@ -76,10 +74,18 @@ def _shower(studio: Studio) -> Callable[[str | None, list[str]], list[Any]]:
 def _row(summary: Summary) -> tuple[str, ...]:
     started = time.strftime("%Y-%m-%d %H:%M", time.localtime(summary.started)) if summary.started else ""
     loss = "" if summary.loss is None else f"{summary.loss:.4f}"
-    steps = f"{summary.step} / {summary.num_steps}"
+    steps = f"{summary.step} / {summary.num_steps}" if summary.num_steps else ""
+    state = f"{summary.state}: {summary.problem}" if summary.problem else summary.state
     return (
-        summary.name, summary.state, steps, loss, started, summary.model, summary.adapter, ", ".join(summary.tags),
+        summary.name, state, steps, loss, started, summary.model, summary.adapter, ", ".join(summary.tags),
     )  # fmt: skip
+
+
+def _kept_tags(studio: Studio, name: str) -> str:
+    try:
+        return ", ".join(runs.read_tags(studio.runs).get(name, ()))
+    except InputError:  # the table says so
+        return ""
 
 
 def _tagged(studio: Studio, name: str, text: str) -> str:
@@ -114,8 +120,10 @@ def _compared(studio: Studio) -> Callable[[list[str]], list[Any]]:
     def handle(names: list[str]) -> list[Any]:
         try:
             followers = [studio.follower(studio.run(name)) for name in names[:MOST_COMPARED]]
-        except InputError as error:
-            return [gr.skip(), alert(str(error))]
+            for follower in followers:
+                follower.view()
+        except (InputError, OSError) as error:
+            return [gr.skip(), alert(explained(error))]
         chart = charts.chart_json("Loss, smoothed", runs.overlaid(followers))
         if len(followers) < 2:
             return [chart, Markup("<p>Choose two runs or more.</p>")]

@@ -8,9 +8,10 @@ from typing import Any
 import gradio as gr
 from markupsafe import Markup
 
-from app.monitor import RunView
+from app.monitor import RunView, explained
 from app.pages import parts
 from app.pages.ticks import SKIP, Made, Tick, choices
+from app.panels import alert
 from app.studio import Studio
 from app.thumbnails import FULL
 from trainer.config import InputError, RunConfig
@@ -32,10 +33,14 @@ def build(studio: Studio, run: gr.Dropdown) -> Tick:
 def _shower(studio: Studio) -> Callable[[str, str | None], list[Any]]:
     def show(name: str, prompt: str | None) -> list[Any]:
         try:
-            follower = studio.follower(studio.run(name))
+            run = studio.run(name)
         except InputError:
             return [SKIP] * 3
-        view = follower.view()
+        try:
+            follower = studio.follower(run)
+            view = follower.view()
+        except (InputError, OSError) as error:
+            return [alert(explained(error)), choices([], prompt, None), None]
         drawn = (name, len(view.samples))
         prompts = list(dict.fromkeys(sample.prompt for sample in view.samples))
         chosen = prompt if prompt in prompts else next(iter(prompts), None)

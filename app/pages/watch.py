@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -87,10 +88,9 @@ def tick(page: WatchPage) -> Tick:
         if not name:
             return [SKIP] * len(page.outputs)
         try:
-            run = page.studio.run(name)
-        except InputError as error:
-            return [alert(str(error)), *[SKIP] * (len(page.outputs) - 1)]
-        return _shown(page, run, axis, is_log, source, level)
+            return _shown(page, page.studio.run(name), axis, is_log, source, level)
+        except (InputError, OSError) as error:
+            return [alert(monitor.explained(error)), *[SKIP] * (len(page.outputs) - 1)]
 
     options = (page.axis, page.is_log, page.source, page.level)
     return Tick(handle, page.inputs, page.outputs, tuple(option.input for option in options))
@@ -100,7 +100,8 @@ def _shown(page: WatchPage, run: RunDir, axis: str, is_log: bool, source: str, l
     follower = page.studio.follower(run)
     view = follower.view()
     files = monitor.log_files(run)
-    log = monitor.log_tail(files[source], cast(Level, level)) if source in files and files[source].exists() else ""
+    is_there = source in files and os.path.lexists(files[source])
+    log = monitor.log_tail(files[source], cast(Level, level)) if is_there else ""
     drawn = (run.path.name, view.curves, axis, is_log)
     chosen: monitor.Axis = "time" if axis == "time" else "step"
     word = "minute" if axis == "time" else "step"
@@ -109,7 +110,7 @@ def _shown(page: WatchPage, run: RunDir, axis: str, is_log: bool, source: str, l
         return charts.chart_json(title, follower.lines(title, chosen), word, is_log and title == "Loss")
 
     return [
-        panels.figures(view, "run"),
+        panels.figures(view, "run") + "".join(map(alert, view.problems)),
         _retry(view),
         panels.ranks(view, page.studio.gpus()),
         _newest(page.studio, follower, view),

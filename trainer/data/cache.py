@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 
+from trainer import files
 from trainer.config import InputError
 from trainer.files import make_private_if_new, opened
 from trainer.objectives import Example
@@ -98,7 +98,7 @@ class ExampleCache:
             for folder in (target.parent, part.parent):
                 folder.mkdir(parents=True, exist_ok=True)
             tensors = {name: tensor.contiguous() for name, tensor in example.items()}
-            _write_through(part, save(tensors, {SUM: _sum_of(save(tensors))}))
+            part.write_bytes(save(tensors, {SUM: _sum_of(save(tensors))}))
             self._name(part, target)
         except OSError as error:
             part.unlink(missing_ok=True)
@@ -106,9 +106,12 @@ class ExampleCache:
             raise OSError(error.errno, reason, str(target)) from error
 
     def _name(self, part: Path, target: Path) -> None:
-        """Give a part the name of its example, and remove what killed runs left of the same one."""
+        """Give a part the name of its example, and remove what killed runs left of the same one.
+
+        Without fsync a power cut could leave the new name on a file of zeros, whose length is right.
+        """
         try:
-            os.replace(part, target)
+            files.rename(part, target)
         except FileNotFoundError:  # another run was first with the same example, and took this for a killed one's
             if not self.has(target.stem):
                 raise
@@ -139,14 +142,6 @@ def _sum_inside(data: bytes) -> str | None:
 
 def _header_size(data: bytes) -> int:
     return int.from_bytes(data[:8], "little")
-
-
-def _write_through(path: Path, data: bytes) -> None:
-    """Without fsync a power cut could leave the new name on a file of zeros, whose length is right."""
-    with path.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def missing(keys: Iterable[str], cache: ExampleCache, crew: Crew) -> tuple[str, ...]:

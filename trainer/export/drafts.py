@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer import files
+
 
 @dataclass(frozen=True)
 class Exported:
@@ -37,13 +39,14 @@ def draft(final: Path) -> Iterator[Path]:
 
 
 def _replace(path: Path, final: Path) -> None:
+    files.flush_all(path)
     if not final.is_dir():
-        path.replace(final)
+        files.rename(path, final)
         return
     former = final.with_name(f"{final.name}.former")
     _remove(former)
-    final.rename(former)
-    path.rename(final)
+    files.rename(final, former)
+    files.rename(path, final)
     _remove(former)
 
 

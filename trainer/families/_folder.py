@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from trainer import files
 from trainer.config import DEMO, InputError, ModelConfig
 from trainer.files import make_private_if_new, read
 from trainer.hub import find_folder
@@ -204,8 +204,9 @@ def write_once(folder: Path, write: Callable[[Path], None]) -> Path:
         made = Path(temporary) / folder.name
         made.mkdir()
         write(made)
+        files.flush_all(made)
         try:
-            os.rename(made, folder)
+            files.rename(made, folder)
         except OSError:
             if not folder.is_dir():
                 raise

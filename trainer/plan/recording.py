@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from trainer import configfile
+from trainer import configfile, files
 from trainer.config import RunConfig, family_names
 from trainer.files import make_private_if_new
 from trainer.plan.sizes import size_of
@@ -123,9 +123,7 @@ def write(file: Path, tables: Mapping[str, Table], encoders: Mapping[str, Encode
     """Others see the whole file or none. file: in a folder of the cache that runs share."""
     make_private_if_new(file.parent.parent)
     file.parent.mkdir(exist_ok=True)
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    beside.write_bytes(encode(tables, encoders))
-    os.replace(beside, file)
+    files.replace(file, encode(tables, encoders))
 
 
 def record_published(names: Sequence[str], jobs: int) -> int:

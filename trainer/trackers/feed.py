@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal, Protocol
 
+from trainer import files
 from trainer.events import (
     ENDS,
     AnyEvent,
@@ -108,9 +109,7 @@ class Place:
     def save(self) -> None:
         values = asdict(self)
         del values["file"]
-        draft = self.file.with_suffix(".draft")
-        draft.write_text(json.dumps(values), encoding="utf-8")
-        draft.replace(self.file)
+        files.replace(self.file, json.dumps(values))
 
     def is_new(self, kind: str, step: int) -> bool:
         """Whether this step of this kind comes for the first time; a resumed run repeats steps."""
