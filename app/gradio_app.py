@@ -183,9 +183,7 @@ def _user(host: str, auth: str | None, auth_file: Path | None) -> tuple[str, str
     if auth_file is not None:
         return security.read_password(auth_file)
     if auth is not None:
-        print(
-            f"--auth: every user of this machine can read it; use --auth-file FILE or {PASSWORD_VARIABLE}", flush=True
-        )
+        say(f"--auth: every user of this machine can read it; use --auth-file FILE or {PASSWORD_VARIABLE}")
         return security.password(auth, "--auth")
     if given is not None:
         return security.password(given, PASSWORD_VARIABLE)
