@@ -214,6 +214,8 @@ def _read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
         raise
     except FileNotFoundError as error:
         raise InputError(f"{file}: no such weight file; download it again") from error
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({error.strerror}); make it readable or name another file") from error
     except (struct.error, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise InputError(f"{file}: not a safetensors file; convert or download it again") from error
     if end > size:
