@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-from html import escape
 from pathlib import Path
 
 import ipywidgets as widgets
 import nbformat
 import pytest
 from ipywidgets.embed import dependency_state
+from markupsafe import escape
 from nbclient import NotebookClient
 
 from app import form as rows_of_a_form
@@ -101,7 +101,7 @@ def test_a_wrong_value_stays_as_typed_with_its_error_and_the_config_tells_all():
     form.inputs["optim.lr"].value = "-1"
     form.inputs["train.seed"].value = "5"
     assert form.inputs["train.steps"].value == "many"
-    error = '<span role="alert" class="wrong">✗ needs a whole number, not &#x27;many&#x27;</span>'
+    error = '<span role="alert" class="wrong">✗ needs a whole number, not &#39;many&#39;</span>'
     assert note(form, "train.steps").startswith(error)
     assert "shardstudio-bad" in form.inputs["train.steps"]._dom_classes
     assert tabs(form).titles[-1] == "Hardware and training (2 wrong)"
@@ -277,6 +277,6 @@ def test_a_saved_notebook_keeps_the_code_of_what_was_typed_last():
     live, kept = saved.cells[1].outputs
     assert live.data["text/plain"] == "A form, while its kernel lives."
     assert "application/vnd.jupyter.widget-view+json" in live.data
-    code = "notebook.form(&#x27;quickstart&#x27;, &#x27;train.steps=40&#x27;, &#x27;optim.lr=0.001&#x27;)"
+    code = "notebook.form(&#39;quickstart&#39;, &#39;train.steps=40&#39;, &#39;optim.lr=0.001&#39;)"
     assert kept.data["text/html"] == f'<div class="shardstudio-code">The form as code:<pre>{code}</pre></div>'
     assert len(nbformat.writes(saved)) < MOST_BYTES
