@@ -197,7 +197,7 @@ class TestFiles:
             (b"name: a\x00\n", "preset.yaml:1: a control character, which YAML does not allow; remove it"),
             (b"a: &x {b: c}\nd: *x\n", "preset.yaml:2: an alias (*name) is not read here; write the value again"),
             (b"{[a]: 3}\n", "preset.yaml:1: a key that is a list or a mapping; keys are words"),
-            (b"a:\n " + b"[" * 5000, "preset.yaml:2: nested deeper than 20 levels"),
+            (b"a:\n " + b"[" * 5000, "preset.yaml:2: nested deeper than 20 levels; a config is not, write it flatter"),
         ],
     )
     def test_a_file_that_is_no_config_is_refused_with_its_line(self, folder: Path, content: bytes, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -161,3 +162,47 @@ def test_the_command_works_the_queue_off_and_tells_each_run(tmp_path, config, ca
     assert [line.partition(":")[0] for line in said] == ["a", "b-fails"]
     with queue.starting(), pytest.raises(InputError, match="starts its runs already"):
         work_off(tmp_path / "runs", print)
+
+
+def test_a_damaged_entry_is_put_aside_with_a_named_error_and_the_next_one_starts(queue: Queue, config):
+    for name in ("damaged", "next"):
+        queue.add(config(name))
+    file = queue.runs / "queue" / "waiting" / "000001.json"
+    file.write_text("[]")
+    assert names(queue.waiting()) == ["next"]
+    with queue.starting():
+        damaged, following = queue.start_next()
+    assert damaged.error.startswith(f"{file}: damaged (") and "put aside as queue/damaged/000001.json" in damaged.error
+    assert following.name == "next" and not following.error
+    assert [entry.number for entry in queue.taken()] == [1, 2] and queue.waiting() == []
+    assert queue.add(config("later")).number == 3
+
+
+def test_damaged_settings_start_nothing_until_they_are_changed(queue: Queue, config):
+    queue.add(config("waits"))
+    file = queue.runs / "queue" / "settings.json"
+    file.write_text("")
+    assert queue.settings.is_paused
+    assert [problem.startswith(f"{file}: damaged (") for problem in queue.problems()] == [True]
+    with queue.starting():
+        assert queue.start_next() == []
+    with pytest.raises(InputError, match=r"settings.json: damaged \(.*\); remove it, or change a setting in the page"):
+        work_off(queue.runs, print)
+    queue.change(Settings())
+    assert queue.problems() == [] and not queue.settings.is_paused
+
+
+def test_a_run_that_was_deleted_or_damaged_keeps_no_other_from_its_turn(queue: Queue, config):
+    for name in ("deleted", "damaged"):
+        queue.add(config(name))
+        with queue.starting():
+            (entry,) = queue.start_next()
+        launch.wait(queue.run_of(entry))
+    deleted, damaged = queue.taken()
+    shutil.rmtree(queue.run_of(deleted).path)
+    queue.run_of(damaged).launch_file.write_text("null")
+    queue.add(config("next"))
+    with queue.starting():
+        assert names(queue.start_next()) == ["next"]
+    assert queue.state_of(deleted) == "deleted"
+    assert queue.state_of(damaged).startswith(f"damaged: {queue.run_of(damaged).launch_file}: damaged (")

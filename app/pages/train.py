@@ -221,7 +221,8 @@ def opened(page: TrainPage) -> list[Any]:
 
     The answer may come after the first letters were typed.
     """
-    return _renewed(page, page.answers.built, _kept(page.studio), "")
+    kept = _kept(page.studio)
+    return _renewed(page, page.answers.built, kept, page.studio.draft_trouble)
 
 
 def looks_again(page: TrainPage, listen: Callable[..., Any]) -> None:

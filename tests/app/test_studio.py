@@ -42,6 +42,7 @@ def test_a_draft_that_cannot_be_read_is_the_quickstart_again(studio: Studio, kep
     (studio.runs / "drafts").mkdir(parents=True)
     (studio.runs / "drafts" / "draft.json").write_text(kept)
     assert studio.draft() == Draft(studio.presets()["quickstart"])
+    assert studio.draft_trouble.startswith("What was typed last cannot be shown: ")
 
 
 @pytest.mark.parametrize("name", ["", "../up", ".hidden", "-dash", "a/b"])
@@ -86,10 +87,23 @@ def test_what_is_wrong_with_a_draft_is_found_before_it_waits(studio: Studio, pre
     assert studio.queue.waiting() == []
 
 
-def test_a_damaged_entry_of_the_queue_is_told_and_the_page_lives(studio: Studio):
+def test_a_damaged_entry_of_the_queue_is_put_aside_by_the_page(studio: Studio):
     damaged = studio.runs / "queue" / "waiting" / "000001.json"
     damaged.parent.mkdir(parents=True)
     damaged.write_text("{")
+    worker = studio.keep_queue_going()
+    deadline = time.monotonic() + 10
+    while not studio.queue.taken():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert f"{damaged}: damaged (" in studio.queue.taken()[0].error
+    assert worker.is_alive() and studio.queue_trouble == ""
+
+
+def test_a_queue_that_cannot_be_worked_off_says_why_and_goes_on_when_it_can(studio: Studio):
+    damaged = studio.runs / "queue" / "waiting"
+    damaged.parent.mkdir(parents=True)
+    damaged.write_text("a file in place of a folder")
     worker = studio.keep_queue_going()
     deadline = time.monotonic() + 10
     while not studio.queue_trouble:
@@ -119,8 +133,8 @@ def test_damaged_tags_are_named_and_left_as_they_are(studio: Studio):
     studio.runs.mkdir()
     file = studio.runs / "tags.json"
     file.write_text("{")
-    with pytest.raises(InputError, match=r"tags\.json: is no JSON .* repair or remove it"):
-        runs.Summaries(studio).all()
-    with pytest.raises(InputError, match=r"tags\.json: is no JSON"):
+    assert runs.Summaries(studio).all() == []
+    assert runs.tags_problem(studio.runs).startswith(f"{file}: damaged (")
+    with pytest.raises(InputError, match=r"tags\.json: damaged \(.*\); repair or remove it"):
         runs.set_tags(studio.runs, "one", "good")
     assert file.read_text() == "{"

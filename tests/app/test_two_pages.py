@@ -21,17 +21,20 @@ from trainer.config import InputError
 
 TAGGER = """
 from pathlib import Path; from app import runs; import sys
+print("ready", flush=True); input()
 for number in range(20): runs.set_tags(Path(sys.argv[1]), f"{sys.argv[2]}-{number}", "tag")
 """
 WRITER = """
 from pathlib import Path; from app.dataset import Captions, Card; import sys
 captions = Captions(Path(sys.argv[1]) / "drafts" / "captions.jsonl")
+print("ready", flush=True); input()
 for number in range(20): captions.write(Card(Path(sys.argv[1]) / f"{sys.argv[2]}.png", ""), f"caption {number}")
 """
 SAVER = """
 from pathlib import Path; from app import form; from app.form import Draft; from app.studio import Studio; import sys
 from trainer.config import InputError
 studio = Studio(Path(sys.argv[1])); checked = form.check(Draft(studio.presets()["quickstart"])); saved = []
+print("ready", flush=True); input()
 for number in range(20):
     try: studio.save_preset(checked, f"p{number}"); saved.append(number)
     except InputError: pass
@@ -42,9 +45,14 @@ print(*saved)
 def two(program: str, folder: Path) -> list[str]:
     """What two processes print that run a program at the same time."""
     processes = [
-        subprocess.Popen([sys.executable, "-c", program, folder, name], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([sys.executable, "-c", program, folder, name], stdin=-1, stdout=-1, text=True)
         for name in ("a", "b")
     ]
+    assert [process.stdout and process.stdout.readline() for process in processes] == ["ready\n"] * 2
+    for process in processes:
+        assert process.stdin
+        process.stdin.write("go\n")
+        process.stdin.flush()
     printed = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     return printed
