@@ -92,23 +92,23 @@ def edit_contents(path: Path, edit: Callable[[Any], None]) -> None:
 
 
 def put(path: Path, name: str, content: bytes) -> None:
-    """Let an entry be other bytes, which are appended to the data."""
-    place = {"start": (path / DATA).stat().st_size, "length": len(content)}
-    with (path / DATA).open("ab") as stream:
+    """Let an entry, or the first piece of one, be other bytes, which are appended to its file."""
+    metadata = pickle.loads((path / METADATA).read_bytes())
+    infos = [info for index, info in metadata.storage_data.items() if index.fqn == name]
+    data = path / min(info.relative_path for info in infos)
+    start = data.stat().st_size
+    with data.open("ab") as stream:
         stream.write(content)
+    [info] = [info for info in infos if info.relative_path == data.name]
+    info.offset, info.length = start, len(content)
+    (path / METADATA).write_bytes(pickle.dumps(metadata))
 
-    def moves(metadata: Any) -> None:
-        infos = [info for index, info in metadata.storage_data.items() if index.fqn == name]
-        [info] = [info for info in infos if info.relative_path == DATA]
-        info.offset, info.length = place["start"], place["length"]
-
-    def moves_in_ours(contents: Any) -> None:
+    def moves(contents: Any) -> None:
         pieces = [chunk["stored"] for chunk in contents["tensors"].get(name, {"chunks": ()})["chunks"]]
-        [piece] = [piece for piece in pieces or [contents["values"][name]] if piece["file"] == DATA]
-        piece.update(place)
+        [piece] = [piece for piece in pieces or [contents["values"][name]] if piece["file"] == data.name]
+        piece.update(start=start, length=len(content))
 
-    edit_metadata(path, moves)
-    edit_contents(path, moves_in_ours)
+    edit_contents(path, moves)
     seal(path)
 
 
