@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +137,7 @@ def serve(runs: Path, host: str, port: int, names: Sequence[str], auth: str | No
     for line in _addresses(host, port, known, bool(names), "" if user else f"/?token={token}"):
         say(line)
     # A proxy on this machine is believed who asks and whether by https, where one was announced by --name.
-    uvicorn.run(
+    config = uvicorn.Config(
         app,
         host=host,
         port=port,
@@ -144,6 +146,11 @@ def serve(runs: Path, host: str, port: int, names: Sequence[str], auth: str | No
         proxy_headers=bool(names),
         forwarded_allow_ips=["127.0.0.1", "::1"],
     )
+    # In a thread that ends with the process: uvicorn's own end waits for every browser that shows the page.
+    worker = threading.Thread(target=uvicorn.Server(config).run, name="page", daemon=True)
+    worker.start()
+    with suppress(KeyboardInterrupt):
+        worker.join()
 
 
 def _secret(studio: Studio) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -167,6 +168,18 @@ def test_no_process_of_the_page_inherits_the_password(guarded: Server):
     environment = {**os.environ, "SHARDSTUDIO_AUTH": f"{USER}:{PASSWORD}"}
     answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert answer.stdout == "None\n"
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_page_at_once_while_a_browser_shows_it(tmp_path: Path):
+    with serving(tmp_path / "runs") as server, httpx.Client() as client:
+        client.get(server.url, follow_redirects=True)
+        with client.stream("GET", f"{server.origin}/gradio_api/heartbeat/shown") as open_connection:
+            assert open_connection.status_code == 200
+            assert server.process is not None
+            server.process.send_signal(signal.SIGINT)
+            assert server.process.wait(timeout=10) == 0
+        assert "Traceback" not in server.log
 
 
 def refused(*options: str, **environment: str) -> tuple[int, str]:
