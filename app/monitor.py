@@ -5,6 +5,7 @@ A Follower reads only what was appended since it was last asked, so that a run o
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
 import threading
@@ -371,8 +372,10 @@ def _folders(root: Path) -> list[Path]:
 
 def _started(run: Path) -> float:
     """When something in the folder of logs began: unix seconds, 0 where it has none."""
-    logs = RunDir(run).logs
-    return logs.stat().st_mtime if logs.exists() else 0.0
+    try:
+        return os.stat(f"{run}/logs").st_mtime
+    except OSError:
+        return 0.0
 
 
 def log_files(run: RunDir) -> dict[str, Path]:

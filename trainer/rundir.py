@@ -201,8 +201,8 @@ def is_run(path: Path) -> bool:
     """Whether a folder below the runs is one, whatever state its files are in."""
     if path.name in NOT_RUNS or path.name.startswith("."):
         return False
-    files_of_it = ("config.yaml", "logs"), ("config.yaml", "launch.json"), ("launch.json", "logs")
-    return any(all(os.path.lexists(path / name) for name in pair) for pair in files_of_it)
+    has = {name: os.path.lexists(f"{path}/{name}") for name in ("config.yaml", "logs", "launch.json")}
+    return sum(has.values()) >= 2  # of three, so that one that was lost hides no run
 
 
 def weights_of(stage: Path) -> Path:
