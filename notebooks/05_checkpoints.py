@@ -42,7 +42,7 @@ print("The run has", await notebook.ended(run))
 # %% [markdown]
 # ## What is in the folder
 #
-# One `.distcp` file per rank, `.metadata` with the table of contents, and `manifest.json`. The manifest is written
+# One `.distcp` file per rank, `contents.json` with the table of contents, and `manifest.json`. The manifest is written
 # last, and only then the folder gets its name: a folder named `step-...` is complete, whatever moment the power
 # failed at.
 
@@ -61,16 +61,15 @@ notebook.Table(["file", "bytes"], [[file.name, f"{file.stat().st_size:,}"] for f
 # Beside each trained weight there are AdamW's two running means of it, `exp_avg` and `exp_avg_sq`. In the table below
 # `*` stands for the name of the tensor.
 #
-# (PyTorch writes these files as pickles, which can run code when they are read: open only checkpoints that you trust.
-# Exports are safetensors files, which cannot.)
+# (PyTorch writes a table of its own too, `.metadata`. It is a pickle, which can run code when PyTorch opens it: use
+# its tools only on checkpoints that you trust. `trainer.contents` reads `contents.json` and runs nothing.)
 
 # %%
-from torch.distributed.checkpoint import FileSystemReader
+from math import prod
 
-contents = FileSystemReader(folder).read_metadata()
-lies_in = {(key.fqn, key.offset): place.relative_path for key, place in contents.storage_data.items()}
-listed = contents.state_dict_metadata.items()
-tensors = {name: entry for name, entry in listed if hasattr(entry, "chunks")}
+from trainer import contents
+
+tensors = contents.read(folder).tensors
 weight = next(name for name in tensors if name.startswith("trainables.") and ".lora_B." in name)
 weight = weight.removeprefix("trainables.")
 print(f"{len(tensors)} tensors; those of {weight}:")
@@ -79,8 +78,10 @@ notebook.Table(
     [
         [
             name.replace(weight, "*"),
-            *map(tuple, (entry.size, chunk.offsets, chunk.sizes)),
-            lies_in[name, chunk.offsets],
+            entry.shape,
+            chunk.offsets,
+            chunk.shape,
+            chunk.stored.file,
         ]
         for name, entry in tensors.items()
         if weight in name
@@ -95,7 +96,7 @@ notebook.Table(
 # weights and AdamW's state, but not the few bytes of tables around them?
 
 # %%
-P = sum(entry.size.numel() for name, entry in tensors.items() if name.startswith("trainables."))
+P = sum(prod(entry.shape) for name, entry in tensors.items() if name.startswith("trainables."))
 print(f"P = {P:,}")
 answer_1 = ...
 notebook.exercise(

@@ -185,20 +185,16 @@ notebook.Table(
 # other node had the same, and into quarters under `full`. What two ranks hold alike is written once, by one of them.
 
 # %%
-from torch.distributed.checkpoint import FileSystemReader
-
+from trainer import contents
 from trainer.manifest import complete
 
 rows = []
 for label, one in (("2 nodes, hybrid", run), ("1 node, full", alone)):
-    contents = FileSystemReader(complete(one.checkpoints)[-1]).read_metadata()
-    places = contents.storage_data.items()
-    lies_in = {(key.fqn, key.offset): place.relative_path for key, place in places}
-    trained = [name for name in contents.state_dict_metadata if name.startswith("trainables.")]
-    name = next(name for name in trained if ".lora_B." in name)
-    for chunk in contents.state_dict_metadata[name].chunks:
-        first, last = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0] - 1
-        rows.append([label, f"{first} to {last}", lies_in[name, chunk.offsets]])
+    tensors = contents.read(complete(one.checkpoints)[-1]).tensors
+    name = next(name for name in tensors if name.startswith("trainables.") and ".lora_B." in name)
+    for chunk in tensors[name].chunks:
+        first, last = chunk.offsets[0], chunk.offsets[0] + chunk.shape[0] - 1
+        rows.append([label, f"{first} to {last}", chunk.stored.file])
 print(name.removeprefix("trainables."))
 notebook.Table(["run", "rows", "written by one rank into"], rows)
 

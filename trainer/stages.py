@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from trainer import configfile, files, launch, yamltext
 from trainer.config import RunConfig
@@ -24,6 +25,7 @@ from trainer.rundir import RunDir, weights_of
 from trainer.signals import LEAVE
 
 HANDOVER = "handover.json"
+_FIELDS: TypeAdapter[dict[str, str | None]] = TypeAdapter(dict[str, str | None])
 WAIT_S = 1.0
 
 
@@ -84,9 +86,9 @@ def write_handover(folder: Path, fields: dict[str, str | None]) -> None:
     files.replace(folder / HANDOVER, json.dumps(fields, indent=1))
 
 
-def _handed_over(stage: Path) -> dict[str, Any]:
+def _handed_over(stage: Path) -> dict[str, str | None]:
     folder = weights_of(stage)
-    fields = json.loads((folder / HANDOVER).read_text(encoding="utf-8"))
+    fields = files.read_json(folder / HANDOVER, _FIELDS, "remove the folder of this stage to train it again")
     return {field: value and str(folder / value) for field, value in fields.items()}
 
 
