@@ -12,9 +12,10 @@ from typing import Any
 import httpx
 from hypothesis import strategies as st
 
-from tests.app.browser import Server, recorded, serving
-from tests.fuzz.target import LIMIT_S, Target
+from tests.app.browser import PATIENCE_S, Server, recorded, serving
+from tests.fuzz.target import LIMIT_S, SCALE, Target
 
+AS_JSON = {"content-type": "application/json"}
 METHODS = st.sampled_from(
     ["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "get", "\x7f", "A" * 300]
 )
@@ -44,18 +45,19 @@ HEADERS = st.dictionaries(
     ),
     max_size=4,
 )  # fmt: skip
-BODIES = st.one_of(
-    st.binary(max_size=200),
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
-        max_leaves=6,
-    ).map(lambda value: json.dumps(value).encode()),
-    st.tuples(st.integers(-1, 80), st.lists(st.one_of(st.none(), st.text(max_size=20), st.integers()), max_size=4)).map(
-        lambda pair: json.dumps({"fn_index": pair[0], "data": pair[1], "session_hash": "fuzz"}).encode()
-    ),
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=6,
 )
-VALUES = st.tuples(METHODS, PATHS, HEADERS, BODIES)
+BODIES = st.one_of(st.binary(max_size=200), JSON.map(lambda value: json.dumps(value).encode()))
+CHANGING = ("click", "submit")
+"""Events whose handlers start, delete and write: what a user may do anyway."""
+VALUES = st.one_of(
+    st.tuples(METHODS, PATHS, HEADERS, BODIES, st.booleans()),
+    st.tuples(SCALE, st.lists(JSON, max_size=6)),
+)
+"""A request, and whether it is one of who has opened the page; or a handler of the page and what it is given."""
 
 
 @contextmanager
@@ -63,34 +65,44 @@ def _prepared(folder: Path) -> Iterator[Callable[[Any], None]]:
     runs = folder / "runs"
     runs.mkdir()
     recorded(runs, "one")
-    with serving(runs) as server:
+    with serving(runs) as server, httpx.Client(base_url=server.origin, timeout=PATIENCE_S) as user:
+        user.get(server.url)
+        cookie = "; ".join(f"{name}={value}" for name, value in user.cookies.items())
+        handlers = [
+            handler["id"]
+            for handler in user.get("/config").json()["dependencies"]
+            if not any(event in CHANGING for _, event in handler["targets"])
+        ]
 
         def answer(value: Any) -> None:
-            method, path, headers, body = value
-            _send(server, method, path, headers, body)
-            with httpx.Client(timeout=LIMIT_S) as client:
-                assert client.get(server.url).status_code < 500
+            if len(value) == 2:
+                where, data = value
+                body = {"fn_index": handlers[int(where * len(handlers))], "data": data, "session_hash": "fuzz"}
+                user.post("/gradio_api/run/predict", content=json.dumps(body), headers=AS_JSON)
+            else:
+                *request, is_opened = value
+                before = len(server.log)
+                answered = _answered(server, *request, cookie if is_opened else "")
+                assert is_opened or not answered.startswith(b"HTTP/1.1 5"), answered
+                assert is_opened or "Traceback" not in server.log[before:], server.log[before:]
+            assert user.get("/gradio_api/heartbeat-none").status_code < 500
             assert server.process is not None and server.process.poll() is None, server.log
-            assert "Traceback" not in server.log, server.log
 
         yield answer
 
 
-def _send(server: Server, method: str, path: str, headers: dict[str, str], body: bytes) -> None:
-    """By hand, as a client library would refuse to. The answer, or the end of the connection, comes in time."""
-    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {text}" for name, text in headers.items())]
-    if "Host" not in headers:
-        lines.append(f"Host: 127.0.0.1:{server.port}")
-    if "Content-Length" not in headers:
-        lines.append(f"Content-Length: {len(body)}")
+def _answered(server: Server, method: str, path: str, headers: dict[str, str], body: bytes, cookie: str) -> bytes:
+    """The beginning of the answer to a request that client libraries refuse to send; empty where none came."""
+    given = {"Host": f"127.0.0.1:{server.port}", "Content-Length": str(len(body)), "Connection": "close"}
+    given |= headers | ({"Cookie": cookie} if cookie else {})
+    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {text}" for name, text in given.items()), "", ""]
     with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT_S) as connection:
-        connection.sendall("\r\n".join([*lines, "Connection: close", "", ""]).encode("latin-1", "replace") + body)
+        connection.sendall("\r\n".join(lines).encode("latin-1", "replace") + body)
         connection.shutdown(socket.SHUT_WR)
         try:
-            answered = connection.recv(65536)
+            return connection.recv(65536)
         except ConnectionResetError:  # it does not read on after it has refused
-            return
-    assert not answered.startswith(b"HTTP/1.1 500"), answered
+            return b""
 
 
 REQUESTS = Target("requests", VALUES, _prepared)
