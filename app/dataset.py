@@ -17,7 +17,7 @@ from typing import BinaryIO
 from pydantic import TypeAdapter, ValidationError
 
 from trainer import files
-from trainer.config import InputError
+from trainer.config import InputError, half_character
 from trainer.data.images import MAX_CAPTION, too_long
 
 MOST_HISTORY = 16 * files.MIB
@@ -89,21 +89,25 @@ class Captions:
         return len(found)
 
     def undo(self) -> int:
-        """Take the latest change back, or all that were made together. Returns how many captions that were."""
+        """Take the latest change back, or all that were made together. Returns how many captions that were.
+
+        Raises InputError, naming the first, for captions that were changed elsewhere since: they stay as they are, and
+        the next call takes the change before back.
+        """
         with self._opened() as log:
             changes = self._latest(log)
-            for change in reversed(changes):
-                file = Path(change.file)
-                if change.before is None:
-                    file.unlink(missing_ok=True)
-                else:
-                    _write(file, change.before)
+            kept = [change.file for change in reversed(changes) if not _take_back(change)]
             if changes:
                 log.truncate(changes[0].at)
                 os.fsync(log.fileno())
+        if kept:
+            others = f" and {len(kept) - 1} more" if kept[1:] else ""
+            raise InputError(f"{kept[0]}{others}: changed by something else since, and left as it is")
         return len(changes)
 
     def _apply(self, captions: Sequence[tuple[Card, str]]) -> None:
+        for card, caption in captions:
+            _check(card.file, caption)
         with self._opened() as log:
             latest = self._latest(log)
             batch = latest[-1].batch + 1 if latest else 1
@@ -182,6 +186,29 @@ class _Noted(Change):
     """at: the byte of the log where it begins."""
 
     at: int
+
+
+def _take_back(change: Change) -> bool:
+    """Whether a caption was still what the change had made of it, and is now what it was before."""
+    file = Path(change.file)
+    try:
+        if _read(file) != change.after.strip():
+            return False
+    except InputError:
+        return False
+    if change.before is None:
+        file.unlink(missing_ok=True)
+    else:
+        _write(file, change.before)
+    return True
+
+
+def _check(file: Path, caption: str) -> None:
+    """Raises InputError for a caption that could not be read again."""
+    if (half := half_character(caption)) is not None:
+        raise InputError(f"{file}: the caption {half}")
+    if (size := len(caption.encode())) > MAX_CAPTION:
+        raise InputError(f"{file}: {too_long(size)}")
 
 
 def _is_log(file: Path) -> bool:

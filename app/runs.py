@@ -113,7 +113,7 @@ def set_tags(runs: Path, name: str, text: str) -> None:
     """Give a run the tags of a text, parted by commas. Raises InputError as `read_tags` does."""
     with files.locked(files.make_private(runs / "drafts") / "tags.lock"):
         tags = read_tags(runs) | {name: tuple(tag.strip() for tag in text.split(",") if tag.strip())}
-        files.replace(runs / "tags.json", json.dumps(tags, indent=1), mode=0o600)
+        files.replace(runs / "tags.json", json.dumps(tags, indent=1), mode=files.private_mode(runs))
 
 
 def delete(run: RunDir) -> None:

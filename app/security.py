@@ -245,9 +245,10 @@ class Guard:
             )
         origin = request.headers.get("origin", "")
         is_own = origin in self._origins or origin in (f"http://{host}", f"https://{host}")
-        if request.method not in ("GET", "HEAD") and (
-            (origin and not is_own) or request.headers.get("sec-fetch-site") == "cross-site"
-        ):
+        # Browsers send the cookie to every port of a host, so another page of this machine may ask with it. Links send
+        # no origin.
+        is_linked = request.method in ("GET", "HEAD")
+        if (origin and not is_own) or (not is_linked and request.headers.get("sec-fetch-site") == "cross-site"):
             return PlainTextResponse("this page takes no requests from other sites", 403)
         return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from trainer.rundir import RunDir, is_run
 
 PRESETS = Path(__file__).parents[1] / "presets"
 FIRST_PRESET = "quickstart"
-PRIVATE = ("drafts", "thumbnails", "downloads", "queue", "presets", "cache")
+PRIVATE = ("drafts", "thumbnails", "downloads", "queue", "presets")
 """Folders of the runs folder that only their owner looks into: they hold copies of pictures, captions and configs."""
 GPUS_EVERY_S = 3.0
 MOST_FOLLOWED = 16
@@ -95,12 +96,14 @@ class Studio:
         try:
             for folder in PRIVATE:
                 files.make_private(self.runs / folder)
-            if (self.runs / "tags.json").exists():
-                (self.runs / "tags.json").chmod(0o600)
+            files.make_private_if_new(self.runs / "cache")  # one that exists may be shared on purpose
+            tags = self.runs / "tags.json"
+            if tags.exists() and tags.stat().st_uid == os.geteuid():
+                tags.chmod(files.private_mode(self.runs))
             files.replace(self._drafts / "probe", b"x")
         except OSError as error:
             self.unwritable = (
-                f"{self.runs} cannot be written ({error.strerror}): "
+                f"{error.filename or self.runs} cannot be written ({error.strerror}): "
                 "runs can be looked at, nothing is saved or started; "
                 "make it writable, or free some space, and start the page again."
             )

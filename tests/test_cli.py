@@ -59,7 +59,11 @@ def test_help_names_every_mode_and_imports_neither_torch_nor_gradio():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--host", "0.0.0.0"], "--host 0.0.0.0: others could start runs here; add --auth USER:PASS\n"),
+        (
+            ["--host", "0.0.0.0"],
+            "--host 0.0.0.0: others could start runs here; add --auth-file FILE with one line USER:PASS, "
+            "or set SHARDSTUDIO_AUTH\n",
+        ),
         (["--resume", "nowhere"], "nowhere: not a run folder (it has no config.yaml); name a folder below runs/\n"),
         (["--export", "nowhere"], "nowhere: not a run folder (it has no config.yaml); name a folder below runs/\n"),
         (

@@ -107,7 +107,7 @@ def test_a_rank_line_has_the_documented_fields_and_is_read_back(file):
         "rank": 1,
         "step": 3,
         "time": 5.0,
-        "phase": "backward",
+        "phase": "training",
         "allocated": 10,
         "reserved": 20,
         "peak": 15,

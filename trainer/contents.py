@@ -148,6 +148,11 @@ def _contradictions(checkpoint: Path, contents: Contents) -> Iterator[str]:
         if piece.start + piece.length > sizes[piece.file]:
             end, size = piece.start + piece.length, sizes[piece.file]
             yield f"'{name}' ends at byte {end} of {piece.file}, which has {size}"
+    taken: dict[str, int] = {}
+    for _, piece in sorted(_pieces(contents), key=lambda pair: pair[1].start):
+        if piece.start < taken.get(piece.file, 0):
+            yield f"byte {piece.start} of {piece.file} belongs to two pieces"
+        taken[piece.file] = piece.start + piece.length
     for name, tensor in contents.tensors.items():
         if not _is_whole(tensor):
             yield f"the pieces of '{name}' do not make up its shape"

@@ -32,7 +32,8 @@ T = TypeVar("T")
 
 
 def replace(file: Path, content: str | bytes, mode: int | None = None) -> None:
-    """Write a whole file, or leave what was there. The folder must exist. An existing file keeps its permissions.
+    """Write a whole file, or leave what was there. The folder must exist. An existing file keeps its permissions and,
+    where that is allowed, its group.
 
     mode: the permissions that it gets instead.
     When this returns, the content is on the disk: after a power cut the file holds the former content or this one.
@@ -40,8 +41,11 @@ def replace(file: Path, content: str | bytes, mode: int | None = None) -> None:
     """
     with _draft(file, content) as draft:
         with suppress(FileNotFoundError):
-            former = file.lstat().st_mode
-            mode = stat.S_IMODE(former) if mode is None and stat.S_ISREG(former) else mode
+            former = file.lstat()
+            if stat.S_ISREG(former.st_mode):
+                mode = stat.S_IMODE(former.st_mode) if mode is None else mode
+                with suppress(PermissionError):  # a group that this user is not in
+                    os.chown(draft, -1, former.st_gid)
         if mode is not None:
             draft.chmod(mode)
         rename(draft, file)
@@ -54,8 +58,14 @@ def create(file: Path, content: str | bytes) -> None:
     """
     with _draft(file, content) as draft:
         flush(draft)
-        os.link(draft, file)
-        draft.unlink()
+        try:
+            os.link(draft, file)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without hard links, as exFAT: empty for a moment
+            os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+            os.replace(draft, file)
+        draft.unlink(missing_ok=True)
         flush(file.parent)
 
 
@@ -167,12 +177,26 @@ def locked(file: Path) -> Iterator[None]:
 def make_private(folder: Path) -> Path:
     """Make a folder that only its owner may look into, or close one that others could. Returns it.
 
-    Raises OSError where nothing can be written.
+    One that is shared with a group (setgid, and writable by the group) stays so and is closed to all others. A link,
+    and a folder of another user, are left as they are. Raises OSError where nothing can be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if stat.S_IMODE(folder.stat().st_mode) & 0o077:
-        folder.chmod(0o700)
+    status = folder.lstat()
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+        mode = stat.S_IMODE(status.st_mode)
+        closed = mode & ~0o007 if _is_shared(mode) else mode & ~0o077
+        if mode != closed:
+            folder.chmod(closed)
     return folder
+
+
+def private_mode(folder: Path) -> int:
+    """The permissions of a file in this folder that only its owner reads, and the group that shares the folder."""
+    return 0o660 if _is_shared(folder.stat().st_mode) else 0o600
+
+
+def _is_shared(mode: int) -> bool:
+    return mode & 0o2020 == 0o2020
 
 
 def make_private_if_new(folder: Path) -> None:
@@ -182,4 +206,4 @@ def make_private_if_new(folder: Path) -> None:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
+        folder.mkdir(mode=0o770 if _is_shared(folder.parent.stat().st_mode) else 0o700)

@@ -108,6 +108,8 @@ class Launch:
             return files.read_json(run.launch_file, _LAUNCH, "remove it if the run has ended")
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise InputError(f"{run.launch_file}: cannot be read ({error.strerror}); make it readable") from error
 
     def write(self, run: RunDir) -> None:
         files.replace(run.launch_file, json.dumps(asdict(self), indent=1))
@@ -440,8 +442,8 @@ def alive(run: RunDir) -> bool:
     started anew: that ends all it had begun.
     """
     launch = Launch.read(run)
-    if launch is None or _process(run) is not None:
-        return launch is not None
+    if launch is None or launch.is_here:  # ranks that outlive their torchrun hold its lock too
+        return _process(run) is not None
     if launch.is_on_this_machine:
         return launch.boot_id != "" and _is_held(output_file(run, launches(run)))
     if launch.job and launch.job != _job() and launch.job.partition("-")[0] == _job().partition("-")[0]:

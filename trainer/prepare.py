@@ -23,9 +23,7 @@ def new_run(loaded: ConfigFile, runs: Path, at: Path | None = None) -> RunDir:
     configfile.check_start(loaded)
     check(loaded)
     run = RunDir.create(runs, loaded.config, at)
-    cache = shared_cache(loaded.config, run.path.parent)
-    if not cache.exists():
-        files.make_private(cache)  # of encoded pictures and captions; one that is shared stays so
+    files.make_private_if_new(shared_cache(loaded.config, run.path.parent))  # of encoded pictures and captions
     return run
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from markupsafe import Markup, escape
 
 from trainer import files
-from trainer.config import RunConfig
+from trainer.config import InputError, RunConfig
 from trainer.events import (
     AnyEvent,
     ErrorEvent,
@@ -305,9 +305,12 @@ def _picture(run: RunDir, event: SampleEvent | None) -> Markup:
         return Markup()
     if event.is_text:
         return Markup('<pre class="written">{}</pre>').format(event.text)
-    file = (run.path / event.path).resolve()
-    kind = PICTURE_TYPES.get(file.suffix.lower())
-    if kind is None or not file.is_file() or not file.is_relative_to(run.path.resolve()):
+    kind = PICTURE_TYPES.get(Path(event.path).suffix.lower())
+    try:
+        file = run.own_file(event.path)
+    except (InputError, OSError, ValueError):
+        kind = None
+    if kind is None:
         return escape(f"{event.path}: no picture")
     data = base64.b64encode(file.read_bytes()).decode()
     return Markup('<img src="data:{};base64,{}" alt="{}, step {}">').format(kind, data, event.prompt, event.step)

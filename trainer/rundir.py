@@ -169,6 +169,13 @@ class RunDir:
         """The self-contained page about the run."""
         return self.path / "report.html"
 
+    def own_file(self, path: str) -> Path:
+        """A file that an event names. Raises InputError for one that is missing or leads out of the folder."""
+        file = (self.path / path).resolve()
+        if not file.is_relative_to(self.path.resolve()) or not file.is_file():
+            raise InputError(f"{path}: not a file of {self.path.name}")
+        return file
+
     def request(self, what: Request) -> None:
         """Ask the running trainer for something; asking twice is asking once."""
         (self.requests / what).touch()

@@ -43,8 +43,9 @@ def build(studio: Studio, run: gr.Dropdown) -> Tick:
 
 
 def exported(run: RunDir) -> list[Path]:
-    """The exported files of a run, in order of their names."""
-    return sorted(file for file in run.export.rglob("*") if file.is_file())
+    """The exported files of a run, in order of their names. A link that leads out of it is none."""
+    home = run.export.resolve()
+    return sorted(file for file in run.export.rglob("*") if file.is_file() and file.resolve().is_relative_to(home))
 
 
 def allowed(config: RunConfig) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from app.studio import Studio
 from app.thumbnails import FULL
 from trainer.config import InputError, RunConfig
 from trainer.events import SampleEvent
+from trainer.rundir import RunDir
 
 QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "queue": False}
 """Options of every listener: no spinner over what is shown, no name in the programming interface.
@@ -76,7 +77,11 @@ def sample(studio: Studio, run: Path, event: SampleEvent, config: RunConfig) -> 
     """What was drawn: a picture, or a text. run: its folder."""
     if event.is_text:
         return written(event)
-    return picture(studio, run / event.path, sample_text(event, config))
+    try:
+        file = RunDir(run).own_file(event.path)
+    except (InputError, OSError, ValueError) as error:
+        return escape(str(error))
+    return picture(studio, file, sample_text(event, config))
 
 
 def sample_text(sample: SampleEvent, config: RunConfig) -> str:

@@ -11,7 +11,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal, Protocol
 
+from PIL import Image
+
 from trainer import files
+from trainer.config import InputError
 from trainer.events import (
     ENDS,
     AnyEvent,
@@ -28,6 +31,8 @@ from trainer.events import (
 from trainer.rundir import RunDir
 
 FIGURES = tuple(each.name for each in fields(StepEvent) if each.name not in ("step", "time", "type", "losses"))
+SAMPLES = ("PNG",)
+"""What samples are stored as. A foreign run folder may hold anything under their names."""
 _UNTOLD = {"images": ("tokens_per_second",), "tokens": ("images_per_second",)}
 
 
@@ -49,6 +54,12 @@ class Picture:
     index: int
     prompt: str
     path: Path
+
+    def image(self) -> Image.Image:
+        """The picture. Raises OSError for a file of any other kind than samples are."""
+        with Image.open(self.path, formats=SAMPLES) as image:
+            image.load()
+            return image
 
 
 @dataclass(frozen=True)
@@ -169,7 +180,10 @@ class Feed:
         if isinstance(event, SampleEvent) and place.is_new(f"sample {event.index}", step):
             if event.is_text:
                 return Note(step, when, "sample", event.text)
-            return Picture(step, when, event.index, event.prompt, self._run.path / event.path)
+            try:
+                return Picture(step, when, event.index, event.prompt, self._run.own_file(event.path))
+            except (InputError, OSError, ValueError):  # deleted, or a stranger's run folder
+                return Note(step, when, "sample", f"{event.path}: no picture")
         if isinstance(event, StatusEvent):
             self.state = event.state
             return self._new_state(event)

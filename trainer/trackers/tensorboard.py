@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from PIL import Image
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -37,10 +36,6 @@ def connect(run: RunDir, cfg: RunConfig, place: Place, say: Callable[[WarningEve
     return tracker
 
 
-SAMPLES = ("PNG",)
-"""What samples are stored as. A foreign run folder may hold anything under their names."""
-
-
 class TensorBoard:
     """A Tracker."""
 
@@ -52,8 +47,7 @@ class TensorBoard:
         self._add(values, item.step, item.time)
 
     def picture(self, item: Picture) -> None:
-        with Image.open(item.path, formats=SAMPLES) as picture:
-            width, height = picture.size
+        width, height = item.image().size
         image = Summary.Image(width=width, height=height, colorspace=RGB, encoded_image_string=item.path.read_bytes())
         self._add([Summary.Value(tag=f"{item.index} {item.prompt}", image=image)], item.step, item.time)
 

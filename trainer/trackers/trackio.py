@@ -70,7 +70,7 @@ class Trackio:
         self._run.log({**item.values}, step=item.step)
 
     def picture(self, item: Picture) -> None:
-        image = trackio.Image(str(item.path), caption=item.prompt)
+        image = trackio.Image(item.image(), caption=item.prompt)
         self._run.log({f"samples/{item.index}": image}, step=item.step)
 
     def note(self, item: Note) -> None:

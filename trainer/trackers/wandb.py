@@ -64,7 +64,7 @@ class Wandb:
         self._log({**item.values}, item.step)
 
     def picture(self, item: Picture) -> None:
-        self._log({f"samples/{item.index}": wandb.Image(str(item.path), caption=item.prompt)}, item.step)
+        self._log({f"samples/{item.index}": wandb.Image(item.image(), caption=item.prompt)}, item.step)
 
     def note(self, item: Note) -> None:
         self._run.write_logs(f"step {item.step}, {item.kind}: {item.text}")
