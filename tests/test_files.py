@@ -104,3 +104,47 @@ def test_a_folder_that_others_could_read_is_closed(tmp_path: Path) -> None:
     for _ in range(2):
         assert stat.S_IMODE(files.make_private(folder).stat().st_mode) == 0o700
     assert stat.S_IMODE(files.make_private(tmp_path / "new" / "one").stat().st_mode) == 0o700
+
+
+def test_a_folder_that_a_group_shares_stays_shared_and_is_closed_to_all_others(tmp_path: Path) -> None:
+    shared = tmp_path / "runs"
+    shared.mkdir()
+    shared.chmod(0o2775)
+    assert stat.S_IMODE(files.make_private(shared).stat().st_mode) == 0o2770
+    files.make_private_if_new(shared / "cache")
+    assert stat.S_IMODE((shared / "cache").stat().st_mode) & 0o2007 == 0o2000
+    assert files.private_mode(shared) == 0o660
+    assert files.private_mode(files.make_private(tmp_path / "own")) == 0o600
+
+
+def test_a_link_to_a_folder_closes_nothing(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir(mode=0o755)
+    (tmp_path / "queue").symlink_to(disk)
+    files.make_private(tmp_path / "queue")
+    assert stat.S_IMODE(disk.stat().st_mode) == 0o755
+
+
+def test_a_replaced_file_keeps_its_group(tmp_path: Path) -> None:
+    """Run as root, as the tests of several machines are; another user keeps it where the group is one of theirs."""
+    file = tmp_path / "a.txt"
+    file.write_text("before")
+    group = os.getgroups()[-1] if os.geteuid() else 65534
+    os.chown(file, -1, group)
+    files.replace(file, "after")
+    assert (file.read_text(), file.stat().st_gid) == ("after", group)
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_new_file_is_made_once_also_where_there_are_no_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    files.create(tmp_path / "a", "first")
+    with pytest.raises(FileExistsError):
+        files.create(tmp_path / "a", "second")
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("a", "first")]

@@ -230,6 +230,10 @@ HOSTILE: dict[str, tuple[Callable[[Any], None], str]] = {
         ),
         f"'{TENSOR}' has more numbers than bytes in {DATA}",
     ),
+    "twice": (
+        lambda contents: contents["values"][VALUE].update(first_chunk(contents)["stored"]),
+        "byte ",
+    ),
     "dims": (
         lambda contents: first_chunk(contents).update(offsets=[0]),
         f"the pieces of '{TENSOR}' do not make up its shape",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from tests.runs import make_pictures, run_config, write_preset
 from trainer import configfile, launch, prepare
@@ -36,6 +36,7 @@ from trainer.events import (
 from trainer.rundir import RunDir
 from trainer.signals import LEAVE
 from trainer.trackers import WATCH_SECONDS, Files, Signs, following, short, shown_config
+from trainer.trackers.feed import Feed, Note, Picture, Place
 
 NAMES = ("tensorboard", "wandb", "trackio")
 WANDB = Path(sys.executable).with_name("wandb")
@@ -501,3 +502,17 @@ def test_a_real_run_is_shown_by_all_trackers(tmp_path: Path) -> None:
         assert [number for number, _ in found["loss"]] == [1, 2, 3]
         assert {"memory/rank0"} <= found.keys()
     assert [said for said in warnings(run) if "stopped" in said] == []
+
+
+def test_a_picture_outside_of_a_run_and_what_is_not_a_png_are_sent_nowhere(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, run_config(make_pictures(tmp_path / "photos", 1)), at=tmp_path / "run")
+    (run.samples / "ps.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
+    with EventWriter(run.events_file) as events:
+        for index, path in enumerate(("../photos/00.png", "samples/ps.png")):
+            events.write(SampleEvent(step=1, index=index, prompt="a fox", path=path))
+    place = Place(tmp_path / "place.json")
+    outside, postscript = Feed(run, place).items()
+    assert isinstance(outside, Note) and outside.text == "../photos/00.png: no picture"
+    assert isinstance(postscript, Picture)
+    with pytest.raises(UnidentifiedImageError):
+        postscript.image()

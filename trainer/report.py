@@ -308,9 +308,10 @@ def _picture(run: RunDir, event: SampleEvent | None) -> Markup:
     kind = PICTURE_TYPES.get(Path(event.path).suffix.lower())
     try:
         file = run.own_file(event.path)
+        is_picture = kind is not None and file.is_file()
     except (InputError, OSError, ValueError):
-        kind = None
-    if kind is None:
+        is_picture = False
+    if not is_picture:
         return escape(f"{event.path}: no picture")
     data = base64.b64encode(file.read_bytes()).decode()
     return Markup('<img src="data:{};base64,{}" alt="{}, step {}">').format(kind, data, event.prompt, event.step)

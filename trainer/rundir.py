@@ -170,9 +170,9 @@ class RunDir:
         return self.path / "report.html"
 
     def own_file(self, path: str) -> Path:
-        """A file that an event names. Raises InputError for one that is missing or leads out of the folder."""
+        """A file that an event names, whether it is there or not. Raises InputError for one outside of the folder."""
         file = (self.path / path).resolve()
-        if not file.is_relative_to(self.path.resolve()) or not file.is_file():
+        if not file.is_relative_to(self.path.resolve()):
             raise InputError(f"{path}: not a file of {self.path.name}")
         return file
 

@@ -59,3 +59,34 @@ def test_replaced_captions_are_taken_back_together(pictures: Path, tmp_path: Pat
     assert captions.replace(cards_of(pictures), "", "x") == 0
     assert captions.undo() == 3
     assert captions_of(pictures) == ["picture number 0", "picture number 1", "picture number 2"]
+
+
+def test_a_caption_that_was_changed_elsewhere_since_is_not_taken_back(pictures: Path, tmp_path: Path):
+    captions = Captions(tmp_path / "drafts" / "captions.jsonl")
+    new, old = Card(pictures / "new.png", ""), Card(pictures / "00.png", "")
+    before = old.file.read_text()
+    captions.write(old, "first")
+    captions.write(new, "second")
+    new.file.write_text("typed in an editor\n")
+    with pytest.raises(InputError, match=r"new\.txt: changed by something else since, and left as it is"):
+        captions.undo()
+    assert new.file.read_text() == "typed in an editor\n"
+    assert captions.undo() == 1
+    assert old.file.read_text().strip() == before.strip()
+
+
+@pytest.mark.parametrize(
+    ("caption", "complaint"),
+    [("a" * 70_000, "are too many for a caption"), ("bad \ud83d", "half a character")],
+    ids=["long", "half"],
+)
+def test_a_caption_that_could_not_be_read_again_is_refused_before_it_is_noted(
+    pictures: Path, tmp_path: Path, caption: str, complaint: str
+):
+    captions = Captions(tmp_path / "drafts" / "captions.jsonl")
+    card = Card(pictures / "00.png", "")
+    before = card.file.read_text()
+    with pytest.raises(InputError, match=complaint):
+        captions.write(card, caption)
+    assert card.file.read_text() == before
+    assert captions.undo() == 0

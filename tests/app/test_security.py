@@ -259,3 +259,8 @@ def test_a_page_for_the_network_knows_this_machines_own_names():
     names = {str(name) for name in security.own_names("0.0.0.0")}
     assert {socket.gethostname().lower(), "127.0.0.1"} <= names
     assert [str(name) for name in security.own_names("fd00::7")][1:] == ["[fd00::7]"]
+
+
+def test_a_page_on_another_port_of_this_machine_reads_nothing_with_the_cookie(client: TestClient):
+    assert client.get("/config", headers={"origin": "http://localhost:9999"}).status_code == 403
+    assert client.get("/", headers={"origin": f"http://127.0.0.1:{PORT}"}).status_code == 200

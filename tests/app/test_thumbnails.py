@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from app.pages.export import exported
 from app.thumbnails import Thumbnails
 from tests.data.test_hostile_data import NOT_REGULAR, POSTSCRIPT, called, png_of, refused
 from tests.data.test_pixels import ORIENTED
 from trainer.data.pixels import load_preview, load_rgb, open_picture
+from trainer.rundir import RunDir
 
 __all__ = ["called"]  # a fixture
 
@@ -102,3 +104,13 @@ def test_the_page_takes_less_than_700_mib_for_the_largest_picture_it_shows(tmp_p
     argv = [sys.executable, "-c", PEAK, str(tmp_path / "thumbnails"), str(file)]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     assert int(done.stdout) * 1024 < 700 * MIB
+
+
+def test_a_link_that_leads_out_of_an_export_is_not_offered(tmp_path: Path):
+    run = RunDir(tmp_path / "run")
+    run.export.mkdir(parents=True)
+    (tmp_path / "key").write_text("private")
+    (run.export / "lora.safetensors").write_bytes(b"weights")
+    (run.export / "other.safetensors").symlink_to(tmp_path / "key")
+    (run.export / "folder").symlink_to(tmp_path)
+    assert exported(run) == [run.export / "lora.safetensors"]

@@ -182,7 +182,7 @@ class Feed:
                 return Note(step, when, "sample", event.text)
             try:
                 return Picture(step, when, event.index, event.prompt, self._run.own_file(event.path))
-            except (InputError, OSError, ValueError):  # deleted, or a stranger's run folder
+            except (InputError, OSError, ValueError):  # a stranger's run folder
                 return Note(step, when, "sample", f"{event.path}: no picture")
         if isinstance(event, StatusEvent):
             self.state = event.state
