@@ -308,6 +308,27 @@ def test_a_table_of_torch_that_is_no_pickle_is_refused(sound: Path, content: byt
     refused(lambda: StoredWeights(path), path / METADATA)
 
 
+EQUAL_HASH = 2**61 - 1
+"""Python's hash of an integer is its rest after division by this."""
+INTEGERS = [pickle.dumps(number * EQUAL_HASH, protocol=2)[2:-1] for number in range(1, 30_000)]
+COLLIDING = {
+    "integers": b"}(" + b"".join(key + b"N" for key in INTEGERS) + b"u.",
+    "tuples of integers": b"}(" + b"".join(key + b"\x85N" for key in INTEGERS) + b"u.",
+    "a set": b"\x8f(" + b"".join(INTEGERS) + b"\x90.",
+    "tuples of short integers": pickle.dumps({(189, 6510988093263234): 1, (499, 19799011850673027): 2})[2:],
+}
+
+
+@pytest.mark.parametrize("kind", COLLIDING)
+@pytest.mark.timeout(60)
+def test_a_table_of_torch_whose_keys_have_one_hash_is_refused_at_once(sound: Path, kind: str) -> None:
+    path = of_before(sound)
+    (path / METADATA).write_bytes(b"\x80\x04" + COLLIDING[kind])
+    began = time.process_time()
+    assert "it is not a table of contents" in refused(lambda: StoredWeights(path), path / METADATA)
+    assert time.process_time() - began < 3
+
+
 @pytest.mark.parametrize(
     ("name", "value", "present"),
     [

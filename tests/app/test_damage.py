@@ -285,6 +285,8 @@ def not_as_wanted(whole: Path, tmp_path: Path, file: str, damages: Iterable[str]
     for number, damage in enumerate(damages):
         folder = tmp_path / str(number)
         shutil.copytree(whole, folder)
+        history = folder / "runs/drafts/captions.jsonl"
+        history.write_text(history.read_text().replace(str(whole), str(folder)))
         DAMAGES[damage](folder / "runs" / file)
         studio = Studio(folder / "runs")
         try:

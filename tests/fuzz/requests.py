@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +13,8 @@ from typing import Any
 import httpx
 from hypothesis import strategies as st
 
-from tests.app.browser import PATIENCE_S, Server, recorded, serving
-from tests.fuzz.target import LIMIT_S, SCALE, Target
+from tests.app.browser import PATIENCE_S, ROOT, Server, recorded, serving
+from tests.fuzz.target import LIMIT_S, MOST_MEMORY, SCALE, Target, peak_of
 
 AS_JSON = {"content-type": "application/json"}
 METHODS = st.sampled_from(
@@ -65,7 +66,15 @@ def _prepared(folder: Path) -> Iterator[Callable[[Any], None]]:
     runs = folder / "runs"
     runs.mkdir()
     recorded(runs, "one")
-    with serving(runs) as server, httpx.Client(base_url=server.origin, timeout=PATIENCE_S) as user:
+    code = folder / "code"  # a caption that is written must not be one of the pictures we ship
+    for part in ("app", "trainer", "presets"):
+        shutil.copytree(ROOT / part, code / part, ignore=shutil.ignore_patterns("__pycache__"))
+    program = Path(shutil.copy(ROOT / "launch.py", code))
+    here = {"PYTHONPATH": str(code)}
+    with (
+        serving(runs, program=program, environment=here) as server,
+        httpx.Client(base_url=server.origin, timeout=PATIENCE_S) as user,
+    ):
         user.get(server.url)
         cookie = "; ".join(f"{name}={value}" for name, value in user.cookies.items())
         handlers = [
@@ -87,6 +96,8 @@ def _prepared(folder: Path) -> Iterator[Callable[[Any], None]]:
                 assert is_opened or "Traceback" not in server.log[before:], server.log[before:]
             assert user.get("/gradio_api/heartbeat-none").status_code < 500
             assert server.process is not None and server.process.poll() is None, server.log
+            took = peak_of(server.process.pid)
+            assert took <= MOST_MEMORY, f"the page took {took / 2**20:.0f} MiB"
 
         yield answer
 
