@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,17 @@ import psutil
 import pytest
 from PIL import Image, ImageOps
 
+from tests.commands import launch_py
 from tests.runs import alone, make_pictures, make_run, run_config, steps_of
-from trainer import launch, prepare
+from trainer import headless, launch, prepare
 from trainer.config import InputError, RunConfig
 from trainer.events import AnyEvent, StatusEvent, WarningEvent
 from trainer.rundir import RunDir
 from trainer.train import Trainer
+
+
+FOLDERS = ("ranks", "logs", "samples", "requests", "export")
+"""What git, archives and hubs leave out of a run where they are empty."""
 
 
 @pytest.fixture
@@ -126,6 +132,40 @@ def test_what_is_changed_when_a_run_continues_is_told_or_refused_before_a_rank_i
         "changed since it was saved: optim.lr: 0.0001 -> 0.0002; train.batch_size: 4 -> 2 (the data go on at the next "
         "sample, and none is skipped or repeated; optim.lr and train.steps stay as they are)"
     ) in messages(go_on(changed, run, 3), StatusEvent)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_brought_here_without_its_empty_folders_goes_on_and_is_exported(
+    cfg: RunConfig, run: RunDir, tmp_path: Path
+) -> None:
+    go_on(cfg, run, 2)
+    bare = tmp_path / "bare"
+    shutil.copytree(run.path, bare)
+    for name in FOLDERS:
+        shutil.rmtree(bare / name)
+    assert launch_py(tmp_path, "--resume", str(bare)).returncode == 0
+    shutil.rmtree(bare / "export")
+    shutil.rmtree(bare / "logs")
+    exported = launch_py(tmp_path, "--export", str(bare))
+    assert (exported.returncode, exported.stderr) == (0, "")
+    assert Path(exported.stdout.splitlines()[-1]).is_file()
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_what_lies_where_a_folder_of_the_run_belongs_is_named_and_left_alone(
+    cfg: RunConfig, run: RunDir, name: str
+) -> None:
+    go_on(cfg, run, 2)
+    shutil.rmtree(run.path / name)
+    (run.path / name).write_text("mine")
+    for begin in (launch.start, lambda cfg, run: headless.begin_export(run, cfg)):
+        with pytest.raises(InputError) as error:
+            begin(cfg, run)
+        assert str(error.value) == (
+            f"{run.path / name}: cannot be made a folder (File exists); move away what is there, or make {run.path} "
+            "writable"
+        )
+    assert (run.path / name).read_text() == "mine"
 
 
 def test_a_clock_that_is_set_makes_no_running_process_look_dead(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,7 +189,11 @@ _EXPORT_LOG, _EXPORT_ANSWER = "export.log", "export-answer.txt"
 
 
 def begin_export(run: RunDir, cfg: RunConfig) -> subprocess.Popen[bytes]:
-    """Export in a process of its own, as the config says. It ends with code 2 for a mistake of the user."""
+    """Export in a process of its own, as the config says. It ends with code 2 for a mistake of the user.
+
+    Raises InputError when a folder of the run is missing and cannot be made.
+    """
+    run.complete_folders(cfg)
     argv = [sys.executable, "-m", "trainer", str(run.path)]
     argv += ["--export", cfg.export_what, "--format", cfg.export.format, "--dtype", cfg.export.dtype]
     # What libraries print while they load is of no use to a person.

@@ -291,6 +291,7 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
     waits = f"waits for the other nodes: {joining(run, cfg.parallel.nodes)}" if must_be_joined(cfg.parallel) else ""
     with run.locked():
         require_ended(run)
+        run.complete_folders(cfg)
         argv = command(cfg.parallel, run, module, 0, has_stages=bool(cfg.stages))
         _end_orphans(run, argv[2])
         clear_stores(run)

@@ -48,8 +48,8 @@ class RunDir:
                 raise InputError(
                     f"{run.path}: exists and is not empty; name a new folder, or continue it with --resume"
                 )
-            run.make_stage_folders(cfg)
-            run.make_folders()
+            run.make_folders(cfg)
+            run.path.chmod(0o700)
             files.replace(run.config_file, configfile.dump(cfg))
         except OSError as error:
             raise InputError(f"{path}: cannot be made a run folder ({error.strerror}); name another place") from error
@@ -63,17 +63,26 @@ class RunDir:
             raise InputError(f"{path}: not a run folder (it has no config.yaml); name a folder below runs/")
         return run
 
-    def make_folders(self) -> None:
-        """Make the folder and those in it, where they are not there, readable by the owner only."""
+    def make_folders(self, cfg: RunConfig | None = None) -> None:
+        """Make the folder and those in it, where they are not there. cfg: a config whose stages have folders too.
+
+        Whoever brings a run elsewhere often leaves the empty ones behind. Raises OSError where one cannot be made.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
-        self.path.chmod(0o700)
         for folder in (self.ranks, self.logs, self.samples, self.checkpoints, self.requests, self.export):
             folder.mkdir(exist_ok=True)
-
-    def make_stage_folders(self, cfg: RunConfig) -> None:
-        """Make the folders of its stages, where they are not there."""
-        for number, stage in enumerate(cfg.stages, 1):
+        for number, stage in enumerate(cfg.stages if cfg else (), 1):
             (self.stage_folder(number, stage.name) / "checkpoints").mkdir(parents=True, exist_ok=True)
+
+    def complete_folders(self, cfg: RunConfig) -> None:
+        """As `make_folders`. Raises InputError where one cannot be made."""
+        try:
+            self.make_folders(cfg)
+        except OSError as error:
+            raise InputError(
+                f"{error.filename}: cannot be made a folder ({error.strerror}); move away what is there, or make "
+                f"{self.path} writable"
+            ) from error
 
     def stage_folder(self, number: int, name: str) -> Path:
         """What one of its stages keeps. number: from 1."""

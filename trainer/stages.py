@@ -97,7 +97,7 @@ def main() -> int:
     node, command = int(sys.argv[1]), sys.argv[2:]
     run = RunDir(Path(command[-1]))
     supervisor = _Supervisor()
-    run.make_stage_folders(run.config())  # one that was deleted, so that its stage is trained again
+    run.make_folders(run.config())  # one that was deleted, so that its stage is trained again
     while True:
         cfg = run.config()
         stage = current(run, cfg)
