@@ -20,7 +20,6 @@ from trainer.events import AnyEvent, StatusEvent, WarningEvent
 from trainer.rundir import RunDir
 from trainer.train import Trainer
 
-
 FOLDERS = ("ranks", "logs", "samples", "requests", "export")
 """What git, archives and hubs leave out of a run where they are empty."""
 
