@@ -354,6 +354,22 @@ def test_a_picture_above_the_limit_is_refused_with_its_size_the_limit_and_the_re
     )
 
 
+def test_a_webp_that_would_take_gigabytes_to_decode_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.webp"
+    Image.new("RGB", (32, 32)).save(file)
+    content = file.read_bytes()
+    assert content[23:30] == struct.pack("<3sHH", b"\x9d\x01\x2a", 32, 32)
+    file.write_bytes(content[:26] + struct.pack("<HH", 8192, 8192) + content[30:])
+    assert (open_picture(file).width, open_picture(file).height) == (8192, 8192)
+    file.write_bytes(content[:26] + struct.pack("<HH", 8200, 8200) + content[30:])
+    with pytest.raises(InputError) as caught:
+        open_picture(file)
+    assert str(caught.value) == (
+        f"{file}: cannot be read (67.2 megapixels are more than 67.1, the limit of WEBP; save it as PNG, or "
+        "scale it down); replace or remove it"
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "save"), [("a.png", {}), ("a.tif", {}), ("packed.tif", {"compression": "group4"})])
 @pytest.mark.parametrize("side", [9500, 14000])

@@ -90,7 +90,7 @@ def _look(studio: Studio) -> None:
         assert OTHER in [summary.name for summary in run_table.Summaries(studio).all()]
     with refusals():
         assert len(studio.queue.waiting()) <= 2
-        assert not studio.queue.settings.noted
+        assert isinstance(studio.queue.settings.noted, int)
     with refusals():
         studio.draft()
     run = RunDir(studio.runs / "attacked")

@@ -24,7 +24,9 @@ from trainer.terminal import shortened
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
 MAX_PIXELS = 2**28
-"""16384 x 16384; telephones take 200 megapixels. Decoding takes at most 1.1 GiB of memory, 3.1 with transparency."""
+"""16384 x 16384; telephones take 200 megapixels. Decoding takes at most 1.1 GiB of memory, 3.1 with transparency.
+
+A quarter of it in formats of _BUFFERED: 1.0 GiB, 1.3 with transparency."""
 MOST_SHOWN = 2**26
 """Pixels of what `load_preview` decodes, 8192 x 8192, which takes 0.5 GiB meanwhile."""
 
@@ -169,8 +171,11 @@ def _opened(path: Path) -> Iterator[tuple[ImageFile.ImageFile, IO[bytes]]]:
     with files.opened(path) as file:
         image = _identified(file)
         pixels = image.width * image.height
-        if pixels > MAX_PIXELS:
-            raise ValueError(f"{pixels / 1e6:.1f} megapixels are more than {MAX_PIXELS / 1e6:.1f}; scale it down")
+        is_buffered = image.format in _BUFFERED
+        limit = MAX_PIXELS // (4 if is_buffered else 1)
+        if pixels > limit:
+            also = f", the limit of {image.format}; save it as PNG, or" if is_buffered else ";"
+            raise ValueError(f"{pixels / 1e6:.1f} megapixels are more than {limit / 1e6:.1f}{also} scale it down")
         if image.mode in ("I", "F"):
             raise ValueError("its pixels have 32 bits and no fixed white; save it with 8 or 16 bits")
         yield image, file
