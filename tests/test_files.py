@@ -54,12 +54,13 @@ def test_a_replaced_file_keeps_its_permissions(tmp_path: Path) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o640
 
 
-def test_a_pipe_a_device_a_folder_and_a_long_file_are_refused_at_once(tmp_path: Path) -> None:
+def test_a_pipe_a_device_a_folder_a_loop_and_a_long_file_are_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
     (tmp_path / "folder").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "long").write_bytes(b"x" * 101)
-    for name in ("pipe", "zero", "folder"):
+    for name in ("pipe", "zero", "folder", "loop"):
         with pytest.raises(InputError, match=f"{name}: not a regular file"):
             files.read(tmp_path / name)
     with pytest.raises(InputError, match=r"long: longer than 9\.\d+e-05 MiB"):

@@ -697,6 +697,17 @@ def test_a_pipe_in_place_of_a_log_keeps_nobody_waiting(make_run, name):
     assert said in ([""], [f"{pipe}: not a regular file; remove it, or put a file in its place"])
 
 
+@pytest.mark.parametrize("damage", [Path.mkdir, os.mkfifo, lambda file: file.symlink_to(file)], ids=["d", "p", "l"])
+@pytest.mark.parametrize("name", ["events.jsonl", "ranks/rank1.jsonl"])
+def test_what_lies_in_the_place_of_a_file_that_ranks_write_is_named_before_one_is_started(make_run, name, damage):
+    cfg, run = make_run("good")
+    damage(run.path / name)
+    with pytest.raises(InputError) as error:
+        launch.start(cfg, run, module="worker")
+    assert str(error.value) == f"{run.path / name}: not a regular file; remove it, or put a file in its place"
+    assert not run.launch_file.exists()
+
+
 @pytest.mark.parametrize("tail", ["--bind 127.0.0.1 48123", "-m trainer RUN", "-m trainer OTHER"])
 def test_looking_at_a_strangers_run_folder_ends_no_process_that_is_not_a_rank_of_it(make_run, tail):
     _, run = make_run("good")

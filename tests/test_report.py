@@ -1,6 +1,8 @@
 """The report is one file with everything in it, whatever the run went through."""
 
 import math
+import os
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -71,6 +73,19 @@ def page(run: RunDir) -> ElementTree.Element:
 
 def text_of(element: ElementTree.Element) -> str:
     return "".join(element.itertext())
+
+
+@pytest.mark.parametrize("damage", [Path.mkdir, os.mkfifo, lambda file: file.symlink_to(file)], ids=["d", "p", "l"])
+def test_a_rank_s_file_that_cannot_be_read_is_named_in_the_report(run, damage):
+    record(run, StatusEvent(time=1000.0, state="starting"), step_event(1), step_event(2))
+    damage(run.rank_file(0))
+    with EventWriter(run.rank_file(1)) as writer:
+        writer.write(
+            RankLine(rank=1, step=1, phase="training", allocated=2**30, reserved=2**30, peak=2**30, limit=2**31)
+        )
+    said = text_of(page(run))
+    assert f"{run.rank_file(0)}: not a regular file; remove it, or put a file in its place" in said
+    assert "Memory allocated, GiB" in said
 
 
 def test_the_report_of_a_run_shows_its_facts_curves_samples_and_config(run):

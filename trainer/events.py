@@ -19,6 +19,7 @@ from typing import Annotated, Generic, Literal, Self, TypeVar
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from trainer import files
+from trainer.config import InputError
 
 State = Literal[
     "created",  # the folder exists, nothing was started
@@ -285,7 +286,7 @@ class _Follower(Generic[T]):
     def read(self) -> list[T]:
         """What was appended since the last call; nothing while the file does not exist.
 
-        Raises InputError for what is not a file, and OSError for one that cannot be read.
+        Raises InputError for what is not a file, or cannot be read.
         """
         records = []
         for line in self._new_lines():
@@ -302,6 +303,8 @@ class _Follower(Generic[T]):
                 data = file.read(MOST_BYTES)
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise InputError(f"{self._path}: cannot be read ({error.strerror}); repair or remove it") from error
         whole = data[: data.rfind(b"\n") + 1]
         if b"\0" in data[len(whole) :]:  # what a power cut leaves, which becomes no line
             whole = data

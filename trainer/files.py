@@ -124,9 +124,15 @@ def flush(path: Path) -> None:
 def opened(file: Path) -> BufferedReader:
     """A regular file, open for reading. Waits for nothing.
 
-    Raises FileNotFoundError or another OSError, and InputError for a folder, a pipe, a socket or a device.
+    Raises FileNotFoundError or another OSError, and InputError for a folder, a pipe, a socket, a device or links in a
+    loop.
     """
-    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise InputError(f"{file}: {NOT_REGULAR}") from error
+        raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise InputError(f"{file}: {NOT_REGULAR}")

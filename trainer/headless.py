@@ -292,11 +292,13 @@ def _conclude(run: RunDir, told: Sequence[Told]) -> int:
 
 
 def _attempt(file: Path, write: Callable[[], object]) -> None:
-    """Write a file that tells about the run. A full disk must not hide what is printed after it."""
+    """Write a file that tells about the run. A full disk, or a damaged file, must not hide what follows."""
     try:
         write()
     except OSError as error:
         complain(f"warning: {file} could not be written: {error.strerror}")
+    except InputError as error:
+        complain(f"warning: {file} could not be written: {error}")
 
 
 def explain(error: ErrorEvent, run: RunDir) -> str:

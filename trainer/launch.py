@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
@@ -292,6 +292,7 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
     with run.locked():
         require_ended(run)
         run.complete_folders(cfg)
+        _require_readable([run.events_file, *map(run.rank_file, range(cfg.parallel.world_size))])
         argv = command(cfg.parallel, run, module, 0, has_stages=bool(cfg.stages))
         _end_orphans(run, argv[2])
         clear_stores(run)
@@ -302,6 +303,17 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
         process = _spawn(argv, output_file(run, launches(run) + 1), environment)
         Launch.of(process, argv).write(run)
     return _begun(run, process, argv)
+
+
+def _require_readable(written: Iterable[Path]) -> None:
+    """Raises InputError for what lies in the place of a file that the ranks write."""
+    for file in written:
+        try:
+            files.opened(file).close()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise InputError(f"{file}: cannot be read ({error.strerror}); repair or remove it") from error
 
 
 def must_be_joined(parallel: ParallelConfig) -> bool:

@@ -142,7 +142,9 @@ def _charts(run: RunDir, cfg: RunConfig, events: Sequence[AnyEvent]) -> Iterator
     yield chart("Learning rate", [_line("learning rate", steps, lambda step: step.lr)])
     yield chart("Gradient norm", [_line("before clipping", steps, lambda step: step.grad_norm)])
     yield chart("Seconds per step", _step_time(steps))
-    yield chart("Memory allocated, GiB", _memory(run, cfg.parallel.world_size))
+    memory, problems = _memory(run, cfg.parallel.world_size)
+    yield chart("Memory allocated, GiB", memory)
+    yield from map(Markup('<p class="warning">{}</p>').format, problems)
 
 
 def _line(label: str, steps: Sequence[StepEvent], value: Callable[[StepEvent], float]) -> Line:
@@ -165,12 +167,18 @@ def _step_time(steps: Sequence[StepEvent]) -> list[Line]:
     ]
 
 
-def _memory(run: RunDir, world_size: int) -> list[Line]:
-    lines = []
+def _memory(run: RunDir, world_size: int) -> tuple[list[Line], list[str]]:
+    """(a line per rank, a sentence per rank whose file cannot be read)."""
+    lines, problems = [], []
     for rank in range(world_size):
-        last_per_step = {line.step: line.allocated / 2**30 for line in RankReader(run.rank_file(rank)).read()}
+        try:
+            read = RankReader(run.rank_file(rank)).read()
+        except InputError as error:
+            problems.append(str(error))
+            continue
+        last_per_step = {line.step: line.allocated / 2**30 for line in read}
         lines.append(Line(f"rank {rank}", sorted(last_per_step.items())))
-    return lines
+    return lines, problems
 
 
 def chart(title: str, lines: Sequence[Line]) -> Markup:

@@ -199,10 +199,15 @@ class RunDir:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Only one process at a time starts this run, judges it or records its end. Never held for long."""
+        """Only one process at a time starts this run, judges it or records its end. Never held for long.
+
+        Raises InputError for what is not a file in the place of `events.jsonl`.
+        """
         try:
             lock = os.open(self.events_file, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
+            if error.errno in (errno.EISDIR, errno.ELOOP):
+                raise InputError(f"{self.events_file}: {files.NOT_REGULAR}") from error
             if error.errno != errno.EROFS:
                 raise
             lock = os.open(self.events_file, os.O_RDONLY | os.O_NONBLOCK)  # nobody can start it, but it can be judged
