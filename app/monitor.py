@@ -392,12 +392,13 @@ def log_files(run: RunDir) -> dict[str, Path]:
 def log_tail(file: Path, level: Level, num_lines: int = 200) -> str:
     """The last lines of a log that are of a level, read from its end; where it cannot be read, why."""
     try:
-        log = files.opened(file)
-    except (InputError, OSError) as error:
-        return explained(error)
-    with log:
-        size = log.seek(0, 2)
-        log.seek(max(0, size - LOG_BYTES))
-        lines = log.read().decode("utf-8", errors="replace").splitlines()
+        with files.opened(file) as log:
+            size = log.seek(0, 2)
+            log.seek(max(0, size - LOG_BYTES))
+            lines = log.read().decode("utf-8", errors="replace").splitlines()
+    except OSError as error:
+        return f"{file}: cannot be read ({error.strerror}); repair or remove it"
+    except InputError as error:
+        return str(error)
     wanted = [line for line in (lines[1:] if size > LOG_BYTES else lines) if LEVELS[level].search(line)]
     return "\n".join(wanted[-num_lines:])

@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.runs import make_pictures, run_config
+from trainer import configfile, prepare
+from trainer.config import InputError
 from trainer.data.cache import ExampleCache
 from trainer.families._folder import write_once
 from trainer.plan import calibration, recording
@@ -75,3 +78,23 @@ def test_a_cache_that_a_user_made_for_several_stays_open_to_them(place: Path, na
     cache.chmod(0o755)
     write(cache)
     assert (mode(cache), read_as_nobody(cache / file)) == (0o755, 0)
+
+
+@pytest.mark.parametrize("kind", ["file", "loop"])
+def test_a_cache_that_cannot_be_a_folder_is_named_before_a_run_folder_is_made(tmp_path: Path, kind: str) -> None:
+    cache = tmp_path / kind
+    if kind == "file":
+        cache.write_text("mine")
+    else:
+        cache.symlink_to(kind)
+    cfg = run_config(make_pictures(tmp_path / "pictures"), data__cache=str(cache))
+    preset = tmp_path / "preset.yaml"
+    preset.write_text(configfile.dump(cfg))
+    with pytest.raises(InputError) as error:
+        prepare.new_run(configfile.load(preset), tmp_path / "runs")
+    line = next(number for number, line in enumerate(preset.read_text().splitlines(), 1) if str(cache) in line)
+    assert str(error.value) == (
+        f"{preset}:{line}: data.cache: {cache} cannot be made a folder (Not a directory); name another place, or "
+        "remove what is there"
+    )
+    assert not (tmp_path / "runs").exists()

@@ -106,11 +106,14 @@ def test_a_request_is_seen_by_others_until_it_is_cleared(tmp_path, cfg):
     assert not run.requested("stop")
 
 
-@pytest.mark.parametrize("path", ["../private.png", "/etc/hostname", "samples/link.png", "samples/../../x"])
+@pytest.mark.parametrize(
+    "path", ["../private.png", "/etc/hostname", "samples/link.png", "samples/../../x", "samples/loop"]
+)
 def test_a_file_that_an_event_names_lies_in_the_run_or_is_refused(tmp_path, cfg, path):
     run = RunDir.create(tmp_path, cfg, at=tmp_path / "here")
     (tmp_path / "private.png").touch()
     (run.samples / "link.png").symlink_to(tmp_path / "private.png")
+    (run.samples / "loop").symlink_to("loop")
     (run.samples / "own.png").touch()
     assert run.own_file("samples/own.png") == run.samples / "own.png"
     with pytest.raises(InputError, match="not a file of here"):

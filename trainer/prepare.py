@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ def new_run(loaded: ConfigFile, runs: Path, at: Path | None = None) -> RunDir:
     """
     configfile.check_start(loaded)
     check(loaded)
+    _make_named_cache(loaded)
     run = RunDir.create(runs, loaded.config, at)
     files.make_private_if_new(shared_cache(loaded.config, run.path.parent))  # of encoded pictures and captions
     return run
@@ -40,9 +43,24 @@ def continued_run(run: RunDir, overrides: Sequence[str]) -> ConfigFile:
     else:  # a checkpoint holds what became of the file
         configfile.check_start(loaded)
     check(loaded)
+    _make_named_cache(loaded)
     if overrides:
         run.replace_config(loaded.config)
     return loaded
+
+
+def _make_named_cache(loaded: ConfigFile) -> None:
+    """Make the folder `data.cache`, where there is one. Raises InputError where it cannot be a folder."""
+    cache = Path(loaded.config.data.cache or ".")
+    try:
+        files.make_private_if_new(cache)
+        if not cache.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    except OSError as error:
+        raise InputError(
+            f"{loaded.where('data.cache')}: data.cache: {cache} cannot be made a folder ({error.strerror}); name "
+            "another place, or remove what is there"
+        ) from error
 
 
 def _check_changes(loaded: ConfigFile, config: RunConfig, saved: Progress) -> None:

@@ -180,7 +180,10 @@ class RunDir:
 
     def own_file(self, path: str) -> Path:
         """A file that an event names, whether it is there or not. Raises InputError for one outside of the folder."""
-        file = (self.path / path).resolve()
+        try:
+            file = (self.path / path).resolve()
+        except RuntimeError as error:  # links in a loop
+            raise InputError(f"{path}: not a file of {self.path.name}") from error
         if not file.is_relative_to(self.path.resolve()):
             raise InputError(f"{path}: not a file of {self.path.name}")
         return file

@@ -126,7 +126,7 @@ def _own_places(cfg: DataConfig) -> frozenset[Path]:
     named = [cfg.path, cfg.cache, *(folder.path for folder in cfg.folders), *cfg.companions.values()]
     if isinstance(cfg.validation, str):
         named.append(cfg.validation)
-    return frozenset(_absolute(path).resolve() for path in named if path is not None)
+    return frozenset(Path(os.path.realpath(path)) for path in named if path is not None)
 
 
 def _absolute(path: str) -> Path:
