@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
+from PIL import Image
 
 from app import runs as run_table
 from app.monitor import CHARTS, log_files, log_tail
@@ -19,7 +20,7 @@ from tests.fuzz.target import CHANGES, ODD_BYTES, Target, changed, refusals
 from tests.runs import alone, make_pictures, make_run, run_config, train
 from trainer import launch, prepare, report
 from trainer.checkpoint import StoredWeights
-from trainer.events import EventWriter, StatusEvent
+from trainer.events import EventWriter, SampleEvent, StatusEvent
 from trainer.manifest import complete
 from trainer.rundir import RunDir
 
@@ -68,6 +69,8 @@ def _fill(runs: Path) -> None:
     with EventWriter(run.events_file) as events:
         for state in ("starting", "finished"):
             events.write(StatusEvent(state=state, step=2))
+        events.write(SampleEvent(step=2, prompt="a boat", index=0, path="samples/1.png"))
+    Image.new("RGB", (32, 32)).save(run.samples / "1.png")
     launch.Launch(2**22, 1.0, ["python", "-m", "trainer", str(run.path)]).write(run)
     (run.logs / "launch-1.log").write_text("a line\n")
     recorded(runs, OTHER)
