@@ -178,7 +178,7 @@ def test_ctrl_c_ends_the_page_at_once_while_a_browser_shows_it(tmp_path: Path):
             assert open_connection.status_code == 200
             assert server.process is not None
             server.process.send_signal(signal.SIGINT)
-            assert server.process.wait(timeout=10) == 0
+            assert server.process.wait(timeout=30) == 0
         assert "Traceback" not in server.log
 
 

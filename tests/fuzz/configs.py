@@ -34,7 +34,8 @@ OVERRIDES = st.lists(
 
 @contextmanager
 def _prepared(folder: Path) -> Iterator[Callable[[Any], None]]:
-    file = folder / "preset.yaml"
+    file = folder / "presets" / "preset.yaml"  # `..` is a folder of its own, not that of all temporary files
+    file.parent.mkdir()
 
     def answer(value: Any) -> None:
         (name, content), overrides = value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,7 +61,7 @@ def files_below(folder: Path, skipped: frozenset[Path]) -> Iterator[Path]:
     Hidden folders, `cache`, `*_cache` and those of `skipped` (resolved paths) are left out. Raises OSError, and
     InputError for folders that lie within each other without an end.
     """
-    yield from _walk(folder, folder, set(skipped))
+    yield from _walk(folder, folder, Path(os.path.realpath(folder)), set(skipped))
 
 
 def open_picture(path: Path) -> Picture:
@@ -122,7 +123,8 @@ def load_mask(picture: Picture, size: tuple[int, int]) -> Image.Image:
         return ImageOps.fit(levels.convert("F"), size, Image.Resampling.BOX)
 
 
-def _walk(root: Path, folder: Path, seen: set[Path]) -> Iterator[Path]:
+def _walk(root: Path, folder: Path, real: Path, seen: set[Path]) -> Iterator[Path]:
+    """The files below a folder that was reached from `root`. real: its path without links."""
     if len(folder.parts) - len(root.parts) > MOST_DEEP:
         raise too_deep(root)
     for entry in sorted(folder.iterdir()):
@@ -130,9 +132,11 @@ def _walk(root: Path, folder: Path, seen: set[Path]) -> Iterator[Path]:
             continue
         if not entry.is_dir():
             yield entry
-        elif not (entry.name == "cache" or entry.name.endswith("_cache")) and entry.resolve() not in seen:
-            seen.add(entry.resolve())
-            yield from _walk(root, entry, seen)
+            continue
+        place = Path(os.path.realpath(entry)) if entry.is_symlink() else real / entry.name
+        if not (entry.name == "cache" or entry.name.endswith("_cache")) and place not in seen:
+            seen.add(place)
+            yield from _walk(root, entry, place, seen)
 
 
 def _stored_size(image: Image.Image) -> tuple[int, int]:
