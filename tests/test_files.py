@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,20 @@ def test_a_replaced_file_keeps_its_permissions(tmp_path: Path) -> None:
     file.chmod(0o640)
     files.replace(file, b"after")
     assert stat.S_IMODE(file.stat().st_mode) == 0o640
+
+
+def test_a_short_file_is_read_in_little_memory_and_one_of_no_size_is_read_whole(tmp_path: Path) -> None:
+    (tmp_path / "short").write_bytes(b"x" * 1000)
+    tracemalloc.start()
+    try:
+        assert len(files.read(tmp_path / "short")) == 1000
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**17
+    status = files.read(Path("/proc/self/status"))
+    assert status.startswith(b"Name:")
+    assert b"VmPeak" in status
 
 
 def test_a_pipe_a_device_a_folder_a_loop_and_a_long_file_are_refused_at_once(tmp_path: Path) -> None:

@@ -299,8 +299,9 @@ class _Follower(Generic[T]):
     def _new_lines(self) -> list[bytes]:
         try:
             with files.opened(self._path) as file:
+                new = max(0, os.fstat(file.fileno()).st_size - self.offset)
                 file.seek(self.offset)
-                data = file.read(MOST_BYTES)
+                data = file.read(min(new, MOST_BYTES))
         except FileNotFoundError:
             return []
         except OSError as error:

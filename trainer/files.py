@@ -142,7 +142,10 @@ def opened(file: Path) -> BufferedReader:
 def read(file: Path, at_most: int = MOST_BYTES) -> bytes:
     """The content of a regular file. Raises as `opened` does, and InputError for one that is longer."""
     with opened(file) as stream:
-        content = stream.read(at_most + 1)
+        size = os.fstat(stream.fileno()).st_size  # room is made for all that is asked for, at once
+        content = stream.read(min(size, at_most) + 1)
+        if size < len(content) <= at_most:  # one that grows, or of /proc, which have no size
+            content += stream.read(at_most + 1 - len(content))
     if len(content) > at_most:
         raise InputError(f"{file}: longer than {at_most / MIB:g} MiB; remove it, or put a shorter one in its place")
     return content
