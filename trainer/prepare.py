@@ -51,7 +51,9 @@ def continued_run(run: RunDir, overrides: Sequence[str]) -> ConfigFile:
 
 def _make_named_cache(loaded: ConfigFile) -> None:
     """Make the folder `data.cache`, where there is one. Raises InputError where it cannot be a folder."""
-    cache = Path(loaded.config.data.cache or ".")
+    if loaded.config.data.cache is None:
+        return
+    cache = Path(loaded.config.data.cache)
     try:
         files.make_private_if_new(cache)
         if not cache.is_dir():
