@@ -41,8 +41,9 @@ def readable_by_a_stranger(folder: Path) -> list[str]:
 @pytest.fixture
 def open_folder(tmp_path: Path) -> Path:
     """A runs folder that others may enter, as below many a home, with its folders as older versions made them."""
-    for folder in (tmp_path.parent.parent, tmp_path.parent, tmp_path):
-        folder.chmod(0o755)
+    for folder in (tmp_path, *tmp_path.parents):
+        if not folder.stat().st_mode & 0o001:
+            folder.chmod(0o755)
     runs = tmp_path / "runs"
     runs.mkdir(mode=0o755)
     return runs
@@ -54,7 +55,7 @@ def test_another_user_reads_nothing_that_the_page_keeps_below_the_runs_folder(op
     Image.new("RGB", (64, 64)).save(picture)
     exported = open_folder.parent / "lora.safetensors"
     exported.write_bytes(b"weights")
-    for name in ("drafts", "queue", "cache", "thumbnails", "downloads"):
+    for name in ("drafts", "queue", "thumbnails", "downloads"):  # a cache stays as open as it was
         (open_folder / name).mkdir(parents=True)
         (open_folder / name / "of-before.json").write_text("private")
     (open_folder / "tags.json").write_text("{}")
