@@ -357,7 +357,7 @@ CHARTS: Mapping[str, Callable[[Follower, Axis], Iterator[Line]]] = {
 def explained(error: InputError | OSError) -> str:
     """The sentence about a file that cannot be read."""
     if isinstance(error, OSError):
-        return f"{error.filename}: cannot be read ({error.strerror}); repair or remove it"
+        error = files.unreadable(error.filename, error)
     return str(error)
 
 
@@ -397,7 +397,7 @@ def log_tail(file: Path, level: Level, num_lines: int = 200) -> str:
             log.seek(max(0, size - LOG_BYTES))
             lines = log.read().decode("utf-8", errors="replace").splitlines()
     except OSError as error:
-        return f"{file}: cannot be read ({error.strerror}); repair or remove it"
+        return str(files.unreadable(file, error))
     except InputError as error:
         return str(error)
     wanted = [line for line in (lines[1:] if size > LOG_BYTES else lines) if LEVELS[level].search(line)]

@@ -27,13 +27,9 @@ ATTACK = "it may be made to run a program: remove this checkpoint"
 MOST_BYTES = 2**30
 """A piece takes about 150 bytes: this is for all tensors and moments of a large model on some thousand ranks."""
 
-UNUSED = {
-    code[0]
-    for code in (
-        *(pickle.SETITEM, pickle.DICT, pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET),
-        *(pickle.PUT, pickle.GET, pickle.INT, pickle.LONG),
-    )
-}
+_OTHER_CONTAINERS = pickle.SETITEM + pickle.DICT + pickle.EMPTY_SET + pickle.ADDITEMS + pickle.FROZENSET
+_NUMBERS_AS_TEXT = pickle.PUT + pickle.GET + pickle.INT + pickle.LONG
+UNUSED = frozenset(_OTHER_CONTAINERS + _NUMBERS_AS_TEXT)
 """Instructions of pickles that torch's table has no use for."""
 
 Count = Annotated[int, Field(ge=0, strict=True)]

@@ -19,7 +19,6 @@ from typing import Annotated, Generic, Literal, Self, TypeVar
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from trainer import files
-from trainer.config import InputError
 
 State = Literal[
     "created",  # the folder exists, nothing was started
@@ -305,7 +304,7 @@ class _Follower(Generic[T]):
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise InputError(f"{self._path}: cannot be read ({error.strerror}); repair or remove it") from error
+            raise files.unreadable(self._path, error) from error
         whole = data[: data.rfind(b"\n") + 1]
         if b"\0" in data[len(whole) :]:  # what a power cut leaves, which becomes no line
             whole = data

@@ -139,6 +139,11 @@ def opened(file: Path) -> BufferedReader:
     return open(descriptor, "rb")
 
 
+def unreadable(file: Path | str, error: OSError) -> InputError:
+    """The error about a file that is there and cannot be read."""
+    return InputError(f"{file}: cannot be read ({error.strerror}); repair or remove it")
+
+
 def read(file: Path, at_most: int = MOST_BYTES) -> bytes:
     """The content of a regular file. Raises as `opened` does, and InputError for one that is longer."""
     with opened(file) as stream:
@@ -211,8 +216,10 @@ def _is_shared(mode: int) -> bool:
 def make_private_if_new(folder: Path) -> None:
     """Make a folder that only its owner may look into. One that exists keeps its permissions: a user may share it.
 
-    Raises OSError where nothing can be written.
+    Raises OSError where nothing can be written, or something else is there.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         folder.mkdir(mode=0o770 if _is_shared(folder.parent.stat().st_mode) else 0o700)
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))

@@ -313,7 +313,7 @@ def _require_readable(written: Iterable[Path]) -> None:
         except FileNotFoundError:
             continue
         except OSError as error:
-            raise InputError(f"{file}: cannot be read ({error.strerror}); repair or remove it") from error
+            raise files.unreadable(file, error) from error
 
 
 def must_be_joined(parallel: ParallelConfig) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -56,8 +54,6 @@ def _make_named_cache(loaded: ConfigFile) -> None:
     cache = Path(loaded.config.data.cache)
     try:
         files.make_private_if_new(cache)
-        if not cache.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     except OSError as error:
         raise InputError(
             f"{loaded.where('data.cache')}: data.cache: {cache} cannot be made a folder ({error.strerror}); name "

@@ -49,7 +49,7 @@ class RunDir:
                     f"{run.path}: exists and is not empty; name a new folder, or continue it with --resume"
                 )
             run.make_folders(cfg)
-            run.path.chmod(0o700)
+            run.path.chmod(0o700)  # one that was there, and empty
             files.replace(run.config_file, configfile.dump(cfg))
         except OSError as error:
             raise InputError(f"{path}: cannot be made a run folder ({error.strerror}); name another place") from error
@@ -64,11 +64,13 @@ class RunDir:
         return run
 
     def make_folders(self, cfg: RunConfig | None = None) -> None:
-        """Make the folder and those in it, where they are not there. cfg: a config whose stages have folders too.
+        """Make the folder, for its owner only, and those in it, where they are not there.
+
+        cfg: a config whose stages have folders too.
 
         Whoever brings a run elsewhere often leaves the empty ones behind. Raises OSError where one cannot be made.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for folder in (self.ranks, self.logs, self.samples, self.checkpoints, self.requests, self.export):
             folder.mkdir(exist_ok=True)
         for number, stage in enumerate(cfg.stages if cfg else (), 1):

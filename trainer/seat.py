@@ -69,7 +69,6 @@ def take_seat(path: Path, meeting: Meeting) -> Seat:
     # Named after the machine: should the folder be shared after all, and only be slow to show, nothing is overwritten.
     guest = RunDir(run.path / f"guest-{socket.gethostname()}")
     guest.make_folders()
-    guest.path.chmod(0o700)
     return Seat(guest, Stage(1, 1, "", cfg, 0, guest.path), cache, True)
 
 
