@@ -111,7 +111,7 @@ demo-base: .venv
 	$(BIN)/python -m tests.benchmarks.demo_base build/demo-base/demo
 
 schema: .venv
-	$(BIN)/python -m trainer.configfile
+	$(BIN)/python -m trainer.config.load
 	$(BIN)/python -m trainer.families
 
 # A file, so that make sees when pyproject.toml is newer.

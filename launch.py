@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, get_args
 
-from trainer.terminal import complain, printable, say
+from trainer.config.terminal import complain, printable, say
 
 
 def not_installed(error: ModuleNotFoundError) -> str:
@@ -22,7 +22,8 @@ def not_installed(error: ModuleNotFoundError) -> str:
 
 
 try:
-    from trainer.config import ExportConfig, InputError
+    from trainer.config.errors import InputError
+    from trainer.config.sections import ExportConfig
 except ModuleNotFoundError as missing:
     complain(not_installed(missing))
     sys.exit(2)

@@ -16,8 +16,9 @@ from typing import BinaryIO
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainer import files
-from trainer.config import InputError, half_character
+from trainer.config import files
+from trainer.config.errors import InputError
+from trainer.config.sections import half_character
 from trainer.data.images import MAX_CAPTION, too_long
 
 MOST_HISTORY = 16 * files.MIB

@@ -12,10 +12,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
-from trainer import configfile, distilled, facts, files, launch, yamltext
-from trainer.config import Problem, RunConfig, Section, family_names, rules
-from trainer.configfile import ConfigError, ConfigFile
-from trainer.fields import Slot, all_names, slot
+from trainer import distilled, launch
+from trainer.config import families, files, yaml12
+from trainer.config.errors import Problem
+from trainer.config.fields import Slot, all_names, slot
+from trainer.config.load import (
+    COMMAND_LINE,
+    ConfigError,
+    ConfigFile,
+    check_files,
+    check_start,
+    load_config,
+    load_config_text,
+)
+from trainer.config.schema import RunConfig, rules
+from trainer.config.sections import Section, family_names
 from trainer.rundir import RunDir
 
 Kind = Literal["choice", "switch", "text", "lines", "yaml"]
@@ -114,20 +125,20 @@ class Checked:
 
 def from_overrides(preset: Path, overrides: Sequence[str]) -> Draft:
     """The draft that is a preset with `key=value` of the command line. Raises ConfigError with all that is wrong."""
-    loaded = configfile.load(preset, overrides)
+    loaded = load_config(preset, overrides)
     values = loaded.config.model_dump(mode="json")
-    given = [_row_of(name) for name, place in loaded.places.items() if place == str(configfile.COMMAND_LINE)]
+    given = [_row_of(name) for name, place in loaded.places.items() if place == str(COMMAND_LINE)]
     return Draft(preset, {name: value_at(values, name) for name in given if name})
 
 
 def check(draft: Draft) -> Checked:
     """Look at a draft. Raises ConfigError when the preset itself is wrong."""
-    preset = configfile.load(draft.preset)
+    preset = load_config(draft.preset)
     errors: dict[str, str] = {}
     valid = dict(draft.values)
     while True:
         try:
-            loaded = configfile.load(draft.preset, replace(draft, values=valid).overrides)
+            loaded = load_config(draft.preset, replace(draft, values=valid).overrides)
         except ConfigError as error:
             errors = _by_row(error.problems) | errors
             wrong = [name for name in valid if name in errors] or list(valid)[-1:]
@@ -136,11 +147,11 @@ def check(draft: Draft) -> Checked:
             return Checked(draft, preset, loaded, errors)
 
 
-def check_files(checked: Checked) -> Checked:
+def check_with_files(checked: Checked) -> Checked:
     """Also look for the dataset folders, files and models that are named."""
     try:
-        configfile.check_files(checked.loaded)
-        configfile.check_start(checked.loaded)
+        check_files(checked.loaded)
+        check_start(checked.loaded)
     except ConfigError as error:
         return replace(checked, errors=_by_row(error.problems) | dict(checked.errors))
     return checked
@@ -163,7 +174,7 @@ def step_of(name: str) -> str:
 def from_yaml(checked: Checked, text: str, at: Path) -> Draft:
     """The draft that is the YAML of a whole config. at: where the text is kept. Raises ConfigError naming the lines."""
     files.replace(at, text)
-    differing = changes(checked.preset.config, configfile.load_text(text, (), at).config)
+    differing = changes(checked.preset.config, load_config_text(text, (), at).config)
     return Draft(checked.draft.preset, {name: value for name, (_, value) in differing.items()})
 
 
@@ -248,7 +259,7 @@ def _exists(name: str, config: RunConfig) -> bool:
     """Whether the adapter has such a field and the family reads it."""
     if name.startswith("adapter."):
         return name.partition(".")[2] in type(config.adapter).model_fields
-    known = facts.of(config.model.family)
+    known = families.of(config.model.family)
     return known is None or known.reads(name)
 
 
@@ -288,8 +299,8 @@ def _value(here: Slot, text: str | bool) -> Any:
         empty: dict[Any, Any] = {dict: {}, tuple: []}
         return next((empty[get_origin(kind)] for kind in here.options if get_origin(kind) in empty), None)
     try:
-        return yamltext.parse(text).value
-    except yamltext.YamlError:
+        return yaml12.parse(text).value
+    except yaml12.YamlError:
         return text
 
 
@@ -304,7 +315,7 @@ def _text(kind: Kind, value: Any) -> str | bool:
     if kind == "lines" and isinstance(value, list):
         return "\n".join(map(str, value))
     if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value)):
-        return yamltext.dump(value).strip()
+        return yaml12.dump(value).strip()
     return json.dumps(value)
 
 

@@ -23,8 +23,8 @@ from app.pages import dataset, doctor, export, queue, runs, samples, train, watc
 from app.pages.parts import QUIET, VIEWER, VIEWER_SCRIPT
 from app.pages.ticks import Tick, choices, keep_renewing
 from app.studio import Studio
-from trainer.config import InputError
-from trainer.terminal import say
+from trainer.config.errors import InputError
+from trainer.config.terminal import say
 
 BUTTONS = {"stop": "Stop", "save": "Save now", "sample": "Sample now", "resume": "Resume"}
 MOST_BROWSERS = 16

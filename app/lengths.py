@@ -10,8 +10,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from trainer import configfile, files
-from trainer.config import RunConfig
+from trainer.config import files
+from trainer.config.load import dump_config
+from trainer.config.schema import RunConfig
 from trainer.data.measured import Answer, Measured
 from trainer.launch import worker_environment
 
@@ -117,7 +118,7 @@ def _asked(process: subprocess.Popen[str], config: RunConfig, folder: Path) -> A
     """Let the process answer about a config, which is written into the folder for it."""
     assert process.stdin and process.stdout
     file = folder / "captions.yaml"
-    files.replace(file, configfile.dump(config))
+    files.replace(file, dump_config(config))
     process.stdin.write(f"{file}\n")
     process.stdin.flush()
     if line := process.stdout.readline():

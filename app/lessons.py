@@ -12,8 +12,8 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from trainer.config.terminal import say
 from trainer.data.pixels import load_preview, open_picture
-from trainer.terminal import say
 
 NUMBER = re.compile(r"[-+\u2212~≈]?\s*[.\d]")
 """How a cell begins that holds a number, with its unit or without."""

@@ -16,8 +16,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
-from trainer import files, launch
-from trainer.config import InputError
+from trainer import launch
+from trainer.config import files
+from trainer.config.errors import InputError
 from trainer.events import (
     ENDS,
     AnyEvent,

@@ -22,10 +22,11 @@ from app.studio import find_presets
 from app.widgets import dashboard as dashboards
 from app.widgets.dashboard import Dashboard
 from app.widgets.form import Form
-from trainer import configfile, gpus, headless, launch, prepare, trials
+from trainer import gpus, headless, launch, prepare, trials
 from trainer import plan as plans
-from trainer.config import InputError
-from trainer.configfile import ConfigError, ConfigFile
+from trainer.config.errors import InputError
+from trainer.config.load import ConfigError, ConfigFile, load_config
+from trainer.config.terminal import say
 from trainer.events import ENDS, EventReader, ExportEvent, SampleEvent, State, StatusEvent
 from trainer.launch import RunHandle
 from trainer.plan import hardware as hardware_of
@@ -33,7 +34,6 @@ from trainer.plan.fixes import Fix, fixes
 from trainer.plan.hardware import GIB
 from trainer.plan.memory import MemoryPlan
 from trainer.rundir import RunDir, shared_cache
-from trainer.terminal import say
 from trainer.trials import Trial
 
 RUNS = Path(__file__).parents[1] / "runs"
@@ -54,7 +54,7 @@ def config(preset: str | Path, *overrides: str) -> ConfigFile:
 
     Raises ConfigError with every problem there is.
     """
-    return configfile.load(preset_file(preset), overrides)
+    return load_config(preset_file(preset), overrides)
 
 
 def form(preset: str | Path = "quickstart", *overrides: str) -> Form:

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from app.monitor import SILENT_S, RankState, RunView
 from trainer import launch
-from trainer.config import InputError
+from trainer.config.errors import InputError
 from trainer.events import SampleEvent, told_speed
 from trainer.gpus import Gpu
 from trainer.plan.memory import MemoryPlan, verdict

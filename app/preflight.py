@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from trainer.config import InputError, RunConfig
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
 from trainer.gpus import Gpu
 from trainer.plan.fixes import Fix, fixes, planned
 from trainer.plan.hardware import CARDS, Card, of_machine

@@ -14,10 +14,11 @@ from pydantic import TypeAdapter
 from app import form
 from app.monitor import Follower, RunView, explained
 from app.studio import Studio
-from trainer import files, launch
-from trainer.config import InputError
+from trainer import launch
+from trainer.config import files
+from trainer.config.errors import InputError
+from trainer.config.fields import all_names, shown
 from trainer.events import ENDS, SampleEvent, State
-from trainer.fields import all_names, shown
 from trainer.report import Line
 from trainer.rundir import RunDir, is_run
 

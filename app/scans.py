@@ -9,8 +9,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer import facts
-from trainer.config import InputError, RunConfig
+from trainer.config import families
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
 from trainer.data import image_warnings, questions, textfiles
 from trainer.data.buckets import bucket_sizes, images_per_bucket
 from trainer.data.images import Watcher, scan
@@ -139,9 +140,9 @@ class _Scan(Watcher):
             self._result.set_exception(error)
 
     def _read(self) -> Found:
-        if facts.trains_on(self._config) == "text":
+        if families.trains_on(self._config) == "text":
             return self._read_text()
-        data, known = self._config.data, facts.of(self._config.model.family)
+        data, known = self._config.data, families.of(self._config.model.family)
         multiple = known.size_multiple if known else DEFAULT_MULTIPLE
         try:
             dataset, asked = scan(data, self), questions.of_config(data)

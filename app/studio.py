@@ -25,8 +25,11 @@ from app.monitor import Follower, explained, find_runs
 from app.preflight import Preflight, Preflights
 from app.scans import Scans
 from app.thumbnails import Downloads, Thumbnails
-from trainer import configfile, files, gpus, headless, launch, prepare
-from trainer.config import NAME_HELP, NAME_PATTERN, InputError
+from trainer import gpus, headless, launch, prepare
+from trainer.config import files
+from trainer.config.errors import InputError
+from trainer.config.load import check_start, dump_config, load_config
+from trainer.config.sections import NAME_HELP, NAME_PATTERN
 from trainer.gpus import Gpu
 from trainer.queue import POLL_S, Entry, Queue
 from trainer.rundir import RunDir, is_run
@@ -125,7 +128,7 @@ class Studio:
         if name in self.presets():
             raise InputError(f"'{name}' is the name of a preset already; take another")
         try:
-            files.create(files.make_private(self._own) / file.name, configfile.dump(checked.config))
+            files.create(files.make_private(self._own) / file.name, dump_config(checked.config))
         except FileExistsError as error:
             raise InputError(f"'{name}' is the name of a preset already; take another") from error
         return file
@@ -175,7 +178,7 @@ class Studio:
 
         is_fresh: whether the images may have changed since they were read.
         """
-        checked = form.check_files(form.check(draft))
+        checked = form.check_with_files(form.check(draft))
         if checked.errors:
             return checked
         found = self.scans.of(checked.config, is_fresh)
@@ -194,7 +197,7 @@ class Studio:
     def recipe(self, draft: Draft) -> list[dict[str, Any]]:
         """The rows of `trainer.recipe`, computed by a process of its own. Raises InputError when it fails."""
         file = files.make_private(self._drafts) / "recipe.yaml"
-        files.replace(file, configfile.dump(form.check(draft).config))
+        files.replace(file, dump_config(form.check(draft).config))
         argv = [sys.executable, "-m", "trainer.recipe", str(file)]
         answer = subprocess.run(argv, capture_output=True, text=True, check=False, env=launch.worker_environment())
         if answer.returncode:
@@ -210,8 +213,8 @@ class Studio:
         """
         if not re.fullmatch(r"\s*(\d+\s*(,\s*\d+\s*)*)?", cards):
             raise InputError(f"GPUs: '{cards}' is no list of numbers; write 0,1 or leave it empty for all")
-        loaded = configfile.load(draft.preset, draft.overrides)
-        configfile.check_start(loaded)
+        loaded = load_config(draft.preset, draft.overrides)
+        check_start(loaded)
         prepare.check(loaded)
         return self.queue.add(loaded.config, [int(gpu) for gpu in cards.split(",") if gpu.strip()])
 
@@ -221,7 +224,7 @@ class Studio:
             last = self._last_start
             if last and last.draft == draft and time.monotonic() - last.at < SAME_CLICK_S:
                 return last.run
-            run = prepare.new_run(configfile.load(draft.preset, draft.overrides), self.runs)
+            run = prepare.new_run(load_config(draft.preset, draft.overrides), self.runs)
             launch.start(run.config(), run)
             self._last_start = _Start(draft, time.monotonic(), run)
             return run

@@ -7,8 +7,8 @@ import shutil
 import threading
 from pathlib import Path
 
-from trainer import files
-from trainer.config import InputError
+from trainer.config import files
+from trainer.config.errors import InputError
 from trainer.data.pixels import load_preview, open_picture
 
 FULL = 2048

@@ -123,7 +123,7 @@ notebook.exercise(
 # %%
 from safetensors import safe_open
 
-from trainer.config import DEMO
+from trainer.config.sections import DEMO
 
 lora = notebook.exported(run)
 with safe_open(lora, framework="pt") as file:

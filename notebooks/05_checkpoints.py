@@ -197,7 +197,7 @@ for event in notebook.exports(run):
 # %%
 from diffusers import Flux2Transformer2DModel
 
-from trainer.config import DEMO
+from trainer.config.sections import DEMO
 
 base = Flux2Transformer2DModel.from_pretrained(DEMO / "flux2" / "transformer", dtype=torch.float32)
 whole = Flux2Transformer2DModel.from_pretrained(merged, dtype=torch.float32).state_dict()

@@ -55,7 +55,7 @@ notebook.Table(
 # %%
 from safetensors import safe_open
 
-from trainer.config import DEMO
+from trainer.config.sections import DEMO
 
 transformer = DEMO / "flux2" / "transformer" / "diffusion_pytorch_model.safetensors"
 with safe_open(transformer, framework="pt") as file:

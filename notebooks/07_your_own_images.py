@@ -111,11 +111,11 @@ notebook.Table(
 # taken from one bucket.
 
 # %%
-from trainer import facts
+from trainer.config import families
 from trainer.data.buckets import bucket_sizes, choose_bucket, images_per_bucket
 
 data = config.config.data
-multiple = facts.of(config.config.model.family).size_multiple
+multiple = families.of(config.config.model.family).size_multiple
 sizes = bucket_sizes(data.resolution, multiple, data.max_aspect)
 filled = images_per_bucket(dataset.train, sizes)
 print("all buckets:", ", ".join(f"{width} x {height}" for width, height in sizes))

@@ -19,7 +19,9 @@ from tests.distributed.matrix import METHODS
 from tests.families.common import IMAGES
 from tests.readme import write_section
 from tests.runs import alone, make_pictures, make_run, run_config
-from trainer.config import ADAPTER_FILES, InputError, RunConfig
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
+from trainer.config.sections import ADAPTER_FILES
 from trainer.export import export
 from trainer.rng import generator
 from trainer.rundir import RunDir

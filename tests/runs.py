@@ -16,7 +16,7 @@ import torch.distributed as dist
 from PIL import Image
 from torch import Tensor
 
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.events import AnyEvent, StepEvent
 from trainer.manifest import MANIFEST
 from trainer.rundir import RunDir

@@ -18,39 +18,31 @@ from typing import get_args
 import pytest
 
 from trainer import families
-from trainer.config import RunConfig, Section
-from trainer.fields import all_names, slot
+from trainer.config.fields import all_names, slot
+from trainer.config.schema import RunConfig
+from trainer.config.sections import Section
 
 ROOT = Path(__file__).parents[1]
 
 # A module imports only from rows above its own. Modules of one row never import each other; those of one package may.
 ROWS = (
-    "config terminal yamltext",
-    "files",
-    "changes events facts fields foreign manifest pulse signals zero",
-    "configfile contents",
-    "rundir",
-    "stored",
-    "board cluster debuglog diagnosis gpus hub report rng weights",
-    "ferry world",
-    "distilled launch",
-    "stages",
-    "clock doctor objectives seat snapshot watchdog",
-    "adapters checkpoint data families optim parallel quantize sampling trackers",
-    "basecache captions prepare source trained",
-    "encode export extract headless modules queue recipe texts trials",
-    "plan questions",
-    "sources",
+    "board config ferry pulse quantize rng signals snapshot",
+    "changes events gpus hub manifest objectives optim rundir stored zero",
+    "cluster contents data debuglog diagnosis distilled doctor report weights world",
+    "adapters checkpoint clock families launch sampling source watchdog",
+    "captions demo parallel recipe stages texts trackers trained",
+    "basecache encode export extract prepare seat",
+    "headless modules questions queue trials",
+    "plan sources",
     "train",
-    "__main__ demo",
+    "__main__",
     "measure",
 )
-LEVEL_0 = frozenset(" ".join(ROWS[:5]).split())
+LEVEL_0 = frozenset(["changes", "config", "contents", "events", "manifest", "pulse", "rundir", "signals", "zero"])
 LEVEL_0_NEEDS = frozenset({"annotated_types", "pydantic", "pydantic_core", "yaml"})
 # What is free of torch and above the trainer; its checks, queue and doctor are those of the command line.
 APP_SEES_ROWS = (
-    "config configfile data diagnosis distilled doctor events facts fields files gpus headless launch plan stages",
-    "prepare queue report rundir terminal trials yamltext zero",
+    "config data diagnosis distilled doctor events gpus headless launch plan prepare queue report rundir trials zero",
 )
 APP_SEES = frozenset(" ".join(APP_SEES_ROWS).split())
 NEVER = frozenset({"accelerate", "deepspeed", "lightning", "pytorch_lightning", "torchvision"})
@@ -60,7 +52,7 @@ READS_ENVIRONMENT = frozenset({"app.gradio_app", "trainer.__main__", "trainer.la
 MAX_LINES = 60
 # Who may write or rename files by itself: what is lost or torn there is made again, or is flushed as a whole.
 WRITES_BY_ITSELF = {
-    "trainer.files": "it is what all others write with",
+    "trainer.config.files": "it is what all others write with",
     "trainer.export": "files of a draft folder, which `export.drafts` flushes one by one before it gets its name",
     "trainer.families": "files of a draft folder, which `_folder.write_once` flushes before it gets its name",
     "trainer.demo": "pictures and models that the demo makes again",
@@ -213,15 +205,15 @@ def opens_any_picture(module: Module) -> Iterator[str]:
 def prints(module: Module) -> Iterator[str]:
     """Names and texts of strangers reach a terminal by one way, which takes commands to it out."""
     for node in module.nodes(ast.Name):
-        if node.id == "print" and module.name != "trainer.terminal":
-            yield f"{node.lineno}: prints past trainer.terminal"
+        if node.id == "print" and module.name != "trainer.config.terminal":
+            yield f"{node.lineno}: prints past trainer.config.terminal"
     for node in module.nodes(ast.Attribute):
         if ast.unparse(node) in ("sys.stdout.write", "sys.stderr.write"):
-            yield f"{node.lineno}: prints past trainer.terminal"
+            yield f"{node.lineno}: prints past trainer.config.terminal"
 
 
 def writes_by_itself(module: Module) -> Iterator[str]:
-    """Files that are kept are written and renamed by `trainer.files`: a power cut leaves the former or the new one."""
+    """What is kept is written and renamed by `trainer.config.files`: a power cut leaves the former or the new file."""
     if any(f"{module.name}.".startswith(f"{name}.") for name in WRITES_BY_ITSELF):
         return
     for node in module.nodes(ast.Call):
@@ -297,7 +289,7 @@ def test_the_code_keeps_the_rule(rule):
         (needs_too_much, "trainer.train", "import torch\nfrom accelerate import A", ["2: imports accelerate"]),
         (names_a_family, "trainer.train", "x = 1\nif f == 'flux2':\n    ...", ["2: names flux2"]),
         (names_a_family, "trainer.export", "from d import Flux2Pipeline", ["1: names Flux2"]),
-        (names_a_family, "trainer.config", 'path = "flux2"', ["1: names flux2"]),
+        (names_a_family, "trainer.config.schema", 'path = "flux2"', ["1: names flux2"]),
         (names_a_family, "trainer.families.flux2", "FLUX2 = 1", []),
         (names_a_family, "trainer.demo.flux2", "from d import Flux2Pipeline", []),
         (is_too_long, "trainer.train", "def f():\n" + "    x = 1\n" * MAX_LINES, ["1: f has 61 lines"]),
@@ -337,10 +329,10 @@ def test_the_code_keeps_the_rule(rule):
         ),
         (writes_by_itself, "trainer.export.model", "file.write_text(t)", []),
         (reads_environment, "trainer.world", "import os\nos.getenv('A')", []),
-        (prints, "trainer.doctor", "say(1)\nprint(1)", ["2: prints past trainer.terminal"]),
-        (prints, "app.notebook", "plan(cfg, print)", ["1: prints past trainer.terminal"]),
-        (prints, "trainer.train", "sys.stderr.write(a)", ["1: prints past trainer.terminal"]),
-        (prints, "trainer.terminal", "print(1)", []),
+        (prints, "trainer.doctor", "say(1)\nprint(1)", ["2: prints past trainer.config.terminal"]),
+        (prints, "app.notebook", "plan(cfg, print)", ["1: prints past trainer.config.terminal"]),
+        (prints, "trainer.train", "sys.stderr.write(a)", ["1: prints past trainer.config.terminal"]),
+        (prints, "trainer.config.terminal", "print(1)", []),
         (opens_any_picture, "app.lessons", "Image.open(file)", ["1: opens a picture of any format"]),
         (opens_any_picture, "app.lessons", "Image.open(file, formats=('PNG',))", []),
     ],
@@ -452,17 +444,20 @@ def test_every_field_of_the_config_says_what_it_is():
     assert silent == []
 
 
+DECLARES_THE_CONFIG = ("trainer.config.schema", "trainer.config.sections")
+
+
 def attributes(module: Module) -> Iterator[str]:
-    """What a module reads as `owner.attribute`, methods aside. Of config.py only properties; its rules just judge."""
+    """What a module reads as `owner.attribute`, methods aside. Of the schema only properties; its rules just judge."""
     roots: list[ast.AST] = [module.tree]
-    if module.name == "trainer.config":
+    if module.name in DECLARES_THE_CONFIG:
         roots = [node for node in module.nodes(ast.FunctionDef) if "property" in map(ast.unparse, node.decorator_list)]
     nodes = [node for root in roots for node in ast.walk(root)]
     called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
     for node in nodes:
         if isinstance(node, ast.Attribute) and id(node) not in called:
             owner = ast.unparse(node.value).rpartition(".")[2]
-            is_section = owner == "config" or (owner == "self" and module.name == "trainer.config")
+            is_section = owner == "config" or (owner == "self" and module.name in DECLARES_THE_CONFIG)
             yield f"{'cfg' if is_section else owner}.{node.attr}"
 
 
@@ -485,8 +480,8 @@ def test_every_field_of_the_config_is_read():
         ("trainer.optim", "cfg.steps", True),
         ("trainer.train", "self.step.steps", False),
         ("trainer.train", "cfg.train.steps()", False),
-        ("trainer.config", "def rule(cfg):\n    cfg.train.steps", False),
-        ("trainer.config", "class A:\n    @property\n    def b(self):\n        return self.steps", True),
+        ("trainer.config.schema", "def rule(cfg):\n    cfg.train.steps", False),
+        ("trainer.config.schema", "class A:\n    @property\n    def b(self):\n        return self.steps", True),
     ],
 )
 def test_a_field_is_read_where_its_section_or_config_is_asked_for_it(name, text, expected):

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.commands import PRESET, launch_py
 from tests.runs import alone, make_pictures, make_run, run_config, train
-from trainer.config import InputError, ModelConfig, ObjectiveConfig
+from trainer.config.errors import InputError
+from trainer.config.sections import ModelConfig, ObjectiveConfig
 from trainer.families import get
 
 

@@ -22,7 +22,8 @@ from tests.families.common import batch_of, edit_json, examples, model_of, pictu
 from tests.runs import Outcome, alone, difference, make_pictures, run_config, steps_of, train
 from trainer import families, manifest
 from trainer.checkpoint import StoredWeights
-from trainer.config import InputError, RunConfig
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
 from trainer.data import questions
 from trainer.data.loader import BatchPlan, BatchSizes, Item
 from trainer.events import SampleEvent, StepEvent, ValidationEvent

@@ -11,7 +11,7 @@ from tests.distributed import run_ranks
 from tests.runs import alone, make_pictures, run_config
 from trainer import families
 from trainer.captions import measure
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.data.images import scan
 from trainer.encode import encode_data
 from trainer.events import StatusEvent, WarningEvent

@@ -9,7 +9,7 @@ import pytest
 
 from tests.runs import run_config
 from trainer.changes import changes, refused
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 
 
 def config(tmp_path: Path, **other: Any) -> dict[str, Any]:

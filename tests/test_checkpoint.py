@@ -18,7 +18,7 @@ from tests.distributed import run_ranks
 from tests.runs import alone
 from trainer import checkpoint
 from trainer.checkpoint import Checkpointer, StoredWeights, TrainState
-from trainer.config import InputError
+from trainer.config.errors import InputError
 from trainer.manifest import Progress, complete, progress_of
 from trainer.world import World
 

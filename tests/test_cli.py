@@ -11,7 +11,8 @@ from packaging.requirements import Requirement
 
 import launch as command_line
 from trainer import headless, launch
-from trainer.config import DataConfig, ModelConfig, RunConfig
+from trainer.config.schema import RunConfig
+from trainer.config.sections import DataConfig, ModelConfig
 from trainer.doctor import graphics, notebooks, package, requirements, shared_memory
 from trainer.events import CheckpointEvent, SampleEvent, StatusEvent, StepEvent, WarningEvent
 from trainer.rundir import RunDir

@@ -18,8 +18,9 @@ import yaml
 import launch as command_line
 from tests.commands import LAUNCH, TIMEOUT_S, launch_py, preset_folder
 from tests.runs import run_config
-from trainer import cluster, configfile
-from trainer.config import InputError
+from trainer import cluster
+from trainer.config.errors import InputError
+from trainer.config.load import load_config
 from trainer.events import AnyEvent, CheckpointEvent, EventReader, StatusEvent
 from trainer.rundir import RunDir
 
@@ -90,7 +91,7 @@ def test_the_users_options_of_sbatch_count_and_a_run_on_cpus_asks_for_no_gpu(fol
 def test_an_option_of_sbatch_that_a_site_does_not_know_is_left_out(folder):
     preset = folder / "preset.yaml"
     slurm = "cluster.slurm={gpus-per-node: null, gres: 'gpu:8', requeue: null}"
-    run = RunDir.create(folder, configfile.load(preset, ["parallel.device=cuda", slurm]).config)
+    run = RunDir.create(folder, load_config(preset, ["parallel.device=cuda", slurm]).config)
     found = [option.partition("=")[0] for option in options_of(run)]
     assert not {"--gpus-per-node", "--requeue"} & set(found)
     assert "--gres" in found
@@ -111,7 +112,7 @@ def test_an_option_of_sbatch_that_a_site_does_not_know_is_left_out(folder):
 )
 def test_an_option_of_sbatch_that_would_make_another_run_is_refused(folder, option, message):
     with pytest.raises(InputError) as error:
-        configfile.load(folder / "preset.yaml", [f"cluster.slurm={{{option}}}"])
+        load_config(folder / "preset.yaml", [f"cluster.slurm={{{option}}}"])
     assert message in str(error.value)
 
 
@@ -197,7 +198,7 @@ def test_a_job_whose_time_is_up_saves_queues_again_and_goes_on_where_it_was(fold
     assert states_of(events) == ["starting", "stopped"]
     stopped_at = events[-1].step
 
-    run.replace_config(configfile.load(run.config_file, [f"train.steps={stopped_at + 3}"]).config)
+    run.replace_config(load_config(run.config_file, [f"train.steps={stopped_at + 3}"]).config)
     assert submit(run, 1).wait(TIMEOUT_S) == 0, (run.logs / "slurm.log").read_text()
     events = reader.read()
     assert states_of(events) == ["starting", "finished"]

@@ -8,10 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from trainer import foreign
-from trainer.config import BoftAdapter, LoraAdapter, NoAdapter, RunConfig, family_names
-from trainer.configfile import SCHEMA, ConfigError, ConfigFile, check_files, check_start, dump, load, write_schema
-from trainer.fields import all_names
+from trainer.config import aliases
+from trainer.config.fields import all_names
+from trainer.config.load import (
+    SCHEMA,
+    ConfigError,
+    ConfigFile,
+    check_files,
+    check_start,
+    dump_config,
+    load_config,
+    write_schema,
+)
+from trainer.config.schema import RunConfig
+from trainer.config.sections import BoftAdapter, LoraAdapter, NoAdapter, family_names
 
 ADAPTERS = "lora, locon, dora, loha, lokr, diag-oft, boft, none"
 ANY_ADAPTER = ADAPTERS.replace(", ", " or ")
@@ -31,7 +41,7 @@ def read(text: str, *overrides: str) -> ConfigFile:
     if "family:" not in text:
         overrides = (*overrides, "model.family=flux2")
     preset.write_text(text, encoding="utf-8")
-    return load(preset, overrides)
+    return load_config(preset, overrides)
 
 
 def refusal(text: str, *overrides: str) -> list[str]:
@@ -203,16 +213,16 @@ class TestFiles:
     def test_a_file_that_is_no_config_is_refused_with_its_line(self, folder: Path, content: bytes, text: str) -> None:
         (folder / "preset.yaml").write_bytes(content)
         with pytest.raises(ConfigError) as caught:
-            load(Path("preset.yaml"))
+            load_config(Path("preset.yaml"))
         assert str(caught.value) == text
 
     def test_a_missing_file_is_answered_with_the_nearest_name(self, folder: Path) -> None:
         (folder / "preset.yaml").write_text(DATA)
         with pytest.raises(ConfigError) as caught:
-            load(Path("prest.yaml"))
+            load_config(Path("prest.yaml"))
         assert str(caught.value) == "prest.yaml: no such file; did you mean 'preset.yaml'?"
         with pytest.raises(ConfigError) as caught:
-            load(folder)
+            load_config(folder)
         assert str(caught.value) == f"{folder}: is a folder; name a YAML file in it"
 
     def test_every_folder_and_model_that_does_not_exist_is_named_with_its_line(self, folder: Path) -> None:
@@ -398,12 +408,12 @@ class TestPaths:
             "model: {family: flux2, path: model}\n"
             "data: {path: ../photos, cache: cache, validation: held_out, folders: [{path: more}, {path: /far}]}\n"
         )
-        cfg = load(Path("presets/preset.yaml"), ["model.base=presets/model"]).config
+        cfg = load_config(Path("presets/preset.yaml"), ["model.base=presets/model"]).config
         assert (cfg.model.path, cfg.model.base) == (str(presets / "model"), str(presets / "model"))
         assert (cfg.data.path, cfg.data.cache) == (str(folder / "photos"), str(presets / "cache"))
         assert cfg.data.validation == str(presets / "held_out")
         assert [more.path for more in cfg.data.folders] == [str(presets / "more"), "/far"]
-        assert load(preset, ["data.path=photos"]).config.data.path == str(folder / "photos")
+        assert load_config(preset, ["data.path=photos"]).config.data.path == str(folder / "photos")
 
     def test_the_name_of_a_model_is_not_taken_for_a_path(self, folder: Path) -> None:
         (folder / "tiny").mkdir()
@@ -538,10 +548,10 @@ class TestForeignSpellings:
 
     def test_the_table_names_only_fields_that_exist_and_no_key_of_ours(self) -> None:
         fields = set(all_names())
-        assert {*foreign.KEYS.values(), *foreign.VALUES, *foreign.REFUSED_VALUES} <= fields
+        assert {*aliases.KEYS.values(), *aliases.VALUES, *aliases.REFUSED_VALUES} <= fields
         keys = {part for field in fields for part in field.split(".")}
-        assert not keys & set(foreign.KEYS)
-        assert [key for key in sorted(keys) if foreign.refused_key(key)] == []
+        assert not keys & set(aliases.KEYS)
+        assert [key for key in sorted(keys) if aliases.refused_key(key)] == []
 
 
 class TestDump:
@@ -576,13 +586,13 @@ class TestDump:
                 "sample": {"size": [64, 128], "prompts": [trigger, "b"]},
             }
         )
-        loaded = read(dump(cfg))
+        loaded = read(dump_config(cfg))
         assert loaded.config == cfg
         assert loaded.notes == ()
-        assert dump(loaded.config) == dump(cfg)
+        assert dump_config(loaded.config) == dump_config(cfg)
 
     def test_a_dump_names_every_field_once(self, folder: Path) -> None:
-        loaded = read(dump(read(DATA).config))
+        loaded = read(dump_config(read(DATA).config))
         of_other_adapters = {
             field
             for field in all_names()
@@ -594,7 +604,7 @@ class TestDump:
 class TestSchema:
     def test_the_committed_schema_is_that_of_the_config(self, tmp_path: Path) -> None:
         write_schema(tmp_path / "schema.json")
-        assert SCHEMA.read_bytes() == (tmp_path / "schema.json").read_bytes(), "run python -m trainer.configfile"
+        assert SCHEMA.read_bytes() == (tmp_path / "schema.json").read_bytes(), "run python -m trainer.config.load"
 
     def test_it_tells_editors_type_range_unit_default_and_meaning(self) -> None:
         assert RunConfig.model_json_schema()["$defs"]["TrainConfig"]["properties"]["steps"] == {
@@ -609,6 +619,6 @@ class TestSchema:
 
 
 def test_reading_a_config_imports_nothing_heavy() -> None:
-    code = "import sys, trainer.configfile; print({'torch', 'numpy', 'gradio', 'diffusers'} & set(sys.modules))"
+    code = "import sys, trainer.config.load; print({'torch', 'numpy', 'gradio', 'diffusers'} & set(sys.modules))"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed == "set()\n"

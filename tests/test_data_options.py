@@ -26,7 +26,8 @@ from tests.runs import (
     train,
 )
 from trainer import families
-from trainer.config import InputError, RunConfig
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
 from trainer.events import AnyEvent, WarningEvent
 from trainer.objectives import velocity
 from trainer.rng import SampleRng

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed.fsdp  # noqa: F401 - torch's loggers exist
 
 from tests.runs import run_config
-from trainer.config import TrackersConfig
+from trainer.config.sections import TrackersConfig
 from trainer.debuglog import debug_log
 from trainer.rundir import RunDir
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.commands import launch_py
 from trainer.checkpoint import StoredWeights
-from trainer.config import DEMO
+from trainer.config.sections import DEMO
 from trainer.events import AnyEvent, EventReader, RankReader, StatusEvent, StepEvent, ValidationEvent
 from trainer.manifest import complete
 from trainer.rundir import RunDir

@@ -17,7 +17,8 @@ from tests.benchmarks.style_transfer import subjects
 from tests.families.common import load
 from tests.runs import run_config
 from trainer import families
-from trainer.config import DEMO, InputError
+from trainer.config.errors import InputError
+from trainer.config.sections import DEMO
 from trainer.demo.__main__ import make_model
 from trainer.demo.pictures import Picture, glyphs
 from trainer.demo.style import HELD_OUT, LOOKS, TAUGHT

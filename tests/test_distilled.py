@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from tests.runs import alone, make_pictures, make_run, run_config, text_config, train
-from trainer import distilled, facts, families, prepare
-from trainer.config import InputError, ModelConfig, SampleConfig
-from trainer.configfile import load
+from trainer import distilled, families, prepare
+from trainer.config import families as family_facts
+from trainer.config.errors import InputError
+from trainer.config.load import load_config
+from trainer.config.sections import ModelConfig, SampleConfig
 from trainer.events import StepEvent, WarningEvent
 
 KLEIN = {
@@ -158,7 +160,7 @@ def test_a_wrong_option_is_named_with_its_line_by_what_checks_a_run(tmp_path: Pa
         f"model:\n  family: flux2\n  path: {folder}\n  options:\n    distilled: true\ndata: {{path: {pictures}}}\n"
     )
     with pytest.raises(InputError) as error:
-        prepare.check(load(preset))
+        prepare.check(load_config(preset))
     assert str(error.value) == (
         f"{preset}:5: model.options.distilled: true, but {folder}/model_index.json says the opposite; "
         "leave it empty, or correct that file"
@@ -211,8 +213,8 @@ def test_warnings_name_the_model_to_train_instead_and_what_is_not_used(
 def test_a_run_folder_of_an_earlier_version_keeps_what_it_held(tmp_path: Path) -> None:
     """They hold every default, also those of fields that the family does not read."""
     cfg = text_config(tmp_path, sample__steps=28, sample__guidance=4.0)
-    assert list(facts.refused(cfg)) == []
+    assert list(family_facts.refused(cfg)) == []
     other = text_config(tmp_path, sample__steps=27)
-    assert [str(problem) for problem in facts.refused(other)] == [
+    assert [str(problem) for problem in family_facts.refused(other)] == [
         "sample.steps: means nothing to causal_lm, which is trained on text; leave it out"
     ]

@@ -12,7 +12,8 @@ from PIL import ExifTags, Image
 from tests.data.profiles import DISPLAY_P3, SRGB, rgb_profile, srgb_curve
 from tests.runs import alone, make_pictures, run_config
 from trainer import encode, families
-from trainer.config import InputError, RunConfig
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
 from trainer.data.images import scan
 from trainer.data.loader import Item
 from trainer.data.pixels import load_rgb, open_picture

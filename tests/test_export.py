@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from tests.runs import alone, as_of_an_earlier_version, difference, make_pictures, make_run, run_config
 from trainer.adapters.layer import LayerAdapter
-from trainer.config import InputError, RunConfig
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
 from trainer.export import export
 from trainer.export.adapter import verify_adapter
 from trainer.families.base import ModelFamily

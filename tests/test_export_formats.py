@@ -20,7 +20,8 @@ from tests.readme import section
 from tests.runs import alone, difference, make_run
 from trainer import families
 from trainer.adapters import adapted_layers
-from trainer.config import InputError, RuleError, RunConfig
+from trainer.config.errors import InputError, RuleError
+from trainer.config.schema import RunConfig
 from trainer.events import StatusEvent
 from trainer.export.adapter import verify_adapter
 from trainer.train import Trainer

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.benchmarks.memory import AnonymousPeak
 from tests.benchmarks.workload import KLEIN_SMALL, Bench, prepare
 from trainer import families
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.export import model as export_of_models
 from trainer.export.adapter import export_adapter
 from trainer.export.model import export_model

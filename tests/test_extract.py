@@ -16,7 +16,7 @@ from torch import Tensor
 
 import launch
 from tests.adapters.examples import Example, cached_example
-from trainer.config import family_names
+from trainer.config.sections import family_names
 from trainer.extract import main, nearest
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from trainer import files
-from trainer.config import InputError
+from trainer.config import files
+from trainer.config.errors import InputError
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_is_before_the_call_returns(

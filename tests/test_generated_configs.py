@@ -13,9 +13,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainer.config import RunConfig, family_names
-from trainer.configfile import ConfigError, check_files, dump, load_text, of_stage
-from trainer.fields import ROOT, Slot, all_names, slot
+from trainer.config.fields import ROOT, Slot, all_names, slot
+from trainer.config.load import ConfigError, check_files, dump_config, load_config_text, stage_config
+from trainer.config.schema import RunConfig
+from trainer.config.sections import family_names
 
 PRESET = Path("preset.yaml")
 QUICK = settings(
@@ -152,16 +153,16 @@ def overrides(draw: st.DrawFn) -> str:
 def check(text: str, given: list[str]) -> None:
     """Raises whatever but a ConfigError comes of it, which would be a traceback."""
     try:
-        loaded = load_text(text, given, PRESET)
+        loaded = load_config_text(text, given, PRESET)
     except ConfigError as error:
         assert str(error)
         assert all(LINE.fullmatch(line) for line in str(error).split("\n")), str(error)
         return
     config = loaded.config
-    again = load_text(dump(config), [], PRESET)
+    again = load_config_text(dump_config(config), [], PRESET)
     assert again.config == config
     for index in range(len(config.stages)):
-        of_stage(config, index)
+        stage_config(config, index)
     try:
         check_files(loaded)
     except ConfigError as error:

@@ -26,9 +26,10 @@ from tests.commands import launch_py, preset_folder
 from tests.distributed import run_ranks
 from tests.runs import alone, awaited, seal
 from tests.test_checkpoint import make_state, save, save_from_ranks
-from trainer import checkpoint, configfile, launch
+from trainer import checkpoint, launch
 from trainer.checkpoint import StoredWeights
-from trainer.config import InputError
+from trainer.config.errors import InputError
+from trainer.config.load import load_config
 from trainer.manifest import complete
 from trainer.rundir import RunDir
 
@@ -508,7 +509,7 @@ def test_a_run_of_a_stranger_is_neither_exported_nor_resumed_by_the_page(
     finished: Path, tmp_path: Path, marker: Path
 ) -> None:
     run = stranger(finished, tmp_path, marker, "metadata")
-    run.replace_config(configfile.load(run.config_file, ["train.steps=4"]).config)
+    run.replace_config(load_config(run.config_file, ["train.steps=4"]).config)
     studio = Studio(run.path.parent)
     studio.export(run, "adapter", "auto", "fp32")
     with pytest.raises(InputError, match="which no checkpoint needs"):

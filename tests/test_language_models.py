@@ -18,7 +18,8 @@ from tests.benchmarks.text_time import learn
 from tests.distributed import run_ranks
 from tests.runs import Outcome, alone, difference, make_run, make_text, steps_of, text_config, train
 from trainer import families
-from trainer.config import InputError, RunConfig
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
 from trainer.events import AnyEvent, SampleEvent, ValidationEvent, WarningEvent
 from trainer.export import export
 from trainer.modules import build_model

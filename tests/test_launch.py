@@ -22,7 +22,9 @@ import torch.distributed as dist
 from tests.commands import LAUNCH
 from trainer import launch
 from trainer.cluster import FIRST_NODE
-from trainer.config import DataConfig, InputError, ModelConfig, ParallelConfig, RunConfig
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
+from trainer.config.sections import DataConfig, ModelConfig, ParallelConfig
 from trainer.diagnosis import OUT_OF_MEMORY
 from trainer.events import ErrorEvent, EventReader, EventWriter, StatusEvent
 from trainer.headless import attend, explain, watch

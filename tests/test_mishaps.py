@@ -15,7 +15,8 @@ from PIL import Image, ImageOps
 from tests.commands import launch_py
 from tests.runs import alone, make_pictures, make_run, run_config, steps_of
 from trainer import headless, launch, prepare
-from trainer.config import InputError, RunConfig
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
 from trainer.events import AnyEvent, StatusEvent, WarningEvent
 from trainer.rundir import RunDir
 from trainer.train import Trainer

@@ -30,8 +30,9 @@ for port in map(int, sys.argv[2:]):
 MEASURE = """
 import sys
 from pathlib import Path
-from trainer import configfile, launch, trials
-config = configfile.load(Path("preset.yaml"), ["train.steps=3", "sample.every=0"])
+from trainer import launch, trials
+from trainer.config.load import load_config
+config = load_config(Path("preset.yaml"), ["train.steps=3", "sample.every=0"])
 run = trials.create(config, {"whole": ["parallel.strategy=ddp"]}, Path("runs"))
 trials.start(run)
 print(run.path, launch.wait(run, 400))

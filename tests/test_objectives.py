@@ -5,7 +5,7 @@ import torch
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_snr
 
-from trainer.config import ObjectiveConfig
+from trainer.config.sections import ObjectiveConfig
 from trainer.objectives import (
     Shift,
     ShiftLine,

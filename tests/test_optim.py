@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.config import InputError, OptimConfig
+from trainer.config.errors import InputError
+from trainer.config.sections import OptimConfig
 from trainer.optim import EXTRAS, Ema, clip_gradients, evaluation_weights, learning_rate, make_optimizer
 
 

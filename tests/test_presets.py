@@ -19,8 +19,10 @@ from safetensors import safe_open
 from tests.plan.needs import LINE, rows, said_by_preset, said_by_readme
 from tests.readme import README
 from tests.runs import alone, make_run, make_text, steps_of, train
-from trainer import configfile, families
-from trainer.config import RunConfig, family_names
+from trainer import families
+from trainer.config.load import ConfigError, check_files, load_config, stage_config
+from trainer.config.schema import RunConfig
+from trainer.config.sections import family_names
 from trainer.families._published import published_folder
 from trainer.modules import build_model
 
@@ -57,7 +59,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(name: str, *overrides: str) -> RunConfig:
-    return configfile.load(PRESETS / f"{name}.yaml", overrides).config
+    return load_config(PRESETS / f"{name}.yaml", overrides).config
 
 
 def small(name: str, root: Path, *overrides: str) -> tuple[str, ...]:
@@ -107,15 +109,15 @@ def test_a_preset_starts_with_the_line_by_which_editors_find_the_schema(name: st
 
 
 def test_the_quickstart_is_ready_to_run() -> None:
-    configfile.check_files(configfile.load(QUICKSTART))
+    check_files(load_config(QUICKSTART))
 
 
 @pytest.mark.parametrize("name", FOR_GPUS)
 def test_a_preset_for_gpus_asks_for_the_user_s_pictures(name: str, tmp_path: Path) -> None:
     (tmp_path / "presets").mkdir()
-    loaded = configfile.load(Path(shutil.copy(PRESETS / f"{name}.yaml", tmp_path / "presets")))
-    with pytest.raises(configfile.ConfigError) as refused:
-        configfile.check_files(loaded)
+    loaded = load_config(Path(shutil.copy(PRESETS / f"{name}.yaml", tmp_path / "presets")))
+    with pytest.raises(ConfigError) as refused:
+        check_files(loaded)
     missing = {"data.path": f"no folder '{tmp_path / 'my-images'}'; name one that holds the images"}
     if loaded.config.data.questions:
         missing["data.questions"] = f"no file '{tmp_path / 'my-questions.jsonl'}'; name a .jsonl file"
@@ -251,8 +253,8 @@ def test_what_a_preset_for_text_says_of_its_needs_is_what_the_plan_says(name: st
 
 @pytest.mark.parametrize("name", TEXT)
 def test_a_preset_for_text_trains_a_tiny_model(name: str, text_root: Path) -> None:
-    cfg = configfile.load(small_stages(name, text_root), [*SMALL_TEXT, "parallel.devices=1"]).config
-    for number, part in enumerate([configfile.of_stage(cfg, index) for index in range(len(cfg.stages))] or [cfg]):
+    cfg = load_config(small_stages(name, text_root), [*SMALL_TEXT, "parallel.devices=1"]).config
+    for number, part in enumerate([stage_config(cfg, index) for index in range(len(cfg.stages))] or [cfg]):
         outcome = train(alone(), part, make_run(text_root, part, f"{name}-{number}"))
         assert len(steps_of(outcome.events)) == 1
 

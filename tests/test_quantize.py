@@ -14,7 +14,8 @@ from torch._dynamo.utils import counters
 
 from tests.adapters.nets import CONFIGS
 from trainer import adapters, quantize
-from trainer.config import AdapterSection, InputError
+from trainer.config.errors import InputError
+from trainer.config.sections import AdapterSection
 from trainer.quantize import FORMATS, QuantLinear, decoded, quantize_layers, quantized_layers
 
 ERROR = {"nf4": 0.094, "int8": 0.0065, "fp8": 0.027}

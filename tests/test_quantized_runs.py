@@ -21,7 +21,8 @@ from tests.runs import Outcome, alone, difference, make_pictures, make_run, run_
 from tests.test_stored import four_bits
 from trainer import families
 from trainer.basecache import BaseCache
-from trainer.config import InputError, RunConfig
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
 from trainer.encode import encode_data
 from trainer.events import StatusEvent, WarningEvent
 from trainer.export import export

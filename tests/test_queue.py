@@ -13,7 +13,8 @@ from PIL import Image
 
 from tests.runs import run_config
 from trainer import launch
-from trainer.config import InputError, RunConfig
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
 from trainer.queue import Queue, Settings, work_off
 
 # What the queue starts instead of the trainer: a run that does what its name says, once its file `go` is there.

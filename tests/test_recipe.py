@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.runs import make_pictures, run_config
-from trainer import configfile
+from trainer.config.load import dump_config
 from trainer.launch import worker_environment
 from trainer.objectives import empirical_mu
 from trainer.recipe import NUM_BINS, main, recipe
@@ -46,11 +46,11 @@ def test_discrete_diffusion_draws_evenly(pictures: Path):
 
 def test_the_command_prints_it_or_says_what_is_wrong(pictures: Path, tmp_path: Path, monkeypatch, capsys):
     file = tmp_path / "config.yaml"
-    file.write_text(configfile.dump(run_config(pictures)))
+    file.write_text(dump_config(run_config(pictures)))
     argv = [sys.executable, "-m", "trainer.recipe", str(file)]
     told = subprocess.run(argv, capture_output=True, text=True, check=True, env=worker_environment())
     assert sum(row["images"] for row in json.loads(told.stdout)) == 8
-    file.write_text(configfile.dump(run_config(tmp_path / "none")))
+    file.write_text(dump_config(run_config(tmp_path / "none")))
     monkeypatch.setattr(sys, "argv", argv[2:])
     assert main() == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"data.path: {tmp_path}/none: no such folder; ")

@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from trainer.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
+from trainer.config.schema import RunConfig
+from trainer.config.sections import DataConfig, ModelConfig, ParallelConfig
 from trainer.events import (
     ErrorEvent,
     EventWriter,

@@ -4,7 +4,9 @@ import re
 
 import pytest
 
-from trainer.config import DataConfig, InputError, ModelConfig, RunConfig
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
+from trainer.config.sections import DataConfig, ModelConfig
 from trainer.rundir import RunDir
 
 

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from app import form
 from tests.commands import Started, launch_py
 from tests.runs import alone, difference, make_pictures, make_run, make_text, run_config, text_config, train
-from trainer import configfile, families, launch, prepare, stages
-from trainer.config import InputError, RunConfig
-from trainer.configfile import ConfigError
+from trainer import families, launch, prepare, stages
+from trainer.config.errors import InputError
+from trainer.config.load import ConfigError, dump_config, load_config, stage_config
+from trainer.config.schema import RunConfig
 from trainer.events import CheckpointEvent, EventReader, StageEvent, StepEvent, latest_steps
 from trainer.export import hand_over
 from trainer.rundir import RunDir, weights_of
@@ -224,7 +225,7 @@ def loaded(tmp_path: Path, *changes: tuple[str, str]) -> RunConfig:
         text = text.replace(old, new)
     file = tmp_path / "preset.yaml"
     file.write_text(text, encoding="utf-8")
-    return configfile.load(file).config
+    return load_config(file).config
 
 
 def test_fields_of_a_stage_may_be_nested_and_their_paths_are_relative_to_the_preset(tmp_path: Path) -> None:
@@ -237,14 +238,14 @@ def test_fields_of_a_stage_may_be_nested_and_their_paths_are_relative_to_the_pre
         "train.steps": 6,
     }
     assert cfg.stage_steps == (4, 6)
-    second = configfile.of_stage(cfg, 1)
+    second = stage_config(cfg, 1)
     assert (second.adapter.type, second.data.length, second.stages) == ("lora", 48, ())
 
 
 def test_a_config_with_stages_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     cfg = loaded(tmp_path)
-    (tmp_path / "written.yaml").write_text(configfile.dump(cfg), encoding="utf-8")
-    assert configfile.load(tmp_path / "written.yaml").config == cfg
+    (tmp_path / "written.yaml").write_text(dump_config(cfg), encoding="utf-8")
+    assert load_config(tmp_path / "written.yaml").config == cfg
 
 
 @pytest.mark.parametrize(
@@ -277,7 +278,7 @@ def test_files_of_every_stage_are_looked_for_before_a_rank_is_started(tmp_path: 
     make_text(tmp_path / "text")
     cfg = loaded(tmp_path)
     with pytest.raises(InputError) as caught:
-        prepare.new_run(configfile.load(tmp_path / "preset.yaml"), tmp_path / "runs")
+        prepare.new_run(load_config(tmp_path / "preset.yaml"), tmp_path / "runs")
     assert "stage tune: data.path: no file or folder" in str(caught.value)
     assert cfg.stages
 
@@ -291,14 +292,14 @@ def test_a_stage_that_contradicts_its_models_folder_is_refused_before_a_rank_is_
         "stages: [{name: a}, {name: b, set: {model.options.distilled: false}}]\n"
     )
     with pytest.raises(InputError) as caught:
-        prepare.new_run(configfile.load(tmp_path / "preset.yaml"), tmp_path / "runs")
+        prepare.new_run(load_config(tmp_path / "preset.yaml"), tmp_path / "runs")
     assert "stage b: model.options.distilled: false, but" in str(caught.value)
 
 
 def test_less_memory_after_it_ran_out_is_for_the_stage_that_is_under_way(tmp_path: Path) -> None:
     cfg = stages.changed(loaded(tmp_path), 1, "train.micro_batch=1")
     assert "train.micro_batch" not in cfg.stages[0].set
-    assert configfile.of_stage(cfg, 1).train.micro_batch == 1
+    assert stage_config(cfg, 1).train.micro_batch == 1
 
 
 def test_a_handover_names_what_lies_beside_it(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.config import InputError
+from trainer.config.errors import InputError
 from trainer.quantize import FORMATS
 from trainer.stored import OpenFiles
 from trainer.weights import Fused, WeightFiles, read_tensor

@@ -11,11 +11,11 @@ import pytest
 
 from tests.commands import LAUNCH, preset_folder
 from trainer import diagnosis
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
+from trainer.config.terminal import complain, printable, say, shortened
 from trainer.events import EventWriter, SampleEvent, StatusEvent, WarningEvent
 from trainer.headless import BarFace, PlainFace, explain
 from trainer.rundir import RunDir
-from trainer.terminal import complain, printable, say, shortened
 
 EVIL = "\x1b[2J\x1b]0;pwned\x07\x9b31m\u202egnp\u2066"
 SHOWN = r"\x1b[2J\x1b]0;pwned\x07\x9b31m\u202egnp\u2066"

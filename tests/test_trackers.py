@@ -18,8 +18,10 @@ import pytest
 from PIL import Image, UnidentifiedImageError
 
 from tests.runs import make_pictures, run_config, write_preset
-from trainer import configfile, launch, prepare
-from trainer.config import InputError, TrackersConfig
+from trainer import launch, prepare
+from trainer.config.errors import InputError
+from trainer.config.load import load_config
+from trainer.config.sections import TrackersConfig
 from trainer.events import (
     AnyEvent,
     ErrorEvent,
@@ -321,7 +323,7 @@ def test_no_tracker_imports_torch() -> None:
 RANK_0 = """
 import sys, time
 from pathlib import Path
-from trainer.config import TrackersConfig
+from trainer.config.schema import TrackersConfig
 from trainer.events import EventWriter
 from trainer.rundir import RunDir
 from trainer.trackers import following
@@ -475,7 +477,7 @@ def test_a_package_that_is_not_installed_is_named_before_anything_starts(
     monkeypatch.setattr(sys, "path", [str(tmp_path), *(place for place in sys.path if "site-packages" not in place)])
     message = "trackers.trackio: true needs the package trackio; pip install trackio"
     with pytest.raises(InputError) as error:
-        prepare.new_run(configfile.load(preset), tmp_path / "runs")
+        prepare.new_run(load_config(preset), tmp_path / "runs")
     assert str(error.value) == f"{preset}:5: {message}"
     assert not (tmp_path / "runs").exists()
     run = RunDir.create(tmp_path, run_config(tmp_path))

@@ -17,7 +17,8 @@ from torch import nn
 from tests.distributed import run_ranks
 from tests.runs import alone, difference, make_pictures, make_run, run_config, steps_of, train
 from trainer import adapters
-from trainer.config import InputError, RunConfig
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
 from trainer.events import AnyEvent, SampleEvent, StatusEvent, ValidationEvent, WarningEvent
 from trainer.manifest import progress_of
 from trainer.parallel.place import OutOfMemoryError

@@ -15,9 +15,9 @@ from torch import nn
 
 from tests.distributed.pool import run_ranks
 from tests.runs import alone, make_pictures, run_config
-from trainer import configfile, launch, measure, trials
-from trainer.config import InputError
-from trainer.configfile import ConfigFile
+from trainer import launch, measure, trials
+from trainer.config.errors import InputError
+from trainer.config.load import ConfigError, ConfigFile, dump_config, load_config
 from trainer.parallel.probe import Probe
 from trainer.rundir import RunDir
 from trainer.trials import Trial
@@ -55,8 +55,8 @@ def config_file(pictures: Path, folder: Path, ranks: int, **changes: Any) -> Con
     }
     cfg = run_config(pictures, **(settings | changes))
     file = folder / "config.yaml"
-    file.write_text(configfile.dump(cfg), encoding="utf-8")
-    return configfile.load(file)
+    file.write_text(dump_config(cfg), encoding="utf-8")
+    return load_config(file)
 
 
 def measured(world: World, run: RunDir) -> None:
@@ -193,7 +193,7 @@ def test_two_steps_are_too_few_to_measure(pictures: Path, tmp_path: Path) -> Non
 
 
 def test_a_wrong_variant_is_refused_before_anything_starts(pictures: Path, tmp_path: Path) -> None:
-    with pytest.raises(configfile.ConfigError, match=r"train\.stepz: unknown field"):
+    with pytest.raises(ConfigError, match=r"train\.stepz: unknown field"):
         trials.create(config_file(pictures, tmp_path, 2), {"good": (), "wrong": ("train.stepz=3",)}, tmp_path)
     assert not list(tmp_path.glob("*/config.yaml"))
 

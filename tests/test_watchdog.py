@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tests.runs import alone, make_pictures, make_run, run_config
 from trainer import launch, watchdog
 from trainer.board import Board
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.events import (
     AnyEvent,
     CheckpointEvent,

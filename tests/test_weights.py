@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trainer.config import InputError
+from trainer.config.errors import InputError
 from trainer.stored import OpenFiles, TensorEntry
 from trainer.weights import Fused, WeightFiles, read_tensor, safetensors_in
 

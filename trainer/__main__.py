@@ -16,7 +16,10 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from trainer import launch, stages
-from trainer.config import InputError, RunConfig, TrackersConfig
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
+from trainer.config.sections import TrackersConfig
+from trainer.config.terminal import complain, say
 from trainer.diagnosis import less_memory
 from trainer.events import EventWriter, ExportEvent, State, StatusEvent, WarningEvent
 from trainer.report import write_report
@@ -24,7 +27,6 @@ from trainer.rundir import RunDir
 from trainer.seat import Seat, cache_folder, take_seat
 from trainer.signals import Preemption, noted
 from trainer.stages import Stage
-from trainer.terminal import complain, say
 
 if TYPE_CHECKING:
     from trainer.world import World

@@ -13,8 +13,8 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.config import InputError
-from trainer.files import make_private_if_new, rename
+from trainer.config.errors import InputError
+from trainer.config.files import make_private_if_new, rename
 from trainer.parallel.load import Coded, own_rows
 from trainer.parallel.mesh import REPLICATE
 from trainer.stored import VERSION, Layout, TensorEntry, layout

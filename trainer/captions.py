@@ -13,13 +13,15 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from trainer import configfile, families
-from trainer.config import InputError, RunConfig
+from trainer import families
+from trainer.config.errors import InputError
+from trainer.config.load import load_config
+from trainer.config.schema import RunConfig
+from trainer.config.terminal import say
 from trainer.data.images import TRIGGER_PLACE, Photo, scan
 from trainer.data.measured import Answer, CutCaption, Measured
 from trainer.families.base import ImageFamily, TextLength
 from trainer.rundir import shared_cache
-from trainer.terminal import say
 
 SHOWN_BEFORE = 60
 """Characters before a cut that are shown with it."""
@@ -101,7 +103,7 @@ def _sample_texts(cfg: RunConfig) -> Mapping[str, str]:
 def answer(config: Path, runs: Path) -> Answer:
     """How long the captions of a config file are for its model. runs: the folder of runs."""
     try:
-        cfg = configfile.load(config).config
+        cfg = load_config(config).config
         family = families.make(cfg, shared_cache(cfg, runs))
         if not isinstance(family, ImageFamily):
             return Answer(Measured((), ()))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config import Problem
+from trainer.config.errors import Problem
 
 _NEW_ADAPTER = "start a new run, with adapter.start to begin from what this one exported"
 FIXED = {

@@ -50,8 +50,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from trainer import contents, ferry, files
-from trainer.config import InputError
+from trainer import contents, ferry
+from trainer.config import files
+from trainer.config.errors import InputError
 from trainer.contents import ATTACK, CONTENTS, Chunk, Contents, Piece, StoredTensor
 from trainer.manifest import (
     MANIFEST,

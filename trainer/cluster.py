@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 import yaml
 
-from trainer import configfile, files
-from trainer.config import InputError, RunConfig
-from trainer.configfile import ConfigFile
+from trainer.config import files
+from trainer.config.errors import InputError
+from trainer.config.load import ConfigFile, load_config
+from trainer.config.schema import RunConfig
 from trainer.rundir import RunDir
 
 Scheduler = Literal["slurm", "kubernetes"]
@@ -31,9 +32,9 @@ POD_NAME = 50
 
 def load(preset: Path, overrides: Sequence[str], scheduler: Scheduler) -> ConfigFile:
     """The config of a preset, as a scheduler is to start it. Raises InputError for what the job would lack."""
-    loaded = configfile.load(preset, [*overrides, f"parallel.rendezvous={FIRST_NODE}"])
+    loaded = load_config(preset, [*overrides, f"parallel.rendezvous={FIRST_NODE}"])
     if loaded.config.parallel.nodes == 1:
-        loaded = configfile.load(preset, overrides)
+        loaded = load_config(preset, overrides)
     if scheduler == "kubernetes":
         for field in ("image", "volume"):
             if not getattr(loaded.config.cluster, field):

@@ -18,8 +18,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from trainer import files
-from trainer.config import InputError
+from trainer.config import files
+from trainer.config.errors import InputError
 from trainer.manifest import REMEDY, part
 
 CONTENTS, TORCH_CONTENTS = "contents.json", ".metadata"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from trainer.config import TrackersConfig
+from trainer.config.sections import TrackersConfig
 from trainer.rundir import RunDir
 
 LEVELS = {"trainer": logging.DEBUG, "torch.distributed": logging.INFO}

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from trainer.config import RunConfig
+from trainer.config.families import trains_on
+from trainer.config.files import opened
+from trainer.config.schema import RunConfig
 from trainer.events import AnyEvent, ErrorEvent
-from trainer.facts import trains_on
-from trainer.files import opened
 from trainer.rundir import RunDir
 
 LAST_BYTES = 2**20

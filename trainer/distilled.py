@@ -1,6 +1,6 @@
 """Models that were distilled to draw in few steps without guidance: how they are known, drawn and warned of. No torch.
 
-Which there are, the families say (`ModelFamily.distilled`, which facts.json repeats).
+Which there are, the families say (`ModelFamily.distilled`, which config/families.json repeats).
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer import facts
-from trainer.config import MODEL_WORDS, CompleteSample, InputError, ModelConfig, Problem, RunConfig, SampleConfig
-from trainer.facts import Distilled
+from trainer.config import families
+from trainer.config.errors import InputError, Problem
+from trainer.config.families import Distilled
+from trainer.config.schema import RunConfig
+from trainer.config.sections import MODEL_WORDS, CompleteSample, ModelConfig, SampleConfig
 from trainer.hub import find_folder
 
 STEPS, GUIDANCE = 28, 4.0
@@ -27,7 +29,7 @@ def found(model: ModelConfig, folder: Path | None = None) -> tuple[Distilled, ..
     folder: its diffusers folder. None looks for the one that the config names, and does without where it is not on
     this machine.
     """
-    known = facts.of(model.family)
+    known = families.of(model.family)
     kinds = known.distilled if known else ()
     if model.options.distilled is False:
         return ()
@@ -76,7 +78,7 @@ def warnings(cfg: RunConfig, folder: Path | None = None) -> tuple[str, ...]:
 def refused(model: ModelConfig, folder: Path | None = None) -> Iterator[Problem]:
     """Where `model.options.distilled` contradicts what is known of the model. folder: as for `found`."""
     field, says = "model.options.distilled", model.options.distilled
-    known = facts.of(model.family)
+    known = families.of(model.family)
     if says is None or known is None or not known.distilled:
         return
     word, architecture = str(says).lower(), model.options.architecture

@@ -20,8 +20,8 @@ import psutil
 from packaging.requirements import Requirement
 
 from trainer import gpus
-from trainer.config import InputError
-from trainer.terminal import say
+from trainer.config.errors import InputError
+from trainer.config.terminal import say
 
 GIB = 2**30
 DISTRIBUTION = "shardstudio"

@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 from trainer.captions import measure
-from trainer.config import InputError, RunConfig
+from trainer.config.errors import InputError
+from trainer.config.files import make_private_if_new
+from trainer.config.schema import RunConfig
 from trainer.data import image_warnings
 from trainer.data.buckets import bucket_sizes, choose_bucket
 from trainer.data.cache import Crew, ExampleCache, content_keys, encode_missing, missing
@@ -25,7 +27,6 @@ from trainer.data.loader import BatchPlan, BatchSizes, Item
 from trainer.data.pixels import Picture, is_invisible, load_mask, load_rgb, open_picture, png
 from trainer.events import StatusEvent, WarningEvent
 from trainer.families.base import ImageFamily, LoadModule
-from trainer.files import make_private_if_new
 from trainer.manifest import Progress
 from trainer.objectives import Example
 from trainer.quantize import VERSION

@@ -18,7 +18,7 @@ from typing import Annotated, Generic, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
-from trainer import files
+from trainer.config import files
 
 State = Literal[
     "created",  # the folder exists, nothing was started

@@ -20,13 +20,14 @@ from trainer import families
 from trainer.adapters.files import read_adapter
 from trainer.adapters.formats import DTYPES, adapter_files
 from trainer.adapters.layer import LayerAdapter
-from trainer.config import InputError, ModelConfig, ObjectiveConfig, family_names, not_one_of
+from trainer.config.errors import InputError, not_one_of
+from trainer.config.files import rename
+from trainer.config.sections import ModelConfig, ObjectiveConfig, family_names
+from trainer.config.terminal import complain, say
 from trainer.families.base import ModelFamily
-from trainer.files import rename
 from trainer.hub import find_folder
 from trainer.rng import generator
 from trainer.stored import TensorEntry
-from trainer.terminal import complain, say
 from trainer.trained import naming
 from trainer.weights import WeightFiles, read_tensor, safetensors_in
 

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from trainer.config import InputError
+from trainer.config.errors import InputError
 
 TIMEOUT_S = 60
 FIELDS = ("name", "memory.total", "memory.used", "utilization.gpu", "temperature.gpu")

@@ -15,10 +15,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol, Self
 
-from trainer import cluster, configfile, diagnosis, launch, prepare
+from trainer import cluster, diagnosis, launch, prepare
 from trainer.cluster import Scheduler
-from trainer.config import InputError, ParallelConfig, RunConfig, family_names
-from trainer.configfile import ConfigFile
+from trainer.config.errors import InputError
+from trainer.config.load import ConfigFile, load_config, load_config_text
+from trainer.config.schema import RunConfig
+from trainer.config.sections import ParallelConfig, family_names
+from trainer.config.terminal import complain, printable, say
 from trainer.events import (
     AnyEvent,
     CheckpointEvent,
@@ -41,7 +44,6 @@ from trainer.events import (
 from trainer.launch import RunHandle
 from trainer.rundir import RunDir
 from trainer.signals import LEAVE
-from trainer.terminal import complain, printable, say
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -63,7 +65,7 @@ def train(preset: Path, overrides: Sequence[str], runs: Path, at: Path | None) -
     Raises InputError before anything is started or written when the config, its files or its images are wrong, and
     on a node that a scheduler gave another number than 0.
     """
-    loaded = configfile.load(preset, overrides)
+    loaded = load_config(preset, overrides)
     node_rank = launch.dealt_node_rank() or 0
     if loaded.config.parallel.nodes > 1 and node_rank:
         raise InputError(
@@ -83,7 +85,7 @@ def resume(path: Path, overrides: Sequence[str], node_rank: int | None = None) -
     run = RunDir.open(path)
     number = (launch.dealt_node_rank() or 0) if node_rank is None else node_rank
     if number:
-        cfg = configfile.load(run.config_file, overrides).config
+        cfg = load_config(run.config_file, overrides).config
         if cfg.parallel.nodes > 1 or node_rank:
             return _join(cfg.parallel, run, number)
     return _run(prepare.continued_run(run, overrides), run)
@@ -120,7 +122,7 @@ def _parallel(run: RunDir, overrides: Sequence[str]) -> ParallelConfig:
             raise InputError(f"{text}: is not a field of parallel; --join takes only those, as parallel.nodes=2")
     # A config needs a family and data, which do not matter here.
     preset = f"model: {{family: {family_names()[0]}}}\ndata: {{path: /}}"
-    return configfile.load_text(preset, [f"parallel.{field}" for field in given], Path("command line")).config.parallel
+    return load_config_text(preset, [f"parallel.{field}" for field in given], Path("command line")).config.parallel
 
 
 def _join(parallel: ParallelConfig, run: RunDir, node_rank: int) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.config import HUB_ID, InputError
+from trainer.config.errors import InputError
+from trainer.config.sections import HUB_ID
 
 
 def find_folder(field: str, path: str) -> Path:

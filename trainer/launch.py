@@ -29,9 +29,11 @@ import psutil
 from annotated_types import Interval, MinLen
 from pydantic import TypeAdapter
 
-from trainer import files
 from trainer.cluster import FIRST_NODE
-from trainer.config import InputError, ParallelConfig, RunConfig
+from trainer.config import files
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
+from trainer.config.sections import ParallelConfig
 from trainer.diagnosis import diagnose, launches, output_file
 from trainer.events import ENDS, AnyEvent, ErrorEvent, EventReader, EventWriter, State, StatusEvent, last_state
 from trainer.rundir import RunDir

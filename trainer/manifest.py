@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from trainer import files
-from trainer.config import InputError
+from trainer.config import files
+from trainer.config.errors import InputError
 
 MANIFEST = "manifest.json"
 RECIPE = 2

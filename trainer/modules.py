@@ -19,7 +19,9 @@ from trainer.adapters.files import read_adapter
 from trainer.adapters.state import parameters_of
 from trainer.adapters.targets import counted
 from trainer.basecache import BaseCache
-from trainer.config import InputError, NoAdapter, RunConfig
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
+from trainer.config.sections import NoAdapter
 from trainer.families.base import LoadModule, ModelFamily
 from trainer.parallel.load import Coded, Loading, check_same_weights, fill_rows, load_weights
 from trainer.parallel.memory import full_bytes

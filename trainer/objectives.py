@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trainer.config import ObjectiveConfig
+from trainer.config.sections import ObjectiveConfig
 from trainer.rng import SampleRng
 
 Example = dict[str, Tensor]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainer.config import InputError, OptimConfig
+from trainer.config.errors import InputError
+from trainer.config.sections import OptimConfig
 
 # Not installed with the project: diffusers and peft import torchao wherever they find it, which takes a second.
 EXTRAS = {"adamw8bit": ("torchao", "eightbit")}

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainer import changes, configfile, distilled, facts, files, launch, manifest, stages, trackers
-from trainer.config import InputError, RunConfig
-from trainer.configfile import ConfigFile
+from trainer import changes, distilled, launch, manifest, stages, trackers
+from trainer.config import families, files
+from trainer.config.errors import InputError
+from trainer.config.load import ConfigFile, check_files, check_start, load_config, refuse, stage_config
+from trainer.config.schema import RunConfig
 from trainer.data import images, questions, textfiles
 from trainer.hub import find_folder
 from trainer.manifest import Progress
@@ -20,7 +22,7 @@ def new_run(loaded: ConfigFile, runs: Path, at: Path | None = None) -> RunDir:
 
     Raises InputError before anything is written when the config, its files or its images are wrong.
     """
-    configfile.check_start(loaded)
+    check_start(loaded)
     check(loaded)
     _make_named_cache(loaded)
     run = RunDir.create(runs, loaded.config, at)
@@ -34,12 +36,12 @@ def continued_run(run: RunDir, overrides: Sequence[str]) -> ConfigFile:
     Raises InputError as `new_run` does, when the run is running, and for a change that its checkpoint does not allow.
     """
     launch.require_ended(run)
-    loaded = configfile.load(run.config_file, overrides)
+    loaded = load_config(run.config_file, overrides)
     saved = manifest.complete(run.checkpoints)
     if saved:
         _check_changes(loaded, stages.current(run, loaded.config).config, manifest.progress_of(saved[-1]))
     else:  # a checkpoint holds what became of the file
-        configfile.check_start(loaded)
+        check_start(loaded)
     check(loaded)
     _make_named_cache(loaded)
     if overrides:
@@ -64,12 +66,12 @@ def _make_named_cache(loaded: ConfigFile) -> None:
 def _check_changes(loaded: ConfigFile, config: RunConfig, saved: Progress) -> None:
     """Raises InputError for every field that must be what it was when the run was saved. config: of the stage."""
     changed = changes.changes(saved.config, config.model_dump(mode="json")) if saved.config else []
-    configfile.refuse(loaded, list(changes.refused(changed, saved.step)))
+    refuse(loaded, list(changes.refused(changed, saved.step)))
 
 
 def check(loaded: ConfigFile) -> None:
     """Raises InputError for every file, folder, image, model, tracker or port of the config that is wrong."""
-    configfile.check_files(loaded)
+    check_files(loaded)
     for index in range(len(loaded.config.stages)):
         _check_stage(loaded, index)
     _check_data(loaded.config)
@@ -82,10 +84,8 @@ def _check_stage(loaded: ConfigFile, index: int) -> None:
     """Raises InputError for files or data of a stage that are wrong."""
     name = loaded.config.stages[index].name
     try:
-        stage = replace(
-            loaded, config=configfile.of_stage(loaded.config, index), source=Path(f"stage {name}"), places={}
-        )
-        configfile.check_files(stage)
+        stage = replace(loaded, config=stage_config(loaded.config, index), source=Path(f"stage {name}"), places={})
+        check_files(stage)
         _check_data(stage.config)
         _check_model(stage)
     except InputError as error:
@@ -94,7 +94,7 @@ def _check_stage(loaded: ConfigFile, index: int) -> None:
 
 def _check_data(cfg: RunConfig) -> None:
     """Raises InputError for images or text that cannot be trained on."""
-    if facts.trains_on(cfg) == "images":
+    if families.trains_on(cfg) == "images":
         images.scan(cfg.data)
         questions.of_config(cfg.data)
     else:
@@ -110,7 +110,7 @@ def _check_model(loaded: ConfigFile) -> None:
         find_folder(field, path)
     except InputError as error:
         raise InputError(f"{loaded.where(field)}: {error}") from error
-    configfile.refuse(loaded, list(distilled.refused(model)))
+    refuse(loaded, list(distilled.refused(model)))
 
 
 def _check_trackers(loaded: ConfigFile) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.data import questions
 from trainer.data.loader import BatchPlan, BatchSizes, Item, Plan
 from trainer.data.pixels import Picture, load_rgb, open_picture

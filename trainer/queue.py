@@ -19,8 +19,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from trainer import configfile, files, launch, prepare
-from trainer.config import InputError, RunConfig
+from trainer import launch, prepare
+from trainer.config import files
+from trainer.config.errors import InputError
+from trainer.config.load import dump_config, load_config_text
+from trainer.config.schema import RunConfig
 from trainer.rundir import RunDir, is_run
 
 POLL_S = 1.0
@@ -78,7 +81,7 @@ class Queue:
         """Put a run at the end. The config is kept as it is now. Raises InputError where nothing can be written."""
         with self._changing():
             numbers = [*_files(self._waiting), *_files(self._taken)]
-            entry = Entry(max(numbers, default=0) + 1, config.name, configfile.dump(config), tuple(gpus))
+            entry = Entry(max(numbers, default=0) + 1, config.name, dump_config(config), tuple(gpus))
             self._write(self._waiting, entry)
         return entry
 
@@ -189,7 +192,7 @@ class Queue:
             _file(self._waiting, entry.number).unlink()
         frozen = self._folder / "config.yaml"  # nothing lies there: what is wrong is named by the entry
         try:
-            run = prepare.new_run(configfile.load_text(entry.config, (), frozen), self.runs)
+            run = prepare.new_run(load_config_text(entry.config, (), frozen), self.runs)
             launch.start(run.config(), run, self._module, entry.gpus)
             entry = replace(entry, run=run.path.name)
         except InputError as error:

@@ -13,13 +13,15 @@ from pathlib import Path
 
 import torch
 
-from trainer import configfile, families
-from trainer.config import InputError, RunConfig
+from trainer import families
+from trainer.config.errors import InputError
+from trainer.config.load import load_config
+from trainer.config.schema import RunConfig
+from trainer.config.terminal import complain
 from trainer.data.buckets import bucket_sizes, images_per_bucket
 from trainer.data.images import scan
 from trainer.families.base import FLOW_FIELDS, ImageFamily
 from trainer.objectives import shift_factor, shift_sigma, sigma_at
-from trainer.terminal import complain
 
 NUM_BINS = 20
 NUM_QUANTILES = 10_000
@@ -62,7 +64,7 @@ def recipe(cfg: RunConfig) -> list[BucketRecipe]:
 def main() -> int:
     """Print the rows of the config that is named. Exit code 2 with a sentence on stderr when it is wrong."""
     try:
-        rows = recipe(configfile.load(Path(sys.argv[1])).config)
+        rows = recipe(load_config(Path(sys.argv[1])).config)
     except InputError as error:
         complain(error)
         return 2

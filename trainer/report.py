@@ -16,8 +16,9 @@ from pathlib import Path
 
 from markupsafe import Markup, escape
 
-from trainer import files
-from trainer.config import InputError, RunConfig
+from trainer.config import files
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
 from trainer.events import (
     AnyEvent,
     ErrorEvent,

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trainer import configfile, files
-from trainer.config import InputError, RunConfig
+from trainer.config import files
+from trainer.config.errors import InputError
+from trainer.config.load import dump_config, load_config
+from trainer.config.schema import RunConfig
 
 Request = Literal["stop", "save", "sample"]
 """stop: leave after this step with a checkpoint.  save: a checkpoint now.  sample: sample images now."""
@@ -50,7 +52,7 @@ class RunDir:
                 )
             run.make_folders(cfg)
             run.path.chmod(0o700)  # one that was there, and empty
-            files.replace(run.config_file, configfile.dump(cfg))
+            files.replace(run.config_file, dump_config(cfg))
         except OSError as error:
             raise InputError(f"{path}: cannot be made a run folder ({error.strerror}); name another place") from error
         return run
@@ -105,14 +107,14 @@ class RunDir:
 
     def config(self) -> RunConfig:
         """The config this run was last started with. Raises InputError when the file was damaged."""
-        return configfile.load(self.config_file, ()).config
+        return load_config(self.config_file, ()).config
 
     def replace_config(self, cfg: RunConfig) -> Path:
         """Save another config as `config.yaml` and keep the former one as `config-<n>.yaml`, whose path is returned."""
         number = 1 + len(list(self.path.glob("config-*.yaml")))
         former = self.path / f"config-{number}.yaml"
         files.replace(former, files.read(self.config_file))
-        files.replace(self.config_file, configfile.dump(cfg))
+        files.replace(self.config_file, dump_config(cfg))
         return former
 
     @property

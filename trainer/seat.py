@@ -12,8 +12,11 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer import configfile, files, stages
-from trainer.config import InputError, RunConfig
+from trainer import stages
+from trainer.config import files
+from trainer.config.errors import InputError
+from trainer.config.load import dump_config, load_config_text
+from trainer.config.schema import RunConfig
 from trainer.rundir import RunDir, shared_cache
 from trainer.stages import Stage
 from trainer.world import Meeting
@@ -50,12 +53,12 @@ def take_seat(path: Path, meeting: Meeting) -> Seat:
     if meeting.rank == 0:
         run = RunDir.open(path)
         stage = stages.current(run, run.config())
-        meeting.store.set("config", configfile.dump(stage.config))
+        meeting.store.set("config", dump_config(stage.config))
         meeting.store.set("stage", json.dumps([stage.number, stage.count, stage.name, stage.before]))
         meeting.store.set("folder", _identity(run))
         return Seat(run, stage, cache_folder(stage.config, run), False)
     run = RunDir(path.absolute())
-    cfg = configfile.load_text(meeting.store.get("config").decode(), (), run.config_file).config
+    cfg = load_config_text(meeting.store.get("config").decode(), (), run.config_file).config
     cache = cache_folder(cfg, run)
     number, count, name, before = json.loads(meeting.store.get("stage"))
     if run.identity_file.is_file() and files.read(run.identity_file) == meeting.store.get("folder"):

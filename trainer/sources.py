@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.encode import ImageSource, Say, encode_data
 from trainer.families.base import ImageFamily, LoadModule, ModelFamily, MultimodalFamily, TextFamily
 from trainer.questions import MixedSource

@@ -18,8 +18,10 @@ from types import FrameType
 
 from pydantic import TypeAdapter
 
-from trainer import configfile, files, launch, yamltext
-from trainer.config import RunConfig
+from trainer import launch
+from trainer.config import files, yaml12
+from trainer.config.load import dump_config, load_config_text, stage_config
+from trainer.config.schema import RunConfig
 from trainer.events import EventWriter, StageEvent, StatusEvent
 from trainer.rundir import RunDir, weights_of
 from trainer.signals import LEAVE
@@ -62,7 +64,7 @@ def current(run: RunDir, cfg: RunConfig) -> Stage:
         return Stage(1, 1, "", cfg, 0, run.path)
     folders, at = run.stage_folders, run.current_stage
     given = [f"{field}={json.dumps(value)}" for field, value in _handed_over(folders[at - 1]).items()] if at else []
-    config = configfile.of_stage(cfg, at, given)
+    config = stage_config(cfg, at, given)
     return Stage(at + 1, len(cfg.stages), cfg.stages[at].name, config, sum(cfg.stage_steps[:at]), folders[at])
 
 
@@ -72,12 +74,12 @@ def changed(cfg: RunConfig, at: int, change: str) -> RunConfig:
     Raises ConfigError where it does not go with the others.
     """
     if not cfg.stages:
-        return configfile.load_text(configfile.dump(cfg), (change,), Path("config.yaml")).config
+        return load_config_text(dump_config(cfg), (change,), Path("config.yaml")).config
     field, _, value = change.partition("=")
     stage = cfg.stages[at]
-    others = stage.model_copy(update={"set": stage.set | {field: yamltext.parse(value).value}})
+    others = stage.model_copy(update={"set": stage.set | {field: yaml12.parse(value).value}})
     with_it = cfg.model_copy(update={"stages": (*cfg.stages[:at], others, *cfg.stages[at + 1 :])})
-    configfile.of_stage(with_it, at)
+    stage_config(with_it, at)
     return with_it
 
 

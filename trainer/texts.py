@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainer.config import InputError, RunConfig
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
 from trainer.data.loader import BatchSizes
 from trainer.data.text import START, Place, Row, TextStream
 from trainer.data.textfiles import digest, of_config, sizes

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer import adapters, changes, checkpoint, families, files
+from trainer import adapters, changes, checkpoint, families
 from trainer.clock import BACKWARD, DATA, FORWARD, OPTIMIZER, StepClock
-from trainer.config import RunConfig
+from trainer.config import files
+from trainer.config.schema import RunConfig
 from trainer.data.loader import BatchSizes, Loader, MicroBatch
 from trainer.encode import Say
 from trainer.events import (

@@ -9,7 +9,8 @@ from torch import Tensor
 from trainer.adapters.formats import Naming
 from trainer.adapters.layer import LayerAdapter
 from trainer.adapters.state import TrainedAdapter
-from trainer.config import NoAdapter, RunConfig
+from trainer.config.schema import RunConfig
+from trainer.config.sections import NoAdapter
 from trainer.families.base import ModelFamily
 from trainer.manifest import RECIPE
 from trainer.weights import WeightFiles, read_tensor

@@ -13,9 +13,11 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from trainer import configfile, files, launch, prepare
-from trainer.config import InputError, RunConfig
-from trainer.configfile import ConfigFile
+from trainer import launch, prepare
+from trainer.config import files
+from trainer.config.errors import InputError
+from trainer.config.load import ConfigFile, dump_config, load_config_text
+from trainer.config.schema import RunConfig
 from trainer.events import EventReader, ValidationEvent, latest_steps
 from trainer.rundir import RunDir
 from trainer.zero import ModelBytes, RankBytes
@@ -85,7 +87,7 @@ def create(config: ConfigFile, variants: Mapping[str, Sequence[str]], runs: Path
 
 
 def _variant(config: ConfigFile, overrides: Sequence[str]) -> RunConfig:
-    loaded = configfile.load_text(configfile.dump(config.config), overrides, config.source)
+    loaded = load_config_text(dump_config(config.config), overrides, config.source)
     prepare.check(loaded)
     return loaded.config
 

@@ -28,11 +28,11 @@ from typing import Any, Self
 import psutil
 import torch
 
+from trainer.config.terminal import complain
 from trainer.diagnosis import remedy_for
 from trainer.events import ErrorEvent, EventWriter, RankLine, WarningEvent
 from trainer.rundir import RunDir
 from trainer.signals import Preemption
-from trainer.terminal import complain
 from trainer.world import World
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from trainer.config import InputError
-from trainer.files import opened, read
+from trainer.config.errors import InputError
+from trainer.config.files import opened, read
 from trainer.stored import OpenFiles, TensorEntry, without_codings
 
 MAX_HEADER_BYTES = 100_000_000

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from trainer.board import Board
-from trainer.config import InputError, ParallelConfig
+from trainer.config.errors import InputError
+from trainer.config.sections import ParallelConfig
 from trainer.pulse import Pulse
 from trainer.rundir import RunDir
 

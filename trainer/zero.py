@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.config import ParallelConfig
+from trainer.config.sections import ParallelConfig
 
 Strategy = Literal["full", "grad_op", "hybrid", "ddp", "none"]
 

@@ -16,7 +16,8 @@ from app.pages.parts import QUIET, WAITING_S, column_heads, listed, picture
 from app.panels import alert, attempted, note
 from app.scans import Found
 from app.studio import Studio
-from trainer.config import InputError, RunConfig
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
 from trainer.data.measured import CutCaption
 from trainer.plan.storage import amount
 

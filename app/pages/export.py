@@ -16,7 +16,9 @@ from app.pages.parts import QUIET, table
 from app.pages.ticks import SKIP, Made, Tick, choices
 from app.panels import alert, attempted, note
 from app.studio import Studio
-from trainer.config import ExportConfig, InputError, RunConfig, export_formats
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig, export_formats
+from trainer.config.sections import ExportConfig
 from trainer.rundir import RunDir
 
 WHAT = ("adapter", "merged", "full")

@@ -11,7 +11,8 @@ from markupsafe import Markup, escape
 from app.panels import written
 from app.studio import Studio
 from app.thumbnails import FULL
-from trainer.config import InputError, RunConfig
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
 from trainer.events import SampleEvent
 from trainer.rundir import RunDir
 

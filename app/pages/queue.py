@@ -14,7 +14,7 @@ from app.pages.parts import QUIET, table
 from app.pages.ticks import SKIP, Made, Tick, choices
 from app.panels import alert, note
 from app.studio import Studio
-from trainer.config import InputError
+from trainer.config.errors import InputError
 from trainer.queue import AfterFailure, Entry, Queue, Settings
 
 AFTER: dict[str, AfterFailure] = {"go on with the next": "go on", "pause": "pause"}

@@ -17,7 +17,7 @@ from app.pages.ticks import Tick, choices
 from app.panels import alert, attempted
 from app.runs import MOST_COMPARED, Summary
 from app.studio import Studio
-from trainer.config import InputError
+from trainer.config.errors import InputError
 
 
 def build(studio: Studio) -> tuple[gr.Button, gr.Button, gr.Dropdown, Tick]:

@@ -14,7 +14,8 @@ from app.pages.ticks import SKIP, Made, Tick, choices
 from app.panels import alert
 from app.studio import Studio
 from app.thumbnails import FULL
-from trainer.config import InputError, RunConfig
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
 from trainer.events import SampleEvent
 from trainer.report import spread
 

@@ -18,9 +18,9 @@ from app.pages.parts import QUIET, WAITING_S, column_heads
 from app.panels import alert, attempted, note, plan_bar, waits_for
 from app.preflight import HERE, PLACES, Preflight
 from app.studio import Studio
-from trainer import configfile
-from trainer.config import InputError
-from trainer.fields import shown
+from trainer.config.errors import InputError
+from trainer.config.fields import shown
+from trainer.config.load import COMMAND_LINE, dump_config
 from trainer.plan.fixes import MOST
 from trainer.rundir import RunDir
 
@@ -341,9 +341,7 @@ def _with(shown: Seen, draft: Draft) -> Seen:
 def _kept(studio: Studio) -> Seen:
     """What a browser shows that was not told yet: the draft as it was kept."""
     checked = form.check(studio.draft())
-    return Seen(
-        checked.draft, studio.name_of(checked.draft.preset), _rows(checked), yaml=configfile.dump(checked.config)
-    )
+    return Seen(checked.draft, studio.name_of(checked.draft.preset), _rows(checked), yaml=dump_config(checked.config))
 
 
 def _rows(checked: Checked) -> dict[str, Row]:
@@ -370,7 +368,7 @@ def _queued(page: TrainPage, *sent: Any) -> str:
 
 def _renewed(page: TrainPage, before: Seen, after: Seen, said: str, is_fresh: bool = False) -> list[Any]:
     checked, chosen = page.studio.look(after.draft, is_fresh), page.studio.name_of(after.draft.preset)
-    now = replace(after, preset=chosen, rows=_rows(checked), yaml=configfile.dump(checked.config))
+    now = replace(after, preset=chosen, rows=_rows(checked), yaml=dump_config(checked.config))
     updates = [_update(before, now, name) for name in page.inputs]
     preset: dict[str, Any] = {"choices": list(dict.fromkeys([*page.studio.presets(), chosen]))}
     if chosen != before.preset:
@@ -442,7 +440,7 @@ def _classes(row: Row) -> list[str]:
 
 def _problems(checked: Checked, said: str) -> Markup:
     if not checked.errors:
-        typed = f"{configfile.COMMAND_LINE}: "  # as which the inputs of the page are read
+        typed = f"{COMMAND_LINE}: "  # as which the inputs of the page are read
         sentences = [*(text.removeprefix(typed) for text in checked.loaded.notes), *checked.warnings]
         advice = Markup().join(map(Markup('<p class="sentence">{}.</p>').format, sentences))
         status = note(said or checked.waiting or "Ready to start.")

@@ -18,7 +18,7 @@ from app.pages.parts import QUIET
 from app.pages.ticks import SKIP, Made, Tick, choices
 from app.panels import alert, attempted
 from app.studio import Studio
-from trainer.config import InputError
+from trainer.config.errors import InputError
 from trainer.events import StepEvent
 from trainer.headless import sentence
 from trainer.rundir import Request, RunDir

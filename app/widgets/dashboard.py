@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 from app import panels
 from app.monitor import Follower, RunView
 from app.thumbnails import Thumbnails
-from trainer.config import InputError
+from trainer.config.errors import InputError
 from trainer.events import ENDS, SampleEvent, WarningEvent
 from trainer.report import chart
 from trainer.rundir import Request, RunDir

@@ -16,9 +16,8 @@ from markupsafe import Markup, escape
 
 from app import form
 from app.form import Checked, Row
-from trainer import configfile
-from trainer.configfile import ConfigError, ConfigFile
-from trainer.fields import shown
+from trainer.config.fields import shown
+from trainer.config.load import ConfigError, ConfigFile, load_config
 
 Typed = Callable[[str, str | bool], None]
 """Takes a field and what was typed into its row."""
@@ -104,7 +103,7 @@ class Form:
     @property
     def config(self) -> ConfigFile:
         """The config as it stands. Raises ConfigError with everything that is wrong with it."""
-        return configfile.load(self._draft.preset, self.overrides)
+        return load_config(self._draft.preset, self.overrides)
 
     @property
     def code(self) -> str:
@@ -137,7 +136,7 @@ class Form:
         if self._kept:
             self._kept.update(self._keepsake())
         try:
-            checked = form.check_files(form.check(self._draft))
+            checked = form.check_with_files(form.check(self._draft))
         except ConfigError as error:  # the preset's file was changed meanwhile
             self._review.value = _review([("", str(error))], Markup(), self.code)
             return

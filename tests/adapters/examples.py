@@ -16,7 +16,7 @@ from trainer import families
 from trainer.adapters.files import read_adapter
 from trainer.adapters.formats import AdapterFile, Naming, adapter_files
 from trainer.adapters.layer import Kind, LayerAdapter
-from trainer.config import ModelConfig, ObjectiveConfig
+from trainer.config.sections import ModelConfig, ObjectiveConfig
 from trainer.families.base import ModelFamily
 from trainer.rng import generator
 from trainer.trained import naming

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainer import adapters
 from trainer.adapters import Injected, Targets
 from trainer.adapters.state import TrainedAdapter
-from trainer.config import (
+from trainer.config.sections import (
     AdapterSection,
     BoftAdapter,
     ConvAdapter,

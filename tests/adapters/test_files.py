@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tests.adapters import consumers
 from tests.adapters.examples import Example, cached_example, saved
 from trainer.adapters.formats import adapter_files
-from trainer.config import InputError
+from trainer.config.errors import InputError
 
 FP32 = 5e-6
 TO_K = "transformer.transformer_blocks.0.attn.to_k"

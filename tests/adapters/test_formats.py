@@ -17,7 +17,7 @@ from trainer import families
 from trainer.adapters.files import read_adapter
 from trainer.adapters.formats import ROTATIONS, AdapterFile, adapter_files
 from trainer.adapters.layer import LayerAdapter
-from trainer.config import InputError
+from trainer.config.errors import InputError
 
 FORMATS = ("auto", "diffusers", "comfyui", "kohya", "lycoris", "peft")
 FP32 = 2e-6

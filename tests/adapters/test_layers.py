@@ -33,7 +33,7 @@ from trainer import adapters, families
 from trainer.adapters.layer import LayerAdapter
 from trainer.adapters.lowrank import RowLengths
 from trainer.adapters.orthogonal import Boft, cayley_excess
-from trainer.config import (
+from trainer.config.sections import (
     AdapterSection,
     BoftAdapter,
     DiagOftAdapter,

@@ -11,12 +11,12 @@ from torch import Tensor
 from tests.adapters.nets import BOTH, CONFIGS, Adapted, net
 from trainer.adapters.layer import LayerAdapter
 from trainer.adapters.state import TrainedAdapter, parameters_of
-from trainer.config import (
+from trainer.config.errors import InputError
+from trainer.config.sections import (
     AdapterSection,
     BoftAdapter,
     DiagOftAdapter,
     DoraAdapter,
-    InputError,
     LoconAdapter,
     LohaAdapter,
     LokrAdapter,

@@ -13,12 +13,12 @@ from torch import nn
 from tests.adapters.nets import NET_TARGETS, Net, family_targets
 from trainer import adapters, families
 from trainer.adapters import Injected, Targets
-from trainer.config import (
+from trainer.config.errors import InputError
+from trainer.config.sections import (
     AdapterSection,
     BoftAdapter,
     DiagOftAdapter,
     DoraAdapter,
-    InputError,
     LoconAdapter,
     LohaAdapter,
     LokrAdapter,

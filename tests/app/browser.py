@@ -23,7 +23,7 @@ import psutil
 from playwright.sync_api import APIResponse, Browser, Locator, Page, Playwright, Route
 
 from tests.runs import make_pictures, run_config
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.events import AnyEvent, EventWriter, RankLine, SampleEvent, StatusEvent, StepEvent, ValidationEvent
 from trainer.rundir import RunDir
 

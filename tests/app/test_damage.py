@@ -25,7 +25,7 @@ from app.form import Draft
 from app.pages import export, queue, runs, samples, watch
 from app.pages.ticks import SKIP, Made
 from app.studio import Studio
-from trainer import configfile
+from trainer.config.load import ConfigError, load_config_text
 from trainer.events import EventWriter, ExportEvent, RankLine, SampleEvent, StatusEvent, StepEvent
 from trainer.launch import Launch
 from trainer.queue import Entry, Queue
@@ -37,7 +37,7 @@ CONFIG = '{{"name": "tiny", "model": {{"family": "flux2"}}, "data": {{"path": "{
 
 def make_run(runs: Path, name: str) -> RunDir:
     """A run that has finished, with all that a run leaves."""
-    cfg = configfile.load_text(CONFIG.format(runs.parent / "pictures"), (), runs / "preset.yaml").config
+    cfg = load_config_text(CONFIG.format(runs.parent / "pictures"), (), runs / "preset.yaml").config
     run = RunDir.create(runs, cfg, runs / name)
     run.config_file.write_text(CONFIG.format(runs.parent / "pictures"))  # shorter than with all defaults
     argv = ["python", "-m", "torch.distributed.run", "-m", "trainer", str(run.path)]
@@ -235,7 +235,7 @@ def answers(studio: Studio) -> dict[str, str]:
     found["undo"] = f"{captions.undo()} {captions.undo()} {captions.trouble}"
     try:
         found["preset"] = str(_checked_preset(studio))
-    except configfile.ConfigError as error:
+    except ConfigError as error:
         found["preset"] = str(error)
     return found
 

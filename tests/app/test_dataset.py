@@ -9,7 +9,7 @@ import pytest
 from app import dataset
 from app.dataset import Captions, Card
 from tests.runs import make_pictures
-from trainer.config import InputError
+from trainer.config.errors import InputError
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 
 from app import form
 from app.form import Draft, Row
-from trainer import configfile
-from trainer.config import RunConfig
-from trainer.fields import all_names, slot
+from trainer.config.fields import all_names, slot
+from trainer.config.load import ConfigError, dump_config, load_config
+from trainer.config.schema import RunConfig
 
 PRESETS = Path(__file__).parents[2] / "presets"
 QUICKSTART = PRESETS / "quickstart.yaml"
@@ -42,7 +42,7 @@ def test_every_field_of_the_schema_has_a_row_with_its_help_and_a_step():
 def test_a_preset_that_is_not_touched_gives_its_own_config(preset: Path):
     checked = form.check(Draft(preset))
     assert (checked.errors, checked.changes) == ({}, {})
-    assert checked.config == configfile.load(preset).config
+    assert checked.config == load_config(preset).config
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS.glob("*.yaml")), ids=lambda file: file.stem)
@@ -147,7 +147,7 @@ def test_a_rule_broken_by_a_change_elsewhere_is_reported_where_it_is_broken():
 
 
 def test_a_folder_that_does_not_exist_is_told_in_its_row(tmp_path: Path):
-    checked = form.check_files(form.check(typed(("data.path", str(tmp_path / "none")))))
+    checked = form.check_with_files(form.check(typed(("data.path", str(tmp_path / "none")))))
     assert checked.errors == {"data.path": f"no folder '{tmp_path}/none'; name one that holds the images"}
 
 
@@ -184,7 +184,7 @@ def test_the_command_to_copy_gives_the_same_config():
     *start, preset = shlex.split(form.headless_command(draft))[:4]
     assert start == ["python", "launch.py", "--headless"]
     overrides = shlex.split(form.headless_command(draft))[4:]
-    assert configfile.load(Path(preset), overrides).config == form.check(draft).config
+    assert load_config(Path(preset), overrides).config == form.check(draft).config
 
 
 def test_the_review_tells_what_differs_from_the_preset():
@@ -214,26 +214,26 @@ def test_another_adapter_leaves_out_what_was_typed_for_the_one_before():
 def test_overrides_of_the_command_line_become_a_draft(overrides: list[str], values: dict[str, Any]):
     draft = form.from_overrides(QUICKSTART, overrides)
     assert draft.values == values
-    assert configfile.load(QUICKSTART, draft.overrides).config == configfile.load(QUICKSTART, overrides).config
+    assert load_config(QUICKSTART, draft.overrides).config == load_config(QUICKSTART, overrides).config
 
 
 def test_a_wrong_override_is_refused():
-    with pytest.raises(configfile.ConfigError, match=r"command line: train\.steps: needs a whole number"):
+    with pytest.raises(ConfigError, match=r"command line: train\.steps: needs a whole number"):
         form.from_overrides(QUICKSTART, ["train.steps=many"])
 
 
 def test_yaml_that_was_edited_becomes_the_draft(tmp_path: Path):
     checked = form.check(Draft(QUICKSTART))
-    text = configfile.dump(checked.config).replace("steps: 100", "steps: 55").replace("rank: 16", "rank: 4")
+    text = dump_config(checked.config).replace("steps: 100", "steps: 55").replace("rank: 16", "rank: 4")
     draft = form.from_yaml(checked, text, tmp_path / "config.yaml")
     assert draft.values == {"adapter.rank": 4, "train.steps": 55}
 
 
 def test_yaml_that_is_wrong_is_refused_with_its_line(tmp_path: Path):
     checked = form.check(Draft(QUICKSTART))
-    text = configfile.dump(checked.config).replace("steps: 100", "steps: soon")
+    text = dump_config(checked.config).replace("steps: 100", "steps: soon")
     line = next(number for number, row in enumerate(text.splitlines(), 1) if "steps: soon" in row)
-    with pytest.raises(configfile.ConfigError, match=rf"config\.yaml:{line}: train\.steps: needs a whole number"):
+    with pytest.raises(ConfigError, match=rf"config\.yaml:{line}: train\.steps: needs a whole number"):
         form.from_yaml(checked, text, tmp_path / "config.yaml")
 
 

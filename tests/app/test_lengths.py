@@ -11,7 +11,7 @@ import pytest
 from app import lengths
 from app.lengths import Known, Lengths
 from tests.runs import make_pictures, run_config
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.data.measured import Measured
 
 pytestmark = pytest.mark.slow  # each loads torch in a process of its own

@@ -11,7 +11,7 @@ from PIL import Image
 
 from app.lessons import Table, exercise, gallery
 from tests.runs import make_pictures
-from trainer.config import InputError
+from trainer.config.errors import InputError
 
 HINT = "Count the ranks."
 

@@ -20,8 +20,8 @@ from app.widgets.dashboard import Dashboard
 from tests.app.browser import recorded
 from tests.runs import awaited, make_pictures, run_config, write_preset
 from trainer import launch
-from trainer.config import InputError
-from trainer.configfile import ConfigError
+from trainer.config.errors import InputError
+from trainer.config.load import ConfigError
 from trainer.events import (
     AnyEvent,
     ErrorEvent,

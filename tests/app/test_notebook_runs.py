@@ -9,7 +9,7 @@ import pytest
 from app import notebook
 from tests.runs import awaited, make_pictures, make_run, run_config
 from trainer import gpus, launch
-from trainer.config import InputError
+from trainer.config.errors import InputError
 from trainer.events import AnyEvent, EventWriter, ExportEvent, SampleEvent, StatusEvent, StepEvent
 from trainer.gpus import Gpu
 from trainer.rundir import RunDir

@@ -13,7 +13,7 @@ import pytest
 from app import scans
 from app.scans import Found, Scans
 from tests.runs import make_pictures, run_config
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 
 from app import security
 from app.security import Guard, Login
-from trainer.config import InputError
+from trainer.config.errors import InputError
 
 PORT = 7860
 TOKEN = "t" * 43

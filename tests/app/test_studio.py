@@ -16,7 +16,7 @@ from app.form import Draft
 from app.studio import Studio
 from tests.runs import make_pictures, write_preset
 from trainer import launch
-from trainer.config import InputError
+from trainer.config.errors import InputError
 
 
 @pytest.fixture

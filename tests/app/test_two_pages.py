@@ -16,8 +16,8 @@ from app import dataset, form, runs
 from app.dataset import Captions, Card
 from app.form import Draft
 from app.studio import Studio
-from trainer import configfile
-from trainer.config import InputError
+from trainer.config.errors import InputError
+from trainer.config.load import ConfigError, load_config, load_config_text
 
 TAGGER = """
 from pathlib import Path; from app import runs; import sys
@@ -32,7 +32,7 @@ for number in range(20): captions.write(Card(Path(sys.argv[1]) / f"{sys.argv[2]}
 """
 SAVER = """
 from pathlib import Path; from app import form; from app.form import Draft; from app.studio import Studio; import sys
-from trainer.config import InputError
+from trainer.config.schema import InputError
 studio = Studio(Path(sys.argv[1])); checked = form.check(Draft(studio.presets()["quickstart"])); saved = []
 print("ready", flush=True); input()
 for number in range(20):
@@ -164,8 +164,8 @@ def lines(head: str, line: str, count: int) -> str:
 )
 def test_any_config_is_answered_within_a_second(text: str, said: str):
     began = time.process_time()
-    with pytest.raises(configfile.ConfigError) as caught:
-        configfile.load_text(f"{text}\n", ("data.path=/", "model.family=flux2") if "stages" in said else (), Path("x"))
+    with pytest.raises(ConfigError) as caught:
+        load_config_text(f"{text}\n", ("data.path=/", "model.family=flux2") if "stages" in said else (), Path("x"))
     assert said in str(caught.value)
     assert time.process_time() - began < 1.5  # of a core that other work slows down
 
@@ -176,8 +176,8 @@ def test_a_config_that_is_a_pipe_or_endless_is_named_at_once(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe.yaml")
     (tmp_path / "endless.yaml").symlink_to("/dev/zero")
     for name in ("pipe.yaml", "endless.yaml"):
-        with pytest.raises(configfile.ConfigError, match=f"{name}: not a regular file; remove it"):
-            configfile.load(tmp_path / name)
+        with pytest.raises(ConfigError, match=f"{name}: not a regular file; remove it"):
+            load_config(tmp_path / name)
 
 
 def sentences(argv: Sequence[str], cwd: Path) -> tuple[int, str]:

@@ -16,8 +16,7 @@ from nbclient import NotebookClient
 from app import form as rows_of_a_form
 from app.form import Draft
 from app.widgets.form import Form
-from trainer import configfile
-from trainer.configfile import ConfigError
+from trainer.config.load import ConfigError, dump_config, load_config
 
 ROOT = Path(__file__).parents[2]
 PRESETS = sorted((ROOT / "presets").glob("*.yaml"))
@@ -64,7 +63,7 @@ def review(form: Form) -> str:
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda file: file.stem)
 def test_every_row_of_a_preset_has_an_input_of_its_kind_and_a_fresh_form_is_small(preset: Path):
     form = Form(preset)
-    checked = rows_of_a_form.check_files(rows_of_a_form.check(Draft(preset)))
+    checked = rows_of_a_form.check_with_files(rows_of_a_form.check(Draft(preset)))
     rows = {row.field: row for row in rows_of_a_form.rows(checked) if row.is_visible}
     assert shown(form) == {name for name, row in rows.items() if row.in_front or row.error}
     assert len(json.dumps(dependency_state(form.widget, drop_defaults=False), indent=1)) < MOST_BYTES
@@ -173,7 +172,7 @@ def test_another_adapter_has_other_rows_and_leaves_out_what_was_typed_for_the_fi
     form.inputs["adapter.type"].value = "lora"
     assert "adapter.rank" in shown(form)
     assert form.inputs["adapter.rank"].value == "16"
-    assert form.config.config == configfile.load(QUICKSTART).config
+    assert form.config.config == load_config(QUICKSTART).config
 
 
 def test_only_words_that_go_together_can_be_chosen_and_one_that_was_chosen_before_stays():
@@ -197,7 +196,7 @@ def test_a_change_is_looked_at_once(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_preset_that_was_broken_meanwhile_is_told(tmp_path: Path):
     file = tmp_path / "own.yaml"
-    file.write_text(configfile.dump(configfile.load(QUICKSTART).config))
+    file.write_text(dump_config(load_config(QUICKSTART).config))
     form = Form(file)
     file.write_text("train: 5")
     form.inputs["train.steps"].value = "7"

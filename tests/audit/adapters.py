@@ -22,7 +22,7 @@ from tests.audit.check import Check
 from trainer import adapters
 from trainer.adapters import Targets
 from trainer.adapters.state import TrainedAdapter
-from trainer.config import (
+from trainer.config.sections import (
     AdapterSection,
     BoftAdapter,
     DiagOftAdapter,

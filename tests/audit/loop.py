@@ -33,7 +33,8 @@ from torch import Tensor, nn
 
 from tests.audit.check import Check
 from trainer import families
-from trainer.config import OptimConfig, RunConfig
+from trainer.config.schema import RunConfig
+from trainer.config.sections import OptimConfig
 from trainer.events import AnyEvent, StepEvent
 from trainer.families.base import ImageFamily
 from trainer.modules import encoder_loader

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from PIL import Image
 
 from trainer import families
-from trainer.config import ModelConfig, ModelOptions, ObjectiveConfig, RunConfig
+from trainer.config.schema import RunConfig
+from trainer.config.sections import ModelConfig, ModelOptions, ObjectiveConfig
 from trainer.rundir import RunDir
 from trainer.train import Trainer
 from trainer.world import connect

@@ -19,7 +19,7 @@ from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DMo
 from torch import Tensor, nn
 
 from trainer import adapters
-from trainer.config import (
+from trainer.config.sections import (
     AdapterSection,
     BoftAdapter,
     DiagOftAdapter,

@@ -23,8 +23,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.benchmarks.processes import run_ranks_afresh
 from trainer import families
-from trainer.config import ModelConfig, ModelOptions, RunConfig
-from trainer.configfile import load_text
+from trainer.config.load import load_config_text
+from trainer.config.schema import RunConfig
+from trainer.config.sections import ModelConfig, ModelOptions
 from trainer.families._published import published_folder
 from trainer.modules import build_model, materialize, shard_model
 from trainer.optim import make_optimizer
@@ -61,7 +62,7 @@ def config(method: str, checkpointing: str, cache: Path) -> RunConfig:
         file.write_text(json.dumps(json.loads(file.read_text()) | BLOCKS))
     fields = ("model.family=flux2", f"model.path={folder}", "parallel.devices=2", "parallel.strategy=full")
     more = ("train.batch_size=2", f"train.checkpointing={checkpointing}", "parallel.device=cpu")
-    return load_text("data: {path: .}", (*fields, *more, *METHODS[method]), Path("run.yaml")).config
+    return load_config_text("data: {path: .}", (*fields, *more, *METHODS[method]), Path("run.yaml")).config
 
 
 def traced(cfg: RunConfig, cache: Path) -> int:

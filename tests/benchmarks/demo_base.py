@@ -22,7 +22,7 @@ from diffusers import Flux2KleinPipeline
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from trainer.config import DEMO
+from trainer.config.sections import DEMO
 from trainer.demo.pictures import Picture, glyphs, numbers_and_colours
 
 ROOT = Path(__file__).parents[2]

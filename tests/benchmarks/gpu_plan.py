@@ -19,8 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.benchmarks.allocator import given_out
 from trainer import families
-from trainer.config import RunConfig
-from trainer.configfile import load_text
+from trainer.config.load import load_config_text
+from trainer.config.schema import RunConfig
 from trainer.modules import build_model, materialize, shard_model
 from trainer.optim import make_optimizer
 from trainer.parallel.mesh import device_mesh
@@ -51,7 +51,7 @@ class Case:
         lines = [f"model.family={family}", f"model.options.architecture={architecture}", f"model.path={path}"]
         lines += [f"parallel.devices={self.ranks}", f"parallel.strategy={strategy}", f"parallel.device={device}"]
         lines += [f"train.batch_size={self.ranks}"] + ([] if device == "cuda" else ["data.resolution=64"])
-        return load_text("data: {path: .}", (*lines, *self.fields), Path("case.yaml")).config
+        return load_config_text("data: {path: .}", (*lines, *self.fields), Path("case.yaml")).config
 
 
 CASES: Mapping[str, Case] = {

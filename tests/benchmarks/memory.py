@@ -27,7 +27,7 @@ from torch import nn
 from tests.benchmarks.processes import run_ranks_afresh
 from tests.benchmarks.workload import KLEIN_MEDIUM, Bench, prepare
 from trainer import families
-from trainer.config import ParallelConfig
+from trainer.config.sections import ParallelConfig
 from trainer.modules import build_model, load_model
 from trainer.parallel.memory import full_bytes, local_bytes
 from trainer.world import World, connect

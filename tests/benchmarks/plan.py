@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
-from trainer.config import RunConfig
-from trainer.configfile import load_text
+from trainer.config.load import load_config_text
+from trainer.config.schema import RunConfig
 from trainer.plan.memory import plan_of
 from trainer.plan.phases import CAPTIONS, SAMPLING, TRAINING, captions, over_all
 from trainer.plan.sizes import rank_of, sharding_of, size_of
@@ -56,7 +56,7 @@ class Case:
         )
         given = {field.partition("=")[0] for field in self.fields}
         usual = [field for field in fields if field.partition("=")[0] not in given]
-        return load_text("data: {path: .}", (*usual, *self.fields), Path("case.yaml")).config
+        return load_config_text("data: {path: .}", (*usual, *self.fields), Path("case.yaml")).config
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 from app.preflight import HERE, Preflights
-from trainer import configfile
-from trainer.config import RunConfig
+from trainer.config.load import load_config, load_config_text
+from trainer.config.schema import RunConfig
 from trainer.plan.fixes import planned
 from trainer.plan.hardware import CARDS
 from trainer.plan.store import find_model
@@ -49,7 +49,7 @@ def page_s(cfg: RunConfig, place: str, preflights: Preflights) -> float:
 def recorded_s(family: str, architecture: str, field: str) -> float:
     """Of what is recorded once."""
     fields = (f"model.family={family}", "model.path=published/model", f"model.options.architecture={architecture}")
-    cfg = configfile.load_text("data: {path: .}", (*fields, field), Path("new.yaml")).config
+    cfg = load_config_text("data: {path: .}", (*fields, field), Path("new.yaml")).config
     with tempfile.TemporaryDirectory() as cache:
         began = time.perf_counter()
         find_model(cfg, Path(cache))
@@ -62,7 +62,7 @@ def main() -> int:
     slowest = max(typed, key=typed.__getitem__)
     print(f"launch.py --plan, {len(typed)} presets: {min(typed.values()):.2f} to {typed[slowest]:.2f} s ({slowest})")
     preflights = Preflights(Path("nowhere"))
-    cfgs = [configfile.load(preset).config for preset in PRESETS]
+    cfgs = [load_config(preset).config for preset in PRESETS]
     for cfg in cfgs:
         planned(cfg, None, Path("nowhere"))  # reads what was recorded
     waits = [page_s(cfg, place, preflights) for cfg in cfgs for place in (HERE, *CARDS)]

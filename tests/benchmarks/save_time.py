@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.benchmarks.processes import run_ranks_afresh
 from tests.benchmarks.workload import LITTLE, Bench, prepare
 from trainer.checkpoint import Checkpointer
-from trainer.config import ParallelConfig
+from trainer.config.sections import ParallelConfig
 from trainer.world import World, connect
 
 RANKS = 2

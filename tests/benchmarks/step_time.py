@@ -27,7 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.benchmarks.processes import run_ranks_afresh
 from tests.benchmarks.workload import KLEIN_SMALL, Bench, prepare
-from trainer.config import ParallelConfig
+from trainer.config.sections import ParallelConfig
 from trainer.encode import EncodedData
 from trainer.families.flux2 import Flux2, image_ids, text_ids
 from trainer.objectives import Batch

@@ -22,7 +22,7 @@ from PIL import Image, ImageDraw
 
 from tests.readme import write_section
 from tests.runs import alone, make_run
-from trainer import configfile
+from trainer.config.load import load_config
 from trainer.demo.style import in_style
 from trainer.train import Trainer
 
@@ -81,7 +81,7 @@ def subjects() -> dict[str, Image.Image]:
 def trainer_of(root: Path, changes: Sequence[str]) -> Trainer:
     """Of the preset with the changes, in this process."""
     here = ("parallel.devices=1", "train.micro_batch=16", "data.validation=0")
-    cfg = configfile.load(PRESET, (*here, *changes)).config
+    cfg = load_config(PRESET, (*here, *changes)).config
     return Trainer(cfg, make_run(root, cfg, "run"), alone(), root / "cache", lambda event: None)
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.encode import EncodedData, encode_data
 from trainer.families._text import write_tiny_tokenizer
 from trainer.families.base import LoadModule

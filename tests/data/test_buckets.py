@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.config import InputError
+from trainer.config.errors import InputError
 from trainer.data.buckets import bucket_sizes, choose_bucket
 
 

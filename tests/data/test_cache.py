@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from trainer.config import InputError
+from trainer.config.errors import InputError
 from trainer.data.cache import PARTS, Crew, ExampleCache, content_keys, encode_missing, missing
 from trainer.objectives import Example
 

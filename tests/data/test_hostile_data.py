@@ -21,7 +21,8 @@ from PIL import Image
 
 from tests.commands import launch_py, preset_folder
 from tests.data.test_images import add_image, data
-from trainer.config import DataConfig, InputError
+from trainer.config.errors import InputError
+from trainer.config.sections import DataConfig
 from trainer.data import questions, textfiles
 from trainer.data.images import scan
 from trainer.data.pixels import load_rgb, open_picture
@@ -173,7 +174,7 @@ def test_masks_that_never_end_are_named(tmp_path: Path) -> None:
 ROWS_IN_A_SMALL_PROCESS = """
 import sys
 from pathlib import Path
-from trainer.config import DataConfig, InputError
+from trainer.config.schema import DataConfig, InputError
 from trainer.data import images, questions
 for folder in map(Path, sys.argv[1:]):
     asked = folder / "questions.jsonl"

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from trainer.config import DataConfig, InputError
+from trainer.config.errors import InputError
+from trainer.config.sections import DataConfig
 from trainer.data.images import scan
 from trainer.data.pixels import load_rgb, open_picture
 
@@ -333,7 +334,7 @@ def test_the_quickstart_holds_32_small_pictures_with_captions() -> None:
 
 def test_a_dataset_is_scanned_without_torch_and_numpy() -> None:
     code = (
-        "import sys; from trainer.config import DataConfig; from trainer.data import buckets, images; "
+        "import sys; from trainer.config.schema import DataConfig; from trainer.data import buckets, images; "
         f"images.scan(DataConfig(path={str(QUICKSTART)!r})); print({{'torch', 'numpy'}} & sys.modules.keys())"
     )
     command = [sys.executable, "-c", code]

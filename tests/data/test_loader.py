@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 import torch
 
-from trainer.config import InputError
+from trainer.config.errors import InputError
 from trainer.data.loader import BatchPlan, BatchSizes, Item, Loader, MicroBatch
 from trainer.manifest import Progress
 from trainer.objectives import Example

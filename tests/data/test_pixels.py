@@ -25,7 +25,7 @@ from tests.data.profiles import (
     rgb_profile,
     srgb_curve,
 )
-from trainer.config import InputError
+from trainer.config.errors import InputError
 from trainer.data import png_chunks
 from trainer.data.pixels import Picture, load_mask, load_rgb, open_picture
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.config import InputError
+from trainer.config.errors import InputError
 from trainer.data.text import PADDING, START, Piece, Place, Row, TextStream
 from trainer.data.textfiles import digest, find_files
 

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed import run_ranks
 from tests.runs import Outcome, difference, make_pictures, make_run, run_config, train
 from trainer import families
-from trainer.config import InputError, RunConfig
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
 from trainer.modules import _coded, build_model, load_model
 from trainer.parallel.load import load_weights
 from trainer.parallel.memory import full_bytes, local_bytes

@@ -15,7 +15,8 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainer.config import InputError, ModelConfig, ModelOptions, ObjectiveConfig, SampleConfig
+from trainer.config.errors import InputError
+from trainer.config.sections import ModelConfig, ModelOptions, ObjectiveConfig, SampleConfig
 from trainer.families import get, names
 from trainer.families.base import ImageFamily, ModelFamily, MultimodalFamily, TextFamily
 from trainer.objectives import Batch, Example

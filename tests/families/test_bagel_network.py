@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from tests.distributed import run_ranks
 from tests.distributed.gradients import whole_gradients
-from trainer.config import ParallelConfig, TrainConfig
+from trainer.config.sections import ParallelConfig, TrainConfig
 from trainer.families._bagel import (
     BAGEL_7B_MOT,
     BLOCKS,

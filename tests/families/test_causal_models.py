@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from tests.distributed import run_ranks
 from tests.distributed.gradients import whole_gradients
-from trainer.config import InputError, ParallelConfig, TrainConfig
+from trainer.config.errors import InputError
+from trainer.config.sections import ParallelConfig, TrainConfig
 from trainer.families._causal import (
     block_names,
     build_language_model,

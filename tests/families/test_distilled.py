@@ -19,7 +19,7 @@ from diffusers import (
 )
 
 from tests.families.common import IMAGES, assert_same_picture, edit_json, load, make, model_of, without_bar
-from trainer.config import SampleConfig
+from trainer.config.sections import SampleConfig
 from trainer.rng import SampleRng
 
 SIZE = {"width": 64, "height": 32}

@@ -18,7 +18,7 @@ from tests.distributed import run_ranks
 from tests.families.common import batch_of, edit_json, examples, make, picture
 from tests.runs import alone, difference, make_run, make_text, run_config, steps_of, text_config, train
 from trainer import adapters, families
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.encode import Say
 from trainer.events import AnyEvent, WarningEvent
 from trainer.export import export

@@ -24,7 +24,7 @@ from tests.families.common import (
 )
 from tests.runs import make_pictures, make_run, run_config, train
 from trainer import families
-from trainer.config import ModelOptions, ObjectiveConfig
+from trainer.config.sections import ModelOptions, ObjectiveConfig
 from trainer.export import export
 from trainer.families import _flow
 from trainer.families.base import FLOW_FIELDS

@@ -26,7 +26,7 @@ from tests.families.common import (
     sampled_times,
     without_bar,
 )
-from trainer.config import ObjectiveConfig, SampleConfig
+from trainer.config.sections import ObjectiveConfig, SampleConfig
 from trainer.families._images import pack, patchify, unpack, unpatchify
 from trainer.families.flux1 import ARCHITECTURES, Flux1, image_ids
 from trainer.objectives import Shift, add_noise, draw_sigma, shift_factor

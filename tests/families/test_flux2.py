@@ -30,7 +30,8 @@ from tests.families.common import (
     refusal,
     without_bar,
 )
-from trainer.config import InputError, ModelConfig, ObjectiveConfig, SampleConfig
+from trainer.config.errors import InputError
+from trainer.config.sections import ModelConfig, ObjectiveConfig, SampleConfig
 from trainer.families._folder import ModelFolder, write_once
 from trainer.families._images import pack, patchify, unpack, unpatchify
 from trainer.families._text import stacked_layers

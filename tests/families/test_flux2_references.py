@@ -23,7 +23,7 @@ from tests.families.common import (
     recorded_decodes,
     without_bar,
 )
-from trainer.config import ObjectiveConfig, SampleConfig
+from trainer.config.sections import ObjectiveConfig, SampleConfig
 from trainer.families.flux2 import REFERENCE_TIME, Flux2, image_ids
 from trainer.objectives import Example, add_noise, draw_sigma
 from trainer.rng import SampleRng

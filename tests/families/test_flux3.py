@@ -34,7 +34,7 @@ from tests.families.common import (
 )
 from tests.runs import alone, run_config
 from trainer import families
-from trainer.config import ObjectiveConfig, SampleConfig
+from trainer.config.sections import ObjectiveConfig, SampleConfig
 from trainer.data.loader import BatchPlan, BatchSizes
 from trainer.encode import batch_keys, encode_data
 from trainer.families._images import pack

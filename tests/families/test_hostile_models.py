@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from trainer import families
-from trainer.config import InputError, ModelConfig, ObjectiveConfig
+from trainer.config.errors import InputError
+from trainer.config.sections import ModelConfig, ObjectiveConfig
 from trainer.families._folder import read_json
 from trainer.families._text import load_tokenizer
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.runs import run_config
 from trainer import families
-from trainer.config import InputError
+from trainer.config.errors import InputError
 
 
 @pytest.mark.parametrize(

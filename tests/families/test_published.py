@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tests.families.common import IMAGES, load, make
 from trainer import families
-from trainer.config import InputError, ModelConfig, ModelOptions
+from trainer.config.errors import InputError
+from trainer.config.sections import ModelConfig, ModelOptions
 from trainer.families._folder import ModelFolder
 from trainer.families._published import published_folder
 from trainer.families._text import stacked_layers

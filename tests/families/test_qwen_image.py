@@ -24,7 +24,7 @@ from tests.families.common import (
     sampled_times,
     without_bar,
 )
-from trainer.config import ObjectiveConfig, SampleConfig
+from trainer.config.sections import ObjectiveConfig, SampleConfig
 from trainer.families._images import pack, patchify
 from trainer.families.qwen_image import ARCHITECTURES, TEMPLATE, TEMPLATE_TOKENS, QwenImage
 from trainer.objectives import Shift, add_noise, draw_sigma

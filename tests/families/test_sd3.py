@@ -23,7 +23,7 @@ from tests.families.common import (
     refusal,
     without_bar,
 )
-from trainer.config import ObjectiveConfig, SampleConfig
+from trainer.config.sections import ObjectiveConfig, SampleConfig
 from trainer.families.sd3 import ARCHITECTURES, Sd3
 from trainer.objectives import Shift, add_noise, draw_sigma, shift_sigma
 from trainer.rng import SampleRng

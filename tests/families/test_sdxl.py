@@ -33,7 +33,9 @@ from tests.families.common import (
 )
 from tests.runs import alone, difference, make_pictures, make_run, run_config, train
 from trainer.adapters import adapted_layers
-from trainer.config import InputError, ModelConfig, ModelOptions, ObjectiveConfig, RunConfig, SampleConfig
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
+from trainer.config.sections import ModelConfig, ModelOptions, ObjectiveConfig, SampleConfig
 from trainer.export.metadata import adapter_metadata
 from trainer.families.sdxl import ARCHITECTURES, Sdxl
 from trainer.rng import SampleRng, generator

@@ -36,7 +36,8 @@ from tests.families.common import (
 )
 from tests.runs import alone, as_of_an_earlier_version, make_pictures, make_run, run_config, train
 from trainer import families
-from trainer.config import ObjectiveConfig, RuleError, SampleConfig
+from trainer.config.errors import RuleError
+from trainer.config.sections import ObjectiveConfig, SampleConfig
 from trainer.data.loader import Item
 from trainer.encode import encode_data
 from trainer.events import WarningEvent

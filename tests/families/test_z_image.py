@@ -24,7 +24,7 @@ from tests.families.common import (
     sampled_times,
     without_bar,
 )
-from trainer.config import ObjectiveConfig, SampleConfig
+from trainer.config.sections import ObjectiveConfig, SampleConfig
 from trainer.families.z_image import ARCHITECTURES, ZImage
 from trainer.objectives import Shift, add_noise, draw_sigma
 from trainer.rng import SampleRng

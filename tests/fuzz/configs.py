@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.fuzz.target import CHANGES, ODD_BYTES, Target, changed, refusals
 from tests.test_generated_configs import ANYTHING, FIELDS
-from trainer import configfile, prepare
+from trainer import prepare
+from trainer.config.load import check_start, load_config
 
 PRESETS = Path(__file__).parents[2] / "presets"
 LINES = st.sampled_from(
@@ -41,8 +42,8 @@ def _prepared(folder: Path) -> Iterator[Callable[[Any], None]]:
         (name, content), overrides = value
         file.write_bytes(changed((PRESETS / name).read_bytes(), content) if name else content)
         with refusals():
-            loaded = configfile.load(file, overrides)
-            configfile.check_start(loaded)
+            loaded = load_config(file, overrides)
+            check_start(loaded)
             prepare.check(loaded)
 
     yield answer

@@ -16,7 +16,7 @@ from PIL import Image
 from app.thumbnails import Thumbnails
 from tests.fuzz import target
 from tests.fuzz.target import CHANGES, ODD_BYTES, Target, changed, refusals
-from trainer.config import DataConfig
+from trainer.config.sections import DataConfig
 from trainer.data import images, questions
 from trainer.data.pixels import load_rgb
 

@@ -30,7 +30,7 @@ from tests.interop import comfyui, flux1_width
 from trainer import families
 from trainer.adapters.formats import AdapterFile
 from trainer.adapters.layer import LayerAdapter
-from trainer.config import InputError
+from trainer.config.errors import InputError
 from trainer.weights import ORIGINAL_PREFIX
 
 FORMATS = ("auto", "diffusers", "comfyui", "kohya", "lycoris", "peft")

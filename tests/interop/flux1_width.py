@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tests.adapters import consumers
 from tests.adapters.examples import Example, cached_example, saved
 from trainer import families
-from trainer.config import ModelConfig, ObjectiveConfig
+from trainer.config.sections import ModelConfig, ObjectiveConfig
 
 WIDTH = {
     "attention_head_dim": 128,

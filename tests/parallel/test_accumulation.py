@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from tests.distributed import run_ranks
 from tests.runs import Outcome, alone, difference, make_pictures, make_run, run_config, train
 from trainer import families
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.modules import build_model, load_model, sync_gradients
 from trainer.rng import SampleRng
 from trainer.world import World

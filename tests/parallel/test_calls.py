@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.distributed import run_ranks
 from tests.distributed.gradients import whole_gradients
-from trainer.config import ParallelConfig, TrainConfig
+from trainer.config.sections import ParallelConfig, TrainConfig
 from trainer.parallel.calls import check_calls, entries
 from trainer.parallel.mesh import device_mesh
 from trainer.parallel.shard import blocks_of, parallelize

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
-from trainer.config import OptimConfig, ParallelConfig
+from trainer.config.sections import OptimConfig, ParallelConfig
 from trainer.optim import make_optimizer
 from trainer.parallel.mesh import device_mesh
 from trainer.parallel.shard import blocks_of, shard_units

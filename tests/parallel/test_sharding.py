@@ -11,7 +11,8 @@ from torch import nn
 
 from tests.distributed import run_ranks
 from tests.runs import Outcome, alone, make_pictures, make_run, run_config, train
-from trainer.config import ParallelConfig, RunConfig
+from trainer.config.schema import RunConfig
+from trainer.config.sections import ParallelConfig
 from trainer.parallel.check import check_reduced, diverged
 from trainer.parallel.mesh import device_mesh, resolve_strategy
 from trainer.parallel.shard import blocks_of, shard_units

@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed import run_ranks
 from tests.runs import make_pictures, make_run, run_config
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.events import AnyEvent, WarningEvent
 from trainer.parallel.straggler import STEPS, Stragglers
 from trainer.rundir import RunDir

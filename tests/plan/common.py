@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.config import RunConfig
-from trainer.configfile import load_text
+from trainer.config.load import load_config_text
+from trainer.config.schema import RunConfig
 from trainer.plan.memory import MemoryPlan, plan_of
 from trainer.plan.store import SHIPPED, known_model
 from trainer.plan.tables import Table, decode
@@ -27,7 +27,7 @@ def run(model: str, *fields: str) -> RunConfig:
     usual = ["model.path=published/model", "parallel.strategy=full", "parallel.devices=4"]
     given = {field.partition("=")[0] for field in fields}
     lines = [field for field in (*named, *usual) if field.partition("=")[0] not in given]
-    return load_text("data: {path: .}", (*lines, *fields), Path("run.yaml")).config
+    return load_config_text("data: {path: .}", (*lines, *fields), Path("run.yaml")).config
 
 
 def planned(model: str, *fields: str) -> MemoryPlan:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.plan.common import NOWHERE
 from tests.readme import README
-from trainer import configfile
+from trainer.config.load import load_config
 from trainer.plan.fixes import planned
 from trainer.plan.hardware import GIB
 from trainer.plan.phases import CAPTIONS, SAMPLING, TRAINING
@@ -21,7 +21,7 @@ LINE = re.compile(r"^# (?P<where>per GPU|on the GPU), GiB +training .+$", re.MUL
 
 def needs(name: str, *fields: str) -> dict[str, str]:
     """{part of a preset's run: GiB}; - for a part that there is not."""
-    found = planned(configfile.load(PRESETS / f"{name}.yaml", fields).config, None, NOWHERE)
+    found = planned(load_config(PRESETS / f"{name}.yaml", fields).config, None, NOWHERE)
     assert found is not None
     peaks = {phase.name: f"{phase.peak / GIB:.1f}" for phase in found.phases}
     return {part: peaks.get(part, "-") for part in (TRAINING, CAPTIONS, SAMPLING)}

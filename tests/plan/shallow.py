@@ -17,7 +17,8 @@ from pathlib import Path
 
 from tests.plan.common import MODELS, run
 from trainer import families
-from trainer.config import ModelConfig, RunConfig
+from trainer.config.schema import RunConfig
+from trainer.config.sections import ModelConfig
 from trainer.families._published import published_folder
 from trainer.plan import virtual
 from trainer.plan.encoders import record_encoders, trace_captions

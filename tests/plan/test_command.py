@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.plan.common import NOWHERE
-from trainer import configfile
+from trainer.config.load import load_config
 from trainer.plan.store import known_model
 
 ROOT = Path(__file__).parents[2]
@@ -96,7 +96,7 @@ def test_the_answer_comes_at_once() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.stem)
 def test_what_a_preset_needs_comes_with_the_program(preset: Path) -> None:
-    assert known_model(configfile.load(preset).config, NOWHERE) is not None
+    assert known_model(load_config(preset).config, NOWHERE) is not None
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.plan.common import NOWHERE, run
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.plan.fixes import STEPS, Fix, fixes, largest, planned
 from trainer.plan.hardware import CARDS
 

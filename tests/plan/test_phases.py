@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.plan.common import NOWHERE, planned, run
-from trainer import configfile
+from trainer.config.load import load_config
 from trainer.plan import fixes as fixing
 from trainer.plan.fixes import fixes
 from trainer.plan.hardware import CARDS, GIB
@@ -61,7 +61,7 @@ def test_text_encoders_in_fewer_bits_or_on_the_host_take_less() -> None:
 
 def test_a_text_encoder_that_is_trained_is_not_loaded_a_second_time() -> None:
     assert peaks("sdxl base")[CAPTIONS] == pytest.approx(3.02, abs=0.05)  # both CLIPs in fp32, whole on each rank
-    live = configfile.load(PRESETS / "sdxl-locon-text-encoders-2gpu.yaml").config
+    live = load_config(PRESETS / "sdxl-locon-text-encoders-2gpu.yaml").config
     found = fixing.planned(live, None, NOWHERE)
     assert found is not None
     assert CAPTIONS not in [phase.name for phase in found.phases]

@@ -13,7 +13,7 @@ from tests.plan.common import NOWHERE
 from tests.plan.fits import fits_table
 from tests.plan.needs import rows
 from tests.readme import README, section
-from trainer import configfile
+from trainer.config.load import load_config
 from trainer.plan.fixes import planned
 from trainer.plan.hardware import CARDS
 
@@ -28,7 +28,7 @@ def test_the_table_of_what_fits_where_is_what_the_plan_says() -> None:
 def test_no_preset_is_too_large_for_the_gpus_that_the_readme_names(row: str) -> None:
     named = re.match(r"\| \[([\w-]+)\]\(.+?\) \| \d+ of (\d+) GB", row)
     assert named is not None
-    found = planned(configfile.load(ROOT / "presets" / f"{named[1]}.yaml").config, CARDS[f"{named[2]}gb"], NOWHERE)
+    found = planned(load_config(ROOT / "presets" / f"{named[1]}.yaml").config, CARDS[f"{named[2]}gb"], NOWHERE)
     assert found is not None
     assert found.verdict in ("fits", "tight")
 

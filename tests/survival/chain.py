@@ -19,7 +19,7 @@ import psutil
 from tests.runs import make_run, run_config
 from tests.survival.checks import Reference, end_problems, file_problems, processes_of, story_problems
 from trainer import launch, manifest, prepare
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.events import AnyEvent, CheckpointEvent, EventReader, State, StatusEvent, StepEvent, last_state
 from trainer.launch import Launch
 from trainer.rundir import RunDir

@@ -30,7 +30,7 @@ from trainer.adapters.targets import (
 )
 from trainer.adapters.targets import match as match_names
 from trainer.adapters.tuner import ADAPTER, Layer, Make, replace_layers
-from trainer.config import (
+from trainer.config.sections import (
     AdapterSection,
     BoftAdapter,
     DiagOftAdapter,

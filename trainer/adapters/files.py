@@ -21,8 +21,8 @@ from torch import Tensor
 from trainer.adapters.formats import DORA_CONVENTION, Naming
 from trainer.adapters.layer import TENSORS, Kind, LayerAdapter
 from trainer.adapters.patterns import find_pattern
-from trainer.config import InputError
-from trainer.files import first_problem, read_json
+from trainer.config.errors import InputError
+from trainer.config.files import first_problem, read_json
 from trainer.weights import ORIGINAL_PREFIX, WeightFiles
 
 PEFT_PREFIX = "base_model.model."

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.adapters import Targets, initial_value, inject
-from trainer.config import AdapterSection
+from trainer.config.sections import AdapterSection
 
 STEPS = 200
 LEARNING_RATE = 0.02

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.adapters.layer import SHORTEST, Kind, LayerAdapter
-from trainer.config import InputError
+from trainer.config.errors import InputError
 from trainer.weights import ORIGINAL_PREFIX, Fused
 
 Base = Callable[[str], Tensor]

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.adapters.targets import counted
 from trainer.adapters.tuner import ADAPTER, Layer, apply, apply_pointwise, weight_shape
-from trainer.config import LokrAdapter
+from trainer.config.sections import LokrAdapter
 
 
 class _Product(LycorisLayer):  # type: ignore[misc]

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from trainer.adapters.layer import Kind, LayerAdapter
 from trainer.adapters.tuner import ADAPTER
-from trainer.config import AdapterSection, InputError, RankAdapter
+from trainer.config.errors import InputError
+from trainer.config.sections import AdapterSection, RankAdapter
 from trainer.manifest import RECIPE
 
 BaseWeight = Callable[[str], Tensor]

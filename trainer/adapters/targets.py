@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from trainer.adapters.tuner import Layer, weight_shape
-from trainer.config import (
+from trainer.config.errors import InputError
+from trainer.config.sections import (
     AdapterSection,
     BoftAdapter,
     ConvAdapter,
     DiagOftAdapter,
     DoraAdapter,
-    InputError,
     LoconAdapter,
     LokrAdapter,
     RankAdapter,

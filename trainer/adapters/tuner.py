@@ -12,7 +12,7 @@ from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 
-from trainer.config import InputError
+from trainer.config.errors import InputError
 
 ADAPTER = "default"  # peft's name of the one adapter there is; part of parameter names inside the model, not of files
 

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from trainer.config import InputError
+from trainer.config.errors import InputError
 from trainer.data.pixels import Picture
 
 

@@ -17,9 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 
-from trainer import files
-from trainer.config import InputError
-from trainer.files import make_private_if_new, opened
+from trainer.config import files
+from trainer.config.errors import InputError
+from trainer.config.files import make_private_if_new, opened
 from trainer.objectives import Example
 
 T = TypeVar("T")

@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from trainer.config import InputError
+from trainer.config.errors import InputError
+from trainer.config.files import opened
 from trainer.data.buckets import choose_bucket
 from trainer.data.pixels import Picture
-from trainer.files import opened
 
 MOST_ENLARGED = 1.5
 """Times the size of the file, above which an image is blurred at the size it is trained at."""

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from trainer.config import DataConfig, InputError, half_character
+from trainer.config.errors import InputError
+from trainer.config.files import opened
+from trainer.config.sections import DataConfig, half_character
+from trainer.config.terminal import shortened
 from trainer.data import image_warnings
 from trainer.data.companions import Findings, Masks, References
 from trainer.data.pixels import IMAGE_SUFFIXES, Picture, files_below, open_picture
 from trainer.data.textfiles import rows
-from trainer.files import opened
-from trainer.terminal import shortened
 
 OTHER_IMAGE_SUFFIXES = frozenset({".gif", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".tga", ".psd", ".exr", ".dng"})
 TRIGGER_PLACE = "[trigger]"

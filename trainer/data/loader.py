@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from trainer.config import InputError
+from trainer.config.errors import InputError
 from trainer.manifest import Progress
 from trainer.objectives import Example
 from trainer.rng import derived_seed, generator

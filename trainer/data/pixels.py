@@ -16,12 +16,12 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from trainer import files
-from trainer.config import InputError
+from trainer.config import files
+from trainer.config.errors import InputError
+from trainer.config.terminal import shortened
 from trainer.data import colour, png_chunks
 from trainer.data.colour import Profile
 from trainer.data.textfiles import MOST_DEEP, too_deep
-from trainer.terminal import shortened
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
 MAX_PIXELS = 2**28

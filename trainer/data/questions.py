@@ -7,7 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config import DataConfig, InputError, half_character
+from trainer.config.errors import InputError
+from trainer.config.sections import DataConfig, half_character
 from trainer.data.images import MAX_SHOWN_PROBLEMS, MOST_WRONG_ROWS
 from trainer.data.pixels import Picture, open_picture
 from trainer.data.textfiles import rows

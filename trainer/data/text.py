@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer.config import InputError, half_character
+from trainer.config.errors import InputError
+from trainer.config.files import MIB, opened
+from trainer.config.sections import half_character
 from trainer.data.textfiles import reading
-from trainer.files import MIB, opened
 from trainer.rng import generator
 
 PADDING = -1

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.config import DataConfig, InputError
-from trainer.files import NOT_REGULAR, opened
-from trainer.terminal import shortened
+from trainer.config.errors import InputError
+from trainer.config.files import NOT_REGULAR, opened
+from trainer.config.sections import DataConfig
+from trainer.config.terminal import shortened
 
 SUFFIXES = frozenset({".txt", ".jsonl", ".npy"})
 MOST_DEEP = 100

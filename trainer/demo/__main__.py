@@ -20,14 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer import configfile
-from trainer.config import InputError
+from trainer.config.errors import InputError
+from trainer.config.load import load_config
+from trainer.config.terminal import complain, say
 from trainer.demo.autoencoder import train_autoencoder
 from trainer.demo.pictures import FONT, Picture, glyphs, numbers_and_colours, write_folder
 from trainer.demo.style import LOOKS, in_looks, write_held_out, write_quickstart
 from trainer.demo.text import random_text_encoder, tokenizer_of
 from trainer.launch import worker_environment
-from trainer.terminal import complain, say
 
 ROOT = Path(__file__).parents[2]
 PRESET = ROOT / "presets" / "demo-base-cpu.yaml"
@@ -74,7 +74,7 @@ def make_model(folder: Path, taught: list[Picture], autoencoder_steps: int, chan
     if not (folder / "vae").exists():
         vae = train_autoencoder(_pixels(taught), autoencoder_steps, SEED, _say)
         vae.save_pretrained(folder / "vae")
-    family = importlib.import_module(f"trainer.demo.{configfile.load(PRESET, ()).config.model.family}")
+    family = importlib.import_module(f"trainer.demo.{load_config(PRESET, ()).config.model.family}")
     if not (folder / "base").exists():
         tokenizer = tokenizer_of([*(picture.caption for picture in taught), *LOOKS])
         encoder = random_text_encoder(tokenizer, SEED)

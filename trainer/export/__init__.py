@@ -12,8 +12,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from trainer import checkpoint, configfile, families, manifest
-from trainer.config import InputError, NoAdapter, RunConfig
+from trainer import checkpoint, families, manifest
+from trainer.config.errors import InputError
+from trainer.config.load import stage_config
+from trainer.config.schema import RunConfig
+from trainer.config.sections import NoAdapter
 from trainer.export.adapter import export_adapter
 from trainer.export.check import check_export
 from trainer.export.drafts import Exported, draft
@@ -53,7 +56,7 @@ def hand_over(stage: Stage, run: RunDir, cache: Path, reference: Mapping[str, Te
     An adapter goes on where the next stage has the same one; else the next stage begins with a whole model.
     """
     cfg = stage.config
-    following = configfile.of_stage(run.config(), stage.number)
+    following = stage_config(run.config(), stage.number)
     family = families.make(cfg, cache)
     has_file = bool(family.layout(family.components[0]))
     if _goes_on(cfg, following):

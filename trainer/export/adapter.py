@@ -16,7 +16,7 @@ from trainer.adapters import adapted_layers
 from trainer.adapters.files import read_adapter
 from trainer.adapters.formats import DTYPES, adapter_files
 from trainer.adapters.layer import LayerAdapter
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.export.drafts import Exported, draft
 from trainer.export.metadata import adapter_metadata
 from trainer.families.base import ImageFamily, ModelFamily

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from trainer.adapters.formats import adapter_files
 from trainer.adapters.state import TrainedAdapter
-from trainer.config import SINGLE_FILES, InputError, NoAdapter, RunConfig
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
+from trainer.config.sections import SINGLE_FILES, NoAdapter
 from trainer.families.base import ModelFamily
 from trainer.trained import BaseWeights, naming
 

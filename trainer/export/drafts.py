@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer import files
+from trainer.config import files
 
 
 @dataclass(frozen=True)

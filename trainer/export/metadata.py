@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 
-from trainer.config import BoftAdapter, DiagOftAdapter, NoAdapter, RunConfig
+from trainer.config.schema import RunConfig
+from trainer.config.sections import BoftAdapter, DiagOftAdapter, NoAdapter
 from trainer.families.base import ModelFamily
 
 NETWORK_MODULES = {"lora": "networks.lora", "locon": "lycoris.kohya", "dora": "networks.lora"}

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from trainer.adapters import formats
-from trainer.config import SINGLE_FILES, RunConfig
+from trainer.config.schema import RunConfig
+from trainer.config.sections import SINGLE_FILES
 from trainer.export.drafts import Exported, draft
 from trainer.export.metadata import model_metadata
 from trainer.export.stream import Plan, Planned, num_bytes, write_stream

@@ -6,8 +6,11 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer import distilled, facts
-from trainer.config import InputError, RuleError, RunConfig, family_names
+from trainer import distilled
+from trainer.config import families
+from trainer.config.errors import InputError, RuleError
+from trainer.config.schema import RunConfig
+from trainer.config.sections import family_names
 
 if TYPE_CHECKING:
     from trainer.families.base import ModelFamily
@@ -30,7 +33,7 @@ def make(cfg: RunConfig, cache: Path) -> ModelFamily:
     Raises InputError when `model.path` holds no such model, or the config asks for what the family cannot do.
     """
     family = get(cfg.model.family)(cfg.model, cfg.objective, cache / "models")
-    problems = (*facts.refused(cfg), *distilled.refused(cfg.model, family.folder))
+    problems = (*families.refused(cfg), *distilled.refused(cfg.model, family.folder))
     if problems:
         raise RuleError(problems)
     _check_sample_size(cfg.sample.size, family.size_multiple)

@@ -1,4 +1,4 @@
-"""Writes facts.json, what is known of the families without importing them: `python -m trainer.families`."""
+"""Writes config/families.json, what is known of the families without importing them: `python -m trainer.families`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from trainer import families
-from trainer.facts import FACTS, FamilyFacts
+from trainer.config.families import FACTS, FamilyFacts
 
 
 def write_facts(path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainer.config import InputError, not_one_of
+from trainer.config.errors import InputError, not_one_of
 from trainer.objectives import Loss
 from trainer.rng import SampleRng
 

@@ -14,7 +14,8 @@ from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
 from torch import Tensor
 
-from trainer.config import InputError, ObjectiveConfig
+from trainer.config.errors import InputError
+from trainer.config.sections import ObjectiveConfig
 from trainer.families._folder import ModelFolder
 from trainer.objectives import Prediction
 

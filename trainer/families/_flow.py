@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.config import ObjectiveConfig
+from trainer.config.sections import ObjectiveConfig
 from trainer.objectives import (
     Batch,
     Example,

@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainer import files
-from trainer.config import DEMO, InputError, ModelConfig
-from trainer.files import make_private_if_new, read
+from trainer.config import files
+from trainer.config.errors import InputError
+from trainer.config.files import make_private_if_new, read
+from trainer.config.sections import DEMO, ModelConfig
 from trainer.hub import find_folder
 from trainer.rng import generator
 from trainer.weights import Fused, WeightFiles, digest, give_storage, safetensors_in, stored_tensors

@@ -11,7 +11,8 @@ from typing import Any
 from safetensors.torch import save_file
 
 from trainer import families
-from trainer.config import InputError, ModelConfig, ObjectiveConfig, not_one_of
+from trainer.config.errors import InputError, not_one_of
+from trainer.config.sections import ModelConfig, ObjectiveConfig
 from trainer.families._folder import write_once
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.config import InputError, ModelConfig
+from trainer.config.errors import InputError
+from trainer.config.sections import ModelConfig
 from trainer.families._folder import TRANSFORMERS_STEM, ModelFolder
 from trainer.families._images import device_of
 from trainer.families.base import LoadModule, TextLength

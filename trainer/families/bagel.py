@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainer.config import MODEL_WORDS, CompleteSample, InputError, ModelConfig, ObjectiveConfig, SampleConfig
+from trainer.config.errors import InputError
+from trainer.config.sections import MODEL_WORDS, CompleteSample, ModelConfig, ObjectiveConfig, SampleConfig
 from trainer.families._bagel import (
     BAGEL_7B_MOT,
     BLOCKS,

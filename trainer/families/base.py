@@ -19,18 +19,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from trainer import distilled
-from trainer.config import (
-    CompleteSample,
-    DataConfig,
-    InputError,
-    ModelConfig,
-    ObjectiveConfig,
-    RunConfig,
-    SampleConfig,
-    Section,
-    not_one_of,
-)
-from trainer.facts import Distilled
+from trainer.config.errors import InputError, not_one_of
+from trainer.config.families import Distilled
+from trainer.config.schema import RunConfig
+from trainer.config.sections import CompleteSample, DataConfig, ModelConfig, ObjectiveConfig, SampleConfig, Section
 from trainer.families._dropout import asked_dropout, dropout_warning
 from trainer.families._folder import DIFFUSERS_STEM, ModelFolder
 from trainer.objectives import Batch, Example, Loss, Shift

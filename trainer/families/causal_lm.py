@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainer.config import MODEL_WORDS, InputError, ModelConfig, ObjectiveConfig, SampleConfig, not_one_of
+from trainer.config.errors import InputError, not_one_of
+from trainer.config.sections import MODEL_WORDS, ModelConfig, ObjectiveConfig, SampleConfig
 from trainer.families._causal import (
     block_names,
     build_language_model,

@@ -19,8 +19,9 @@ from diffusers.models.transformers.transformer_flux import FluxTransformer2DMode
 from PIL import Image
 from torch import Tensor, nn
 
-from trainer.config import CompleteSample, InputError, ModelConfig, ObjectiveConfig
-from trainer.facts import Distilled
+from trainer.config.errors import InputError
+from trainer.config.families import Distilled
+from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.families._clip import (
     CLIP_L,
     CLIP_TOKENS,

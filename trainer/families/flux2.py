@@ -20,8 +20,8 @@ from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DMo
 from PIL import Image
 from torch import Tensor, nn
 
-from trainer.config import CompleteSample, ModelConfig, ObjectiveConfig
-from trainer.facts import Distilled
+from trainer.config.families import Distilled
+from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.families._flow import (
     asked,
     denoise,

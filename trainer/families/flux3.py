@@ -21,7 +21,8 @@ from diffusers.models.transformers.transformer_flux3 import Flux3Attention, Flux
 from PIL import Image
 from torch import Tensor, nn
 
-from trainer.config import CompleteSample, InputError, ModelConfig, ObjectiveConfig
+from trainer.config.errors import InputError
+from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.families._flow import asked, denoise, euler_scheduler, flow_loss, guided, spaced_sigmas
 from trainer.families._folder import check_architecture, open_folder, write_random, write_tiny
 from trainer.families._images import device_of, pack, unpack

@@ -21,8 +21,9 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from trainer.config import CompleteSample, InputError, ModelConfig, ObjectiveConfig
-from trainer.facts import Distilled
+from trainer.config.errors import InputError
+from trainer.config.families import Distilled
+from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.families._flow import (
     asked,
     denoise,

@@ -19,8 +19,8 @@ from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from PIL import Image
 from torch import Tensor, nn
 
-from trainer.config import CompleteSample, ModelConfig, ObjectiveConfig
-from trainer.facts import Distilled
+from trainer.config.families import Distilled
+from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.families._clip import (
     CLIP_G,
     CLIP_L,

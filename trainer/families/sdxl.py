@@ -20,16 +20,10 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from PIL import Image
 from torch import Tensor, nn
 
-from trainer.config import (
-    MOST_TEXT_WINDOWS,
-    CompleteSample,
-    InputError,
-    ModelConfig,
-    ObjectiveConfig,
-    RunConfig,
-    SampleConfig,
-)
-from trainer.facts import Distilled
+from trainer.config.errors import InputError
+from trainer.config.families import Distilled
+from trainer.config.schema import RunConfig
+from trainer.config.sections import MOST_TEXT_WINDOWS, CompleteSample, ModelConfig, ObjectiveConfig, SampleConfig
 from trainer.families._clip import (
     CLIP_G,
     CLIP_L,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from trainer.config import InputError
+from trainer.config.errors import InputError
 from trainer.stored import OpenFiles, TensorEntry
 from trainer.weights import WeightFiles, stored_tensors
 from trainer.world import World

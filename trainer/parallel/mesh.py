@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainer.config import ParallelConfig
+from trainer.config.sections import ParallelConfig
 from trainer.world import World
 from trainer.zero import Strategy, choose_strategy, shard_ranks
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from trainer.config import ParallelConfig, TrainConfig
+from trainer.config.sections import ParallelConfig, TrainConfig
 from trainer.parallel.calls import entries
 from trainer.zero import Strategy, reshard_after_forward
 

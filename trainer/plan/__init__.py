@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.plan.calibration import reserve_of
 from trainer.plan.hardware import Card
 from trainer.plan.memory import MemoryPlan, plan_of

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
+from trainer.config.terminal import say
 from trainer.plan.recording import record_model, record_published, traced
-from trainer.terminal import say
 
 
 def main(argv: Sequence[str]) -> int:

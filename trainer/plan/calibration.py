@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainer.files import make_private_if_new
+from trainer.config.files import make_private_if_new
 from trainer.plan.hardware import Card
 from trainer.plan.phases import Reserve
 

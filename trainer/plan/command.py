@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer import configfile, distilled
-from trainer.config import RunConfig
+from trainer import distilled
+from trainer.config.load import check_rules, load_config, refuse, stage_configs
+from trainer.config.schema import RunConfig
+from trainer.config.terminal import complain, say
 from trainer.plan import plan
 from trainer.plan.fixes import Fix, fixes, largest
 from trainer.plan.hardware import GIB, Card, detected, named
@@ -18,7 +20,6 @@ from trainer.plan.phases import moment
 from trainer.plan.storage import amount
 from trainer.plan.store import traced_peak
 from trainer.rundir import shared_cache
-from trainer.terminal import complain, say
 
 SHOWN = GIB / 100
 """Bytes of an item that is printed."""
@@ -32,14 +33,14 @@ def show(preset: Path, overrides: Sequence[str], runs: Path, gpus: str | None, a
     hardware = named(gpus) if gpus else detected()
     if hardware and hardware.count and gpus:
         overrides = (*overrides, f"parallel.devices={hardware.count}")
-    loaded = configfile.load(preset, overrides)
-    configfile.check_rules(loaded)
+    loaded = load_config(preset, overrides)
+    check_rules(loaded)
     for note in loaded.notes:
         complain(f"note: {note}")
     cfg = loaded.config
     cache = shared_cache(cfg, runs)
-    parts = configfile.parts(cfg)
-    configfile.refuse(loaded, [problem for part in parts for problem in distilled.refused(part.model)])
+    parts = stage_configs(cfg)
+    refuse(loaded, [problem for part in parts for problem in distilled.refused(part.model)])
     looks = [_look(part, hardware.card if hardware else None, cache, exactly) for part in parts]
     if as_json:
         found = [

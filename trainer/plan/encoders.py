@@ -14,7 +14,8 @@ import torch
 from PIL import Image
 from torch import nn
 
-from trainer.config import ParallelConfig, RunConfig
+from trainer.config.schema import RunConfig
+from trainer.config.sections import ParallelConfig
 from trainer.families.base import ImageFamily, ModelFamily
 from trainer.modules import place_encoder, prepare_encoder
 from trainer.objectives import Example

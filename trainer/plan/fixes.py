@@ -11,8 +11,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainer.config import NoAdapter, RankAdapter, RunConfig
-from trainer.facts import of, size_field, trains_on
+from trainer.config.families import of, size_field, trains_on
+from trainer.config.schema import RunConfig
+from trainer.config.sections import NoAdapter, RankAdapter
 from trainer.plan.calibration import reserve_of
 from trainer.plan.hardware import Card
 from trainer.plan.memory import TIGHT, MemoryPlan, plan_of

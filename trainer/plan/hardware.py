@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trainer import gpus
-from trainer.config import InputError
+from trainer.config.errors import InputError
 from trainer.gpus import Gpu
 
 MIB, GIB = 2**20, 2**30

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.config import InputError, RunConfig
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
 from trainer.plan.calibration import Measured
 from trainer.plan.fixes import fixes, planned
 from trainer.plan.hardware import GIB, like

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.config import NoAdapter, RankAdapter, RunConfig
-from trainer.facts import trains_on
+from trainer.config.families import trains_on
+from trainer.config.schema import RunConfig
+from trainer.config.sections import NoAdapter, RankAdapter
 from trainer.plan.hardware import CARDS, GIB, NETWORK, Card
 from trainer.plan.phases import ASSUMED, TRAINING, Item, Phase, Reserve, phases_of
 from trainer.plan.sizes import BITS, rank_of, sharding_of, size_of, strategy_of

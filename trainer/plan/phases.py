@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.plan.sizes import rank_of, sample_size_of
 from trainer.plan.steps import Step
 from trainer.plan.tables import Encoders, Model

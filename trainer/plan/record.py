@@ -24,7 +24,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from trainer import families
-from trainer.config import HUB_ID, ObjectiveConfig, ParallelConfig, RunConfig
+from trainer.config.schema import RunConfig
+from trainer.config.sections import HUB_ID, ObjectiveConfig, ParallelConfig
 from trainer.families._published import published_folder
 from trainer.families.base import ImageFamily, ModelFamily, TextFamily
 from trainer.modules import BuiltModel, build_model, materialize, shard_model, sync_gradients

@@ -13,13 +13,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from trainer import configfile, files
-from trainer.config import RunConfig, family_names
-from trainer.files import make_private_if_new
+from trainer.config import files
+from trainer.config.files import make_private_if_new
+from trainer.config.load import load_config
+from trainer.config.schema import RunConfig
+from trainer.config.sections import family_names
+from trainer.config.terminal import complain, say
 from trainer.plan.sizes import size_of
 from trainer.plan.store import SHIPPED, encoders_key_of, kept_file, key_of, known_parts, name_of
 from trainer.plan.tables import KINDS, Encoders, Kind, Table, encode, ranks_of
-from trainer.terminal import complain, say
 
 if TYPE_CHECKING:
     from trainer.plan.record import Recording
@@ -155,7 +157,7 @@ def _published() -> dict[str, list[RunConfig]]:
     from trainer import families
 
     found: dict[str, list[RunConfig]] = {}
-    presets = [configfile.load(preset).config for preset in sorted(PRESETS.glob("*.yaml"))]
+    presets = [load_config(preset).config for preset in sorted(PRESETS.glob("*.yaml"))]
     cfgs = [cfg for cfg in presets if cfg.model.options.architecture or cfg.model.path == "demo"]
     for family in family_names():
         for architecture in families.get(family).architectures:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from trainer.config import RankAdapter, RunConfig
-from trainer.facts import trains_on
+from trainer.config.families import trains_on
+from trainer.config.schema import RunConfig
+from trainer.config.sections import RankAdapter
 from trainer.plan.hardware import GIB, Card
 from trainer.plan.steps import Size, Step
 from trainer.plan.timeline import Sharding

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.plan.hardware import GIB, MIB
 from trainer.plan.phases import Item
 from trainer.plan.sizes import BITS, checkpoint_bytes, trained

@@ -15,7 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from trainer.config import InputError, RankAdapter, RunConfig
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
+from trainer.config.sections import RankAdapter
 from trainer.hub import find_folder
 from trainer.launch import worker_environment
 from trainer.plan.tables import Encoders, Model, Table, decode, has_rank

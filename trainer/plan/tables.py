@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-from trainer.config import LokrAdapter, RankAdapter, RunConfig
-from trainer.facts import trains_on
+from trainer.config.families import trains_on
+from trainer.config.schema import RunConfig
+from trainer.config.sections import LokrAdapter, RankAdapter
 from trainer.plan.steps import Mark, Moment, Parameter, Run, Size, Step, Unit, lengthen
 
 Sides = tuple[int, int, int]

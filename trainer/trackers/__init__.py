@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer import launch
-from trainer.config import InputError, Problem, RunConfig, TrackersConfig
+from trainer.config.errors import InputError, Problem
+from trainer.config.schema import RunConfig
+from trainer.config.sections import TrackersConfig
 from trainer.events import WarningEvent
 from trainer.rundir import RunDir
 

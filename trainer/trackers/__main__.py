@@ -21,11 +21,12 @@ from types import FrameType
 
 import psutil
 
-from trainer.config import InputError, TrackersConfig
+from trainer.config.errors import InputError
+from trainer.config.sections import TrackersConfig
+from trainer.config.terminal import complain
 from trainer.events import LossyWriter, WarningEvent
 from trainer.rundir import RunDir
 from trainer.signals import LEAVE
-from trainer.terminal import complain
 from trainer.trackers import ALREADY_SAID, NAMES, PATIENCE_S, Files, require, short, stopped, without_secrets
 from trainer.trackers.feed import Feed, Figures, Item, Picture, Place, Tracker
 

@@ -13,8 +13,8 @@ from typing import Literal, Protocol
 
 from PIL import Image
 
-from trainer import files
-from trainer.config import InputError
+from trainer.config import files
+from trainer.config.errors import InputError
 from trainer.events import (
     ENDS,
     AnyEvent,

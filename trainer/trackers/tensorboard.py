@@ -15,8 +15,8 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from trainer import yamltext
-from trainer.config import RunConfig
+from trainer.config import yaml12
+from trainer.config.schema import RunConfig
 from trainer.events import WarningEvent
 from trainer.rundir import RunDir
 from trainer.trackers import shown_config
@@ -31,7 +31,7 @@ def connect(run: RunDir, cfg: RunConfig, place: Place, say: Callable[[WarningEve
     if not place.run:
         place.run = run.path.name
         tracker.text(
-            "config", "\n".join(f"    {line}" for line in yamltext.dump(shown_config(cfg)).splitlines()), 0, None
+            "config", "\n".join(f"    {line}" for line in yaml12.dump(shown_config(cfg)).splitlines()), 0, None
         )
     return tracker
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import trackio
 
-from trainer import terminal
-from trainer.config import RunConfig
+from trainer.config import terminal
+from trainer.config.schema import RunConfig
 from trainer.events import WarningEvent
 from trainer.rundir import RunDir
 from trainer.trackers import short, shown_config

@@ -9,7 +9,7 @@ from typing import Any
 
 import wandb
 
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.events import WarningEvent
 from trainer.rundir import RunDir
 from trainer.trackers import short, shown_config

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainer.config import InputError
+from trainer.config.errors import InputError
 
 MIB = 2**20
 MOST_BYTES = 64 * MIB

@@ -17,8 +17,10 @@ from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_orig
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from trainer.config import RunConfig, Section, not_one_of
-from trainer.yamltext import Loc
+from trainer.config.errors import not_one_of
+from trainer.config.schema import RunConfig
+from trainer.config.sections import Section
+from trainer.config.yaml12 import Loc
 
 SCALARS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
@@ -43,7 +45,7 @@ class Slot:
     """What may stand at one location.
 
     annotation: its type, without Annotated.  unit: of a number.  path: "file", "folder", "model" or nothing, as in
-    `config.option`.  help: the field's description.
+    `sections.option`.  help: the field's description.
     """
 
     annotation: Any

@@ -1,6 +1,6 @@
 """What is known of a model family without importing it, and torch with it.
 
-`make schema` writes families/facts.json from the families' own classes; a test compares the two.
+`make schema` writes families.json from the families' own classes; a test compares the two.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from trainer.config import FORMER_DEFAULTS, Problem, RunConfig, Section
+from trainer.config.errors import Problem
+from trainer.config.schema import RunConfig
+from trainer.config.sections import FORMER_DEFAULTS, Section
 
-FACTS = Path(__file__).parent / "families" / "facts.json"
+FACTS = Path(__file__).with_suffix(".json")
 
 
 @dataclass(frozen=True)

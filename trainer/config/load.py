@@ -1,7 +1,7 @@
 """A config file and `key=value` overrides, to a RunConfig, and back.
 
 Everything that is wrong is reported at once, sorted by line, as `file:line: field: reason; did you mean 'x'?`.
-`python -m trainer.configfile` writes presets/schema.json.
+`python -m trainer.config.load` writes presets/schema.json.
 """
 
 from __future__ import annotations
@@ -17,23 +17,12 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from trainer import facts, files, foreign, yamltext
-from trainer.config import (
-    HUB_ID,
-    MODEL_WORDS,
-    NAME_HELP,
-    NAME_PATTERN,
-    InputError,
-    NoAdapter,
-    Problem,
-    RuleError,
-    RunConfig,
-    advice,
-    half_character,
-    start_rules,
-)
-from trainer.fields import ROOT, Slot, name, nearest, shown, slot
-from trainer.yamltext import Loc
+from trainer.config import aliases, families, files, yaml12
+from trainer.config.errors import InputError, Problem, RuleError
+from trainer.config.fields import ROOT, Slot, name, nearest, shown, slot
+from trainer.config.schema import RunConfig, advice, start_rules
+from trainer.config.sections import HUB_ID, MODEL_WORDS, NAME_HELP, NAME_PATTERN, NoAdapter, half_character
+from trainer.config.yaml12 import Loc
 
 MOST_GUESSES = 20
 """Unknown fields for which one that is spelled like it is looked for."""
@@ -41,7 +30,7 @@ MOST_FINDINGS = 200
 """Values of a wrong type that are named at once."""
 MOST_STAGES = 32
 """Each is checked as a config of its own."""
-SCHEMA = Path(__file__).parents[1] / "presets" / "schema.json"
+SCHEMA = Path(__file__).parents[2] / "presets" / "schema.json"
 
 
 class ConfigError(InputError):
@@ -73,17 +62,17 @@ class ConfigFile:
         return self.places.get(field, str(self.source))
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> ConfigFile:
+def load_config(path: Path, overrides: Sequence[str] = ()) -> ConfigFile:
     """Read a YAML file, apply `key=value` overrides (dotted keys, YAML values), validate.
 
     Relative paths in the file are relative to its folder, those in overrides to the current folder.
     Raises ConfigError with every problem there is.
     """
-    return load_text(_read_text(path), overrides, path)
+    return load_config_text(_read_text(path), overrides, path)
 
 
-def load_text(text: str, overrides: Sequence[str], path: Path) -> ConfigFile:
-    """What `load` makes of a file that holds this text and lies at `path`, whether it does or not."""
+def load_config_text(text: str, overrides: Sequence[str], path: Path) -> ConfigFile:
+    """What `load_config` makes of a file that holds this text and lies at `path`, whether it does or not."""
     draft = _Draft(str(path))
     draft.add(_parsed(text, draft), Path(os.path.abspath(path)).parent)
     for override in overrides:
@@ -103,32 +92,35 @@ def load_text(text: str, overrides: Sequence[str], path: Path) -> ConfigFile:
     return ConfigFile(config, path, tuple(draft.notes), places)
 
 
-def of_stage(cfg: RunConfig, index: int, given: Sequence[str] = ()) -> RunConfig:
+def stage_config(cfg: RunConfig, index: int, given: Sequence[str] = ()) -> RunConfig:
     """The config of one stage of a run, without stages. given: further fields, as `key=value`.
 
     Raises ConfigError for what is wrong with it.
     """
     overrides = [f"{field}={json.dumps(value)}" for field, value in cfg.stages[index].set.items()]
-    text = yamltext.dump(cfg.model_dump(mode="json", exclude={"stages"}))
-    return load_text(text, [*overrides, *given], Path(f"stages[{index}]")).config
+    text = yaml12.dump(cfg.model_dump(mode="json", exclude={"stages"}))
+    return load_config_text(text, [*overrides, *given], Path(f"stages[{index}]")).config
 
 
-def parts(cfg: RunConfig) -> list[RunConfig]:
+def stage_configs(cfg: RunConfig) -> list[RunConfig]:
     """The configs of the stages in their order, or the whole config of a run without stages."""
-    return [of_stage(cfg, index) for index in range(len(cfg.stages))] or [cfg]
+    return [stage_config(cfg, index) for index in range(len(cfg.stages))] or [cfg]
 
 
 def check_files(loaded: ConfigFile) -> None:
     """Raises ConfigError for every dataset folder, file and model that is named and does not exist."""
     config = loaded.config
-    refused = list(facts.refused(config))
+    refused = list(families.refused(config))
     refuse(loaded, [*refused, *_missing_folders(config), *_missing_files(config), *_missing_models(config)])
 
 
 def check_rules(loaded: ConfigFile) -> None:
     """Raises ConfigError for what a new run may not combine."""
     config = loaded.config
-    refuse(loaded, list(dict.fromkeys(problem for part in (config, *parts(config)) for problem in start_rules(part))))
+    refuse(
+        loaded,
+        list(dict.fromkeys(problem for part in (config, *stage_configs(config)) for problem in start_rules(part))),
+    )
 
 
 def check_start(loaded: ConfigFile) -> None:
@@ -153,9 +145,9 @@ def _on_one_line(sentence: str) -> str:
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in sentence)
 
 
-def dump(config: RunConfig) -> str:
-    """The config as YAML, complete with all defaults. `load` of it gives an equal config."""
-    return yamltext.dump(config.model_dump(mode="json"))
+def dump_config(config: RunConfig) -> str:
+    """The config as YAML, complete with all defaults. `load_config` of it gives an equal config."""
+    return yaml12.dump(config.model_dump(mode="json"))
 
 
 def write_schema(path: Path) -> None:
@@ -304,8 +296,8 @@ class _Draft:
 
     def _foreign_target(self, loc: Loc, given: Mapping[Loc, Any]) -> Loc | None:
         """The field that a key of another trainer means; reports a key that means nothing here."""
-        refusal = next((why for key in loc if (why := foreign.refused_key(str(key)))), None)
-        meant = foreign.field_of(str(loc[-1]))
+        refusal = next((why for key in loc if (why := aliases.refused_key(str(key)))), None)
+        meant = aliases.field_of(str(loc[-1]))
         if refusal:
             self.report(loc, refusal)
         elif not meant:
@@ -319,11 +311,11 @@ class _Draft:
     def _translated(self, loc: Loc, target: Loc, value: Any) -> dict[Loc, Any]:
         """{field: value}: what `value`, written at `loc` for the field `target`, means in our words."""
         field = name(target)
-        refusal = foreign.refused_value(field, value)
+        refusal = aliases.refused_value(field, value)
         if refusal:
             self.report(loc, f"{shown(value)} {refusal}")
             return {}
-        meant = foreign.values_of(field, value) or {field: _same_word(slot(target), value)}
+        meant = aliases.values_of(field, value) or {field: _same_word(slot(target), value)}
         if loc == target and meant == {field: value}:
             return {loc: value}
         words = " and ".join(f"{key} {shown(word)}" for key, word in meant.items())
@@ -371,7 +363,7 @@ def _report_stages(cfg: RunConfig, draft: _Draft) -> None:
     """Report what is wrong with the fields of a stage."""
     for index in range(len(cfg.stages)):
         try:
-            of_stage(cfg, index)
+            stage_config(cfg, index)
         except ConfigError as error:
             for problem in error.problems:
                 field = f"stages[{index}].set.{problem.field}"
@@ -380,7 +372,7 @@ def _report_stages(cfg: RunConfig, draft: _Draft) -> None:
 
 def _advice(cfg: RunConfig, draft: _Draft) -> list[str]:
     """A sentence per piece of advice on the run, or on its stages."""
-    found = dict.fromkeys(one for part in parts(cfg) for one in advice(part))
+    found = dict.fromkeys(one for part in stage_configs(cfg) for one in advice(part))
     return [f"{draft.place(one.field)}: {one}" for one in found]
 
 
@@ -422,8 +414,8 @@ def _parsed(text: str, draft: _Draft) -> dict[str, Any]:
     """The text as nested mappings; its lines go into the draft. Raises ConfigError when it is no YAML mapping."""
     path = draft.file.source
     try:
-        parsed = yamltext.parse(text)
-    except yamltext.YamlError as error:
+        parsed = yaml12.parse(text)
+    except yaml12.YamlError as error:
         raise ConfigError(f"{path}:{error.line}: {error}") from error
     if not parsed.value:
         raise ConfigError(f"{path}: is empty; name at least data.path")
@@ -440,7 +432,7 @@ def _read_text(path: Path) -> str:
     if path.is_dir():
         raise ConfigError(f"{path}: is a folder; name a YAML file in it")
     try:
-        data = files.read(path, 4 * yamltext.MAX_LENGTH)
+        data = files.read(path, 4 * yaml12.MAX_LENGTH)
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file{_similar(path)}") from error
     except OSError as error:
@@ -477,7 +469,7 @@ def _add_override(text: str, draft: _Draft) -> None:
         return
     try:
         value = _override_value(raw, loc, draft)
-    except yamltext.YamlError as error:
+    except yaml12.YamlError as error:
         draft.report(loc, str(error))
         return
     if value is None and here and here.sections:
@@ -498,7 +490,7 @@ def _override_loc(key: str) -> Loc:
 
 def _override_value(raw: str, loc: Loc, draft: _Draft) -> Any:
     """The YAML value. A field of text takes `2024` as it is: a shell removes the quotes that YAML would need."""
-    parsed = yamltext.parse(raw)
+    parsed = yaml12.parse(raw)
     draft.put({(*loc, *below): COMMAND_LINE for below in parsed.lines})
     for below, _ in parsed.repeated:
         draft.report((*loc, *below), "is given twice; remove one")
@@ -598,7 +590,7 @@ def _missing_folders(cfg: RunConfig) -> Iterator[Problem]:
     for field, folder in folders.items():
         if not folder:
             continue
-        if facts.trains_on(cfg) == "text":
+        if families.trains_on(cfg) == "text":
             if not os.path.exists(folder):
                 yield Problem(field, f"no file or folder '{folder}'{_similar(Path(folder)) or '; name one with text'}")
         elif os.path.isfile(folder):

@@ -1,0 +1,501 @@
+"""RunConfig, and what must hold between its sections.
+
+Nothing here imports torch, and nothing assigns to a config after it was validated: a derived value is a property.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+from pydantic import model_validator
+
+from trainer.config.errors import Problem, RuleError, not_one_of
+from trainer.config.sections import (
+    ADAPTER_FILES,
+    HOST_PORT,
+    NAME_PATTERN,
+    SINGLE_FILES,
+    Adapter,
+    AdapterSection,
+    CheckpointConfig,
+    ClusterConfig,
+    DataConfig,
+    ExportConfig,
+    ExportFormat,
+    LohaAdapter,
+    LokrAdapter,
+    LoraAdapter,
+    ModelConfig,
+    NoAdapter,
+    ObjectiveConfig,
+    OptimConfig,
+    ParallelConfig,
+    QuantizeConfig,
+    RankAdapter,
+    SampleConfig,
+    Section,
+    StageConfig,
+    TrackersConfig,
+    TrainConfig,
+    demo_families,
+    family_names,
+    option,
+)
+
+
+class RunConfig(Section):
+    """Everything that decides a run. Saved as `config.yaml` in the run folder, complete and resolved."""
+
+    name: str = option("run", pattern=NAME_PATTERN)
+    """Name of the run and of the exported file."""
+    model: ModelConfig = ModelConfig()
+    adapter: Adapter = LoraAdapter()
+    quantize: QuantizeConfig = QuantizeConfig()
+    data: DataConfig = DataConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    sample: SampleConfig = SampleConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    export: ExportConfig = ExportConfig()
+    trackers: TrackersConfig = TrackersConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    stages: tuple[StageConfig, ...] = ()
+    """Parts of the run that follow each other, each with its own torchrun and from the weights of the one before."""
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> RunConfig:
+        problems = tuple(rules(self))
+        if problems:
+            raise RuleError(problems)
+        return self
+
+    @property
+    def stage_steps(self) -> tuple[int, ...]:
+        """Optimizer steps of each stage; of a run without stages its own."""
+        return tuple(stage.set.get("train.steps", self.train.steps) for stage in self.stages) or (self.train.steps,)
+
+    @property
+    def export_what(self) -> str:
+        """`export.what` with `auto` resolved: none, adapter, merged or full."""
+        if self.export.what != "auto":
+            return self.export.what
+        if isinstance(self.adapter, NoAdapter):
+            return "full"
+        return "merged" if "full" in self.model.train.values() else "adapter"
+
+    def exporting(self, what: str, format: str | None, dtype: str | None) -> RunConfig:
+        """The config with another export. what: `auto` keeps the run's own.  format, dtype: None keeps the run's own
+        where it can carry `what`, else takes auto and bf16. Raises RuleError when the three do not go together."""
+        wanted = self.export_what if what == "auto" else what
+        if format is None:
+            fits = self.export.format in export_formats(self.adapter.type, wanted)
+            format = self.export.format if fits else "auto"
+        if dtype is None:
+            fits = self.export.dtype != "fp8" or (wanted != "adapter" and format in SINGLE_FILES)
+            dtype = self.export.dtype if fits else "bf16"
+        section = ExportConfig.model_validate({"what": wanted, "format": format, "dtype": dtype})
+        changed = self.model_copy(update={"export": section})
+        problems = tuple(_export_rules(changed))
+        if problems:
+            raise RuleError(problems)
+        return changed
+
+    def mode(self, component: str) -> Literal["frozen", "adapter", "full"]:
+        """How a component of the model is trained: as `model.train` says, else by the adapter, or fully without one."""
+        if self.model.train:
+            return self.model.train.get(component, "frozen")
+        return "full" if isinstance(self.adapter, NoAdapter) else "adapter"
+
+    def shards_gradients(self, strategy: str) -> bool:
+        """Whether no rank may hold the whole gradient, because it is as large as the sharded model.
+
+        strategy: `parallel.strategy` decided.
+        """
+        trained = "full" in self.model.train.values() if self.model.train else isinstance(self.adapter, NoAdapter)
+        return trained and strategy in ("full", "grad_op", "hybrid")
+
+    @property
+    def micro_steps(self) -> int:
+        """Passes per rank and optimizer step. The last may hold padding that carries no weight."""
+        return math.ceil(self.train.batch_size / (self.parallel.world_size * self.train.micro_batch))
+
+
+def rules(cfg: RunConfig) -> Iterator[Problem]:
+    """Everything that is wrong although each field is valid by itself."""
+    yield from _model_rules(cfg)
+    yield from _adapter_rules(cfg)
+    yield from _quantize_rules(cfg)
+    yield from _objective_rules(cfg)
+    yield from _optim_rules(cfg)
+    yield from _strategy_rules(cfg)
+    yield from _group_rules(cfg)
+    yield from _data_rules(cfg)
+    yield from _sample_rules(cfg)
+    yield from _cluster_rules(cfg)
+    yield from _stage_rules(cfg)
+
+
+def _model_rules(cfg: RunConfig) -> Iterator[Problem]:
+    if not cfg.model.family:
+        yield Problem("model.family", f"is needed; name one of {', '.join(family_names())}")
+    elif cfg.model.family not in family_names():
+        yield Problem("model.family", not_one_of(cfg.model.family, family_names()))
+    if not cfg.model.path:
+        yield Problem("model.path", "is empty; name a model, or tiny for random weights")
+    if cfg.model.path == "demo" and cfg.model.family not in demo_families():
+        families = " or ".join(demo_families())
+        message = f"demo is a model of family {families}, not {cfg.model.family}; set model.family: {families}"
+        yield Problem("model.path", message, depends_on=("model.family",))
+    yield from _trained_rules(cfg)
+    yield from _export_rules(cfg)
+
+
+def _export_rules(cfg: RunConfig) -> Iterator[Problem]:
+    what, adapter = cfg.export.what, cfg.adapter.type
+    if what in ("adapter", "merged") and adapter == "none":
+        yield Problem(
+            "export.what", f"{what} needs an adapter, but adapter.type is none; use full", depends_on=("adapter.type",)
+        )
+    if what == "full" and adapter != "none":
+        yield Problem(
+            "export.what",
+            f"full needs adapter.type none, not {adapter}; use merged for base + adapter",
+            depends_on=("adapter.type",),
+        )
+    if what == "adapter" and "full" in cfg.model.train.values():
+        component = next(name for name, mode in cfg.model.train.items() if mode == "full")
+        yield Problem(
+            "export.what",
+            f"adapter leaves out {component}, which is trained fully; use merged",
+            depends_on=("model.train",),
+        )
+    fitting = export_formats(adapter, cfg.export_what)
+    if cfg.export.format not in fitting:
+        yield Problem(
+            "export.format",
+            f"{cfg.export.format} cannot carry {_carried(adapter, cfg.export_what)}; use {', '.join(fitting)}",
+            depends_on=("adapter.type", "export.what", "model.train"),
+        )
+    if cfg.export.dtype == "fp8" and (cfg.export_what == "adapter" or cfg.export.format not in SINGLE_FILES):
+        yield Problem(
+            "export.dtype",
+            "fp8 is for the single file of a whole model; set export.what: merged or full and "
+            "export.format: single_file, or use bf16",
+            depends_on=("adapter.type", "export.what", "export.format"),
+        )
+
+
+def export_formats(adapter: str, what: str) -> tuple[str, ...]:
+    """The formats that can carry what is exported; whether a family has a layout for each, the family knows.
+
+    adapter: its type.  what: none, adapter, merged or full.
+    """
+    if what == "none":
+        return get_args(ExportFormat)
+    if what != "adapter":
+        return ("auto", "diffusers", *SINGLE_FILES)
+    # peft and diffusers rotate a layer's inputs; diag-oft and boft rotate its outputs, as LyCORIS does.
+    return ("auto", "comfyui", "lycoris") if adapter in ("diag-oft", "boft") else ADAPTER_FILES
+
+
+def _carried(adapter: str, what: str) -> str:
+    return f"a {adapter} adapter" if what == "adapter" else "a whole model"
+
+
+def _trained_rules(cfg: RunConfig) -> Iterator[Problem]:
+    """An adapter is trained somewhere when there is one, nowhere when there is none, and something is trained."""
+    modes, adapter = cfg.model.train, cfg.adapter.type
+    if modes and set(modes.values()) == {"frozen"}:
+        yield Problem("model.train", "freezes every component, so nothing is trained; set one to adapter or full")
+    elif modes and adapter != "none" and "adapter" not in modes.values():
+        yield Problem(
+            "model.train",
+            f"gives no component the {adapter} adapter; set one to adapter, or set adapter.type: none",
+            depends_on=("adapter.type",),
+        )
+    for component, mode in modes.items():
+        if mode == "adapter" and adapter == "none":
+            yield Problem(
+                f"model.train.{component}",
+                "adapter needs adapter.type, which is none; use full or set a type",
+                depends_on=("adapter.type",),
+            )
+
+
+def _adapter_rules(cfg: RunConfig) -> Iterator[Problem]:
+    if isinstance(cfg.adapter, LokrAdapter) and cfg.adapter.factor == 0:
+        yield Problem("adapter.factor", "0 is no size; use 1 to 1024, or -1 for factors as near to square as can be")
+    yield from _pattern_rules(cfg)
+
+
+def _pattern_rules(cfg: RunConfig) -> Iterator[Problem]:
+    patterns = [("quantize.keep", pattern) for pattern in cfg.quantize.keep]
+    patterns += [("quantize.formats", pattern) for pattern in cfg.quantize.formats]
+    if isinstance(cfg.adapter, AdapterSection):
+        patterns += [("adapter.targets", pattern) for pattern in cfg.adapter.targets]
+    if isinstance(cfg.adapter, RankAdapter):
+        patterns += [("adapter.rank_pattern", pattern) for pattern in cfg.adapter.rank_pattern]
+    for field, pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield Problem(field, f"'{pattern}' is not a layer name or regular expression: {error}")
+
+
+def _quantize_rules(cfg: RunConfig) -> Iterator[Problem]:
+    quantize = cfg.quantize
+    for name, value in quantize:
+        if quantize.format == "none" and value != QuantizeConfig.model_fields[name].default:
+            yield Problem(
+                f"quantize.{name}",
+                "needs quantize.format nf4, int8 or fp8, but it is none; set it, or leave this out",
+                depends_on=("quantize.format",),
+            )
+    if (
+        quantize.format != "none"
+        and not quantize.encoders
+        and isinstance(cfg.adapter, NoAdapter)
+        and not cfg.model.train
+    ):
+        yield Problem(
+            "quantize.format",
+            f"{quantize.format} is for what is frozen, but the whole model is trained; train an adapter "
+            "(adapter.type), or set none",
+            depends_on=("adapter.type", "model.train"),
+        )
+
+
+def _objective_rules(cfg: RunConfig) -> Iterator[Problem]:
+    if cfg.objective.zero_terminal_snr == "on" and cfg.objective.prediction == "epsilon":
+        yield Problem(
+            "objective.zero_terminal_snr",
+            "on needs a model that predicts velocity: noise is all there is at the last timestep; set "
+            "objective.prediction: v_prediction, or set this to auto",
+            depends_on=("objective.prediction",),
+        )
+
+
+def _optim_rules(cfg: RunConfig) -> Iterator[Problem]:
+    optim, every = cfg.optim, cfg.train.checkpointing
+    if isinstance(every, int) and every < 1:
+        yield Problem("train.checkpointing", f"{every} is not none, full or n >= 1 for every n-th block")
+    if cfg.train.out_of_memory == "retry" and not cfg.parallel.max_restarts:
+        yield Problem(
+            "train.out_of_memory",
+            "retry starts the ranks again, but parallel.max_restarts is 0; set it to 2 or more",
+            depends_on=("parallel.max_restarts",),
+        )
+    if optim.schedule != "constant" and optim.warmup >= cfg.train.steps:
+        yield Problem(
+            "optim.warmup",
+            f"{optim.warmup} steps leave none of train.steps {cfg.train.steps}; lower it",
+            depends_on=("optim.schedule", "train.steps"),
+        )
+    if optim.type == "schedulefree" and optim.schedule != "constant":
+        yield Problem(
+            "optim.schedule",
+            f"{optim.schedule} cannot be combined with optim.type schedulefree; use constant",
+            depends_on=("optim.type",),
+        )
+
+
+def _strategy_rules(cfg: RunConfig) -> Iterator[Problem]:
+    parallel, world = cfg.parallel, cfg.parallel.world_size
+    strategy = parallel.strategy
+    if strategy in ("ddp", "none") and parallel.cpu_offload:
+        yield Problem(
+            "parallel.cpu_offload",
+            f"true needs parallel.strategy full, grad_op or hybrid, not {strategy}",
+            depends_on=("parallel.strategy",),
+        )
+    if strategy == "none" and world > 1:
+        yield Problem(
+            "parallel.strategy",
+            f"none is for one rank, but there are {world}; use full, or ddp for copies",
+            depends_on=("parallel.devices", "parallel.nodes"),
+        )
+    if parallel.nodes > 1 and not parallel.rendezvous:
+        yield Problem(
+            "parallel.rendezvous",
+            f"{parallel.nodes} nodes need host:port of the first one",
+            depends_on=("parallel.nodes",),
+        )
+    place = HOST_PORT.fullmatch(parallel.rendezvous) if parallel.rendezvous else None
+    if parallel.rendezvous and not (place and 0 < int(place["port"]) < 65536):
+        yield Problem("parallel.rendezvous", f"'{parallel.rendezvous}' is not host:port, as node0:29400")
+
+
+def _group_rules(cfg: RunConfig) -> Iterator[Problem]:
+    """Which ranks share one copy of the parameters, and what of it is kept after forward."""
+    parallel, world = cfg.parallel, cfg.parallel.world_size
+    strategy, reshard = parallel.strategy, parallel.reshard_after_forward
+    sizes = ("parallel.strategy", "parallel.devices", "parallel.nodes")
+    group = (parallel.shard_size or parallel.devices) if strategy == "hybrid" else world
+    if strategy == "hybrid" and world % group:
+        yield Problem(
+            "parallel.shard_size",
+            f"{group} does not divide the {world} ranks; use a divisor of {world}",
+            depends_on=sizes,
+        )
+    if strategy != "hybrid" and parallel.shard_size is not None:
+        yield Problem(
+            "parallel.shard_size",
+            f"needs parallel.strategy hybrid, not {strategy}; leave it empty",
+            depends_on=("parallel.strategy",),
+        )
+    if reshard is not None and strategy not in ("full", "hybrid"):
+        yield Problem(
+            "parallel.reshard_after_forward",
+            f"needs parallel.strategy full or hybrid, not {strategy}; leave it empty",
+            depends_on=("parallel.strategy",),
+        )
+    if isinstance(reshard, int) and not isinstance(reshard, bool) and (reshard < 2 or group % reshard):
+        yield Problem(
+            "parallel.reshard_after_forward",
+            f"{reshard} is not true, false or a divisor above 1 of the {group} ranks that share a copy",
+            depends_on=(*sizes, "parallel.shard_size"),
+        )
+
+
+def _data_rules(cfg: RunConfig) -> Iterator[Problem]:
+    data = cfg.data
+    has_folders = bool(data.path or data.folders)
+    if not has_folders and not data.questions:
+        yield Problem(
+            "data.path", "no images or text given; name a folder", depends_on=("data.folders", "data.questions")
+        )
+    if data.question_share != 0.5 and not (has_folders and data.questions):
+        yield Problem(
+            "data.question_share",
+            "has no effect without data.path and data.questions; name both, or leave it out",
+            depends_on=("data.path", "data.folders", "data.questions"),
+        )
+    if isinstance(data.validation, int) and data.validation < 0:
+        yield Problem("data.validation", f"{data.validation} is not a folder or a number of images >= 0")
+    yield from _companion_rules(data)
+
+
+def _companion_rules(data: DataConfig) -> Iterator[Problem]:
+    """What goes with the images of the data lies in folders of its own, and is not weighted where there is none."""
+    for name, folder in data.companions.items():
+        if folder and folder in (data.path, *(one.path for one in data.folders)):
+            yield Problem(f"data.{name}", f"{folder} is the folder of the data itself; name another")
+    if data.mask_background and not data.masks:
+        yield Problem("data.mask_background", "has no effect without data.masks; name the folder of masks")
+    if data.regularization_weight != 1 and not data.regularization:
+        yield Problem(
+            "data.regularization_weight", "has no effect without data.regularization; name the folder of images"
+        )
+
+
+def _sample_rules(cfg: RunConfig) -> Iterator[Problem]:
+    sample = cfg.sample
+    if sample.every and not sample.prompts and not sample.questions:
+        yield Problem(
+            "sample.prompts",
+            f"sample.every is {sample.every} but there is no prompt; add one or set every: 0",
+            depends_on=("sample.every",),
+        )
+    if sample.references and len(sample.references) != len(sample.prompts):
+        yield Problem(
+            "sample.references",
+            f"{len(sample.references)} files for {len(sample.prompts)} prompts; give one for each, or none",
+            depends_on=("sample.prompts",),
+        )
+    if len(sample.images) != len(sample.questions):
+        yield Problem(
+            "sample.images",
+            f"{len(sample.images)} files for {len(sample.questions)} questions; give one for each",
+            depends_on=("sample.questions",),
+        )
+    if not cfg.data.trigger and any("[trigger]" in prompt for prompt in sample.prompts):
+        yield Problem(
+            "sample.prompts",
+            "[trigger] stands for data.trigger, which is empty; set it or remove [trigger]",
+            depends_on=("data.trigger",),
+        )
+
+
+LOHA_RATE = 3e-4
+"""Learning rates below are usual for lora, where loha takes about ten times as many steps (see DECISIONS.md)."""
+
+
+def advice(cfg: RunConfig) -> Iterator[Problem]:
+    """What is allowed but seldom meant, with what to do instead: for the person who starts a run, not for its log."""
+    adapter = cfg.adapter
+    if isinstance(adapter, LohaAdapter) and cfg.optim.lr < LOHA_RATE:
+        yield Problem(
+            "optim.lr",
+            f"{cfg.optim.lr:g} is a usual rate for lora, with which loha learns about ten times as slowly; "
+            "try 10 times as much",
+        )
+    if isinstance(adapter, LokrAdapter) and adapter.full_matrix and adapter.scale != 1:
+        yield Problem("adapter.alpha", "has no effect with adapter.full_matrix: the update is not scaled")
+
+
+def start_rules(cfg: RunConfig) -> Iterator[Problem]:
+    """What a new run may not combine; one that an earlier version started is still read, continued and exported."""
+    if cfg.optim.type == "schedulefree" and cfg.optim.ema:
+        yield Problem(
+            "optim.ema",
+            f"{cfg.optim.ema:g} cannot be combined with optim.type schedulefree, which averages the weights itself; "
+            "set 0",
+        )
+
+
+SBATCH_OPTIONS = {
+    "nodes": "is written from parallel.nodes; set that",
+    "ntasks": "is one per node; set parallel.nodes",
+    "signal": "is written from cluster.warning; set that",
+    "array": "would start one run several times at once; submit a job for each run",
+}
+"""{option of sbatch: why it is not taken}: with another value it would be another run."""
+
+
+def _cluster_rules(cfg: RunConfig) -> Iterator[Problem]:
+    for name, value in cfg.cluster.slurm.items():
+        if name in SBATCH_OPTIONS:
+            yield Problem(f"cluster.slurm.{name}", SBATCH_OPTIONS[name])
+        elif name.startswith("ntasks-per-"):
+            yield Problem(
+                f"cluster.slurm.{name}", "each node has one task, which starts its ranks; set parallel.devices"
+            )
+        elif not re.fullmatch(r"[a-z][a-z0-9-]+", name):
+            yield Problem("cluster.slurm", f"'{name}' is no long option of sbatch; write it without dashes: partition")
+        elif not str(value).isprintable():
+            yield Problem(f"cluster.slurm.{name}", "holds a line break; write one line")
+
+
+OF_ALL_STAGES = (
+    "name",
+    "parallel.devices",
+    "parallel.device",
+    "parallel.nodes",
+    "parallel.rendezvous",
+    "parallel.max_restarts",
+    "data.cache",
+    "trackers",
+    "cluster",
+    "stages",
+)
+"""What cannot differ between the stages of a run."""
+OF_THE_FIRST_STAGE = ("model.path", "model.base", "adapter.start")
+"""What the stages after the first have from the one before."""
+
+
+def _stage_rules(cfg: RunConfig) -> Iterator[Problem]:
+    names = [stage.name for stage in cfg.stages]
+    for index, stage in enumerate(cfg.stages):
+        if stage.name in names[:index]:
+            yield Problem(f"stages[{index}].name", f"'{stage.name}' is the name of two stages; give each its own")
+        for field in stage.set:
+            place = f"stages[{index}].set.{field}"
+            if any(f"{field}.".startswith(f"{fixed}.") for fixed in OF_ALL_STAGES):
+                yield Problem(place, "is the same for all stages; set it outside of them")
+            elif index and any(f"{field}.".startswith(f"{first}.") for first in OF_THE_FIRST_STAGE):
+                yield Problem(place, f"comes from stage {names[index - 1]}; leave it out")
