@@ -208,7 +208,7 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         parser.error(f"{options.overrides[0]}: only --headless, --plan, --resume and --join take key=value")
     _refuse_unused(options, parser)
     if options.doctor:
-        from trainer import doctor
+        from trainer.launcher import doctor
 
         return doctor.examine(options.runs)
     if options.extract is not None:
@@ -219,7 +219,7 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         as_json, exactly = bool(options.json), bool(options.exactly)
         return command.show(Path(options.plan), options.overrides, options.runs, options.gpus, as_json, exactly)
     if options.queue:
-        from trainer import queue
+        from trainer.launcher import queue
 
         return queue.work_off(options.runs, say)
     return _page(options) if _is_page(options) else _headless(options)
@@ -253,23 +253,23 @@ def _refuse_unused(options: argparse.Namespace, parser: argparse.ArgumentParser)
 
 
 def _headless(options: argparse.Namespace) -> int:
-    from trainer import headless
+    from trainer.launcher import commands
 
     if options.resume is not None:
-        return headless.resume(Path(options.resume), options.overrides, options.node_rank)
+        return commands.resume(Path(options.resume), options.overrides, options.node_rank)
     if options.join is not None:
-        return headless.join(Path(options.join), options.overrides, options.node_rank)
+        return commands.join(Path(options.join), options.overrides, options.node_rank)
     if options.export is not None:
-        return headless.export(Path(options.export), options.what or "auto", options.format, options.dtype)
+        return commands.export(Path(options.export), options.what or "auto", options.format, options.dtype)
     preset, scheduler = Path(options.headless), options.slurm or options.kubernetes
     if scheduler is not None:
-        return headless.write_job(preset, options.overrides, options.runs, options.run_dir, scheduler)
-    return headless.train(preset, options.overrides, options.runs, options.run_dir)
+        return commands.write_job(preset, options.overrides, options.runs, options.run_dir, scheduler)
+    return commands.train(preset, options.overrides, options.runs, options.run_dir)
 
 
 def _extract(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """In a process of its own, which loads torch."""
-    from trainer.launch import worker_environment
+    from trainer.run.process import worker_environment
 
     missing = [f"--{name}" for name in ("base", "family", "rank", "to") if getattr(options, name) is None]
     if missing:

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Sequence
 
-from trainer.report import Line
+from trainer.run.report import Line
 
 DIGITS = 5
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
-from trainer import distilled, launch
+from trainer import distilled
 from trainer.config import families, files, yaml12
 from trainer.config.errors import Problem
 from trainer.config.fields import Slot, all_names, slot
@@ -27,7 +27,8 @@ from trainer.config.load import (
 )
 from trainer.config.schema import RunConfig, rules
 from trainer.config.sections import Section, family_names
-from trainer.rundir import RunDir
+from trainer.launcher import torchrun
+from trainer.run.folder import RunDir
 
 Kind = Literal["choice", "switch", "text", "lines", "yaml"]
 """choice: one of some words.  switch: on or off.  text: a word, a number, a path.  lines: a text per line.
@@ -198,7 +199,7 @@ def headless_command(draft: Draft) -> str:
 def torchrun_command(config: RunConfig, runs: Path) -> str:
     """What the start of the run will execute."""
     run = RunDir(runs / f"{config.name}-<time>-<random>")
-    return shlex.join(launch.command(config.parallel, run, "trainer", 0, bool(config.stages)))
+    return shlex.join(torchrun.command(config.parallel, run, "trainer", 0, bool(config.stages)))
 
 
 def _row(name: str, checked: Checked, values: Mapping[str, Any]) -> Row:

@@ -14,7 +14,7 @@ from trainer.config import files
 from trainer.config.load import dump_config
 from trainer.config.schema import RunConfig
 from trainer.data.measured import Answer, Measured
-from trainer.launch import worker_environment
+from trainer.run.process import worker_environment
 
 IDLE_S = 60.0
 """How long the process stays when nothing is asked: it holds half a GiB, and takes seconds to start."""

@@ -16,10 +16,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
-from trainer import launch
 from trainer.config import files
 from trainer.config.errors import InputError
-from trainer.events import (
+from trainer.run import process
+from trainer.run.events import (
     ENDS,
     AnyEvent,
     ErrorEvent,
@@ -37,8 +37,8 @@ from trainer.events import (
     smoothed,
     told_speed,
 )
-from trainer.report import Line, thin
-from trainer.rundir import RunDir, is_run
+from trainer.run.folder import RunDir, is_run
+from trainer.run.report import Line, thin
 
 SILENT_S = 180.0
 """A running rank or run that says nothing for so long is shown as stuck."""
@@ -189,11 +189,11 @@ class Follower:
         """Read what is new and say how the run stands. A process that is gone without a word is settled first."""
         with self._lock:
             self._read()
-            is_alive = launch.alive(self.run)
+            is_alive = process.alive(self.run)
             if not is_alive and self._status.state not in (*ENDS, "created"):
-                launch.settle(self.run)
+                process.settle(self.run)
                 self._read()
-            return self._seen(launch.derive_state(is_alive, self._status.state), is_alive)
+            return self._seen(process.derive_state(is_alive, self._status.state), is_alive)
 
     def lines(self, chart: str, axis: Axis = "step") -> list[Line]:
         """The lines of one of CHARTS, thinned."""

@@ -22,18 +22,20 @@ from app.studio import find_presets
 from app.widgets import dashboard as dashboards
 from app.widgets.dashboard import Dashboard
 from app.widgets.form import Form
-from trainer import gpus, headless, launch, prepare, trials
+from trainer import gpus, trials
 from trainer import plan as plans
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigError, ConfigFile, load_config
 from trainer.config.terminal import say
-from trainer.events import ENDS, EventReader, ExportEvent, SampleEvent, State, StatusEvent
-from trainer.launch import RunHandle
+from trainer.launcher import commands, preflight, torchrun
+from trainer.launcher.torchrun import RunHandle
 from trainer.plan import hardware as hardware_of
 from trainer.plan.fixes import Fix, fixes
 from trainer.plan.hardware import GIB
 from trainer.plan.memory import MemoryPlan
-from trainer.rundir import RunDir, shared_cache
+from trainer.run import process as processes
+from trainer.run.events import ENDS, EventReader, ExportEvent, SampleEvent, State, StatusEvent
+from trainer.run.folder import RunDir, shared_cache
 from trainer.trials import Trial
 
 RUNS = Path(__file__).parents[1] / "runs"
@@ -104,7 +106,7 @@ def plan(config: ConfigFile, gpus: str | None = None, runs: Path = RUNS) -> Plan
 def start(config: ConfigFile, runs: Path = RUNS) -> RunDir:
     """Start a new run below `runs` and return at once. Raises InputError before anything is written when the config,
     its files or its images are wrong."""
-    run = prepare.new_run(config, runs)
+    run = preflight.new_run(config, runs)
     _launch(config, run)
     return run
 
@@ -112,7 +114,7 @@ def start(config: ConfigFile, runs: Path = RUNS) -> RunDir:
 def _launch(config: ConfigFile, run: RunDir) -> None:
     for note in config.notes:
         say(f"note: {note}")
-    launch.start(config.config, run)
+    torchrun.start(config.config, run)
 
 
 def attach(run: str | Path | None = None, runs: Path = RUNS) -> RunDir:
@@ -134,16 +136,16 @@ def resume(run: RunDir, *overrides: str) -> RunDir:
 
     Raises InputError as `start` does, and when the run is running.
     """
-    _launch(prepare.continued_run(run, overrides), run)
+    _launch(preflight.continued_run(run, overrides), run)
     return run
 
 
 def join(run: RunDir, node_rank: int = 1) -> RunHandle:
     """Start this machine's ranks of a run on several nodes that the first one starts, and return at once.
 
-    What they say goes into the run's logs. Raises InputError as `launch.join` does.
+    What they say goes into the run's logs. Raises InputError as `torchrun.join` does.
     """
-    return launch.join(run.config().parallel, run, node_rank)
+    return torchrun.join(run.config().parallel, run, node_rank)
 
 
 def dashboard(run: RunDir) -> Dashboard:
@@ -162,13 +164,13 @@ async def reached(run: RunDir, step: int) -> int:
 
 async def ended(run: RunDir) -> State:
     """Wait until the run has ended: `await notebook.ended(run)`. Raises RuntimeError with the cause when it failed."""
-    while launch.alive(run):
+    while processes.alive(run):
         await asyncio.sleep(POLL_S)
-    launch.settle(run)
+    processes.settle(run)
     await asyncio.sleep(2 * dashboards.POLL_S)  # what the notebook keeps of a dashboard is its last look
     view = Follower(run).view()
     if view.state == "failed" and view.error is not None:
-        raise RuntimeError(headless.explain(view.error, run))
+        raise RuntimeError(commands.explain(view.error, run))
     return view.state
 
 
@@ -214,11 +216,11 @@ async def export(run: RunDir, what: str, format: str | None = None, dtype: str |
     format, dtype: None takes the run's own where they can carry that. Raises InputError when the three do not go
     together or the export failed.
     """
-    process = headless.begin_export(run, run.config().exporting(what, format, dtype))
+    process = commands.begin_export(run, run.config().exporting(what, format, dtype))
     while process.poll() is None:
         await asyncio.sleep(POLL_S)
     if process.returncode:
-        raise InputError(headless.export_said(run, process.returncode))
+        raise InputError(commands.export_said(run, process.returncode))
     return exported(run)
 
 
@@ -234,7 +236,7 @@ async def compare(config: ConfigFile, variants: Mapping[str, Sequence[str]], run
         await _told(run)
         await ended(run)
     except BaseException:  # the cell was interrupted: nobody waits for the rest
-        launch.terminate(run)
+        processes.terminate(run)
         raise
     return trials.read(run)
 
@@ -242,7 +244,7 @@ async def compare(config: ConfigFile, variants: Mapping[str, Sequence[str]], run
 async def _told(run: RunDir) -> None:
     """Print what a run says of its progress, until it has ended."""
     reader = EventReader(run.events_file)
-    while launch.alive(run):
+    while processes.alive(run):
         for event in reader.read():
             if isinstance(event, StatusEvent) and event.total and event.done < event.total:
                 say(f"{event.done + 1} of {event.total}: {event.message}")

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from markupsafe import Markup
 
 from app.monitor import SILENT_S, RankState, RunView
-from trainer import launch
 from trainer.config.errors import InputError
-from trainer.events import SampleEvent, told_speed
 from trainer.gpus import Gpu
 from trainer.plan.memory import MemoryPlan, verdict
 from trainer.plan.phases import Item, Phase, moment
 from trainer.plan.storage import amount
-from trainer.report import CHART_STYLE, LINE_COLORS
-from trainer.rundir import Request, RunDir
+from trainer.run import process
+from trainer.run.events import SampleEvent, told_speed
+from trainer.run.folder import Request, RunDir
+from trainer.run.report import CHART_STYLE, LINE_COLORS
 
 GIB = 2**30
 ANSWERS: Mapping[Request, str] = {
@@ -33,7 +33,7 @@ ANSWERS: Mapping[Request, str] = {
 def ask(run: RunDir, what: Request) -> str:
     """Ask the trainer for something, and say what follows. Raises InputError when a run to be stopped has ended."""
     if what == "stop":
-        launch.stop(run)
+        process.stop(run)
     else:
         run.request(what)
     return ANSWERS[what]

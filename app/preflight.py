@@ -16,7 +16,7 @@ from trainer.plan.fixes import Fix, fixes, planned
 from trainer.plan.hardware import CARDS, Card, of_machine
 from trainer.plan.memory import MemoryPlan, compared
 from trainer.plan.store import find_model, key_of, name_of, traced_peak
-from trainer.rundir import shared_cache
+from trainer.run.folder import shared_cache
 
 T = TypeVar("T")
 HERE = "this machine"

@@ -14,13 +14,13 @@ from pydantic import TypeAdapter
 from app import form
 from app.monitor import Follower, RunView, explained
 from app.studio import Studio
-from trainer import launch
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.fields import all_names, shown
-from trainer.events import ENDS, SampleEvent, State
-from trainer.report import Line
-from trainer.rundir import RunDir, is_run
+from trainer.run import process
+from trainer.run.events import ENDS, SampleEvent, State
+from trainer.run.folder import RunDir, is_run
+from trainer.run.report import Line
 
 MOST_COMPARED = 5
 _TAGS = TypeAdapter(dict[str, tuple[str, ...]])
@@ -65,7 +65,7 @@ class Summaries:
             known, summary = self._ended.get(run.path, (0, None))
             if summary is not None and known == changed:
                 return summary
-            summary = _summary(self._studio.follower(run) if launch.alive(run) else Follower(run))
+            summary = _summary(self._studio.follower(run) if process.alive(run) else Follower(run))
         except (InputError, OSError) as error:
             if not is_run(run.path):  # deleted a moment ago
                 return None
@@ -119,7 +119,7 @@ def set_tags(runs: Path, name: str, text: str) -> None:
 
 def delete(run: RunDir) -> None:
     """Remove a run's folder for good. Raises InputError while it runs."""
-    if launch.alive(run):
+    if process.alive(run):
         raise InputError(f"{run.path.name}: is running; stop it first")
     shutil.rmtree(run.path)
 

@@ -25,14 +25,16 @@ from app.monitor import Follower, explained, find_runs
 from app.preflight import Preflight, Preflights
 from app.scans import Scans
 from app.thumbnails import Downloads, Thumbnails
-from trainer import gpus, headless, launch, prepare
+from trainer import gpus
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.load import check_start, dump_config, load_config
 from trainer.config.sections import NAME_HELP, NAME_PATTERN
 from trainer.gpus import Gpu
-from trainer.queue import POLL_S, Entry, Queue
-from trainer.rundir import RunDir, is_run
+from trainer.launcher import commands, preflight, torchrun
+from trainer.launcher.queue import POLL_S, Entry, Queue
+from trainer.run import process as processes
+from trainer.run.folder import RunDir, is_run
 
 PRESETS = Path(__file__).parents[1] / "presets"
 FIRST_PRESET = "quickstart"
@@ -199,7 +201,7 @@ class Studio:
         file = files.make_private(self._drafts) / "recipe.yaml"
         files.replace(file, dump_config(form.check(draft).config))
         argv = [sys.executable, "-m", "trainer.recipe", str(file)]
-        answer = subprocess.run(argv, capture_output=True, text=True, check=False, env=launch.worker_environment())
+        answer = subprocess.run(argv, capture_output=True, text=True, check=False, env=processes.worker_environment())
         if answer.returncode:
             lines = answer.stderr.strip().splitlines() or ["it ended without a message"]
             raise InputError(f"The recipe cannot be computed: {lines[-1]}")
@@ -215,7 +217,7 @@ class Studio:
             raise InputError(f"GPUs: '{cards}' is no list of numbers; write 0,1 or leave it empty for all")
         loaded = load_config(draft.preset, draft.overrides)
         check_start(loaded)
-        prepare.check(loaded)
+        preflight.check(loaded)
         return self.queue.add(loaded.config, [int(gpu) for gpu in cards.split(",") if gpu.strip()])
 
     def start(self, draft: Draft) -> RunDir:
@@ -224,16 +226,16 @@ class Studio:
             last = self._last_start
             if last and last.draft == draft and time.monotonic() - last.at < SAME_CLICK_S:
                 return last.run
-            run = prepare.new_run(load_config(draft.preset, draft.overrides), self.runs)
-            launch.start(run.config(), run)
+            run = preflight.new_run(load_config(draft.preset, draft.overrides), self.runs)
+            torchrun.start(run.config(), run)
             self._last_start = _Start(draft, time.monotonic(), run)
             return run
 
     def resume(self, run: RunDir) -> None:
         """Continue an ended run. Raises InputError when it runs or cannot be continued."""
         with self._lock:
-            prepare.continued_run(run, ())
-            launch.start(run.config(), run)
+            preflight.continued_run(run, ())
+            torchrun.start(run.config(), run)
 
     def runs_found(self) -> list[RunDir]:
         """All runs, the one started last first."""
@@ -261,7 +263,7 @@ class Studio:
         with self._lock:
             if run.path in self._exports and self._exports[run.path].poll() is None:
                 raise InputError(f"{run.path.name} is being exported; wait for its end")
-            self._exports[run.path] = headless.begin_export(run, run.config().exporting(what, format, dtype))
+            self._exports[run.path] = commands.begin_export(run, run.config().exporting(what, format, dtype))
 
     def export_state(self, run: RunDir) -> str:
         """How the export that was begun here stands, empty when there was none. Raises InputError when it failed."""
@@ -272,7 +274,7 @@ class Studio:
         if code is None:
             return "Exporting; the file is read back before it gets its name."
         if code:
-            raise InputError(headless.export_said(run, code))
+            raise InputError(commands.export_said(run, code))
         return "Exported and read back."
 
     def gpus(self) -> list[Gpu]:

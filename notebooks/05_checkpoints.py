@@ -47,7 +47,8 @@ print("The run has", await notebook.ended(run))
 # failed at.
 
 # %%
-from trainer import checkpoint, manifest
+from trainer import checkpoint
+from trainer.run import manifest
 
 folder = manifest.complete(run.checkpoints)[-1]
 print(folder.name, "holds", manifest.steps_in(folder), "steps")

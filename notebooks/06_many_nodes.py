@@ -125,10 +125,10 @@ import asyncio
 
 import psutil
 
-from trainer import launch
-from trainer.launch import Launch
+from trainer.run import process
+from trainer.run.process import Launch
 
-while len(list(run.ranks.iterdir())) < world and launch.alive(run):
+while len(list(run.ranks.iterdir())) < world and process.alive(run):
     await asyncio.sleep(0.2)
 rows = []
 for how, pid in (("start", Launch.read(run).pid), ("join", second.process.pid)):
@@ -142,7 +142,7 @@ notebook.Table(["begun by", "RANK", "GROUP_RANK (node)", "LOCAL_RANK", "WORLD_SI
 # rank 0 alone.
 
 # %%
-from trainer.events import RankReader
+from trainer.run.events import RankReader
 
 print("The run has", await notebook.ended(run))
 notebook.Table(
@@ -168,7 +168,7 @@ print("The run has", await notebook.ended(alone))
 # digit.
 
 # %%
-from trainer.events import EventReader, latest_steps
+from trainer.run.events import EventReader, latest_steps
 
 steps = [latest_steps(EventReader(one.events_file).read()) for one in (run, alone)]
 losses = [[step.loss for step in of_one] for of_one in steps]
@@ -186,7 +186,7 @@ notebook.Table(
 
 # %%
 from trainer import contents
-from trainer.manifest import complete
+from trainer.run.manifest import complete
 
 rows = []
 for label, one in (("2 nodes, hybrid", run), ("1 node, full", alone)):

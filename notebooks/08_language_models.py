@@ -121,7 +121,7 @@ print(" ".join(written.split()))
 # nothing, and takes all of them for equally likely?
 
 # %%
-from trainer.events import EventReader, ValidationEvent
+from trainer.run.events import EventReader, ValidationEvent
 
 held_out = [event for event in EventReader(base.events_file).read() if isinstance(event, ValidationEvent)]
 for event in held_out:
@@ -197,7 +197,7 @@ notebook.dashboard(run)
 # Before and after; a fox was not among the tasks:
 
 # %%
-from trainer.events import latest_steps
+from trainer.run.events import latest_steps
 
 print("The run has", await notebook.ended(run))
 losses = [step.loss for step in latest_steps(EventReader(run.events_file).read())]

@@ -150,7 +150,7 @@ print("The run has", await notebook.ended(run))
 # Both losses fell:
 
 # %%
-from trainer.events import EventReader, latest_steps, losses_by_name
+from trainer.run.events import EventReader, latest_steps, losses_by_name
 
 steps = latest_steps(EventReader(run.events_file).read())
 losses = losses_by_name(steps)

@@ -10,7 +10,7 @@ from typing import Any
 from tests.distributed import run_ranks
 from tests.runs import Outcome, alone, make_run, train
 from trainer.config.schema import RunConfig
-from trainer.rundir import RunDir
+from trainer.run.folder import RunDir
 
 
 @dataclass(frozen=True)

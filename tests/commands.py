@@ -13,9 +13,9 @@ from typing import TypeVar
 import psutil
 
 from tests.runs import make_pictures
-from trainer.events import AnyEvent, EventReader
-from trainer.launch import Launch, terminate
-from trainer.rundir import RunDir
+from trainer.run.events import AnyEvent, EventReader
+from trainer.run.folder import RunDir
+from trainer.run.process import Launch, terminate
 
 LAUNCH = Path(__file__).parents[1] / "launch.py"
 TIMEOUT_S = 500

@@ -24,7 +24,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.sections import ADAPTER_FILES
 from trainer.export import export
 from trainer.rng import generator
-from trainer.rundir import RunDir
+from trainer.run.folder import RunDir
 from trainer.train import Trainer
 
 ADAPTERS = tuple(method for method in METHODS if METHODS[method]["type"] != "none")

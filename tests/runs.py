@@ -17,9 +17,9 @@ from PIL import Image
 from torch import Tensor
 
 from trainer.config.schema import RunConfig
-from trainer.events import AnyEvent, StepEvent
-from trainer.manifest import MANIFEST
-from trainer.rundir import RunDir
+from trainer.run.events import AnyEvent, StepEvent
+from trainer.run.folder import RunDir
+from trainer.run.manifest import MANIFEST
 from trainer.train import Trainer
 from trainer.world import World, joined
 

@@ -26,29 +26,28 @@ ROOT = Path(__file__).parents[1]
 
 # A module imports only from rows above its own. Modules of one row never import each other; those of one package may.
 ROWS = (
-    "board config ferry pulse quantize rng signals snapshot",
-    "changes events gpus hub manifest objectives optim rundir stored zero",
-    "cluster contents data debuglog diagnosis distilled doctor report weights world",
-    "adapters checkpoint clock families launch sampling source watchdog",
-    "captions demo parallel recipe stages texts trackers trained",
-    "basecache encode export extract prepare seat",
-    "headless modules questions queue trials",
+    "board config ferry pulse quantize rng snapshot",
+    "changes gpus hub objectives optim run stored zero",
+    "contents data debuglog distilled trackers weights world",
+    "adapters checkpoint clock families launcher sampling seat source watchdog",
+    "captions demo parallel recipe texts trained trials",
+    "basecache encode export extract",
+    "modules questions",
     "plan sources",
     "train",
     "__main__",
     "measure",
 )
-LEVEL_0 = frozenset(["changes", "config", "contents", "events", "manifest", "pulse", "rundir", "signals", "zero"])
-LEVEL_0_NEEDS = frozenset({"annotated_types", "pydantic", "pydantic_core", "yaml"})
+LEVEL_0 = frozenset(["changes", "config", "contents", "launcher", "pulse", "run", "zero"])
+LEVEL_0_NEEDS = frozenset({"annotated_types", "markupsafe", "psutil", "pydantic", "pydantic_core", "yaml"})
 # What is free of torch and above the trainer; its checks, queue and doctor are those of the command line.
-APP_SEES_ROWS = (
-    "config data diagnosis distilled doctor events gpus headless launch plan prepare queue report rundir trials zero",
-)
-APP_SEES = frozenset(" ".join(APP_SEES_ROWS).split())
+APP_SEES = frozenset(["config", "data", "distilled", "gpus", "launcher", "plan", "run", "trials", "zero"])
 NEVER = frozenset({"accelerate", "deepspeed", "lightning", "pytorch_lightning", "torchvision"})
 # What takes seconds to import, or belongs to the page: a command that only checks and starts must not pay for it.
 HEAVY = frozenset({"diffusers", "gradio", "ipywidgets", "numpy", "peft", "safetensors", "torch", "transformers"})
-READS_ENVIRONMENT = frozenset({"app.gradio_app", "trainer.__main__", "trainer.launch", "trainer.world"})
+READS_ENVIRONMENT = frozenset(
+    {"app.gradio_app", "trainer.__main__", "trainer.launcher.network", "trainer.run.process", "trainer.world"}
+)
 MAX_LINES = 60
 # Who may write or rename files by itself: what is lost or torn there is made again, or is flushed as a whole.
 WRITES_BY_ITSELF = {
@@ -269,13 +268,13 @@ def test_the_code_keeps_the_rule(rule):
         ),
         (
             imports_upward,
-            "trainer.events",
-            "def f():\n    from trainer import config, rundir",
-            ["2: imports trainer.rundir, which does not stand above events"],
+            "trainer.run.events",
+            "def f():\n    from trainer import config, launcher",
+            ["2: imports trainer.launcher, which does not stand above run"],
         ),
         (
             imports_upward,
-            "trainer.launch",
+            "trainer.launcher.torchrun",
             "import app.monitor",
             ["1: imports app.monitor, but the trainer knows no page"],
         ),
@@ -285,7 +284,7 @@ def test_the_code_keeps_the_rule(rule):
             "from trainer import config\nfrom trainer.train import Trainer",
             ["2: imports trainer.train.Trainer"],
         ),
-        (needs_too_much, "trainer.events", "import json\nimport pydantic\nimport torch", ["3: imports torch"]),
+        (needs_too_much, "trainer.run.events", "import json\nimport pydantic\nimport torch", ["3: imports torch"]),
         (needs_too_much, "trainer.train", "import torch\nfrom accelerate import A", ["2: imports accelerate"]),
         (names_a_family, "trainer.train", "x = 1\nif f == 'flux2':\n    ...", ["2: names flux2"]),
         (names_a_family, "trainer.export", "from d import Flux2Pipeline", ["1: names Flux2"]),
@@ -311,7 +310,7 @@ def test_the_code_keeps_the_rule(rule):
         (reads_environment, "trainer.optim", "import os\nos.environ['A']", ["2: reads os.environ"]),
         (
             writes_by_itself,
-            "trainer.queue",
+            "trainer.launcher.queue",
             "file.write_text(t)\na.b.write_bytes(b)",
             ["1: file.write_text", "2: a.b.write_bytes"],
         ),
@@ -329,7 +328,7 @@ def test_the_code_keeps_the_rule(rule):
         ),
         (writes_by_itself, "trainer.export.model", "file.write_text(t)", []),
         (reads_environment, "trainer.world", "import os\nos.getenv('A')", []),
-        (prints, "trainer.doctor", "say(1)\nprint(1)", ["2: prints past trainer.config.terminal"]),
+        (prints, "trainer.launcher.doctor", "say(1)\nprint(1)", ["2: prints past trainer.config.terminal"]),
         (prints, "app.notebook", "plan(cfg, print)", ["1: prints past trainer.config.terminal"]),
         (prints, "trainer.train", "sys.stderr.write(a)", ["1: prints past trainer.config.terminal"]),
         (prints, "trainer.config.terminal", "print(1)", []),
@@ -360,7 +359,7 @@ def third_parties_behind(start: str, modules: Mapping[str, Module]) -> set[str]:
 
 def test_the_command_line_never_comes_to_import_torch():
     assert third_parties_behind("launch", MODULES) & HEAVY == {"gradio"}, "which the page alone asks for"
-    assert third_parties_behind("trainer.headless", MODULES) & HEAVY == set()
+    assert third_parties_behind("trainer.launcher.commands", MODULES) & HEAVY == set()
     assert third_parties_behind("trainer.__main__", MODULES) >= {"torch", "peft"}
 
 

@@ -20,18 +20,19 @@ from tests.bench import Bench
 from tests.distributed import run_ranks
 from tests.families.common import batch_of, edit_json, examples, model_of, picture
 from tests.runs import Outcome, alone, difference, make_pictures, run_config, steps_of, train
-from trainer import families, manifest
+from trainer import families
 from trainer.checkpoint import StoredWeights
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data import questions
 from trainer.data.loader import BatchPlan, BatchSizes, Item
-from trainer.events import SampleEvent, StepEvent, ValidationEvent
 from trainer.export import export
 from trainer.families.base import MultimodalFamily
 from trainer.modules import build_model
 from trainer.questions import Asked, MixedPlan
 from trainer.rng import SampleRng
+from trainer.run import manifest
+from trainer.run.events import SampleEvent, StepEvent, ValidationEvent
 from trainer.train import Trainer
 
 TOLERANCE = 1e-6

@@ -14,9 +14,9 @@ from trainer.captions import measure
 from trainer.config.schema import RunConfig
 from trainer.data.images import scan
 from trainer.encode import encode_data
-from trainer.events import StatusEvent, WarningEvent
 from trainer.families.base import ImageFamily
 from trainer.modules import encoder_loader
+from trainer.run.events import StatusEvent, WarningEvent
 from trainer.world import World
 
 LONG = "1" * 60

@@ -19,7 +19,7 @@ from tests.runs import alone
 from trainer import checkpoint
 from trainer.checkpoint import Checkpointer, StoredWeights, TrainState
 from trainer.config.errors import InputError
-from trainer.manifest import Progress, complete, progress_of
+from trainer.run.manifest import Progress, complete, progress_of
 from trainer.world import World
 
 

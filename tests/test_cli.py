@@ -10,12 +10,12 @@ import pytest
 from packaging.requirements import Requirement
 
 import launch as command_line
-from trainer import headless, launch
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DataConfig, ModelConfig
-from trainer.doctor import graphics, notebooks, package, requirements, shared_memory
-from trainer.events import CheckpointEvent, SampleEvent, StatusEvent, StepEvent, WarningEvent
-from trainer.rundir import RunDir
+from trainer.launcher import console, torchrun
+from trainer.launcher.doctor import graphics, notebooks, package, requirements, shared_memory
+from trainer.run.events import CheckpointEvent, SampleEvent, StatusEvent, StepEvent, WarningEvent
+from trainer.run.folder import RunDir
 
 ROOT = Path(__file__).parent.parent
 
@@ -49,7 +49,7 @@ def test_help_names_every_mode_and_imports_neither_torch_nor_gradio():
         "import sys, launch\n"
         "try: launch.main(['--headless', '--help'])\n"
         "except SystemExit as exit_: assert exit_.code == 0\n"
-        "import trainer.headless, trainer.doctor, trainer.report, trainer.data.images\n"
+        "import trainer.launcher.commands, trainer.launcher.doctor, trainer.run.report, trainer.data.images\n"
         "assert not {'torch', 'numpy', 'diffusers', 'gradio', 'ipywidgets'} & set(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -157,7 +157,7 @@ def test_a_run_folder_is_made_on_the_first_node_alone(run, tmp_path, monkeypatch
 
 @pytest.mark.parametrize(("nodes", "end"), [(2, "--node-rank 1"), (4, "--node-rank K  # K = 1 to 3, another on each")])
 def test_the_other_nodes_are_told_what_to_type(run, nodes, end):
-    assert launch.joining(run, nodes) == f"{sys.executable} {ROOT}/launch.py --join {run.path} {end}"
+    assert torchrun.joining(run, nodes) == f"{sys.executable} {ROOT}/launch.py --join {run.path} {end}"
 
 
 def test_a_run_that_is_to_export_nothing_is_exported_only_on_request(tmp_path, capsys):
@@ -232,7 +232,7 @@ STORY = (
 
 
 def test_a_log_file_gets_a_line_per_change_and_the_last_step_before_each_result(capsys):
-    with headless.PlainFace(num_steps=10) as face:
+    with console.PlainFace(num_steps=10) as face:
         face.figures.peaks.update({1: 300 * 2**20, 0: 200 * 2**20})
         for event in STORY:
             face.show(event)
@@ -251,7 +251,7 @@ def test_a_log_file_gets_a_line_per_change_and_the_last_step_before_each_result(
 
 def test_a_terminal_keeps_results_above_a_bar_with_the_figures(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
-    with headless.BarFace(num_steps=10) as face:
+    with console.BarFace(num_steps=10) as face:
         for event in STORY:
             face.show(event)
     lines = capsys.readouterr().out.splitlines()

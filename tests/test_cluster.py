@@ -18,11 +18,11 @@ import yaml
 import launch as command_line
 from tests.commands import LAUNCH, TIMEOUT_S, launch_py, preset_folder
 from tests.runs import run_config
-from trainer import cluster
 from trainer.config.errors import InputError
 from trainer.config.load import load_config
-from trainer.events import AnyEvent, CheckpointEvent, EventReader, StatusEvent
-from trainer.rundir import RunDir
+from trainer.launcher import schedulers
+from trainer.run.events import AnyEvent, CheckpointEvent, EventReader, StatusEvent
+from trainer.run.folder import RunDir
 
 SRUN = """\
 #!/bin/bash
@@ -59,12 +59,12 @@ def run_of(folder: Path, **changes: Any) -> RunDir:
 
 
 def options_of(run: RunDir) -> list[str]:
-    text = cluster.sbatch(run.config(), run)
+    text = schedulers.sbatch(run.config(), run)
     return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
 
 
 def test_a_job_asks_slurm_for_its_nodes_and_gpus_and_for_a_warning_to_itself_before_its_time_is_up(folder):
-    run = run_of(folder, parallel__nodes=2, parallel__rendezvous=cluster.FIRST_NODE)
+    run = run_of(folder, parallel__nodes=2, parallel__rendezvous=schedulers.FIRST_NODE)
     assert options_of(run) == [
         "--job-name=tiny",
         "--nodes=2",
@@ -117,13 +117,13 @@ def test_an_option_of_sbatch_that_would_make_another_run_is_refused(folder, opti
 
 
 def test_every_node_of_a_job_runs_the_same_command_and_meets_at_the_first_one(folder):
-    run = run_of(folder, parallel__nodes=2, parallel__rendezvous=cluster.FIRST_NODE)
-    text = cluster.sbatch(run.config(), run)
+    run = run_of(folder, parallel__nodes=2, parallel__rendezvous=schedulers.FIRST_NODE)
+    text = schedulers.sbatch(run.config(), run)
     command = f"{sys.executable} {LAUNCH} --resume {shlex.quote(str(run.path))}"
     assert f'    {command} "parallel.rendezvous=$first:$port" &\n' in text
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     alone = run_of(folder / "alone")
-    assert f"    {sys.executable} {LAUNCH} --resume {shlex.quote(str(alone.path))} &\n" in cluster.sbatch(
+    assert f"    {sys.executable} {LAUNCH} --resume {shlex.quote(str(alone.path))} &\n" in schedulers.sbatch(
         alone.config(), alone
     )
 
@@ -211,8 +211,8 @@ def test_a_job_ends_with_the_code_of_srun_also_where_that_looks_like_the_warning
     """138 is what `wait` returns when the warning interrupts it, and what a task returns that SIGUSR1 killed."""
     srun = "touch began; sleep 2; exit 138" if warned else "exit 138"
     (folder / "bin" / "srun").write_text(f"#!/bin/bash\n{srun}\n")
-    run = run_of(folder, parallel__nodes=2, parallel__rendezvous=cluster.FIRST_NODE)
-    cluster.write(run, "slurm")
+    run = run_of(folder, parallel__nodes=2, parallel__rendezvous=schedulers.FIRST_NODE)
+    schedulers.write(run, "slurm")
     job = submit(run, 0)
     if warned:
         deadline = time.monotonic() + 30
@@ -272,12 +272,12 @@ def test_a_train_job_is_what_kubeflow_takes_and_its_pods_see_the_run_folder(fold
     run = run_of(
         folder,
         parallel__nodes=2,
-        parallel__rendezvous=cluster.FIRST_NODE,
+        parallel__rendezvous=schedulers.FIRST_NODE,
         cluster__image="registry.example.org/shardstudio:1",
         cluster__volume="team-storage",
         cluster__mount=str(folder),
     )
-    job = yaml.safe_load(cluster.write(run, "kubernetes").read_text())
+    job = yaml.safe_load(schedulers.write(run, "kubernetes").read_text())
     assert list(against(TRAIN_JOB, job)) == []
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     assert job["metadata"] == {"name": "fox-7-100"}
@@ -302,7 +302,7 @@ def test_a_train_job_is_what_kubeflow_takes_and_its_pods_see_the_run_folder(fold
 
 def test_a_train_job_of_one_node_on_cpus_needs_no_meeting(folder):
     run = run_of(folder, parallel__device="cpu", cluster__image="i", cluster__volume="v", cluster__mount=str(folder))
-    trainer = yaml.safe_load(cluster.train_job(run.config(), run))["spec"]["trainer"]
+    trainer = yaml.safe_load(schedulers.train_job(run.config(), run))["spec"]["trainer"]
     assert trainer["command"][-1] == str(run.path)
     assert trainer["resourcesPerNode"] == {"limits": {"cpu": 8}}
 
@@ -317,7 +317,7 @@ def test_a_train_job_of_one_node_on_cpus_needs_no_meeting(folder):
     ],
 )
 def test_a_train_job_is_named_after_its_run_in_letters_that_kubernetes_takes(run, job):
-    assert cluster.job_name(run) == job
+    assert schedulers.job_name(run) == job
 
 
 @pytest.mark.parametrize(

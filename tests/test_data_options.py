@@ -28,10 +28,10 @@ from tests.runs import (
 from trainer import families
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.events import AnyEvent, WarningEvent
 from trainer.objectives import velocity
 from trainer.rng import SampleRng
-from trainer.rundir import RunDir
+from trainer.run.events import AnyEvent, WarningEvent
+from trainer.run.folder import RunDir
 from trainer.train import Trainer
 
 ONE_RANK = {"parallel__devices": 1, "parallel__strategy": "none"}

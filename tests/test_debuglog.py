@@ -12,7 +12,7 @@ import torch.distributed.fsdp  # noqa: F401 - torch's loggers exist
 from tests.runs import run_config
 from trainer.config.sections import TrackersConfig
 from trainer.debuglog import debug_log
-from trainer.rundir import RunDir
+from trainer.run.folder import RunDir
 
 OURS = logging.getLogger("trainer.somewhere")
 TORCH = logging.getLogger("torch.distributed.elastic")

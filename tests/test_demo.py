@@ -19,9 +19,9 @@ from torch import Tensor
 from tests.commands import launch_py
 from trainer.checkpoint import StoredWeights
 from trainer.config.sections import DEMO
-from trainer.events import AnyEvent, EventReader, RankReader, StatusEvent, StepEvent, ValidationEvent
-from trainer.manifest import complete
-from trainer.rundir import RunDir
+from trainer.run.events import AnyEvent, EventReader, RankReader, StatusEvent, StepEvent, ValidationEvent
+from trainer.run.folder import RunDir
+from trainer.run.manifest import complete
 
 ROOT = Path(__file__).parents[1]
 STEPS = 40

@@ -12,8 +12,8 @@ import pytest
 
 from tests.commands import PRESET, launch_py
 from tests.runs import make_pictures, steps_of
-from trainer.events import EventReader, ExportEvent, RankReader, StepEvent
-from trainer.rundir import RunDir
+from trainer.run.events import EventReader, ExportEvent, RankReader, StepEvent
+from trainer.run.folder import RunDir
 
 pytestmark = pytest.mark.gpu
 

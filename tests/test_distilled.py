@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from tests.runs import alone, make_pictures, make_run, run_config, text_config, train
-from trainer import distilled, families, prepare
+from trainer import distilled, families
 from trainer.config import families as family_facts
 from trainer.config.errors import InputError
 from trainer.config.load import load_config
 from trainer.config.sections import ModelConfig, SampleConfig
-from trainer.events import StepEvent, WarningEvent
+from trainer.launcher import preflight
+from trainer.run.events import StepEvent, WarningEvent
 
 KLEIN = {
     "model_index.json": {"_class_name": "Flux2KleinPipeline"},
@@ -160,7 +161,7 @@ def test_a_wrong_option_is_named_with_its_line_by_what_checks_a_run(tmp_path: Pa
         f"model:\n  family: flux2\n  path: {folder}\n  options:\n    distilled: true\ndata: {{path: {pictures}}}\n"
     )
     with pytest.raises(InputError) as error:
-        prepare.check(load_config(preset))
+        preflight.check(load_config(preset))
     assert str(error.value) == (
         f"{preset}:5: model.options.distilled: true, but {folder}/model_index.json says the opposite; "
         "leave it empty, or correct that file"

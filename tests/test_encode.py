@@ -18,9 +18,9 @@ from trainer.data.images import scan
 from trainer.data.loader import Item
 from trainer.data.pixels import load_rgb, open_picture
 from trainer.encode import EncodedData, encode_data
-from trainer.events import AnyEvent, StatusEvent, WarningEvent
 from trainer.families.base import ImageFamily, ModelFamily
 from trainer.modules import encoder_loader
+from trainer.run.events import AnyEvent, StatusEvent, WarningEvent
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.events import (
+from trainer.run.events import (
     CheckpointEvent,
     ErrorEvent,
     EventReader,

@@ -21,9 +21,9 @@ from trainer.config.schema import RunConfig
 from trainer.export import export
 from trainer.export.adapter import verify_adapter
 from trainer.families.base import ModelFamily
-from trainer.manifest import progress_of
 from trainer.rng import SampleRng
-from trainer.rundir import RunDir
+from trainer.run.folder import RunDir
+from trainer.run.manifest import progress_of
 from trainer.train import Trainer
 from trainer.trained import BaseWeights, TrainedModel
 

@@ -22,8 +22,8 @@ from trainer import families
 from trainer.adapters import adapted_layers
 from trainer.config.errors import InputError, RuleError
 from trainer.config.schema import RunConfig
-from trainer.events import StatusEvent
 from trainer.export.adapter import verify_adapter
+from trainer.run.events import StatusEvent
 from trainer.train import Trainer
 from trainer.trained import BaseWeights, TrainedModel
 

@@ -20,8 +20,8 @@ from trainer.export import model as export_of_models
 from trainer.export.adapter import export_adapter
 from trainer.export.model import export_model
 from trainer.families.base import ModelFamily
-from trainer.manifest import RECIPE, Progress
 from trainer.modules import build_model
+from trainer.run.manifest import RECIPE, Progress
 
 SHARD_BYTES = 64 * 10**6
 BLOCK_BYTES = 4 * 27_263_232

@@ -17,17 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.commands import Started, launch_py, preset_folder
 from trainer.checkpoint import StoredWeights
-from trainer.events import (
-    AnyEvent,
-    CheckpointEvent,
-    ErrorEvent,
-    EventReader,
-    StepEvent,
-    WarningEvent,
-    latest_steps,
-)
-from trainer.manifest import complete
-from trainer.rundir import RunDir
+from trainer.run.events import AnyEvent, CheckpointEvent, ErrorEvent, EventReader, StepEvent, WarningEvent, latest_steps
+from trainer.run.folder import RunDir
+from trainer.run.manifest import complete
 
 ENDLESS = "train.steps=1000000"
 

@@ -26,12 +26,13 @@ from tests.commands import launch_py, preset_folder
 from tests.distributed import run_ranks
 from tests.runs import alone, awaited, seal
 from tests.test_checkpoint import make_state, save, save_from_ranks
-from trainer import checkpoint, launch
+from trainer import checkpoint
 from trainer.checkpoint import StoredWeights
 from trainer.config.errors import InputError
 from trainer.config.load import load_config
-from trainer.manifest import complete
-from trainer.rundir import RunDir
+from trainer.run import process
+from trainer.run.folder import RunDir
+from trainer.run.manifest import complete
 
 CONTENTS, METADATA, DATA = "contents.json", ".metadata", "__0_0.distcp"
 VALUE, TENSOR = "optimizer.param_groups.0.amsgrad", "trainables.weight"
@@ -516,9 +517,9 @@ def test_a_run_of_a_stranger_is_neither_exported_nor_resumed_by_the_page(
         while studio.export_state(run).startswith("Exporting"):
             time.sleep(0.1)
     studio.resume(run)
-    while launch.alive(run):
+    while process.alive(run):
         time.sleep(0.1)
-    launch.settle(run)
+    process.settle(run)
     error = studio.follower(run).view().error
     assert error is not None
     assert "which no checkpoint needs" in error.message

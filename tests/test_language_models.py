@@ -20,11 +20,11 @@ from tests.runs import Outcome, alone, difference, make_run, make_text, steps_of
 from trainer import families
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.events import AnyEvent, SampleEvent, ValidationEvent, WarningEvent
 from trainer.export import export
 from trainer.modules import build_model
 from trainer.quantize import quantized_layers
-from trainer.rundir import RunDir
+from trainer.run.events import AnyEvent, SampleEvent, ValidationEvent, WarningEvent
+from trainer.run.folder import RunDir
 from trainer.train import Trainer
 from trainer.world import World
 

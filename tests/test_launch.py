@@ -20,24 +20,25 @@ import pytest
 import torch.distributed as dist
 
 from tests.commands import LAUNCH
-from trainer import launch
-from trainer.cluster import FIRST_NODE
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DataConfig, ModelConfig, ParallelConfig
-from trainer.diagnosis import OUT_OF_MEMORY
-from trainer.events import ErrorEvent, EventReader, EventWriter, StatusEvent
-from trainer.headless import attend, explain, watch
-from trainer.rundir import RunDir
-from trainer.signals import LEAVE
+from trainer.launcher import network, torchrun
+from trainer.launcher.commands import attend, explain, watch
+from trainer.launcher.schedulers import FIRST_NODE
+from trainer.run import process as processes
+from trainer.run.events import ErrorEvent, EventReader, EventWriter, StatusEvent
+from trainer.run.failure import OUT_OF_MEMORY
+from trainer.run.folder import RunDir
+from trainer.run.preemption import LEAVE
 
 WORKER = '''
 """A rank that does what the run is named after. It imports no torch but for the decorator every rank has."""
 import os, signal, sys, time
 from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import record
-from trainer.events import *
-from trainer.rundir import RunDir
+from trainer.run.events import *
+from trainer.run.folder import RunDir
 
 @record
 def main():
@@ -110,12 +111,12 @@ def start(make_run):
 
     def start(name: str) -> tuple[RunConfig, RunDir]:
         cfg, run = make_run(name)
-        handles.append(launch.start(cfg, run, module="worker"))
+        handles.append(torchrun.start(cfg, run, module="worker"))
         return cfg, run
 
     yield start
     for handle in handles:
-        launch.terminate(handle.run)
+        processes.terminate(handle.run)
         handle.process.wait(10)
 
 
@@ -145,8 +146,8 @@ def test_two_runs_at_once_end_each_in_its_own_way(start, capsys):
         f"{good.path}/export/good.safetensors",
     ]
     assert good.report.is_file()
-    assert launch.wait(raising, timeout_s=30) == "failed"
-    readers = [threading.Thread(target=launch.settle, args=(raising,)) for _ in range(4)]
+    assert processes.wait(raising, timeout_s=30) == "failed"
+    readers = [threading.Thread(target=processes.settle, args=(raising,)) for _ in range(4)]
     for reader in readers:
         reader.start()
     for reader in readers:
@@ -179,13 +180,13 @@ def test_a_killed_rank_is_the_cause_although_another_rank_complained_first(start
 
 def test_a_run_is_started_once_in_its_own_session_and_ctrl_c_stops_it(start, capsys):
     cfg, run = start("patient")
-    pid = launch.Launch.read(run).pid
+    pid = processes.Launch.read(run).pid
     assert os.getsid(pid) == pid
     with pytest.raises(InputError) as error:
-        launch.start(cfg, run, module="worker")
+        torchrun.start(cfg, run, module="worker")
     assert str(error.value) == f"{run.path}: is running already; stop it first, or start a new run"
-    wait_for(lambda: launch.status(run) == "training")
-    launch.settle(run)  # a run under way is left alone
+    wait_for(lambda: processes.status(run) == "training")
+    processes.settle(run)  # a run under way is left alone
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     assert watch(cfg, run, EventReader(run.events_file)) == 130
     told = capsys.readouterr()
@@ -203,7 +204,7 @@ def test_a_run_is_started_once_in_its_own_session_and_ctrl_c_stops_it(start, cap
 @pytest.mark.parametrize("number", LEAVE)
 def test_a_scheduler_that_asks_to_leave_again_and_again_does_not_cost_the_checkpoint(start, capsys, number):
     cfg, run = start("patient")
-    wait_for(lambda: launch.status(run) == "training")
+    wait_for(lambda: processes.status(run) == "training")
     for after_s in (0.3, 0.6):
         threading.Timer(after_s, os.kill, (os.getpid(), number)).start()
     assert watch(cfg, run, EventReader(run.events_file)) == 130
@@ -214,10 +215,10 @@ def test_a_scheduler_that_asks_to_leave_again_and_again_does_not_cost_the_checkp
 def test_terminating_ends_ranks_that_ignore_it_and_is_no_failure(start):
     _, run = start("stubborn")
     wait_for(lambda: all((run.path / f"ready{rank}").exists() for rank in range(2)))
-    ranks = psutil.Process(launch.Launch.read(run).pid).children()
-    launch.terminate(run)
+    ranks = psutil.Process(processes.Launch.read(run).pid).children()
+    processes.terminate(run)
     assert not any(rank.is_running() for rank in ranks)
-    assert launch.wait(run) == "stopped"
+    assert processes.wait(run) == "stopped"
     end = StatusEvent(time=0, state="stopped", message="terminated; the last checkpoint remains")
     assert errors_and_end(run) == [vars(end)]
 
@@ -225,10 +226,10 @@ def test_terminating_ends_ranks_that_ignore_it_and_is_no_failure(start):
 def test_ranks_of_a_killed_torchrun_do_not_train_on(start):
     _, run = start("stubborn")
     wait_for(lambda: all((run.path / f"ready{rank}").exists() for rank in range(2)))
-    torchrun = psutil.Process(launch.Launch.read(run).pid)
+    torchrun = psutil.Process(processes.Launch.read(run).pid)
     ranks = torchrun.children()
     torchrun.kill()
-    assert launch.wait(run, timeout_s=10) == "failed"
+    assert processes.wait(run, timeout_s=10) == "failed"
     psutil.wait_procs(ranks, timeout=10)
     assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
     [error, _] = errors_and_end(run)
@@ -242,8 +243,8 @@ def test_the_command_meets_at_a_file_on_one_node_and_at_the_rendezvous_on_severa
     cfg, run = make_run("good")
     newer = tmp_path / "run.py"
     newer.write_text('parser.add_argument("--shutdown-timeout", "--signals-to-handle")', encoding="utf-8")
-    monkeypatch.setattr(launch, "_torchrun_source", lambda: newer)
-    assert launch.torchrun_argv(cfg.parallel, run) == [
+    monkeypatch.setattr(torchrun, "_torchrun_source", lambda: newer)
+    assert torchrun.torchrun_argv(cfg.parallel, run) == [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{run.stores}/{run.path.name}-1"),
         *("--rdzv-conf", "store_type=file,keep_alive_interval=86400", "--local-addr", "localhost"),
@@ -252,10 +253,10 @@ def test_the_command_meets_at_a_file_on_one_node_and_at_the_rendezvous_on_severa
         *("--redirects", "3", "--log-dir", str(run.logs), "-m", "trainer", str(run.path)),
     ]
     nodes = cfg.model_copy(update={"parallel": ParallelConfig(devices=8, nodes=2, rendezvous="gpu01:29500")})
-    assert launch.torchrun_argv(nodes.parallel, run)[3:11] == [
+    assert torchrun.torchrun_argv(nodes.parallel, run)[3:11] == [
         *("--nnodes", "2", "--nproc-per-node", "8", "--rdzv-backend", "static", "--rdzv-endpoint", "gpu01:29500")
     ]
-    assert launch.torchrun_argv(nodes.parallel, run, node_rank=1)[11:15] == [
+    assert torchrun.torchrun_argv(nodes.parallel, run, node_rank=1)[11:15] == [
         "--node-rank",
         "1",
         "--rdzv-id",
@@ -267,8 +268,8 @@ def test_a_torchrun_that_does_not_know_an_option_is_not_given_it(make_run, monke
     cfg, run = make_run("good")
     older = tmp_path / "run.py"
     older.write_text('parser.add_argument("--max-restarts")', encoding="utf-8")
-    monkeypatch.setattr(launch, "_torchrun_source", lambda: older)
-    assert not set(launch.OPTIONS) & set(launch.torchrun_argv(cfg.parallel, run))
+    monkeypatch.setattr(torchrun, "_torchrun_source", lambda: older)
+    assert not set(torchrun.OPTIONS) & set(torchrun.torchrun_argv(cfg.parallel, run))
 
 
 @pytest.mark.slow
@@ -279,8 +280,8 @@ def test_what_a_stranger_left_where_ranks_meet_is_never_unpickled(make_run, tmp_
     name = f"{run.path.name}-1"
     state = b64encode(pickle.dumps(Touch(marker)))
     dist.FileStore(str(run.stores / name)).set(f"torch.rendezvous.{name}", state)
-    launch.start(cfg, run, module="worker")
-    end = launch.wait(run, timeout_s=60)
+    torchrun.start(cfg, run, module="worker")
+    end = processes.wait(run, timeout_s=60)
     assert (marker.exists(), end) == (False, "finished")
 
 
@@ -307,10 +308,10 @@ def test_the_store_of_a_former_start_is_gone_at_the_next_and_after_the_end(make_
     else:
         run.stores.mkdir()
         (run.stores / "tiny-1").touch()
-    launch.clear_stores(run)
+    processes.clear_stores(run)
     assert (list(run.stores.iterdir()), run.stores.stat().st_mode & 0o777) == ([], 0o700)
     pretend_it_ran(run, "Killed\n")
-    launch.settle(run)
+    processes.settle(run)
     assert not run.stores.exists()
     assert [file.name for file in others.iterdir()] == ["theirs"]
 
@@ -341,15 +342,15 @@ def processes_of(run: RunDir) -> list[psutil.Process]:
 
 def test_a_node_waits_for_the_first_one_and_joins_once(two_nodes):
     cfg, run = two_nodes("good")
-    handle = launch.join(cfg.parallel, run, 1)
+    handle = torchrun.join(cfg.parallel, run, 1)
     while not (environment := psutil.Process(handle.process.pid).environ()):  # for an instant after exec
         time.sleep(0.01)
     assert environment["GLOO_SOCKET_IFNAME"] == "lo"
     with pytest.raises(InputError) as error:
-        launch.join(cfg.parallel, run, 1)
+        torchrun.join(cfg.parallel, run, 1)
     assert str(error.value) == f"{run.path}: node 1 of it runs on this machine already"
     assert handle.process.poll() is None
-    assert launch.status(run) == "created"
+    assert processes.status(run) == "created"
 
 
 @pytest.mark.parametrize(
@@ -362,21 +363,23 @@ def test_a_node_waits_for_the_first_one_and_joins_once(two_nodes):
 def test_a_node_that_is_none_of_the_others_cannot_join(two_nodes, node_rank, message):
     cfg, run = two_nodes("good")
     with pytest.raises(InputError) as error:
-        launch.join(cfg.parallel, run, node_rank)
+        torchrun.join(cfg.parallel, run, node_rank)
     assert str(error.value) == message.format(run=run.path)
 
 
 def test_a_run_on_one_node_waits_for_no_other(make_run):
     cfg, run = make_run("good")
     with pytest.raises(InputError, match="waits for no other node"):
-        launch.join(cfg.parallel, run, 1)
+        torchrun.join(cfg.parallel, run, 1)
 
 
 def test_the_first_node_is_the_one_that_starts_the_run_whatever_their_names(two_nodes):
     cfg, run = two_nodes("good")
-    second = subprocess.Popen(launch.torchrun_argv(cfg.parallel, run, "worker", 1), env=launch.worker_environment())
-    launch.start(cfg, run, "worker")
-    assert launch.wait(run, timeout_s=60) == "finished"
+    second = subprocess.Popen(
+        torchrun.torchrun_argv(cfg.parallel, run, "worker", 1), env=processes.worker_environment()
+    )
+    torchrun.start(cfg, run, "worker")
+    assert processes.wait(run, timeout_s=60) == "finished"
     assert second.wait(60) == 0
     first = (run.logs / "launch-1.log").read_text()
     assert "Traceback" not in first
@@ -384,13 +387,13 @@ def test_the_first_node_is_the_one_that_starts_the_run_whatever_their_names(two_
 
 def test_ranks_of_a_killed_torchrun_end_beside_another_node_that_is_left_alone(two_nodes):
     cfg, run = two_nodes("stubborn")
-    argv = launch.torchrun_argv(cfg.parallel, run, "worker", 1)
-    with subprocess.Popen(argv, env=launch.worker_environment()) as second:
-        first = launch.start(cfg, run, "worker").process
+    argv = torchrun.torchrun_argv(cfg.parallel, run, "worker", 1)
+    with subprocess.Popen(argv, env=processes.worker_environment()) as second:
+        first = torchrun.start(cfg, run, "worker").process
         wait_for(lambda: all((run.path / f"ready{rank}").exists() for rank in range(4)))
-        orphans, others = (psutil.Process(torchrun.pid).children() for torchrun in (first, second))
+        orphans, others = (psutil.Process(leader.pid).children() for leader in (first, second))
         first.kill()
-        assert launch.wait(run, timeout_s=10) == "failed"
+        assert processes.wait(run, timeout_s=10) == "failed"
         _, left = psutil.wait_procs(orphans, timeout=10)
         assert not left
         assert all(rank.is_running() for rank in others)
@@ -400,13 +403,13 @@ def test_ranks_of_a_killed_torchrun_end_beside_another_node_that_is_left_alone(t
 
 def test_a_second_ctrl_c_ends_a_node_that_joined_with_all_its_ranks(two_nodes, capsys):
     cfg, run = two_nodes("stubborn")
-    first = launch.start(cfg, run, "worker")
-    joined = launch.join(cfg.parallel, run, 1, "worker")
+    first = torchrun.start(cfg, run, "worker")
+    joined = torchrun.join(cfg.parallel, run, 1, "worker")
     wait_for(lambda: all((run.path / f"ready{rank}").exists() for rank in range(4)))
     ranks = psutil.Process(joined.process.pid).children()
     for after_s in (0.3, 0.9):
         threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT)).start()
-    assert attend(joined, launch.node_log(run, 1)) == 130
+    assert attend(joined, torchrun.node_log(run, 1)) == 130
     assert len(ranks) == 2
     assert not any(rank.is_running() for rank in ranks)
     assert first.process.poll() is None
@@ -417,12 +420,12 @@ def test_a_second_ctrl_c_ends_a_node_that_joined_with_all_its_ranks(two_nodes, c
 
 def test_who_starts_a_run_of_several_nodes_is_told_once_what_to_type_on_the_others(two_nodes, monkeypatch):
     cfg, run = two_nodes("stubborn")
-    launch.start(cfg, run, "worker")
+    torchrun.start(cfg, run, "worker")
     [starting] = EventReader(run.events_file).read()
-    assert (starting.state, starting.message) == ("starting", f"waits for the other nodes: {launch.joining(run, 2)}")
+    assert (starting.state, starting.message) == ("starting", f"waits for the other nodes: {torchrun.joining(run, 2)}")
     monkeypatch.setenv("SLURM_NODEID", "0")  # srun starts the others
     _, job = two_nodes("good")
-    launch.start(cfg, job, "worker")
+    torchrun.start(cfg, job, "worker")
     assert [event.message for event in EventReader(job.events_file).read()] == [""]
 
 
@@ -430,8 +433,8 @@ def test_the_log_of_a_node_never_gets_the_name_of_another_one(make_run):
     _, run = make_run("good")
     for number in (1, 10):
         (run.logs / f"node2-{number}.log").touch()
-    assert launch._free_node_log(run, 2).name == "node2-11.log"
-    assert launch._free_node_log(run, 1).name == "node1-1.log"
+    assert torchrun._free_node_log(run, 2).name == "node2-11.log"
+    assert torchrun._free_node_log(run, 1).name == "node1-1.log"
 
 
 @pytest.mark.parametrize(
@@ -448,20 +451,20 @@ def test_the_log_of_a_node_never_gets_the_name_of_another_one(make_run):
 def test_a_run_of_several_nodes_is_started_on_the_first_one(monkeypatch, place, message):
     parallel = ParallelConfig(nodes=2, rendezvous=place)
     with pytest.raises(InputError) as error:
-        launch.require_free_port(parallel)
+        network.require_free_port(parallel)
     assert str(error.value) == f"parallel.rendezvous: {message}"
     monkeypatch.setenv("PET_NODE_RANK", "0")  # a scheduler's names may come to be known after the first node begins
-    launch.require_free_port(parallel)
+    network.require_free_port(parallel)
 
 
 def test_a_job_that_does_not_know_its_first_node_yet_looks_for_none(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", None)
-    launch.require_free_port(ParallelConfig(nodes=2, rendezvous=FIRST_NODE))
+    network.require_free_port(ParallelConfig(nodes=2, rendezvous=FIRST_NODE))
 
 
 def ran_on(run: RunDir, host: str, job: str = "") -> None:
     """Leave what a run leaves that is at its fifth step on another machine."""
-    launch.Launch(os.getpid(), 1.0, ["-m", "trainer", str(run.path)], host, job).write(run)
+    processes.Launch(os.getpid(), 1.0, ["-m", "trainer", str(run.path)], host, job).write(run)
     with EventWriter(run.events_file) as events:
         events.write(StatusEvent(state="starting"))
         events.write(StatusEvent(state="training", step=5))
@@ -471,23 +474,23 @@ def test_a_run_on_another_machine_lives_as_long_as_it_is_heard_of_and_is_never_j
     _, run = make_run("good")
     ran_on(run, "gpu07")
     before = run.events_file.read_bytes()
-    assert launch.status(run) == "training"
-    launch.settle(run)
+    assert processes.status(run) == "training"
+    processes.settle(run)
     with pytest.raises(InputError) as error:
-        launch.require_ended(run)
+        processes.require_ended(run)
     assert str(error.value) == (
         f"{run.path}: is running on gpu07; stop it first, or start a new run. If gpu07 is down, remove "
         f"{run.launch_file}"
     )
-    long_ago = time.time() - launch.UNHEARD_S
+    long_ago = time.time() - processes.UNHEARD_S
     for file in (run.launch_file, run.events_file):
         os.utime(file, (long_ago, long_ago))
-    assert launch.status(run) == "failed"
-    launch.settle(run)
-    launch.require_ended(run)
+    assert processes.status(run) == "failed"
+    processes.settle(run)
+    processes.require_ended(run)
     assert run.events_file.read_bytes() == before
     run.rank_file(3).touch()  # a heartbeat
-    assert launch.status(run) == "training"
+    assert processes.status(run) == "training"
 
 
 def test_a_run_on_another_machine_has_ended_when_it_says_so_or_when_its_slurm_job_was_started_again(
@@ -497,15 +500,15 @@ def test_a_run_on_another_machine_has_ended_when_it_says_so_or_when_its_slurm_jo
     ran_on(run, "gpu07", job="4711-0")
     monkeypatch.setenv("SLURM_JOB_ID", "4712")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert launch.alive(run)
+    assert processes.alive(run)
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    assert not launch.alive(run)
+    assert not processes.alive(run)
     monkeypatch.delenv("SLURM_JOB_ID")
-    assert launch.alive(run)
+    assert processes.alive(run)
     with EventWriter(run.events_file) as events:
         events.write(StatusEvent(state="stopped", step=6))
-    assert not launch.alive(run)
-    assert launch.status(run) == "stopped"
+    assert not processes.alive(run)
+    assert processes.status(run) == "stopped"
 
 
 @pytest.mark.parametrize("state", ["failed", "training"])
@@ -514,15 +517,15 @@ def test_the_end_of_a_run_elsewhere_is_seen_beside_lines_that_are_cut(make_run, 
     ran_on(run, "gpu07")
     end = json.dumps(vars(StatusEvent(state=state))).encode() + b"\n"
     half = b'{"step": 7, "type": "status", "sta'  # as a machine leaves it that lost its power
-    straddling = b'{"message": "' + b"x" * launch.LAST_WORDS + b'", "type": "status", "state": "training"}\n'
+    straddling = b'{"message": "' + b"x" * processes.LAST_WORDS + b'", "type": "status", "state": "training"}\n'
     no_status = b'{"type": "status"}\n'  # as a stranger may write it
     for tail in (end, half + b"\n" + end, end + half, end + b'{"type": "step"}\n' * 9, end + no_status):
-        begin = len(straddling) - (launch.LAST_WORDS - len(tail))  # the window begins inside its line
+        begin = len(straddling) - (processes.LAST_WORDS - len(tail))  # the window begins inside its line
         run.events_file.write_bytes(straddling + tail)
         assert begin > 0
-        assert launch.alive(run) == (state == "training")
+        assert processes.alive(run) == (state == "training")
     run.events_file.write_bytes(straddling)
-    assert launch.alive(run)
+    assert processes.alive(run)
 
 
 @pytest.mark.parametrize(
@@ -532,7 +535,7 @@ def test_the_end_of_a_run_elsewhere_is_seen_beside_lines_that_are_cut(make_run, 
 def test_a_scheduler_deals_the_numbers_of_the_nodes(monkeypatch, variables, number):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert launch.dealt_node_rank() == number
+    assert network.dealt_node_rank() == number
 
 
 def test_a_folder_of_the_same_name_in_the_current_one_is_not_taken_for_the_trainer(tmp_path):
@@ -540,23 +543,23 @@ def test_a_folder_of_the_same_name_in_the_current_one_is_not_taken_for_the_train
     (tmp_path / "trainer" / "__init__.py").touch()
     (tmp_path / "trainer" / "__main__.py").write_text("print('not ours')")
     command = [sys.executable, "-m", "trainer", "--help"]
-    done = subprocess.run(command, cwd=tmp_path, env=launch.worker_environment(), capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, env=processes.worker_environment(), capture_output=True, text=True)
     assert "not ours" not in done.stdout
     assert "RUN_DIR" in done.stdout + done.stderr
 
 
 def test_a_process_id_that_belongs_to_somebody_else_by_now_is_not_the_run(make_run):
     _, run = make_run("good")
-    assert launch.status(run) == "created"
+    assert processes.status(run) == "created"
     pretend_it_ran(run, "Killed\n")
-    assert not launch.alive(run)
-    assert launch.status(run) == "failed"
+    assert not processes.alive(run)
+    assert processes.status(run) == "failed"
 
 
 def test_a_run_that_does_not_run_cannot_be_stopped(make_run):
     _, run = make_run("good")
     with pytest.raises(InputError) as error:
-        launch.stop(run)
+        processes.stop(run)
     assert str(error.value) == f"{run.path}: is not running; continue it with --resume"
     assert not run.requested("stop")
 
@@ -565,9 +568,9 @@ def test_the_users_mistake_is_told_once_although_every_rank_finds_it(make_run):
     _, run = make_run("good")
     pretend_it_ran(run, TABLE)
     message = "model.path /m: no transformer/config.json; download it"
-    launch.record_mistake(run, 1, message)
-    launch.record_mistake(run, 0, message)
-    launch.settle(run)
+    processes.record_mistake(run, 1, message)
+    processes.record_mistake(run, 0, message)
+    processes.settle(run)
     mistake = ErrorEvent(time=0, message=message, rank=1, exit_code=2)
     assert explain(mistake, run) == f"error: {message}"
     assert errors_and_end(run) == [vars(mistake), vars(StatusEvent(time=0, state="failed"))]
@@ -580,7 +583,7 @@ def test_an_error_of_an_earlier_start_does_not_hide_that_of_the_latest(make_run)
         events.write(ErrorEvent(message="first", step=40))
         events.write(StatusEvent(state="failed", step=40))
     pretend_it_ran(run, "OSError: second\n")
-    launch.settle(run)
+    processes.settle(run)
     assert [error["message"] for error in errors_and_end(run)[:-1]] == ["first", "OSError: second"]
 
 
@@ -619,9 +622,9 @@ def test_a_process_is_the_runs_own_by_its_arguments_or_while_it_has_none_yet(mak
     """Once in 1,500 starts they are read before the process has them."""
     run = make_run("good")[1]
     with subprocess.Popen(["sleep", "1000"]) as process:
-        launch.Launch(process.pid, psutil.Process(process.pid).create_time(), ["sleep", "1000"]).write(run)
+        processes.Launch(process.pid, psutil.Process(process.pid).create_time(), ["sleep", "1000"]).write(run)
         monkeypatch.setattr(psutil.Process, "cmdline", lambda self: arguments)
-        assert launch.alive(run) == is_run
+        assert processes.alive(run) == is_run
         process.kill()
 
 
@@ -646,7 +649,14 @@ def test_a_damaged_launch_file_is_refused_with_a_sentence(make_run, content, rea
         content = json.dumps(json.loads(run.launch_file.read_text()) | content)
     run.launch_file.write_text(content)
     events = run.events_file.read_bytes()
-    for look in (launch.alive, launch.status, launch.settle, launch.stop, launch.terminate, launch.require_ended):
+    for look in (
+        processes.alive,
+        processes.status,
+        processes.settle,
+        processes.stop,
+        processes.terminate,
+        processes.require_ended,
+    ):
         with pytest.raises(InputError) as error:
             look(run)
         assert str(error.value) == f"{run.launch_file}: damaged ({reason}); remove it if the run has ended"
@@ -663,17 +673,17 @@ def test_resume_of_a_run_with_a_damaged_launch_file_ends_with_a_sentence(make_ru
         f"{run.launch_file}: damaged ({DAMAGED['empty'][1]}); remove it if the run has ended\n",
     )
     run.launch_file.unlink()
-    assert launch.status(run) == "created"
+    assert processes.status(run) == "created"
 
 
 def test_a_launch_file_of_an_earlier_or_a_later_version_is_read(make_run):
     _, run = make_run("good")
     known = {"pid": 5, "create_time": 1.0, "argv": ["-m", "trainer", str(run.path)]}
     run.launch_file.write_text(json.dumps(known | {"of_a_later_version": [1]}))
-    launched = launch.Launch.read(run)
-    assert launched == launch.Launch(5, 1.0, known["argv"])
+    launched = processes.Launch.read(run)
+    assert launched == processes.Launch(5, 1.0, known["argv"])
     assert (launched.pid_namespace, launched.boot_id, launched.is_here) == (None, "", True)
-    assert launch.status(run) == "created"
+    assert processes.status(run) == "created"
 
 
 @pytest.mark.parametrize("name", ["launch-1.log", "tiny_x/attempt_0/0/stderr.log", "tiny_x/attempt_0/0/error.json"])
@@ -687,7 +697,7 @@ def test_a_pipe_in_place_of_a_log_keeps_nobody_waiting(make_run, name):
 
     def settle() -> None:
         try:
-            launch.settle(run)
+            processes.settle(run)
             said.append("")
         except InputError as error:
             said.append(str(error))
@@ -705,7 +715,7 @@ def test_what_lies_in_the_place_of_a_file_that_ranks_write_is_named_before_one_i
     cfg, run = make_run("good")
     damage(run.path / name)
     with pytest.raises(InputError) as error:
-        launch.start(cfg, run, module="worker")
+        torchrun.start(cfg, run, module="worker")
     assert str(error.value) == f"{run.path / name}: not a regular file; remove it, or put a file in its place"
     assert not run.launch_file.exists()
 
@@ -718,7 +728,7 @@ def test_looking_at_a_strangers_run_folder_ends_no_process_that_is_not_a_rank_of
         pretend_it_ran(run, "Killed\n")
         foreign = {"pid": 2**22, "create_time": 1.0, "argv": ["x", "x", "x", *words]}
         run.launch_file.write_text(json.dumps(foreign))
-        launch.settle(run)
+        processes.settle(run)
         time.sleep(0.2)
         assert victim.poll() is None
         victim.kill()
@@ -728,9 +738,9 @@ def test_a_strangers_launch_file_that_names_another_process_ends_it_neither(make
     _, run = make_run("good")
     argv = [sys.executable, "-c", "import time; time.sleep(100)"]
     with subprocess.Popen(argv) as victim:
-        launch.Launch.of(victim, argv).write(run)
+        processes.Launch.of(victim, argv).write(run)
         with pytest.raises(InputError) as error:
-            launch.terminate(run)
+            processes.terminate(run)
         assert str(error.value) == (
             f"{run.launch_file}: process {victim.pid} is not of this run folder and is left alone; remove the file"
         )
@@ -741,13 +751,13 @@ def test_a_strangers_launch_file_that_names_another_process_ends_it_neither(make
 LOOK = """
 import sys
 from pathlib import Path
-from trainer import launch
-from trainer.rundir import RunDir
+from trainer.run import process
+from trainer.run.folder import RunDir
 run = RunDir(Path(sys.argv[1]))
-launch.settle(run)
-launch.terminate(run)
-print(launch.alive(run), launch.status(run))
-launch.require_ended(run)
+process.settle(run)
+process.terminate(run)
+print(process.alive(run), process.status(run))
+process.require_ended(run)
 """
 IN_ANOTHER_CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 """Such as shares the name of this machine and its disk, but no processes. Needs root, as the tests of two machines."""
@@ -756,7 +766,7 @@ IN_ANOTHER_CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-ch
 def seen_from_another_container(run: RunDir) -> tuple[str, str]:
     """How the run stands there, and why it cannot be started there; empty where it can."""
     argv = [*IN_ANOTHER_CONTAINER, sys.executable, "-c", LOOK, str(run.path)]
-    done = subprocess.run(argv, env=launch.worker_environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(argv, env=processes.worker_environment(), capture_output=True, text=True, timeout=60)
     return done.stdout.strip(), (done.stderr.splitlines() or [""])[-1].partition("InputError: ")[2]
 
 
@@ -770,8 +780,8 @@ def test_a_run_is_neither_judged_nor_started_again_by_another_container_of_its_m
         f"{run.path}: is running on {socket.gethostname()} already, in another container; stop it first, or start a "
         "new run",
     )
-    assert (run.events_file.read_bytes(), launch.status(run)) == (before, "training")
-    torchrun = psutil.Process(launch.Launch.read(run).pid)
+    assert (run.events_file.read_bytes(), processes.status(run)) == (before, "training")
+    torchrun = psutil.Process(processes.Launch.read(run).pid)
     torchrun.kill()
     torchrun.wait(10)
     assert seen_from_another_container(run) == ("False failed", "")
@@ -782,30 +792,31 @@ def test_a_run_is_neither_judged_nor_started_again_by_another_container_of_its_m
 def test_a_run_whose_container_has_ended_goes_on_at_once_in_the_next(make_run, tmp_path):
     _, run = make_run("stubborn")
     begin = (
-        "import sys, time; from pathlib import Path; from trainer import launch; from trainer.rundir import RunDir\n"
-        "run = RunDir(Path(sys.argv[1])); launch.start(run.config(), run, module='worker')\n"
+        "import sys, time; from pathlib import Path; from trainer.launcher import torchrun\n"
+        "from trainer.run import process; from trainer.run.folder import RunDir\n"
+        "run = RunDir(Path(sys.argv[1])); torchrun.start(run.config(), run, module='worker')\n"
         "while not all((run.path / f'ready{rank}').exists() for rank in range(2)): time.sleep(0.05)\n"
-        "assert launch.alive(run)"
+        "assert process.alive(run)"
     )
     argv = [*IN_ANOTHER_CONTAINER, sys.executable, "-c", begin, str(run.path)]
-    subprocess.run(argv, env=launch.worker_environment(), check=True, timeout=60)
-    launched, before = launch.Launch.read(run), run.events_file.read_bytes()
+    subprocess.run(argv, env=processes.worker_environment(), check=True, timeout=60)
+    launched, before = processes.Launch.read(run), run.events_file.read_bytes()
     assert (launched.host, launched.is_here) == (socket.gethostname(), False)
-    assert launch.status(run) == "failed"
-    launch.settle(run)
-    launch.require_ended(run)
+    assert processes.status(run) == "failed"
+    processes.settle(run)
+    processes.require_ended(run)
     assert run.events_file.read_bytes() == before
 
 
 def test_a_run_of_before_the_machine_was_started_anew_has_failed(make_run):
     _, run = make_run("good")
     argv = ["-m", "trainer", str(run.path)]
-    launch.Launch(os.getpid(), 1.0, argv, pid_namespace=1, boot_id="of the former start").write(run)
+    processes.Launch(os.getpid(), 1.0, argv, pid_namespace=1, boot_id="of the former start").write(run)
     with EventWriter(run.events_file) as events:
         events.write(StatusEvent(state="training", step=4))
     (run.logs / "launch-1.log").touch()
-    launch.settle(run)
-    launch.require_ended(run)
+    processes.settle(run)
+    processes.require_ended(run)
     assert errors_and_end(run)[-1] == vars(StatusEvent(time=0, step=4, state="failed"))
 
 
@@ -830,7 +841,7 @@ def rank_log(run: RunDir, attempt: int, text: str, error: str | None = None) -> 
 
 
 def error_of(run: RunDir) -> str:
-    launch.settle(run)
+    processes.settle(run)
     [error, _] = [event for event in EventReader(run.events_file).read() if event.type in ("error", "status")][1:]
     return explain(error, run)
 

@@ -14,11 +14,12 @@ from PIL import Image, ImageOps
 
 from tests.commands import launch_py
 from tests.runs import alone, make_pictures, make_run, run_config, steps_of
-from trainer import headless, launch, prepare
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.events import AnyEvent, StatusEvent, WarningEvent
-from trainer.rundir import RunDir
+from trainer.launcher import commands, preflight, torchrun
+from trainer.run import process as processes
+from trainer.run.events import AnyEvent, StatusEvent, WarningEvent
+from trainer.run.folder import RunDir
 from trainer.train import Trainer
 
 FOLDERS = ("ranks", "logs", "samples", "requests", "export")
@@ -120,14 +121,14 @@ def test_what_is_changed_when_a_run_continues_is_told_or_refused_before_a_rank_i
 ) -> None:
     go_on(cfg, run, 2)
     with pytest.raises(InputError) as error:
-        prepare.continued_run(run, ["adapter.rank=8", "optim.type=schedulefree"])
+        preflight.continued_run(run, ["adapter.rank=8", "optim.type=schedulefree"])
     assert str(error.value).splitlines() == [
         "command line: adapter.rank: 4 in the checkpoint of step 2, not 8: the checkpoint holds an adapter of that "
         "kind and size; start a new run, with adapter.start to begin from what this one exported",
         "command line: optim.type: adamw in the checkpoint of step 2, not schedulefree: the checkpoint holds the state "
         "of that optimizer; start a new run",
     ]
-    changed = prepare.continued_run(run, ["optim.lr=2e-4", "train.batch_size=2"]).config
+    changed = preflight.continued_run(run, ["optim.lr=2e-4", "train.batch_size=2"]).config
     assert (
         "changed since it was saved: optim.lr: 0.0001 -> 0.0002; train.batch_size: 4 -> 2 (the data go on at the next "
         "sample, and none is skipped or repeated; optim.lr and train.steps stay as they are)"
@@ -158,7 +159,7 @@ def test_what_lies_where_a_folder_of_the_run_belongs_is_named_and_left_alone(
     go_on(cfg, run, 2)
     shutil.rmtree(run.path / name)
     (run.path / name).write_text("mine")
-    for begin in (launch.start, lambda cfg, run: headless.begin_export(run, cfg)):
+    for begin in (torchrun.start, lambda cfg, run: commands.begin_export(run, cfg)):
         with pytest.raises(InputError) as error:
             begin(cfg, run)
         assert str(error.value) == (
@@ -171,11 +172,11 @@ def test_what_lies_where_a_folder_of_the_run_belongs_is_named_and_left_alone(
 def test_a_clock_that_is_set_makes_no_running_process_look_dead(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     argv = [sys.executable, "-c", "import time; time.sleep(100)"]
     with subprocess.Popen(argv) as process:
-        launch.Launch.of(process, argv).write(run)
+        processes.Launch.of(process, argv).write(run)
         boot_time = psutil.boot_time()
         for jump in (-3600.0, 0.0, 3600.0):
             for place in (psutil, psutil._pslinux):
                 monkeypatch.setattr(place, "boot_time", lambda jump=jump: boot_time + jump)
-            assert launch.alive(run)
+            assert processes.alive(run)
         process.kill()
-    assert not launch.alive(run)
+    assert not processes.alive(run)

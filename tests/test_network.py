@@ -16,8 +16,8 @@ import pytest
 from tests.commands import LAUNCH, TIMEOUT_S, preset_folder
 from tests.namespaces import FIRST, Machine, two_machines
 from tests.test_nodes import PORT, TWO_NODES, Pair
-from trainer.events import EventReader, ExportEvent
-from trainer.rundir import RunDir
+from trainer.run.events import EventReader, ExportEvent
+from trainer.run.folder import RunDir
 
 KNOCK = """
 import socket, sys
@@ -30,12 +30,13 @@ for port in map(int, sys.argv[2:]):
 MEASURE = """
 import sys
 from pathlib import Path
-from trainer import launch, trials
+from trainer.run import process
+from trainer import trials
 from trainer.config.load import load_config
 config = load_config(Path("preset.yaml"), ["train.steps=3", "sample.every=0"])
 run = trials.create(config, {"whole": ["parallel.strategy=ddp"]}, Path("runs"))
 trials.start(run)
-print(run.path, launch.wait(run, 400))
+print(run.path, process.wait(run, 400))
 """
 STAGES = "stages=[{name: a, set: {train.steps: 1}}, {name: b, set: {train.steps: 1}}]"
 

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from tests.commands import LAUNCH, TIMEOUT_S, launch_py, preset_folder
 from tests.namespaces import FIRST, Machine, two_machines
 from tests.runs import difference
-from trainer.events import CheckpointEvent, ErrorEvent, EventReader, RankReader, StatusEvent
-from trainer.launch import terminate
-from trainer.manifest import complete
-from trainer.rundir import RunDir
+from trainer.run.events import CheckpointEvent, ErrorEvent, EventReader, RankReader, StatusEvent
+from trainer.run.folder import RunDir
+from trainer.run.manifest import complete
+from trainer.run.process import terminate
 
 PORT = 29400
 COLLECTIVE_S = 20

@@ -37,8 +37,8 @@ from app.form import Draft
 from app.runs import set_tags
 from app.studio import Studio
 from trainer.export.drafts import draft
-from trainer.report import write_report
-from trainer.rundir import RunDir
+from trainer.run.report import write_report
+from trainer.run.folder import RunDir
 folder = Path(sys.argv[1])
 studio = Studio(folder / "runs")
 checked = form.check(Draft(studio.presets()["quickstart"]))

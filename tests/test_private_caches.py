@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from tests.runs import make_pictures, run_config
-from trainer import prepare
 from trainer.config.errors import InputError
 from trainer.config.load import dump_config, load_config
 from trainer.data.cache import ExampleCache
 from trainer.families._folder import write_once
+from trainer.launcher import preflight
 from trainer.plan import calibration, recording
 
 NOBODY = 65534
@@ -92,7 +92,7 @@ def test_a_cache_that_cannot_be_a_folder_is_named_before_a_run_folder_is_made(tm
     preset = tmp_path / "preset.yaml"
     preset.write_text(dump_config(cfg))
     with pytest.raises(InputError) as error:
-        prepare.new_run(load_config(preset), tmp_path / "runs")
+        preflight.new_run(load_config(preset), tmp_path / "runs")
     line = next(number for number, line in enumerate(preset.read_text().splitlines(), 1) if str(cache) in line)
     assert str(error.value) == (
         f"{preset}:{line}: data.cache: {cache} cannot be made a folder (Not a directory); name another place, or "

@@ -24,10 +24,10 @@ from trainer.basecache import BaseCache
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.encode import encode_data
-from trainer.events import StatusEvent, WarningEvent
 from trainer.export import export
 from trainer.modules import _coded, build_model, encoder_loader, load_model
 from trainer.quantize import FORMATS, quantized_layers
+from trainer.run.events import StatusEvent, WarningEvent
 from trainer.weights import WeightFiles
 from trainer.world import World
 

@@ -12,17 +12,17 @@ import pytest
 from PIL import Image
 
 from tests.runs import run_config
-from trainer import launch
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.queue import Queue, Settings, work_off
+from trainer.launcher.queue import Queue, Settings, work_off
+from trainer.run import process
 
 # What the queue starts instead of the trainer: a run that does what its name says, once its file `go` is there.
 WORKER = """
 import os, sys, time
 from pathlib import Path
-from trainer.events import *
-from trainer.rundir import RunDir
+from trainer.run.events import *
+from trainer.run.folder import RunDir
 run = RunDir.open(Path(sys.argv[1]))
 events = EventWriter(run.events_file)
 events.write(StatusEvent(state="training", message=os.environ.get("CUDA_VISIBLE_DEVICES", "all")))
@@ -49,7 +49,7 @@ def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     queue = Queue(tmp_path / "runs", module="queueworker")
     yield queue
     for entry in queue.running():
-        launch.terminate(queue.run_of(entry))
+        process.terminate(queue.run_of(entry))
 
 
 def names(entries) -> list[str]:
@@ -153,7 +153,7 @@ def test_a_starter_killed_between_two_steps_loses_no_run(queue, config):
 
 def test_the_command_works_the_queue_off_and_tells_each_run(tmp_path, config, capsys, monkeypatch):
     queue = Queue(tmp_path / "runs")
-    monkeypatch.setattr("trainer.queue.POLL_S", 0.05)
+    monkeypatch.setattr("trainer.launcher.queue.POLL_S", 0.05)
     (tmp_path / "queueworker.py").write_text(WORKER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     queue.add(config("a"))
@@ -198,7 +198,7 @@ def test_a_run_that_was_deleted_or_damaged_keeps_no_other_from_its_turn(queue: Q
         queue.add(config(name))
         with queue.starting():
             (entry,) = queue.start_next()
-        launch.wait(queue.run_of(entry))
+        process.wait(queue.run_of(entry))
     deleted, damaged = queue.taken()
     shutil.rmtree(queue.run_of(deleted).path)
     queue.run_of(damaged).launch_file.write_text("null")

@@ -11,9 +11,9 @@ import pytest
 
 from tests.runs import make_pictures, run_config
 from trainer.config.load import dump_config
-from trainer.launch import worker_environment
 from trainer.objectives import empirical_mu
 from trainer.recipe import NUM_BINS, main, recipe
+from trainer.run.process import worker_environment
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DataConfig, ModelConfig, ParallelConfig
-from trainer.events import (
+from trainer.run.events import (
     ErrorEvent,
     EventWriter,
     RankLine,
@@ -19,8 +19,8 @@ from trainer.events import (
     ValidationEvent,
     WarningEvent,
 )
-from trainer.report import Line, chart, thin, write_report
-from trainer.rundir import RunDir
+from trainer.run.folder import RunDir
+from trainer.run.report import Line, chart, thin, write_report
 
 PIXEL = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c6360f8cf000001010100"

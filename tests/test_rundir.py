@@ -7,7 +7,7 @@ import pytest
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DataConfig, ModelConfig
-from trainer.rundir import RunDir
+from trainer.run.folder import RunDir
 
 
 @pytest.fixture

@@ -14,13 +14,15 @@ from safetensors.torch import load_file
 from app import form
 from tests.commands import Started, launch_py
 from tests.runs import alone, difference, make_pictures, make_run, make_text, run_config, text_config, train
-from trainer import families, launch, prepare, stages
+from trainer import families
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigError, dump_config, load_config, stage_config
 from trainer.config.schema import RunConfig
-from trainer.events import CheckpointEvent, EventReader, StageEvent, StepEvent, latest_steps
 from trainer.export import hand_over
-from trainer.rundir import RunDir, weights_of
+from trainer.launcher import preflight
+from trainer.run import process, stages
+from trainer.run.events import CheckpointEvent, EventReader, StageEvent, StepEvent, latest_steps
+from trainer.run.folder import RunDir, weights_of
 from trainer.trained import BaseWeights
 
 PRESET = """\
@@ -100,9 +102,9 @@ def test_a_run_that_is_killed_in_its_second_stage_goes_on_to_the_same_end(straig
     try:
         while started.wait_for(CheckpointEvent).step < 6:
             pass
-        latest = launch.Launch.read(started.run)
+        latest = process.Launch.read(started.run)
         assert latest is not None
-        launch.end_family(latest.pid)
+        process.end_family(latest.pid)
         assert started.end()[0] == 1
     finally:
         started.kill()
@@ -136,9 +138,9 @@ def test_a_run_that_is_stopped_in_its_first_stage_does_not_begin_the_second(tmp_
         assert started.end()[0] == 130
     finally:
         started.kill()
-    assert launch.status(started.run) == "stopped"
+    assert process.status(started.run) == "stopped"
     assert started.run.current_stage == 0
-    assert not launch.alive(started.run)
+    assert not process.alive(started.run)
 
 
 # What the next stage begins with
@@ -278,7 +280,7 @@ def test_files_of_every_stage_are_looked_for_before_a_rank_is_started(tmp_path: 
     make_text(tmp_path / "text")
     cfg = loaded(tmp_path)
     with pytest.raises(InputError) as caught:
-        prepare.new_run(load_config(tmp_path / "preset.yaml"), tmp_path / "runs")
+        preflight.new_run(load_config(tmp_path / "preset.yaml"), tmp_path / "runs")
     assert "stage tune: data.path: no file or folder" in str(caught.value)
     assert cfg.stages
 
@@ -292,7 +294,7 @@ def test_a_stage_that_contradicts_its_models_folder_is_refused_before_a_rank_is_
         "stages: [{name: a}, {name: b, set: {model.options.distilled: false}}]\n"
     )
     with pytest.raises(InputError) as caught:
-        prepare.new_run(load_config(tmp_path / "preset.yaml"), tmp_path / "runs")
+        preflight.new_run(load_config(tmp_path / "preset.yaml"), tmp_path / "runs")
     assert "stage b: model.options.distilled: false, but" in str(caught.value)
 
 
@@ -317,5 +319,5 @@ def test_a_handover_names_what_lies_beside_it(tmp_path: Path) -> None:
 def test_the_page_shows_the_command_that_starts_a_run_in_stages(tmp_path: Path) -> None:
     run = tmp_path / "two-<time>-<random>"
     assert form.torchrun_command(loaded(tmp_path), tmp_path).split()[1:] == [
-        *("-m", "trainer.stages", "0", "-m", "trainer", f"'{run}'")
+        *("-m", "trainer.launcher.supervisor", "0", "-m", "trainer", f"'{run}'")
     ]

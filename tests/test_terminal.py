@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.commands import LAUNCH, preset_folder
-from trainer import diagnosis
 from trainer.config.schema import RunConfig
 from trainer.config.terminal import complain, printable, say, shortened
-from trainer.events import EventWriter, SampleEvent, StatusEvent, WarningEvent
-from trainer.headless import BarFace, PlainFace, explain
-from trainer.rundir import RunDir
+from trainer.launcher.commands import explain
+from trainer.launcher.console import BarFace, PlainFace
+from trainer.run import failure
+from trainer.run.events import EventWriter, SampleEvent, StatusEvent, WarningEvent
+from trainer.run.folder import RunDir
 
 EVIL = "\x1b[2J\x1b]0;pwned\x07\x9b31m\u202egnp\u2066"
 SHOWN = r"\x1b[2J\x1b]0;pwned\x07\x9b31m\u202egnp\u2066"
@@ -122,10 +123,10 @@ def test_why_a_run_failed_is_shown_by_escapes(tmp_path: Path, capsys: pytest.Cap
     folder = preset_folder(tmp_path)
     cfg = RunConfig.model_validate({"model": {"family": "flux2"}, "data": {"path": str(folder / "pictures")}})
     run = RunDir.create(tmp_path, cfg, tmp_path / "run")
-    diagnosis.output_file(run, 1).write_text(f"RuntimeError: {EVIL}\n")
+    failure.output_file(run, 1).write_text(f"RuntimeError: {EVIL}\n")
     with EventWriter(run.events_file) as events:
         events.write(StatusEvent(state="training", step=1))
-    error = diagnosis.diagnose(run, [])
+    error = failure.diagnose(run, [])
     complain(explain(error, run))
     said = capsys.readouterr().err
     assert SHOWN in said and is_harmless(said)

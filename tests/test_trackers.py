@@ -18,11 +18,12 @@ import pytest
 from PIL import Image, UnidentifiedImageError
 
 from tests.runs import make_pictures, run_config, write_preset
-from trainer import launch, prepare
 from trainer.config.errors import InputError
 from trainer.config.load import load_config
 from trainer.config.sections import TrackersConfig
-from trainer.events import (
+from trainer.launcher import preflight, torchrun
+from trainer.run import process as processes
+from trainer.run.events import (
     AnyEvent,
     ErrorEvent,
     EventReader,
@@ -35,8 +36,8 @@ from trainer.events import (
     ValidationEvent,
     WarningEvent,
 )
-from trainer.rundir import RunDir
-from trainer.signals import LEAVE
+from trainer.run.folder import RunDir
+from trainer.run.preemption import LEAVE
 from trainer.trackers import WATCH_SECONDS, Files, Signs, following, short, shown_config
 from trainer.trackers.feed import Feed, Note, Picture, Place
 
@@ -97,7 +98,7 @@ def warnings(run: RunDir) -> list[str]:
 def send(run: RunDir, name: str) -> None:
     """Give a tracker what is there, as a person does by hand."""
     argv = [sys.executable, "-m", "trainer.trackers", str(run.path), name]
-    done = subprocess.run(argv, env=launch.worker_environment(), capture_output=True, text=True, timeout=100)
+    done = subprocess.run(argv, env=processes.worker_environment(), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
 
 
@@ -316,7 +317,7 @@ def test_trackers_are_not_given_what_a_site_calls_its_things(tmp_path: Path) -> 
 def test_no_tracker_imports_torch() -> None:
     modules = ", ".join(f"trainer.trackers.{name}" for name in ("__main__", *NAMES))
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], env=launch.worker_environment(), check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", code], env=processes.worker_environment(), check=True, timeout=100)
 
 
 # A rank 0 of a few lines: it starts a tracker, says how long that took, and leaves when its input ends.
@@ -324,8 +325,8 @@ RANK_0 = """
 import sys, time
 from pathlib import Path
 from trainer.config.schema import TrackersConfig
-from trainer.events import EventWriter
-from trainer.rundir import RunDir
+from trainer.run.events import EventWriter
+from trainer.run.folder import RunDir
 from trainer.trackers import following
 run = RunDir.open(Path(sys.argv[1]))
 before = time.perf_counter()
@@ -340,7 +341,7 @@ def rank_0(run: RunDir, name: str, patience_s: int = 60) -> Iterator[subprocess.
     """Inside, a process with a tracker is at work; at the end it leaves, waiting for nothing."""
     argv = [sys.executable, "-c", RANK_0, str(run.path), name, str(patience_s)]
     pipe = subprocess.PIPE
-    with subprocess.Popen(argv, env=launch.worker_environment(), stdin=pipe, stdout=pipe, text=True) as process:
+    with subprocess.Popen(argv, env=processes.worker_environment(), stdin=pipe, stdout=pipe, text=True) as process:
         process.stdout.readline()
         yield process
         process.stdin.close()
@@ -477,7 +478,7 @@ def test_a_package_that_is_not_installed_is_named_before_anything_starts(
     monkeypatch.setattr(sys, "path", [str(tmp_path), *(place for place in sys.path if "site-packages" not in place)])
     message = "trackers.trackio: true needs the package trackio; pip install trackio"
     with pytest.raises(InputError) as error:
-        prepare.new_run(load_config(preset), tmp_path / "runs")
+        preflight.new_run(load_config(preset), tmp_path / "runs")
     assert str(error.value) == f"{preset}:5: {message}"
     assert not (tmp_path / "runs").exists()
     run = RunDir.create(tmp_path, run_config(tmp_path))
@@ -496,8 +497,8 @@ def test_a_real_run_is_shown_by_all_trackers(tmp_path: Path) -> None:
     changes = {f"trackers__{name}": True for name in NAMES}
     cfg = run_config(make_pictures(tmp_path / "photos"), train__steps=3, **changes)
     run = RunDir.create(tmp_path, cfg)
-    launch.start(cfg, run)
-    assert launch.wait(run, 120) == "finished"
+    torchrun.start(cfg, run)
+    assert processes.wait(run, 120) == "finished"
     until(lambda: not trackers(run))
     for name in NAMES:
         found = READERS[name](run)

@@ -19,11 +19,11 @@ from tests.runs import alone, difference, make_pictures, make_run, run_config, s
 from trainer import adapters
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.events import AnyEvent, SampleEvent, StatusEvent, ValidationEvent, WarningEvent
-from trainer.manifest import progress_of
 from trainer.parallel.place import OutOfMemoryError
 from trainer.rng import SampleRng
-from trainer.rundir import RunDir
+from trainer.run.events import AnyEvent, SampleEvent, StatusEvent, ValidationEvent, WarningEvent
+from trainer.run.folder import RunDir
+from trainer.run.manifest import progress_of
 from trainer.snapshot import Snapshots
 from trainer.train import Trainer
 from trainer.world import World

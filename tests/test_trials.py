@@ -15,11 +15,12 @@ from torch import nn
 
 from tests.distributed.pool import run_ranks
 from tests.runs import alone, make_pictures, run_config
-from trainer import launch, measure, trials
+from trainer import measure, trials
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigError, ConfigFile, dump_config, load_config
 from trainer.parallel.probe import Probe
-from trainer.rundir import RunDir
+from trainer.run import process
+from trainer.run.folder import RunDir
 from trainer.trials import Trial
 from trainer.world import World
 from trainer.zero import ModelBytes, RankBytes, expected
@@ -176,7 +177,7 @@ def test_a_step_of_several_passes_gathers_in_each_and_has_the_activations_of_one
 def test_torchrun_trains_every_variant_and_says_which_one_it_is_at(pictures: Path, tmp_path: Path) -> None:
     run = trials.create(config_file(pictures, tmp_path, 2), {"a/b: lr": (), "": ("optim.lr=5e-4",)}, tmp_path)
     trials.start(run)
-    assert launch.wait(run, 120) == "finished"
+    assert process.wait(run, 120) == "finished"
     found = trials.read(run)
     assert [(trial.label, trial.run.path.name) for trial in found] == [("a/b: lr", "01-a-b-lr"), ("", "02-trial")]
     assert all(0 < trial.seconds < 60 and math.isfinite(trial.losses[-1]) for trial in found)

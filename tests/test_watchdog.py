@@ -17,10 +17,13 @@ import pytest
 import torch.distributed as dist
 
 from tests.runs import alone, make_pictures, make_run, run_config
-from trainer import launch, watchdog
+from trainer import watchdog
 from trainer.board import Board
 from trainer.config.schema import RunConfig
-from trainer.events import (
+from trainer.launcher import torchrun
+from trainer.pulse import Pulse
+from trainer.run import process
+from trainer.run.events import (
     AnyEvent,
     CheckpointEvent,
     ErrorEvent,
@@ -31,10 +34,9 @@ from trainer.events import (
     WarningEvent,
     latest_steps,
 )
-from trainer.manifest import complete, steps_in
-from trainer.pulse import Pulse
-from trainer.rundir import RunDir
-from trainer.signals import Preemption, noted
+from trainer.run.folder import RunDir
+from trainer.run.manifest import complete, steps_in
+from trainer.run.preemption import Preemption, noted
 from trainer.watchdog import Report, Watchdog, stand_still
 
 WORKER = '''
@@ -43,7 +45,7 @@ import os, sys, time
 import torch
 from trainer import __main__ as trainer
 from trainer.train import Trainer
-from trainer.rundir import RunDir
+from trainer.run.folder import RunDir
 
 train_step = Trainer.train_step
 
@@ -80,12 +82,12 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
         two = {"parallel__devices": 2, "parallel__strategy": "full", "parallel__timeout": 10}
         cfg = run_config(pictures, **{"name": name, "train__steps": 4, "export__what": "none", **two, **changes})
         runs.append(make_run(tmp_path, cfg, name))
-        launch.start(cfg, runs[-1], module="worker")
+        torchrun.start(cfg, runs[-1], module="worker")
         return runs[-1]
 
     yield start
     for run in runs:
-        launch.terminate(run)
+        process.terminate(run)
 
 
 def events_of(run: RunDir) -> list[AnyEvent]:
@@ -95,7 +97,7 @@ def events_of(run: RunDir) -> list[AnyEvent]:
 @pytest.mark.slow
 def test_ranks_that_wait_for_each_other_are_told_with_both_stacks_and_the_run_ends(start) -> None:
     run = start("deadlock")
-    assert launch.wait(run, timeout_s=120) == "failed"
+    assert process.wait(run, timeout_s=120) == "failed"
     events = events_of(run)
     [error] = [event for event in events if isinstance(event, ErrorEvent)]
     last = latest_steps(events)[-1]
@@ -117,7 +119,7 @@ def test_a_rank_that_was_frozen_is_named_and_ended_and_the_run_resumes_by_itself
     while not any(isinstance(event, StepEvent) and event.step == 2 for event in events_of(run)):
         time.sleep(0.1)
     os.kill(rank(run, 1).pid, signal.SIGSTOP)
-    assert launch.wait(run, timeout_s=180) == "finished"
+    assert process.wait(run, timeout_s=180) == "finished"
     events = events_of(run)
     [warning] = [event.message for event in events if isinstance(event, WarningEvent)]
     assert warning.startswith("step 2: nothing moved for 1")
@@ -133,7 +135,7 @@ def test_when_the_first_rank_is_frozen_another_one_tells(start) -> None:
     while not any(isinstance(event, StepEvent) for event in events_of(run)):
         time.sleep(0.1)
     os.kill(rank(run, 0).pid, signal.SIGSTOP)
-    assert launch.wait(run, timeout_s=120) == "failed"
+    assert process.wait(run, timeout_s=120) == "failed"
     [error] = [event for event in events_of(run) if isinstance(event, ErrorEvent)]
     assert re.search(r"nothing moved for \d+ s: rank 0 on \S+ does not answer; rank 1 waits in ", error.message)
     assert "gone or frozen" in error.remedy
@@ -143,7 +145,7 @@ def test_when_the_first_rank_is_frozen_another_one_tells(start) -> None:
 def test_a_rank_that_runs_out_of_memory_has_all_start_again_with_less(start) -> None:
     retry = {"train__out_of_memory": "retry", "parallel__max_restarts": 2, "checkpoint__every": 1}
     run = start("greedy", **retry)
-    assert launch.wait(run, timeout_s=180) == "finished"
+    assert process.wait(run, timeout_s=180) == "finished"
     events = events_of(run)
     warnings = [event.message for event in events if isinstance(event, WarningEvent)]
     assert warnings == ["memory ran out; the ranks are started again with train.checkpointing=full"]
@@ -165,8 +167,8 @@ def test_a_signal_to_torchrun_saves_and_leaves(start, number: signal.Signals) ->
     run = start("untouched", train__steps=100_000)
     while not any(isinstance(event, StepEvent) for event in events_of(run)):
         time.sleep(0.1)
-    os.kill(launch.Launch.read(run).pid, number)  # type: ignore[union-attr]
-    assert launch.wait(run, timeout_s=120) == "stopped"
+    os.kill(process.Launch.read(run).pid, number)  # type: ignore[union-attr]
+    assert process.wait(run, timeout_s=120) == "stopped"
     events = events_of(run)
     last = latest_steps(events)[-1].step
     assert [event.step for event in events if isinstance(event, CheckpointEvent)] == [last]
@@ -178,7 +180,7 @@ def test_a_signal_to_torchrun_saves_and_leaves(start, number: signal.Signals) ->
 
 
 def rank(run: RunDir, number: int) -> psutil.Process:
-    torchrun = psutil.Process(launch.Launch.read(run).pid)  # type: ignore[union-attr]
+    torchrun = psutil.Process(process.Launch.read(run).pid)  # type: ignore[union-attr]
     return next(child for child in torchrun.children() if child.environ()["RANK"] == str(number))
 
 

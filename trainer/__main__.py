@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from trainer import launch, stages
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import TrackersConfig
 from trainer.config.terminal import complain, say
-from trainer.diagnosis import less_memory
-from trainer.events import EventWriter, ExportEvent, State, StatusEvent, WarningEvent
-from trainer.report import write_report
-from trainer.rundir import RunDir
+from trainer.run import process, stages
+from trainer.run.events import EventWriter, ExportEvent, State, StatusEvent, WarningEvent
+from trainer.run.failure import less_memory
+from trainer.run.folder import RunDir
+from trainer.run.preemption import Preemption, noted
+from trainer.run.report import write_report
+from trainer.run.stages import Stage
 from trainer.seat import Seat, cache_folder, take_seat
-from trainer.signals import Preemption, noted
-from trainer.stages import Stage
 
 if TYPE_CHECKING:
     from trainer.world import World
@@ -54,7 +54,7 @@ def on_every_rank(run: RunDir, work: Callable[[RunDir], None]) -> int:
     try:
         work(run)
     except InputError as error:
-        launch.record_mistake(run, int(os.environ.get("RANK", 0)), str(error))
+        process.record_mistake(run, int(os.environ.get("RANK", 0)), str(error))
         return 2
     return 0
 
@@ -120,8 +120,8 @@ def _train_on(
     seat: Seat, world: World, say: Callable[[Any], None], told: Preemption, ask: Callable[[str], None]
 ) -> _End:
     from trainer.encode import StopRequested
-    from trainer.manifest import newest_step
     from trainer.parallel.place import OutOfMemoryError
+    from trainer.run.manifest import newest_step
     from trainer.train import Trainer
 
     cfg, run = seat.config, seat.run
@@ -155,7 +155,7 @@ def _hand_over(stage: Stage, run: RunDir, weights: Mapping[str, Tensor]) -> None
 def _export(cfg: RunConfig, run: RunDir, before: int, weights: Mapping[str, Tensor] | None = None) -> list[Path]:
     """Returns the paths, the main one last: what reads a command's output takes its last line."""
     from trainer.export import export
-    from trainer.manifest import newest_step
+    from trainer.run.manifest import newest_step
 
     # The launcher gives each of its processes one thread, as ranks share the cores. The others have gone.
     torch.set_num_threads(os.cpu_count() or 1)

@@ -21,7 +21,7 @@ from trainer.config.terminal import say
 from trainer.data.images import TRIGGER_PLACE, Photo, scan
 from trainer.data.measured import Answer, CutCaption, Measured
 from trainer.families.base import ImageFamily, TextLength
-from trainer.rundir import shared_cache
+from trainer.run.folder import shared_cache
 
 SHOWN_BEFORE = 60
 """Characters before a cut that are shown with it."""

@@ -54,7 +54,7 @@ from trainer import contents, ferry
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.contents import ATTACK, CONTENTS, Chunk, Contents, Piece, StoredTensor
-from trainer.manifest import (
+from trainer.run.manifest import (
     MANIFEST,
     REMEDY,
     Progress,

@@ -20,7 +20,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from trainer.config import files
 from trainer.config.errors import InputError
-from trainer.manifest import REMEDY, part
+from trainer.run.manifest import REMEDY, part
 
 CONTENTS, TORCH_CONTENTS = "contents.json", ".metadata"
 ATTACK = "it may be made to run a program: remove this checkpoint"

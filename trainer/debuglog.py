@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from trainer.config.sections import TrackersConfig
-from trainer.rundir import RunDir
+from trainer.run.folder import RunDir
 
 LEVELS = {"trainer": logging.DEBUG, "torch.distributed": logging.INFO}
 

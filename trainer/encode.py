@@ -25,12 +25,12 @@ from trainer.data.cache import Crew, ExampleCache, content_keys, encode_missing,
 from trainer.data.images import TRIGGER_PLACE, Photo, scan
 from trainer.data.loader import BatchPlan, BatchSizes, Item
 from trainer.data.pixels import Picture, is_invisible, load_mask, load_rgb, open_picture, png
-from trainer.events import StatusEvent, WarningEvent
 from trainer.families.base import ImageFamily, LoadModule
-from trainer.manifest import Progress
 from trainer.objectives import Example
 from trainer.quantize import VERSION
 from trainer.rng import SampleRng
+from trainer.run.events import StatusEvent, WarningEvent
+from trainer.run.manifest import Progress
 from trainer.source import Draw, Source
 from trainer.world import World
 

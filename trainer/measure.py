@@ -12,14 +12,14 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from trainer import trials
 from trainer.__main__ import on_every_rank
-from trainer.events import StatusEvent
 from trainer.optim import state_tensors
 from trainer.parallel.memory import full_bytes, local_bytes
 from trainer.parallel.place import explaining_lack_of_memory
 from trainer.parallel.probe import Probe
 from trainer.parallel.shard import COMPUTE_DTYPE, blocks_of
-from trainer.report import write_report
-from trainer.rundir import RunDir
+from trainer.run.events import StatusEvent
+from trainer.run.folder import RunDir
+from trainer.run.report import write_report
 from trainer.seat import cache_folder
 from trainer.train import Trainer, speaker
 from trainer.trials import Cost

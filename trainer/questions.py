@@ -15,11 +15,11 @@ from trainer.data.loader import BatchPlan, BatchSizes, Item, Plan
 from trainer.data.pixels import Picture, load_rgb, open_picture
 from trainer.data.questions import Question
 from trainer.encode import EncodedData, ImageSource, Say
-from trainer.events import WarningEvent
 from trainer.families.base import LoadModule, MultimodalFamily
-from trainer.manifest import Progress
 from trainer.objectives import Example
 from trainer.rng import SampleRng
+from trainer.run.events import WarningEvent
+from trainer.run.manifest import Progress
 from trainer.source import Draw, Source
 
 

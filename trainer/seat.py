@@ -12,13 +12,13 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer import stages
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.load import dump_config, load_config_text
 from trainer.config.schema import RunConfig
-from trainer.rundir import RunDir, shared_cache
-from trainer.stages import Stage
+from trainer.run import stages
+from trainer.run.folder import RunDir, shared_cache
+from trainer.run.stages import Stage
 from trainer.world import Meeting
 
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 
 from trainer.data.loader import BatchSizes, Plan
-from trainer.manifest import Progress
 from trainer.objectives import Example
 from trainer.rng import SampleRng
+from trainer.run.manifest import Progress
 
 Draw = Callable[[nn.ModuleDict, int, SampleRng], bytes]
 """(live components, number of the prompt, its random numbers) -> the file of a sample. Calls the model equally often

@@ -15,9 +15,9 @@ from trainer.data.loader import BatchSizes
 from trainer.data.text import START, Place, Row, TextStream
 from trainer.data.textfiles import digest, of_config, sizes
 from trainer.families.base import TextFamily
-from trainer.manifest import Progress
 from trainer.objectives import Example
 from trainer.rng import SampleRng
+from trainer.run.manifest import Progress
 from trainer.source import Draw, Source
 from trainer.world import World
 

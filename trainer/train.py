@@ -25,20 +25,7 @@ from trainer.config import files
 from trainer.config.schema import RunConfig
 from trainer.data.loader import BatchSizes, Loader, MicroBatch
 from trainer.encode import Say
-from trainer.events import (
-    CheckpointEvent,
-    EventWriter,
-    LossyWriter,
-    RankLine,
-    SampleEvent,
-    State,
-    StatusEvent,
-    StepEvent,
-    ValidationEvent,
-    WarningEvent,
-)
 from trainer.export import check_export
-from trainer.manifest import RECIPE, Progress, steps_in
 from trainer.modules import Listener, build_model, continue_adapter, encoder_loader, load_model, reshard, sync_gradients
 from trainer.objectives import Batch, Loss, perplexity_of
 from trainer.optim import (
@@ -59,9 +46,22 @@ from trainer.plan import live
 from trainer.plan.calibration import Measured, keep
 from trainer.plan.memory import MemoryPlan
 from trainer.rng import SampleRng, derived_seed
-from trainer.rundir import Request, RunDir
+from trainer.run.events import (
+    CheckpointEvent,
+    EventWriter,
+    LossyWriter,
+    RankLine,
+    SampleEvent,
+    State,
+    StatusEvent,
+    StepEvent,
+    ValidationEvent,
+    WarningEvent,
+)
+from trainer.run.folder import Request, RunDir
+from trainer.run.manifest import RECIPE, Progress, steps_in
+from trainer.run.preemption import Preemption
 from trainer.sampling import draw_all
-from trainer.signals import Preemption
 from trainer.source import Source
 from trainer.sources import open_source
 from trainer.world import World

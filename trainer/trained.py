@@ -12,7 +12,7 @@ from trainer.adapters.state import TrainedAdapter
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter
 from trainer.families.base import ModelFamily
-from trainer.manifest import RECIPE
+from trainer.run.manifest import RECIPE
 from trainer.weights import WeightFiles, read_tensor
 
 

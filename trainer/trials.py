@@ -13,13 +13,13 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from trainer import launch, prepare
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigFile, dump_config, load_config_text
 from trainer.config.schema import RunConfig
-from trainer.events import EventReader, ValidationEvent, latest_steps
-from trainer.rundir import RunDir
+from trainer.launcher import preflight, torchrun
+from trainer.run.events import EventReader, ValidationEvent, latest_steps
+from trainer.run.folder import RunDir
 from trainer.zero import ModelBytes, RankBytes
 
 MODULE = "trainer.measure"
@@ -63,7 +63,7 @@ class Trial:
 def create(config: ConfigFile, variants: Mapping[str, Sequence[str]], runs: Path) -> RunDir:
     """A run folder with one of its own for each variant: {label: overrides as `key=value`}. Nothing is started.
 
-    Raises InputError as `prepare.new_run` does, and for variants that need another number of ranks.
+    Raises InputError as `preflight.new_run` does, and for variants that need another number of ranks.
     """
     size = config.config.parallel.world_size
     if config.config.train.steps <= WARM_UP_STEPS:
@@ -79,7 +79,7 @@ def create(config: ConfigFile, variants: Mapping[str, Sequence[str]], runs: Path
                 f"variant '{label}': {variant.parallel.world_size} ranks, but the others have {size}; "
                 "compare them in a run of their own"
             )
-    run = prepare.new_run(config, runs)
+    run = preflight.new_run(config, runs)
     for number, (label, variant) in enumerate(checked.items(), 1):
         RunDir.create(run.path, variant, run.path / "trials" / f"{number:02d}-{_file_name(label)}")
     files.replace(run.path / "trials" / "labels.json", _LABELS.dump_json(list(variants)))
@@ -88,13 +88,13 @@ def create(config: ConfigFile, variants: Mapping[str, Sequence[str]], runs: Path
 
 def _variant(config: ConfigFile, overrides: Sequence[str]) -> RunConfig:
     loaded = load_config_text(dump_config(config.config), overrides, config.source)
-    prepare.check(loaded)
+    preflight.check(loaded)
     return loaded.config
 
 
 def start(run: RunDir) -> None:
     """Train what `create` made, in the background."""
-    launch.start(run.config(), run, MODULE)
+    torchrun.start(run.config(), run, MODULE)
 
 
 def folders(run: RunDir) -> dict[str, RunDir]:

@@ -29,10 +29,10 @@ import psutil
 import torch
 
 from trainer.config.terminal import complain
-from trainer.diagnosis import remedy_for
-from trainer.events import ErrorEvent, EventWriter, RankLine, WarningEvent
-from trainer.rundir import RunDir
-from trainer.signals import Preemption
+from trainer.run.events import ErrorEvent, EventWriter, RankLine, WarningEvent
+from trainer.run.failure import remedy_for
+from trainer.run.folder import RunDir
+from trainer.run.preemption import Preemption
 from trainer.world import World
 
 log = logging.getLogger(__name__)

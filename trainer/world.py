@@ -18,7 +18,7 @@ from trainer.board import Board
 from trainer.config.errors import InputError
 from trainer.config.sections import ParallelConfig
 from trainer.pulse import Pulse
-from trainer.rundir import RunDir
+from trainer.run.folder import RunDir
 
 BEYOND_THE_WATCH_S = 120
 SLOW_STORAGE = datetime.timedelta(minutes=30)

@@ -7,7 +7,7 @@ from markupsafe import Markup
 
 from app.pages.parts import QUIET, table
 from app.studio import Studio
-from trainer import doctor
+from trainer.launcher import doctor
 
 
 def build(studio: Studio) -> gr.HTML:

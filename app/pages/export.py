@@ -19,7 +19,7 @@ from app.studio import Studio
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig, export_formats
 from trainer.config.sections import ExportConfig
-from trainer.rundir import RunDir
+from trainer.run.folder import RunDir
 
 WHAT = ("adapter", "merged", "full")
 DTYPES = get_args(ExportConfig.model_fields["dtype"].annotation)

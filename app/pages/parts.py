@@ -13,8 +13,8 @@ from app.studio import Studio
 from app.thumbnails import FULL
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.events import SampleEvent
-from trainer.rundir import RunDir
+from trainer.run.events import SampleEvent
+from trainer.run.folder import RunDir
 
 QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "queue": False}
 """Options of every listener: no spinner over what is shown, no name in the programming interface.

@@ -15,7 +15,7 @@ from app.pages.ticks import SKIP, Made, Tick, choices
 from app.panels import alert, note
 from app.studio import Studio
 from trainer.config.errors import InputError
-from trainer.queue import AfterFailure, Entry, Queue, Settings
+from trainer.launcher.queue import AfterFailure, Entry, Queue, Settings
 
 AFTER: dict[str, AfterFailure] = {"go on with the next": "go on", "pause": "pause"}
 WORDS = {kind: word for word, kind in AFTER.items()}

@@ -16,8 +16,8 @@ from app.studio import Studio
 from app.thumbnails import FULL
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.events import SampleEvent
-from trainer.report import spread
+from trainer.run.events import SampleEvent
+from trainer.run.report import spread
 
 COLUMNS = 8
 

@@ -22,7 +22,7 @@ from trainer.config.errors import InputError
 from trainer.config.fields import shown
 from trainer.config.load import COMMAND_LINE, dump_config
 from trainer.plan.fixes import MOST
-from trainer.rundir import RunDir
+from trainer.run.folder import RunDir
 
 Input = gr.Dropdown | gr.Checkbox | gr.Textbox
 MOST_ANSWERS = 64

@@ -19,9 +19,9 @@ from app.pages.ticks import SKIP, Made, Tick, choices
 from app.panels import alert, attempted
 from app.studio import Studio
 from trainer.config.errors import InputError
-from trainer.events import StepEvent
-from trainer.headless import sentence
-from trainer.rundir import Request, RunDir
+from trainer.launcher.console import sentence
+from trainer.run.events import StepEvent
+from trainer.run.folder import Request, RunDir
 
 NUM_EVENTS = 40
 NUM_SAMPLES = 12

@@ -16,9 +16,9 @@ from app import panels
 from app.monitor import Follower, RunView
 from app.thumbnails import Thumbnails
 from trainer.config.errors import InputError
-from trainer.events import ENDS, SampleEvent, WarningEvent
-from trainer.report import chart
-from trainer.rundir import Request, RunDir
+from trainer.run.events import ENDS, SampleEvent, WarningEvent
+from trainer.run.folder import Request, RunDir
+from trainer.run.report import chart
 
 POLL_S = 0.5
 BUTTONS: Mapping[Request, tuple[str, str]] = {

@@ -24,8 +24,8 @@ from playwright.sync_api import APIResponse, Browser, Locator, Page, Playwright,
 
 from tests.runs import make_pictures, run_config
 from trainer.config.schema import RunConfig
-from trainer.events import AnyEvent, EventWriter, RankLine, SampleEvent, StatusEvent, StepEvent, ValidationEvent
-from trainer.rundir import RunDir
+from trainer.run.events import AnyEvent, EventWriter, RankLine, SampleEvent, StatusEvent, StepEvent, ValidationEvent
+from trainer.run.folder import RunDir
 
 Scheme = Literal["light", "dark"]
 ROOT = Path(__file__).parents[2]

@@ -14,8 +14,8 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from tests.app.browser import ROOT, TRAINED_WITHIN_S, opened, serving, show, start_chromium, state_is, until, watch
 from tests.app.lab import choose as choose_menu
 from tests.app.lab import position_of, serving_lab
-from trainer import launch
-from trainer.rundir import RunDir
+from trainer.run import process
+from trainer.run.folder import RunDir
 
 PICTURES = ROOT / "trainer" / "assets" / "readme"
 PAGES = ("Train", "Monitor", "Samples", "Dataset", "Queue", "Runs", "Export", "Doctor")
@@ -52,7 +52,7 @@ def take_notebook(browser: Browser, folder: Path) -> Path:
             page.wait_for_timeout(500)
             picture = _save(widget.screenshot(), folder / "notebook.png")
         for config in runs.glob("*/config.yaml"):
-            launch.terminate(RunDir.open(config.parent))
+            process.terminate(RunDir.open(config.parent))
     return picture
 
 

@@ -22,9 +22,9 @@ from tests.app.browser import (
     until,
     write_over,
 )
-from trainer import launch
-from trainer.events import EventReader, StatusEvent
-from trainer.rundir import RunDir
+from trainer.run import process
+from trainer.run.events import EventReader, StatusEvent
+from trainer.run.folder import RunDir
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def trained(browser: Browser, server: Server) -> RunDir:
         page.locator("#resume").click()
         state_is(page, "training")
         server.kill()
-        assert launch.alive(run)
+        assert process.alive(run)
         page.goto("about:blank")  # a page that was left open loads itself again at any moment from here
         server.start()
         page.goto(server.url)

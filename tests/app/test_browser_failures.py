@@ -19,18 +19,19 @@ from safetensors.torch import load_file, save_file
 from app.monitor import SILENT_S
 from tests.app.browser import TRAINED_WITHIN_S, Server, recorded, state_is, watch
 from tests.runs import make_pictures, run_config
-from trainer import launch
-from trainer.events import AnyEvent, EventReader, EventWriter, RankLine, StatusEvent, StepEvent
-from trainer.rundir import RunDir
+from trainer.launcher import torchrun
+from trainer.run import process as processes
+from trainer.run.events import AnyEvent, EventReader, EventWriter, RankLine, StatusEvent, StepEvent
+from trainer.run.folder import RunDir
 
 HEADROOM = 160 * 2**20
 """Bytes: less than the activations of a step, more than a thread."""
 
 
-def start(server: Server, name: str, pictures: Path, **fields: Any) -> launch.RunHandle:
+def start(server: Server, name: str, pictures: Path, **fields: Any) -> torchrun.RunHandle:
     """A run of two ranks in the page's folder."""
     config = run_config(pictures, parallel__devices=2, train__steps=100_000, **fields)
-    return launch.start(config, RunDir.create(server.runs, config, at=server.runs / name))
+    return torchrun.start(config, RunDir.create(server.runs, config, at=server.runs / name))
 
 
 def wait_for(run: RunDir, wanted: Callable[[AnyEvent], bool]) -> None:
@@ -42,7 +43,7 @@ def wait_for(run: RunDir, wanted: Callable[[AnyEvent], bool]) -> None:
 
 def rank(run: RunDir, number: int) -> psutil.Process:
     """The process of a rank."""
-    started = launch.Launch.read(run)
+    started = processes.Launch.read(run)
     assert started is not None
     return next(p for p in psutil.Process(started.pid).children() if p.environ().get("RANK") == str(number))
 
@@ -65,7 +66,7 @@ def failed(server: Server) -> Iterator[dict[str, RunDir]]:
     yield {name: handle.run for name, handle in handles.items()}
 
 
-def starve(process: psutil.Process, handle: launch.RunHandle) -> None:
+def starve(process: psutil.Process, handle: torchrun.RunHandle) -> None:
     """Leave a rank no more memory than it has between two steps, until its run ends."""
     limit, deadline = resource.RLIM_INFINITY, time.monotonic() + TRAINED_WITHIN_S
     while handle.process.poll() is None:
@@ -124,7 +125,7 @@ def silent(server: Server) -> Iterator[RunDir]:
     told = time.time() - 2 * SILENT_S
     run = recorded(server.runs, "silent", [StatusEvent(state="training", step=40, time=told)])
     process = subprocess.Popen(["sleep", "1000"])
-    launch.Launch(process.pid, psutil.Process(process.pid).create_time(), ["sleep", "1000"]).write(run)
+    processes.Launch(process.pid, psutil.Process(process.pid).create_time(), ["sleep", "1000"]).write(run)
     with EventWriter(run.rank_file(1)) as lines:
         lines.write(RankLine(rank=1, step=40, phase="training", allocated=1, reserved=1, peak=1, limit=2, time=told))
     yield run

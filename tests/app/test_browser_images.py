@@ -19,7 +19,7 @@ from tests.app.browser import (
     until_so,
     write_over,
 )
-from trainer.events import EventReader
+from trainer.run.events import EventReader
 
 
 def test_a_caption_is_kept_as_it_is_typed_and_taken_back(own_data: Path, page: Page):

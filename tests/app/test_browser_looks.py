@@ -15,7 +15,7 @@ from tests.app import screenshots
 from tests.app.browser import Server, choose, recorded, show, until, visited, watch
 from tests.app.screenshots import PAGES
 from tests.benchmarks import page as figures
-from trainer.events import ErrorEvent, StatusEvent
+from trainer.run.events import ErrorEvent, StatusEvent
 
 BEYOND = 3
 """Tests fail at this multiple of a limit: other work shares the cores."""

@@ -21,9 +21,9 @@ from tests.app.browser import (
     watch,
     write_over,
 )
-from trainer import launch
-from trainer.events import ErrorEvent, EventReader, EventWriter, StatusEvent
-from trainer.rundir import RunDir
+from trainer.run import process
+from trainer.run.events import ErrorEvent, EventReader, EventWriter, StatusEvent
+from trainer.run.folder import RunDir
 
 BAD = '<img src=x onerror="window.taken = 1">'
 
@@ -135,7 +135,7 @@ def test_two_pages_on_one_folder_see_the_same_and_one_resumes(page: Page, browse
     run, other_server = RunDir.open(runs / "shared"), Server(runs)
     other_server.start()
     with ExitStack() as stack:
-        stack.callback(launch.terminate, run)
+        stack.callback(process.terminate, run)
         stack.callback(other_server.kill)
         other = stack.enter_context(opened(browser, other_server.url))
         for one in (page, other):

@@ -26,10 +26,10 @@ from app.pages import export, queue, runs, samples, watch
 from app.pages.ticks import SKIP, Made
 from app.studio import Studio
 from trainer.config.load import ConfigError, load_config_text
-from trainer.events import EventWriter, ExportEvent, RankLine, SampleEvent, StatusEvent, StepEvent
-from trainer.launch import Launch
-from trainer.queue import Entry, Queue
-from trainer.rundir import RunDir
+from trainer.launcher.queue import Entry, Queue
+from trainer.run.events import EventWriter, ExportEvent, RankLine, SampleEvent, StatusEvent, StepEvent
+from trainer.run.folder import RunDir
+from trainer.run.process import Launch
 
 PATIENCE_S = 5
 CONFIG = '{{"name": "tiny", "model": {{"family": "flux2"}}, "data": {{"path": "{0}", "resolution": 64}}}}\n'

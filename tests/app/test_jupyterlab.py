@@ -12,8 +12,8 @@ from playwright.sync_api import Browser, Page
 
 from tests.app.browser import TRAINED_WITHIN_S, faultless, until, until_so
 from tests.app.lab import Lab, choose, code_cells, position_of, serving_lab
-from trainer import launch
-from trainer.rundir import RunDir
+from trainer.run import process
+from trainer.run.folder import RunDir
 
 pytestmark = pytest.mark.slow
 STOP_S = 1.0
@@ -40,7 +40,7 @@ def runs(tmp_path: Path) -> Iterator[Path]:
     """Where the notebook's runs lie; none of them goes on after the test."""
     yield tmp_path / "runs"
     for file in (tmp_path / "runs").glob("*/config.yaml"):
-        launch.terminate(RunDir.open(file.parent))
+        process.terminate(RunDir.open(file.parent))
 
 
 def test_a_run_is_watched_and_stopped_from_the_quickstart_whose_kernel_was_restarted(lab: Lab, page: Page, runs: Path):
@@ -60,7 +60,7 @@ def test_a_run_is_watched_and_stopped_from_the_quickstart_whose_kernel_was_resta
         page.locator(".jp-CodeCell").nth(position).locator(".cm-content").click()
         page.keyboard.press("Shift+Enter")
     _grows(page, dashboard_again)
-    assert launch.alive(run)
+    assert process.alive(run)
 
     stop_s = _stopped_after_s(page, dashboard_again)
     assert stop_s <= STOP_S

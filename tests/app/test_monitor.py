@@ -12,7 +12,7 @@ import pytest
 from app import monitor
 from app.monitor import SEEN_STEPS, Follower
 from tests.runs import run_config
-from trainer.events import (
+from trainer.run.events import (
     AnyEvent,
     ErrorEvent,
     EventWriter,
@@ -23,7 +23,7 @@ from trainer.events import (
     StepEvent,
     ValidationEvent,
 )
-from trainer.rundir import RunDir
+from trainer.run.folder import RunDir
 
 SPLIT = {"seconds_data": 0.1, "seconds_forward": 0.2, "seconds_backward": 0.4}
 REST = {"seconds_optimizer": 0.05, "seconds_communication": 0.15, "images_per_second": 8.0}
@@ -47,7 +47,7 @@ def write(run: RunDir, *events: AnyEvent) -> None:
 @pytest.fixture
 def living(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run's process is taken to be there: what is under test is what is read."""
-    monkeypatch.setattr("trainer.launch.alive", lambda run: True)
+    monkeypatch.setattr("trainer.run.process.alive", lambda run: True)
 
 
 def test_a_run_that_was_never_started_says_so(run: RunDir):
@@ -154,7 +154,7 @@ def test_an_error_names_its_rank_and_a_new_start_forgets_it(run: RunDir, monkeyp
     write(run, ErrorEvent(step=3, rank=1, message="boom"), StatusEvent(state="failed", step=3))
     follower = Follower(run)
     assert follower.view().sentence == "Failed on rank 1 at step 3: boom"
-    monkeypatch.setattr("trainer.launch.alive", lambda run: True)
+    monkeypatch.setattr("trainer.run.process.alive", lambda run: True)
     write(run, StatusEvent(state="starting"))
     assert (follower.view().error, follower.view().sentence) == (None, "Starting")
 

@@ -19,10 +19,10 @@ from app.widgets import dashboard
 from app.widgets.dashboard import Dashboard
 from tests.app.browser import recorded
 from tests.runs import awaited, make_pictures, run_config, write_preset
-from trainer import launch
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigError
-from trainer.events import (
+from trainer.run import process
+from trainer.run.events import (
     AnyEvent,
     ErrorEvent,
     EventWriter,
@@ -32,7 +32,7 @@ from trainer.events import (
     StepEvent,
     WarningEvent,
 )
-from trainer.rundir import RunDir
+from trainer.run.folder import RunDir
 
 PATIENCE_S = 20
 PICTURE_BYTES = 120_000
@@ -113,7 +113,7 @@ def test_a_run_is_started_awaited_and_exported_and_a_wrong_one_writes_nothing(ru
             notebook.exported(run)
         assert awaited(notebook.ended(run)) == "finished"
     finally:
-        launch.terminate(run)
+        process.terminate(run)
     assert notebook.exported(run).suffix == ".safetensors"
     assert notebook.exported(run).is_file()
 
@@ -126,7 +126,7 @@ def test_waiting_for_a_run_that_failed_raises_what_went_wrong(run: RunDir):
 
 def test_an_ended_run_is_continued_with_other_fields(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     started = []
-    monkeypatch.setattr("trainer.launch.start", lambda config, run: started.append(config.train.steps))
+    monkeypatch.setattr("trainer.launcher.torchrun.start", lambda config, run: started.append(config.train.steps))
     run = RunDir.create(runs, run_config(make_pictures(tmp_path / "pictures")), runs / "one")
     assert notebook.resume(run, "train.steps=9") == run
     assert started == [9]
@@ -141,7 +141,7 @@ def test_an_export_is_awaited_and_one_that_fails_says_why(run: RunDir, monkeypat
         begun.append((cfg.export.what, cfg.export.format))
         return subprocess.Popen([sys.executable, "-c", f"raise SystemExit({codes.pop(0)})"])
 
-    monkeypatch.setattr("trainer.headless.begin_export", begin)
+    monkeypatch.setattr("trainer.launcher.commands.begin_export", begin)
     write(run, ExportEvent(path="export/merged", what="merged", format="auto"))
     (run.logs / "export-answer.txt").write_text("no checkpoint yet\n")
     assert awaited(notebook.export(run, "merged")) == run.path / "export" / "merged"
@@ -183,7 +183,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
 def living(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """The run's process is taken to be there until this is emptied."""
     alive = {"alive"}
-    monkeypatch.setattr("trainer.launch.alive", lambda run: bool(alive))
+    monkeypatch.setattr("trainer.run.process.alive", lambda run: bool(alive))
     yield alive
     alive.clear()
 
@@ -267,7 +267,7 @@ def test_the_last_words_of_a_run_are_in_its_picture(run: RunDir, shown: Shown, m
             write(run, WarningEvent(message="the last word"))
         return False
 
-    monkeypatch.setattr("trainer.launch.alive", gone)
+    monkeypatch.setattr("trainer.run.process.alive", gone)
     write(run, StatusEvent(state="stopped"))
     Dashboard(run, "one")._ipython_display_()
     assert "the last word" in shown.outputs[0]["text/html"]
@@ -317,7 +317,7 @@ def test_a_comparison_whose_cell_is_interrupted_trains_no_longer(runs: Path, tmp
     with pytest.raises(TimeoutError):
         awaited(compared, timeout_s=12)
     run = notebook.attach(runs=runs)
-    assert not launch.alive(run)
+    assert not process.alive(run)
     assert Follower(run).view().state == "stopped"
 
 

@@ -17,8 +17,8 @@ from app.studio import Studio
 from app.thumbnails import Downloads, Thumbnails
 from tests.app.browser import ROOT, Server, opened, recorded, serving, show, watch
 from tests.runs import make_pictures, run_config
-from trainer import prepare
 from trainer.config.load import dump_config, load_config
+from trainer.launcher import preflight
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root takes the place of another user, or mounts")
 STRANGER = 65534
@@ -82,7 +82,7 @@ def test_another_user_reads_no_thumbnail_that_a_notebook_made(open_folder: Path)
 def test_the_cache_of_a_run_is_made_for_its_owner_only(tmp_path: Path):
     file = tmp_path / "preset.yaml"
     file.write_text(dump_config(run_config(make_pictures(tmp_path / "pictures"))))
-    prepare.new_run(load_config(file, ()), tmp_path / "runs")
+    preflight.new_run(load_config(file, ()), tmp_path / "runs")
     assert (tmp_path / "runs" / "cache").stat().st_mode & 0o777 == 0o700
 
 

@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Page
 
 from tests.app.browser import Server, opened, recorded, serving, show, until, watch
 from tests.runs import make_pictures
-from trainer.events import (
+from trainer.run.events import (
     ErrorEvent,
     ExportEvent,
     SampleEvent,
@@ -23,7 +23,7 @@ from trainer.events import (
     ValidationEvent,
     WarningEvent,
 )
-from trainer.rundir import RunDir
+from trainer.run.folder import RunDir
 
 PAGES = ("Monitor", "Samples", "Dataset", "Queue", "Runs", "Export", "Doctor", "Train")
 SETTLED_MS = 4000

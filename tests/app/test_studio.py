@@ -15,8 +15,8 @@ from app import form, runs
 from app.form import Draft
 from app.studio import Studio
 from tests.runs import make_pictures, write_preset
-from trainer import launch
 from trainer.config.errors import InputError
+from trainer.run import process
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_many_clicks_at_once_start_one_run(studio: Studio, preset: Path):
         click.join()
     assert len({run.path for run in found}) == 1
     assert len(studio.runs_found()) == 1
-    launch.terminate(found[0])
+    process.terminate(found[0])
 
 
 def test_gpus_of_a_waiting_run_are_numbers(studio: Studio, preset: Path):

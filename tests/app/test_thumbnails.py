@@ -16,7 +16,7 @@ from app.thumbnails import Thumbnails
 from tests.data.test_hostile_data import NOT_REGULAR, POSTSCRIPT, called, png_of, refused
 from tests.data.test_pixels import ORIENTED
 from trainer.data.pixels import load_preview, load_rgb, open_picture
-from trainer.rundir import RunDir
+from trainer.run.folder import RunDir
 
 __all__ = ["called"]  # a fixture
 

@@ -9,7 +9,7 @@ import pytest
 
 from app import trials
 from app.lessons import Bars
-from trainer.rundir import RunDir
+from trainer.run.folder import RunDir
 from trainer.trials import Cost, Trial
 from trainer.zero import ModelBytes, expected
 

@@ -35,10 +35,10 @@ from tests.audit.check import Check
 from trainer import families
 from trainer.config.schema import RunConfig
 from trainer.config.sections import OptimConfig
-from trainer.events import AnyEvent, StepEvent
 from trainer.families.base import ImageFamily
 from trainer.modules import encoder_loader
-from trainer.rundir import RunDir
+from trainer.run.events import AnyEvent, StepEvent
+from trainer.run.folder import RunDir
 from trainer.train import Trainer
 from trainer.world import World, joined
 

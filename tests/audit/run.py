@@ -18,7 +18,7 @@ from PIL import Image
 from trainer import families
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ModelConfig, ModelOptions, ObjectiveConfig
-from trainer.rundir import RunDir
+from trainer.run.folder import RunDir
 from trainer.train import Trainer
 from trainer.world import connect
 

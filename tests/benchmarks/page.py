@@ -20,9 +20,10 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from tests.app.browser import Server, opened, recorded, serving, start_chromium, until, watch
 from tests.runs import make_pictures, run_config
-from trainer import launch
-from trainer.events import EventReader, EventWriter, StatusEvent, StepEvent
-from trainer.rundir import RunDir
+from trainer.launcher import torchrun
+from trainer.run import process as processes
+from trainer.run.events import EventReader, EventWriter, StatusEvent, StepEvent
+from trainer.run.folder import RunDir
 
 FIRST_POINT_S = 2.5
 REFRESH_MS = 200.0
@@ -49,7 +50,7 @@ def long_run(browser: Browser, server: Server, seconds: int) -> Cost:
     run = recorded(server.runs, "long", [StatusEvent(state="training", step=POINTS)], train__steps=POINTS)
     process = subprocess.Popen(["sleep", "1000"])
     try:
-        launch.Launch(process.pid, psutil.Process(process.pid).create_time(), ["sleep", "1000"]).write(run)
+        processes.Launch(process.pid, psutil.Process(process.pid).create_time(), ["sleep", "1000"]).write(run)
         with opened(browser, server.url) as page:
             watch(page, "long")
             until(page, "document.querySelector('#chart-loss canvas').dataset.n > 500")
@@ -95,7 +96,7 @@ def first_point_s(browser: Browser, server: Server) -> float:
         drawn = time.time()
         page.locator("#stop").click()
         [run] = [RunDir(file.parent) for file in server.runs.glob("quickstart-*/config.yaml")]
-        launch.wait(run, 60)
+        processes.wait(run, 60)
         return drawn - next(event.time for event in EventReader(run.events_file).read() if isinstance(event, StepEvent))
 
 
@@ -106,7 +107,7 @@ def cpu_per_step(browser: Browser, server: Server, name: str, is_watched: bool) 
         make_pictures(pictures)
     config = run_config(pictures, train__steps=STEPS)
     run = RunDir.create(server.runs, config, at=server.runs / name)
-    handle = launch.start(config, run)
+    handle = torchrun.start(config, run)
     if not is_watched:
         return _cpu_of(run, handle)
     with opened(browser, server.url) as page:
@@ -114,13 +115,13 @@ def cpu_per_step(browser: Browser, server: Server, name: str, is_watched: bool) 
         return _cpu_of(run, handle)
 
 
-def _cpu_of(run: RunDir, handle: launch.RunHandle) -> float:
+def _cpu_of(run: RunDir, handle: torchrun.RunHandle) -> float:
     """Between the 100th step and the last heartbeat before the end."""
     events, steps = EventReader(run.events_file), 0
     process = psutil.Process(handle.process.pid)
     started: tuple[int, float] | None = None
     latest = (0, 0.0)
-    while launch.alive(run):
+    while processes.alive(run):
         steps = max([steps, *(event.step for event in events.read() if isinstance(event, StepEvent))])
         try:
             ranks = [child for child in process.children() if "RANK" in child.environ()]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
-from trainer.launch import worker_environment
+from trainer.run.process import worker_environment
 
 
 def run_ranks_afresh(ranks: int, module: str, *arguments: str) -> Any:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from tests.commands import PRESET, Started
 from tests.runs import make_pictures
-from trainer import launch
-from trainer.events import EventReader, EventWriter, StatusEvent, StepEvent
-from trainer.rundir import RunDir
+from trainer.run import process
+from trainer.run.events import EventReader, EventWriter, StatusEvent, StepEvent
+from trainer.run.folder import RunDir
 
 FIRST_EVENT_LIMIT_S = 0.5
 REPEATS = 5
@@ -62,7 +62,7 @@ def wait_for_run(preset: Path, name: str) -> Waits:
 def attach(run: RunDir) -> float:
     """Seconds until a reader that comes later knows the state and all steps of a run."""
     began = time.perf_counter()
-    launch.status(run)
+    process.status(run)
     EventReader(run.events_file).read()
     return time.perf_counter() - began
 

@@ -14,7 +14,7 @@ from tests.benchmarks.gpu_plan import CASES
 from tests.benchmarks.workload import KLEIN_SMALL, LITTLE, prepare
 from tests.distributed import run_ranks
 from tests.runs import alone
-from trainer import launch
+from trainer.run import process
 
 
 # Without instructions for bf16 a CPU takes 27 times as long for it.
@@ -67,7 +67,7 @@ def test_a_lora_on_fewer_bits_ends_at_nearly_the_loss_of_one_on_all(tmp_path: Pa
 def test_the_check_for_gpus_runs_to_its_end_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUT", str(tmp_path))
     argv = [sys.executable, "-m", "tests.benchmarks.gpu_check", "--device", "cpu", "--tiny"]
-    done = subprocess.run(argv, env=launch.worker_environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(argv, env=process.worker_environment(), capture_output=True, text=True, check=False)
     rows = json.loads((tmp_path / "gpu_check.json").read_text(encoding="utf-8"))
     assert done.returncode == 0, done.stdout
     names = ["machine", "tests", "prepare", "load", "by-hand", "plain", "checkpointing", "sharded"]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.readme import README
 from tests.runs import alone, make_run, text_config
-from trainer.events import AnyEvent, StepEvent, ValidationEvent
+from trainer.run.events import AnyEvent, StepEvent, ValidationEvent
 from trainer.train import Trainer
 
 SMOOTHED = 10

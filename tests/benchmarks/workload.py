@@ -24,7 +24,7 @@ from trainer.families._text import write_tiny_tokenizer
 from trainer.families.base import LoadModule
 from trainer.families.flux2 import Flux2
 from trainer.objectives import Example
-from trainer.rundir import RunDir
+from trainer.run.folder import RunDir
 from trainer.train import Trainer, speaker
 from trainer.world import World
 

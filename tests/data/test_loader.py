@@ -12,8 +12,8 @@ import torch
 
 from trainer.config.errors import InputError
 from trainer.data.loader import BatchPlan, BatchSizes, Item, Loader, MicroBatch
-from trainer.manifest import Progress
 from trainer.objectives import Example
+from trainer.run.manifest import Progress
 
 BUCKETS = [0] * 7 + [1] * 4 + [2]
 WEIGHTS = [1.0, 1.5, 0.25, 2.0] * 3

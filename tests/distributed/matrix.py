@@ -19,8 +19,8 @@ from torch import Tensor
 from tests.distributed.pool import run_ranks
 from tests.runs import difference, make_pictures, make_run, run_config, steps_of
 from trainer.config.schema import RunConfig
-from trainer.events import AnyEvent
-from trainer.rundir import RunDir
+from trainer.run.events import AnyEvent
+from trainer.run.folder import RunDir
 from trainer.train import Trainer
 from trainer.world import World
 

@@ -27,7 +27,7 @@ from trainer.parallel.load import load_weights
 from trainer.parallel.memory import full_bytes, local_bytes
 from trainer.parallel.shard import shard_units
 from trainer.quantize import FORMATS, quantize_layers, quantized_layers
-from trainer.rundir import RunDir
+from trainer.run.folder import RunDir
 from trainer.train import Trainer
 from trainer.weights import WeightFiles
 from trainer.world import World

@@ -11,8 +11,8 @@ import torch
 from tests.distributed import run_ranks
 from tests.runs import Outcome, difference, make_pictures, make_run, run_config, steps_of, train
 from trainer.config.schema import RunConfig
-from trainer.events import AnyEvent
-from trainer.rundir import RunDir
+from trainer.run.events import AnyEvent
+from trainer.run.folder import RunDir
 from trainer.train import Trainer
 from trainer.world import World
 

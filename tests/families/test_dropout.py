@@ -20,14 +20,14 @@ from tests.runs import alone, difference, make_run, make_text, run_config, steps
 from trainer import adapters, families
 from trainer.config.schema import RunConfig
 from trainer.encode import Say
-from trainer.events import AnyEvent, WarningEvent
 from trainer.export import export
 from trainer.families.base import ModelFamily, MultimodalFamily
 from trainer.modules import LoadedModel, build_model, load_model
 from trainer.objectives import Example
 from trainer.quantize import quantized_layers
 from trainer.rng import SampleRng, generator
-from trainer.rundir import RunDir
+from trainer.run.events import AnyEvent, WarningEvent
+from trainer.run.folder import RunDir
 from trainer.train import Trainer
 
 SIZES: dict[str, Any] = {

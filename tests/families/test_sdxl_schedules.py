@@ -40,12 +40,12 @@ from trainer.config.errors import RuleError
 from trainer.config.sections import ObjectiveConfig, SampleConfig
 from trainer.data.loader import Item
 from trainer.encode import encode_data
-from trainer.events import WarningEvent
 from trainer.export import export
 from trainer.families.sdxl import Sdxl
 from trainer.modules import encoder_loader
 from trainer.plan.record import on_this_machine
 from trainer.rng import SampleRng
+from trainer.run.events import WarningEvent
 from trainer.train import Trainer
 from trainer.weights import read_tensor
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.fuzz.target import CHANGES, ODD_BYTES, Target, changed, refusals
 from tests.test_generated_configs import ANYTHING, FIELDS
-from trainer import prepare
 from trainer.config.load import check_start, load_config
+from trainer.launcher import preflight
 
 PRESETS = Path(__file__).parents[2] / "presets"
 LINES = st.sampled_from(
@@ -44,7 +44,7 @@ def _prepared(folder: Path) -> Iterator[Callable[[Any], None]]:
         with refusals():
             loaded = load_config(file, overrides)
             check_start(loaded)
-            prepare.check(loaded)
+            preflight.check(loaded)
 
     yield answer
 

@@ -18,11 +18,12 @@ from tests.app.browser import recorded
 from tests.fuzz import target
 from tests.fuzz.target import CHANGES, ODD_BYTES, Target, changed, refusals
 from tests.runs import alone, make_pictures, make_run, run_config, train
-from trainer import launch, prepare, report
 from trainer.checkpoint import StoredWeights
-from trainer.events import EventWriter, SampleEvent, StatusEvent
-from trainer.manifest import complete
-from trainer.rundir import RunDir
+from trainer.launcher import preflight
+from trainer.run import process, report
+from trainer.run.events import EventWriter, SampleEvent, StatusEvent
+from trainer.run.folder import RunDir
+from trainer.run.manifest import complete
 
 OTHER = "other"
 VALUES = st.tuples(
@@ -71,7 +72,7 @@ def _fill(runs: Path) -> None:
             events.write(StatusEvent(state=state, step=2))
         events.write(SampleEvent(step=2, prompt="a boat", index=0, path="samples/1.png"))
     Image.new("RGB", (32, 32)).save(run.samples / "1.png")
-    launch.Launch(2**22, 1.0, ["python", "-m", "trainer", str(run.path)]).write(run)
+    process.Launch(2**22, 1.0, ["python", "-m", "trainer", str(run.path)]).write(run)
     (run.logs / "launch-1.log").write_text("a line\n")
     recorded(runs, OTHER)
     studio = Studio(runs)
@@ -98,8 +99,8 @@ def _look(studio: Studio) -> None:
         studio.draft()
     run = RunDir(studio.runs / "attacked")
     with refusals():
-        launch.require_ended(RunDir.open(run.path))
-        prepare.continued_run(run, ())
+        process.require_ended(RunDir.open(run.path))
+        preflight.continued_run(run, ())
     with refusals():
         for checkpoint in complete(run.checkpoints):
             for weight in StoredWeights(checkpoint).values():

@@ -16,8 +16,8 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 
 from tests.notebooks.pairs import NOTEBOOKS
-from trainer.launch import terminate
-from trainer.rundir import RunDir
+from trainer.run.folder import RunDir
+from trainer.run.process import terminate
 
 PARAMETERS = "parameters"
 CELL_TIMEOUT_S = 400

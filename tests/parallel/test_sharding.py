@@ -16,7 +16,7 @@ from trainer.config.sections import ParallelConfig
 from trainer.parallel.check import check_reduced, diverged
 from trainer.parallel.mesh import device_mesh, resolve_strategy
 from trainer.parallel.shard import blocks_of, shard_units
-from trainer.rundir import RunDir
+from trainer.run.folder import RunDir
 from trainer.train import Trainer
 from trainer.world import World
 

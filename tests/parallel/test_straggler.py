@@ -10,9 +10,9 @@ import pytest
 from tests.distributed import run_ranks
 from tests.runs import make_pictures, make_run, run_config
 from trainer.config.schema import RunConfig
-from trainer.events import AnyEvent, WarningEvent
 from trainer.parallel.straggler import STEPS, Stragglers
-from trainer.rundir import RunDir
+from trainer.run.events import AnyEvent, WarningEvent
+from trainer.run.folder import RunDir
 from trainer.train import Trainer
 from trainer.world import World
 

@@ -18,11 +18,13 @@ import psutil
 
 from tests.runs import make_run, run_config
 from tests.survival.checks import Reference, end_problems, file_problems, processes_of, story_problems
-from trainer import launch, manifest, prepare
 from trainer.config.schema import RunConfig
-from trainer.events import AnyEvent, CheckpointEvent, EventReader, State, StatusEvent, StepEvent, last_state
-from trainer.launch import Launch
-from trainer.rundir import RunDir
+from trainer.launcher import preflight, torchrun
+from trainer.run import manifest
+from trainer.run import process as processes
+from trainer.run.events import AnyEvent, CheckpointEvent, EventReader, State, StatusEvent, StepEvent, last_state
+from trainer.run.folder import RunDir
+from trainer.run.process import Launch
 
 Aim = Literal["step", "save", "caching", "sampling", "export", "any"]
 """What a kill waits for. any: no event, only a time since the start, from the first moment on."""
@@ -127,8 +129,8 @@ def make_reference(folder: Path, cfg: RunConfig) -> Reference:
     """Train the config to its end in one go, with a checkpoint of every step to compare others with."""
     every_step = _saving_every_step(cfg)
     run = make_run(folder, every_step, "run")
-    launch.start(every_step, run)
-    state = launch.wait(run, PATIENCE_S)
+    torchrun.start(every_step, run)
+    state = processes.wait(run, PATIENCE_S)
     if state != "finished":
         raise RuntimeError(f"{run.path}: the reference {state}")
     return Reference(run)
@@ -203,7 +205,7 @@ class Chain:
             for example in (self.run.path.parent / "cache" / "examples").rglob("*.safetensors"):
                 example.unlink()
         first = not self.run.launch_file.exists()
-        cfg = self._cfg if first else prepare.continued_run(self.run, ()).config
+        cfg = self._cfg if first else preflight.continued_run(self.run, ()).config
         return Life(self.run, cfg, before)
 
     def _reached(self, aim: Aim, life: Life) -> bool:
@@ -232,14 +234,14 @@ class Chain:
         if torchrun_only:
             # Ranks without torchrun leave by themselves, unless somebody looks at the run before.
             time.sleep(self._numbers.choice((0.0, self._numbers.uniform(0, 2))))
-        launch.settle(self.run)
+        processes.settle(self.run)
         self._check_no_process()
         life.read()
         for problem in story_problems(life.events, life.before, self._reference):
             self._problem(problem)
         for problem in file_problems(self.run, self._reference, self._seen):
             self._problem(problem)
-        return launch.status(self.run)
+        return processes.status(self.run)
 
     def _check_no_process(self) -> None:
         deadline = time.monotonic() + 5
@@ -269,7 +271,7 @@ class Life:
         self._reader.read()
         self.events: list[AnyEvent] = []
         self._began = time.monotonic()
-        self._argv = launch.start(cfg, run).argv
+        self._argv = torchrun.start(cfg, run).argv
         started = Launch.read(run)
         assert started is not None
         self._torchrun = psutil.Process(started.pid)

@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from trainer.events import AnyEvent, EventReader, StepEvent, ValidationEvent, latest_steps
-from trainer.rundir import RunDir
+from trainer.run.events import AnyEvent, EventReader, StepEvent, ValidationEvent, latest_steps
+from trainer.run.folder import RunDir
 
 CHANGING = ("modelspec.date",)
 """Of an export's metadata, what is another at every export."""

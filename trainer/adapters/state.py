@@ -12,7 +12,7 @@ from trainer.adapters.layer import Kind, LayerAdapter
 from trainer.adapters.tuner import ADAPTER
 from trainer.config.errors import InputError
 from trainer.config.sections import AdapterSection, RankAdapter
-from trainer.manifest import RECIPE
+from trainer.run.manifest import RECIPE
 
 BaseWeight = Callable[[str], Tensor]
 """A layer's name -> its weight without the adapter, (out, in). Asked for by dora only."""

@@ -18,9 +18,9 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from trainer.config.errors import InputError
-from trainer.manifest import Progress
 from trainer.objectives import Example
 from trainer.rng import derived_seed, generator
+from trainer.run.manifest import Progress
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -27,7 +27,7 @@ from trainer.demo.autoencoder import train_autoencoder
 from trainer.demo.pictures import FONT, Picture, glyphs, numbers_and_colours, write_folder
 from trainer.demo.style import LOOKS, in_looks, write_held_out, write_quickstart
 from trainer.demo.text import random_text_encoder, tokenizer_of
-from trainer.launch import worker_environment
+from trainer.run.process import worker_environment
 
 ROOT = Path(__file__).parents[2]
 PRESET = ROOT / "presets" / "demo-base-cpu.yaml"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from trainer import checkpoint, families, manifest
+from trainer import checkpoint, families
 from trainer.config.errors import InputError
 from trainer.config.load import stage_config
 from trainer.config.schema import RunConfig
@@ -21,8 +21,9 @@ from trainer.export.adapter import export_adapter
 from trainer.export.check import check_export
 from trainer.export.drafts import Exported, draft
 from trainer.export.model import export_model
-from trainer.rundir import RunDir, weights_of
-from trainer.stages import Stage, write_handover
+from trainer.run import manifest
+from trainer.run.folder import RunDir, weights_of
+from trainer.run.stages import Stage, write_handover
 
 
 def export(

@@ -20,7 +20,7 @@ from trainer.config.schema import RunConfig
 from trainer.export.drafts import Exported, draft
 from trainer.export.metadata import adapter_metadata
 from trainer.families.base import ImageFamily, ModelFamily
-from trainer.manifest import Progress
+from trainer.run.manifest import Progress
 from trainer.trained import BaseWeights, TrainedModel, component_of, naming
 
 # Rounding of up to four factors to the file's type, relative to the size of the update. One layer of few numbers may be

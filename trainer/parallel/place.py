@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from trainer.clock import OPTIMIZER
-from trainer.diagnosis import OUT_OF_MEMORY
 from trainer.parallel.memory import MemoryMeter
 from trainer.pulse import Pulse
+from trainer.run.failure import OUT_OF_MEMORY
 
 GIB = 2**30
 

@@ -19,7 +19,7 @@ from trainer.plan.memory import MemoryPlan, compared, describe, verdict
 from trainer.plan.phases import moment
 from trainer.plan.storage import amount
 from trainer.plan.store import traced_peak
-from trainer.rundir import shared_cache
+from trainer.run.folder import shared_cache
 
 SHOWN = GIB / 100
 """Bytes of an item that is printed."""

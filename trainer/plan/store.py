@@ -19,8 +19,8 @@ from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import RankAdapter
 from trainer.hub import find_folder
-from trainer.launch import worker_environment
 from trainer.plan.tables import Encoders, Model, Table, decode, has_rank
+from trainer.run.process import worker_environment
 from trainer.zero import Strategy
 
 SHIPPED = Path(__file__).parent / "recorded"

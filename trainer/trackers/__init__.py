@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer import launch
 from trainer.config.errors import InputError, Problem
 from trainer.config.schema import RunConfig
 from trainer.config.sections import TrackersConfig
-from trainer.events import WarningEvent
-from trainer.rundir import RunDir
+from trainer.run.events import WarningEvent
+from trainer.run.folder import RunDir
+from trainer.run.process import worker_environment
 
 _IS_WANTED: dict[str, Callable[[TrackersConfig], bool]] = {
     "tensorboard": lambda cfg: cfg.tensorboard,
@@ -153,7 +153,7 @@ def _start(run: RunDir, name: str, patience_s: int) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,  # nothing may ask for a login
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=launch.worker_environment(),
+            env=worker_environment(),
             start_new_session=True,  # what ends the ranks does not end it
         )
 

@@ -24,9 +24,9 @@ import psutil
 from trainer.config.errors import InputError
 from trainer.config.sections import TrackersConfig
 from trainer.config.terminal import complain
-from trainer.events import LossyWriter, WarningEvent
-from trainer.rundir import RunDir
-from trainer.signals import LEAVE
+from trainer.run.events import LossyWriter, WarningEvent
+from trainer.run.folder import RunDir
+from trainer.run.preemption import LEAVE
 from trainer.trackers import ALREADY_SAID, NAMES, PATIENCE_S, Files, require, short, stopped, without_secrets
 from trainer.trackers.feed import Feed, Figures, Item, Picture, Place, Tracker
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from trainer.config import files
 from trainer.config.errors import InputError
-from trainer.events import (
+from trainer.run.events import (
     ENDS,
     AnyEvent,
     ErrorEvent,
@@ -28,7 +28,7 @@ from trainer.events import (
     ValidationEvent,
     WarningEvent,
 )
-from trainer.rundir import RunDir
+from trainer.run.folder import RunDir
 
 FIGURES = tuple(each.name for each in fields(StepEvent) if each.name not in ("step", "time", "type", "losses"))
 SAMPLES = ("PNG",)

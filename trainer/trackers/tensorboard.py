@@ -17,8 +17,8 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from trainer.config import yaml12
 from trainer.config.schema import RunConfig
-from trainer.events import WarningEvent
-from trainer.rundir import RunDir
+from trainer.run.events import WarningEvent
+from trainer.run.folder import RunDir
 from trainer.trackers import shown_config
 from trainer.trackers.feed import Figures, Note, Picture, Place
 

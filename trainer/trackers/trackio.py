@@ -12,8 +12,8 @@ import trackio
 
 from trainer.config import terminal
 from trainer.config.schema import RunConfig
-from trainer.events import WarningEvent
-from trainer.rundir import RunDir
+from trainer.run.events import WarningEvent
+from trainer.run.folder import RunDir
 from trainer.trackers import short, shown_config
 from trainer.trackers.feed import Figures, Note, Picture, Place
 

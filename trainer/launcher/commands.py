@@ -2,61 +2,41 @@
 
 from __future__ import annotations
 
-import math
 import signal
-import statistics
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
-from trainer import cluster, diagnosis, launch, prepare
-from trainer.cluster import Scheduler
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigFile, load_config, load_config_text
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ParallelConfig, family_names
-from trainer.config.terminal import complain, printable, say
-from trainer.events import (
-    AnyEvent,
-    CheckpointEvent,
+from trainer.config.terminal import complain, say
+from trainer.launcher import network, preflight, schedulers, torchrun
+from trainer.launcher.console import Face, Told, choose_face
+from trainer.launcher.schedulers import Scheduler
+from trainer.launcher.torchrun import RunHandle
+from trainer.run import failure, process
+from trainer.run.events import (
     ErrorEvent,
     EventReader,
     ExportEvent,
     RankReader,
-    SampleEvent,
-    StageEvent,
     State,
-    StatusEvent,
     StepEvent,
-    ValidationEvent,
-    WarningEvent,
-    losses_by_name,
-    smoothed,
-    told_losses,
-    told_speed,
 )
-from trainer.launch import RunHandle
-from trainer.rundir import RunDir
-from trainer.signals import LEAVE
+from trainer.run.folder import RunDir
+from trainer.run.preemption import LEAVE
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    pass
 
 EXIT_CODES: dict[State, int] = {"finished": 0, "failed": 1, "stopped": 130}
 POLL_S = 0.2
-LINE_EVERY_S = 5.0
-FIGURES_OVER_STEPS = 50
-
-Told = (
-    StatusEvent | StageEvent | ValidationEvent | SampleEvent | CheckpointEvent | ExportEvent | WarningEvent | ErrorEvent
-)
-"""Every event but the steps, of which there are too many to tell each."""
 
 
 def train(preset: Path, overrides: Sequence[str], runs: Path, at: Path | None) -> int:
@@ -66,13 +46,13 @@ def train(preset: Path, overrides: Sequence[str], runs: Path, at: Path | None) -
     on a node that a scheduler gave another number than 0.
     """
     loaded = load_config(preset, overrides)
-    node_rank = launch.dealt_node_rank() or 0
+    node_rank = network.dealt_node_rank() or 0
     if loaded.config.parallel.nodes > 1 and node_rank:
         raise InputError(
             f"this is node {node_rank}, and the run folder is made on node 0: start --headless there alone, "
             f"and here --join RUN_DIR; or let --slurm write the job"
         )
-    run = prepare.new_run(loaded, runs, at)
+    run = preflight.new_run(loaded, runs, at)
     return _run(loaded, run)
 
 
@@ -83,23 +63,23 @@ def resume(path: Path, overrides: Sequence[str], node_rank: int | None = None) -
     command to every node: those above 0 join. Raises InputError as `train` does, and when the run is running.
     """
     run = RunDir.open(path)
-    number = (launch.dealt_node_rank() or 0) if node_rank is None else node_rank
+    number = (network.dealt_node_rank() or 0) if node_rank is None else node_rank
     if number:
         cfg = load_config(run.config_file, overrides).config
         if cfg.parallel.nodes > 1 or node_rank:
             return _join(cfg.parallel, run, number)
-    return _run(prepare.continued_run(run, overrides), run)
+    return _run(preflight.continued_run(run, overrides), run)
 
 
 def join(path: Path, overrides: Sequence[str], node_rank: int | None = None) -> int:
     """Be one more node of a run that another one starts, until it ends. Returns what `attend` returns.
 
     overrides: fields of `parallel`, where this machine does not see the run folder.  node_rank: None takes the number
-    that a scheduler gave this node.  Raises InputError as `launch.join` does.
+    that a scheduler gave this node.  Raises InputError as `torchrun.join` does.
     """
     run = RunDir(path.absolute())
     parallel = _parallel(run, overrides)
-    number = launch.dealt_node_rank() if node_rank is None else node_rank
+    number = network.dealt_node_rank() if node_rank is None else node_rank
     if number is None:
         raise InputError("--join needs the number of this node: --node-rank 1, on the next one 2, and so on")
     return _join(parallel, run, number)
@@ -126,9 +106,9 @@ def _parallel(run: RunDir, overrides: Sequence[str]) -> ParallelConfig:
 
 
 def _join(parallel: ParallelConfig, run: RunDir, node_rank: int) -> int:
-    handle = launch.join(parallel, run, node_rank)
+    handle = torchrun.join(parallel, run, node_rank)
     say(f"node {node_rank} of {parallel.nodes} of {run.path}, meeting at {parallel.rendezvous}")
-    return attend(handle, launch.node_log(run, node_rank))
+    return attend(handle, torchrun.node_log(run, node_rank))
 
 
 def attend(handle: RunHandle, log: Path) -> int:
@@ -140,7 +120,7 @@ def attend(handle: RunHandle, log: Path) -> int:
     with _AskedToEnd() as asked:
         while handle.process.poll() is None:
             if asked.count >= 2:
-                launch.end_family(handle.process.pid)
+                process.end_family(handle.process.pid)
                 complain("ended this node; the others notice that it is gone")
                 return EXIT_CODES["stopped"]
             if asked.count == 1 and not asked.is_answered:
@@ -152,7 +132,7 @@ def attend(handle: RunHandle, log: Path) -> int:
                 say("stopping all nodes after this step; Ctrl-C again ends this one at once")
             time.sleep(POLL_S)
     if handle.process.returncode:
-        complain(f"error: {diagnosis.last_line(log)}\n  log: {log}")
+        complain(f"error: {failure.last_line(log)}\n  log: {log}")
         return 1
     say("done; node 0 tells how the run ended")
     return 0
@@ -163,12 +143,12 @@ def write_job(preset: Path, overrides: Sequence[str], runs: Path, at: Path | Non
 
     The last line on stdout is the command that submits the job. Raises InputError as `train` does.
     """
-    loaded = cluster.load(preset, overrides, scheduler)
-    cluster.check_place(loaded, at or runs, scheduler)
-    run = prepare.new_run(loaded, runs, at)
-    file = cluster.write(run, scheduler)
+    loaded = schedulers.load(preset, overrides, scheduler)
+    schedulers.check_place(loaded, at or runs, scheduler)
+    run = preflight.new_run(loaded, runs, at)
+    file = schedulers.write(run, scheduler)
     say(f"run folder: {run.path}")
-    say(cluster.submission(file, scheduler))
+    say(schedulers.submission(file, scheduler))
     return 0
 
 
@@ -200,7 +180,7 @@ def begin_export(run: RunDir, cfg: RunConfig) -> subprocess.Popen[bytes]:
     argv += ["--export", cfg.export_what, "--format", cfg.export.format, "--dtype", cfg.export.dtype]
     # What libraries print while they load is of no use to a person.
     with (run.logs / _EXPORT_LOG).open("ab") as libraries, (run.logs / _EXPORT_ANSWER).open("wb") as answer:
-        return subprocess.Popen(argv, env=launch.worker_environment(), stdout=answer, stderr=libraries)
+        return subprocess.Popen(argv, env=process.worker_environment(), stdout=answer, stderr=libraries)
 
 
 def export_said(run: RunDir, code: int) -> str:
@@ -208,7 +188,7 @@ def export_said(run: RunDir, code: int) -> str:
     if code in (0, 2):
         return (run.logs / _EXPORT_ANSWER).read_text(encoding="utf-8").strip()
     log = run.logs / _EXPORT_LOG
-    return f"the export failed: {diagnosis.last_line(log)}\nlog: {log}"
+    return f"the export failed: {failure.last_line(log)}\nlog: {log}"
 
 
 def _run(loaded: ConfigFile, run: RunDir) -> int:
@@ -217,10 +197,10 @@ def _run(loaded: ConfigFile, run: RunDir) -> int:
         complain(f"note: {note}")
     events = EventReader(run.events_file)
     events.read()  # a run that continues does not tell its past again
-    handle = launch.start(cfg, run)
-    if launch.must_be_joined(cfg.parallel):
+    handle = torchrun.start(cfg, run)
+    if network.must_be_joined(cfg.parallel):
         parallel = cfg.parallel
-        say(f"on each other node: {launch.joining(run, parallel.nodes)}")
+        say(f"on each other node: {torchrun.joining(run, parallel.nodes)}")
         say(
             f"  where it does not see that folder, add: parallel.nodes={parallel.nodes} "
             f"parallel.devices={parallel.devices} parallel.rendezvous={parallel.rendezvous}"
@@ -236,7 +216,7 @@ def watch(cfg: RunConfig, run: RunDir, events: EventReader) -> int:
     The last line on stdout is the path of the export, or of the run folder when nothing was to be exported.
     """
     say(f"run folder: {run.path}")
-    with _AskedToEnd() as asked, _face(sum(cfg.stage_steps)) as face:
+    with _AskedToEnd() as asked, choose_face(sum(cfg.stage_steps)) as face:
         told = _follow(cfg, run, events, face, asked)
     return _conclude(run, told)
 
@@ -245,11 +225,11 @@ def _follow(cfg: RunConfig, run: RunDir, events: EventReader, face: Face, asked:
     """Show what happens until the run has ended. Returns everything but the steps."""
     ranks = [RankReader(run.rank_file(rank)) for rank in range(cfg.parallel.world_size)]
     told: list[Told] = []
-    while launch.alive(run):
+    while process.alive(run):
         told += _show_new(events, ranks, face)
         _answer(asked, run, face)
         time.sleep(POLL_S)
-    _attempt(run.events_file, lambda: launch.settle(run))
+    _attempt(run.events_file, lambda: process.settle(run))
     return told + _show_new(events, ranks, face)
 
 
@@ -268,7 +248,7 @@ def _show_new(events: EventReader, ranks: Sequence[RankReader], face: Face) -> l
 
 def _answer(asked: _AskedToEnd, run: RunDir, face: Face) -> None:
     if asked.count >= 2:
-        launch.terminate(run)
+        process.terminate(run)
     elif asked.count == 1 and not asked.is_answered:
         asked.is_answered = True  # the trainer forgets the request when it begins to stop: never ask again
         run.request("stop")
@@ -277,12 +257,12 @@ def _answer(asked: _AskedToEnd, run: RunDir, face: Face) -> None:
 
 def _conclude(run: RunDir, told: Sequence[Told]) -> int:
     """Write the report, say how the run ended, and return the exit code."""
-    from trainer.report import write_report
+    from trainer.run.report import write_report
 
     _attempt(run.report, lambda: write_report(run))
-    state = launch.status(run)
+    state = process.status(run)
     if state == "failed":
-        errors = [event for event in told if isinstance(event, ErrorEvent)] or [diagnosis.diagnose(run, told)]
+        errors = [event for event in told if isinstance(event, ErrorEvent)] or [failure.diagnose(run, told)]
         complain(explain(errors[-1], run))
         return errors[-1].exit_code
     exports = [event for event in told if isinstance(event, ExportEvent)]
@@ -337,174 +317,3 @@ class _AskedToEnd:
 
     def _add(self, number: int, _frame: FrameType | None) -> None:
         self.count = self.count + 1 if number == signal.SIGINT else max(self.count, 1)
-
-
-class Figures:
-    """What one line says about the training: step, smoothed loss, speed, time left, memory per rank."""
-
-    def __init__(self, num_steps: int) -> None:
-        self.num_steps = num_steps
-        self.peaks: dict[int, int] = {}
-        self._recent: deque[StepEvent] = deque(maxlen=FIGURES_OVER_STEPS)
-
-    def add(self, event: StepEvent) -> None:
-        self._recent.append(event)
-
-    @property
-    def step(self) -> int:
-        return self._recent[-1].step if self._recent else 0
-
-    def __str__(self) -> str:
-        if not self._recent:
-            return ""
-        loss = smoothed(event.loss for event in self._recent)[-1]
-        seconds = statistics.fmean(event.seconds for event in self._recent)
-        left = timedelta(seconds=round((self.num_steps - self.step) * seconds))
-        means = {name: smoothed(losses)[-1] for name, losses in losses_by_name(self._recent).items()}
-        parts = [f"loss {loss:.4f}{told_losses(means)}", told_speed(*self._recent[-1].speed), f"ETA {left}"]
-        if self.peaks:
-            parts.append("peak " + " ".join(f"{peak / 2**20:.0f}" for _, peak in sorted(self.peaks.items())) + " MiB")
-        return "  ".join(parts)
-
-
-class Face(Protocol):
-    """Shows events to a person."""
-
-    figures: Figures
-
-    def show(self, event: AnyEvent) -> None: ...
-    def say(self, text: str) -> None: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *exception: object) -> None: ...
-
-
-def _face(num_steps: int) -> Face:
-    return BarFace(num_steps) if sys.stdout.isatty() else PlainFace(num_steps)
-
-
-class PlainFace:
-    """Lines for a log file: every change of state and every result, steps and progress every few seconds."""
-
-    def __init__(self, num_steps: int) -> None:
-        self.figures = Figures(num_steps)
-        self._state: State = "created"
-        self._next_line = 0.0
-        self._untold_step = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        say(text)
-
-    def show(self, event: AnyEvent) -> None:
-        if isinstance(event, StepEvent):
-            self.figures.add(event)
-            self._untold_step = True
-            if self._is_time():
-                self._say_step()
-            return
-        if isinstance(event, StatusEvent) and not self._is_news(event):
-            return
-        if self._untold_step:
-            self._say_step()
-        self.say(sentence(event))
-
-    def _is_news(self, event: StatusEvent) -> bool:
-        is_new_state = event.state != self._state
-        self._state = event.state
-        if is_new_state or event.done < event.total:
-            return is_new_state or self._is_time()
-        return bool(event.message or event.total)
-
-    def _say_step(self) -> None:
-        self._untold_step = False
-        self.say(f"step {self.figures.step}/{self.figures.num_steps}  {self.figures}")
-
-    def _is_time(self) -> bool:
-        now = time.monotonic()
-        if now < self._next_line:
-            return False
-        self._next_line = now + LINE_EVERY_S
-        return True
-
-
-class BarFace:
-    """A bar that stays at the bottom of the terminal; results scroll above it."""
-
-    def __init__(self, num_steps: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.table import Column
-
-        self.figures = Figures(num_steps)
-        self._bar: Progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}", markup=False, table_column=Column(no_wrap=False)),
-        )
-        self._task: TaskID = self._bar.add_task("starting", total=num_steps, figures="")
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
-
-    def say(self, text: str) -> None:
-        self._bar.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
-
-    def show(self, event: AnyEvent) -> None:
-        if isinstance(event, StepEvent):
-            self.figures.add(event)
-            self._show_steps("training")
-            return
-        if isinstance(event, StatusEvent) and event.total:
-            self._bar.update(
-                self._task,
-                description=event.state,
-                completed=event.done,
-                total=event.total,
-                figures=printable(event.message),
-            )
-            return
-        if isinstance(event, StatusEvent):
-            self._show_steps(event.state)
-        if not isinstance(event, StatusEvent) or event.message:
-            self.say(sentence(event))
-
-    def _show_steps(self, state: State) -> None:
-        self._bar.update(
-            self._task,
-            description=state,
-            completed=self.figures.step,
-            total=self.figures.num_steps,
-            figures=str(self.figures),
-        )
-
-
-def sentence(event: Told) -> str:
-    """One event as a line of text."""
-    match event:
-        case StatusEvent():
-            progress = f"{event.done}/{event.total}" if event.total else ""
-            return "  ".join(part for part in (event.state, progress, event.message) if part)
-        case StageEvent():
-            return f"stage {event.number} of {event.count}: {event.name}"
-        case ValidationEvent():
-            perplexity = f", perplexity {event.perplexity:.3f}" if math.isfinite(event.perplexity) else ""
-            return f"step {event.step}: validation loss {event.loss:.4f}{perplexity}{told_losses(event.losses)}"
-        case SampleEvent():
-            text = f": {' '.join(event.text.split())}" if event.is_text else ""
-            return f"step {event.step}: sample {event.path}{text}"
-        case CheckpointEvent():
-            return f"step {event.step}: checkpoint {event.path}"
-        case ExportEvent():
-            checked = f"; read back, it differs by {event.difference:.1e}" if math.isfinite(event.difference) else ""
-            return f"exported {event.what} ({event.format}): {event.path}{checked}"
-        case WarningEvent() | ErrorEvent():
-            return f"{event.type}: {event.message}"

@@ -16,8 +16,8 @@ from pathlib import Path
 from trainer.config.families import trains_on
 from trainer.config.files import opened
 from trainer.config.schema import RunConfig
-from trainer.events import AnyEvent, ErrorEvent
-from trainer.rundir import RunDir
+from trainer.run.events import AnyEvent, ErrorEvent
+from trainer.run.folder import RunDir
 
 LAST_BYTES = 2**20
 """Of a log: its last words stand there, and torchrun's table of failures."""

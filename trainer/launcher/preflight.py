@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainer import changes, distilled, launch, manifest, stages, trackers
+from trainer import changes, distilled, trackers
 from trainer.config import families, files
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigFile, check_files, check_start, load_config, refuse, stage_config
 from trainer.config.schema import RunConfig
 from trainer.data import images, questions, textfiles
 from trainer.hub import find_folder
-from trainer.manifest import Progress
-from trainer.rundir import RunDir, shared_cache
+from trainer.launcher import network
+from trainer.run import manifest, process, stages
+from trainer.run.folder import RunDir, shared_cache
+from trainer.run.manifest import Progress
 
 
 def new_run(loaded: ConfigFile, runs: Path, at: Path | None = None) -> RunDir:
@@ -35,7 +37,7 @@ def continued_run(run: RunDir, overrides: Sequence[str]) -> ConfigFile:
 
     Raises InputError as `new_run` does, when the run is running, and for a change that its checkpoint does not allow.
     """
-    launch.require_ended(run)
+    process.require_ended(run)
     loaded = load_config(run.config_file, overrides)
     saved = manifest.complete(run.checkpoints)
     if saved:
@@ -77,7 +79,7 @@ def check(loaded: ConfigFile) -> None:
     _check_data(loaded.config)
     _check_model(loaded)
     _check_trackers(loaded)
-    launch.require_free_port(loaded.config.parallel)
+    network.require_free_port(loaded.config.parallel)
 
 
 def _check_stage(loaded: ConfigFile, index: int) -> None:

@@ -1,7 +1,7 @@
-"""The run folder: the only thing the trainer, the page, the notebooks and the command line share.
+"""The run folder: the only thing the trainer, page, notebooks and command line share.
 
-Readers follow its files and write nothing but requests. Whether a run is alive is derived (`trainer.launch`), never
-stored.
+Readers follow its files and write nothing but requests. Whether a run is alive is
+derived (`run.process`), never stored.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class RunDir:
 
     @property
     def events_file(self) -> Path:
-        """What happened, one JSON object per line (`trainer.events`)."""
+        """What happened, one JSON object per line (`trainer.run.events`)."""
         return self.path / "events.jsonl"
 
     @property

@@ -68,7 +68,7 @@ def checks(runs: Path) -> Iterator[Check]:
 def requirements(extra: str = "") -> list[Requirement]:
     """What this version needs, or one of its extras besides: from the installed distribution, or from the checkout's
     pyproject.toml."""
-    project = Path(__file__).parent.parent / "pyproject.toml"
+    project = Path(__file__).parents[2] / "pyproject.toml"
     if project.is_file():
         table = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
         lines = table["optional-dependencies"][extra] if extra else table["dependencies"]

@@ -1,34 +1,20 @@
-"""A run in stages: which one is under way, and the process that starts one torchrun after the other.
-
-`launch` starts this module in place of torchrun, with what every rank executes: `python -m trainer.stages NODE -m
-trainer RUN_DIR`. It lives as long as the run does.
-"""
+"""A run in stages: which one is under way, and what the next one begins with."""
 
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from pydantic import TypeAdapter
 
-from trainer import launch
 from trainer.config import files, yaml12
 from trainer.config.load import dump_config, load_config_text, stage_config
 from trainer.config.schema import RunConfig
-from trainer.events import EventWriter, StageEvent, StatusEvent
-from trainer.rundir import RunDir, weights_of
-from trainer.signals import LEAVE
+from trainer.run.folder import RunDir, weights_of
 
 HANDOVER = "handover.json"
 _FIELDS: TypeAdapter[dict[str, str | None]] = TypeAdapter(dict[str, str | None])
-WAIT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -92,57 +78,3 @@ def _handed_over(stage: Path) -> dict[str, str | None]:
     folder = weights_of(stage)
     fields = files.read_json(folder / HANDOVER, _FIELDS, "remove the folder of this stage to train it again")
     return {field: value and str(folder / value) for field, value in fields.items()}
-
-
-def main() -> int:
-    """Start a torchrun for each stage that is left. Returns the exit code of the last one."""
-    node, command = int(sys.argv[1]), sys.argv[2:]
-    run = RunDir(Path(command[-1]))
-    supervisor = _Supervisor()
-    run.make_folders(run.config())  # one that was deleted, so that its stage is trained again
-    while True:
-        cfg = run.config()
-        stage = current(run, cfg)
-        mark = stage.mark(node * cfg.parallel.devices)
-        mark.unlink(missing_ok=True)
-        if node == 0:
-            with EventWriter(run.events_file) as events:
-                events.write(StageEvent(step=stage.before, name=stage.name, number=stage.number, count=stage.count))
-                message = f"stage {stage.number} of {stage.count}, {stage.name}"
-                events.write(StatusEvent(state="starting", step=stage.before, message=message))
-        if cfg.parallel.nodes == 1:
-            launch.clear_stores(run)
-        code = supervisor.run(launch.torchrun_argv(stage.config.parallel, run, command[1], node))
-        if code or stage.is_last or not mark.exists():
-            return code
-        # Rank 0 writes the weights after the others have gone.
-        while not weights_of(stage.folder).exists():
-            if not launch.alive(run):
-                return 1
-            time.sleep(WAIT_S)
-        if supervisor.is_asked:
-            return 0
-
-
-class _Supervisor:
-    """Hands the signals that ask a run to leave on to the torchrun that is there."""
-
-    def __init__(self) -> None:
-        self.is_asked = False
-        self._torchrun: subprocess.Popen[bytes] | None = None
-        for number in (signal.SIGINT, *LEAVE):
-            signal.signal(number, self._hand_on)
-
-    def run(self, argv: Sequence[str]) -> int:
-        """Start a torchrun and wait for its end."""
-        self._torchrun = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
-        return self._torchrun.wait()
-
-    def _hand_on(self, number: int, _frame: FrameType | None) -> None:
-        self.is_asked = True
-        if self._torchrun is not None and self._torchrun.poll() is None:
-            self._torchrun.send_signal(number)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

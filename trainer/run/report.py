@@ -19,7 +19,7 @@ from markupsafe import Markup, escape
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.events import (
+from trainer.run.events import (
     AnyEvent,
     ErrorEvent,
     EventReader,
@@ -34,7 +34,7 @@ from trainer.events import (
     losses_by_name,
     smoothed,
 )
-from trainer.rundir import RunDir
+from trainer.run.folder import RunDir
 
 POINTS_PER_LINE = 600
 SAMPLE_COLUMNS = 8

@@ -19,12 +19,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from trainer import launch, prepare
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.load import dump_config, load_config_text
 from trainer.config.schema import RunConfig
-from trainer.rundir import RunDir, is_run
+from trainer.launcher import preflight, torchrun
+from trainer.run import process
+from trainer.run.folder import RunDir, is_run
 
 POLL_S = 1.0
 AfterFailure = Literal["go on", "pause"]
@@ -104,7 +105,7 @@ class Queue:
 
     def _is_alive(self, entry: Entry) -> bool:
         try:
-            return launch.alive(self.run_of(entry))
+            return process.alive(self.run_of(entry))
         except (InputError, OSError):  # its row and `has_failed` say so
             return False
 
@@ -192,8 +193,8 @@ class Queue:
             _file(self._waiting, entry.number).unlink()
         frozen = self._folder / "config.yaml"  # nothing lies there: what is wrong is named by the entry
         try:
-            run = prepare.new_run(load_config_text(entry.config, (), frozen), self.runs)
-            launch.start(run.config(), run, self._module, entry.gpus)
+            run = preflight.new_run(load_config_text(entry.config, (), frozen), self.runs)
+            torchrun.start(run.config(), run, self._module, entry.gpus)
             entry = replace(entry, run=run.path.name)
         except InputError as error:
             entry = replace(entry, error=str(error).replace(f"{frozen}:", f"{entry.name}:"))
@@ -236,7 +237,7 @@ class Queue:
         if entry.error:
             return True
         try:
-            launch.settle(self.run_of(entry))
+            process.settle(self.run_of(entry))
         except (InputError, OSError):
             return is_run(self.run_of(entry).path)  # else it was deleted
         return self.state_of(entry) == "failed"
@@ -249,7 +250,7 @@ class Queue:
         if not is_run(run.path):
             return "deleted"
         try:
-            return launch.status(run)
+            return process.status(run)
         except (InputError, OSError) as error:
             return f"damaged: {_explained(error)}"
 

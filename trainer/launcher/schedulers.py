@@ -19,7 +19,7 @@ from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigFile, load_config
 from trainer.config.schema import RunConfig
-from trainer.rundir import RunDir
+from trainer.run.folder import RunDir
 
 Scheduler = Literal["slurm", "kubernetes"]
 FIRST_NODE = "first-node.invalid:29400"
@@ -75,7 +75,7 @@ def sbatch(cfg: RunConfig, run: RunDir) -> str:
     options = "\n".join(
         f"#SBATCH --{name}{_value(value)}" for name, value in _options(cfg, run).items() if value is not None
     )
-    argv = [sys.executable, str(Path(__file__).parents[1] / "launch.py"), "--resume", str(run.path)]
+    argv = [sys.executable, str(Path(__file__).parents[2] / "launch.py"), "--resume", str(run.path)]
     meeting = ' "parallel.rendezvous=$first:$port"' if cfg.parallel.nodes > 1 else ""
     return _SBATCH.format(
         options=options, stop=shlex.quote(str(run.requests / "stop")), command=f"{shlex.join(argv)}{meeting}"

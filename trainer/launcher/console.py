@@ -1,0 +1,211 @@
+"""How a run looks in a terminal: a line every few seconds, or a live bar."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections import deque
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol, Self
+
+from trainer.config.terminal import printable, say
+from trainer.run.events import (
+    AnyEvent,
+    CheckpointEvent,
+    ErrorEvent,
+    ExportEvent,
+    SampleEvent,
+    StageEvent,
+    State,
+    StatusEvent,
+    StepEvent,
+    ValidationEvent,
+    WarningEvent,
+    losses_by_name,
+    smoothed,
+    told_losses,
+    told_speed,
+)
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+LINE_EVERY_S = 5.0
+FIGURES_OVER_STEPS = 50
+Told = (
+    StatusEvent | StageEvent | ValidationEvent | SampleEvent | CheckpointEvent | ExportEvent | WarningEvent | ErrorEvent
+)
+"""Every event but the steps, of which there are too many to tell each."""
+
+
+class Figures:
+    """What one line says about the training: step, smoothed loss, speed, time left, memory per rank."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.peaks: dict[int, int] = {}
+        self._recent: deque[StepEvent] = deque(maxlen=FIGURES_OVER_STEPS)
+
+    def add(self, event: StepEvent) -> None:
+        self._recent.append(event)
+
+    @property
+    def step(self) -> int:
+        return self._recent[-1].step if self._recent else 0
+
+    def __str__(self) -> str:
+        if not self._recent:
+            return ""
+        loss = smoothed(event.loss for event in self._recent)[-1]
+        seconds = statistics.fmean(event.seconds for event in self._recent)
+        left = timedelta(seconds=round((self.num_steps - self.step) * seconds))
+        means = {name: smoothed(losses)[-1] for name, losses in losses_by_name(self._recent).items()}
+        parts = [f"loss {loss:.4f}{told_losses(means)}", told_speed(*self._recent[-1].speed), f"ETA {left}"]
+        if self.peaks:
+            parts.append("peak " + " ".join(f"{peak / 2**20:.0f}" for _, peak in sorted(self.peaks.items())) + " MiB")
+        return "  ".join(parts)
+
+
+class Face(Protocol):
+    """Shows events to a person."""
+
+    figures: Figures
+
+    def show(self, event: AnyEvent) -> None: ...
+    def say(self, text: str) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *exception: object) -> None: ...
+
+
+def choose_face(num_steps: int) -> Face:
+    return BarFace(num_steps) if sys.stdout.isatty() else PlainFace(num_steps)
+
+
+class PlainFace:
+    """Lines for a log file: every change of state and every result, steps and progress every few seconds."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.figures = Figures(num_steps)
+        self._state: State = "created"
+        self._next_line = 0.0
+        self._untold_step = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        say(text)
+
+    def show(self, event: AnyEvent) -> None:
+        if isinstance(event, StepEvent):
+            self.figures.add(event)
+            self._untold_step = True
+            if self._is_time():
+                self._say_step()
+            return
+        if isinstance(event, StatusEvent) and not self._is_news(event):
+            return
+        if self._untold_step:
+            self._say_step()
+        self.say(sentence(event))
+
+    def _is_news(self, event: StatusEvent) -> bool:
+        is_new_state = event.state != self._state
+        self._state = event.state
+        if is_new_state or event.done < event.total:
+            return is_new_state or self._is_time()
+        return bool(event.message or event.total)
+
+    def _say_step(self) -> None:
+        self._untold_step = False
+        self.say(f"step {self.figures.step}/{self.figures.num_steps}  {self.figures}")
+
+    def _is_time(self) -> bool:
+        now = time.monotonic()
+        if now < self._next_line:
+            return False
+        self._next_line = now + LINE_EVERY_S
+        return True
+
+
+class BarFace:
+    """A bar that stays at the bottom of the terminal; results scroll above it."""
+
+    def __init__(self, num_steps: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.table import Column
+
+        self.figures = Figures(num_steps)
+        self._bar: Progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}", markup=False, table_column=Column(no_wrap=False)),
+        )
+        self._task: TaskID = self._bar.add_task("starting", total=num_steps, figures="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def say(self, text: str) -> None:
+        self._bar.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, event: AnyEvent) -> None:
+        if isinstance(event, StepEvent):
+            self.figures.add(event)
+            self._show_steps("training")
+            return
+        if isinstance(event, StatusEvent) and event.total:
+            self._bar.update(
+                self._task,
+                description=event.state,
+                completed=event.done,
+                total=event.total,
+                figures=printable(event.message),
+            )
+            return
+        if isinstance(event, StatusEvent):
+            self._show_steps(event.state)
+        if not isinstance(event, StatusEvent) or event.message:
+            self.say(sentence(event))
+
+    def _show_steps(self, state: State) -> None:
+        self._bar.update(
+            self._task,
+            description=state,
+            completed=self.figures.step,
+            total=self.figures.num_steps,
+            figures=str(self.figures),
+        )
+
+
+def sentence(event: Told) -> str:
+    """One event as a line of text."""
+    match event:
+        case StatusEvent():
+            progress = f"{event.done}/{event.total}" if event.total else ""
+            return "  ".join(part for part in (event.state, progress, event.message) if part)
+        case StageEvent():
+            return f"stage {event.number} of {event.count}: {event.name}"
+        case ValidationEvent():
+            perplexity = f", perplexity {event.perplexity:.3f}" if math.isfinite(event.perplexity) else ""
+            return f"step {event.step}: validation loss {event.loss:.4f}{perplexity}{told_losses(event.losses)}"
+        case SampleEvent():
+            text = f": {' '.join(event.text.split())}" if event.is_text else ""
+            return f"step {event.step}: sample {event.path}{text}"
+        case CheckpointEvent():
+            return f"step {event.step}: checkpoint {event.path}"
+        case ExportEvent():
+            checked = f"; read back, it differs by {event.difference:.1e}" if math.isfinite(event.difference) else ""
+            return f"exported {event.what} ({event.format}): {event.path}{checked}"
+        case WarningEvent() | ErrorEvent():
+            return f"{event.type}: {event.message}"

@@ -1,0 +1,211 @@
+"""Start the torchrun process of a run, or of one more node. No torch here: it is only named on a command line.
+
+torchrun gets a session of its own and writes to files, so the training outlives the page, kernel or terminal that
+started it, and any of them can attach again through the run folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from trainer.config import files
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
+from trainer.config.sections import ParallelConfig
+from trainer.launcher.network import must_be_joined, node_environment
+from trainer.run.events import EventWriter, StatusEvent
+from trainer.run.failure import launches, output_file
+from trainer.run.folder import RunDir
+from trainer.run.process import (
+    SUPERVISORS,
+    TORCHRUN,
+    Launch,
+    argv_of,
+    clear_stores,
+    end_orphans,
+    require_ended,
+    worker_environment,
+)
+
+OPTIONS = {
+    "--shutdown-timeout": "600",
+    "--signals-to-handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+}
+"""Of torchrun: seconds between SIGTERM and the end of a rank, enough to save a checkpoint of a large model; what it
+hands on to the ranks, SIGUSR1 too, which SLURM can be told to send before it takes the machine away."""
+
+
+@dataclass(frozen=True)
+class RunHandle:
+    """A run started by this process."""
+
+    run: RunDir
+    process: subprocess.Popen[bytes]
+    argv: list[str]
+
+
+def command(parallel: ParallelConfig, run: RunDir, module: str, node_rank: int, has_stages: bool) -> list[str]:
+    """The command of a run on one node: torchrun, or what starts one for each stage, and ends with the same words."""
+    if not has_stages:
+        return torchrun_argv(parallel, run, module, node_rank)
+    return [sys.executable, "-m", SUPERVISORS[0], str(node_rank), "-m", module, str(run.path)]
+
+
+def torchrun_argv(parallel: ParallelConfig, run: RunDir, module: str = "trainer", node_rank: int = 0) -> list[str]:
+    """The command that starts the ranks of one node.
+
+    One node rendezvouses at a file in its run folder, so runs never meet. module: what every rank executes.
+    """
+    return [
+        sys.executable, "-m", TORCHRUN,
+        "--nnodes", str(parallel.nodes),
+        "--nproc-per-node", str(parallel.devices),
+        *_meeting_place(parallel, run, node_rank),
+        "--max-restarts", str(parallel.max_restarts),
+        *_known_options(_torchrun_source()),
+        "--redirects", "3",
+        "--log-dir", str(run.logs),
+        "-m", module, str(run.path),
+    ]  # fmt: skip
+
+
+def _meeting_place(parallel: ParallelConfig, run: RunDir, node_rank: int) -> list[str]:
+    if parallel.nodes > 1:
+        # Rank 0 must be where the run was started: it writes the run folder. c10d numbers nodes by their sorted
+        # addresses. The name of the meeting counts no starts, as another node may not see them, or see them late.
+        place = ["--rdzv-backend", "static", "--rdzv-endpoint", str(parallel.rendezvous)]
+        return [*place, "--node-rank", str(node_rank), "--rdzv-id", run.path.name]
+    # torchrun unpickles what it finds where it rendezvouses. A port would be open to all networks of this machine; into
+    # this file, which `clear_stores` has removed before, only the owner of the run writes. It grows with each sign of
+    # life, which another node would wait for, and there is none.
+    name = f"{run.path.name}-{launches(run) + 1}"
+    place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(run.stores / name)]
+    place += ["--rdzv-conf", "store_type=file,keep_alive_interval=86400"]
+    # The machine's own name is never looked up: many containers cannot resolve it.
+    return [*place, "--local-addr", "localhost", "--rdzv-id", name]
+
+
+def _torchrun_source() -> Path:
+    """The file of torchrun, found without importing torch. Raises InputError when torch is not installed."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        raise InputError("torch is not installed in this Python; run make .venv and use .venv/bin/python")
+    return Path(torch.origin).parent / "distributed" / "run.py"
+
+
+def _known_options(torchrun: Path) -> list[str]:
+    """Those of OPTIONS that this version has: it refuses what it does not know, and 2.11 kills after 30 s."""
+    source = torchrun.read_text(encoding="utf-8")
+    return [word for option, value in OPTIONS.items() if option in source for word in (option, value)]
+
+
+def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[int] = ()) -> RunHandle:
+    """Start the ranks in a session of their own and return at once. gpus: those they may see; none for all.
+
+    Raises InputError when this run is running already.
+    """
+    environment = node_environment(cfg.parallel) | _seen(gpus)  # looks names up: not while others wait for the lock
+    waits = f"waits for the other nodes: {joining(run, cfg.parallel.nodes)}" if must_be_joined(cfg.parallel) else ""
+    with run.locked():
+        require_ended(run)
+        run.complete_folders(cfg)
+        _require_readable([run.events_file, *map(run.rank_file, range(cfg.parallel.world_size))])
+        argv = command(cfg.parallel, run, module, 0, has_stages=bool(cfg.stages))
+        end_orphans(run, argv[2])
+        clear_stores(run)
+        for request in ("stop", "save", "sample"):
+            run.clear(request)
+        with EventWriter(run.events_file) as events:
+            events.write(StatusEvent(state="starting", message=waits))
+        process = _spawn(argv, output_file(run, launches(run) + 1), environment)
+        Launch.of(process, argv).write(run)
+    return _begun(run, process, argv)
+
+
+def _require_readable(written: Iterable[Path]) -> None:
+    """Raises InputError for what lies in the place of a file that the ranks write."""
+    for file in written:
+        try:
+            files.opened(file).close()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise files.unreadable(file, error) from error
+
+
+def joining(run: RunDir, nodes: int) -> str:
+    """What is typed on the other nodes, with the number to fill in where they are several."""
+    argv = [sys.executable, str(Path(__file__).parents[2] / "launch.py"), "--join", str(run.path), "--node-rank"]
+    return f"{shlex.join(argv)} 1" if nodes == 2 else f"{shlex.join(argv)} K  # K = 1 to {nodes - 1}, another on each"
+
+
+def join(parallel: ParallelConfig, run: RunDir, node_rank: int, module: str = "trainer") -> RunHandle:
+    """Start this machine's ranks of a run on several nodes, the first of which calls `start`, and return at once.
+
+    It may be called before that: the nodes wait for each other, for ten minutes. Where this machine does not see the
+    run folder, one of that path is made for the logs. Raises InputError when the run is for one node or has no node of
+    this number, and when that was begun on this machine already.
+    """
+    nodes = parallel.nodes
+    run.logs.mkdir(parents=True, exist_ok=True)
+    if nodes == 1:
+        raise InputError(f"{run.path}: waits for no other node; start a run with parallel.nodes above 1 on the first")
+    if not 1 <= node_rank < nodes:
+        numbers = "1" if nodes == 2 else f"1 to {nodes - 1}"
+        raise InputError(f"--node-rank {node_rank}: the nodes that join {run.path} have the numbers {numbers}")
+    environment = node_environment(parallel)
+    # A machine that does not see the run folder cannot train in stages; its ranks say so.
+    has_stages = run.config_file.is_file() and bool(run.config().stages)
+    with run.locked():
+        argv = command(parallel, run, module, node_rank, has_stages)
+        if any(argv_of(process) == argv for process in psutil.process_iter()):
+            raise InputError(f"{run.path}: node {node_rank} of it runs on this machine already")
+        end_orphans(run, argv[2])
+        process = _spawn(argv, _free_node_log(run, node_rank), environment)
+    return _begun(run, process, argv)
+
+
+def node_log(run: RunDir, node_rank: int) -> Path:
+    """What torchrun of another node than the first printed at its latest start, where there was one."""
+    logs = run.logs.glob(f"node{node_rank}-*.log")
+    return max(logs, key=lambda file: file.stat().st_mtime, default=run.logs / f"node{node_rank}-1.log")
+
+
+def _free_node_log(run: RunDir, node_rank: int) -> Path:
+    logs = run.logs.glob(f"node{node_rank}-*.log")
+    numbers = (int(log.stem.partition("-")[2]) for log in logs)  # counted they would repeat where one was removed
+    return run.logs / f"node{node_rank}-{max(numbers, default=0) + 1}.log"
+
+
+def _begun(run: RunDir, process: subprocess.Popen[bytes], argv: list[str]) -> RunHandle:
+    # Whoever started it may not care for its end, and it would stay as a zombie.
+    threading.Thread(target=process.wait, name=f"end of {run.path.name}", daemon=True).start()
+    return RunHandle(run, process, argv)
+
+
+def _seen(gpus: Sequence[int]) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+
+
+def _spawn(argv: Sequence[str], output: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    with output.open("xb") as file:
+        # The process holds the lock as long as it lives, and who does not see the process sees that.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**worker_environment(), **environment},
+            start_new_session=True,
+        )
