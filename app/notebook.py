@@ -22,13 +22,14 @@ from app.studio import find_presets
 from app.widgets import dashboard as dashboards
 from app.widgets.dashboard import Dashboard
 from app.widgets.form import Form
-from trainer import gpus, trials
 from trainer import plan as plans
+from trainer import trials
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigError, ConfigFile, load_config
 from trainer.config.terminal import say
 from trainer.launcher import commands, preflight, torchrun
 from trainer.launcher.torchrun import RunHandle
+from trainer.metrics import gpus
 from trainer.plan import hardware as hardware_of
 from trainer.plan.fixes import Fix, fixes
 from trainer.plan.hardware import GIB

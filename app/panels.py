@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from app.monitor import SILENT_S, RankState, RunView
 from trainer.config.errors import InputError
-from trainer.gpus import Gpu
+from trainer.metrics.gpus import Gpu
 from trainer.plan.memory import MemoryPlan, verdict
 from trainer.plan.phases import Item, Phase, moment
 from trainer.plan.storage import amount

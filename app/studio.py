@@ -25,14 +25,14 @@ from app.monitor import Follower, explained, find_runs
 from app.preflight import Preflight, Preflights
 from app.scans import Scans
 from app.thumbnails import Downloads, Thumbnails
-from trainer import gpus
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.load import check_start, dump_config, load_config
 from trainer.config.sections import NAME_HELP, NAME_PATTERN
-from trainer.gpus import Gpu
 from trainer.launcher import commands, preflight, torchrun
 from trainer.launcher.queue import POLL_S, Entry, Queue
+from trainer.metrics import gpus
+from trainer.metrics.gpus import Gpu
 from trainer.run import process as processes
 from trainer.run.folder import RunDir, is_run
 

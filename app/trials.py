@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from app.lessons import Bars, Table
+from trainer.parallel.strategy import ModelBytes, RankBytes, expected
 from trainer.trials import Trial
-from trainer.zero import ModelBytes, RankBytes, expected
 
 MB, GB = 1e6, 1e9
 ZERO = {"ddp": "nothing", "grad_op": "gradients, optimizer state", "full": "weights too"}

@@ -10,7 +10,7 @@
 
 # %% tags=["parameters"]
 from app import notebook, trials
-from trainer.zero import ModelBytes, expected
+from trainer.parallel.strategy import ModelBytes, expected
 
 RUNS = notebook.RUNS  # the folder of runs, which the page (`make ui`) shows too
 STEPS = 6  # of each trial

@@ -47,7 +47,7 @@ print("The run has", await notebook.ended(run))
 # failed at.
 
 # %%
-from trainer import checkpoint
+from trainer.checkpoint.restore import StoredWeights
 from trainer.run import manifest
 
 folder = manifest.complete(run.checkpoints)[-1]
@@ -63,12 +63,12 @@ notebook.Table(["file", "bytes"], [[file.name, f"{file.stat().st_size:,}"] for f
 # `*` stands for the name of the tensor.
 #
 # (PyTorch writes a table of its own too, `.metadata`. It is a pickle, which can run code when PyTorch opens it: use
-# its tools only on checkpoints that you trust. `trainer.contents` reads `contents.json` and runs nothing.)
+# its tools only on checkpoints that you trust. `trainer.checkpoint.contents` reads `contents.json` and runs nothing.)
 
 # %%
 from math import prod
 
-from trainer import contents
+from trainer.checkpoint import contents
 
 tensors = contents.read(folder).tensors
 weight = next(name for name in tensors if name.startswith("trainables.") and ".lora_B." in name)
@@ -155,7 +155,7 @@ print("The run has", await notebook.ended(straight))
 # millionth would be no mistake. `StoredWeights` reads one tensor after the other from a checkpoint.
 
 # %%
-ends = [checkpoint.StoredWeights(manifest.complete(one.checkpoints)[-1]) for one in (run, straight)]
+ends = [StoredWeights(manifest.complete(one.checkpoints)[-1]) for one in (run, straight)]
 difference = max(float((ends[0][name] - ends[1][name]).abs().max()) for name in ends[0])
 largest = max(float(ends[1][name].abs().max()) for name in ends[1])
 print(f"stopped after {manifest.steps_in(folder)} of {STEPS} steps, then continued on one rank")

@@ -185,7 +185,7 @@ notebook.Table(
 # other node had the same, and into quarters under `full`. What two ranks hold alike is written once, by one of them.
 
 # %%
-from trainer import contents
+from trainer.checkpoint import contents
 from trainer.run.manifest import complete
 
 rows = []

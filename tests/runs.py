@@ -17,11 +17,11 @@ from PIL import Image
 from torch import Tensor
 
 from trainer.config.schema import RunConfig
+from trainer.distributed.world import World, joined
 from trainer.run.events import AnyEvent, StepEvent
 from trainer.run.folder import RunDir
 from trainer.run.manifest import MANIFEST
 from trainer.train import Trainer
-from trainer.world import World, joined
 
 T = TypeVar("T")
 SIZES = ((64, 64), (96, 48), (48, 96))
@@ -120,7 +120,7 @@ def make_run(root: Path, cfg: RunConfig, name: str) -> RunDir:
 
 def train(world: World, cfg: RunConfig, run: RunDir) -> Outcome:
     """Run the trainer to its end in a run folder that exists; the cache lies beside it."""
-    from trainer.parallel.memory import full_bytes, local_bytes
+    from trainer.metrics.memory import full_bytes, local_bytes
 
     events: list[AnyEvent] = []
     trainer = Trainer(cfg, run, world, run.path.parent / "cache", events.append)

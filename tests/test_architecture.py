@@ -26,27 +26,35 @@ ROOT = Path(__file__).parents[1]
 
 # A module imports only from rows above its own. Modules of one row never import each other; those of one package may.
 ROWS = (
-    "board config ferry pulse quantize rng snapshot",
-    "changes gpus hub objectives optim run stored zero",
-    "contents data debuglog distilled trackers weights world",
-    "adapters checkpoint clock families launcher sampling seat source watchdog",
-    "captions demo parallel recipe texts trained trials",
-    "basecache encode export extract",
-    "modules questions",
-    "plan sources",
+    "config rng",
+    "objectives optim run weights",
+    "adapters data distilled distributed",
+    "checkpoint families metrics sampling source",
+    "captions demo launcher parallel recipe texts trained",
+    "encode export extract modules trials",
+    "plan questions",
+    "sources",
     "train",
     "__main__",
     "measure",
 )
-LEVEL_0 = frozenset(["changes", "config", "contents", "launcher", "pulse", "run", "zero"])
-LEVEL_0_NEEDS = frozenset({"annotated_types", "markupsafe", "psutil", "pydantic", "pydantic_core", "yaml"})
+LEVEL_0 = frozenset(["config", "launcher", "run"])
+LEVEL_0_NEEDS = frozenset(
+    {"annotated_types", "markupsafe", "packaging", "psutil", "pydantic", "pydantic_core", "rich", "yaml"}
+)
 # What is free of torch and above the trainer; its checks, queue and doctor are those of the command line.
-APP_SEES = frozenset(["config", "data", "distilled", "gpus", "launcher", "plan", "run", "trials", "zero"])
+APP_SEES = frozenset(["config", "data", "distilled", "launcher", "metrics", "parallel", "plan", "run", "trials"])
 NEVER = frozenset({"accelerate", "deepspeed", "lightning", "pytorch_lightning", "torchvision"})
 # What takes seconds to import, or belongs to the page: a command that only checks and starts must not pay for it.
 HEAVY = frozenset({"diffusers", "gradio", "ipywidgets", "numpy", "peft", "safetensors", "torch", "transformers"})
 READS_ENVIRONMENT = frozenset(
-    {"app.gradio_app", "trainer.__main__", "trainer.launcher.network", "trainer.run.process", "trainer.world"}
+    {
+        "app.gradio_app",
+        "trainer.__main__",
+        "trainer.launcher.network",
+        "trainer.run.process",
+        "trainer.distributed.world",
+    }
 )
 MAX_LINES = 60
 # Who may write or rename files by itself: what is lost or torn there is made again, or is flushed as a whole.
@@ -56,7 +64,7 @@ WRITES_BY_ITSELF = {
     "trainer.families": "files of a draft folder, which `_folder.write_once` flushes before it gets its name",
     "trainer.demo": "pictures and models that the demo makes again",
     "trainer.checkpoint": "puts checkpoints aside and takes their names from those it removes; it writes none so",
-    "trainer.watchdog": "a hung rank's last words, read by a person",
+    "trainer.distributed.watchdog": "a hung rank's last words, read by a person",
     "trainer.data.cache": "writes parts that get their names by `files.rename`, which flushes them",
     "trainer.plan.store": "the question to a process of its own, in a temporary folder",
 }
@@ -327,7 +335,7 @@ def test_the_code_keeps_the_rule(rule):
             [],
         ),
         (writes_by_itself, "trainer.export.model", "file.write_text(t)", []),
-        (reads_environment, "trainer.world", "import os\nos.getenv('A')", []),
+        (reads_environment, "trainer.distributed.world", "import os\nos.getenv('A')", []),
         (prints, "trainer.launcher.doctor", "say(1)\nprint(1)", ["2: prints past trainer.config.terminal"]),
         (prints, "app.notebook", "plan(cfg, print)", ["1: prints past trainer.config.terminal"]),
         (prints, "trainer.train", "sys.stderr.write(a)", ["1: prints past trainer.config.terminal"]),

@@ -21,7 +21,7 @@ from tests.distributed import run_ranks
 from tests.families.common import batch_of, edit_json, examples, model_of, picture
 from tests.runs import Outcome, alone, difference, make_pictures, run_config, steps_of, train
 from trainer import families
-from trainer.checkpoint import StoredWeights
+from trainer.checkpoint.restore import StoredWeights
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data import questions

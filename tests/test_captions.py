@@ -13,11 +13,11 @@ from trainer import families
 from trainer.captions import measure
 from trainer.config.schema import RunConfig
 from trainer.data.images import scan
+from trainer.distributed.world import World
 from trainer.encode import encode_data
 from trainer.families.base import ImageFamily
 from trainer.modules import encoder_loader
 from trainer.run.events import StatusEvent, WarningEvent
-from trainer.world import World
 
 LONG = "1" * 60
 """Tokenizers take each digit as one token."""

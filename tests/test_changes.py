@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.runs import run_config
-from trainer.changes import changes, refused
+from trainer.checkpoint.config_changes import changes, refused
 from trainer.config.schema import RunConfig
 
 

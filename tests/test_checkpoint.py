@@ -16,11 +16,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.distributed import run_ranks
 from tests.runs import alone
-from trainer import checkpoint
-from trainer.checkpoint import Checkpointer, StoredWeights, TrainState
+from trainer.checkpoint.restore import StoredWeights, newest_intact, restore
+from trainer.checkpoint.save import Checkpointer, TrainState
 from trainer.config.errors import InputError
+from trainer.distributed.world import World
 from trainer.run.manifest import Progress, complete, progress_of
-from trainer.world import World
 
 
 def make_state(width: int = 8, seed: int = 0) -> TrainState:
@@ -95,13 +95,13 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_is_taken(
     file = tmp_path / "step-000002" / name
     size = file.stat().st_size
     damage(file)
-    found, (problem,) = checkpoint.newest_intact(tmp_path, alone())
+    found, (problem,) = newest_intact(tmp_path, alone())
     assert found == tmp_path / "step-000001"
     expected = f"step-000002 is damaged and was put aside as damaged-step-000002: {complaint.format(size - 1, size)}"
     assert problem.startswith(expected)
     assert (tmp_path / "damaged-step-000002").is_dir()
     save(tmp_path, make_state(), 2)
-    assert checkpoint.newest_intact(tmp_path, alone()) == (tmp_path / "step-000002", [])
+    assert newest_intact(tmp_path, alone()) == (tmp_path / "step-000002", [])
 
 
 def test_two_ranks_agree_on_the_newest_checkpoint_that_is_intact(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def save_from_ranks(world: World, folder: Path) -> None:
 
 
 def intact_name(world: World, folder: Path) -> tuple[str | None, list[str]]:
-    found, problems = checkpoint.newest_intact(folder, world)
+    found, problems = newest_intact(folder, world)
     return found and found.name, problems
 
 
@@ -224,7 +224,7 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     path, state = tmp_path / "step-000001", make_state()
     other = TrainState(state.model, state.trainables, torch.optim.SGD(state.model.parameters()), {})
     with pytest.raises(InputError) as error:
-        checkpoint.restore(path, other)
+        restore(path, other)
     assert str(error.value) == (
         f"{path}: holds the state of AdamW, the config's optimizer is SGD; "
         "resume with the optim.type of the run, or start a new run"
@@ -234,7 +234,7 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
 def test_restoring_gives_weights_and_optimizer_back(tmp_path: Path) -> None:
     saved, other = make_state(seed=1), make_state(seed=2)
     save(tmp_path, saved, 7)
-    assert checkpoint.restore(tmp_path / "step-000007", other).step == 7
+    assert restore(tmp_path / "step-000007", other).step == 7
     assert all(torch.equal(saved.trainables[name], other.trainables[name]) for name in saved.trainables)
     for mine, theirs in zip(saved.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(saved.optimizer.state[mine]["exp_avg"], other.optimizer.state[theirs]["exp_avg"])
@@ -245,7 +245,7 @@ def test_a_learning_rate_changed_in_the_config_wins_over_the_stored_one(tmp_path
     save(tmp_path, make_state(), 1)
     other = make_state()
     other.optimizer.param_groups[0]["weight_decay"] = 0.5
-    checkpoint.restore(tmp_path / "step-000001", other)
+    restore(tmp_path / "step-000001", other)
     assert other.optimizer.param_groups[0]["weight_decay"] == 0.5
 
 
@@ -253,7 +253,7 @@ def test_a_checkpoint_of_another_shape_is_refused_with_the_tensor_and_both_shape
     save(tmp_path, make_state(width=8), 1)
     path = tmp_path / "step-000001"
     with pytest.raises(InputError) as error:
-        checkpoint.restore(path, make_state(width=4))
+        restore(path, make_state(width=4))
     assert str(error.value) == (
         f"{path}: holds 2 trainables tensors, the config needs 2; first difference 'bias' ((8,) stored, (4,) needed); "
         "resume with the adapter and optimizer settings of the run, or start a new run"

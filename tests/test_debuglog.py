@@ -11,7 +11,7 @@ import torch.distributed.fsdp  # noqa: F401 - torch's loggers exist
 
 from tests.runs import run_config
 from trainer.config.sections import TrackersConfig
-from trainer.debuglog import debug_log
+from trainer.metrics.debug_log import debug_log
 from trainer.run.folder import RunDir
 
 OURS = logging.getLogger("trainer.somewhere")

@@ -17,7 +17,7 @@ from PIL import Image, ImageStat
 from torch import Tensor
 
 from tests.commands import launch_py
-from trainer.checkpoint import StoredWeights
+from trainer.checkpoint.restore import StoredWeights
 from trainer.config.sections import DEMO
 from trainer.run.events import AnyEvent, EventReader, RankReader, StatusEvent, StepEvent, ValidationEvent
 from trainer.run.folder import RunDir

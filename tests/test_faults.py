@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.commands import Started, launch_py, preset_folder
-from trainer.checkpoint import StoredWeights
+from trainer.checkpoint.restore import StoredWeights
 from trainer.run.events import AnyEvent, CheckpointEvent, ErrorEvent, EventReader, StepEvent, WarningEvent, latest_steps
 from trainer.run.folder import RunDir
 from trainer.run.manifest import complete

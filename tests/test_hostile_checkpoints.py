@@ -26,8 +26,7 @@ from tests.commands import launch_py, preset_folder
 from tests.distributed import run_ranks
 from tests.runs import alone, awaited, seal
 from tests.test_checkpoint import make_state, save, save_from_ranks
-from trainer import checkpoint
-from trainer.checkpoint import StoredWeights
+from trainer.checkpoint.restore import StoredWeights, newest_intact, restore
 from trainer.config.errors import InputError
 from trainer.config.load import load_config
 from trainer.run import process
@@ -131,9 +130,9 @@ def read_all(path: Path) -> None:
 
 def resume(path: Path) -> None:
     """What a rank does: look for the newest one that is intact, and restore it."""
-    found, problems = checkpoint.newest_intact(path.parent, alone())
+    found, problems = newest_intact(path.parent, alone())
     assert (found, problems) == (path, [])
-    checkpoint.restore(path, make_state(seed=5))
+    restore(path, make_state(seed=5))
 
 
 @pytest.mark.parametrize("act", [read_all, resume])
@@ -179,7 +178,7 @@ def test_every_checkpoint_is_read_bit_for_bit(tmp_path: Path, version: Callable[
     path = version(tmp_path / "step-000007")
     weights = StoredWeights(path)
     assert all(torch.equal(weights[name], mine.trainables[name]) for name in weights)
-    assert checkpoint.restore(path, other).step == 7
+    assert restore(path, other).step == 7
     for ours, theirs in zip(mine.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
         for key, tensor in mine.optimizer.state[ours].items():
@@ -259,7 +258,7 @@ def test_a_table_that_leads_out_of_the_checkpoint_or_lies_is_refused(sound: Path
     os.mkfifo(sound / "pipe.distcp")
     edit, complaint = HOSTILE[attack]
     edit_contents(sound, edit)
-    for act in (StoredWeights, lambda path: checkpoint.restore(path, make_state())):
+    for act in (StoredWeights, lambda path: restore(path, make_state())):
         said = refused(lambda act=act: act(sound), sound / CONTENTS)
         assert said.startswith(f": damaged ({complaint}")
         assert said.endswith("); remove this checkpoint, so that the one before it is taken")
@@ -353,7 +352,7 @@ def test_a_setting_of_another_kind_is_refused(sound: Path, name: str, value: obj
 def test_settings_that_the_config_changed_do_not_keep_a_checkpoint_from_being_read(sound: Path) -> None:
     other = make_state()
     other.optimizer.param_groups[0].update(betas=(0.5, 0.6), lr=1, foreach=True)
-    checkpoint.restore(sound, other)
+    restore(sound, other)
     assert other.optimizer.param_groups[0]["betas"] == (0.5, 0.6)
 
 
@@ -394,7 +393,7 @@ def test_a_manifest_that_names_what_never_ends_is_passed_over(sound: Path, name:
     facts = json.loads((sound / "manifest.json").read_text())
     facts["checksums"][name] = "0"
     (sound / "manifest.json").write_text(json.dumps(facts))
-    found, (problem,) = checkpoint.newest_intact(sound.parent, alone())
+    found, (problem,) = newest_intact(sound.parent, alone())
     assert found is None
     assert problem.endswith(f"'{name}' {LEADS_OUT}")
 

@@ -20,13 +20,13 @@ from tests.runs import Outcome, alone, difference, make_run, make_text, steps_of
 from trainer import families
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
+from trainer.distributed.world import World
 from trainer.export import export
 from trainer.modules import build_model
-from trainer.quantize import quantized_layers
 from trainer.run.events import AnyEvent, SampleEvent, ValidationEvent, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.train import Trainer
-from trainer.world import World
+from trainer.weights.quantization import quantized_layers
 
 TOLERANCE = 1e-6
 KINDS: dict[str, dict[str, Any]] = {

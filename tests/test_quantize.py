@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from tests.adapters.nets import CONFIGS
-from trainer import adapters, quantize
+from trainer import adapters
 from trainer.config.errors import InputError
 from trainer.config.sections import AdapterSection
-from trainer.quantize import FORMATS, QuantLinear, decoded, quantize_layers, quantized_layers
+from trainer.weights import quantization
+from trainer.weights.quantization import FORMATS, QuantLinear, decoded, quantize_layers, quantized_layers
 
 ERROR = {"nf4": 0.094, "int8": 0.0065, "fp8": 0.027}
 """Of N(0, 1), relative to the norm."""
@@ -50,7 +51,7 @@ def test_a_version_of_the_format_gives_the_same_bytes_for_ever() -> None:
         name: hashlib.sha256(format.encode(weight).numpy().tobytes()).hexdigest()[:8]
         for name, format in FORMATS.items()
     }
-    assert (quantize.VERSION, found) == (
+    assert (quantization.VERSION, found) == (
         1,
         {"nf4": "d78e979d", "int8": "31614692", "fp8": "e3198fe4"},
     )
@@ -76,7 +77,7 @@ def test_a_weight_is_the_same_whatever_type_it_is_asked_for_in_and_in_pieces(
     format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = quantized(format, *RAGGED)
-    monkeypatch.setitem(quantize.PIECE, "cpu", 700)
+    monkeypatch.setitem(quantization.PIECE, "cpu", 700)
     for dtype in DTYPES:
         pieces = decoded(layer.qweight, format, 100, dtype)
         assert torch.equal(pieces, decode(layer.qweight, format, 100).to(dtype))

@@ -20,16 +20,16 @@ from tests.families.common import IMAGES
 from tests.runs import Outcome, alone, difference, make_pictures, make_run, run_config, train
 from tests.test_stored import four_bits
 from trainer import families
-from trainer.basecache import BaseCache
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
+from trainer.distributed.world import World
 from trainer.encode import encode_data
 from trainer.export import export
 from trainer.modules import _coded, build_model, encoder_loader, load_model
-from trainer.quantize import FORMATS, quantized_layers
+from trainer.parallel.quantized_cache import QuantizedCache
 from trainer.run.events import StatusEvent, WarningEvent
-from trainer.weights import WeightFiles
-from trainer.world import World
+from trainer.weights.files import WeightFiles
+from trainer.weights.quantization import FORMATS, quantized_layers
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +172,7 @@ def test_a_cached_base_is_read_instead_of_the_original_and_another_reading_of_it
     name = next(iter(coded))
     entry = files.entries[coded[name].stored]
     other = WeightFiles({**files.entries, coded[name].stored: replace(entry, start=16)})
-    kept = BaseCache(cache / "base", alone())
+    kept = QuantizedCache(cache / "base", alone())
     assert kept.find(files, coded)
     assert kept.find(other, coded) is None
 

@@ -9,8 +9,8 @@ from PIL import Image
 
 from tests.distributed import run_ranks
 from trainer.data.pixels import png
+from trainer.distributed.world import World
 from trainer.sampling import draw_all
-from trainer.world import World
 
 
 def draw_colours(world: World, count: int) -> tuple[list[tuple[int, ...]], int]:

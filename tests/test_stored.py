@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.config.errors import InputError
-from trainer.quantize import FORMATS
-from trainer.stored import OpenFiles
-from trainer.weights import Fused, WeightFiles, read_tensor
+from trainer.weights.files import Fused, WeightFiles, read_tensor
+from trainer.weights.quantization import FORMATS
+from trainer.weights.tensors import OpenFiles
 
 SHAPE = (48, 128)
 

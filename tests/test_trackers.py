@@ -22,6 +22,8 @@ from trainer.config.errors import InputError
 from trainer.config.load import load_config
 from trainer.config.sections import TrackersConfig
 from trainer.launcher import preflight, torchrun
+from trainer.metrics.trackers import WATCH_SECONDS, Files, Signs, following, short, shown_config
+from trainer.metrics.trackers.feed import Feed, Note, Picture, Place
 from trainer.run import process as processes
 from trainer.run.events import (
     AnyEvent,
@@ -38,8 +40,6 @@ from trainer.run.events import (
 )
 from trainer.run.folder import RunDir
 from trainer.run.preemption import LEAVE
-from trainer.trackers import WATCH_SECONDS, Files, Signs, following, short, shown_config
-from trainer.trackers.feed import Feed, Note, Picture, Place
 
 NAMES = ("tensorboard", "wandb", "trackio")
 WANDB = Path(sys.executable).with_name("wandb")
@@ -97,7 +97,7 @@ def warnings(run: RunDir) -> list[str]:
 
 def send(run: RunDir, name: str) -> None:
     """Give a tracker what is there, as a person does by hand."""
-    argv = [sys.executable, "-m", "trainer.trackers", str(run.path), name]
+    argv = [sys.executable, "-m", "trainer.metrics.trackers", str(run.path), name]
     done = subprocess.run(argv, env=processes.worker_environment(), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
 
@@ -315,7 +315,7 @@ def test_trackers_are_not_given_what_a_site_calls_its_things(tmp_path: Path) -> 
 
 
 def test_no_tracker_imports_torch() -> None:
-    modules = ", ".join(f"trainer.trackers.{name}" for name in ("__main__", *NAMES))
+    modules = ", ".join(f"trainer.metrics.trackers.{name}" for name in ("__main__", *NAMES))
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], env=processes.worker_environment(), check=True, timeout=100)
 
@@ -327,7 +327,7 @@ from pathlib import Path
 from trainer.config.schema import TrackersConfig
 from trainer.run.events import EventWriter
 from trainer.run.folder import RunDir
-from trainer.trackers import following
+from trainer.metrics.trackers import following
 run = RunDir.open(Path(sys.argv[1]))
 before = time.perf_counter()
 with following(TrackersConfig(**{sys.argv[2]: True}), run, EventWriter(run.events_file).write, int(sys.argv[3])):
@@ -357,7 +357,11 @@ def trackers(run: RunDir) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         argv = process.info["cmdline"] or []
-        if "trainer.trackers" in argv and str(run.path) in argv and process.info["status"] != psutil.STATUS_ZOMBIE:
+        if (
+            "trainer.metrics.trackers" in argv
+            and str(run.path) in argv
+            and process.info["status"] != psutil.STATUS_ZOMBIE
+        ):
             found.append(process)
     return found
 
@@ -410,7 +414,7 @@ def test_a_tracker_that_is_killed_is_one_warning_and_the_rest_can_be_sent(run: R
         [said] = until(lambda: [said for said in warnings(run) if "stopped" in said])
         assert said == (
             f"trackers.{name} stopped: SIGKILL ended its process; see logs/tracker-{name}.log, and send the rest "
-            f"with: python -m trainer.trackers {run.path} {name}"
+            f"with: python -m trainer.metrics.trackers {run.path} {name}"
         )
         until(lambda: not any(child.is_running() for child in children))
     write(run, step(2, 2.0))
@@ -426,7 +430,7 @@ def test_a_tracker_that_raises_is_one_warning_and_passes_that_thing_over_when_se
         assert said == (
             "trackers.tensorboard stopped: FileNotFoundError: [Errno 2] No such file or directory: "
             f"'{run.path}/samples/no.png'; see logs/tracker-tensorboard.log, and send the rest with: "
-            f"python -m trainer.trackers {run.path} tensorboard"
+            f"python -m trainer.metrics.trackers {run.path} tensorboard"
         )
         until(lambda: not trackers(run))
         time.sleep(2 * WATCH_SECONDS)  # rank 0 has looked as well

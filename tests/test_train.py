@@ -17,16 +17,16 @@ from torch import nn
 from tests.distributed import run_ranks
 from tests.runs import alone, difference, make_pictures, make_run, run_config, steps_of, train
 from trainer import adapters
+from trainer.checkpoint.staging import Stager
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.parallel.place import OutOfMemoryError
+from trainer.distributed.world import World
+from trainer.metrics.out_of_memory import OutOfMemoryError
 from trainer.rng import SampleRng
 from trainer.run.events import AnyEvent, SampleEvent, StatusEvent, ValidationEvent, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.run.manifest import progress_of
-from trainer.snapshot import Snapshots
 from trainer.train import Trainer
-from trainer.world import World
 
 
 @pytest.fixture(scope="module")
@@ -356,13 +356,13 @@ def evaluate(trainer: Trainer) -> None:
 def test_training_waits_until_what_it_changes_is_copied(
     pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Trainer], object]
 ) -> None:
-    copy = Snapshots._copy
+    copy = Stager._copy
 
     def slow_copy(*args: Any) -> dict[str, Any]:
         time.sleep(2)
         return copy(*args)
 
-    monkeypatch.setattr(Snapshots, "_copy", slow_copy)
+    monkeypatch.setattr(Stager, "_copy", slow_copy)
     cfg = run_config(pictures, parallel__strategy="none", optim__ema=0.5, optim__lr=1e-2)
     trainer = make_trainer(cfg, make_run(tmp_path, cfg, "run"))
     trainer.train_step()

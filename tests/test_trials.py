@@ -18,12 +18,12 @@ from tests.runs import alone, make_pictures, run_config
 from trainer import measure, trials
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigError, ConfigFile, dump_config, load_config
+from trainer.distributed.world import World
 from trainer.parallel.probe import Probe
+from trainer.parallel.strategy import ModelBytes, RankBytes, expected
 from trainer.run import process
 from trainer.run.folder import RunDir
 from trainer.trials import Trial
-from trainer.world import World
-from trainer.zero import ModelBytes, RankBytes, expected
 
 GB = 1e9
 STRATEGIES = {

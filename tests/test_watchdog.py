@@ -17,11 +17,12 @@ import pytest
 import torch.distributed as dist
 
 from tests.runs import alone, make_pictures, make_run, run_config
-from trainer import watchdog
-from trainer.board import Board
 from trainer.config.schema import RunConfig
+from trainer.distributed import watchdog
+from trainer.distributed.heartbeat import Heartbeat
+from trainer.distributed.store import KeyValueStore
+from trainer.distributed.watchdog import Report, Watchdog, stand_still
 from trainer.launcher import torchrun
-from trainer.pulse import Pulse
 from trainer.run import process
 from trainer.run.events import (
     AnyEvent,
@@ -37,7 +38,6 @@ from trainer.run.events import (
 from trainer.run.folder import RunDir
 from trainer.run.manifest import complete, steps_in
 from trainer.run.preemption import Preemption, noted
-from trainer.watchdog import Report, Watchdog, stand_still
 
 WORKER = '''
 """The trainer, but rank 1 goes its own way after the second step: as the run is named."""
@@ -194,21 +194,21 @@ class Ended(threading.Event):
         self.set()
 
 
-def watch(tmp_path: Path, limit_s: float) -> tuple[Watchdog, Ended, Pulse]:
+def watch(tmp_path: Path, limit_s: float) -> tuple[Watchdog, Ended, Heartbeat]:
     cfg: RunConfig = run_config(tmp_path)
     # What one test left on the board is nothing to the next.
-    ended, world = Ended(), replace(alone(), board=Board(dist.HashStore()), pulse=Pulse())
+    ended, world = Ended(), replace(alone(), store=KeyValueStore(dist.HashStore()), heartbeat=Heartbeat())
     run = make_run(tmp_path, cfg, "watched")
-    return Watchdog(world, run, limit_s, Preemption(), end=ended), ended, world.pulse
+    return Watchdog(world, run, limit_s, Preemption(), end=ended), ended, world.heartbeat
 
 
 def test_a_rank_that_moves_is_left_alone_and_one_that_stands_still_in_a_step_is_not(tmp_path: Path) -> None:
-    one, ended, pulse = watch(tmp_path, 2.0)
+    one, ended, heartbeat = watch(tmp_path, 2.0)
     with one:
-        pulse.enter("saving", moves=False)
+        heartbeat.enter("saving", moves=False)
         assert not ended.wait(3)
         for _ in range(8):
-            pulse.enter("forward of blocks.0")
+            heartbeat.enter("forward of blocks.0")
             assert not ended.wait(0.4)
         assert ended.wait(10)
     [error] = [event for event in events_of(RunDir(tmp_path / "watched")) if isinstance(event, ErrorEvent)]
@@ -220,9 +220,9 @@ def test_a_rank_that_is_to_leave_and_whose_torchrun_is_gone_waits_for_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watchdog, "LEAVE_WITHIN_S", 0.5)
-    one, ended, pulse = watch(tmp_path, 60)
+    one, ended, heartbeat = watch(tmp_path, 60)
     one._told._by = "SIGTERM"
-    pulse.enter("forward of blocks.0")
+    heartbeat.enter("forward of blocks.0")
     with one:
         assert not ended.wait(3)
         monkeypatch.setattr(os, "getppid", lambda: 1)
@@ -232,11 +232,11 @@ def test_a_rank_that_is_to_leave_and_whose_torchrun_is_gone_waits_for_no_other(
 
 def test_a_rank_that_is_long_in_one_thing_shows_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "HEARTBEAT_EVERY_S", 0.4)
-    one, ended, pulse = watch(tmp_path, 60)
+    one, ended, heartbeat = watch(tmp_path, 60)
     memory = {"allocated": 1, "reserved": 2, "peak": 3, "limit": 4}
     line = {"rank": 0, "step": 7, "phase": "loading", "time": 1.0, **memory}
     with one:
-        pulse.line = line
+        heartbeat.line = line
         assert not ended.wait(2.5)
     beats = RankReader(RunDir(tmp_path / "watched").rank_file(0)).read()
     assert len(beats) >= 2

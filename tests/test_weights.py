@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import save_file
 
 from trainer.config.errors import InputError
-from trainer.stored import OpenFiles, TensorEntry
-from trainer.weights import Fused, WeightFiles, read_tensor, safetensors_in
+from trainer.weights.files import Fused, WeightFiles, read_tensor, safetensors_in
+from trainer.weights.tensors import OpenFiles, TensorEntry
 
 
 @pytest.fixture

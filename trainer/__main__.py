@@ -19,6 +19,7 @@ from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import TrackersConfig
 from trainer.config.terminal import complain, say
+from trainer.distributed.attach import RankRun, attach, cache_folder
 from trainer.run import process, stages
 from trainer.run.events import EventWriter, ExportEvent, State, StatusEvent, WarningEvent
 from trainer.run.failure import less_memory
@@ -26,10 +27,9 @@ from trainer.run.folder import RunDir
 from trainer.run.preemption import Preemption, noted
 from trainer.run.report import write_report
 from trainer.run.stages import Stage
-from trainer.seat import Seat, cache_folder, take_seat
 
 if TYPE_CHECKING:
-    from trainer.world import World
+    from trainer.distributed.world import World
 
 
 def main() -> int:
@@ -61,27 +61,27 @@ def on_every_rank(run: RunDir, work: Callable[[RunDir], None]) -> int:
 
 @record
 def _train(run: RunDir) -> None:
-    from trainer.debuglog import debug_log
-    from trainer.trackers import following
+    from trainer.distributed.watchdog import Watchdog
+    from trainer.distributed.world import connect, find_rendezvous
+    from trainer.metrics.debug_log import debug_log
+    from trainer.metrics.trackers import following
     from trainer.train import speaker
-    from trainer.watchdog import Watchdog
-    from trainer.world import connect, meet
 
-    meeting = meet(run)
-    seat = take_seat(run.path, meeting)
-    run, cfg = seat.run, seat.config
+    rendezvous = find_rendezvous(run)
+    attached = attach(run.path, rendezvous)
+    run, cfg = attached.run, attached.config
     # Signals are noted from when the ranks have met: before, one that waits for a dead rank must simply end.
     with (
-        connect(cfg.parallel, meeting, seat.is_guest) as world,
+        connect(cfg.parallel, rendezvous, attached.is_guest) as world,
         noted() as told,
         debug_log(cfg.trackers, run, world.rank),
     ):
-        say = speaker(run, world, seat.stage.before)
+        say = speaker(run, world, attached.stage.before)
         trackers = cfg.trackers if world.rank == 0 else TrackersConfig()
         grant = partial(_start_again_with, run, say)
         with Watchdog(world, run, cfg.parallel.timeout, told, grant) as watch, following(trackers, run, say):
-            end = _train_on(seat, world, say, told, watch.ask)
-    stage = seat.stage
+            end = _train_on(attached, world, say, told, watch.ask)
+    stage = attached.stage
     if end.state == "finished" and not stage.is_last and world.local_rank == 0:
         stage.mark_ended(world.rank)
     if world.rank:
@@ -93,7 +93,7 @@ def _train(run: RunDir) -> None:
         return
     if end.state == "finished" and cfg.export_what != "none":
         say(StatusEvent(state="exporting", step=end.step))
-        _export(cfg, run, seat.stage.before, end.weights)
+        _export(cfg, run, attached.stage.before, end.weights)
     say(StatusEvent(state=end.state, step=end.step))
     write_report(run)
 
@@ -117,16 +117,16 @@ def _start_again_with(run: RunDir, say: Callable[[Any], None], change: str) -> N
 
 
 def _train_on(
-    seat: Seat, world: World, say: Callable[[Any], None], told: Preemption, ask: Callable[[str], None]
+    attached: RankRun, world: World, say: Callable[[Any], None], told: Preemption, ask: Callable[[str], None]
 ) -> _End:
     from trainer.encode import StopRequested
-    from trainer.parallel.place import OutOfMemoryError
+    from trainer.metrics.out_of_memory import OutOfMemoryError
     from trainer.run.manifest import newest_step
     from trainer.train import Trainer
 
-    cfg, run = seat.config, seat.run
+    cfg, run = attached.config, attached.run
     try:
-        trainer = Trainer(cfg, run, world, seat.cache, say, told, seat.stage.before)
+        trainer = Trainer(cfg, run, world, attached.cache, say, told, attached.stage.before)
     except StopRequested:
         return _End("stopped", newest_step(run.checkpoints), {})
     try:

@@ -15,7 +15,7 @@ from trainer.config.errors import InputError, Problem
 from trainer.config.families import Distilled
 from trainer.config.schema import RunConfig
 from trainer.config.sections import MODEL_WORDS, CompleteSample, ModelConfig, SampleConfig
-from trainer.hub import find_folder
+from trainer.weights.hub import find_folder
 
 STEPS, GUIDANCE = 28, 4.0
 """How a base model is drawn where the config does not say."""

@@ -25,14 +25,14 @@ from trainer.data.cache import Crew, ExampleCache, content_keys, encode_missing,
 from trainer.data.images import TRIGGER_PLACE, Photo, scan
 from trainer.data.loader import BatchPlan, BatchSizes, Item
 from trainer.data.pixels import Picture, is_invisible, load_mask, load_rgb, open_picture, png
+from trainer.distributed.world import World
 from trainer.families.base import ImageFamily, LoadModule
 from trainer.objectives import Example
-from trainer.quantize import VERSION
 from trainer.rng import SampleRng
 from trainer.run.events import StatusEvent, WarningEvent
 from trainer.run.manifest import Progress
 from trainer.source import Draw, Source
-from trainer.world import World
+from trainer.weights.quantization import VERSION
 
 CACHE_VERSION = 1
 """Part of every key: raise it when equal photos or captions are to be encoded in another way."""

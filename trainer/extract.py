@@ -25,11 +25,11 @@ from trainer.config.files import rename
 from trainer.config.sections import ModelConfig, ObjectiveConfig, family_names
 from trainer.config.terminal import complain, say
 from trainer.families.base import ModelFamily
-from trainer.hub import find_folder
 from trainer.rng import generator
-from trainer.stored import TensorEntry
 from trainer.trained import naming
-from trainer.weights import WeightFiles, read_tensor, safetensors_in
+from trainer.weights.files import WeightFiles, read_tensor, safetensors_in
+from trainer.weights.hub import find_folder
+from trainer.weights.tensors import TensorEntry
 
 TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3, "fp32": 1e-5}
 """Rounding to the file's type, relative to the update of a layer."""

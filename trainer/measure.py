@@ -12,19 +12,19 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from trainer import trials
 from trainer.__main__ import on_every_rank
+from trainer.distributed.attach import cache_folder
+from trainer.distributed.world import World, connect, find_rendezvous
+from trainer.metrics.memory import full_bytes, local_bytes
+from trainer.metrics.out_of_memory import explain_out_of_memory
 from trainer.optim import state_tensors
-from trainer.parallel.memory import full_bytes, local_bytes
-from trainer.parallel.place import explaining_lack_of_memory
+from trainer.parallel.parallelize import COMPUTE_DTYPE, blocks_of
 from trainer.parallel.probe import Probe
-from trainer.parallel.shard import COMPUTE_DTYPE, blocks_of
+from trainer.parallel.strategy import ModelBytes, RankBytes, expected
 from trainer.run.events import StatusEvent
 from trainer.run.folder import RunDir
 from trainer.run.report import write_report
-from trainer.seat import cache_folder
 from trainer.train import Trainer, speaker
 from trainer.trials import Cost
-from trainer.world import World, connect, meet
-from trainer.zero import ModelBytes, RankBytes, expected
 
 
 def main() -> int:
@@ -34,7 +34,7 @@ def main() -> int:
 
 @record
 def _measure_all(run: RunDir) -> None:
-    with connect(run.config().parallel, meet(run)) as world:
+    with connect(run.config().parallel, find_rendezvous(run)) as world:
         say = speaker(run, world)
         variants = trials.folders(run)
         for number, (label, trial) in enumerate(variants.items()):
@@ -50,7 +50,7 @@ def measure(run: RunDir, world: World, cache: Path) -> Cost:
     say = speaker(run, world)
     trainer = Trainer(run.config(), run, world, cache, say)
     try:
-        with explaining_lack_of_memory(trainer.place, trainer.meter, trainer.held):
+        with explain_out_of_memory(trainer.place, trainer.meter, trainer.held):
             cost = _train(trainer)
         say(StatusEvent(state="finished", step=trainer.step))
     finally:

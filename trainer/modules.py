@@ -18,20 +18,20 @@ from trainer.adapters import Injected
 from trainer.adapters.files import read_adapter
 from trainer.adapters.state import parameters_of
 from trainer.adapters.targets import counted
-from trainer.basecache import BaseCache
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter
+from trainer.distributed.world import World
 from trainer.families.base import LoadModule, ModelFamily
+from trainer.metrics.memory import full_bytes
 from trainer.parallel.load import Coded, Loading, check_same_weights, fill_rows, load_weights
-from trainer.parallel.memory import full_bytes
 from trainer.parallel.mesh import device_mesh, resolve_strategy
-from trainer.parallel.shard import COMPUTE_DTYPE, blocks_of, offload_policy, parallelize, shard_units
-from trainer.quantize import FORMATS, VERSION, Format, choose_kernel, quantize_layers, quantized_layers
+from trainer.parallel.parallelize import COMPUTE_DTYPE, blocks_of, offload_policy, parallelize, shard_units
+from trainer.parallel.quantized_cache import QuantizedCache
+from trainer.parallel.strategy import TRAINED_BYTES, Strategy
 from trainer.trained import BaseWeights, naming
-from trainer.weights import WeightFiles, give_storage
-from trainer.world import World
-from trainer.zero import TRAINED_BYTES, Strategy
+from trainer.weights.files import WeightFiles, give_storage
+from trainer.weights.quantization import FORMATS, VERSION, Format, choose_kernel, quantize_layers, quantized_layers
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,7 @@ class _Loader:
         self._loading = Loading(world.device, threads, listener.read)
         self._world, self._warn = world, listener.warn
         is_kept = cfg.quantize.cache and not world.guests
-        self._cache = BaseCache(cache / "base", world) if cache and is_kept else None
+        self._cache = QuantizedCache(cache / "base", world) if cache and is_kept else None
 
     def load(self, module: nn.Module, files: WeightFiles, added: Iterable[str] = ()) -> int:
         """Returns the bytes read on this rank. added: parameters that are in no file. Collective."""

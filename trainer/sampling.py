@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from trainer.world import World
+from trainer.distributed.world import World
 
 
 def draw_all(numbers: Sequence[int], draw: Callable[[int], bytes], world: World) -> dict[int, bytes]:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainer.config.schema import RunConfig
+from trainer.distributed.world import World
 from trainer.encode import ImageSource, Say, encode_data
 from trainer.families.base import ImageFamily, LoadModule, ModelFamily, MultimodalFamily, TextFamily
 from trainer.questions import MixedSource
 from trainer.source import Source
 from trainer.texts import TextSource
-from trainer.world import World
 
 
 def open_source(

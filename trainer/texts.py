@@ -14,12 +14,12 @@ from trainer.config.schema import RunConfig
 from trainer.data.loader import BatchSizes
 from trainer.data.text import START, Place, Row, TextStream
 from trainer.data.textfiles import digest, of_config, sizes
+from trainer.distributed.world import World
 from trainer.families.base import TextFamily
 from trainer.objectives import Example
 from trainer.rng import SampleRng
 from trainer.run.manifest import Progress
 from trainer.source import Draw, Source
-from trainer.world import World
 
 PLACES_KEPT = 4
 """Of the last steps: batches are read ahead, and a run may be saved before or after the next one is."""

@@ -19,13 +19,20 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer import adapters, changes, checkpoint, families
-from trainer.clock import BACKWARD, DATA, FORWARD, OPTIMIZER, StepClock
+from trainer import adapters, families
+from trainer.checkpoint import config_changes
+from trainer.checkpoint.restore import newest_intact, restore
+from trainer.checkpoint.save import Checkpointer, TrainState
 from trainer.config import files
 from trainer.config.schema import RunConfig
 from trainer.data.loader import BatchSizes, Loader, MicroBatch
+from trainer.distributed.straggler import Stragglers
+from trainer.distributed.world import World
 from trainer.encode import Say
 from trainer.export import check_export
+from trainer.metrics.memory import MemoryMeter, local_bytes
+from trainer.metrics.out_of_memory import OomContext, explain_out_of_memory
+from trainer.metrics.step_time import BACKWARD, DATA, FORWARD, OPTIMIZER, StepTimer
 from trainer.modules import Listener, build_model, continue_adapter, encoder_loader, load_model, reshard, sync_gradients
 from trainer.objectives import Batch, Loss, perplexity_of
 from trainer.optim import (
@@ -38,10 +45,7 @@ from trainer.optim import (
     set_learning_rate,
     state_tensors,
 )
-from trainer.parallel.check import check_reduced, diverged
-from trainer.parallel.memory import MemoryMeter, local_bytes
-from trainer.parallel.place import Place, explaining_lack_of_memory
-from trainer.parallel.straggler import Stragglers
+from trainer.parallel.replicas import check_reduced, diverged
 from trainer.plan import live
 from trainer.plan.calibration import Measured, keep
 from trainer.plan.memory import MemoryPlan
@@ -64,7 +68,6 @@ from trainer.run.preemption import Preemption
 from trainer.sampling import draw_all
 from trainer.source import Source
 from trainer.sources import open_source
-from trainer.world import World
 
 log = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 1.0
@@ -146,14 +149,12 @@ class Trainer:
         optimized = [p for group in self.optimizer.param_groups for p in group["params"]]
         check_reduced(self.trainables, optimized, world)
         self.ema = Ema(self.trainables, cfg.optim.ema) if cfg.optim.ema else None
-        self.checkpointer = checkpoint.Checkpointer(
-            run.checkpoints, world, cfg.checkpoint.keep, cfg.checkpoint.keep_best
-        )
-        self.clock = StepClock(world, self.loaded.mesh)
+        self.checkpointer = Checkpointer(run.checkpoints, world, cfg.checkpoint.keep, cfg.checkpoint.keep_best)
+        self.clock = StepTimer(world, self.loaded.mesh)
         self.clock.watch(self.model, self.family.shard_blocks, cfg.train.compile)
         self._own_s = 0.0  # of the last step, what this rank did by itself
         self.stragglers = Stragglers(world.gather(socket.gethostname()))
-        self.place = Place(self.model, self.family.shard_blocks, cfg.train.compile, world.pulse)
+        self.place = OomContext(self.model, self.family.shard_blocks, cfg.train.compile, world.heartbeat)
         self._validated = (-1, math.nan)  # at which step, the loss
         saved = None if newest is None else self._resume(newest)
         self._recipe = RECIPE if saved is None else saved.recipe
@@ -168,7 +169,7 @@ class Trainer:
         Raises OutOfMemoryError with the block, and FloatingPointError for a loss or gradient that is not finite, at
         once or when too many were passed over.
         """
-        with explaining_lack_of_memory(self.place, self.meter, self.held):
+        with explain_out_of_memory(self.place, self.meter, self.held):
             return self._train()
 
     def held(self) -> dict[str, int]:
@@ -218,9 +219,9 @@ class Trainer:
     def train_step(self) -> Agreed:
         """One optimizer step over `train.batch_size` examples of all ranks."""
         self.clock.start()
-        self.world.pulse.step = self.step
+        self.world.heartbeat.step = self.step
         # Storage may be slow, and the first step of a resumed run counts through the epochs before.
-        self.world.pulse.enter("data", moves=False)
+        self.world.heartbeat.enter("data", moves=False)
         began = time.perf_counter()
         micro_batches = self.loader.micro_batches(self.step)
         self.clock.mark(DATA)
@@ -296,10 +297,10 @@ class Trainer:
 
     def save(self) -> None:
         """Begin a checkpoint; it is written while training goes on."""
-        self.world.pulse.enter("waiting for the checkpoint before", moves=False)
+        self.world.heartbeat.enter("waiting for the checkpoint before", moves=False)
         self._finish_checkpoint()
         self.checkpointer.save(self._progress(), self._state())
-        self.world.pulse.beat()
+        self.world.heartbeat.beat()
 
     def trained_weights(self) -> dict[str, Tensor]:
         """The trained weights as they are exported, whole, on the CPU of rank 0; empty on other ranks."""
@@ -452,8 +453,8 @@ class Trainer:
         for dropout in self._dropouts:
             dropout.train()
 
-    def _state(self) -> checkpoint.TrainState:
-        return checkpoint.TrainState(self.model, self.trainables, self.optimizer, self._evaluation_tensors())
+    def _state(self) -> TrainState:
+        return TrainState(self.model, self.trainables, self.optimizer, self._evaluation_tensors())
 
     def _evaluation_tensors(self) -> dict[str, Tensor]:
         """Weights to evaluate with, where they are not the trained ones."""
@@ -465,13 +466,13 @@ class Trainer:
             return {name: parameter.detach().clone() for name, parameter in self.trainables.items()}
 
     def _newest_checkpoint(self) -> Path | None:
-        newest, problems = checkpoint.newest_intact(self.run_dir.checkpoints, self.world)
+        newest, problems = newest_intact(self.run_dir.checkpoints, self.world)
         for problem in problems:
             self.say(WarningEvent(message=problem))
         return newest
 
     def _resume(self, newest: Path) -> Progress:
-        saved = checkpoint.restore(newest, self._state())
+        saved = restore(newest, self._state())
         self.world.barrier()
         if self.world.rank in self.world.guest_leaders:
             shutil.rmtree(newest)  # a copy of rank 0's
@@ -479,7 +480,7 @@ class Trainer:
         self.data.follow_recipe(saved.recipe)
         self.step, self.samples_seen, self.skipped = saved.step, saved.samples_seen, saved.skipped
         self.say(StatusEvent(state="loading", step=self.step, message=f"resumed from {newest.name}"))
-        changed = changes.changes(saved.config, self._config()) if saved.config else []
+        changed = config_changes.changes(saved.config, self._config()) if saved.config else []
         if changed:
             told = "; ".join(map(str, changed))
             self.say(StatusEvent(state="loading", step=self.step, message=f"changed since it was saved: {told}"))
@@ -553,7 +554,7 @@ class Trainer:
         self.say(StatusEvent(state="saving", step=self.step, message=message))
 
     def _status(self, state: State) -> None:
-        self.world.pulse.enter(state, moves=False)
+        self.world.heartbeat.enter(state, moves=False)
         log.debug("step %d: %s", self.step, state)
         self.say(StatusEvent(state=state, step=self.step))
         self._heartbeat(state)
@@ -567,7 +568,7 @@ class Trainer:
 
     def _say_read(self, state: State, done: int, total: int) -> None:
         """How much of a large model is read, now and then."""
-        self.world.pulse.beat()
+        self.world.heartbeat.beat()
         now = time.monotonic()
         if now - self._said_read >= HEARTBEAT_SECONDS and total > SMALL_MODEL_BYTES:
             self._said_read = now
@@ -661,7 +662,7 @@ class Trainer:
             peak=memory.peak,
             limit=memory.limit,
         )
-        self.world.pulse.line = asdict(line)
+        self.world.heartbeat.line = asdict(line)
         with suppress(OSError):  # the disk is full: a heartbeat is not worth the run
             self._ranks.write(line)
 

@@ -13,7 +13,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter
 from trainer.families.base import ModelFamily
 from trainer.run.manifest import RECIPE
-from trainer.weights import WeightFiles, read_tensor
+from trainer.weights.files import WeightFiles, read_tensor
 
 
 def naming(family: ModelFamily) -> Naming:

@@ -18,9 +18,9 @@ from trainer.config.errors import InputError
 from trainer.config.load import ConfigFile, dump_config, load_config_text
 from trainer.config.schema import RunConfig
 from trainer.launcher import preflight, torchrun
+from trainer.parallel.strategy import ModelBytes, RankBytes
 from trainer.run.events import EventReader, ValidationEvent, latest_steps
 from trainer.run.folder import RunDir
-from trainer.zero import ModelBytes, RankBytes
 
 MODULE = "trainer.measure"
 WARM_UP_STEPS = 2
@@ -33,7 +33,7 @@ class Cost:
 
     activations: what forward left for backward.  shard_size: ranks that share one copy.  images: per rank and pass.
     num_trained: parameters that are trained.  is_offloaded: whether what is held lies in the host's memory.
-    formula: what `trainer.zero` expects.
+    formula: what `trainer.parallel.strategy` expects.
     """
 
     strategy: str

@@ -22,7 +22,7 @@ from tests.adapters.examples import Example, cached_example
 from tests.commands import launch_py
 from trainer.adapters.patterns import find_pattern
 from trainer.config.errors import InputError
-from trainer.weights import WeightFiles, safetensors_in
+from trainer.weights.files import WeightFiles, safetensors_in
 
 LAYER = "transformer.transformer_blocks.0.attn.to_k"
 DOWN, UP, ALPHA = f"{LAYER}.lora_down.weight", f"{LAYER}.lora_up.weight", f"{LAYER}.alpha"

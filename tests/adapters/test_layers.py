@@ -48,7 +48,7 @@ from trainer.config.sections import (
 )
 from trainer.families.base import ModelFamily
 from trainer.families.flux2 import image_ids, text_ids
-from trainer.parallel.shard import parallelize
+from trainer.parallel.parallelize import parallelize
 from trainer.rng import generator
 
 cases = pytest.mark.parametrize("case", CONFIGS)

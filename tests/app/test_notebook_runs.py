@@ -8,10 +8,10 @@ import pytest
 
 from app import notebook
 from tests.runs import awaited, make_pictures, make_run, run_config
-from trainer import gpus
 from trainer.config.errors import InputError
-from trainer.gpus import Gpu
 from trainer.launcher import torchrun
+from trainer.metrics import gpus
+from trainer.metrics.gpus import Gpu
 from trainer.run.events import AnyEvent, EventWriter, ExportEvent, SampleEvent, StatusEvent, StepEvent
 from trainer.run.folder import RunDir
 

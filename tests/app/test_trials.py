@@ -9,9 +9,9 @@ import pytest
 
 from app import trials
 from app.lessons import Bars
+from trainer.parallel.strategy import ModelBytes, expected
 from trainer.run.folder import RunDir
 from trainer.trials import Cost, Trial
-from trainer.zero import ModelBytes, expected
 
 MODEL = ModelBytes(
     weights=40_000_000,

@@ -33,7 +33,7 @@ from trainer.config.sections import (
     LoraAdapter,
     RankAdapter,
 )
-from trainer.quantize import FORMATS, QuantLinear, quantize_layers
+from trainer.weights.quantization import FORMATS, QuantLinear, quantize_layers
 
 Tensors = Mapping[str, Tensor]
 Formula = Callable[[Tensor, Tensors, Tensors, float], Tensor]
@@ -297,7 +297,7 @@ def quantized_difference(case: Case, format: str, folder: Path) -> float:
 
 
 def dequantized(records: Tensor, format: str, inputs: int) -> Tensor:
-    """The weight (out, inputs) of records as trainer/quantize.py describes them; NF4's levels by QLoRA, appendix E."""
+    """The weight (out, inputs) of records as `weights.quantization` describes; NF4's levels by QLoRA, appendix E."""
     num_blocks = -(-inputs // 64)
     codes, scales = records[:, : -2 * num_blocks].int(), records[:, -2 * num_blocks :].clone().view(torch.bfloat16)
     if format == "nf4":

@@ -35,12 +35,12 @@ from tests.audit.check import Check
 from trainer import families
 from trainer.config.schema import RunConfig
 from trainer.config.sections import OptimConfig
+from trainer.distributed.world import World, joined
 from trainer.families.base import ImageFamily
 from trainer.modules import encoder_loader
 from trainer.run.events import AnyEvent, StepEvent
 from trainer.run.folder import RunDir
 from trainer.train import Trainer
-from trainer.world import World, joined
 
 SEED = 7
 BATCH = 5

@@ -18,9 +18,9 @@ from PIL import Image
 from trainer import families
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ModelConfig, ModelOptions, ObjectiveConfig
+from trainer.distributed.world import connect
 from trainer.run.folder import RunDir
 from trainer.train import Trainer
-from trainer.world import connect
 
 Sections = Mapping[str, Mapping[str, Any]]
 WIDE, TALL = (96, 32), (32, 96)

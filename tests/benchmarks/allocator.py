@@ -26,6 +26,7 @@ from trainer import families
 from trainer.config.load import load_config_text
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ModelConfig, ModelOptions
+from trainer.distributed.world import World, connect
 from trainer.families._published import published_folder
 from trainer.modules import build_model, materialize, shard_model
 from trainer.optim import make_optimizer
@@ -34,7 +35,6 @@ from trainer.plan import virtual
 from trainer.plan.record import batch_of, trace
 from trainer.plan.steps import Size
 from trainer.rng import SampleRng
-from trainer.world import World, connect
 
 BLOCKS = {"num_layers": 2, "num_single_layers": 6, "num_attention_heads": 8, "joint_attention_dim": 7680}
 SIZE = Size(256 * 256, 1)

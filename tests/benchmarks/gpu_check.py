@@ -29,11 +29,11 @@ from tests.benchmarks.gpu_plan import CASES, measure
 from tests.benchmarks.step_time import hand_written
 from tests.benchmarks.workload import KLEIN_4B, TINY, Bench, Workload, prepare
 from trainer import families
+from trainer.distributed.world import World, connect
+from trainer.metrics.memory import MemoryMeter
 from trainer.modules import build_model, load_model
-from trainer.parallel.memory import MemoryMeter
-from trainer.quantize import FORMATS
 from trainer.run.process import worker_environment
-from trainer.world import World, connect
+from trainer.weights.quantization import FORMATS
 
 TOTAL_S = 570
 PART_S = 240

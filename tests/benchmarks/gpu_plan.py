@@ -24,12 +24,12 @@ from trainer.config.schema import RunConfig
 from trainer.modules import build_model, materialize, shard_model
 from trainer.optim import make_optimizer
 from trainer.parallel.mesh import device_mesh
+from trainer.parallel.strategy import Strategy
 from trainer.plan import virtual
 from trainer.plan.fixes import planned
 from trainer.plan.record import batch_of, on_this_machine, trace
 from trainer.plan.sizes import size_of
 from trainer.rng import SampleRng
-from trainer.zero import Strategy
 
 STEPS = 3
 """The first makes the optimizer's state; its gradients are garbage by design."""

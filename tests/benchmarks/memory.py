@@ -28,9 +28,9 @@ from tests.benchmarks.processes import run_ranks_afresh
 from tests.benchmarks.workload import KLEIN_MEDIUM, Bench, prepare
 from trainer import families
 from trainer.config.sections import ParallelConfig
+from trainer.distributed.world import World, connect
+from trainer.metrics.memory import full_bytes, local_bytes
 from trainer.modules import build_model, load_model
-from trainer.parallel.memory import full_bytes, local_bytes
-from trainer.world import World, connect
 
 PERIOD_S = 0.005
 OURS, DIFFUSERS = "ours", "diffusers"

@@ -17,7 +17,7 @@ import torch
 
 from tests.benchmarks.style_transfer import Outcome, learn, trainer_of
 from tests.readme import write_section
-from trainer.quantize import FORMATS
+from trainer.weights.quantization import FORMATS
 
 LIMITS = {"int8": 0.01, "nf4": 0.05}
 """Largest difference of the final loss to that on the base in bf16, relative to it."""

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from tests.benchmarks.processes import run_ranks_afresh
 from tests.benchmarks.workload import LITTLE, Bench, prepare
-from trainer.checkpoint import Checkpointer
+from trainer.checkpoint.save import Checkpointer
 from trainer.config.sections import ParallelConfig
-from trainer.world import World, connect
+from trainer.distributed.world import World, connect
 
 RANKS = 2
 PERIODS = 5

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.config.schema import RunConfig
+from trainer.distributed.world import World
 from trainer.encode import EncodedData, encode_data
 from trainer.families._text import write_tiny_tokenizer
 from trainer.families.base import LoadModule
@@ -26,7 +27,6 @@ from trainer.families.flux2 import Flux2
 from trainer.objectives import Example
 from trainer.run.folder import RunDir
 from trainer.train import Trainer, speaker
-from trainer.world import World
 
 NUM_PICTURES = 4
 NUM_WEIGHT_FILES = 4

@@ -19,10 +19,10 @@ from torch import Tensor
 from tests.distributed.pool import run_ranks
 from tests.runs import difference, make_pictures, make_run, run_config, steps_of
 from trainer.config.schema import RunConfig
+from trainer.distributed.world import World
 from trainer.run.events import AnyEvent
 from trainer.run.folder import RunDir
 from trainer.train import Trainer
-from trainer.world import World
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "PARITY.md"
 STEPS = 4

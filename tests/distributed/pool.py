@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from trainer.world import World, joined
+from trainer.distributed.world import World, joined
 
 T = TypeVar("T")
 TIMEOUT_S = 500

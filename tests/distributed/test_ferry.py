@@ -5,22 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.distributed import run_ranks
-from trainer import ferry
-from trainer.world import World
+from trainer.distributed import transfer
+from trainer.distributed.world import World
 
 SIZES = {"nothing": 0, "one": 1, "one_message": 1000, "several": 2500}
 
 
 def carry(world: World, folder: Path) -> list[str]:
     """Rank 0 sends each file, one that is not there, and one to a place that is not there. Returns what failed."""
-    ferry.CHUNK = 1000
+    transfer.CHUNK = 1000
     failures = []
     for name, target in [*((name, name) for name in SIZES), ("missing", "missing"), ("several", "no/folder")]:
         try:
             if world.rank == 0:
-                ferry.send(folder / "there" / name, 1, world.background)
+                transfer.send(folder / "there" / name, 1, world.background)
             else:
-                ferry.receive(folder / "here" / target, 0, world.background)
+                transfer.receive(folder / "here" / target, 0, world.background)
         except OSError as error:
             failures.append(str(error))
     return failures

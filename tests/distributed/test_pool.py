@@ -13,7 +13,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from tests.distributed.pool import run_ranks
-from trainer.world import World
+from trainer.distributed.world import World
 
 
 def doubled(world: World, groups_before: int) -> list[float]:

@@ -22,16 +22,16 @@ from tests.runs import Outcome, difference, make_pictures, make_run, run_config,
 from trainer import families
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
+from trainer.distributed.world import World
+from trainer.metrics.memory import full_bytes, local_bytes
 from trainer.modules import _coded, build_model, load_model
 from trainer.parallel.load import load_weights
-from trainer.parallel.memory import full_bytes, local_bytes
-from trainer.parallel.shard import shard_units
-from trainer.quantize import FORMATS, quantize_layers, quantized_layers
+from trainer.parallel.parallelize import shard_units
+from trainer.parallel.strategy import RESIDENT_SHARE
 from trainer.run.folder import RunDir
 from trainer.train import Trainer
-from trainer.weights import WeightFiles
-from trainer.world import World
-from trainer.zero import RESIDENT_SHARE
+from trainer.weights.files import WeightFiles
+from trainer.weights.quantization import FORMATS, quantize_layers, quantized_layers
 
 BYTES = {"none": 1.0, "nf4": 0.27, "int8": 0.52, "fp8": 0.52}
 """Of the block's linear layers, relative to bf16."""

@@ -11,10 +11,10 @@ import torch
 from tests.distributed import run_ranks
 from tests.runs import Outcome, difference, make_pictures, make_run, run_config, steps_of, train
 from trainer.config.schema import RunConfig
+from trainer.distributed.world import World
 from trainer.run.events import AnyEvent
 from trainer.run.folder import RunDir
 from trainer.train import Trainer
-from trainer.world import World
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {},

@@ -21,7 +21,7 @@ from trainer.families import get, names
 from trainer.families.base import ImageFamily, ModelFamily, MultimodalFamily, TextFamily
 from trainer.objectives import Batch, Example
 from trainer.rng import SampleRng, generator
-from trainer.weights import WeightFiles, give_storage, read_tensor, stored_tensors
+from trainer.weights.files import WeightFiles, give_storage, read_tensor, stored_tensors
 
 IMAGES = tuple(
     name for name in names() if issubclass(get(name), ImageFamily) and not issubclass(get(name), MultimodalFamily)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from tests.distributed import run_ranks
 from tests.distributed.gradients import whole_gradients
 from trainer.config.sections import ParallelConfig, TrainConfig
+from trainer.distributed.world import World
 from trainer.families._bagel import (
     BAGEL_7B_MOT,
     BLOCKS,
@@ -29,11 +30,10 @@ from trainer.families._bagel import (
 )
 from trainer.families._bagel_pack import DrawnPiece, Marks, Piece, SeenPiece, TextPiece, pack, patched, unpatched
 from trainer.families._folder import fill_random
-from trainer.parallel.calls import check_calls
+from trainer.parallel.fsdp_rules import check_calls
 from trainer.parallel.mesh import device_mesh
-from trainer.parallel.shard import blocks_of, parallelize
-from trainer.weights import WeightFiles, read_tensor
-from trainer.world import World
+from trainer.parallel.parallelize import blocks_of, parallelize
+from trainer.weights.files import WeightFiles, read_tensor
 
 TINY = BagelSizes(
     width=32,

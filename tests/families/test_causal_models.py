@@ -13,6 +13,7 @@ from tests.distributed import run_ranks
 from tests.distributed.gradients import whole_gradients
 from trainer.config.errors import InputError
 from trainer.config.sections import ParallelConfig, TrainConfig
+from trainer.distributed.world import World
 from trainer.families._causal import (
     block_names,
     build_language_model,
@@ -21,13 +22,12 @@ from trainer.families._causal import (
     next_token_loss,
     restarting_positions,
 )
-from trainer.parallel.calls import check_calls
+from trainer.parallel.fsdp_rules import check_calls
 from trainer.parallel.load import fill_rows
 from trainer.parallel.mesh import device_mesh
-from trainer.parallel.shard import blocks_of, parallelize
+from trainer.parallel.parallelize import blocks_of, parallelize
 from trainer.rng import SampleRng, generator
-from trainer.weights import give_storage
-from trainer.world import World
+from trainer.weights.files import give_storage
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

@@ -24,11 +24,11 @@ from trainer.export import export
 from trainer.families.base import ModelFamily, MultimodalFamily
 from trainer.modules import LoadedModel, build_model, load_model
 from trainer.objectives import Example
-from trainer.quantize import quantized_layers
 from trainer.rng import SampleRng, generator
 from trainer.run.events import AnyEvent, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.train import Trainer
+from trainer.weights.quantization import quantized_layers
 
 SIZES: dict[str, Any] = {
     "vocab_size": 257,

@@ -25,16 +25,16 @@ from tests.families.common import (
 from tests.runs import make_pictures, make_run, run_config, train
 from trainer import families
 from trainer.config.sections import ModelOptions, ObjectiveConfig
+from trainer.distributed.world import World
 from trainer.export import export
 from trainer.families import _flow
 from trainer.families.base import FLOW_FIELDS
 from trainer.modules import encoder_loader
 from trainer.objectives import Batch, Example, Shift, draw_sigma
-from trainer.parallel.calls import check_calls
-from trainer.parallel.shard import blocks_of
+from trainer.parallel.fsdp_rules import check_calls
+from trainer.parallel.parallelize import blocks_of
 from trainer.rng import SampleRng
-from trainer.weights import stored_tensors
-from trainer.world import World
+from trainer.weights.files import stored_tensors
 
 NAMES = families.names()
 OBJECTIVE: dict[str, Any] = {

@@ -38,7 +38,7 @@ from trainer.families._text import stacked_layers
 from trainer.families.flux2 import ARCHITECTURES, Flux2, image_ids, text_ids
 from trainer.objectives import add_noise, draw_sigma, empirical_mu
 from trainer.rng import SampleRng
-from trainer.weights import WeightFiles
+from trainer.weights.files import WeightFiles
 
 CAPTIONS = ["a red fox", "", "a long caption " * 40, "twenty [IMG] words"]
 

@@ -22,7 +22,7 @@ from trainer.families._folder import ModelFolder
 from trainer.families._published import published_folder
 from trainer.families._text import stacked_layers
 from trainer.families.base import ImageFamily
-from trainer.weights import WeightFiles
+from trainer.weights.files import WeightFiles
 
 T5, CLIP_L, CLIP_L_PROJECTED, CLIP_G, VAE = 4.762, 0.1231, 0.1237, 0.695, 0.084
 LANGUAGE_MODELS = {

@@ -47,7 +47,7 @@ from trainer.plan.record import on_this_machine
 from trainer.rng import SampleRng
 from trainer.run.events import WarningEvent
 from trainer.train import Trainer
-from trainer.weights import read_tensor
+from trainer.weights.files import read_tensor
 
 VELOCITY = ("v_pred", "ztsnr")
 SCHEDULER = "scheduler/scheduler_config.json"

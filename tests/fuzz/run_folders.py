@@ -18,7 +18,7 @@ from tests.app.browser import recorded
 from tests.fuzz import target
 from tests.fuzz.target import CHANGES, ODD_BYTES, Target, changed, refusals
 from tests.runs import alone, make_pictures, make_run, run_config, train
-from trainer.checkpoint import StoredWeights
+from trainer.checkpoint.restore import StoredWeights
 from trainer.launcher import preflight
 from trainer.run import process, report
 from trainer.run.events import EventWriter, SampleEvent, StatusEvent

@@ -15,7 +15,7 @@ from tests.adapters.examples import KINDS as ADAPTERS
 from tests.adapters.examples import cached_example
 from tests.fuzz import target
 from tests.fuzz.target import CHANGES, ODD_BYTES, Target, changed, refusals
-from trainer.weights import WeightFiles, read_tensor
+from trainer.weights.files import WeightFiles, read_tensor
 
 NUM_LAYERS = 2
 HEADER_VALUES = st.one_of(

@@ -31,7 +31,7 @@ from trainer import families
 from trainer.adapters.formats import AdapterFile
 from trainer.adapters.layer import LayerAdapter
 from trainer.config.errors import InputError
-from trainer.weights import ORIGINAL_PREFIX
+from trainer.weights.files import ORIGINAL_PREFIX
 
 FORMATS = ("auto", "diffusers", "comfyui", "kohya", "lycoris", "peft")
 LIMIT = 1e-5

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from tests.distributed import run_ranks
 from tests.distributed.gradients import whole_gradients
 from trainer.config.sections import ParallelConfig, TrainConfig
-from trainer.parallel.calls import check_calls, entries
+from trainer.distributed.world import World
+from trainer.parallel.fsdp_rules import check_calls, entries
 from trainer.parallel.mesh import device_mesh
-from trainer.parallel.shard import blocks_of, parallelize
-from trainer.world import World
+from trainer.parallel.parallelize import blocks_of, parallelize
 
 WIDTH = 8
 

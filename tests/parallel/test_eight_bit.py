@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
 from trainer.config.sections import OptimConfig, ParallelConfig
+from trainer.distributed.world import World
 from trainer.optim import make_optimizer
 from trainer.parallel.mesh import device_mesh
-from trainer.parallel.shard import blocks_of, shard_units
-from trainer.world import World
+from trainer.parallel.parallelize import blocks_of, shard_units
 
 WIDTH, STEPS, LR = 256, 5, 1e-4
 

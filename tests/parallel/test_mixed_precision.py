@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.families.common import batch_of, load, make, model_of
 from tests.runs import Outcome, alone, difference, make_pictures, make_run, run_config, train
 from trainer.config.sections import ParallelConfig, TrainConfig
-from trainer.parallel.shard import parallelize
+from trainer.parallel.parallelize import parallelize
 from trainer.rng import SampleRng
 from trainer.train import Trainer
 

@@ -13,12 +13,12 @@ from tests.distributed import run_ranks
 from tests.runs import Outcome, alone, make_pictures, make_run, run_config, train
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ParallelConfig
-from trainer.parallel.check import check_reduced, diverged
+from trainer.distributed.world import World
 from trainer.parallel.mesh import device_mesh, resolve_strategy
-from trainer.parallel.shard import blocks_of, shard_units
+from trainer.parallel.parallelize import blocks_of, shard_units
+from trainer.parallel.replicas import check_reduced, diverged
 from trainer.run.folder import RunDir
 from trainer.train import Trainer
-from trainer.world import World
 
 GIB = 2**30
 
@@ -46,7 +46,7 @@ def test_copies_hold_everything(pictures: Path) -> None:
 
 def strategy_for(parallel: ParallelConfig, size: int, local_size: int, state_gib: float) -> str:
     """What is chosen on ranks of 100 GiB."""
-    world = World(0, size, 0, local_size, torch.device("cpu"), alone().background, alone().board)
+    world = World(0, size, 0, local_size, torch.device("cpu"), alone().background, alone().store)
     return resolve_strategy(parallel, world, int(state_gib * GIB), 100 * GIB)
 
 

@@ -10,11 +10,11 @@ import pytest
 from tests.distributed import run_ranks
 from tests.runs import make_pictures, make_run, run_config
 from trainer.config.schema import RunConfig
-from trainer.parallel.straggler import STEPS, Stragglers
+from trainer.distributed.straggler import STEPS, Stragglers
+from trainer.distributed.world import World
 from trainer.run.events import AnyEvent, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.train import Trainer
-from trainer.world import World
 
 HOSTS = ["node-a", "node-a", "node-b"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.plan.common import run
-from trainer.gpus import Gpu
+from trainer.metrics.gpus import Gpu
 from trainer.plan.calibration import Measured, keep, reserve_of
 from trainer.plan.fixes import planned
 from trainer.plan.hardware import CARDS, GIB, like, of_machine

@@ -23,7 +23,7 @@ from trainer.adapters.layer import TENSORS, Kind, LayerAdapter
 from trainer.adapters.patterns import find_pattern
 from trainer.config.errors import InputError
 from trainer.config.files import first_problem, read_json
-from trainer.weights import ORIGINAL_PREFIX, WeightFiles
+from trainer.weights.files import ORIGINAL_PREFIX, WeightFiles
 
 PEFT_PREFIX = "base_model.model."
 PEFT_FILE = "adapter_model.safetensors"

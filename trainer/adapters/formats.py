@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trainer.adapters.layer import SHORTEST, Kind, LayerAdapter
 from trainer.config.errors import InputError
-from trainer.weights import ORIGINAL_PREFIX, Fused
+from trainer.weights.files import ORIGINAL_PREFIX, Fused
 
 Base = Callable[[str], Tensor]
 """Name of a layer -> its weight without the adapter."""

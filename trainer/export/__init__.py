@@ -12,7 +12,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from trainer import checkpoint, families
+from trainer import families
+from trainer.checkpoint.restore import StoredWeights
 from trainer.config.errors import InputError
 from trainer.config.load import stage_config
 from trainer.config.schema import RunConfig
@@ -44,7 +45,7 @@ def export(
     if not saved:
         raise InputError(f"{run.path}: has no complete checkpoint to export; resume the run first")
     family = families.make(cfg, cache)
-    weights, progress = checkpoint.StoredWeights(saved[-1]), manifest.progress_of(saved[-1])
+    weights, progress = StoredWeights(saved[-1]), manifest.progress_of(saved[-1])
     into = folder or run.export
     if cfg.export_what == "adapter":
         return export_adapter(cfg, into, family, weights, reference or weights, progress)

@@ -20,9 +20,9 @@ from trainer.export.drafts import Exported, draft
 from trainer.export.metadata import model_metadata
 from trainer.export.stream import Plan, Planned, num_bytes, write_stream
 from trainer.families.base import ModelFamily
-from trainer.stored import TensorEntry
 from trainer.trained import BaseWeights, TrainedModel
-from trainer.weights import Fused, WeightFiles, read_tensor, stored_tensors
+from trainer.weights.files import Fused, WeightFiles, read_tensor, stored_tensors
+from trainer.weights.tensors import TensorEntry
 
 DTYPES = formats.DTYPES | {"fp8": torch.float8_e4m3fn}
 # One rounding to the file's type, relative to the tensor's norm.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainer.weights import Fused
+from trainer.weights.files import Fused
 
 BLOCKS = ("BagelLayer", "BagelVisionLayer")
 """What is sharded one by one."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
-from trainer.weights import Fused
+from trainer.weights.files import Fused
 
 SCALES = ("query_norm", "key_norm")
 """Norms of the original files whose weight is called `scale`."""

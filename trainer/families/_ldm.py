@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from trainer.weights import Fused
+from trainer.weights.files import Fused
 
 UNET_PREFIX = "model.diffusion_model."
 FIRST_CLIP_PREFIX = "conditioner.embedders.0.transformer.text_model."

@@ -56,7 +56,7 @@ from trainer.families._vae import build_vae, decode_latents, encode_latents, vae
 from trainer.families.base import FLOW_FIELDS, LoadModule, MultimodalFamily, TextLength
 from trainer.objectives import Batch, Example, Loss, Shift, add_noise, draw_sigma, squared_error, velocity
 from trainer.rng import SampleRng
-from trainer.weights import Fused, WeightFiles
+from trainer.weights.files import Fused, WeightFiles
 
 COMPONENT = "transformer"
 WEIGHTS = "ema"

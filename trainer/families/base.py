@@ -27,7 +27,7 @@ from trainer.families._dropout import asked_dropout, dropout_warning
 from trainer.families._folder import DIFFUSERS_STEM, ModelFolder
 from trainer.objectives import Batch, Example, Loss, Shift
 from trainer.rng import SampleRng
-from trainer.weights import Fused, WeightFiles
+from trainer.weights.files import Fused, WeightFiles
 
 LoadModule = Callable[[nn.Module, WeightFiles, Sequence[str]], nn.Module]
 """(module on the meta device, its weights, class names of its shardable blocks) -> the module, frozen, in eval mode,

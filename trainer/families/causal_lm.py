@@ -36,10 +36,10 @@ from trainer.families._folder import (
 )
 from trainer.families._text import TINY_CHAT_TEMPLATE, from_folder, train_tokenizer
 from trainer.families.base import TextFamily
-from trainer.hub import find_folder
 from trainer.objectives import Batch, Loss
 from trainer.rng import SampleRng
-from trainer.weights import Fused, WeightFiles, safetensors_in, stored_tensors
+from trainer.weights.files import Fused, WeightFiles, safetensors_in, stored_tensors
+from trainer.weights.hub import find_folder
 
 COMPONENT = "language_model"
 FOLDER = "a folder of transformers"

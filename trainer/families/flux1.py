@@ -49,7 +49,7 @@ from trainer.families._vae import build_vae, decode_latents, encode_latents, pub
 from trainer.families.base import FLOW_FIELDS, ImageFamily, LoadModule, TextLength, check_unread
 from trainer.objectives import Batch, Example, Loss
 from trainer.rng import SampleRng
-from trainer.weights import Fused
+from trainer.weights.files import Fused
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ from trainer.families._text import (
 from trainer.families.base import FLOW_FIELDS, ImageFamily, LoadModule, TextLength, check_unread, references_of
 from trainer.objectives import Batch, Example, Loss, empirical_mu
 from trainer.rng import SampleRng
-from trainer.weights import Fused
+from trainer.weights.files import Fused
 
 
 @dataclass(frozen=True)

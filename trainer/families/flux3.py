@@ -51,7 +51,7 @@ from trainer.families._text import (
 from trainer.families.base import ImageFamily, LoadModule, TextLength, references_of
 from trainer.objectives import Batch, Example, Loss, Shift
 from trainer.rng import SampleRng
-from trainer.weights import Fused
+from trainer.weights.files import Fused
 
 
 @dataclass(frozen=True)

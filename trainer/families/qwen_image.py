@@ -57,7 +57,7 @@ from trainer.families._text import (
 from trainer.families.base import ImageFamily, LoadModule, TextLength
 from trainer.objectives import Batch, Example, Loss, Shift, ShiftLine
 from trainer.rng import SampleRng
-from trainer.weights import Fused, WeightFiles
+from trainer.weights.files import Fused, WeightFiles
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ from trainer.families._vae import build_vae, decode_latents, encode_latents, pub
 from trainer.families.base import ImageFamily, LoadModule, TextLength
 from trainer.objectives import Batch, Example, Loss, Shift
 from trainer.rng import SampleRng
-from trainer.weights import Fused
+from trainer.weights.files import Fused
 
 
 @dataclass(frozen=True)

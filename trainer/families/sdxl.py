@@ -69,7 +69,7 @@ from trainer.objectives import (
     total_loss,
 )
 from trainer.rng import SampleRng
-from trainer.weights import Fused, WeightFiles, digest
+from trainer.weights.files import Fused, WeightFiles, digest
 
 ENCODERS = ("text_encoder", "text_encoder_2")
 TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}

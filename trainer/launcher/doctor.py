@@ -19,9 +19,9 @@ from typing import Literal
 import psutil
 from packaging.requirements import Requirement
 
-from trainer import gpus
 from trainer.config.errors import InputError
 from trainer.config.terminal import say
+from trainer.metrics import gpus
 
 GIB = 2**30
 DISTRIBUTION = "shardstudio"

@@ -6,17 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainer import changes, distilled, trackers
+from trainer import distilled
+from trainer.checkpoint import config_changes
 from trainer.config import families, files
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigFile, check_files, check_start, load_config, refuse, stage_config
 from trainer.config.schema import RunConfig
 from trainer.data import images, questions, textfiles
-from trainer.hub import find_folder
 from trainer.launcher import network
+from trainer.metrics import trackers
 from trainer.run import manifest, process, stages
 from trainer.run.folder import RunDir, shared_cache
 from trainer.run.manifest import Progress
+from trainer.weights.hub import find_folder
 
 
 def new_run(loaded: ConfigFile, runs: Path, at: Path | None = None) -> RunDir:
@@ -67,8 +69,8 @@ def _make_named_cache(loaded: ConfigFile) -> None:
 
 def _check_changes(loaded: ConfigFile, config: RunConfig, saved: Progress) -> None:
     """Raises InputError for every field that must be what it was when the run was saved. config: of the stage."""
-    changed = changes.changes(saved.config, config.model_dump(mode="json")) if saved.config else []
-    refuse(loaded, list(changes.refused(changed, saved.step)))
+    changed = config_changes.changes(saved.config, config.model_dump(mode="json")) if saved.config else []
+    refuse(loaded, list(config_changes.refused(changed, saved.step)))
 
 
 def check(loaded: ConfigFile) -> None:

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer.config.errors import InputError
-from trainer.stored import OpenFiles, TensorEntry
-from trainer.weights import WeightFiles, stored_tensors
-from trainer.world import World
+from trainer.distributed.world import World
+from trainer.weights.files import WeightFiles, stored_tensors
+from trainer.weights.tensors import OpenFiles, TensorEntry
 
 PIECE = 1 << 18
 """Numbers that are read and encoded at a time: their fp32 copies stay in a core's cache."""

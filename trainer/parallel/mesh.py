@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.config.sections import ParallelConfig
-from trainer.world import World
-from trainer.zero import Strategy, choose_strategy, shard_ranks
+from trainer.distributed.world import World
+from trainer.parallel.strategy import Strategy, choose_strategy, shard_ranks
 
 REPLICATE, SHARD = "replicate", "shard"
 

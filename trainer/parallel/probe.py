@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.parallel.memory import local_bytes
-from trainer.zero import ring_share
+from trainer.metrics.memory import local_bytes
+from trainer.parallel.strategy import ring_share
 
 
 class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]

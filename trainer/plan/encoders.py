@@ -20,13 +20,13 @@ from trainer.families.base import ImageFamily, ModelFamily
 from trainer.modules import place_encoder, prepare_encoder
 from trainer.objectives import Example
 from trainer.parallel.mesh import device_mesh
-from trainer.parallel.shard import COMPUTE_DTYPE
+from trainer.parallel.parallelize import COMPUTE_DTYPE
 from trainer.plan import virtual
 from trainer.plan.ledger import ACTIVATIONS, Ledger
 from trainer.plan.record import Moments, held, units_of, watched_groups
 from trainer.plan.steps import Step, Unit
 from trainer.plan.tables import Encoders, sides_of
-from trainer.weights import WeightFiles
+from trainer.weights.files import WeightFiles
 
 CAPTION = "1" * 480
 """With its template about the 512 tokens of a long caption: tokenizers take each digit as one."""

@@ -10,9 +10,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trainer import gpus
 from trainer.config.errors import InputError
-from trainer.gpus import Gpu
+from trainer.metrics import gpus
+from trainer.metrics.gpus import Gpu
 
 MIB, GIB = 2**20, 2**30
 GB = 10**9

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from trainer.plan.steps import grains
 from trainer.plan.virtual import fake_tensors
-from trainer.quantize import FORMATS, piece_rows
+from trainer.weights.quantization import FORMATS, piece_rows
 
 ACTIVATIONS, GATHERED, REDUCED = "activations", "gathered", "reduced"
 _SHAPE_ONLY = ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta")
@@ -113,7 +113,7 @@ class Ledger:
             self._see_quantized(func._opname, args)
 
     def _see_quantized(self, name: str, args: Any) -> None:
-        """An operator of `trainer.quantize`, in which torch sees nothing: the weight is decoded and multiplied."""
+        """An operator of `weights.quantization`, in which torch sees nothing: the weight is decoded and multiplied."""
         if name == "decoded":
             records, format, inputs, dtype = args[:4]
             self._use(decoding_bytes(records, format, inputs, dtype))

@@ -8,6 +8,7 @@ from typing import Literal
 from trainer.config.families import trains_on
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter, RankAdapter
+from trainer.parallel.strategy import Strategy, ring_share
 from trainer.plan.hardware import CARDS, GIB, NETWORK, Card
 from trainer.plan.phases import ASSUMED, TRAINING, Item, Phase, Reserve, phases_of
 from trainer.plan.sizes import BITS, rank_of, sharding_of, size_of, strategy_of
@@ -15,7 +16,6 @@ from trainer.plan.steps import Step
 from trainer.plan.storage import disk_of, host_of
 from trainer.plan.tables import Model
 from trainer.plan.timeline import Memory, Sharding, simulate
-from trainer.zero import Strategy, ring_share
 
 Verdict = Literal["fits", "tight", "does not fit"]
 TIGHT = 0.92
@@ -102,7 +102,7 @@ def plan_of(cfg: RunConfig, model: Model, card: Card | None, reserve: Reserve = 
 
 
 def _received(memory: Memory, sharding: Sharding) -> float:
-    """By ring algorithms (see `trainer.zero`)."""
+    """By ring algorithms (see `trainer.parallel.strategy`)."""
     inside = ring_share(sharding.ranks) * (memory.gathered + memory.scattered)
     return inside + 2 * ring_share(sharding.replicas) * memory.reduced
 

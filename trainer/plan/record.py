@@ -32,13 +32,13 @@ from trainer.modules import BuiltModel, build_model, materialize, shard_model, s
 from trainer.objectives import Batch
 from trainer.optim import Ema, make_optimizer
 from trainer.parallel.mesh import device_mesh
-from trainer.parallel.shard import COMPUTE_DTYPE, blocks_of, checkpoint_activations
+from trainer.parallel.parallelize import COMPUTE_DTYPE, blocks_of, checkpoint_activations
+from trainer.parallel.strategy import Strategy
 from trainer.plan import virtual
 from trainer.plan.ledger import ACTIVATIONS, GATHERED, REDUCED, Ledger
 from trainer.plan.steps import Mark, Moment, Parameter, Run, Size, Unit, grains
 from trainer.plan.tables import KINDS, Figures, Kind, Recorded, Table, has_rank, ranks_of, recorded_sizes, sides_of
 from trainer.rng import SampleRng
-from trainer.zero import Strategy
 
 KEPT = 4
 """Of a list of equal blocks: the first, which may have no gradient to pass on, the second, before which the input of

@@ -5,10 +5,10 @@ from __future__ import annotations
 from trainer.config.families import trains_on
 from trainer.config.schema import RunConfig
 from trainer.config.sections import RankAdapter
+from trainer.parallel.strategy import TRAINED_BYTES, Strategy, choose_strategy, reshard_after_forward, shard_ranks
 from trainer.plan.hardware import GIB, Card
 from trainer.plan.steps import Size, Step
 from trainer.plan.timeline import Sharding
-from trainer.zero import TRAINED_BYTES, Strategy, choose_strategy, reshard_after_forward, shard_ranks
 
 STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2.0 + 8 / 256, "schedulefree": 8.0}
 """Optimizer state per trained number: two moments in fp32, in 8 bits with a scale per 256, or one and a second copy."""

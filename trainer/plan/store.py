@@ -18,10 +18,10 @@ from typing import Any
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import RankAdapter
-from trainer.hub import find_folder
+from trainer.parallel.strategy import Strategy
 from trainer.plan.tables import Encoders, Model, Table, decode, has_rank
 from trainer.run.process import worker_environment
-from trainer.zero import Strategy
+from trainer.weights.hub import find_folder
 
 SHIPPED = Path(__file__).parent / "recorded"
 RECORDING_S = 600

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from trainer.world import World
+from trainer.distributed.world import World
 
 NAME = "virtual"
 

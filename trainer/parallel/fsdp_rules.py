@@ -49,7 +49,7 @@ def check_calls(
 
     run: calls the model as training does; on the meta device it costs no memory.  units: modules that are to be
     sharded one by one.  methods: as in `entries`.  copied: class names of modules whose outputs are copied where they
-    are views (see `shard.parallelize`).
+    are views (see `parallelize.parallelize`).
 
     Refused are: an entry point that `forward` calls; a unit called past the model; a weight used while its unit does
     not run, as by an entry point that is not listed, or by code that reads it; an output that is a view, in which a

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainer.config.errors import InputError
 from trainer.config.files import opened, read
-from trainer.stored import OpenFiles, TensorEntry, without_codings
+from trainer.weights.tensors import OpenFiles, TensorEntry, without_codings
 
 MAX_HEADER_BYTES = 100_000_000
 DIGEST_BYTES = 1 << 20

@@ -16,14 +16,14 @@ from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.load import dump_config, load_config_text
 from trainer.config.schema import RunConfig
+from trainer.distributed.world import Rendezvous
 from trainer.run import stages
 from trainer.run.folder import RunDir, shared_cache
 from trainer.run.stages import Stage
-from trainer.world import Meeting
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankRun:
     """What a rank works with. cache: for encoded data.  is_guest: no other machine sees the files of `run`.
 
     stage: the one that is trained, or the whole of a run without stages.
@@ -45,25 +45,25 @@ def cache_folder(cfg: RunConfig, run: RunDir) -> Path:
     return shared_cache(cfg, run.path.parent)
 
 
-def take_seat(path: Path, meeting: Meeting) -> Seat:
+def attach(path: Path, rendezvous: Rendezvous) -> RankRun:
     """The run folder and the config of this rank. path: the run folder of rank 0.
 
     Raises InputError when there is none, or its config was damaged.
     """
-    if meeting.rank == 0:
+    if rendezvous.rank == 0:
         run = RunDir.open(path)
         stage = stages.current(run, run.config())
-        meeting.store.set("config", dump_config(stage.config))
-        meeting.store.set("stage", json.dumps([stage.number, stage.count, stage.name, stage.before]))
-        meeting.store.set("folder", _identity(run))
-        return Seat(run, stage, cache_folder(stage.config, run), False)
+        rendezvous.store.set("config", dump_config(stage.config))
+        rendezvous.store.set("stage", json.dumps([stage.number, stage.count, stage.name, stage.before]))
+        rendezvous.store.set("folder", _identity(run))
+        return RankRun(run, stage, cache_folder(stage.config, run), False)
     run = RunDir(path.absolute())
-    cfg = load_config_text(meeting.store.get("config").decode(), (), run.config_file).config
+    cfg = load_config_text(rendezvous.store.get("config").decode(), (), run.config_file).config
     cache = cache_folder(cfg, run)
-    number, count, name, before = json.loads(meeting.store.get("stage"))
-    if run.identity_file.is_file() and files.read(run.identity_file) == meeting.store.get("folder"):
+    number, count, name, before = json.loads(rendezvous.store.get("stage"))
+    if run.identity_file.is_file() and files.read(run.identity_file) == rendezvous.store.get("folder"):
         folder = run.stage_folder(number, name) if name else run.path
-        return Seat(run, Stage(number, count, name, cfg, before, folder), cache, False)
+        return RankRun(run, Stage(number, count, name, cfg, before, folder), cache, False)
     if count > 1:
         raise InputError(
             f"stages: {socket.gethostname()} does not see {run.path}, through which a stage gets the weights of "
@@ -72,7 +72,7 @@ def take_seat(path: Path, meeting: Meeting) -> Seat:
     # Named after the machine: should the folder be shared after all, and only be slow to show, nothing is overwritten.
     guest = RunDir(run.path / f"guest-{socket.gethostname()}")
     guest.make_folders()
-    return Seat(guest, Stage(1, 1, "", cfg, 0, guest.path), cache, True)
+    return RankRun(guest, Stage(1, 1, "", cfg, 0, guest.path), cache, True)
 
 
 def _identity(run: RunDir) -> str:

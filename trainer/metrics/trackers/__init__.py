@@ -1,7 +1,7 @@
 """Other programs' views of a run, each fed from the run folder by a process of its own beside rank 0.
 
-Training starts these processes and never waits for one. `python -m trainer.trackers RUN_DIR NAME` is such a process;
-started by hand it sends what a tracker has not been given yet.
+Training starts these processes and never waits for one. `python -m trainer.metrics.trackers RUN_DIR NAME` is such a
+process; started by hand it sends what a tracker has not been given yet.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def shown_config(cfg: RunConfig) -> dict[str, Any]:
 def stopped(run: RunDir, name: str, reason: str) -> WarningEvent:
     """What the user is told of a tracker that ended early."""
     log = Files(run, name).log.relative_to(run.path)
-    rest = f"python -m trainer.trackers {run.path} {name}"
+    rest = f"python -m trainer.metrics.trackers {run.path} {name}"
     return WarningEvent(message=f"trackers.{name} stopped: {reason}; see {log}, and send the rest with: {rest}")
 
 
@@ -145,7 +145,7 @@ def _start(run: RunDir, name: str, patience_s: int) -> subprocess.Popen[bytes]:
     files = Files(run, name)
     files.lock.parent.mkdir(exist_ok=True)
     files.lock.touch()
-    argv = [sys.executable, "-m", "trainer.trackers", str(run.path), name]
+    argv = [sys.executable, "-m", "trainer.metrics.trackers", str(run.path), name]
     argv += ["--beside", str(os.getpid()), "--patience", str(patience_s)]
     with files.log.open("ab") as log:
         return subprocess.Popen(

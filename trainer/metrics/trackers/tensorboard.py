@@ -17,10 +17,10 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from trainer.config import yaml12
 from trainer.config.schema import RunConfig
+from trainer.metrics.trackers import shown_config
+from trainer.metrics.trackers.feed import Figures, Note, Picture, Place
 from trainer.run.events import WarningEvent
 from trainer.run.folder import RunDir
-from trainer.trackers import shown_config
-from trainer.trackers.feed import Figures, Note, Picture, Place
 
 RGB = 3  # TensorBoard's number for the colour space
 

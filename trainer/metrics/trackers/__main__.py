@@ -1,4 +1,4 @@
-"""The process of one tracker: `python -m trainer.trackers RUN_DIR tensorboard|wandb|trackio`.
+"""The process of one tracker: `python -m trainer.metrics.trackers RUN_DIR tensorboard|wandb|trackio`.
 
 Beside a rank (`--beside PID`) it follows the run until that process has gone and the end was written, or a bounded
 time after. By hand it sends what is there and ends. It never imports torch.
@@ -24,11 +24,11 @@ import psutil
 from trainer.config.errors import InputError
 from trainer.config.sections import TrackersConfig
 from trainer.config.terminal import complain
+from trainer.metrics.trackers import ALREADY_SAID, NAMES, PATIENCE_S, Files, require, short, stopped, without_secrets
+from trainer.metrics.trackers.feed import Feed, Figures, Item, Picture, Place, Tracker
 from trainer.run.events import LossyWriter, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.run.preemption import LEAVE
-from trainer.trackers import ALREADY_SAID, NAMES, PATIENCE_S, Files, require, short, stopped, without_secrets
-from trainer.trackers.feed import Feed, Figures, Item, Picture, Place, Tracker
 
 FOLLOW_SECONDS = 1.0
 LATE_SECONDS = 30.0
@@ -127,7 +127,7 @@ class _Work:
         os._exit(ALREADY_SAID)
 
     def _open(self, place: Place) -> Tracker:
-        module = importlib.import_module(f"trainer.trackers.{self._name}")
+        module = importlib.import_module(f"trainer.metrics.trackers.{self._name}")
         tracker: Tracker = module.connect(self._run, self._run.config(), place, self.say)
         place.save()
         return tracker
@@ -167,7 +167,7 @@ def _show(tracker: Tracker, item: Item) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m trainer.trackers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m trainer.metrics.trackers", description=__doc__)
     parser.add_argument("run_dir", type=Path, help="a run folder")
     parser.add_argument("tracker", choices=NAMES)
     parser.add_argument("--beside", type=int, metavar="PID", help="follow the run as long as this parent process lives")

@@ -1,4 +1,4 @@
-"""Notes that ranks leave for each other beside their collectives: they are read also when those stand still."""
+"""Values that ranks leave for each other outside their collectives: they can be read while those hang."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 PATIENCE = datetime.timedelta(seconds=5)
 
 
-class Board:
-    """A board that every rank of an attempt reads and writes, kept by the store the ranks met at.
+class KeyValueStore:
+    """Keys and values that every rank of an attempt reads and writes, kept by the store of the rendezvous.
 
     Values are JSON. A call blocks while the machine with the store cannot be reached: never make one on a thread that
     must not wait.
@@ -24,10 +24,10 @@ class Board:
         own.set_timeout(PATIENCE)
         self._store = dist.PrefixStore("board", own)
 
-    def post(self, key: str, note: Any) -> None:
-        """Leave a note, or replace it."""
-        self._store.set(key, json.dumps(note))
+    def set(self, key: str, value: Any) -> None:
+        """Write a value, or replace it."""
+        self._store.set(key, json.dumps(value))
 
-    def read(self, key: str) -> Any:
-        """The note, None while there is none."""
+    def get(self, key: str) -> Any:
+        """The value, None while there is none."""
         return json.loads(self._store.get(key)) if self._store.check([key]) else None

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from trainer.distributed.world import World
 from trainer.parallel.load import tensor_digest
 from trainer.parallel.mesh import REPLICATE
-from trainer.world import World
 
 
 def check_reduced(trainables: Mapping[str, nn.Parameter], optimized: Iterable[nn.Parameter], world: World) -> None:

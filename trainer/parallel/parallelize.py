@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config.sections import ParallelConfig, TrainConfig
-from trainer.parallel.calls import entries
-from trainer.zero import Strategy, reshard_after_forward
+from trainer.parallel.fsdp_rules import entries
+from trainer.parallel.strategy import Strategy, reshard_after_forward
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

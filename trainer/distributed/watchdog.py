@@ -29,11 +29,11 @@ import psutil
 import torch
 
 from trainer.config.terminal import complain
+from trainer.distributed.world import World
 from trainer.run.events import ErrorEvent, EventWriter, RankLine, WarningEvent
 from trainer.run.failure import remedy_for
 from trainer.run.folder import RunDir
 from trainer.run.preemption import Preemption
-from trainer.world import World
 
 log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.5
@@ -82,17 +82,17 @@ class Watchdog:
         run: RunDir,
         limit_s: float,
         told: Preemption,
-        grant: Callable[[str], None] = lambda wish: None,
+        grant: Callable[[str], None] = lambda request: None,
         end: Callable[[int], Any] = os._exit,
     ) -> None:
         self._world, self._run, self._limit_s, self._told, self._end = world, run, limit_s, told, end
-        self._pulse = world.pulse
+        self._heartbeat = world.heartbeat
         self._trains = threading.get_ident()
         # Machines may bear the same name: only children of one torchrun are processes of one machine for certain.
         self._processes: list[tuple[str, int, int]] = world.gather((socket.gethostname(), os.getppid(), os.getpid()))
         self._entered: tuple[str, float] = "", 0.0
         self._beaten: tuple[dict[str, Any] | None, float] = None, 0.0
-        self._mail = _Mail(world, run, grant)
+        self._channel = _ControlChannel(world, run, grant)
         self._over = threading.Event()
         self._files = ExitStack()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
@@ -104,7 +104,7 @@ class Watchdog:
             stacks = self._files.enter_context((folder / f"rank{self._world.rank}.txt").open("a"))
             faulthandler.register(STACKS, stacks, all_threads=True)
             self._files.callback(faulthandler.unregister, STACKS)
-        self._mail.start()
+        self._channel.start()
         self._thread.start()
         return self
 
@@ -113,15 +113,15 @@ class Watchdog:
         if error is not None and self._world.local_size < self._world.size:
             # torchrun on the other machines knows nothing of it, and their ranks would wait.
             mine = replace(self._report(), where="", waits_in="", ended_by=f"{type(error).__name__}: {error}")
-            self._mail.report(mine.rank, asdict(mine))
-        self._mail.stop()
+            self._channel.report(mine.rank, asdict(mine))
+        self._channel.stop()
         self._thread.join()
         self._files.close()
 
-    def ask(self, wish: str) -> None:
+    def ask(self, request: str) -> None:
         """Have rank 0 do something before this rank fails. Waits until it is done, but not for long."""
-        self._mail.ask(wish)
-        self._mail.granted.wait(ANSWER_WITHIN_S)
+        self._channel.ask(request)
+        self._channel.granted.wait(ANSWER_WITHIN_S)
 
     def _watch(self) -> None:
         told_at: float | None = None
@@ -130,7 +130,7 @@ class Watchdog:
             if self._told and told_at is None:
                 told_at = time.monotonic()
             still_s = self._still_s()
-            if still_s > self._limit_s or self._mail.alarm:
+            if still_s > self._limit_s or self._channel.alarm:
                 self._give_up()
                 return
             if told_at is not None and min(still_s, time.monotonic() - told_at) > LEAVE_WITHIN_S:
@@ -142,30 +142,30 @@ class Watchdog:
 
     def _beat(self) -> None:
         """Repeat the last heartbeat where the rank has not written one for a while."""
-        line, now = self._pulse.line, time.monotonic()
+        line, now = self._heartbeat.line, time.monotonic()
         if line is not self._beaten[0]:
             self._beaten = line, now
         elif line and now - self._beaten[1] > HEARTBEAT_EVERY_S:
             self._beaten = line, now
             with suppress(OSError), EventWriter(self._run.rank_file(self._world.rank)) as file:
                 file.write(RankLine(**{**line, "time": time.time()}))
-            self._pulse.line = {**line, "time": time.time()}
+            self._heartbeat.line = {**line, "time": time.time()}
 
     def _still_s(self) -> float:
         """Seconds that this rank has stood still where it should not: in one collective, or in a step."""
         now, collective = time.monotonic(), self._waits_in()
         if collective != self._entered[0]:
             self._entered = collective, now
-        since = max(self._pulse.at, self._entered[1]) if collective else self._pulse.at
-        return now - since if collective or self._pulse.moves else 0.0
+        since = max(self._heartbeat.at, self._entered[1]) if collective else self._heartbeat.at
+        return now - since if collective or self._heartbeat.moves else 0.0
 
     def _waits_in(self) -> str:
         """The collective this rank is in, empty when it is in none."""
         own = {thread.ident for thread in threading.enumerate()}
         with _other_threads() as frames:
             main = _collective(frames.get(self._trains))
-            if not main and self._pulse.waits_in:
-                return self._pulse.waits_in
+            if not main and self._heartbeat.waits_in:
+                return self._heartbeat.waits_in
             # Backward runs on threads of torch's where there is an accelerator.
             others = (_collective(frame) for number, frame in frames.items() if number not in own)
             return main or next(filter(None, others), "")
@@ -174,12 +174,14 @@ class Watchdog:
         """Whether torchrun or another rank of this machine is gone, or the store of the attempt cannot be reached."""
         torchrun = self._processes[self._world.rank][1]
         here = [pid for _, parent, pid in self._processes if parent == torchrun]
-        return torchrun != os.getppid() or not all(_is_child(pid, torchrun) for pid in here) or not self._mail.is_alive
+        return (
+            torchrun != os.getppid() or not all(_is_child(pid, torchrun) for pid in here) or not self._channel.is_alive
+        )
 
     def _report(self) -> Report:
-        still_s = time.monotonic() - self._pulse.at
+        still_s = time.monotonic() - self._heartbeat.at
         host = self._processes[self._world.rank][0]
-        return Report(self._world.rank, host, self._pulse.where, self._waits_in(), still_s, _all_stacks())
+        return Report(self._world.rank, host, self._heartbeat.where, self._waits_in(), still_s, _all_stacks())
 
     def _give_up(self) -> None:
         """Tell the others, let rank 0 tell the user, and end this process."""
@@ -187,15 +189,15 @@ class Watchdog:
         message = f"rank {mine.rank} on {mine.host} {mine}; nothing moved for {mine.still_s:.0f} s"
         log.debug(message)
         complain(f"{mine.stacks}\n{message}")
-        self._mail.report(mine.rank, asdict(mine))
-        self._mail.has_all.wait(ANSWER_WITHIN_S)
-        reports = {rank: Report(**note) for rank, note in dict(self._mail.reports).items()}
+        self._channel.report(mine.rank, asdict(mine))
+        self._channel.has_all.wait(ANSWER_WITHIN_S)
+        reports = {rank: Report(**note) for rank, note in dict(self._channel.reports).items()}
         # Rank 0 may be the one that does not answer. The machine it is on tells: the network between may be cut.
         if self._world.rank == min(reports) and self._processes[0][:2] == self._processes[self._world.rank][:2]:
             self._tell(reports)
-            self._mail.tell()
+            self._channel.tell()
         # Rank 0 has to write before torchrun ends it for the failure of another.
-        self._mail.told.wait(ANSWER_WITHIN_S)
+        self._channel.told.wait(ANSWER_WITHIN_S)
         self._end_frozen(reports)
         self._end(1)
 
@@ -207,13 +209,13 @@ class Watchdog:
         texts = [f"== rank {rank} on {one.host}: {one}\n{one.stacks}\n" for rank, one in sorted(reports.items())]
         with suppress(OSError):
             file.write_text(f"{message}\n\n" + "\n".join(texts), encoding="utf-8")
-        said = f"step {self._pulse.step}: {message}"
+        said = f"step {self._heartbeat.step}: {message}"
         event: WarningEvent | ErrorEvent
         if self._world.restarts_left:
-            event = WarningEvent(step=self._pulse.step, message=f"{said}; the ranks are started again")
+            event = WarningEvent(step=self._heartbeat.step, message=f"{said}; the ranks are started again")
         else:
             path = str(file.relative_to(self._run.path))
-            event = ErrorEvent(step=self._pulse.step, message=said, remedy=remedy_for(said), log=path)
+            event = ErrorEvent(step=self._heartbeat.step, message=said, remedy=remedy_for(said), log=path)
         with suppress(OSError), EventWriter(self._run.events_file) as events:
             events.write(event)
 
@@ -232,8 +234,8 @@ class Watchdog:
                 time.sleep(0.5)
 
 
-class _Mail:
-    """Reads and writes the board on a thread of its own, which may wait for a machine that is gone."""
+class _ControlChannel:
+    """Reads and writes the store on a thread of its own, which may wait for a machine that is gone."""
 
     def __init__(self, world: World, run: RunDir, grant: Callable[[str], None]) -> None:
         self.alarm = False
@@ -242,35 +244,35 @@ class _Mail:
         self._ended = threading.Event()
         self._answered = time.monotonic()
         self.reports: dict[int, dict[str, Any]] = {}
-        self._world, self._run, self._board = world, run, world.board
+        self._world, self._run, self._store = world, run, world.store
         self._ranks = tuple(range(world.size))
         self._lines: dict[int, Any] = {}
-        self._letters: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._carry, name="mail", daemon=True)
+        self._messages: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._carry, name="control", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Post what is left and end. A thread that is inside the store when Python ends aborts the process."""
+        """Send what is left and end. A thread that is inside the store when Python ends aborts the process."""
         self._ended.set()
-        self._letters.put(None)
+        self._messages.put(None)
         self._thread.join(ANSWER_WITHIN_S)
 
     def report(self, rank: int, report: dict[str, Any]) -> None:
-        """Say where this rank stands, and ask the others; as soon as the board can be reached."""
+        """Say where this rank stands, and ask the others; as soon as the store can be reached."""
         self.alarm = True
         self.reports[rank] = report
-        self._letters.put((f"report/{rank}", report))
-        self._letters.put(("alarm", True))
+        self._messages.put((f"report/{rank}", report))
+        self._messages.put(("alarm", True))
 
     def tell(self) -> None:
         """Say that the user was told."""
-        self._letters.put(("told", True))
+        self._messages.put(("told", True))
 
-    def ask(self, wish: str) -> None:
+    def ask(self, request: str) -> None:
         """Ask rank 0 for something, which it does once in an attempt."""
-        self._letters.put(("wish", wish))
+        self._messages.put(("request", request))
 
     @property
     def is_alive(self) -> bool:
@@ -281,33 +283,33 @@ class _Mail:
         more = True
         while more:
             try:
-                more = self._post_letters()
+                more = self._send_messages()
                 self._look()
                 self._answered = time.monotonic()
             except RuntimeError as error:  # it is gone with its machine, or slow: whoever waits has limits of his own
                 log.debug("the store of the ranks does not answer: %s", error)
                 more = more and not self._ended.wait(LOOK_EVERY_S)
 
-    def _post_letters(self) -> bool:
-        """Post what was sent. Returns False after the end."""
+    def _send_messages(self) -> bool:
+        """Send what waits. Returns False after the end."""
         wait_s = 0.1 if self.alarm else LOOK_EVERY_S
         with suppress(queue.Empty):
             while True:
-                letter = self._letters.get(timeout=wait_s)
-                if letter is None:
+                message = self._messages.get(timeout=wait_s)
+                if message is None:
                     return False
-                self._board.post(*letter)
+                self._store.set(*message)
                 wait_s = 0.0
         return True
 
     def _pass_on_lines(self) -> None:
         """Rank 0 writes the heartbeats of ranks that do not see its folder."""
-        rank, line = self._world.rank, self._world.pulse.line
+        rank, line = self._world.rank, self._world.heartbeat.line
         if rank in self._world.guests and line != self._lines.get(rank):
-            self._board.post(f"line/{rank}", line)
+            self._store.set(f"line/{rank}", line)
             self._lines[rank] = line
         for guest in self._world.guests if rank == 0 else ():
-            line = self._board.read(f"line/{guest}")
+            line = self._store.get(f"line/{guest}")
             if line and line != self._lines.get(guest):
                 with suppress(OSError), EventWriter(self._run.rank_file(guest)) as file:
                     file.write(RankLine(**line))
@@ -315,20 +317,20 @@ class _Mail:
 
     def _look(self) -> None:
         self._pass_on_lines()
-        if self._board.read("granted"):
+        if self._store.get("granted"):
             self.granted.set()
-        elif self._grant and (wish := self._board.read("wish")) is not None:
-            self._grant(wish)
-            self._board.post("granted", True)
+        elif self._grant and (request := self._store.get("request")) is not None:
+            self._grant(request)
+            self._store.set("granted", True)
         if not self.alarm:
-            self.alarm = self._board.read("alarm") is not None
+            self.alarm = self._store.get("alarm") is not None
             return
         for rank in self._ranks:
-            if rank not in self.reports and (note := self._board.read(f"report/{rank}")) is not None:
+            if rank not in self.reports and (note := self._store.get(f"report/{rank}")) is not None:
                 self.reports[rank] = note
         if len(self.reports) == len(self._ranks):
             self.has_all.set()
-        if self._board.read("told"):
+        if self._store.get("told"):
             self.told.set()
 
 
@@ -359,8 +361,8 @@ def _is_child(pid: int, parent: int) -> bool:
 
 _C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
 _FSDP = os.path.join("torch", "distributed", "fsdp", "")
-_OWN = str(Path(__file__).parent)
-_PASS_THROUGH = ("clock.py", "world.py")
+_OWN = str(Path(__file__).parents[1])
+_PASS_THROUGH = ("step_time.py", "world.py")
 """Ours, but not what wanted the collective."""
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 
-class Pulse:
+class Heartbeat:
     """Set by the thread that trains, a few hundred nanoseconds each time; read by the one that watches.
 
     step: of the run.  where: as "forward of transformer_blocks.0".  moves: whether that part moves on at every block,

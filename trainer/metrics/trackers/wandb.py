@@ -10,10 +10,10 @@ from typing import Any
 import wandb
 
 from trainer.config.schema import RunConfig
+from trainer.metrics.trackers import short, shown_config
+from trainer.metrics.trackers.feed import Figures, Note, Picture, Place
 from trainer.run.events import WarningEvent
 from trainer.run.folder import RunDir
-from trainer.trackers import short, shown_config
-from trainer.trackers.feed import Figures, Note, Picture, Place
 
 
 def connect(run: RunDir, cfg: RunConfig, place: Place, say: Callable[[WarningEvent], None]) -> Wandb:

@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from trainer.world import World
+from trainer.distributed.world import World
 
 DATA, FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "backward", "optimizer"
 
 Mark = float | torch.cuda.Event
 
 
-class StepClock:
+class StepTimer:
     """Splits the seconds of each step. On CUDA by events; reading them waits for the step's end.
 
     `communication` is the time this rank's compute stood still for other ranks: exact where collectives block the
@@ -105,7 +105,7 @@ class StepClock:
 class _Timed:
     """Before a collective's class: its calls count as communication."""
 
-    def __init__(self, clock: StepClock) -> None:
+    def __init__(self, clock: StepTimer) -> None:
         super().__init__()
         self._clock = clock
 

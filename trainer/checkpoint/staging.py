@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 
-class Snapshots:
+class Stager:
     """Copies the state into the memory of the copy before, which is in use no more by then.
 
     torch's own stager clones each shard, which 8-bit optimizer states (a tensor subclass of torchao) do not support.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.world import World
+from trainer.distributed.world import World
 
 
 @dataclass(frozen=True)

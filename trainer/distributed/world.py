@@ -14,10 +14,10 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from trainer.board import Board
 from trainer.config.errors import InputError
 from trainer.config.sections import ParallelConfig
-from trainer.pulse import Pulse
+from trainer.distributed.heartbeat import Heartbeat
+from trainer.distributed.store import KeyValueStore
 from trainer.run.folder import RunDir
 
 BEYOND_THE_WATCH_S = 120
@@ -30,8 +30,8 @@ class World:
     """This rank among the others. Every method that talks to other ranks must be called by all of them.
 
     rank, size: of all ranks.  local_rank, local_size: of this machine.  background: a group of its own for
-    checkpoints that are written while training goes on.  board: notes beside the collectives.  pulse: of this rank.
-    guests: ranks on machines that do not see the run folder of rank 0.  guest_leaders: the first on each of those.
+    checkpoints that are written while training goes on.  store: notes that do not wait for collectives.  heartbeat: of
+    this rank.  guests: ranks on machines that do not see the run folder of rank 0.  guest_leaders: the first on each of those.
     """
 
     rank: int
@@ -40,8 +40,8 @@ class World:
     local_size: int
     device: torch.device
     background: dist.ProcessGroup
-    board: Board
-    pulse: Pulse = field(default_factory=Pulse)
+    store: KeyValueStore
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     guests: tuple[int, ...] = ()
     guest_leaders: tuple[int, ...] = ()
 
@@ -50,7 +50,7 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with self.pulse.waiting("all_gather_object"):
+        with self.heartbeat.waiting("all_gather_object"):
             dist.all_gather_object(values, value)
         return values
 
@@ -59,7 +59,7 @@ class World:
         if self.size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        with self.pulse.waiting("all_reduce"):
+        with self.heartbeat.waiting("all_reduce"):
             dist.all_reduce(tensor)
             summed: list[float] = tensor.tolist()
         return summed
@@ -67,7 +67,7 @@ class World:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.size > 1:
-            with self.pulse.waiting("barrier"):
+            with self.heartbeat.waiting("barrier"):
                 dist.barrier()
 
     @property
@@ -86,7 +86,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where the ranks of one attempt meet, before they can talk."""
 
     store: dist.Store
@@ -94,7 +94,7 @@ class Meeting:
     size: int
 
 
-def meet(run: RunDir | None = None) -> Meeting:
+def find_rendezvous(run: RunDir | None = None) -> Rendezvous:
     """Find the store of the ranks that torchrun started; a process without torchrun is alone.
 
     run: what they train. On one machine its folder holds the file at which torchrun itself meets, and no port is
@@ -102,7 +102,7 @@ def meet(run: RunDir | None = None) -> Meeting:
     """
     rank, size = _torchrun("RANK", 0), _torchrun("WORLD_SIZE", 1)
     if size == 1:
-        return Meeting(dist.HashStore(), 0, 1)
+        return Rendezvous(dist.HashStore(), 0, 1)
     file = run.stores / os.environ.get("TORCHELASTIC_RUN_ID", "none") if run else None
     store: dist.Store
     if file and file.is_file():
@@ -111,14 +111,14 @@ def meet(run: RunDir | None = None) -> Meeting:
     else:
         store, _, _ = next(dist.rendezvous("env://", timeout=MEET_WITHIN))
     # torchrun starts ranks again with the store of before, and gloo would call those that are gone.
-    return Meeting(dist.PrefixStore(f"attempt_{_torchrun('TORCHELASTIC_RESTART_COUNT', 0)}", store), rank, size)
+    return Rendezvous(dist.PrefixStore(f"attempt_{_torchrun('TORCHELASTIC_RESTART_COUNT', 0)}", store), rank, size)
 
 
 @contextmanager
-def connect(cfg: ParallelConfig, meeting: Meeting | None = None, is_guest: bool = False) -> Iterator[World]:
+def connect(cfg: ParallelConfig, rendezvous: Rendezvous | None = None, is_guest: bool = False) -> Iterator[World]:
     """Join the ranks torchrun started, on the device `parallel.device` names; leave them at a good end.
 
-    meeting: where they meet, if that was found before.  is_guest: this machine does not see the run folder.
+    rendezvous: of the ranks, if it was found before.  is_guest: this machine does not see the run folder.
     Raises InputError when CUDA is asked for and absent, or has fewer devices than ranks.
     """
     local_rank, local_size = _torchrun("LOCAL_RANK", 0), _torchrun("LOCAL_WORLD_SIZE", 1)
@@ -126,7 +126,7 @@ def connect(cfg: ParallelConfig, meeting: Meeting | None = None, is_guest: bool 
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     # The watch comes first, and knows more. This is for what it does not see.
     timeout = datetime.timedelta(seconds=cfg.timeout + BEYOND_THE_WATCH_S)
-    place = meeting or meet()
+    place = rendezvous or find_rendezvous()
     if place.size == local_size:
         _stay_on_loopback()
     dist.init_process_group(backend, store=place.store, rank=place.rank, world_size=place.size, timeout=timeout)
@@ -153,8 +153,8 @@ def joined(device: torch.device, local_rank: int, local_size: int, timeout: date
     storage may be slow for one of them only."""
     background = dist.new_group(backend="gloo", timeout=timeout and max(timeout, SLOW_STORAGE))
     assert background is not None
-    board = Board(dist.distributed_c10d._get_default_store())
-    return World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, background, board)
+    store = KeyValueStore(dist.distributed_c10d._get_default_store())
+    return World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, background, store)
 
 
 def _with_guests(world: World, is_guest: bool) -> World:

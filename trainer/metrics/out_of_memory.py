@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from trainer.clock import OPTIMIZER
-from trainer.parallel.memory import MemoryMeter
-from trainer.pulse import Pulse
+from trainer.distributed.heartbeat import Heartbeat
+from trainer.metrics.memory import MemoryMeter
+from trainer.metrics.step_time import OPTIMIZER
 from trainer.run.failure import OUT_OF_MEMORY
 
 GIB = 2**30
@@ -24,16 +24,16 @@ class OutOfMemoryError(RuntimeError):
     """Memory ran out on this rank: where, and how much there was."""
 
 
-class Place:
-    """The block a pass is in. blocks: class names.  pulse: beats at every block.
+class OomContext:
+    """The block a pass is in. blocks: class names.  heartbeat: beats at every block.
 
     Hooks on each block and on the gradient of its output, a few microseconds a pass. A compiled block has none: they
     would become part of its graph.
     """
 
-    def __init__(self, model: nn.Module, blocks: Collection[str], is_compiled: bool, pulse: Pulse) -> None:
+    def __init__(self, model: nn.Module, blocks: Collection[str], is_compiled: bool, heartbeat: Heartbeat) -> None:
         self._what, self._block = "", ""
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._moves = not is_compiled
         for name, module in model.named_modules():
             if type(module).__name__.removeprefix("FSDP") in blocks and not is_compiled:
@@ -44,7 +44,7 @@ class Place:
     def enter(self, what: str) -> None:
         """From now on the rank does something else, as "forward"; no block yet."""
         self._what, self._block = what, ""
-        self._pulse.enter(what, self._moves)
+        self._heartbeat.enter(what, self._moves)
         if what == OPTIMIZER:
             self._moves = True  # compiled by now
 
@@ -53,7 +53,7 @@ class Place:
 
     def _enter(self, name: str, *_: Any) -> None:
         self._block = name
-        self._pulse.enter(str(self))
+        self._heartbeat.enter(str(self))
 
     def _watch_gradient(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:
         for tensor in tree_leaves(output):
@@ -62,8 +62,8 @@ class Place:
 
 
 @contextmanager
-def explaining_lack_of_memory(
-    place: Place, meter: MemoryMeter, held: Callable[[], Mapping[str, int]] = dict
+def explain_out_of_memory(
+    place: OomContext, meter: MemoryMeter, held: Callable[[], Mapping[str, int]] = dict
 ) -> Iterator[None]:
     """Raises OutOfMemoryError, which tells place, peak and what held the memory, for any error that says it ran out.
 

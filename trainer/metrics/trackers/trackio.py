@@ -12,10 +12,10 @@ import trackio
 
 from trainer.config import terminal
 from trainer.config.schema import RunConfig
+from trainer.metrics.trackers import short, shown_config
+from trainer.metrics.trackers.feed import Figures, Note, Picture, Place
 from trainer.run.events import WarningEvent
 from trainer.run.folder import RunDir
-from trainer.trackers import short, shown_config
-from trainer.trackers.feed import Figures, Note, Picture, Place
 
 LEVELS = {
     "state": trackio.AlertLevel.INFO,

@@ -15,17 +15,17 @@ from torch.distributed.tensor import DTensor
 
 from trainer.config.errors import InputError
 from trainer.config.files import make_private_if_new, rename
+from trainer.distributed.world import World
 from trainer.parallel.load import Coded, own_rows
 from trainer.parallel.mesh import REPLICATE
-from trainer.stored import VERSION, Layout, TensorEntry, layout
-from trainer.weights import WeightFiles, digest
-from trainer.world import World
+from trainer.weights.files import WeightFiles, digest
+from trainer.weights.tensors import VERSION, Layout, TensorEntry, layout
 
 ABANDONED_S = 3600
 """After so long without a write a draft is taken for what a killed run left."""
 
 
-class BaseCache:
+class QuantizedCache:
     """Files of records, one per component, format and set of weight files. Every method is collective.
 
     folder: shared by runs; all ranks must see it.
