@@ -91,7 +91,7 @@ network:
 	@command -v ip > /dev/null || { $(AS_ROOT) apt-get update -qq && \
 	$(AS_ROOT) apt-get install -y -qq iproute2 > /dev/null; }
 
-# What the slow tests put before the page, as app/proxy/ describes it.
+# What the slow tests put before the page, as app/web/proxy/ describes it.
 proxies:
 	@command -v nginx > /dev/null && command -v caddy > /dev/null && command -v openssl > /dev/null || { \
 	$(AS_ROOT) apt-get update -qq && $(AS_ROOT) apt-get install -y -qq nginx-light caddy openssl > /dev/null; }
@@ -107,12 +107,12 @@ eightbit: .venv
 # The model of `model.path: demo` again from nothing, a little over an hour on two cores.
 # Needs the font of Debian's fonts-noto-color-emoji; FONT=file takes another place.
 demo-base: .venv
-	$(BIN)/python -m trainer.demo build/demo-base $(if $(FONT),--font $(FONT))
+	$(BIN)/python -m tests.demo_model build/demo-base $(if $(FONT),--font $(FONT))
 	$(BIN)/python -m tests.benchmarks.demo_base build/demo-base/demo
 
 schema: .venv
 	$(BIN)/python -m trainer.config.load
-	$(BIN)/python -m trainer.families
+	$(BIN)/python -m trainer.models
 
 # A file, so that make sees when pyproject.toml is newer.
 .venv: $(VENV)/.installed

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
-from trainer import distilled
 from trainer.config import families, files, yaml12
 from trainer.config.errors import Problem
 from trainer.config.fields import Slot, all_names, slot
@@ -28,6 +27,7 @@ from trainer.config.load import (
 from trainer.config.schema import RunConfig, rules
 from trainer.config.sections import Section, family_names
 from trainer.launcher import torchrun
+from trainer.models import distilled
 from trainer.run.folder import RunDir
 
 Kind = Literal["choice", "switch", "text", "lines", "yaml"]

@@ -12,9 +12,9 @@ from pathlib import Path
 from trainer.config import families
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.data import image_warnings, questions, textfiles
+from trainer.data import image_warnings, question_files, text_files
 from trainer.data.buckets import bucket_sizes, images_per_bucket
-from trainer.data.images import Watcher, scan
+from trainer.data.image_files import Watcher, scan
 
 PATIENCE_S = 0.5
 """How long an answer waits for the images; few folders take longer."""
@@ -145,7 +145,7 @@ class _Scan(Watcher):
         data, known = self._config.data, families.of(self._config.model.family)
         multiple = known.size_multiple if known else DEFAULT_MULTIPLE
         try:
-            dataset, asked = scan(data, self), questions.of_config(data)
+            dataset, asked = scan(data, self), question_files.of_config(data)
             sizes = bucket_sizes(data.resolution, multiple, data.max_aspect, known.longest_side if known else None)
         except InputError as error:
             problems = tuple(str(error).split("\n"))
@@ -165,7 +165,7 @@ class _Scan(Watcher):
 
     def _read_text(self) -> Found:
         try:
-            texts = textfiles.sizes(textfiles.of_config(self._config.data)[0])
+            texts = text_files.sizes(text_files.of_config(self._config.data)[0])
         except InputError as error:
             return Found(0, problems=(str(error),))
         return Found(len(texts), texts=texts)

@@ -19,12 +19,12 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from app import form
+from app.caption_lengths import Lengths
 from app.form import Checked, Draft
-from app.lengths import Lengths
 from app.monitor import Follower, explained, find_runs
-from app.preflight import Preflight, Preflights
+from app.plan_preview import Preflight, Preflights
 from app.scans import Scans
-from app.thumbnails import Downloads, Thumbnails
+from app.web.served_files import Downloads, Thumbnails
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.load import check_start, dump_config, load_config
@@ -189,7 +189,7 @@ class Studio:
         return replace(checked, errors={"data.path": "\n".join(found.problems)}) if found.problems else checked
 
     def preflight(self, checked: Checked, place: str) -> Preflight:
-        """What the run takes on GPUs of this machine or others. place: one of `preflight.PLACES`."""
+        """What the run takes on GPUs of this machine or others. place: one of `plan_preview.PLACES`."""
         return self.preflights.of(checked.config, place, self.gpus())
 
     def verify(self, checked: Checked, place: str) -> None:
@@ -197,10 +197,10 @@ class Studio:
         self.preflights.verify(checked.config, place, self.gpus())
 
     def recipe(self, draft: Draft) -> list[dict[str, Any]]:
-        """The rows of `trainer.recipe`, computed by a process of its own. Raises InputError when it fails."""
+        """The rows of `trainer.plan.timesteps`, computed by a process of its own. Raises InputError when it fails."""
         file = files.make_private(self._drafts) / "recipe.yaml"
         files.replace(file, dump_config(form.check(draft).config))
-        argv = [sys.executable, "-m", "trainer.recipe", str(file)]
+        argv = [sys.executable, "-m", "trainer.plan.timesteps", str(file)]
         answer = subprocess.run(argv, capture_output=True, text=True, check=False, env=processes.worker_environment())
         if answer.returncode:
             lines = answer.stderr.strip().splitlines() or ["it ended without a message"]

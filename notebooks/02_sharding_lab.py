@@ -9,7 +9,8 @@
 # times say little about GPUs.
 
 # %% tags=["parameters"]
-from app import notebook, trials
+from app import notebook
+from app.notebook import comparison
 from trainer.parallel.strategy import ModelBytes, expected
 
 RUNS = notebook.RUNS  # the folder of runs, which the page (`make ui`) shows too
@@ -45,7 +46,7 @@ MODEL = "demo"  # 8 million parameters; `tiny` is faster still
 # paper's second stage, here `grad_op`, each rank keeps all weights. This program divides them too between steps.)
 
 # %%
-trials.zero_table(7_000_000_000, ranks=(1, 2, 4, 8, 64))
+comparison.zero_table(7_000_000_000, ranks=(1, 2, 4, 8, 64))
 
 # %% [markdown]
 # ### Exercise 1
@@ -116,9 +117,9 @@ four = await notebook.compare(on(4), STRATEGIES | HYBRID, RUNS)
 # (Where the device is the CPU, the host's memory is the same memory, and offload saves nothing in truth.)
 
 # %%
-table = trials.summary(two + four)
+table = comparison.summary(two + four)
 print(table)
-print(f"\nfull on 4 ranks saves {trials.saving(four, 'full'):.0%} of what ddp holds.")
+print(f"\nfull on 4 ranks saves {comparison.saving(four, 'full'):.0%} of what ddp holds.")
 assert all(trial.validation[-1] < trial.validation[0] for trial in two + four), "a loss did not fall"
 
 # %% [markdown]
@@ -127,7 +128,7 @@ assert all(trial.validation[-1] < trial.validation[0] for trial in two + four), 
 # weights already, as in `ddp`.
 
 # %%
-trials.memory(two + four)
+comparison.memory(two + four)
 
 # %% [markdown]
 # ## The formulas
@@ -145,10 +146,10 @@ trials.memory(two + four)
 # Counted, and by the formula:
 
 # %%
-worst = max(map(trials.deviation, two + four))
+worst = max(map(comparison.deviation, two + four))
 print(f"largest deviation of any rank: {worst:.4%}")
 assert worst < 0.02
-trials.against_formula(two + four)
+comparison.against_formula(two + four)
 
 # %% [markdown]
 # ### Exercise 2
@@ -173,7 +174,7 @@ notebook.exercise(
 # make them smaller.
 
 # %%
-trials.activations(two + four)
+comparison.activations(two + four)
 
 # %% [markdown]
 # ### Exercise 3

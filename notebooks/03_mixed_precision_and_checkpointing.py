@@ -8,7 +8,8 @@
 # %% tags=["parameters"]
 import torch
 
-from app import notebook, trials
+from app import notebook
+from app.notebook import comparison
 
 RUNS = notebook.RUNS  # the folder of runs, which the page (`make ui`) shows too
 STEPS = 8  # of each trial
@@ -101,14 +102,14 @@ found = await notebook.compare(config, VARIANTS, RUNS)
 # little from bf16, or even loses.
 
 # %%
-print(trials.levers(found))
+print(comparison.levers(found))
 
 # %% [markdown]
 # The same as bars. Master weights, gradients and optimizer state are what they were: these settings change what comes
 # and goes.
 
 # %%
-trials.memory(found)
+comparison.memory(found)
 
 # %% [markdown]
 # ## Is it still the same training?

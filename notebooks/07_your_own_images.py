@@ -77,12 +77,12 @@ except ValueError as error:
 # picture without a caption, and `data.bad_image: warn` leaves out what cannot be read. The fourth has to be repaired.
 
 # %%
-from trainer.data import images
+from trainer.data import image_files
 
 spoilt[3].with_suffix(".txt").write_text("Kaninchen, müde", encoding="utf-8")
 LENIENT = ["data.missing_caption=empty", "data.bad_image=warn", "data.validation=0"]
 patient = notebook.config("quickstart", f"data.path={wrong}", *LENIENT)
-found = images.scan(patient.config.data)
+found = image_files.scan(patient.config.data)
 print(*(warning.replace(f"{wrong}/", "") for warning in found.warnings), sep="\n")
 print(f"{len(found.train)} pictures to train")
 
@@ -96,7 +96,7 @@ print(f"{len(found.train)} pictures to train")
 
 # %%
 config = notebook.config("quickstart", *CHANGES, f"data.path={folder}")
-dataset = images.scan(config.config.data)
+dataset = image_files.scan(config.config.data)
 notebook.Table(
     ["file", "width", "height", "caption"],
     [[photo.path.name, photo.width, photo.height, photo.caption] for photo in dataset.train[:6]],
@@ -128,7 +128,7 @@ notebook.Table(
 # Some of the pictures as the model would get them, bucket by bucket:
 
 # %%
-from trainer.data.pixels import load_rgb
+from trainer.data.image_io import load_rgb
 
 cut = RUNS / "as-trained"
 cut.mkdir(exist_ok=True)

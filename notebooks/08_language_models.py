@@ -51,10 +51,10 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from trainer import families
-from trainer.data.text import TextStream
+from trainer.data.text_source import example_of
+from trainer.data.text_stream import TextStream
+from trainer.models import families
 from trainer.rng import SampleRng
-from trainer.texts import example_of
 
 logging.disable_progress_bar()
 preset = RUNS / "readme.yaml"
@@ -156,7 +156,7 @@ tuning = notebook.config(qlora)
 # What that takes, counted from the model as it is built:
 
 # %%
-from trainer.modules import build_model
+from trainer.models.build import build_model
 
 
 def held(*changes: str) -> list[str]:

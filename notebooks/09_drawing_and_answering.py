@@ -86,8 +86,8 @@ config = notebook.config(preset)
 import torch
 from PIL import Image
 
-from trainer import families
-from trainer.families._bagel_pack import DrawnPiece, SeenPiece, TextPiece, pack
+from trainer.models import families
+from trainer.models.parts.bagel_packing import DrawnPiece, SeenPiece, TextPiece, pack
 
 family = families.make(config.config, RUNS / "cache")
 sizes = family.sizes
@@ -118,7 +118,7 @@ notebook.exercise(answer_1, right=(64 // patch) ** 2 + 2, hint="Patches per side
 # ## What each part holds
 
 # %%
-from trainer.modules import build_model
+from trainer.models.build import build_model
 
 
 def trained(part: str) -> int:

@@ -25,7 +25,7 @@ from trainer.config.sections import ADAPTER_FILES
 from trainer.export import export
 from trainer.rng import generator
 from trainer.run.folder import RunDir
-from trainer.train import Trainer
+from trainer.train.loop import Trainer
 
 ADAPTERS = tuple(method for method in METHODS if METHODS[method]["type"] != "none")
 LETTERS = {"diffusers": "D", "comfyui": "C", "kohya": "K", "lycoris": "L", "peft": "P"}

@@ -21,7 +21,7 @@ from trainer.distributed.world import World, joined
 from trainer.run.events import AnyEvent, StepEvent
 from trainer.run.folder import RunDir
 from trainer.run.manifest import MANIFEST
-from trainer.train import Trainer
+from trainer.train.loop import Trainer
 
 T = TypeVar("T")
 SIZES = ((64, 64), (96, 48), (48, 96))

@@ -10,46 +10,24 @@ import ast
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from trainer import families
+from tests.rooms import MOST_ARROWS, MOST_ROOMS, ROOMS, Module, arrows, read_modules
 from trainer.config.fields import all_names, slot
 from trainer.config.schema import RunConfig
 from trainer.config.sections import Section
+from trainer.models import families
 
-ROOT = Path(__file__).parents[1]
-
-# A module imports only from rows above its own. Modules of one row never import each other; those of one package may.
-ROWS = (
-    "config rng",
-    "objectives optim run weights",
-    "adapters data distilled distributed",
-    "checkpoint families metrics sampling source",
-    "captions demo launcher parallel recipe texts trained",
-    "encode export extract modules trials",
-    "plan questions",
-    "sources",
-    "train",
-    "__main__",
-    "measure",
-)
-LEVEL_0 = frozenset(["config", "launcher", "run"])
-LEVEL_0_NEEDS = frozenset(
-    {"annotated_types", "markupsafe", "packaging", "psutil", "pydantic", "pydantic_core", "rich", "yaml"}
-)
-# What is free of torch and above the trainer; its checks, queue and doctor are those of the command line.
-APP_SEES = frozenset(["config", "data", "distilled", "launcher", "metrics", "parallel", "plan", "run", "trials"])
+# What takes no torch, whatever it comes to import: a command and the page start in a fraction of a second.
+FREE_OF_TORCH = ("config", "run", "launcher", "app")
 NEVER = frozenset({"accelerate", "deepspeed", "lightning", "pytorch_lightning", "torchvision"})
 # What takes seconds to import, or belongs to the page: a command that only checks and starts must not pay for it.
 HEAVY = frozenset({"diffusers", "gradio", "ipywidgets", "numpy", "peft", "safetensors", "torch", "transformers"})
 READS_ENVIRONMENT = frozenset(
     {
-        "app.gradio_app",
+        "app.web.server",
         "trainer.__main__",
         "trainer.launcher.network",
         "trainer.run.process",
@@ -61,8 +39,7 @@ MAX_LINES = 60
 WRITES_BY_ITSELF = {
     "trainer.config.files": "it is what all others write with",
     "trainer.export": "files of a draft folder, which `export.drafts` flushes one by one before it gets its name",
-    "trainer.families": "files of a draft folder, which `_folder.write_once` flushes before it gets its name",
-    "trainer.demo": "pictures and models that the demo makes again",
+    "trainer.models": "files of a draft folder, which `folder.write_once` flushes before it gets its name",
     "trainer.checkpoint": "puts checkpoints aside and takes their names from those it removes; it writes none so",
     "trainer.distributed.watchdog": "a hung rank's last words, read by a person",
     "trainer.data.cache": "writes parts that get their names by `files.rename`, which flushes them",
@@ -70,43 +47,13 @@ WRITES_BY_ITSELF = {
 }
 
 
-@dataclass(frozen=True)
-class Module:
-    """A source file. name: as it is imported; that of a package's `__init__.py` is the package's."""
-
-    name: str
-    text: str
-
-    @cached_property
-    def tree(self) -> ast.Module:
-        return ast.parse(self.text)
-
-    def nodes(self, *kinds: type) -> Iterator[ast.AST]:
-        return (node for node in ast.walk(self.tree) if isinstance(node, kinds))
-
-    def imports(self) -> Iterator[tuple[int, str]]:
-        """(line, name) of every import anywhere in the file; `from a import b` is `a.b`."""
-        for node in self.nodes(ast.Import, ast.ImportFrom):
-            above = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            yield from ((node.lineno, above + alias.name) for alias in node.names)
-
-    def without_type_checking(self) -> Module:
-        """The module as it runs: without what only a type checker imports."""
-        lines = self.text.splitlines()
-        for node in self.nodes(ast.If):
-            if ast.unparse(node.test) == "TYPE_CHECKING":
-                lines[node.lineno - 1 : node.end_lineno] = ["pass"] + [""] * (node.end_lineno - node.lineno)
-        return Module(self.name, "\n".join(lines))
-
-
-def part(name: str) -> str:
-    """The module or package directly below `trainer`: `data` for `trainer.data.images`."""
-    return name.split(".")[1]
-
-
-def row(name: str) -> int:
-    """The row of ROWS that `name`, imported from trainer, stands in. An unknown one must be given a place first."""
-    return next(number for number, names in enumerate(ROWS) if part(name) in names.split())
+def without_type_checking(module: Module) -> Module:
+    """The module as it runs: without what only a type checker imports."""
+    lines = module.text.splitlines()
+    for node in module.nodes(ast.If):
+        if ast.unparse(node.test) == "TYPE_CHECKING":
+            lines[node.lineno - 1 : node.end_lineno] = ["pass"] + [""] * (node.end_lineno - node.lineno)
+    return Module(module.name, "\n".join(lines))
 
 
 def third_parties(module: Module) -> Iterator[tuple[int, str]]:
@@ -116,28 +63,15 @@ def third_parties(module: Module) -> Iterator[tuple[int, str]]:
             yield line, root
 
 
-def imports_upward(module: Module) -> Iterator[str]:
-    if not module.name.startswith("trainer."):
-        return
-    for line, name in module.imports():
-        if name.startswith("app.") or name == "app":
-            yield f"{line}: imports {name}, but the trainer knows no page"
-        inside = name.startswith("trainer.") and part(name) != part(module.name)
-        if inside and row(name) >= row(module.name):
-            yield f"{line}: imports {name}, which does not stand above {part(module.name)}"
-
-
-def page_knows_the_trainer_from_inside(module: Module) -> Iterator[str]:
-    if module.name.partition(".")[0] == "app":
-        for line, name in module.imports():
-            if name.startswith("trainer.") and part(name) not in APP_SEES:
-                yield f"{line}: imports {name}"
+def imports_another_room(module: Module) -> Iterator[str]:
+    for line, room in module.imported_rooms():
+        if room not in ROOMS[module.room].split():
+            yield f"{line}: {module.room} imports {room}"
 
 
 def needs_too_much(module: Module) -> Iterator[str]:
-    is_level_0 = module.name.startswith("trainer.") and part(module.name) in LEVEL_0
     for line, root in third_parties(module):
-        if root in NEVER or (is_level_0 and root not in LEVEL_0_NEEDS):
+        if root in NEVER:
             yield f"{line}: imports {root}"
 
 
@@ -235,8 +169,7 @@ def writes_by_itself(module: Module) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[Module], Iterator[str]], ...] = (
-    imports_upward,
-    page_knows_the_trainer_from_inside,
+    imports_another_room,
     needs_too_much,
     names_a_family,
     is_too_long,
@@ -250,14 +183,7 @@ RULES: tuple[Callable[[Module], Iterator[str]], ...] = (
 )
 
 
-def read_modules() -> dict[str, Module]:
-    """Every source file of the project but the tests, by name."""
-    files = [ROOT / "launch.py", *(ROOT / "trainer").rglob("*.py"), *(ROOT / "app").rglob("*.py")]
-    names = [".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files]
-    return {name: Module(name, file.read_text(encoding="utf-8")) for name, file in zip(names, files, strict=True)}
-
-
-MODULES = read_modules()
+MODULES = read_modules("trainer", "app")
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -269,52 +195,45 @@ def test_the_code_keeps_the_rule(rule):
     ("rule", "name", "text", "findings"),
     [
         (
-            imports_upward,
-            "trainer.data.cache",
-            "import os\nfrom trainer.config import A\nfrom trainer.data import b\nfrom trainer.families.base import C",
-            ["4: imports trainer.families.base.C, which does not stand above data"],
+            imports_another_room,
+            "trainer.models.base",
+            "import os\nfrom trainer.config import A\nfrom trainer.models import b\nfrom trainer.data.cache import C",
+            ["4: models imports data"],
         ),
         (
-            imports_upward,
+            imports_another_room,
             "trainer.run.events",
             "def f():\n    from trainer import config, launcher",
-            ["2: imports trainer.launcher, which does not stand above run"],
+            ["2: run imports launcher"],
         ),
-        (
-            imports_upward,
-            "trainer.launcher.torchrun",
-            "import app.monitor",
-            ["1: imports app.monitor, but the trainer knows no page"],
-        ),
-        (
-            page_knows_the_trainer_from_inside,
-            "app.form",
-            "from trainer import config\nfrom trainer.train import Trainer",
-            ["2: imports trainer.train.Trainer"],
-        ),
-        (needs_too_much, "trainer.run.events", "import json\nimport pydantic\nimport torch", ["3: imports torch"]),
-        (needs_too_much, "trainer.train", "import torch\nfrom accelerate import A", ["2: imports accelerate"]),
-        (names_a_family, "trainer.train", "x = 1\nif f == 'flux2':\n    ...", ["2: names flux2"]),
+        (imports_another_room, "trainer.launcher.torchrun", "import app.monitor", ["1: launcher imports app"]),
+        (imports_another_room, "app.form", "from trainer.train.loop import Trainer", ["1: app imports train"]),
+        (needs_too_much, "trainer.train.loop", "import torch\nfrom accelerate import A", ["2: imports accelerate"]),
+        (names_a_family, "trainer.train.loop", "x = 1\nif f == 'flux2':\n    ...", ["2: names flux2"]),
         (names_a_family, "trainer.export", "from d import Flux2Pipeline", ["1: names Flux2"]),
         (names_a_family, "trainer.config.schema", 'path = "flux2"', ["1: names flux2"]),
-        (names_a_family, "trainer.families.flux2", "FLUX2 = 1", []),
-        (names_a_family, "trainer.demo.flux2", "from d import Flux2Pipeline", []),
-        (is_too_long, "trainer.train", "def f():\n" + "    x = 1\n" * MAX_LINES, ["1: f has 61 lines"]),
-        (silences_errors, "trainer.train", "try:\n    f()\nexcept OSError:\n    pass", ["3: catches OSError"]),
-        (silences_errors, "trainer.train", "try:\n    f()\nexcept:\n    g()", ["3: catches everything"]),
-        (silences_errors, "trainer.train", "try:\n    f()\nexcept Exception:\n    g()\n    raise", []),
-        (silences_errors, "trainer.train", "try:\n    f()\nexcept Exception as error:\n    say(error)", []),
-        (silences_errors, "trainer.train", "with contextlib.suppress(Exception): f()", ["1: suppresses Exception"]),
-        (guesses_attributes, "trainer.train", "getattr(a, b)\ngetattr(a, b, 0)", ["2: getattr(a, b, 0)"]),
-        (writes_html_unescaped, "app.panels", "f'<p>{x}</p>'", ["1: fills HTML without escaping"]),
-        (writes_html_unescaped, "app.panels", "f'<img alt=\"{x}\">' f'{y}'", ["1: fills HTML without escaping"]),
+        (names_a_family, "trainer.models.families.flux2", "FLUX2 = 1", []),
+        (is_too_long, "trainer.train.loop", "def f():\n" + "    x = 1\n" * MAX_LINES, ["1: f has 61 lines"]),
+        (silences_errors, "trainer.train.loop", "try:\n    f()\nexcept OSError:\n    pass", ["3: catches OSError"]),
+        (silences_errors, "trainer.train.loop", "try:\n    f()\nexcept:\n    g()", ["3: catches everything"]),
+        (silences_errors, "trainer.train.loop", "try:\n    f()\nexcept Exception:\n    g()\n    raise", []),
+        (silences_errors, "trainer.train.loop", "try:\n    f()\nexcept Exception as error:\n    say(error)", []),
+        (
+            silences_errors,
+            "trainer.train.loop",
+            "with contextlib.suppress(Exception): f()",
+            ["1: suppresses Exception"],
+        ),
+        (guesses_attributes, "trainer.train.loop", "getattr(a, b)\ngetattr(a, b, 0)", ["2: getattr(a, b, 0)"]),
+        (writes_html_unescaped, "app.html", "f'<p>{x}</p>'", ["1: fills HTML without escaping"]),
+        (writes_html_unescaped, "app.html", "f'<img alt=\"{x}\">' f'{y}'", ["1: fills HTML without escaping"]),
         (
             writes_html_unescaped,
-            "app.panels",
+            "app.html",
             "Markup(x)\nMarkup(f(x))",
             ["1: takes a value for markup", "2: takes a value for markup"],
         ),
-        (writes_html_unescaped, "app.panels", "Markup('<p>{}</p>').format(x)\nMarkup(STYLE)\nf'{a} < {b}'", []),
+        (writes_html_unescaped, "app.html", "Markup('<p>{}</p>').format(x)\nMarkup(STYLE)\nf'{a} < {b}'", []),
         (reads_environment, "trainer.optim", "import os\nos.environ['A']", ["2: reads os.environ"]),
         (
             writes_by_itself,
@@ -324,13 +243,13 @@ def test_the_code_keeps_the_rule(rule):
         ),
         (
             writes_by_itself,
-            "app.runs",
+            "app.run_table",
             "os.replace(a, b)\ndraft.replace(b)\na.rename(b)",
             ["1: os.replace", "2: draft.replace", "3: a.rename"],
         ),
         (
             writes_by_itself,
-            "app.runs",
+            "app.run_table",
             "'a'.replace('b', 'c')\nreplace(a, b=1)\nfiles.replace(a, 'b')\nfiles.rename(a, b)",
             [],
         ),
@@ -338,10 +257,10 @@ def test_the_code_keeps_the_rule(rule):
         (reads_environment, "trainer.distributed.world", "import os\nos.getenv('A')", []),
         (prints, "trainer.launcher.doctor", "say(1)\nprint(1)", ["2: prints past trainer.config.terminal"]),
         (prints, "app.notebook", "plan(cfg, print)", ["1: prints past trainer.config.terminal"]),
-        (prints, "trainer.train", "sys.stderr.write(a)", ["1: prints past trainer.config.terminal"]),
+        (prints, "trainer.train.loop", "sys.stderr.write(a)", ["1: prints past trainer.config.terminal"]),
         (prints, "trainer.config.terminal", "print(1)", []),
-        (opens_any_picture, "app.lessons", "Image.open(file)", ["1: opens a picture of any format"]),
-        (opens_any_picture, "app.lessons", "Image.open(file, formats=('PNG',))", []),
+        (opens_any_picture, "app.notebook.lessons", "Image.open(file)", ["1: opens a picture of any format"]),
+        (opens_any_picture, "app.notebook.lessons", "Image.open(file, formats=('PNG',))", []),
     ],
 )
 def test_each_rule_finds_what_it_forbids(rule, name, text, findings):
@@ -357,7 +276,7 @@ def third_parties_behind(start: str, modules: Mapping[str, Module]) -> set[str]:
         name = waiting.pop()
         if name in modules and name not in seen:
             seen.add(name)
-            module = modules[name].without_type_checking()
+            module = without_type_checking(modules[name])
             found.update(root for _, root in third_parties(module))
             for _, imported in module.imports():
                 keys = imported.split(".")
@@ -369,6 +288,22 @@ def test_the_command_line_never_comes_to_import_torch():
     assert third_parties_behind("launch", MODULES) & HEAVY == {"gradio"}, "which the page alone asks for"
     assert third_parties_behind("trainer.launcher.commands", MODULES) & HEAVY == set()
     assert third_parties_behind("trainer.__main__", MODULES) >= {"torch", "peft"}
+
+
+@pytest.mark.parametrize("room", FREE_OF_TORCH)
+def test_the_room_never_comes_to_import_torch(room):
+    own = [module.name for module in MODULES.values() if module.room == room]
+    assert own and [name for name in own if "torch" in third_parties_behind(name, MODULES)] == []
+
+
+def test_a_room_imports_only_rooms_above_it_and_no_arrow_is_out_of_date():
+    above: set[str] = set()
+    for room, others in ROOMS.items():
+        assert set(others.split()) <= above, room
+        above.add(room)
+    found = arrows(read_modules("trainer", "app", "notebooks").values())
+    assert {room: " ".join(sorted(others)) for room, others in found.items()} == ROOMS
+    assert len(ROOMS) <= MOST_ROOMS and sum(map(len, found.values())) <= MOST_ARROWS
 
 
 def test_a_lazy_import_two_modules_away_is_seen_but_not_one_for_type_checking():
@@ -483,10 +418,10 @@ def test_every_field_of_the_config_is_read():
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
-        ("trainer.train", "self.cfg.train.steps", True),
+        ("trainer.train.loop", "self.cfg.train.steps", True),
         ("trainer.optim", "cfg.steps", True),
-        ("trainer.train", "self.step.steps", False),
-        ("trainer.train", "cfg.train.steps()", False),
+        ("trainer.train.loop", "self.step.steps", False),
+        ("trainer.train.loop", "cfg.train.steps()", False),
         ("trainer.config.schema", "def rule(cfg):\n    cfg.train.steps", False),
         ("trainer.config.schema", "class A:\n    @property\n    def b(self):\n        return self.steps", True),
     ],

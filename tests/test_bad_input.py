@@ -14,7 +14,7 @@ from tests.commands import PRESET, launch_py
 from tests.runs import alone, make_pictures, make_run, run_config, train
 from trainer.config.errors import InputError
 from trainer.config.sections import ModelConfig, ObjectiveConfig
-from trainer.families import get
+from trainer.models.families import get
 
 
 def preset_with(old: str, new: str) -> Callable[[Path], None]:

@@ -20,20 +20,20 @@ from tests.bench import Bench
 from tests.distributed import run_ranks
 from tests.families.common import batch_of, edit_json, examples, model_of, picture
 from tests.runs import Outcome, alone, difference, make_pictures, run_config, steps_of, train
-from trainer import families
 from trainer.checkpoint.restore import StoredWeights
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.data import questions
+from trainer.data import question_files
 from trainer.data.loader import BatchPlan, BatchSizes, Item
+from trainer.data.mixed_source import Asked, MixedPlan
 from trainer.export import export
-from trainer.families.base import MultimodalFamily
-from trainer.modules import build_model
-from trainer.questions import Asked, MixedPlan
+from trainer.models import families
+from trainer.models.base import MultimodalFamily
+from trainer.models.build import build_model
 from trainer.rng import SampleRng
 from trainer.run import manifest
 from trainer.run.events import SampleEvent, StepEvent, ValidationEvent
-from trainer.train import Trainer
+from trainer.train.loop import Trainer
 
 TOLERANCE = 1e-6
 ANSWERS = ("red", "green", "a blue one")
@@ -268,7 +268,7 @@ def test_a_question_that_cannot_be_used_is_named_with_its_line(bench: Bench, lin
     file = bench.data / "bad.jsonl"
     file.write_text(f"{good}\n\n{line}\n", encoding="utf-8")
     with pytest.raises(InputError) as error:
-        questions.of_config(bench.config(data__questions=str(file)).data)
+        question_files.of_config(bench.config(data__questions=str(file)).data)
     assert str(error.value).startswith(f"{file}:3: ")
     assert message in str(error.value)
 
@@ -277,14 +277,14 @@ def test_an_image_that_cannot_be_read_may_be_left_out(bench: Bench) -> None:
     file = bench.data / "left.jsonl"
     rows = [{"image": name, "question": "q", "answer": "a"} for name in ("none.png", "00.png")]
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    found = questions.of_config(bench.config(data__questions=str(file), data__bad_image="warn").data)
+    found = question_files.of_config(bench.config(data__questions=str(file), data__bad_image="warn").data)
     assert [one.picture.path.name for one in found.train] == ["00.png"]
     assert found.warnings[0].startswith(f"left out: {file}:1: ")
 
 
 def test_setting_all_questions_aside_is_refused(bench: Bench) -> None:
     with pytest.raises(InputError, match=r"data\.validation: 9 of the 9 questions of .* leaves none to train on"):
-        questions.of_config(bench.config(data__validation=9).data)
+        question_files.of_config(bench.config(data__validation=9).data)
 
 
 def test_questions_are_spread_evenly_and_do_not_depend_on_the_batch_size() -> None:

@@ -9,14 +9,14 @@ import pytest
 
 from tests.distributed import run_ranks
 from tests.runs import alone, make_pictures, run_config
-from trainer import families
-from trainer.captions import measure
 from trainer.config.schema import RunConfig
-from trainer.data.images import scan
+from trainer.data.captions import measure
+from trainer.data.encode import encode_data
+from trainer.data.image_files import scan
 from trainer.distributed.world import World
-from trainer.encode import encode_data
-from trainer.families.base import ImageFamily
-from trainer.modules import encoder_loader
+from trainer.models import families
+from trainer.models.base import ImageFamily
+from trainer.models.build import encoder_loader
 from trainer.run.events import StatusEvent, WarningEvent
 
 LONG = "1" * 60

@@ -49,7 +49,7 @@ def test_help_names_every_mode_and_imports_neither_torch_nor_gradio():
         "import sys, launch\n"
         "try: launch.main(['--headless', '--help'])\n"
         "except SystemExit as exit_: assert exit_.code == 0\n"
-        "import trainer.launcher.commands, trainer.launcher.doctor, trainer.run.report, trainer.data.images\n"
+        "import trainer.launcher.commands, trainer.launcher.doctor, trainer.run.report, trainer.data.image_files\n"
         "assert not {'torch', 'numpy', 'diffusers', 'gradio', 'ipywidgets'} & set(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -25,14 +25,14 @@ from tests.runs import (
     steps_of,
     train,
 )
-from trainer import families
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.objectives import velocity
+from trainer.models import families
+from trainer.models.objectives import velocity
 from trainer.rng import SampleRng
 from trainer.run.events import AnyEvent, WarningEvent
 from trainer.run.folder import RunDir
-from trainer.train import Trainer
+from trainer.train.loop import Trainer
 
 ONE_RANK = {"parallel__devices": 1, "parallel__strategy": "none"}
 RANKS = {

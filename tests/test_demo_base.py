@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from tests.benchmarks import demo_base
 from tests.benchmarks.style_transfer import subjects
+from tests.demo_model.__main__ import make_model
+from tests.demo_model.pictures import Picture, glyphs
+from tests.demo_model.style import HELD_OUT, LOOKS, TAUGHT
 from tests.families.common import load
 from tests.runs import run_config
-from trainer import families
 from trainer.config.errors import InputError
 from trainer.config.sections import DEMO
-from trainer.demo.__main__ import make_model
-from trainer.demo.pictures import Picture, glyphs
-from trainer.demo.style import HELD_OUT, LOOKS, TAUGHT
+from trainer.models import families
 
 ROOT = Path(__file__).parents[1]
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.runs import alone, make_pictures, make_run, run_config, text_config, train
-from trainer import distilled, families
 from trainer.config import families as family_facts
 from trainer.config.errors import InputError
 from trainer.config.load import load_config
 from trainer.config.sections import ModelConfig, SampleConfig
 from trainer.launcher import preflight
+from trainer.models import distilled, families
 from trainer.run.events import StepEvent, WarningEvent
 
 KLEIN = {

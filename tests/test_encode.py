@@ -11,15 +11,17 @@ from PIL import ExifTags, Image
 
 from tests.data.profiles import DISPLAY_P3, SRGB, rgb_profile, srgb_curve
 from tests.runs import alone, make_pictures, run_config
-from trainer import encode, families
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.data.images import scan
+from trainer.data import encode
+from trainer.data.encode import encode_data
+from trainer.data.image_files import scan
+from trainer.data.image_io import load_rgb, open_picture
+from trainer.data.image_source import EncodedData
 from trainer.data.loader import Item
-from trainer.data.pixels import load_rgb, open_picture
-from trainer.encode import EncodedData, encode_data
-from trainer.families.base import ImageFamily, ModelFamily
-from trainer.modules import encoder_loader
+from trainer.models import families
+from trainer.models.base import ImageFamily, ModelFamily
+from trainer.models.build import encoder_loader
 from trainer.run.events import AnyEvent, StatusEvent, WarningEvent
 
 

@@ -20,12 +20,12 @@ from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.export import export
 from trainer.export.adapter import verify_adapter
-from trainer.families.base import ModelFamily
+from trainer.models.base import ModelFamily
+from trainer.models.state_dict import BaseWeights, TrainedModel
 from trainer.rng import SampleRng
 from trainer.run.folder import RunDir
 from trainer.run.manifest import progress_of
-from trainer.train import Trainer
-from trainer.trained import BaseWeights, TrainedModel
+from trainer.train.loop import Trainer
 
 
 @dataclass(frozen=True)

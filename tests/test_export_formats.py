@@ -18,14 +18,14 @@ from tests.exports import ADAPTERS, Finished, Runs, table
 from tests.families.common import IMAGES
 from tests.readme import section
 from tests.runs import alone, difference, make_run
-from trainer import families
 from trainer.adapters import adapted_layers
 from trainer.config.errors import InputError, RuleError
 from trainer.config.schema import RunConfig
 from trainer.export.adapter import verify_adapter
+from trainer.models import families
+from trainer.models.state_dict import BaseWeights, TrainedModel
 from trainer.run.events import StatusEvent
-from trainer.train import Trainer
-from trainer.trained import BaseWeights, TrainedModel
+from trainer.train.loop import Trainer
 
 SLOW = pytest.mark.slow
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from tests.benchmarks.memory import AnonymousPeak
 from tests.benchmarks.workload import KLEIN_SMALL, Bench, prepare
-from trainer import families
 from trainer.config.schema import RunConfig
 from trainer.export import model as export_of_models
 from trainer.export.adapter import export_adapter
 from trainer.export.model import export_model
-from trainer.families.base import ModelFamily
-from trainer.modules import build_model
+from trainer.models import families
+from trainer.models.base import ModelFamily
+from trainer.models.build import build_model
 from trainer.run.manifest import RECIPE, Progress
 
 SHARD_BYTES = 64 * 10**6

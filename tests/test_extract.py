@@ -17,7 +17,7 @@ from torch import Tensor
 import launch
 from tests.adapters.examples import Example, cached_example
 from trainer.config.sections import family_names
-from trainer.extract import main, nearest
+from trainer.export.extract import main, nearest
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 TO_K = "transformer_blocks.0.attn.to_k.weight"

@@ -17,15 +17,15 @@ from tests.bench import Bench
 from tests.benchmarks.text_time import learn
 from tests.distributed import run_ranks
 from tests.runs import Outcome, alone, difference, make_run, make_text, steps_of, text_config, train
-from trainer import families
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
 from trainer.export import export
-from trainer.modules import build_model
+from trainer.models import families
+from trainer.models.build import build_model
 from trainer.run.events import AnyEvent, SampleEvent, ValidationEvent, WarningEvent
 from trainer.run.folder import RunDir
-from trainer.train import Trainer
+from trainer.train.loop import Trainer
 from trainer.weights.quantization import quantized_layers
 
 TOLERANCE = 1e-6

@@ -20,7 +20,7 @@ from trainer.launcher import commands, preflight, torchrun
 from trainer.run import process as processes
 from trainer.run.events import AnyEvent, StatusEvent, WarningEvent
 from trainer.run.folder import RunDir
-from trainer.train import Trainer
+from trainer.train.loop import Trainer
 
 FOLDERS = ("ranks", "logs", "samples", "requests", "export")
 """What git, archives and hubs leave out of a run where they are empty."""

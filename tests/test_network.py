@@ -31,11 +31,11 @@ MEASURE = """
 import sys
 from pathlib import Path
 from trainer.run import process
-from trainer import trials
+from trainer.benchmark import variants
 from trainer.config.load import load_config
 config = load_config(Path("preset.yaml"), ["train.steps=3", "sample.every=0"])
-run = trials.create(config, {"whole": ["parallel.strategy=ddp"]}, Path("runs"))
-trials.start(run)
+run = variants.create(config, {"whole": ["parallel.strategy=ddp"]}, Path("runs"))
+variants.start(run)
 print(run.path, process.wait(run, 400))
 """
 STAGES = "stages=[{name: a, set: {train.steps: 1}}, {name: b, set: {train.steps: 1}}]"

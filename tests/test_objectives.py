@@ -6,7 +6,7 @@ from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_snr
 
 from trainer.config.sections import ObjectiveConfig
-from trainer.objectives import (
+from trainer.models.objectives import (
     Shift,
     ShiftLine,
     add_noise,

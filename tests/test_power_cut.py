@@ -32,9 +32,9 @@ sys.addaudithook(opened)
 """
 SAVES = """
 from app import form
-from app.dataset import Captions, Card
+from app.captions import Captions, Card
 from app.form import Draft
-from app.runs import set_tags
+from app.run_table import set_tags
 from app.studio import Studio
 from trainer.export.drafts import draft
 from trainer.run.report import write_report

@@ -19,12 +19,12 @@ from safetensors import safe_open
 from tests.plan.needs import LINE, rows, said_by_preset, said_by_readme
 from tests.readme import README
 from tests.runs import alone, make_run, make_text, steps_of, train
-from trainer import families
 from trainer.config.load import ConfigError, check_files, load_config, stage_config
 from trainer.config.schema import RunConfig
 from trainer.config.sections import family_names
-from trainer.families._published import published_folder
-from trainer.modules import build_model
+from trainer.models import families
+from trainer.models.build import build_model
+from trainer.models.parts.published import published_folder
 
 ROOT = Path(__file__).parents[1]
 PRESETS = ROOT / "presets"

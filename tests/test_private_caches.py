@@ -17,9 +17,9 @@ from tests.runs import make_pictures, run_config
 from trainer.config.errors import InputError
 from trainer.config.load import dump_config, load_config
 from trainer.data.cache import ExampleCache
-from trainer.families._folder import write_once
 from trainer.launcher import preflight
-from trainer.plan import calibration, recording
+from trainer.models.parts.folder import write_once
+from trainer.plan import calibration, make_tables
 
 NOBODY = 65534
 KEY = "ab" * 32
@@ -54,7 +54,7 @@ WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
         lambda cache: ExampleCache(cache / "examples").write(KEY, {"latents": torch.zeros(2)}),
     ),
     "models": ("tiny/a.txt", lambda cache: write_once(cache / "tiny", lambda at: (at / "a.txt").write_text("a"))),
-    "plans": ("plans/a.json.gz", lambda cache: recording.write(cache / "plans" / "a.json.gz", {}, {})),
+    "plans": ("plans/a.json.gz", lambda cache: make_tables.write(cache / "plans" / "a.json.gz", {}, {})),
     "measured": ("plans/measured.jsonl", lambda cache: calibration.keep(cache, measured())),
 }
 

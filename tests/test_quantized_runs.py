@@ -19,13 +19,13 @@ from tests.distributed import run_ranks
 from tests.families.common import IMAGES
 from tests.runs import Outcome, alone, difference, make_pictures, make_run, run_config, train
 from tests.test_stored import four_bits
-from trainer import families
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
+from trainer.data.encode import encode_data
 from trainer.distributed.world import World
-from trainer.encode import encode_data
 from trainer.export import export
-from trainer.modules import _coded, build_model, encoder_loader, load_model
+from trainer.models import families
+from trainer.models.build import _coded, build_model, encoder_loader, load_model
 from trainer.parallel.quantized_cache import QuantizedCache
 from trainer.run.events import StatusEvent, WarningEvent
 from trainer.weights.files import WeightFiles
@@ -256,8 +256,8 @@ def test_captions_are_encoded_by_an_encoder_in_fewer_bits(root: Path, tmp_path: 
 
 
 def test_the_reading_of_a_large_model_is_told(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("trainer.train.SMALL_MODEL_BYTES", 0)
-    monkeypatch.setattr("trainer.train.HEARTBEAT_SECONDS", 0.0)
+    monkeypatch.setattr("trainer.train.loop.SMALL_MODEL_BYTES", 0)
+    monkeypatch.setattr("trainer.train.loop.HEARTBEAT_SECONDS", 0.0)
     cfg = config(root, train__steps=1)
     events = train(alone(), cfg, make_run(tmp_path, cfg, "told")).events
     told = [event for event in events if isinstance(event, StatusEvent) and event.message == "MiB of weights"]

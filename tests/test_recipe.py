@@ -11,8 +11,8 @@ import pytest
 
 from tests.runs import make_pictures, run_config
 from trainer.config.load import dump_config
-from trainer.objectives import empirical_mu
-from trainer.recipe import NUM_BINS, main, recipe
+from trainer.models.objectives import empirical_mu
+from trainer.plan.timesteps import NUM_BINS, main, recipe
 from trainer.run.process import worker_environment
 
 
@@ -47,7 +47,7 @@ def test_discrete_diffusion_draws_evenly(pictures: Path):
 def test_the_command_prints_it_or_says_what_is_wrong(pictures: Path, tmp_path: Path, monkeypatch, capsys):
     file = tmp_path / "config.yaml"
     file.write_text(dump_config(run_config(pictures)))
-    argv = [sys.executable, "-m", "trainer.recipe", str(file)]
+    argv = [sys.executable, "-m", "trainer.plan.timesteps", str(file)]
     told = subprocess.run(argv, capture_output=True, text=True, check=True, env=worker_environment())
     assert sum(row["images"] for row in json.loads(told.stdout)) == 8
     file.write_text(dump_config(run_config(tmp_path / "none")))

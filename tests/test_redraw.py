@@ -17,7 +17,7 @@ from tests.families.common import assert_same_picture, without_bar
 from tests.readme import README
 from tests.runs import alone, make_pictures, make_run, run_config
 from trainer.export import export
-from trainer.train import Trainer
+from trainer.train.loop import Trainer
 
 
 def test_the_readmes_lines_draw_the_last_sample_of_a_run_with_its_exported_lora(

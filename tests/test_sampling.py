@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 
 from tests.distributed import run_ranks
-from trainer.data.pixels import png
+from trainer.data.image_io import png
 from trainer.distributed.world import World
-from trainer.sampling import draw_all
+from trainer.train.sampling import draw_all
 
 
 def draw_colours(world: World, count: int) -> tuple[list[tuple[int, ...]], int]:

@@ -14,16 +14,16 @@ from safetensors.torch import load_file
 from app import form
 from tests.commands import Started, launch_py
 from tests.runs import alone, difference, make_pictures, make_run, make_text, run_config, text_config, train
-from trainer import families
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigError, dump_config, load_config, stage_config
 from trainer.config.schema import RunConfig
 from trainer.export import hand_over
 from trainer.launcher import preflight
+from trainer.models import families
+from trainer.models.state_dict import BaseWeights
 from trainer.run import process, stages
 from trainer.run.events import CheckpointEvent, EventReader, StageEvent, StepEvent, latest_steps
 from trainer.run.folder import RunDir, weights_of
-from trainer.trained import BaseWeights
 
 PRESET = """\
 name: two

@@ -324,7 +324,7 @@ def test_no_tracker_imports_torch() -> None:
 RANK_0 = """
 import sys, time
 from pathlib import Path
-from trainer.config.schema import TrackersConfig
+from trainer.config.sections import TrackersConfig
 from trainer.run.events import EventWriter
 from trainer.run.folder import RunDir
 from trainer.metrics.trackers import following

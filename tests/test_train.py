@@ -26,7 +26,7 @@ from trainer.rng import SampleRng
 from trainer.run.events import AnyEvent, SampleEvent, StatusEvent, ValidationEvent, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.run.manifest import progress_of
-from trainer.train import Trainer
+from trainer.train.loop import Trainer
 
 
 @pytest.fixture(scope="module")

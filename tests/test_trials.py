@@ -15,15 +15,16 @@ from torch import nn
 
 from tests.distributed.pool import run_ranks
 from tests.runs import alone, make_pictures, run_config
-from trainer import measure, trials
+from trainer.benchmark import variants as trials
+from trainer.benchmark import worker
+from trainer.benchmark.probe import Probe
+from trainer.benchmark.variants import Trial
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigError, ConfigFile, dump_config, load_config
 from trainer.distributed.world import World
-from trainer.parallel.probe import Probe
 from trainer.parallel.strategy import ModelBytes, RankBytes, expected
 from trainer.run import process
 from trainer.run.folder import RunDir
-from trainer.trials import Trial
 
 GB = 1e9
 STRATEGIES = {
@@ -62,7 +63,7 @@ def config_file(pictures: Path, folder: Path, ranks: int, **changes: Any) -> Con
 
 def measured(world: World, run: RunDir) -> None:
     for trial in trials.folders(run).values():
-        cost = measure.measure(trial, world, run.path.parent / "cache")
+        cost = worker.measure(trial, world, run.path.parent / "cache")
         if world.rank == 0:
             trials.write(cost, trial)
 

@@ -44,7 +44,7 @@ WORKER = '''
 import os, sys, time
 import torch
 from trainer import __main__ as trainer
-from trainer.train import Trainer
+from trainer.train.loop import Trainer
 from trainer.run.folder import RunDir
 
 train_step = Trainer.train_step

@@ -65,7 +65,7 @@ def _train(run: RunDir) -> None:
     from trainer.distributed.world import connect, find_rendezvous
     from trainer.metrics.debug_log import debug_log
     from trainer.metrics.trackers import following
-    from trainer.train import speaker
+    from trainer.train.log import speaker
 
     rendezvous = find_rendezvous(run)
     attached = attach(run.path, rendezvous)
@@ -119,10 +119,10 @@ def _start_again_with(run: RunDir, say: Callable[[Any], None], change: str) -> N
 def _train_on(
     attached: RankRun, world: World, say: Callable[[Any], None], told: Preemption, ask: Callable[[str], None]
 ) -> _End:
-    from trainer.encode import StopRequested
+    from trainer.data.encode import StopRequested
     from trainer.metrics.out_of_memory import OutOfMemoryError
     from trainer.run.manifest import newest_step
-    from trainer.train import Trainer
+    from trainer.train.loop import Trainer
 
     cfg, run = attached.config, attached.run
     try:

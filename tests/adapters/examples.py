@@ -12,14 +12,14 @@ import torch
 from peft.tuners.lokr.layer import factorization
 from torch import Tensor, nn
 
-from trainer import families
 from trainer.adapters.files import read_adapter
 from trainer.adapters.formats import AdapterFile, Naming, adapter_files
 from trainer.adapters.layer import Kind, LayerAdapter
 from trainer.config.sections import ModelConfig, ObjectiveConfig
-from trainer.families.base import ModelFamily
+from trainer.models import families
+from trainer.models.base import ModelFamily
+from trainer.models.state_dict import naming
 from trainer.rng import generator
-from trainer.trained import naming
 
 KINDS: Mapping[str, Kind] = {
     "lora": "lora",

@@ -22,7 +22,7 @@ from trainer.config.sections import (
     LokrAdapter,
     LoraAdapter,
 )
-from trainer.families.base import ModelFamily
+from trainer.models.base import ModelFamily
 from trainer.rng import generator
 
 BOTH = ("linear", "conv")

@@ -13,11 +13,11 @@ from safetensors import safe_open
 from tests.adapters.consumers import CONSUMERS, diffusers, ourselves
 from tests.adapters.examples import KINDS, Example, cached_example, layer_adapter, saved
 from tests.families.common import IMAGES
-from trainer import families
 from trainer.adapters.files import read_adapter
 from trainer.adapters.formats import ROTATIONS, AdapterFile, adapter_files
 from trainer.adapters.layer import LayerAdapter
 from trainer.config.errors import InputError
+from trainer.models import families
 
 FORMATS = ("auto", "diffusers", "comfyui", "kohya", "lycoris", "peft")
 FP32 = 2e-6

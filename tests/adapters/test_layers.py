@@ -29,7 +29,7 @@ from tests.adapters.nets import (
     plain_net,
     started,
 )
-from trainer import adapters, families
+from trainer import adapters
 from trainer.adapters.layer import LayerAdapter
 from trainer.adapters.lowrank import RowLengths
 from trainer.adapters.orthogonal import Boft, cayley_excess
@@ -46,8 +46,9 @@ from trainer.config.sections import (
     ParallelConfig,
     TrainConfig,
 )
-from trainer.families.base import ModelFamily
-from trainer.families.flux2 import image_ids, text_ids
+from trainer.models import families
+from trainer.models.base import ModelFamily
+from trainer.models.families.flux2 import image_ids, text_ids
 from trainer.parallel.parallelize import parallelize
 from trainer.rng import generator
 

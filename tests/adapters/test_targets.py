@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.adapters.nets import NET_TARGETS, Net, family_targets
-from trainer import adapters, families
+from trainer import adapters
 from trainer.adapters import Injected, Targets
 from trainer.config.errors import InputError
 from trainer.config.sections import (
@@ -26,7 +26,8 @@ from trainer.config.sections import (
     ModelConfig,
     ObjectiveConfig,
 )
-from trainer.families.base import ModelFamily
+from trainer.models import families
+from trainer.models.base import ModelFamily
 
 
 @pytest.fixture(scope="module")

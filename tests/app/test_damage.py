@@ -19,12 +19,12 @@ import pytest
 from PIL import Image
 
 from app import form, monitor
-from app import runs as all_runs
-from app.dataset import Captions, Card
+from app import run_table as all_runs
+from app.captions import Captions, Card
 from app.form import Draft
-from app.pages import export, queue, runs, samples, watch
-from app.pages.ticks import SKIP, Made
 from app.studio import Studio
+from app.web.pages import export, queue, runs, samples, watch
+from app.web.pages.renew import SKIP, Made
 from trainer.config.load import ConfigError, load_config_text
 from trainer.launcher.queue import Entry, Queue
 from trainer.run.events import EventWriter, ExportEvent, RankLine, SampleEvent, StatusEvent, StepEvent

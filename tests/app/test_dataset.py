@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from app import dataset
-from app.dataset import Captions, Card
+from app import captions
+from app.captions import Captions, Card
 from tests.runs import make_pictures
 from trainer.config.errors import InputError
 
@@ -18,7 +18,7 @@ def pictures(tmp_path: Path) -> Path:
 
 
 def cards_of(folder: Path) -> list[Card]:
-    return dataset.cards(sorted(folder.glob("*.png")))
+    return captions.cards(sorted(folder.glob("*.png")))
 
 
 def captions_of(folder: Path) -> list[str]:

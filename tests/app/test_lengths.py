@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from app import lengths
-from app.lengths import Known, Lengths
+from app import caption_lengths
+from app.caption_lengths import Known, Lengths
 from tests.runs import make_pictures, run_config
 from trainer.config.schema import RunConfig
 from trainer.data.measured import Measured
@@ -33,7 +33,7 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 def test_one_process_answers_about_all_configs_and_goes_when_nothing_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lengths, "IDLE_S", 1.0)
+    monkeypatch.setattr(caption_lengths, "IDLE_S", 1.0)
     folder, seen = make_pictures(tmp_path / "pictures", 2), Lengths(tmp_path / "runs")
     (folder / "01.txt").write_text("1" * 40)
     config = run_config(folder, model__family="sdxl")

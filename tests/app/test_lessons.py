@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from app.lessons import Table, exercise, gallery
+from app.notebook.lessons import Table, exercise, gallery
 from tests.runs import make_pictures
 from trainer.config.errors import InputError
 

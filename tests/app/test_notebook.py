@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from app import notebook, panels
+from app import html, notebook
 from app.monitor import Follower
-from app.widgets import dashboard
-from app.widgets.dashboard import Dashboard
+from app.notebook import dashboard
+from app.notebook.dashboard import Dashboard
 from tests.app.browser import recorded
 from tests.runs import awaited, make_pictures, run_config, write_preset
 from trainer.config.errors import InputError
@@ -294,7 +294,7 @@ def test_a_button_asks_the_trainer_and_says_what_follows(run: RunDir, shown: Sho
     for what, button in board.buttons.items():
         button.click()
         assert run.requested(what)
-        assert panels.ANSWERS[what] in board.said.value
+        assert html.ANSWERS[what] in board.said.value
     living.clear()
     board.buttons["stop"].click()
     assert "is not running" in board.said.value

@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Browser
 
-from app import runs as all_runs
+from app import run_table as all_runs
 from app.studio import Studio
-from app.thumbnails import Downloads, Thumbnails
+from app.web.served_files import Downloads, Thumbnails
 from tests.app.browser import ROOT, Server, opened, recorded, serving, show, watch
 from tests.runs import make_pictures, run_config
 from trainer.config.load import dump_config, load_config

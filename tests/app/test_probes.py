@@ -60,7 +60,7 @@ def ask(client: httpx.Client, way: str, **options) -> httpx.Response:
         "{runs}/probed/samples/step-000020-0.png",
         "{runs}/probed/out",
         "launch.py",
-        "app/gradio_app.py",
+        "app/web/server.py",
     ],
 )
 def test_no_file_but_thumbnails_is_served(client: httpx.Client, runs: Path, path: str):
@@ -162,7 +162,7 @@ def test_no_process_of_the_page_inherits_the_password(guarded: Server):
     page = psutil.Process(guarded.process.pid)
     assert PASSWORD not in " ".join(page.cmdline())
     program = (
-        "import os, subprocess, sys; from pathlib import Path; from app import gradio_app as page; "
+        "import os, subprocess, sys; from pathlib import Path; from app.web import server as page; "
         "page._user('127.0.0.1', None, None); print(os.environ.get('SHARDSTUDIO_AUTH')); "
     )
     environment = {**os.environ, "SHARDSTUDIO_AUTH": f"{USER}:{PASSWORD}"}

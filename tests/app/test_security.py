@@ -16,8 +16,8 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from app import security
-from app.security import Guard, Login
+from app.web import security
+from app.web.security import Guard, Login
 from trainer.config.errors import InputError
 
 PORT = 7860

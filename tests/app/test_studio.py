@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from app import form, runs
+from app import form, run_table
 from app.form import Draft
 from app.studio import Studio
 from tests.runs import make_pictures, write_preset
@@ -118,7 +118,7 @@ def test_a_queue_that_cannot_be_worked_off_says_why_and_goes_on_when_it_can(stud
 
 def test_the_page_loads_no_torch():
     heavy = "{'torch', 'diffusers', 'transformers', 'numpy.testing'} & set(sys.modules)"
-    program = f"import sys, app.gradio_app; sys.exit(str({heavy}) if {heavy} else 0)"
+    program = f"import sys, app.web.server; sys.exit(str({heavy}) if {heavy} else 0)"
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert told.returncode == 0, told.stderr
 
@@ -133,8 +133,8 @@ def test_damaged_tags_are_named_and_left_as_they_are(studio: Studio):
     studio.runs.mkdir()
     file = studio.runs / "tags.json"
     file.write_text("{")
-    assert runs.Summaries(studio).all() == []
-    assert runs.tags_problem(studio.runs).startswith(f"{file}: damaged (")
+    assert run_table.Summaries(studio).all() == []
+    assert run_table.tags_problem(studio.runs).startswith(f"{file}: damaged (")
     with pytest.raises(InputError, match=r"tags\.json: damaged \(.*\); repair or remove it"):
-        runs.set_tags(studio.runs, "one", "good")
+        run_table.set_tags(studio.runs, "one", "good")
     assert file.read_text() == "{"

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from app.pages.export import exported
-from app.thumbnails import Thumbnails
+from app.web.pages.export import exported
+from app.web.served_files import Thumbnails
 from tests.data.test_hostile_data import NOT_REGULAR, POSTSCRIPT, called, png_of, refused
 from tests.data.test_pixels import ORIENTED
-from trainer.data.pixels import load_preview, load_rgb, open_picture
+from trainer.data.image_io import load_preview, load_rgb, open_picture
 from trainer.run.folder import RunDir
 
 __all__ = ["called"]  # a fixture
@@ -24,8 +24,8 @@ MIB = 2**20
 PEAK = """
 import sys
 from pathlib import Path
-from app import gradio_app
-from app.thumbnails import FULL, Thumbnails
+from app.web import server
+from app.web.served_files import FULL, Thumbnails
 Thumbnails(Path(sys.argv[1])).of(Path(sys.argv[2]), FULL)
 print([line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")][0])
 """

@@ -7,7 +7,7 @@ from typing import Any
 import gradio as gr
 import pytest
 
-from app.pages.ticks import SKIP, Made, Sent, choices, renewed
+from app.web.pages.renew import SKIP, Made, Sent, choices, renewed
 
 
 def never() -> Any:

@@ -15,10 +15,10 @@ import pytest
 
 from app import form
 from app.form import Draft
-from app.pages import train
-from app.pages.train import TrainPage
-from app.preflight import HERE
+from app.plan_preview import HERE
 from app.studio import Studio
+from app.web.pages import train
+from app.web.pages.train import TrainPage
 from tests.runs import make_pictures, write_preset
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # gradio's event loops

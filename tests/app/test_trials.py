@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from app import trials
-from app.lessons import Bars
+from app.notebook import comparison
+from app.notebook.lessons import Bars
+from trainer.benchmark.variants import Cost, Trial
 from trainer.parallel.strategy import ModelBytes, expected
 from trainer.run.folder import RunDir
-from trainer.trials import Cost, Trial
 
 MODEL = ModelBytes(
     weights=40_000_000,
@@ -51,7 +51,7 @@ ALL = [
 
 
 def test_the_summary_tells_bytes_saving_time_and_losses_of_each_strategy() -> None:
-    assert str(trials.summary(ALL)).splitlines() == [
+    assert str(comparison.summary(ALL)).splitlines() == [
         "strategy  ranks  MB per rank  in host memory  saved  s per step  loss before  loss after",
         "--------  -----  -----------  --------------  -----  ----------  -----------  ----------",
         "ddp           4       160.00                     0%       0.500        1.500       0.500",
@@ -64,12 +64,12 @@ def test_the_summary_tells_bytes_saving_time_and_losses_of_each_strategy() -> No
 
 def test_a_saving_is_against_ddp_on_as_many_ranks() -> None:
     two = [trial("ddp", "ddp", 2), trial("full", "full", 2)]
-    assert trials.saving(two, "full") == 0.5
-    assert trials.saving(two + ALL, "full") == 0.75
+    assert comparison.saving(two, "full") == 0.5
+    assert comparison.saving(two + ALL, "full") == 0.75
 
 
 def test_what_is_counted_stands_beside_the_formula() -> None:
-    head, _, _, grad_op, full, *_ = str(trials.against_formula(ALL)).splitlines()
+    head, _, _, grad_op, full, *_ = str(comparison.against_formula(ALL)).splitlines()
     assert head.split("  ")[-1] == "deviation"
     assert grad_op.split() == [
         "grad_op",
@@ -108,38 +108,38 @@ def test_the_deviation_is_that_of_the_worst_rank_in_any_kind_of_bytes(field: str
     ours = ALL[2]
     last = replace(ours.cost.ranks[-1], **{field: getattr(ours.cost.formula, field) * 1.05})
     worse = replace(ours, cost=replace(ours.cost, ranks=(*ours.cost.ranks[:-1], last)))
-    assert trials.deviation(ours) == 0
-    assert trials.deviation(worse) == pytest.approx(0.05)
+    assert comparison.deviation(ours) == 0
+    assert comparison.deviation(worse) == pytest.approx(0.05)
 
 
 def test_bytes_that_should_not_be_there_are_a_whole_deviation() -> None:
     alone = trial("none", "none", ranks=1)
     sends = replace(alone, cost=replace(alone.cost, ranks=(replace(alone.cost.ranks[0], sent=8.0),)))
-    assert trials.deviation(sends) == 1
+    assert comparison.deviation(sends) == 1
 
 
 def test_zero_s_table_of_seven_billion_parameters() -> None:
-    rows = [line.split() for line in str(trials.zero_table(7_000_000_000, (1, 8))).splitlines()[2:]]
+    rows = [line.split() for line in str(comparison.zero_table(7_000_000_000, (1, 8))).splitlines()[2:]]
     assert [row[-2:] for row in rows] == [["112.0", "112.0"], ["112.0", "26.2"], ["112.0", "14.0"]]
 
 
 def test_activations_are_told_per_rank_and_per_image() -> None:
-    first = str(trials.activations(ALL)).splitlines()[2]
+    first = str(comparison.activations(ALL)).splitlines()[2]
     assert first.split() == ["ddp", "4", "1", "5.00", "5.00"]
 
 
 def test_levers_are_told_with_what_they_cost() -> None:
-    first = str(trials.levers([ALL[2]])).splitlines()[2]
+    first = str(comparison.levers([ALL[2]])).splitlines()[2]
     assert first.split() == ["full", "5.00", "13.00", "87.00", "0.500", "1.500", "0.500"]
 
 
 def test_a_run_without_held_out_pictures_has_no_losses_of_them() -> None:
     quiet = replace(ALL[0], validation=())
-    assert str(trials.summary([quiet])).splitlines()[2].split()[-1] == "0.500"
+    assert str(comparison.summary([quiet])).splitlines()[2].split()[-1] == "0.500"
 
 
 def test_bars_are_as_long_as_their_parts_together() -> None:
-    bars = trials.memory(ALL[:3])
+    bars = comparison.memory(ALL[:3])
     assert str(bars).splitlines()[-1].split() == [
         "full,",
         "4",

@@ -12,27 +12,28 @@ from pathlib import Path
 
 import pytest
 
-from app import dataset, form, runs
-from app.dataset import Captions, Card
+from app import captions as caption_files
+from app import form, run_table
+from app.captions import Captions, Card
 from app.form import Draft
 from app.studio import Studio
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigError, load_config, load_config_text
 
 TAGGER = """
-from pathlib import Path; from app import runs; import sys
+from pathlib import Path; from app import run_table; import sys
 print("ready", flush=True); input()
-for number in range(20): runs.set_tags(Path(sys.argv[1]), f"{sys.argv[2]}-{number}", "tag")
+for number in range(20): run_table.set_tags(Path(sys.argv[1]), f"{sys.argv[2]}-{number}", "tag")
 """
 WRITER = """
-from pathlib import Path; from app.dataset import Captions, Card; import sys
+from pathlib import Path; from app.captions import Captions, Card; import sys
 captions = Captions(Path(sys.argv[1]) / "drafts" / "captions.jsonl")
 print("ready", flush=True); input()
 for number in range(20): captions.write(Card(Path(sys.argv[1]) / f"{sys.argv[2]}.png", ""), f"caption {number}")
 """
 SAVER = """
 from pathlib import Path; from app import form; from app.form import Draft; from app.studio import Studio; import sys
-from trainer.config.schema import InputError
+from trainer.config.errors import InputError
 studio = Studio(Path(sys.argv[1])); checked = form.check(Draft(studio.presets()["quickstart"])); saved = []
 print("ready", flush=True); input()
 for number in range(20):
@@ -60,7 +61,7 @@ def two(program: str, folder: Path) -> list[str]:
 
 def test_two_pages_that_tag_runs_lose_no_tag(tmp_path: Path):
     two(TAGGER, tmp_path)
-    assert len(runs.read_tags(tmp_path)) == 40
+    assert len(run_table.read_tags(tmp_path)) == 40
 
 
 def test_two_pages_that_write_captions_lose_none_of_what_can_be_taken_back(tmp_path: Path):
@@ -94,7 +95,7 @@ def test_a_keystroke_after_thirty_thousand_others_is_as_fast_as_the_first(tmp_pa
 def test_a_long_history_loses_its_older_half_and_keeps_what_was_changed_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(dataset, "MOST_HISTORY", 40_000)
+    monkeypatch.setattr(caption_files, "MOST_HISTORY", 40_000)
     captions = Captions(tmp_path / "captions.jsonl")
     together = [Card(tmp_path / f"{number}.png", "word") for number in range(200)]
     assert captions.replace(together, "word", "a boat") == 200
@@ -141,7 +142,7 @@ def test_what_the_page_keeps_can_be_read_by_its_owner_only(tmp_path: Path):
     studio.save_preset(checked, "mine")
     studio.keep_draft(checked.draft)
     studio.queue.add(checked.config)
-    runs.set_tags(tmp_path, "a", "tag")
+    run_table.set_tags(tmp_path, "a", "tag")
     modes = {file.name: oct(stat.S_IMODE(file.stat().st_mode)) for file in tmp_path.iterdir()}
     assert modes == {"queue": "0o700", "drafts": "0o700", "presets": "0o700", "tags.json": "0o600"}
 

@@ -32,15 +32,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.audit.check import Check
-from trainer import families
 from trainer.config.schema import RunConfig
 from trainer.config.sections import OptimConfig
 from trainer.distributed.world import World, joined
-from trainer.families.base import ImageFamily
-from trainer.modules import encoder_loader
+from trainer.models import families
+from trainer.models.base import ImageFamily
+from trainer.models.build import encoder_loader
 from trainer.run.events import AnyEvent, StepEvent
 from trainer.run.folder import RunDir
-from trainer.train import Trainer
+from trainer.train.loop import Trainer
 
 SEED = 7
 BATCH = 5

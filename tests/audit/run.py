@@ -15,12 +15,12 @@ import numpy as np
 import torch.distributed as dist
 from PIL import Image
 
-from trainer import families
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ModelConfig, ModelOptions, ObjectiveConfig
 from trainer.distributed.world import connect
+from trainer.models import families
 from trainer.run.folder import RunDir
-from trainer.train import Trainer
+from trainer.train.loop import Trainer
 
 Sections = Mapping[str, Mapping[str, Any]]
 WIDE, TALL = (96, 32), (32, 96)

@@ -28,7 +28,7 @@ from trainer.config.sections import (
     LokrAdapter,
     LoraAdapter,
 )
-from trainer.families.flux2 import Flux2, image_ids, text_ids
+from trainer.models.families.flux2 import Flux2, image_ids, text_ids
 
 WIDTH = 1024
 IMAGE_TOKENS = (16, 24)

@@ -22,18 +22,18 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tests.benchmarks.processes import run_ranks_afresh
-from trainer import families
 from trainer.config.load import load_config_text
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ModelConfig, ModelOptions
 from trainer.distributed.world import World, connect
-from trainer.families._published import published_folder
-from trainer.modules import build_model, materialize, shard_model
+from trainer.models import families
+from trainer.models.build import build_model, materialize, shard_model
+from trainer.models.parts.published import published_folder
 from trainer.optim import make_optimizer
 from trainer.parallel.mesh import device_mesh
-from trainer.plan import virtual
-from trainer.plan.record import batch_of, trace
+from trainer.plan import fake_device
 from trainer.plan.steps import Size
+from trainer.plan.trace import batch_of, trace
 from trainer.rng import SampleRng
 
 BLOCKS = {"num_layers": 2, "num_single_layers": 6, "num_attention_heads": 8, "joint_attention_dim": 7680}
@@ -137,7 +137,7 @@ def _run(cfg: RunConfig, cache: Path, how: str) -> int | None:
             found = allocated(cfg, cache, world)
             world.barrier()
             return found if world.rank == 0 else None
-        return allocated(cfg, cache, stack.enter_context(virtual.ranks(2, torch.device("cpu"))))
+        return allocated(cfg, cache, stack.enter_context(fake_device.ranks(2, torch.device("cpu"))))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 A drawing is recognised when its own picture is among the five nearest of all pictures, by the root mean square of the
 difference of pixels. diffusers' own pipeline draws, so the folder is what other programs see. Needs the font of
-trainer.demo.
+tests.demo_model.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from diffusers import Flux2KleinPipeline
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
+from tests.demo_model.pictures import Picture, glyphs, numbers_and_colours
 from trainer.config.sections import DEMO
-from trainer.demo.pictures import Picture, glyphs, numbers_and_colours
 
 ROOT = Path(__file__).parents[2]
 SHEET = ROOT / "trainer" / "assets" / "readme" / "demo-base.png"

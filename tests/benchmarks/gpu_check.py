@@ -28,10 +28,10 @@ import torch
 from tests.benchmarks.gpu_plan import CASES, measure
 from tests.benchmarks.step_time import hand_written
 from tests.benchmarks.workload import KLEIN_4B, TINY, Bench, Workload, prepare
-from trainer import families
 from trainer.distributed.world import World, connect
 from trainer.metrics.memory import MemoryMeter
-from trainer.modules import build_model, load_model
+from trainer.models import families
+from trainer.models.build import build_model, load_model
 from trainer.run.process import worker_environment
 from trainer.weights.quantization import FORMATS
 

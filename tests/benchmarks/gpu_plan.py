@@ -18,17 +18,17 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from tests.benchmarks.allocator import given_out
-from trainer import families
 from trainer.config.load import load_config_text
 from trainer.config.schema import RunConfig
-from trainer.modules import build_model, materialize, shard_model
+from trainer.models import families
+from trainer.models.build import build_model, materialize, shard_model
 from trainer.optim import make_optimizer
 from trainer.parallel.mesh import device_mesh
 from trainer.parallel.strategy import Strategy
-from trainer.plan import virtual
+from trainer.plan import fake_device
 from trainer.plan.fixes import planned
-from trainer.plan.record import batch_of, on_this_machine, trace
 from trainer.plan.sizes import size_of
+from trainer.plan.trace import batch_of, on_this_machine, trace
 from trainer.rng import SampleRng
 
 STEPS = 3
@@ -89,7 +89,7 @@ def _run(cfg: RunConfig, device: torch.device, cache: Path) -> float:
     family, size = families.make(cfg, cache), size_of(cfg)
     built = build_model(cfg, family)
     strategy: Strategy = cfg.parallel.strategy  # type: ignore[assignment]
-    with virtual.ranks(cfg.parallel.world_size, device) as world:
+    with fake_device.ranks(cfg.parallel.world_size, device) as world:
         shard_model(built.module, cfg, family, strategy, device_mesh(cfg.parallel, world, strategy))
         materialize(built.module, cfg, device)
         _fill(built.module)

@@ -26,11 +26,11 @@ from torch import nn
 
 from tests.benchmarks.processes import run_ranks_afresh
 from tests.benchmarks.workload import KLEIN_MEDIUM, Bench, prepare
-from trainer import families
 from trainer.config.sections import ParallelConfig
 from trainer.distributed.world import World, connect
 from trainer.metrics.memory import full_bytes, local_bytes
-from trainer.modules import build_model, load_model
+from trainer.models import families
+from trainer.models.build import build_model, load_model
 
 PERIOD_S = 0.005
 OURS, DIFFUSERS = "ours", "diffusers"

@@ -160,16 +160,16 @@ def compare(chosen: Sequence[Case]) -> list[Outcome]:
 def _outcome(case: Case, cache: Path) -> Outcome:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    from trainer import families
-    from trainer.plan import virtual
+    from trainer.models import families
+    from trainer.plan import fake_device
     from trainer.plan.encoders import trace_captions
-    from trainer.plan.record import on_this_machine, trace, trace_drawing
+    from trainer.plan.trace import on_this_machine, trace, trace_drawing
 
     cfg = case.config()
     model = find_model(cfg, cache)
     planned = plan_of(cfg, model, None)
     size = size_of(cfg)
-    family, device = families.make(on_this_machine(cfg, cache), cache), virtual.install()
+    family, device = families.make(on_this_machine(cfg, cache), cache), fake_device.install()
     if case.part == CAPTIONS:
         outcome = Outcome(case, trace_captions(cfg, family, device), captions(model.encoders, over_all(cfg)).peak)
     elif case.part == SAMPLING:  # the denoiser, before anything was trained

@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from app.preflight import HERE, Preflights
+from app.plan_preview import HERE, Preflights
 from trainer.config.load import load_config, load_config_text
 from trainer.config.schema import RunConfig
 from trainer.plan.fixes import planned

@@ -28,10 +28,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tests.benchmarks.processes import run_ranks_afresh
 from tests.benchmarks.workload import KLEIN_SMALL, Bench, prepare
 from trainer.config.sections import ParallelConfig
+from trainer.data.image_source import EncodedData
 from trainer.distributed.world import World, connect
-from trainer.encode import EncodedData
-from trainer.families.flux2 import Flux2, image_ids, text_ids
-from trainer.objectives import Batch
+from trainer.models.families.flux2 import Flux2, image_ids, text_ids
+from trainer.models.objectives import Batch
 
 PAIRS = 11
 WARM_UP = 3

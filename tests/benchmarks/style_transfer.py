@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
+from tests.demo_model.style import in_style
 from tests.readme import write_section
 from tests.runs import alone, make_run
 from trainer.config.load import load_config
-from trainer.demo.style import in_style
-from trainer.train import Trainer
+from trainer.train.loop import Trainer
 
 ROOT = Path(__file__).parents[2]
 PRESET = ROOT / "presets" / "quickstart.yaml"

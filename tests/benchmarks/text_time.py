@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.readme import README
 from tests.runs import alone, make_run, text_config
 from trainer.run.events import AnyEvent, StepEvent, ValidationEvent
-from trainer.train import Trainer
+from trainer.train.loop import Trainer
 
 SMOOTHED = 10
 """Steps over which the loss is averaged."""

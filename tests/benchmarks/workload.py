@@ -19,14 +19,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.config.schema import RunConfig
+from trainer.data.encode import encode_data
+from trainer.data.image_source import EncodedData
 from trainer.distributed.world import World
-from trainer.encode import EncodedData, encode_data
-from trainer.families._text import write_tiny_tokenizer
-from trainer.families.base import LoadModule
-from trainer.families.flux2 import Flux2
-from trainer.objectives import Example
+from trainer.models.base import LoadModule
+from trainer.models.families.flux2 import Flux2
+from trainer.models.objectives import Example
+from trainer.models.parts.text_encoder import write_tiny_tokenizer
 from trainer.run.folder import RunDir
-from trainer.train import Trainer, speaker
+from trainer.train.log import speaker
+from trainer.train.loop import Trainer
 
 NUM_PICTURES = 4
 NUM_WEIGHT_FILES = 4

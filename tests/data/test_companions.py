@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from tests.data.test_images import add_image, data, problems_of
-from trainer.data.images import Photo, scan
-from trainer.data.pixels import Picture, load_mask, open_picture
+from trainer.data.image_files import Photo, scan
+from trainer.data.image_io import Picture, load_mask, open_picture
 
 
 @pytest.fixture

@@ -23,10 +23,10 @@ from tests.commands import launch_py, preset_folder
 from tests.data.test_images import add_image, data
 from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
-from trainer.data import questions, textfiles
-from trainer.data.images import scan
-from trainer.data.pixels import load_rgb, open_picture
-from trainer.data.text import TextStream
+from trainer.data import question_files, text_files
+from trainer.data.image_files import scan
+from trainer.data.image_io import load_rgb, open_picture
+from trainer.data.text_stream import TextStream
 
 AT_MOST_S = 5.0
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n%%EndComments\nshowpage\n%%EOF\n"
@@ -174,13 +174,14 @@ def test_masks_that_never_end_are_named(tmp_path: Path) -> None:
 ROWS_IN_A_SMALL_PROCESS = """
 import sys
 from pathlib import Path
-from trainer.config.schema import DataConfig, InputError
-from trainer.data import images, questions
+from trainer.config.errors import InputError
+from trainer.config.sections import DataConfig
+from trainer.data import image_files, question_files
 for folder in map(Path, sys.argv[1:]):
     asked = folder / "questions.jsonl"
     cfg = DataConfig(path=str(folder), questions=str(asked) if asked.is_symlink() or asked.exists() else None)
     try:
-        images.scan(cfg), questions.of_config(cfg)
+        image_files.scan(cfg), question_files.of_config(cfg)
     except InputError as error:
         print(error)
 """
@@ -219,14 +220,14 @@ def test_a_name_of_a_megabyte_does_not_fill_the_message(tmp_path: Path) -> None:
     row = json.dumps({"image": "n" * 900_000, "question": "a", "answer": "b"})
     (tmp_path / "questions.jsonl").write_text(row)
     cfg = data(tmp_path, questions=str(tmp_path / "questions.jsonl"))
-    [sentence] = refused(lambda: questions.of_config(cfg))
+    [sentence] = refused(lambda: question_files.of_config(cfg))
     assert sentence.startswith(f"{tmp_path}/questions.jsonl:1: ")
 
 
 def test_folders_within_each_other_without_an_end_are_refused(tmp_path: Path) -> None:
     add_image(tmp_path / "a.png")
     (tmp_path / "/".join("d" * 500)).mkdir(parents=True)
-    for found in (lambda: scan(data(tmp_path)), lambda: textfiles.of_config(data(tmp_path))):
+    for found in (lambda: scan(data(tmp_path)), lambda: text_files.of_config(data(tmp_path))):
         assert refused(found) == [
             f"data.path: {tmp_path}: its folders lie within each other more than 100 deep; move the files up"
         ]
@@ -237,11 +238,11 @@ def test_text_that_is_a_pipe_or_a_device_is_refused_before_a_run_starts(tmp_path
     os.mkfifo(tmp_path / name)
     for path in (tmp_path, tmp_path / name):
         cfg = DataConfig(path=str(path))
-        assert refused(lambda cfg=cfg: textfiles.of_config(cfg)) == [f"data.path: {tmp_path}/{name}: {NOT_REGULAR}"]
+        assert refused(lambda cfg=cfg: text_files.of_config(cfg)) == [f"data.path: {tmp_path}/{name}: {NOT_REGULAR}"]
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to("/dev/zero")
     cfg = DataConfig(path=str(tmp_path))
-    assert refused(lambda: textfiles.of_config(cfg)) == [f"data.path: {tmp_path}/{name}: {NOT_REGULAR}"]
+    assert refused(lambda: text_files.of_config(cfg)) == [f"data.path: {tmp_path}/{name}: {NOT_REGULAR}"]
 
 
 def rows(file: Path) -> object:

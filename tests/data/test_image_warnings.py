@@ -11,8 +11,8 @@ from tests.data.profiles import DISPLAY_P3, rgb_profile, srgb_curve
 from tests.data.test_images import add_image, data
 from trainer.data import image_warnings
 from trainer.data.buckets import bucket_sizes
-from trainer.data.images import scan
-from trainer.data.pixels import Picture
+from trainer.data.image_files import scan
+from trainer.data.image_io import Picture
 
 SIZES = bucket_sizes(1024, 16, 2.0)
 

@@ -14,8 +14,8 @@ from PIL import Image
 
 from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
-from trainer.data.images import scan
-from trainer.data.pixels import load_rgb, open_picture
+from trainer.data.image_files import scan
+from trainer.data.image_io import load_rgb, open_picture
 
 QUICKSTART = Path(__file__).parents[2] / "presets" / "quickstart"
 ON_ITS_SIDE = 6
@@ -334,8 +334,8 @@ def test_the_quickstart_holds_32_small_pictures_with_captions() -> None:
 
 def test_a_dataset_is_scanned_without_torch_and_numpy() -> None:
     code = (
-        "import sys; from trainer.config.schema import DataConfig; from trainer.data import buckets, images; "
-        f"images.scan(DataConfig(path={str(QUICKSTART)!r})); print({{'torch', 'numpy'}} & sys.modules.keys())"
+        "import sys; from trainer.config.sections import DataConfig; from trainer.data import buckets, image_files; "
+        f"image_files.scan(DataConfig(path={str(QUICKSTART)!r})); print({{'torch', 'numpy'}} & sys.modules.keys())"
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)

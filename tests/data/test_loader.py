@@ -12,7 +12,7 @@ import torch
 
 from trainer.config.errors import InputError
 from trainer.data.loader import BatchPlan, BatchSizes, Item, Loader, MicroBatch
-from trainer.objectives import Example
+from trainer.models.objectives import Example
 from trainer.run.manifest import Progress
 
 BUCKETS = [0] * 7 + [1] * 4 + [2]

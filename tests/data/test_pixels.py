@@ -27,7 +27,7 @@ from tests.data.profiles import (
 )
 from trainer.config.errors import InputError
 from trainer.data import png_chunks
-from trainer.data.pixels import Picture, load_mask, load_rgb, open_picture
+from trainer.data.image_io import Picture, load_mask, load_rgb, open_picture
 
 ORIENTATION = 0x0112
 XMP = (

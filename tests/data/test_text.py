@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from trainer.config.errors import InputError
-from trainer.data.text import PADDING, START, Piece, Place, Row, TextStream
-from trainer.data.textfiles import digest, find_files
+from trainer.data.text_files import digest, find_files
+from trainer.data.text_stream import PADDING, START, Piece, Place, Row, TextStream
 
 END = 256
 VOCABULARY = 257

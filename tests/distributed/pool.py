@@ -23,7 +23,7 @@ from trainer.distributed.world import World, joined
 T = TypeVar("T")
 TIMEOUT_S = 500
 IMPORTED = (
-    "trainer.train",
+    "trainer.train.loop",
     "diffusers.models.transformers",
     "diffusers.models.unets",
     "transformers.models.t5.modeling_t5",

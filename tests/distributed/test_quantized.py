@@ -19,17 +19,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import run_ranks
 from tests.runs import Outcome, difference, make_pictures, make_run, run_config, train
-from trainer import families
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
 from trainer.metrics.memory import full_bytes, local_bytes
-from trainer.modules import _coded, build_model, load_model
+from trainer.models import families
+from trainer.models.build import _coded, build_model, load_model
 from trainer.parallel.load import load_weights
 from trainer.parallel.parallelize import shard_units
 from trainer.parallel.strategy import RESIDENT_SHARE
 from trainer.run.folder import RunDir
-from trainer.train import Trainer
+from trainer.train.loop import Trainer
 from trainer.weights.files import WeightFiles
 from trainer.weights.quantization import FORMATS, quantize_layers, quantized_layers
 

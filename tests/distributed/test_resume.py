@@ -14,7 +14,7 @@ from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
 from trainer.run.events import AnyEvent
 from trainer.run.folder import RunDir
-from trainer.train import Trainer
+from trainer.train.loop import Trainer
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {},

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from trainer.config.errors import InputError
 from trainer.config.sections import ModelConfig, ModelOptions, ObjectiveConfig, SampleConfig
-from trainer.families import get, names
-from trainer.families.base import ImageFamily, ModelFamily, MultimodalFamily, TextFamily
-from trainer.objectives import Batch, Example
+from trainer.models.base import ImageFamily, ModelFamily, MultimodalFamily, TextFamily
+from trainer.models.families import get, names
+from trainer.models.objectives import Batch, Example
 from trainer.rng import SampleRng, generator
 from trainer.weights.files import WeightFiles, give_storage, read_tensor, stored_tensors
 

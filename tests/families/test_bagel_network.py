@@ -17,7 +17,7 @@ from tests.distributed import run_ranks
 from tests.distributed.gradients import whole_gradients
 from trainer.config.sections import ParallelConfig, TrainConfig
 from trainer.distributed.world import World
-from trainer.families._bagel import (
+from trainer.models.parts.bagel_network import (
     BAGEL_7B_MOT,
     BLOCKS,
     Bagel,
@@ -28,8 +28,8 @@ from trainer.families._bagel import (
     rotary_waves,
     timestep_waves,
 )
-from trainer.families._bagel_pack import DrawnPiece, Marks, Piece, SeenPiece, TextPiece, pack, patched, unpatched
-from trainer.families._folder import fill_random
+from trainer.models.parts.bagel_packing import DrawnPiece, Marks, Piece, SeenPiece, TextPiece, pack, patched, unpatched
+from trainer.models.parts.folder import fill_random
 from trainer.parallel.fsdp_rules import check_calls
 from trainer.parallel.mesh import device_mesh
 from trainer.parallel.parallelize import blocks_of, parallelize

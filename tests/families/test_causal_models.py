@@ -14,7 +14,7 @@ from tests.distributed.gradients import whole_gradients
 from trainer.config.errors import InputError
 from trainer.config.sections import ParallelConfig, TrainConfig
 from trainer.distributed.world import World
-from trainer.families._causal import (
+from trainer.models.parts.next_token import (
     block_names,
     build_language_model,
     computed_buffers,

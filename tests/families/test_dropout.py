@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from tests.distributed import run_ranks
 from tests.families.common import batch_of, edit_json, examples, make, picture
 from tests.runs import alone, difference, make_run, make_text, run_config, steps_of, text_config, train
-from trainer import adapters, families
+from trainer import adapters
 from trainer.config.schema import RunConfig
-from trainer.encode import Say
 from trainer.export import export
-from trainer.families.base import ModelFamily, MultimodalFamily
-from trainer.modules import LoadedModel, build_model, load_model
-from trainer.objectives import Example
+from trainer.models import families
+from trainer.models.base import ModelFamily, MultimodalFamily
+from trainer.models.build import LoadedModel, build_model, load_model
+from trainer.models.objectives import Example
 from trainer.rng import SampleRng, generator
-from trainer.run.events import AnyEvent, WarningEvent
+from trainer.run.events import AnyEvent, Emit, WarningEvent
 from trainer.run.folder import RunDir
-from trainer.train import Trainer
+from trainer.train.loop import Trainer
 from trainer.weights.quantization import quantized_layers
 
 SIZES: dict[str, Any] = {
@@ -348,7 +348,7 @@ class Runs:
         return cfg, RunDir(folder) if folder.exists() else make_run(self.root, cfg, name)
 
     @contextmanager
-    def trainer(self, name: str, say: Say = lambda event: None, **changes: Any) -> Iterator[Trainer]:
+    def trainer(self, name: str, say: Emit = lambda event: None, **changes: Any) -> Iterator[Trainer]:
         trainer = Trainer(*self.run(name, **changes), alone(), self.root / "cache", say)
         try:
             yield trainer

@@ -23,14 +23,14 @@ from tests.families.common import (
     refusal,
 )
 from tests.runs import make_pictures, make_run, run_config, train
-from trainer import families
 from trainer.config.sections import ModelOptions, ObjectiveConfig
 from trainer.distributed.world import World
 from trainer.export import export
-from trainer.families import _flow
-from trainer.families.base import FLOW_FIELDS
-from trainer.modules import encoder_loader
-from trainer.objectives import Batch, Example, Shift, draw_sigma
+from trainer.models import families
+from trainer.models.base import FLOW_FIELDS
+from trainer.models.build import encoder_loader
+from trainer.models.objectives import Batch, Example, Shift, draw_sigma
+from trainer.models.parts import flow_matching
 from trainer.parallel.fsdp_rules import check_calls
 from trainer.parallel.parallelize import blocks_of
 from trainer.rng import SampleRng
@@ -141,14 +141,14 @@ def test_fsdp2_can_follow_every_call_of_the_model_in_training(family: Any) -> No
 
 
 def test_a_token_is_size_multiple_pixels_high_and_wide(image_family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is shown of a config's shift (`trainer.recipe`) rests on it."""
+    """What is shown of a config's shift (`trainer.plan.timesteps`) rests on it."""
     seen: list[int] = []
 
     def draw(objective: ObjectiveConfig, shift: Shift, num_tokens: int, rng: SampleRng) -> torch.Tensor:
         seen.append(num_tokens)
         return draw_sigma(objective, shift, num_tokens, rng)
 
-    monkeypatch.setattr(_flow, "draw_sigma", draw)
+    monkeypatch.setattr(flow_matching, "draw_sigma", draw)
     image_family.loss(model_of(image_family), batch_of(image_family, examples(image_family, 1)), SampleRng(0, [0]))
     num_tokens = (64 // image_family.size_multiple) * (32 // image_family.size_multiple)
     assert seen == [num_tokens] * (image_family.objective_fields >= FLOW_FIELDS)

@@ -27,9 +27,9 @@ from tests.families.common import (
     without_bar,
 )
 from trainer.config.sections import ObjectiveConfig, SampleConfig
-from trainer.families._images import pack, patchify, unpack, unpatchify
-from trainer.families.flux1 import ARCHITECTURES, Flux1, image_ids
-from trainer.objectives import Shift, add_noise, draw_sigma, shift_factor
+from trainer.models.families.flux1 import ARCHITECTURES, Flux1, image_ids
+from trainer.models.objectives import Shift, add_noise, draw_sigma, shift_factor
+from trainer.models.parts.images import pack, patchify, unpack, unpatchify
 from trainer.rng import SampleRng
 
 CAPTIONS = ["a red fox", "", "a long caption of many words " * 10]

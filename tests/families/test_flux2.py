@@ -32,11 +32,11 @@ from tests.families.common import (
 )
 from trainer.config.errors import InputError
 from trainer.config.sections import ModelConfig, ObjectiveConfig, SampleConfig
-from trainer.families._folder import ModelFolder, write_once
-from trainer.families._images import pack, patchify, unpack, unpatchify
-from trainer.families._text import stacked_layers
-from trainer.families.flux2 import ARCHITECTURES, Flux2, image_ids, text_ids
-from trainer.objectives import add_noise, draw_sigma, empirical_mu
+from trainer.models.families.flux2 import ARCHITECTURES, Flux2, image_ids, text_ids
+from trainer.models.objectives import add_noise, draw_sigma, empirical_mu
+from trainer.models.parts.folder import ModelFolder, write_once
+from trainer.models.parts.images import pack, patchify, unpack, unpatchify
+from trainer.models.parts.text_encoder import stacked_layers
 from trainer.rng import SampleRng
 from trainer.weights.files import WeightFiles
 

@@ -24,8 +24,8 @@ from tests.families.common import (
     without_bar,
 )
 from trainer.config.sections import ObjectiveConfig, SampleConfig
-from trainer.families.flux2 import REFERENCE_TIME, Flux2, image_ids
-from trainer.objectives import Example, add_noise, draw_sigma
+from trainer.models.families.flux2 import REFERENCE_TIME, Flux2, image_ids
+from trainer.models.objectives import Example, add_noise, draw_sigma
 from trainer.rng import SampleRng
 
 # Smaller ones are refused by the pipelines, and these are left at their size.

@@ -33,15 +33,16 @@ from tests.families.common import (
     without_bar,
 )
 from tests.runs import alone, run_config
-from trainer import families
 from trainer.config.sections import ObjectiveConfig, SampleConfig
+from trainer.data.encode import encode_data
+from trainer.data.image_source import batch_keys
 from trainer.data.loader import BatchPlan, BatchSizes
-from trainer.encode import batch_keys, encode_data
-from trainer.families._images import pack
-from trainer.families._packed_vae import latent_statistics
-from trainer.families.flux3 import ARCHITECTURES, Flux3, image_ids, text_ids
-from trainer.modules import encoder_loader
-from trainer.objectives import Shift, add_noise, draw_sigma
+from trainer.models import families
+from trainer.models.build import encoder_loader
+from trainer.models.families.flux3 import ARCHITECTURES, Flux3, image_ids, text_ids
+from trainer.models.objectives import Shift, add_noise, draw_sigma
+from trainer.models.parts.images import pack
+from trainer.models.parts.packed_vae import latent_statistics
 from trainer.rng import SampleRng
 
 CAPTIONS = ["a red fox", "", "a long caption of many words " * 10]

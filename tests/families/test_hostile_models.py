@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from trainer import families
 from trainer.config.errors import InputError
 from trainer.config.sections import ModelConfig, ObjectiveConfig
-from trainer.families._folder import read_json
-from trainer.families._text import load_tokenizer
+from trainer.models import families
+from trainer.models.parts.folder import read_json
+from trainer.models.parts.text_encoder import load_tokenizer
 
 CODE = """\
 from pathlib import Path

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.runs import run_config
-from trainer import families
 from trainer.config.errors import InputError
+from trainer.models import families
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,9 @@ from tests.families.common import (
     without_bar,
 )
 from trainer.config.sections import ObjectiveConfig, SampleConfig
-from trainer.families._images import pack, patchify
-from trainer.families.qwen_image import ARCHITECTURES, TEMPLATE, TEMPLATE_TOKENS, QwenImage
-from trainer.objectives import Shift, add_noise, draw_sigma
+from trainer.models.families.qwen_image import ARCHITECTURES, TEMPLATE, TEMPLATE_TOKENS, QwenImage
+from trainer.models.objectives import Shift, add_noise, draw_sigma
+from trainer.models.parts.images import pack, patchify
 from trainer.rng import SampleRng
 
 CAPTIONS = ["a red fox", "", "a long caption of many words " * 10]

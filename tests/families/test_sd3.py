@@ -24,8 +24,8 @@ from tests.families.common import (
     without_bar,
 )
 from trainer.config.sections import ObjectiveConfig, SampleConfig
-from trainer.families.sd3 import ARCHITECTURES, Sd3
-from trainer.objectives import Shift, add_noise, draw_sigma, shift_sigma
+from trainer.models.families.sd3 import ARCHITECTURES, Sd3
+from trainer.models.objectives import Shift, add_noise, draw_sigma, shift_sigma
 from trainer.rng import SampleRng
 
 CAPTIONS = ["a red fox", "", "a long caption of many words " * 10]

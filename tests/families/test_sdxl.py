@@ -37,7 +37,7 @@ from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ModelConfig, ModelOptions, ObjectiveConfig, SampleConfig
 from trainer.export.metadata import adapter_metadata
-from trainer.families.sdxl import ARCHITECTURES, Sdxl
+from trainer.models.families.sdxl import ARCHITECTURES, Sdxl
 from trainer.rng import SampleRng, generator
 from trainer.weights.files import digest, read_tensor
 

@@ -25,8 +25,8 @@ from tests.families.common import (
     without_bar,
 )
 from trainer.config.sections import ObjectiveConfig, SampleConfig
-from trainer.families.z_image import ARCHITECTURES, ZImage
-from trainer.objectives import Shift, add_noise, draw_sigma
+from trainer.models.families.z_image import ARCHITECTURES, ZImage
+from trainer.models.objectives import Shift, add_noise, draw_sigma
 from trainer.rng import SampleRng
 
 CAPTIONS = ["a red fox", "", "a long caption of many words " * 10]

@@ -13,12 +13,12 @@ from typing import Any
 from hypothesis import strategies as st
 from PIL import Image
 
-from app.thumbnails import Thumbnails
+from app.web.served_files import Thumbnails
 from tests.fuzz import target
 from tests.fuzz.target import CHANGES, ODD_BYTES, Target, changed, refusals
 from trainer.config.sections import DataConfig
-from trainer.data import images, questions
-from trainer.data.pixels import load_rgb
+from trainer.data import image_files, question_files
+from trainer.data.image_io import load_rgb
 
 KINDS = {"png": "PNG", "jpg": "JPEG", "webp": "WEBP", "bmp": "BMP", "tif": "TIFF"}
 MOST_DECODED = 2**26
@@ -91,9 +91,9 @@ def _read(data: Path, thumbnails: Thumbnails) -> None:
             with refusals():
                 thumbnails.of(file)
     with refusals():
-        questions.of_config(config)
+        question_files.of_config(config)
     with refusals():
-        for photo in images.scan(config).train:
+        for photo in image_files.scan(config).train:
             if photo.width * photo.height <= MOST_DECODED:
                 load_rgb(photo, (64, 64))
 

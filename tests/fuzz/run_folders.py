@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 from PIL import Image
 
-from app import runs as run_table
+from app import run_table
 from app.monitor import CHARTS, log_files, log_tail
 from app.studio import Studio
 from tests.app.browser import recorded

@@ -27,10 +27,10 @@ from transformers.utils.logging import disable_progress_bar
 from tests.adapters.consumers import CONSUMERS, ourselves
 from tests.adapters.examples import KINDS, Example, cached_example, relative
 from tests.interop import comfyui, flux1_width
-from trainer import families
 from trainer.adapters.formats import AdapterFile
 from trainer.adapters.layer import LayerAdapter
 from trainer.config.errors import InputError
+from trainer.models import families
 from trainer.weights.files import ORIGINAL_PREFIX
 
 FORMATS = ("auto", "diffusers", "comfyui", "kohya", "lycoris", "peft")

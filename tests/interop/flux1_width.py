@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from tests.adapters import consumers
 from tests.adapters.examples import Example, cached_example, saved
-from trainer import families
 from trainer.config.sections import ModelConfig, ObjectiveConfig
+from trainer.models import families
 
 WIDTH = {
     "attention_head_dim": 128,

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
 from tests.runs import Outcome, alone, difference, make_pictures, make_run, run_config, train
-from trainer import families
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
-from trainer.modules import build_model, load_model, sync_gradients
+from trainer.models import families
+from trainer.models.build import build_model, load_model, sync_gradients
 from trainer.rng import SampleRng
 
 LORA, FULL = {"adapter__type": "lora"}, {"adapter__type": "none"}

@@ -14,7 +14,7 @@ from tests.runs import Outcome, alone, difference, make_pictures, make_run, run_
 from trainer.config.sections import ParallelConfig, TrainConfig
 from trainer.parallel.parallelize import parallelize
 from trainer.rng import SampleRng
-from trainer.train import Trainer
+from trainer.train.loop import Trainer
 
 BF16 = {"train__precision": "bf16", "train__steps": 3, "parallel__strategy": "none"}
 COMPILED = {"train__compile": True, "train__compile_backend": "aot_eager"}

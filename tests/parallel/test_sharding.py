@@ -18,7 +18,7 @@ from trainer.parallel.mesh import device_mesh, resolve_strategy
 from trainer.parallel.parallelize import blocks_of, shard_units
 from trainer.parallel.replicas import check_reduced, diverged
 from trainer.run.folder import RunDir
-from trainer.train import Trainer
+from trainer.train.loop import Trainer
 
 GIB = 2**30
 

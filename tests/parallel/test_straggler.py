@@ -14,7 +14,7 @@ from trainer.distributed.straggler import STEPS, Stragglers
 from trainer.distributed.world import World
 from trainer.run.events import AnyEvent, WarningEvent
 from trainer.run.folder import RunDir
-from trainer.train import Trainer
+from trainer.train.loop import Trainer
 
 HOSTS = ["node-a", "node-a", "node-b"]
 

@@ -16,20 +16,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.plan.common import MODELS, run
-from trainer import families
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ModelConfig
-from trainer.families._published import published_folder
-from trainer.plan import virtual
+from trainer.models import families
+from trainer.models.parts.published import published_folder
+from trainer.plan import fake_device
 from trainer.plan.encoders import record_encoders, trace_captions
+from trainer.plan.make_tables import FORMATS
 from trainer.plan.phases import captions, over_all
-from trainer.plan.record import on_this_machine, record, trace, trace_drawing
-from trainer.plan.recording import FORMATS
 from trainer.plan.sizes import sharding_of
 from trainer.plan.steps import Size, Step, lengthen
 from trainer.plan.store import key_of
 from trainer.plan.tables import KINDS, RANKS, Kind, Table, decode, recorded_sizes
 from trainer.plan.timeline import simulate, simulate_forward
+from trainer.plan.trace import on_this_machine, record, trace, trace_drawing
 
 SIZE = Size(512 * 512, 1)
 BLOCKS = {"num_layers": 1, "num_single_layers": 5}
@@ -69,7 +69,7 @@ def _compared(folder: Path, fields: tuple[str, ...], cache: Path) -> Iterator[tu
     """(case, planned, traced): bytes at most in training, and for a lora where a sample is drawn."""
     given = (*fields, f"model.path={folder}", "model.options.architecture=null", "train.batch_size=4")
     cfg = run("flux2 klein-4b", *given)
-    family, device = families.make(cfg, cache), virtual.install()
+    family, device = families.make(cfg, cache), fake_device.install()
     trained: Kind = "recomputed" if cfg.train.checkpointing == "full" else "kept"
     drawn: tuple[Kind, ...] = ("drawn",) if cfg.adapter.type == "lora" else ()
     found = record(cfg, family, device, [SIZE], (*drawn, trained))
@@ -91,7 +91,7 @@ def _captions(folder: Path, cache: Path) -> Iterator[tuple[str, float, float]]:
     """The same of encoding captions, on one rank and on four."""
     fields = (f"model.path={folder}", "model.options.architecture=null")
     cfgs = [run("flux2 klein-4b", *fields, f"parallel.devices={ranks}") for ranks in (1, 4)]
-    family, device = families.make(cfgs[0], cache), virtual.install()
+    family, device = families.make(cfgs[0], cache), fake_device.install()
     found = record_encoders(cfgs[0], family, device)
     for cfg in cfgs:
         planned = captions(found, over_all(cfg)).peak
@@ -111,7 +111,7 @@ def _is_equal(model: str, file: Path, cache: Path) -> bool:
 
 
 def _is_equal_to(table: Table, cfg: RunConfig, cache: Path) -> bool:
-    found = record(cfg, families.make(cfg, cache), virtual.install(), recorded_sizes(table.sides)[:1])
+    found = record(cfg, families.make(cfg, cache), fake_device.install(), recorded_sizes(table.sides)[:1])
     return all(
         [(m.change, m.peak, m.flops) for m in found.marks[kind][0]]
         == [(f.change[0], f.peak[0], f.flops[0]) for f in table.recorded[0].figures[kind]]

@@ -10,9 +10,9 @@ import pytest
 from tests.plan.common import run
 from trainer.metrics.gpus import Gpu
 from trainer.plan.calibration import Measured, keep, reserve_of
+from trainer.plan.compare import compared, plan_here, told, warning
 from trainer.plan.fixes import planned
 from trainer.plan.hardware import CARDS, GIB, like, of_machine
-from trainer.plan.live import compared, plan_here, told, warning
 from trainer.plan.phases import Reserve
 
 CARD = CARDS["24gb"]

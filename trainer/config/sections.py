@@ -56,8 +56,8 @@ def half_character(text: str) -> str | None:
 @cache
 def family_names() -> tuple[str, ...]:
     """Names of the model families: one per module in `families/`, `base` aside."""
-    modules = (Path(__file__).parents[1] / "families").glob("[a-z]*.py")
-    return tuple(sorted(module.stem for module in modules if module.stem != "base"))
+    modules = (Path(__file__).parents[1] / "models" / "families").glob("[a-z]*.py")
+    return tuple(sorted(module.stem for module in modules))
 
 
 @cache

@@ -37,6 +37,14 @@ def shortened(text: str, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}…{text[1 - most // 2 :]}"
 
 
+def not_installed(error: ModuleNotFoundError) -> str:
+    """The sentence for a Python that lacks a package of the project."""
+    return (
+        f"{sys.executable} has no module '{error.name}': it is not the Python ShardStudio is installed in. "
+        "Run `make .venv`, then .venv/bin/python launch.py"
+    )
+
+
 def _escaped(found: re.Match[str]) -> str:
     code = ord(found[0])
     if 0xDC80 <= code <= 0xDCFF:

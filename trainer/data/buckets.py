@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from trainer.config.errors import InputError
-from trainer.data.pixels import Picture
+from trainer.data.image_io import Picture
 
 
 def bucket_sizes(

@@ -20,7 +20,7 @@ from safetensors.torch import load, save
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.files import make_private_if_new, opened
-from trainer.objectives import Example
+from trainer.models.objectives import Example
 
 T = TypeVar("T")
 
@@ -240,3 +240,9 @@ def _on_all(crew: Crew, attempt: Callable[[], T]) -> list[T]:
         if message is not None:
             raise InputError(f"rank {rank}: {message}") from mistake
     return [result for result, _ in outcomes]
+
+
+def key_of(*parts: object) -> str:
+    """The name of what is made from these parts, and from nothing else."""
+    text = "\x1f".join(str(part) for part in parts)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -10,7 +10,7 @@ from pathlib import Path
 from trainer.config.errors import InputError
 from trainer.config.files import opened
 from trainer.data.buckets import choose_bucket
-from trainer.data.pixels import Picture
+from trainer.data.image_io import Picture
 
 MOST_ENLARGED = 1.5
 """Times the size of the file, above which an image is blurred at the size it is trained at."""

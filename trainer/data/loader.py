@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from trainer.config.errors import InputError
-from trainer.objectives import Example
+from trainer.models.objectives import Example
 from trainer.rng import derived_seed, generator
 from trainer.run.manifest import Progress
 

@@ -32,7 +32,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of `trainer.captions`. measured: None where nothing was found; failure then says why."""
+    """An answer of `trainer.data.captions`. measured: None where nothing was found; failure then says why."""
 
     measured: Measured | None = None
     failure: str = ""

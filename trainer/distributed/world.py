@@ -31,7 +31,8 @@ class World:
 
     rank, size: of all ranks.  local_rank, local_size: of this machine.  background: a group of its own for
     checkpoints that are written while training goes on.  store: notes that do not wait for collectives.  heartbeat: of
-    this rank.  guests: ranks on machines that do not see the run folder of rank 0.  guest_leaders: the first on each of those.
+    this rank.  guests: ranks on machines that do not see the run folder of rank 0.  guest_leaders: the first on each of
+    those.
     """
 
     rank: int

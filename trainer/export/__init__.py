@@ -12,7 +12,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from trainer import families
 from trainer.checkpoint.restore import StoredWeights
 from trainer.config.errors import InputError
 from trainer.config.load import stage_config
@@ -22,6 +21,7 @@ from trainer.export.adapter import export_adapter
 from trainer.export.check import check_export
 from trainer.export.drafts import Exported, draft
 from trainer.export.model import export_model
+from trainer.models import families
 from trainer.run import manifest
 from trainer.run.folder import RunDir, weights_of
 from trainer.run.stages import Stage, write_handover

@@ -19,9 +19,9 @@ from trainer.adapters.layer import LayerAdapter
 from trainer.config.schema import RunConfig
 from trainer.export.drafts import Exported, draft
 from trainer.export.metadata import adapter_metadata
-from trainer.families.base import ImageFamily, ModelFamily
+from trainer.models.base import ImageFamily, ModelFamily
+from trainer.models.state_dict import BaseWeights, TrainedModel, component_of, naming
 from trainer.run.manifest import Progress
-from trainer.trained import BaseWeights, TrainedModel, component_of, naming
 
 # Rounding of up to four factors to the file's type, relative to the size of the update. One layer of few numbers may be
 # twice as far off as the whole adapter.

@@ -12,8 +12,8 @@ from trainer.adapters.state import TrainedAdapter
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import SINGLE_FILES, NoAdapter
-from trainer.families.base import ModelFamily
-from trainer.trained import BaseWeights, naming
+from trainer.models.base import ModelFamily
+from trainer.models.state_dict import BaseWeights, naming
 
 
 def check_export(cfg: RunConfig, family: ModelFamily, trainables: Mapping[str, nn.Parameter]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import json
 
 from trainer.config.schema import RunConfig
 from trainer.config.sections import BoftAdapter, DiagOftAdapter, NoAdapter
-from trainer.families.base import ModelFamily
+from trainer.models.base import ModelFamily
 
 NETWORK_MODULES = {"lora": "networks.lora", "locon": "lycoris.kohya", "dora": "networks.lora"}
 

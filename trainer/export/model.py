@@ -19,8 +19,8 @@ from trainer.config.sections import SINGLE_FILES
 from trainer.export.drafts import Exported, draft
 from trainer.export.metadata import model_metadata
 from trainer.export.stream import Plan, Planned, num_bytes, write_stream
-from trainer.families.base import ModelFamily
-from trainer.trained import BaseWeights, TrainedModel
+from trainer.models.base import ModelFamily
+from trainer.models.state_dict import BaseWeights, TrainedModel
 from trainer.weights.files import Fused, WeightFiles, read_tensor, stored_tensors
 from trainer.weights.tensors import TensorEntry
 

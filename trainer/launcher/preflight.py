@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainer import distilled
 from trainer.checkpoint import config_changes
 from trainer.config import families, files
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigFile, check_files, check_start, load_config, refuse, stage_config
 from trainer.config.schema import RunConfig
-from trainer.data import images, questions, textfiles
+from trainer.data import image_files, question_files, text_files
 from trainer.launcher import network
 from trainer.metrics import trackers
+from trainer.models import distilled
 from trainer.run import manifest, process, stages
 from trainer.run.folder import RunDir, shared_cache
 from trainer.run.manifest import Progress
@@ -99,10 +99,10 @@ def _check_stage(loaded: ConfigFile, index: int) -> None:
 def _check_data(cfg: RunConfig) -> None:
     """Raises InputError for images or text that cannot be trained on."""
     if families.trains_on(cfg) == "images":
-        images.scan(cfg.data)
-        questions.of_config(cfg.data)
+        image_files.scan(cfg.data)
+        question_files.of_config(cfg.data)
     else:
-        textfiles.of_config(cfg.data)
+        text_files.of_config(cfg.data)
 
 
 def _check_model(loaded: ConfigFile) -> None:

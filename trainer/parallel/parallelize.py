@@ -135,7 +135,7 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         # Nothing draws from torch's own generator here, whose state need not be kept: the base is in eval mode (see
-        # trainer.modules), and the adapter's dropout has generators of its own (see trainer.adapters).
+        # trainer.models.build), and the adapter's dropout has generators of its own (see trainer.adapters).
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return run

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainer.config.schema import RunConfig
 from trainer.config.terminal import say
-from trainer.plan.recording import record_model, record_published, traced
+from trainer.plan.make_tables import record_model, record_published, traced
 
 
 def main(argv: Sequence[str]) -> int:

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer import distilled
 from trainer.config.load import check_rules, load_config, refuse, stage_configs
 from trainer.config.schema import RunConfig
 from trainer.config.terminal import complain, say
+from trainer.models import distilled
 from trainer.plan import plan
 from trainer.plan.fixes import Fix, fixes, largest
 from trainer.plan.hardware import GIB, Card, detected, named

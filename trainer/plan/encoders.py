@@ -16,16 +16,16 @@ from torch import nn
 
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ParallelConfig
-from trainer.families.base import ImageFamily, ModelFamily
-from trainer.modules import place_encoder, prepare_encoder
-from trainer.objectives import Example
+from trainer.models.base import ImageFamily, ModelFamily
+from trainer.models.build import place_encoder, prepare_encoder
+from trainer.models.objectives import Example
 from trainer.parallel.mesh import device_mesh
 from trainer.parallel.parallelize import COMPUTE_DTYPE
-from trainer.plan import virtual
-from trainer.plan.ledger import ACTIVATIONS, Ledger
-from trainer.plan.record import Moments, held, units_of, watched_groups
+from trainer.plan import fake_device
+from trainer.plan.memory_tracker import ACTIVATIONS, Ledger
 from trainer.plan.steps import Step, Unit
 from trainer.plan.tables import Encoders, sides_of
+from trainer.plan.trace import Moments, held, units_of, watched_groups
 from trainer.weights.files import WeightFiles
 
 CAPTION = "1" * 480
@@ -107,10 +107,10 @@ class _Place:
     def _placed(self) -> Iterator[Ledger]:
         """Inside, what was loaded is on the device."""
         ranks = self.cfg.parallel.world_size
-        with virtual.ranks(ranks, self.device) as world:
+        with fake_device.ranks(ranks, self.device) as world:
             is_sharded = ranks > 1 or self.cfg.parallel.cpu_offload
             mesh = device_mesh(self.cfg.parallel, world, "full") if is_sharded else None
-            with Ledger(self.device.type) as ledger, virtual.fake_tensors(self.device, ledger.see):
+            with Ledger(self.device.type) as ledger, fake_device.fake_tensors(self.device, ledger.see):
                 with ledger.making("weights"):
                     for module, blocks in self.loaded:
                         place_encoder(module, self.cfg, blocks, mesh if blocks else None, self.device)

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Generic, Literal, Self, TypeVar
@@ -187,6 +187,8 @@ AnyEvent = (
     | WarningEvent
     | ErrorEvent
 )
+Emit = Callable[[AnyEvent], None]
+"""Who takes an event: a run's file, or a list in a test."""
 
 
 @dataclass(frozen=True, kw_only=True)

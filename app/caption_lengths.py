@@ -1,0 +1,127 @@
+"""Finds the captions of a draft that its model cuts, in the background, by a process that loads torch. No gradio."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from trainer.config import files
+from trainer.config.load import dump_config
+from trainer.config.schema import RunConfig
+from trainer.data.measured import Answer, Measured
+from trainer.run.process import worker_environment
+
+IDLE_S = 60.0
+"""How long the process stays when nothing is asked: it holds half a GiB, and takes seconds to start."""
+MOST_KEPT = 8
+
+_ANSWER = TypeAdapter(Answer)
+
+
+@dataclass(frozen=True)
+class Known:
+    """measured: None where nothing is known; failure may say why.  is_waiting: whether it is being measured."""
+
+    measured: Measured | None
+    failure: str
+    is_waiting: bool
+
+
+@dataclass
+class _Question:
+    """is_open: still to be asked.  is_asked: waits for its answer.  answer: the last one."""
+
+    config: RunConfig
+    is_open: bool = True
+    is_asked: bool = False
+    answer: Answer = field(default_factory=Answer)
+
+
+class Lengths:
+    """Keeps the answers about the configs that were asked for last. runs: the folder of runs."""
+
+    def __init__(self, runs: Path) -> None:
+        self._runs = runs
+        self._changed = threading.Condition()
+        self._questions: dict[str, _Question] = {}
+        self._is_working = False
+
+    def of(self, config: RunConfig, is_fresh: bool = False) -> Known:
+        """Return what is known of a config's captions, at first nothing. is_fresh: whether they may have changed."""
+        prompts = repr((config.sample.prompts, config.sample.negative))
+        key = config.model.model_dump_json() + config.data.model_dump_json() + prompts
+        with self._changed:
+            question = self._questions.pop(key, None) or _Question(config)
+            self._questions[key] = question
+            for old in list(self._questions)[:-MOST_KEPT]:
+                del self._questions[old]
+            question.is_open |= is_fresh
+            if question.is_open and not self._is_working:
+                self._is_working = True
+                threading.Thread(target=self._work, name="lengths", daemon=True).start()
+            self._changed.notify()
+            answer = question.answer
+            return Known(answer.measured, answer.failure, question.is_open or question.is_asked)
+
+    def forget(self) -> None:
+        """Drop all answers: files may have changed."""
+        with self._changed:
+            self._questions.clear()
+
+    def _work(self) -> None:
+        try:
+            self._ask_all()
+        except OSError as error:  # no process, no room for its files, or it ended before it was asked
+            with self._changed:
+                self._is_working = False
+                for question in self._questions.values():
+                    if question.is_open or question.is_asked:
+                        question.answer, question.is_open, question.is_asked = Answer(failure=str(error)), False, False
+
+    def _ask_all(self) -> None:
+        """Ask one process about every open question, as long as it lives and there is one."""
+        folder = files.make_private(self._runs / "drafts")
+        argv = [sys.executable, "-m", "trainer.data.captions", str(self._runs)]
+        with (
+            (folder / "captions.log").open("w") as log,
+            subprocess.Popen(
+                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=worker_environment()
+            ) as process,
+        ):
+            while question := self._next(process):
+                answer = _asked(process, question.config, folder)
+                with self._changed:
+                    question.answer, question.is_asked = answer, False
+
+    def _next(self, process: subprocess.Popen[str]) -> _Question | None:
+        """Wait for an open question, and take the latest. None when the process has ended, or after IDLE_S."""
+        with self._changed:
+            if process.poll() is None:
+                self._changed.wait_for(self._open, IDLE_S)
+            question = self._open()
+            if question is None or process.poll() is not None:
+                self._is_working = False
+                return None
+            question.is_open, question.is_asked = False, True
+            return question
+
+    def _open(self) -> _Question | None:
+        return next((question for question in reversed(self._questions.values()) if question.is_open), None)
+
+
+def _asked(process: subprocess.Popen[str], config: RunConfig, folder: Path) -> Answer:
+    """Let the process answer about a config, which is written into the folder for it."""
+    assert process.stdin and process.stdout
+    file = folder / "captions.yaml"
+    files.replace(file, dump_config(config))
+    process.stdin.write(f"{file}\n")
+    process.stdin.flush()
+    if line := process.stdout.readline():
+        return _ANSWER.validate_json(line)
+    process.wait()
+    return Answer(failure=f"captions cannot be measured: the process has ended, {folder / 'captions.log'} says why")

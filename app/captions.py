@@ -1,0 +1,261 @@
+"""The captions of a draft's images: read, edited, searched. Nothing here shows them.
+
+Every change of a caption is noted in a log before it is made, so that it can be taken back, also after a restart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from pydantic import TypeAdapter, ValidationError
+
+from trainer.config import files
+from trainer.config.errors import InputError
+from trainer.config.sections import half_character
+from trainer.data.image_files import MAX_CAPTION, too_long
+
+MOST_HISTORY = 16 * files.MIB
+"""Bytes of changes that can be taken back; of a longer log the older half is forgotten."""
+MOST_LINE = 2 * files.MIB
+"""Bytes of a change: two captions of 64 KiB, each byte of which may be written as six."""
+BLOCK = 64 * 1024
+"""Bytes of the log that are read at a time, from its end."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """One image. caption: as it stands in its file, empty without one."""
+
+    image: Path
+    caption: str
+
+    @property
+    def file(self) -> Path:
+        return self.image.with_suffix(".txt")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One edit of one caption. before: None where there was no file.  batch: edits that were made together."""
+
+    file: str
+    before: str | None
+    after: str
+    batch: int
+
+
+_CHANGE = TypeAdapter(Change)
+
+
+def cards(images: Iterable[Path]) -> list[Card]:
+    """The images with their captions. Raises InputError for a caption that cannot be read or is too long to show."""
+    return [Card(image, _caption(image.with_suffix(".txt"))) for image in images]
+
+
+def _caption(file: Path) -> str:
+    text = _read(file) or ""
+    if (size := len(text.encode())) > MAX_CAPTION:
+        raise InputError(f"{file}: {too_long(size)}")
+    return text
+
+
+class Captions:
+    """Changes captions and takes changes back. log: file the changes are noted in, one per line.
+
+    Several pages may write at once. trouble: what is wrong with the log, as it was last read; captions are written all
+    the same.
+    """
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self.trouble = ""
+
+    def write(self, card: Card, caption: str) -> None:
+        """Give an image another caption."""
+        self._apply([(card, caption)])
+
+    def replace(self, cards: Sequence[Card], search: str, replacement: str) -> int:
+        """Replace a text in all captions. Returns in how many it stood."""
+        found = [
+            (card, card.caption.replace(search, replacement)) for card in cards if search and search in card.caption
+        ]
+        self._apply(found)
+        return len(found)
+
+    def undo(self) -> int:
+        """Take the latest change back, or all that were made together. Returns how many captions that were.
+
+        Raises InputError, naming the first, for captions that were changed elsewhere since: they stay as they are, and
+        the next call takes the change before back.
+        """
+        with self._opened() as log:
+            changes = self._latest(log)
+            kept = [change.file for change in reversed(changes) if not _take_back(change)]
+            if changes:
+                log.truncate(changes[0].at)
+                os.fsync(log.fileno())
+        if kept:
+            others = f" and {len(kept) - 1} more" if kept[1:] else ""
+            raise InputError(f"{kept[0]}{others}: changed by something else since, and left as it is")
+        return len(changes)
+
+    def _apply(self, captions: Sequence[tuple[Card, str]]) -> None:
+        for card, caption in captions:
+            _check(card.file, caption)
+        with self._opened() as log:
+            latest = self._latest(log)
+            batch = latest[-1].batch + 1 if latest else 1
+            new = [Change(str(card.file), _read(card.file), caption, batch) for card, caption in captions]
+            end = log.seek(0, os.SEEK_END)
+            is_torn = end > 0 and os.pread(log.fileno(), 1, end - 1) != b"\n"
+            lines = "".join(f"{json.dumps(asdict(change))}\n" for change in new)
+            log.write((b"\n" if is_torn else b"") + lines.encode())
+            log.flush()
+            os.fsync(log.fileno())
+            for card, caption in captions:
+                _write(card.file, caption)
+            self._shorten(log)
+
+    @contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
+        """The log, which nobody else changes meanwhile. One that cannot be a log is put aside."""
+        folder = files.make_private(self._log.parent)
+        self.trouble = ""
+        with files.locked(folder / f"{self._log.name}.lock"):
+            try:
+                if os.path.lexists(self._log) and not _is_log(self._log):
+                    aside = files.put_aside(self._log)
+                    self.trouble = f"{self._log}: cannot be read; it was put aside as {aside.name}, remove it"
+                self._log.touch(0o600)
+                log = self._log.open("a+b")
+            except OSError as error:
+                raise InputError(f"{self._log}: cannot be written ({error.strerror}); remove it") from error
+            with log:
+                yield log
+
+    def _latest(self, log: BinaryIO) -> list[_Noted]:
+        """The changes that were made together last. Only the end of the log is read, and as much as they take."""
+        size, damaged = log.seek(0, os.SEEK_END), 0
+        found: list[_Noted] = []
+        for at, line in _lines_backwards(log, size):
+            if not found and size - at > MOST_HISTORY:
+                break
+            if not line:
+                continue
+            try:
+                change = _CHANGE.validate_json(line)
+            except ValidationError:
+                damaged += 1
+                continue
+            if found and change.batch != found[-1].batch:
+                break
+            found.append(_Noted(**vars(change), at=at))
+        if damaged:
+            lines = "1 line is" if damaged == 1 else f"{damaged} lines are"
+            self.trouble = f"{self._log}: {lines} damaged and passed over; remove the file to forget the history"
+        return found[::-1]
+
+    def _shorten(self, log: BinaryIO) -> None:
+        """Forget the older half of a log that has grown too long, but never a change that was made last."""
+        size = log.seek(0, os.SEEK_END)
+        if size <= MOST_HISTORY:
+            return
+        latest = self._latest(log)
+        if not latest or latest[0].at <= size // 2:
+            return
+        log.seek(size // 2)
+        log.readline()  # the rest of a line, and below those of changes that were made together with it
+        begin = log.tell()
+        batch = _batch(log.readline())
+        while begin < latest[0].at and batch is not None:
+            begin = log.tell()
+            if _batch(log.readline()) != batch:
+                break
+        log.seek(begin)
+        files.replace(self._log, log.read())
+
+
+@dataclass(frozen=True)
+class _Noted(Change):
+    """at: the byte of the log where it begins."""
+
+    at: int
+
+
+def _take_back(change: Change) -> bool:
+    """Whether a caption was still what the change had made of it, and is now what it was before."""
+    file = Path(change.file)
+    try:
+        if _read(file) != change.after.strip():
+            return False
+    except InputError:
+        return False
+    if change.before is None:
+        file.unlink(missing_ok=True)
+    else:
+        _write(file, change.before)
+    return True
+
+
+def _check(file: Path, caption: str) -> None:
+    """Raises InputError for a caption that could not be read again."""
+    if (half := half_character(caption)) is not None:
+        raise InputError(f"{file}: the caption {half}")
+    if (size := len(caption.encode())) > MAX_CAPTION:
+        raise InputError(f"{file}: {too_long(size)}")
+
+
+def _is_log(file: Path) -> bool:
+    return stat.S_ISREG(file.lstat().st_mode) and os.access(file, os.R_OK | os.W_OK)
+
+
+def _batch(line: bytes) -> int | None:
+    try:
+        return _CHANGE.validate_json(line).batch
+    except ValidationError:
+        return None
+
+
+def _lines_backwards(log: BinaryIO, size: int) -> Iterator[tuple[int, bytes]]:
+    """(byte where it begins, line) of each line, the last one first."""
+    tail, end = b"", size
+    while end > 0:
+        begin = max(0, end - BLOCK)
+        tail = os.pread(log.fileno(), end - begin, begin) + tail
+        first, *lines = tail.split(b"\n")
+        at = begin + len(tail)
+        for line in reversed(lines):
+            at -= len(line)
+            yield at, line
+            at -= 1
+        if len(first) > MOST_LINE:
+            yield begin, b"endless"
+            first = b""
+        tail, end = first, begin
+    if tail:
+        yield 0, tail
+
+
+def _read(file: Path) -> str | None:
+    try:
+        return files.read(file).decode("utf-8").strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file}: cannot be read ({error}); save it as UTF-8") from error
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        files.replace(file, f"{text}\n")
+    except OSError as error:
+        raise InputError(
+            f"{file}: cannot be written ({error.strerror}); free some space, or change its owner"
+        ) from error

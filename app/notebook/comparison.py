@@ -1,0 +1,134 @@
+"""Trials as tables and bars, for a person who compares them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+from app.notebook.lessons import Bars, Table
+from trainer.benchmark.variants import Trial
+from trainer.parallel.strategy import ModelBytes, RankBytes, expected
+
+MB, GB = 1e6, 1e9
+ZERO = {"ddp": "nothing", "grad_op": "gradients, optimizer state", "full": "weights too"}
+"""{strategy: what of a 7B model it divides between steps and inside one}, as ZeRO has it."""
+
+
+def zero_table(parameters: int, ranks: Sequence[int]) -> Table:
+    """GB per rank that ZeRO's arithmetic gives a model of so many parameters: weights, gradients, optimizer state."""
+    model = ModelBytes.of_parameters(parameters)
+    rows = []
+    for strategy, divided in ZERO.items():
+        held = [expected(model, strategy, count, count) for count in ranks]
+        # In ZeRO's second stage every rank has all weights: ours are whole during a step only.
+        more = [model.weights - rank.weights if strategy == "grad_op" else 0 for rank in held]
+        sizes = [rank.held + weights for rank, weights in zip(held, more, strict=True)]
+        rows.append([strategy, divided, *(f"{size / GB:.1f}" for size in sizes)])
+    return Table(["strategy", "divided", *(f"GB per rank of {count}" for count in ranks)], rows)
+
+
+def summary(trials: Sequence[Trial]) -> Table:
+    """What each strategy takes and gives. saved: of what ddp on as many ranks keeps on the device."""
+    head = ["strategy", "ranks", "MB per rank", "in host memory", "saved", "s per step", "loss before", "loss after"]
+    return Table(head, [_summary_row(trial, _plain(trials, trial)) for trial in trials])
+
+
+def saving(trials: Sequence[Trial], label: str) -> float:
+    """Share of what ddp keeps on the device that the last trial of this label does not."""
+    trial = next(trial for trial in reversed(trials) if trial.label == label)
+    return _saved(trial, _plain(trials, trial))
+
+
+def _summary_row(trial: Trial, plain: Trial) -> list[str]:
+    held = max(rank.held for rank in trial.cost.ranks)
+    on_host = f"{held / MB:.2f}" if trial.cost.is_offloaded else ""
+    figures = [f"{_on_device(trial) / MB:.2f}", on_host, f"{_saved(trial, plain):.0%}", f"{trial.seconds:.3f}"]
+    return [trial.label, str(len(trial.cost.ranks)), *figures, *_losses(trial)]
+
+
+def _plain(trials: Sequence[Trial], trial: Trial) -> Trial:
+    """The trial with a whole copy on as many ranks."""
+    size = len(trial.cost.ranks)
+    return next(other for other in trials if other.cost.strategy == "ddp" and len(other.cost.ranks) == size)
+
+
+def _saved(trial: Trial, plain: Trial) -> float:
+    return 1 - _on_device(trial) / _on_device(plain)
+
+
+def _on_device(trial: Trial) -> float:
+    return 0.0 if trial.cost.is_offloaded else max(rank.held for rank in trial.cost.ranks)
+
+
+def against_formula(trials: Sequence[Trial]) -> Table:
+    """MB of rank 0 as they were counted, with what the formula says, and the largest deviation of any rank."""
+    parts = {"weights": "weights", "gradients": "gradients", "optimizer_state": "optimizer state"}
+    parts |= {"gathered": "gathered", "sent": "sent per step"}
+    rows = [
+        [
+            trial.label,
+            str(len(trial.cost.ranks)),
+            *(_both(getattr(trial.cost.ranks[0], name), getattr(trial.cost.formula, name)) for name in parts),
+            f"{deviation(trial):.3%}",
+        ]
+        for trial in trials
+    ]
+    return Table(["strategy", "ranks", *(f"{part}: counted, formula" for part in parts.values()), "deviation"], rows)
+
+
+def deviation(trial: Trial) -> float:
+    """The largest relative difference of any rank, in any kind of bytes, to what the formula says."""
+    return max(
+        _difference(getattr(rank, field.name), getattr(trial.cost.formula, field.name))
+        for rank in trial.cost.ranks
+        for field in fields(RankBytes)
+    )
+
+
+def activations(trials: Sequence[Trial]) -> Table:
+    """MB that forward leaves for backward: of a rank, and of one image."""
+    rows = []
+    for trial in trials:
+        cost, kept = trial.cost, max(trial.cost.activations)
+        rows.append([trial.label, len(cost.ranks), cost.images, f"{kept / MB:.2f}", f"{kept / cost.images / MB:.2f}"])
+    return Table(["trial", "ranks", "images per rank", "MB per rank", "MB per image"], rows)
+
+
+def levers(trials: Sequence[Trial]) -> Table:
+    """MB of a rank that come and go in a step, with what they cost in time and in what was learned."""
+    rows = []
+    for trial in trials:
+        rank = trial.cost.ranks[0]
+        sizes = [trial.cost.activations[0], rank.gathered, rank.sent]
+        rows.append([trial.label, *(f"{size / MB:.2f}" for size in sizes), f"{trial.seconds:.3f}", *_losses(trial)])
+    head = ["trial", "activations", "gathered at once", "sent per step", "s per step", "loss before", "loss after"]
+    return Table(head, rows)
+
+
+def memory(trials: Sequence[Trial]) -> Bars:
+    """A bar per trial: what its first rank has at the end of forward and backward, by kind."""
+    bars = {}
+    for trial in trials:
+        rank = trial.cost.ranks[0]
+        where = " (host)" if trial.cost.is_offloaded else ""
+        bars[f"{trial.label}{where}, {len(trial.cost.ranks)} ranks"] = {
+            "weights": rank.weights,
+            "gradients": rank.gradients,
+            "optimizer state": rank.optimizer_state,
+            "gathered": rank.gathered,
+            "activations": trial.cost.activations[0],
+        }
+    return Bars(bars, MB, "MB")
+
+
+def _losses(trial: Trial) -> list[str]:
+    """On the held-out pictures, before and after."""
+    return [f"{trial.validation[at]:.3f}" if trial.validation else "" for at in (0, -1)]
+
+
+def _both(counted: float, formula: float) -> str:
+    return f"{counted / MB:.2f}, {formula / MB:.2f}"
+
+
+def _difference(counted: float, formula: float) -> float:
+    return abs(counted - formula) / formula if formula else float(counted > 0)

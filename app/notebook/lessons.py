@@ -1,0 +1,202 @@
+"""What the notebooks show beside runs: tables, pictures side by side, and exercises that check themselves."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+
+from markupsafe import Markup
+
+from trainer.config.terminal import say
+from trainer.data.image_io import load_preview, open_picture
+
+NUMBER = re.compile(r"[-+\u2212~≈]?\s*[.\d]")
+"""How a cell begins that holds a number, with its unit or without."""
+NOTHING = frozenset({"", "-", "—"})
+
+# JupyterLab aligns every cell to the right, and a style of an element outlives its filter of untrusted notebooks.
+WIDE = Markup('<div class="shardstudio" style="overflow-x: auto">{}</div>')
+CAPTION = "text-align: left; font-size: 0.85em; font-weight: normal; overflow-wrap: anywhere"
+TABLE = Markup(
+    '<table style="margin: 0; border-collapse: collapse; font-variant-numeric: tabular-nums">'
+    "<thead><tr>{}</tr></thead><tbody>{}</tbody></table>"
+)
+
+COLOURS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#db2777")
+"""Seen by day and by night: at least 3.3 to 1 against white and against near black."""
+
+
+class Table:
+    """Rows of texts and numbers below a head, for `print` and as the last line of a cell. The first column names them.
+
+    Raises ValueError for a row that is longer or shorter than the head.
+    """
+
+    def __init__(self, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        self._rows = [list(head), *([str(cell) for cell in row] for row in rows)]
+        columns = list(zip(*self._rows, strict=True))
+        self._widths = [max(map(len, column)) for column in columns]
+        self._is_number = [index > 0 and _holds_numbers(cells) for index, (_, *cells) in enumerate(columns)]
+
+    def __repr__(self) -> str:
+        head, *rows = [self._line(row) for row in self._rows]
+        rule = "  ".join("-" * width for width in self._widths)
+        return "\n".join([head, rule, *rows])
+
+    def _repr_html_(self) -> Markup:
+        head, *rows = self._rows
+        top = self._cells(Markup('<th scope="col" style="text-align: {}">{}</th>'), head)
+        cell = Markup('<td style="text-align: {}">{}</td>')
+        body = Markup().join(Markup("<tr>{}</tr>").format(self._cells(cell, row)) for row in rows)
+        return WIDE.format(TABLE.format(top, body))
+
+    def _line(self, row: Sequence[str]) -> str:
+        cells = zip(row, self._widths, self._is_number, strict=True)
+        return "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in cells).rstrip()
+
+    def _cells(self, cell: Markup, row: Sequence[str]) -> Markup:
+        sides = ["right" if is_number else "left" for is_number in self._is_number]
+        return Markup().join(map(cell.format, sides, row))
+
+
+class Bars:
+    """A bar per label, of parts laid end to end: {label: {part: amount}}. unit: what `scale` of the amounts is."""
+
+    def __init__(self, bars: Mapping[str, Mapping[str, float]], scale: float, unit: str) -> None:
+        self._bars = {label: {part: amount / scale for part, amount in parts.items()} for label, parts in bars.items()}
+        self._parts = list(dict.fromkeys(part for parts in bars.values() for part in parts))
+        self._most = max((sum(parts.values()) for parts in self._bars.values()), default=0.0)
+        self._unit = unit
+
+    def __repr__(self) -> str:
+        head = ["", *self._parts, f"together, {self._unit}"]
+        rows = [
+            [label, *(f"{parts.get(part, 0):.2f}" for part in self._parts), f"{sum(parts.values()):.2f}"]
+            for label, parts in self._bars.items()
+        ]
+        return repr(Table(head, rows))
+
+    def _repr_html_(self) -> Markup:
+        colours = dict(zip(self._parts, itertools.cycle(COLOURS)))
+        swatch = Markup('<span style="display: inline-block; width: 12px; height: 12px; background: {}"></span>')
+        named = Markup("<span>{} {}</span>")
+        legend = Markup().join(named.format(swatch.format(colours[part]), part) for part in self._parts)
+        rows = Markup().join(self._bar(label, colours) for label in self._bars)
+        grid = "display: grid; grid-template-columns: max-content 1fr max-content; gap: 4px 12px; align-items: center"
+        return Markup(
+            '<div class="shardstudio"><div style="display: flex; flex-wrap: wrap; gap: 0 16px">{}</div>'
+            '<div style="{}; margin-top: 8px">{}</div></div>'
+        ).format(legend, grid, rows)
+
+    def _bar(self, label: str, colours: Mapping[str, str]) -> Markup:
+        parts = self._bars[label]
+        piece = Markup('<div title="{}: {:.2f} {}" style="height: 14px; background: {}; width: {:.2f}%"></div>')
+        pieces = Markup().join(
+            piece.format(part, amount, self._unit, colours[part], 100 * amount / (self._most or 1))
+            for part, amount in parts.items()
+        )
+        told = ", ".join(f"{part} {amount:.2f}" for part, amount in parts.items())
+        return Markup(
+            '<span>{label}</span><div role="img" aria-label="{label}: {told} {unit}" '
+            'style="display: flex">{pieces}</div><span>{total:.1f} {unit}</span>'
+        ).format(label=label, told=told, unit=self._unit, pieces=pieces, total=sum(parts.values()))
+
+
+class Gallery:
+    """Pictures with captions, small copies of which are kept in the notebook itself. See `gallery`."""
+
+    def __init__(self, rows: Mapping[str, Mapping[str, Path]], size: int) -> None:
+        self._rows = {label: dict(row) for label, row in rows.items()}
+        self._columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+        self._small = {file: _small(file, size) for row in rows.values() for file in row.values()}
+        self._size = size
+
+    def __repr__(self) -> str:
+        cells = [f"{_named(label, column)}: {row[column]}" for label, row in self._rows.items() for column in row]
+        return "\n".join(cells)
+
+    def _repr_html_(self) -> Markup:
+        if len(self._rows) > 1:
+            return WIDE.format(self._matrix())
+        figure = Markup('<figure style="margin: 0; width: {}px">{}<figcaption style="{}">{}</figcaption></figure>')
+        figures = [
+            figure.format(self._size, self._picture(label, column), CAPTION, column)
+            for label, row in self._rows.items()
+            for column in row
+        ]
+        return Markup('<div class="shardstudio" style="display: flex; flex-wrap: wrap; gap: 8px">{}</div>').format(
+            Markup().join(figures)
+        )
+
+    def _matrix(self) -> Markup:
+        head = Markup('<th scope="col" style="{}; max-width: {}px">{}</th>')
+        row = Markup('<tr style="background: none"><th scope="row" style="{}">{}</th>{}</tr>')
+        cell = Markup('<td style="padding: 2px">{}</td>')
+        top = Markup().join(head.format(CAPTION, self._size, column) for column in self._columns)
+        lines = [
+            row.format(
+                CAPTION, label, Markup().join(cell.format(self._picture(label, column)) for column in self._columns)
+            )
+            for label in self._rows
+        ]
+        return TABLE.format(Markup("<td></td>") + top, Markup().join(lines))
+
+    def _picture(self, label: str, column: str) -> Markup:
+        file = self._rows[label].get(column)
+        if file is None:
+            return Markup()
+        return Markup(
+            '<img src="{}" alt="{text}" title="{text}" width="{}" style="display: block; max-width: none">'
+        ).format(self._small[file], self._size, text=_named(label, column))
+
+
+def gallery(rows: Mapping[str, Mapping[str, Path]], size: int = 96) -> Gallery:
+    """Pictures side by side: {label of a row: {caption: file}}; as the last line of a cell they are shown below it.
+
+    Several rows are a table with a column per caption, where a row may have gaps; a single one is wrapped.
+    size: the longer side of the copies, in pixels.  Raises InputError for a file that is no picture.
+    """
+    return Gallery(rows, size)
+
+
+def exercise(answer: object, right: float | str, hint: str, tolerance: float = 0.02) -> None:
+    """Print whether the answer to a question is right, and the hint when it is not.
+
+    answer: None or `...` while there is none; a number may be given as text.  tolerance: of a number, relative.
+    """
+    if answer is None or answer is ...:
+        say(f"Not answered yet. {hint}")
+    elif _is_right(answer, right, tolerance):
+        say("Right.")
+    else:
+        say(f"Not yet: {hint}")
+
+
+def _holds_numbers(cells: Sequence[str]) -> bool:
+    told = [cell for cell in cells if cell.strip() not in NOTHING]
+    return bool(told) and all(NUMBER.match(cell) for cell in told)
+
+
+def _small(file: Path, size: int) -> str:
+    """A small copy of a picture as an address that holds it."""
+    copy = BytesIO()
+    load_preview(open_picture(file), size).save(copy, "WEBP", quality=65)
+    return f"data:image/webp;base64,{base64.b64encode(copy.getvalue()).decode()}"
+
+
+def _named(label: str, column: str) -> str:
+    return ", ".join(filter(None, [label, column]))
+
+
+def _is_right(answer: object, right: float | str, tolerance: float) -> bool:
+    if isinstance(right, str):
+        return str(answer).strip().casefold() == right.strip().casefold()
+    try:
+        return math.isclose(float(answer), right, rel_tol=tolerance)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # no number; the last is what a tensor of two raises
+        return False

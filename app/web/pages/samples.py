@@ -1,0 +1,84 @@
+"""The samples of a run: prompts down, steps across, and one prompt before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gradio as gr
+from markupsafe import Markup
+
+from app.html import alert
+from app.monitor import RunView, explained
+from app.studio import Studio
+from app.web.pages import parts
+from app.web.pages.renew import SKIP, Made, Tick, choices
+from app.web.served_files import FULL
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
+from trainer.run.events import SampleEvent
+from trainer.run.report import spread
+
+COLUMNS = 8
+
+
+def build(studio: Studio, run: gr.Dropdown) -> Tick:
+    """Lay out the page, inside a `gr.Blocks`."""
+    matrix = gr.HTML(elem_id="matrix")
+    with gr.Row():
+        prompt = gr.Dropdown([], label="Before and after of", elem_id="slider-prompt")
+        slider = gr.ImageSlider(label="First and last sample", interactive=False, elem_id="slider", type="filepath")
+    return Tick(_shower(studio), [run, prompt], [matrix, prompt, slider], (prompt.input,))
+
+
+def _shower(studio: Studio) -> Callable[[str, str | None], list[Any]]:
+    def show(name: str, prompt: str | None) -> list[Any]:
+        try:
+            run = studio.run(name)
+        except InputError:
+            return [SKIP] * 3
+        try:
+            follower = studio.follower(run)
+            view = follower.view()
+        except (InputError, OSError) as error:
+            return [alert(explained(error)), choices([], prompt, None), None]
+        drawn = (name, len(view.samples))
+        prompts = list(dict.fromkeys(sample.prompt for sample in view.samples))
+        chosen = prompt if prompt in prompts else next(iter(prompts), None)
+        return [
+            Made(drawn, lambda: matrix(studio, view, follower.config)),
+            choices(prompts, prompt, chosen),
+            Made((drawn, chosen), lambda: pair(studio, view, chosen)),
+        ]
+
+    return show
+
+
+def pair(studio: Studio, view: RunView, prompt: str | None) -> tuple[str, str] | None:
+    """The first and the last sample of a prompt, None without two or where one was deleted."""
+    found = sorted((sample for sample in view.samples if sample.prompt == prompt), key=lambda sample: sample.step)
+    if len(found) < 2 or found[0].is_text:
+        return None
+    try:
+        first, last = (str(studio.thumbnails.of(view.path / sample.path, FULL)) for sample in (found[0], found[-1]))
+    except InputError:
+        return None
+    return first, last
+
+
+def matrix(studio: Studio, view: RunView, config: RunConfig) -> Markup:
+    """All samples, the steps thinned to a few."""
+    if not view.samples:
+        return Markup("<p>No samples yet. Set sample.every and sample.prompts, or press Sample now.</p>")
+    at = {(sample.index, sample.step): sample for sample in view.samples}
+    steps = spread(sorted({step for _, step in at}), COLUMNS)
+    rows = []
+    for index in sorted({index for index, _ in at}):
+        cells = [_cell(studio, view, at.get((index, step)), config) for step in steps]
+        prompt = next(sample.prompt for (row, _), sample in at.items() if row == index)
+        rows.append((prompt, cells))
+    return parts.matrix([f"step {step}" for step in steps], rows)
+
+
+def _cell(studio: Studio, view: RunView, sample: SampleEvent | None, config: RunConfig) -> Markup:
+    return parts.sample(studio, view.path, sample, config) if sample else Markup()

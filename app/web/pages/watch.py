@@ -1,0 +1,167 @@
+"""The page a run is watched on: what it does, its curves, its ranks, its newest samples, its log, and its buttons."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import gradio as gr
+from markupsafe import Markup
+
+from app import html, monitor
+from app.html import alert, attempted
+from app.monitor import Follower, Level, RunView
+from app.studio import Studio
+from app.web import charts
+from app.web.pages import parts
+from app.web.pages.parts import QUIET
+from app.web.pages.renew import SKIP, Made, Tick, choices
+from trainer.config.errors import InputError
+from trainer.launcher.console import sentence
+from trainer.run.events import StepEvent
+from trainer.run.folder import Request, RunDir
+
+NUM_EVENTS = 40
+NUM_SAMPLES = 12
+
+
+@dataclass(frozen=True)
+class WatchPage:
+    studio: Studio
+    run: gr.Dropdown
+    figures: gr.HTML
+    retry: gr.Button
+    ranks: gr.HTML
+    charts: dict[str, gr.HTML]
+    samples: gr.HTML
+    log: gr.HTML
+    events: gr.HTML
+    axis: gr.Radio
+    is_log: gr.Checkbox
+    source: gr.Dropdown
+    level: gr.Radio
+    buttons: dict[str, gr.Button]
+
+    @property
+    def inputs(self) -> list[Any]:
+        return [self.run, self.axis, self.is_log, self.source, self.level]
+
+    @property
+    def outputs(self) -> list[Any]:
+        parts = [self.figures, self.retry, self.ranks, self.samples, self.log, self.events, self.source]
+        return [*parts, *self.buttons.values(), *self.charts.values()]
+
+
+def build(studio: Studio, run: gr.Dropdown, buttons: dict[str, gr.Button]) -> WatchPage:
+    """Lay out the page, inside a `gr.Blocks`. run, buttons: stand above all pages."""
+    said = gr.HTML(elem_id="said")
+    figures = gr.HTML(elem_id="figures")
+    retry = gr.Button("", visible=False, elem_id="retry")
+    with gr.Row():
+        axis = gr.Radio(["step", "time"], value="step", label="X axis", elem_id="axis")
+        is_log = gr.Checkbox(False, label="Loss on a logarithmic scale", elem_id="log-scale")
+    with gr.Row():
+        with gr.Column(scale=3):
+            drawn = {title: _chart(title) for title in monitor.CHARTS}
+        with gr.Column(scale=2):
+            ranks = gr.HTML(elem_id="ranks")
+            samples = gr.HTML(elem_id="newest")
+            events = gr.HTML(elem_id="events")
+    with gr.Row():
+        source = gr.Dropdown(["torchrun"], value="torchrun", label="Log of", elem_id="log-of")
+        level = gr.Radio(list(monitor.LEVELS), value="all", label="Lines", elem_id="log-level")
+    log = gr.HTML(elem_id="log", autoscroll=True, max_height=320)
+    page = WatchPage(
+        studio, run, figures, retry, ranks, drawn, samples, log, events, axis, is_log, source, level, buttons
+    )
+    for name, button in buttons.items():
+        button.click(_asker(studio, name), run, said, **QUIET)
+    return page
+
+
+def tick(page: WatchPage) -> Tick:
+    """What is shown of the chosen run."""
+
+    def handle(name: str, axis: str, is_log: bool, source: str, level: str) -> list[Any]:
+        if not name:
+            return [SKIP] * len(page.outputs)
+        try:
+            return _shown(page, page.studio.run(name), axis, is_log, source, level)
+        except (InputError, OSError) as error:
+            return [alert(monitor.explained(error)), *[SKIP] * (len(page.outputs) - 1)]
+
+    options = (page.axis, page.is_log, page.source, page.level)
+    return Tick(handle, page.inputs, page.outputs, tuple(option.input for option in options))
+
+
+def _shown(page: WatchPage, run: RunDir, axis: str, is_log: bool, source: str, level: str) -> list[Any]:
+    follower = page.studio.follower(run)
+    view = follower.view()
+    files = monitor.log_files(run)
+    is_there = source in files and os.path.lexists(files[source])
+    log = monitor.log_tail(files[source], cast(Level, level)) if is_there else ""
+    drawn = (run.path.name, view.curves, axis, is_log)
+    chosen: monitor.Axis = "time" if axis == "time" else "step"
+    word = "minute" if axis == "time" else "step"
+
+    def chart(title: str) -> str:
+        return charts.chart_json(title, follower.lines(title, chosen), word, is_log and title == "Loss")
+
+    return [
+        html.figures(view, "run") + "".join(map(alert, view.problems)),
+        _retry(view),
+        html.ranks(view, page.studio.gpus()),
+        _newest(page.studio, follower, view),
+        Markup("<pre>{}</pre>").format(log),
+        _events(follower),
+        choices(list(files) or ["torchrun"], source, "torchrun"),
+        *(gr.update(interactive=can) for can in _allowed(view, page.buttons)),
+        *(Made(drawn, partial(chart, title)) for title in page.charts),
+    ]
+
+
+def _chart(title: str) -> gr.HTML:
+    name = title.lower().replace(" ", "-")
+    return gr.HTML(
+        charts.chart_json(title, []),
+        html_template=charts.TEMPLATE,
+        css_template=charts.CSS,
+        js_on_load=charts.SCRIPT,
+        elem_id=f"chart-{name}",
+    )
+
+
+def _retry(view: RunView) -> Any:
+    error = view.error if view.state == "failed" else None
+    label = f"Into the form, with {', '.join(error.retry)}" if error and error.retry else ""
+    return gr.update(value=label, visible=bool(label))
+
+
+def _asker(studio: Studio, name: str) -> Callable[[str], Markup]:
+    def ask(run_name: str) -> str:
+        run = studio.run(run_name)
+        if name != "resume":
+            return html.ask(run, cast(Request, name))
+        studio.resume(run)
+        return "Continuing from the newest checkpoint."
+
+    return lambda run_name: attempted(lambda: ask(run_name))
+
+
+def _allowed(view: RunView, buttons: Sequence[str] | dict[str, gr.Button]) -> list[bool]:
+    return [not view.is_alive if name == "resume" else view.is_running for name in buttons]
+
+
+def _newest(studio: Studio, follower: Follower, view: RunView) -> Markup:
+    newest = sorted(view.samples, key=lambda sample: (-sample.step, sample.index))[:NUM_SAMPLES]
+    figures = [html.figure(parts.sample(studio, view.path, sample, follower.config), sample) for sample in newest]
+    return html.newest(figures) if figures else Markup()
+
+
+def _events(follower: Follower) -> Markup:
+    told = [event for event in follower.told() if not isinstance(event, StepEvent)][-NUM_EVENTS:]
+    lines = parts.listed(sentence(event) for event in reversed(told))
+    return Markup("<h2>Events</h2><ul class='events' tabindex='0' aria-label='Events'>{}</ul>").format(lines)

@@ -1,0 +1,231 @@
+"""The page: everything put together, and served on this machine."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before the import, which reads it
+
+import gradio as gr
+import uvicorn
+from fastapi import FastAPI
+from markupsafe import escape
+
+from app import html
+from app.studio import Studio
+from app.web import security, theme
+from app.web.pages import dataset, doctor, export, queue, runs, samples, train, watch
+from app.web.pages.parts import QUIET, VIEWER, VIEWER_SCRIPT
+from app.web.pages.renew import Tick, choices, keep_renewing
+from trainer.config.errors import InputError
+from trainer.config.terminal import say
+
+BUTTONS = {"stop": "Stop", "save": "Save now", "sample": "Sample now", "resume": "Resume"}
+MOST_BROWSERS = 16
+"""Browsers of which is known what they show, at 2 MB each. One more is sent everything again, nothing is lost."""
+TICK_S, SLOW_TICK_S = 1.5, 3.0
+PASSWORD_VARIABLE = "SHARDSTUDIO_AUTH"
+PLAIN_TEMPLATE = "${value}"
+"""Of HTML that is shown as it is; charts have others."""
+QUEUE_POLL_S = 10.0
+"""Between two looks into gradio's own queue, which no listener uses: a thousand a second wake the page for nothing."""
+
+
+def build(studio: Studio) -> gr.Blocks:
+    """All pages, connected."""
+    with gr.Blocks(title="ShardStudio", analytics_enabled=False) as blocks:
+        with gr.Row(elem_id="top"):
+            gr.HTML("<h1>ShardStudio</h1>")
+            run = gr.Dropdown([], label="Run", elem_id="run-choice", scale=5)
+            buttons = {
+                name: gr.Button(label, elem_id=name, interactive=False, min_width=120)
+                for name, label in BUTTONS.items()
+            }
+        if studio.unwritable:
+            gr.HTML(html.alert(studio.unwritable), elem_id="unwritable")
+        gr.HTML(VIEWER, js_on_load=VIEWER_SCRIPT)
+        with gr.Tabs(elem_id="pages") as tabs:
+            with gr.Tab("Train", id="train") as train_tab:
+                trained = train.build(studio)
+            with gr.Tab("Monitor", id="monitor", render_children=True):
+                watched = watch.build(studio, run, buttons)
+            with gr.Tab("Samples", id="samples", render_children=True):
+                sampled = samples.build(studio, run)
+            with gr.Tab("Dataset", id="dataset", render_children=True) as dataset_tab:
+                read_images, number, cards = dataset.build(studio)
+            with gr.Tab("Queue", id="queue", render_children=True):
+                queued = queue.build(studio)
+            with gr.Tab("Runs", id="runs", render_children=True):
+                watch_it, clone, listed, runs_tick = runs.build(studio)
+            with gr.Tab("Export", id="export", render_children=True):
+                exported = export.build(studio, run)
+            with gr.Tab("Doctor", id="doctor", render_children=True) as doctor_tab:
+                checks = doctor.build(studio)
+        train.renews(trained, blocks.load, lambda: train.opened(trained), None)
+        events = [blocks.load, run.change]
+        keep_renewing(TICK_S, [watch.tick(watched)], events)
+        keep_renewing(SLOW_TICK_S, [_all_runs(studio, run), sampled, queued, runs_tick, exported], events)
+        for chosen, listen in ((trained.started, trained.started.change), (listed, watch_it.click)):
+            listen(lambda name: _watch(studio, name), chosen, [run, tabs], **QUIET)
+        cloned = train.renews(trained, clone.click, train.cloned(trained), [*trained.shown, listed])
+        retried = train.renews(trained, watched.retry.click, train.retried(trained), [*trained.shown, run])
+        for done in (cloned, retried):
+            done.success(lambda: gr.Tabs(selected="train"), None, tabs, **QUIET)
+        train.looks_again(trained, train_tab.select)
+        dataset_tab.select(read_images, number, cards, **QUIET)
+        doctor_tab.select(lambda: doctor.checks(studio), None, checks, **QUIET)
+    for component in blocks.blocks.values():
+        if isinstance(component, gr.HTML) and component.html_template == PLAIN_TEMPLATE:
+            component.postprocess = _shown  # type: ignore[method-assign]
+    return blocks  # type: ignore[no-any-return]
+
+
+def _shown(value: str | None) -> str | None:
+    """What HTML shows. A text that is not markup is shown as it is, wherever it comes from."""
+    return None if value is None else str(escape(value))
+
+
+def _watch(studio: Studio, name: str) -> list[Any]:
+    """The run chosen, and its page opened."""
+    return [gr.update(choices=_names(studio), value=name), gr.Tabs(selected="monitor")]
+
+
+def _names(studio: Studio) -> list[str]:
+    return [run.path.name for run in studio.runs_found()]
+
+
+def _all_runs(studio: Studio, run: gr.Dropdown) -> Tick:
+    """All runs to choose from, also those that were started elsewhere: by the queue, a notebook or the command line."""
+
+    def show(chosen: str | None) -> list[Any]:
+        names = _names(studio)
+        return [choices(names, chosen, next(iter(names), None))]
+
+    return Tick(show, [run], [run])
+
+
+def serve(runs: Path, host: str, port: int, names: Sequence[str], auth: str | None, auth_file: Path | None) -> None:
+    """Serve the page until Ctrl-C. names: HOST or HOST:PORT by which others reach it.  auth: USER:PASS.
+
+    Raises InputError when the port is taken, a name or password is none, or others could reach it without a password.
+    """
+    user = _user(host, auth, auth_file)
+    known = [security.parsed_name(name) for name in names]
+    if host not in security.LOCAL:
+        known += security.own_names(host)
+    _require_free(host, port)
+    studio = Studio(runs)
+    studio.claim()
+    studio.keep_queue_going()
+    token = secrets.token_urlsafe(32)
+    blocks = build(studio)
+    app = _mounted(blocks, studio)
+    app.add_middleware(
+        security.Guard,
+        names=known,
+        port=port,
+        secret=_secret(studio),
+        token=token,
+        login=security.Login(*user) if user else None,
+    )
+    for line in _addresses(host, port, known, bool(names), "" if user else f"/?token={token}"):
+        say(line)
+    # A proxy on this machine is believed who asks and whether by https, where one was announced by --name.
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        log_level="warning",
+        server_header=False,
+        proxy_headers=bool(names),
+        forwarded_allow_ips=["127.0.0.1", "::1"],
+    )
+    # In a thread that ends with the process: uvicorn's own end waits for every browser that shows the page.
+    worker = threading.Thread(target=uvicorn.Server(config).run, name="page", daemon=True)
+    worker.start()
+    with suppress(KeyboardInterrupt):
+        worker.join()
+
+
+def _secret(studio: Studio) -> str:
+    try:
+        return security.kept_secret(studio.runs / "drafts" / "secret")
+    except OSError:
+        if not studio.unwritable:
+            raise
+        return secrets.token_urlsafe(32)  # browsers that are open lose a page that is started again
+
+
+def _mounted(blocks: gr.Blocks, studio: Studio) -> FastAPI:
+    blocks._queue.sleep_when_free = blocks._queue.progress_update_sleep_when_free = QUEUE_POLL_S
+    blocks.state_session_capacity = MOST_BROWSERS
+    without_docs: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
+    return gr.mount_gradio_app(  # type: ignore[no-any-return]
+        FastAPI(**without_docs),
+        blocks,
+        "/",
+        app_kwargs=without_docs,
+        allowed_paths=[str(studio.thumbnails.folder), str(studio.downloads.folder)],
+        theme=theme.theme(),
+        css=theme.CSS,
+        ssr_mode=False,
+        mcp_server=False,
+        enable_monitoring=False,
+        footer_links=[],
+        run_history=False,
+        max_file_size="1mb",
+        show_error=False,
+    )
+
+
+def _user(host: str, auth: str | None, auth_file: Path | None) -> tuple[str, str] | None:
+    """User and password, None for a page that only whoever has its address opens."""
+    given = os.environ.pop(PASSWORD_VARIABLE, None)  # processes that are started here inherit the others only
+    if auth_file is not None:
+        return security.read_password(auth_file)
+    if auth is not None:
+        say(f"--auth: every user of this machine can read it; use --auth-file FILE or {PASSWORD_VARIABLE}")
+        return security.password(auth, "--auth")
+    if given is not None:
+        return security.password(given, PASSWORD_VARIABLE)
+    if host not in security.LOCAL:
+        raise InputError(
+            f"--host {host}: others could start runs here; add --auth-file FILE with one line USER:PASS, "
+            f"or set {PASSWORD_VARIABLE}"
+        )
+    return None
+
+
+def _addresses(host: str, port: int, names: Sequence[security.Name], is_named: bool, path: str) -> Iterator[str]:
+    """What to type into a browser. is_named: whether names were given.  path: with what opens the page."""
+    if host in security.LOCAL:
+        yield f"http://{security.literal(host)}:{port}{path}"
+    for name in names:
+        if host in security.LOCAL:
+            yield f"https://{name}{path}"
+        else:
+            yield f"http://{name}{path}" if name.port else f"http://{name}:{port}{path}"
+    if host not in security.LOCAL:
+        yield "The password crosses the network in clear text; app/web/proxy/ has examples of TLS before the page."
+        if not is_named:
+            yield "Reached by any other name, the page needs --name HOST[:PORT]."
+
+
+def _require_free(host: str, port: int) -> None:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise InputError(f"--host {host}: not an address of this machine ({error.strerror}); name another") from error
+    with socket.socket(family, kind) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise InputError(f"--port {port}: cannot be used on {host} ({error.strerror}); name another") from error

@@ -1,0 +1,132 @@
+"""What torchrun starts on every rank to compare variants of a run: `python -m trainer.benchmark.worker RUN_DIR`."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from trainer.__main__ import on_every_rank
+from trainer.benchmark import variants as trials
+from trainer.benchmark.probe import Probe
+from trainer.benchmark.variants import Cost
+from trainer.distributed.attach import cache_folder
+from trainer.distributed.world import World, connect, find_rendezvous
+from trainer.metrics.memory import full_bytes, local_bytes
+from trainer.metrics.out_of_memory import explain_out_of_memory
+from trainer.optim import state_tensors
+from trainer.parallel.parallelize import COMPUTE_DTYPE, blocks_of
+from trainer.parallel.strategy import ModelBytes, RankBytes, expected
+from trainer.run.events import StatusEvent
+from trainer.run.folder import RunDir
+from trainer.run.report import write_report
+from trainer.train.log import speaker
+from trainer.train.loop import Trainer
+
+
+def main() -> int:
+    """Exit codes as of `python -m trainer`."""
+    return on_every_rank(RunDir.open(Path(sys.argv[1])), _measure_all)
+
+
+@record
+def _measure_all(run: RunDir) -> None:
+    with connect(run.config().parallel, find_rendezvous(run)) as world:
+        say = speaker(run, world)
+        variants = trials.folders(run)
+        for number, (label, trial) in enumerate(variants.items()):
+            say(StatusEvent(state="training", message=label, done=number, total=len(variants)))
+            cost = measure(trial, world, cache_folder(run.config(), run))
+            if world.rank == 0:
+                trials.write(cost, trial)
+        say(StatusEvent(state="finished", done=len(variants), total=len(variants)))
+
+
+def measure(run: RunDir, world: World, cache: Path) -> Cost:
+    """Train a run to its end and say what it took; no checkpoint is kept. Collective."""
+    say = speaker(run, world)
+    trainer = Trainer(run.config(), run, world, cache, say)
+    try:
+        with explain_out_of_memory(trainer.place, trainer.meter, trainer.held):
+            cost = _train(trainer)
+        say(StatusEvent(state="finished", step=trainer.step))
+    finally:
+        trainer.close()
+        gc.collect()  # hooks and the modules they belong to point at each other: the next trial needs the room
+    if world.rank == 0:
+        write_report(run)
+    return cost
+
+
+def _train(trainer: Trainer) -> Cost:
+    if trainer.data.num_held_out:
+        trainer.validate()
+    trainer.train_step()  # the first step allocates what later ones reuse
+    cost = _watched_step(trainer)
+    while trainer.step < trainer.cfg.train.steps:
+        trainer.train_step()
+    if trainer.data.num_held_out:
+        trainer.validate()
+    if trainer.cfg.sample.every:
+        trainer.draw_samples()
+    return cost
+
+
+def _watched_step(trainer: Trainer) -> Cost:
+    cfg, world, loaded = trainer.cfg, trainer.world, trainer.loaded
+    module = loaded.module[trainer.family.components[0]]
+    with Probe(module, blocks_of(module, trainer.family.shard_blocks), trainer.optimizer) as probe:
+        trainer.train_step()
+    passes = cfg.micro_steps
+    images = cfg.train.batch_size // world.size // passes
+    model = _whole(trainer)
+    shards = loaded.mesh.size(-1) if loaded.mesh else 1
+    mine = RankBytes(
+        weights=local_bytes(loaded.module.parameters()),
+        gradients=probe.gradients,
+        optimizer_state=local_bytes(state_tensors(trainer.optimizer)),
+        gathered=probe.gathered,
+        sent=probe.sent,
+    )
+    reductions = passes if cfg.shards_gradients(loaded.strategy) else 1
+    return Cost(
+        strategy=loaded.strategy,
+        shard_size=shards,
+        images=images,
+        num_parameters=sum(p.numel() for p in loaded.module.parameters()),
+        num_trained=sum(p.numel() for p in trainer.parameters),
+        is_offloaded=cfg.parallel.cpu_offload,
+        model=model,
+        ranks=tuple(world.gather(mine)),
+        activations=tuple(world.gather(probe.activations)),
+        formula=expected(model, loaded.strategy, world.size, shards, passes, reductions),
+    )
+
+
+def _whole(trainer: Trainer) -> ModelBytes:
+    """The whole model in numbers, from its shapes alone."""
+    module = trainer.loaded.module
+    dtype = COMPUTE_DTYPE[trainer.cfg.train.precision]
+    blocks = blocks_of(module, trainer.family.shard_blocks)
+
+    def computed(parameters: Iterable[Tensor]) -> int:
+        return sum(p.numel() * dtype.itemsize for p in parameters)
+
+    whole = computed(module.parameters())
+    sizes = [computed(block.parameters()) for block in blocks]
+    return ModelBytes(
+        weights=full_bytes(module.parameters()),
+        gradients=full_bytes(trainer.parameters),
+        optimizer_state=full_bytes(state_tensors(trainer.optimizer)),
+        computed=whole,
+        root=whole - sum(sizes),
+        block=max(sizes, default=0),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

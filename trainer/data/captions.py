@@ -1,0 +1,123 @@
+"""Captions that are longer than a model reads.
+
+`python -m trainer.data.captions RUNS` reads names of config files, a line each, and prints an `Answer` in JSON for
+each. A process of its own, since families load torch: the page only shows captions and imports none. It stays for the
+next question, since loading takes seconds and measuring does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from trainer.config.errors import InputError
+from trainer.config.load import load_config
+from trainer.config.schema import RunConfig
+from trainer.config.terminal import say
+from trainer.data.image_files import TRIGGER_PLACE, Photo, scan
+from trainer.data.measured import Answer, CutCaption, Measured
+from trainer.models import families
+from trainer.models.base import ImageFamily, TextLength
+from trainer.run.folder import shared_cache
+
+SHOWN_BEFORE = 60
+"""Characters before a cut that are shown with it."""
+
+
+def measure(family: ImageFamily, cfg: RunConfig, photos: Sequence[Photo]) -> Measured:
+    """Compare the captions and prompts of a run with what its model reads. Loads the family's tokenizers."""
+    prompts = _sample_texts(cfg)
+    lengths = _lengths(family, [*(photo.caption for photo in photos), *prompts.values()])
+    captions = [(photo, lengths[photo.caption]) for photo in photos]
+    sentences = []
+    if cut := [(photo, texts) for photo, texts in captions if _is_cut(texts)]:
+        count = f"1 of {len(photos)} captions is" if len(cut) == 1 else f"{len(cut)} of {len(photos)} captions are"
+        first, texts = cut[0]
+        sentences.append(
+            f"{count} longer than the model reads, and the end is not learned: first {first.path} "
+            f"{_figures(texts)}; {_remedy(family, [texts for _, texts in cut])}"
+        )
+    if partly := [texts for _, texts in captions if not _is_cut(texts) and any(text.is_cut for text in texts)]:
+        sentences.append(_partly_read(partly))
+    if fields := {field: lengths[text] for field, text in prompts.items() if _is_cut(lengths[text])}:
+        field, texts = next(iter(fields.items()))
+        sentences.append(
+            f"{', '.join(fields)}: longer than the model reads, and the end is not drawn: {field} {_figures(texts)}; "
+            f"{_remedy(family, fields.values())}"
+        )
+    return Measured(tuple(_cut_caption(photo, _furthest(texts)) for photo, texts in cut), tuple(sentences))
+
+
+def _lengths(family: ImageFamily, texts: Sequence[str]) -> dict[str, tuple[TextLength, ...]]:
+    """{text: by each encoder}."""
+    distinct = list(dict.fromkeys(texts))
+    return dict(zip(distinct, family.text_lengths(distinct), strict=True))
+
+
+def _is_cut(lengths: Sequence[TextLength]) -> bool:
+    """Whether no encoder reads the text whole."""
+    return bool(lengths) and all(length.is_cut for length in lengths)
+
+
+def _furthest(lengths: Sequence[TextLength]) -> TextLength:
+    """Of the encoder that reads most of a text."""
+    return max(lengths, key=lambda length: length.read / length.needed)
+
+
+def _cut_caption(photo: Photo, length: TextLength) -> CutCaption:
+    before = photo.caption.strip().removesuffix(length.rest)[-SHOWN_BEFORE:]
+    return CutCaption(str(photo.path), length.encoder, length.needed, length.read, before, length.rest)
+
+
+def _figures(lengths: Sequence[TextLength]) -> str:
+    length = _furthest(lengths)
+    return f"with {length.needed} tokens, of which {length.encoder} reads {length.read}"
+
+
+def _remedy(family: ImageFamily, cut: Collection[Sequence[TextLength]]) -> str:
+    """That of the longest text."""
+    shorten = "shorten it" if len(cut) == 1 else "shorten them"
+    longest = max(cut, key=lambda lengths: max(length.needed for length in lengths))
+    settings = [setting for length in longest if (setting := family.longer_text(length))]
+    return f"{shorten}, or set {settings[0]}" if settings else shorten
+
+
+def _partly_read(texts: Sequence[Sequence[TextLength]]) -> str:
+    """A sentence about captions that one encoder reads whole and another cuts."""
+    count = "1 caption is" if len(texts) == 1 else f"{len(texts)} captions are"
+    whole = next(length.encoder for length in texts[0] if not length.is_cut)
+    cut = ", ".join(f"{length.encoder} the first {length.read} tokens" for length in texts[0] if length.is_cut)
+    return f"{count} read whole by {whole} only: {cut}; shorten what all of them should read"
+
+
+def _sample_texts(cfg: RunConfig) -> Mapping[str, str]:
+    """{field: text} of what samples are drawn from."""
+    prompts = {f"sample.prompts.{number}": text for number, text in enumerate(cfg.sample.prompts)}
+    filled = {field: text.replace(TRIGGER_PLACE, cfg.data.trigger) for field, text in prompts.items()}
+    return filled | {"sample.negative": cfg.sample.negative}
+
+
+def answer(config: Path, runs: Path) -> Answer:
+    """How long the captions of a config file are for its model. runs: the folder of runs."""
+    try:
+        cfg = load_config(config).config
+        family = families.make(cfg, shared_cache(cfg, runs))
+        if not isinstance(family, ImageFamily):
+            return Answer(Measured((), ()))
+        dataset = scan(cfg.data)
+        return Answer(measure(family, cfg, (*dataset.train, *dataset.validation)))
+    except (InputError, OSError) as error:
+        return Answer(failure=str(error))
+
+
+def main() -> None:
+    """Answer until there is no further line."""
+    for line in sys.stdin:
+        say(json.dumps(dataclasses.asdict(answer(Path(line.rstrip("\n")), Path(sys.argv[1])))))
+
+
+if __name__ == "__main__":
+    main()

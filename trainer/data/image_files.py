@@ -1,0 +1,363 @@
+"""Finds images with their captions. No torch and no numpy: a dataset is checked before they load."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from trainer.config.errors import InputError
+from trainer.config.files import opened
+from trainer.config.sections import DataConfig, half_character
+from trainer.config.terminal import shortened
+from trainer.data import image_warnings
+from trainer.data.image_io import IMAGE_SUFFIXES, Picture, files_below, open_picture
+from trainer.data.masks_references import Findings, Masks, References
+from trainer.data.text_files import rows
+
+OTHER_IMAGE_SUFFIXES = frozenset({".gif", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".tga", ".psd", ".exr", ".dng"})
+TRIGGER_PLACE = "[trigger]"
+MAX_SHOWN_PROBLEMS = 20
+MOST_WRONG_ROWS = 1000
+"""Of a file of rows: behind so many it is not read on."""
+MAX_CAPTION = 64 * 2**10
+"""Bytes of a caption at most: some 16,000 tokens, more than any encoder reads."""
+
+C = TypeVar("C", Masks, References)
+
+
+@dataclass(frozen=True)
+class Photo(Picture):
+    """One image with its caption and what goes with it.
+
+    weight: occurrences per epoch.  loss_weight: of its loss, beside 1 for an image of the data.  mask: None where the
+    whole image is learned.  is_own: whether it shows what is learned, and is not a regularization image.
+    """
+
+    caption: str
+    weight: float
+    loss_weight: float = 1.0
+    mask: Picture | None = None
+    references: tuple[Picture, ...] = ()
+    is_own: bool = True
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What a scan found: folders in the order of the config, images by relative path within a folder."""
+
+    train: tuple[Photo, ...]
+    validation: tuple[Photo, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """All images that are scaled to a bucket: photos, then their references. Masks follow their photos."""
+        photos = (*self.train, *self.validation)
+        return (*photos, *(reference for photo in photos for reference in photo.references))
+
+
+class Watcher:
+    """Follows a scan that may take long. What its methods raise ends the scan."""
+
+    def found(self, file: Path) -> None:
+        """A file lies in one of the folders."""
+
+    def reading(self, image: Path) -> None:
+        """The header and the caption of an image are read next."""
+
+
+def scan(cfg: DataConfig, watcher: Watcher | None = None) -> Dataset:
+    """The images of all folders of the config, with captions, masks and references; only headers are read.
+
+    Folders are searched recursively. Hidden ones, `cache`, `*_cache` and `data.cache` are skipped, and a folder that
+    the config lists by itself counts there only. A caption is the .txt beside the image, else a row of a
+    metadata.jsonl whose `file_name` leads to it. `data.validation: n` sets aside the last n images of the order.
+    Regularization images are the last of `train`; neither masks nor references go with them. Where only questions are
+    trained there are no images.
+    Raises InputError with all problems found, the first 20 of them in words.
+    """
+    if cfg.questions and not (cfg.path or cfg.folders):
+        return Dataset((), (), ())
+    scanner = _Scanner(cfg, watcher or Watcher())
+    photos = [photo for source in _training_sources(cfg) for photo in scanner.photos(source)]
+    held_out: list[Photo] = []
+    if isinstance(cfg.validation, str):
+        held_out = scanner.photos(_Source("data.validation", _absolute(cfg.validation)))
+    others: list[Photo] = []
+    if cfg.regularization is not None:
+        others = scanner.photos(_Source("data.regularization", _absolute(cfg.regularization), is_own=False))
+    scanner.finish()
+    if isinstance(cfg.validation, int):
+        photos, held_out = _set_aside(photos, cfg.validation)
+    photos += _as_frequent(others, photos, cfg.regularization_weight)
+    found = Dataset(tuple(photos), tuple(held_out), tuple(scanner.found.warnings))
+    copies = image_warnings.of_copies(photo.path for photo in (*photos, *held_out))
+    return replace(found, warnings=(*found.warnings, *image_warnings.of_files(found.pictures), *copies))
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A folder of images, and the field of the config that names it.
+
+    weight: occurrences per epoch of each.  is_own: whether they show what is learned: then the trigger stands in their
+    captions, and masks and references go with them.
+    """
+
+    field: str
+    root: Path
+    weight: float = 1.0
+    is_own: bool = True
+    holds: str = "images with captions"
+
+
+def _training_sources(cfg: DataConfig) -> Iterator[_Source]:
+    if cfg.path is not None:
+        yield _Source("data.path", _absolute(cfg.path), float(cfg.repeats))
+    for index, folder in enumerate(cfg.folders):
+        yield _Source(f"data.folders.{index}.path", _absolute(folder.path), cfg.repeats * folder.weight)
+
+
+def _own_places(cfg: DataConfig) -> frozenset[Path]:
+    """Folders whose content does not belong to the folder around them."""
+    named = [cfg.path, cfg.cache, *(folder.path for folder in cfg.folders), *cfg.companions.values()]
+    if isinstance(cfg.validation, str):
+        named.append(cfg.validation)
+    return frozenset(Path(os.path.realpath(path)) for path in named if path is not None)
+
+
+def _absolute(path: str) -> Path:
+    return Path(os.path.abspath(Path(path).expanduser()))
+
+
+def _set_aside(photos: list[Photo], count: int) -> tuple[list[Photo], list[Photo]]:
+    if count >= len(photos):
+        raise InputError(
+            f"data.validation: {count} of {len(photos)} images leaves none to train on; use at most {len(photos) - 1}"
+        )
+    border = len(photos) - count
+    return photos[:border], photos[border:]
+
+
+def _as_frequent(others: Sequence[Photo], photos: Sequence[Photo], loss_weight: float) -> list[Photo]:
+    """Regularization images that together occur as often as the photos, whether there are fewer or more of them."""
+    weights = sum(photo.weight for photo in photos)
+    return [replace(other, weight=weights / len(others), loss_weight=loss_weight, is_own=False) for other in others]
+
+
+class _Scanner:
+    """Reads folders one after the other and collects what is wrong with them."""
+
+    def __init__(self, cfg: DataConfig, watcher: Watcher) -> None:
+        self.cfg = cfg
+        self.found = Findings()
+        self._watcher = watcher
+        self._own_places = _own_places(cfg)
+        self._captioned: dict[Path, list[Path]] = {}
+        self._masks = self._companions(Masks, "data.masks", cfg.masks)
+        self._references = self._companions(References, "data.references", cfg.references)
+
+    def photos(self, source: _Source) -> list[Photo]:
+        """The usable images of one folder, by relative path."""
+        files = self._files(source)
+        images = self._images(source, files)
+        captions = self._metadata([file for file in files if file.name == "metadata.jsonl"], frozenset(images))
+        photos = [photo for image in images if (photo := self._photo(image, captions, source)) is not None]
+        if images and not photos and not self.found.problems:
+            self.found.problems.append(f"{source.field}: {source.root}: none of its {len(images)} images can be read")
+        self._warn_of_open_trigger(source, photos)
+        return photos
+
+    def finish(self) -> None:
+        """To be called after the last folder. Raises InputError if anything is wrong that stops the run."""
+        for companions in (self._masks, self._references):
+            if companions:
+                companions.finish()
+        self._warn_of_shared_captions()
+        problems = self.found.problems
+        if problems:
+            hidden = len(problems) - MAX_SHOWN_PROBLEMS
+            more = [f"and {hidden} more"] if hidden > 0 else []
+            raise InputError("\n".join(problems[:MAX_SHOWN_PROBLEMS] + more))
+
+    def _companions(self, kind: type[C], field: str, folder: str | None) -> C | None:
+        if folder is None:
+            return None
+        source = _Source(field, _absolute(folder), holds="images named as those of the data")
+        images = self._images(source, self._files(source))
+        return kind(field, source.root, images, self.found) if images else None
+
+    def _files(self, source: _Source) -> list[Path]:
+        """The files of a folder by relative path. What is wrong with the folder is noted."""
+        root = source.root
+        try:
+            if not root.is_dir():
+                kind = "not a folder" if root.exists() else "no such folder"
+                self.found.problems.append(f"{source.field}: {root}: {kind}; give a folder of {source.holds}")
+                return []
+            files = self._walked(root)
+        except OSError as error:
+            wrong = f"{source.field}: {shortened(str(error.filename), 500)}: cannot be read ({error.strerror})"
+            self.found.problems.append(f"{wrong}; change its permissions, or name a folder without it")
+            return []
+        except InputError as error:
+            self.found.problems.append(f"{source.field}: {error}")
+            return []
+        if not files:
+            self.found.problems.append(f"{source.field}: {root}: the folder is empty; put {source.holds} into it")
+        return sorted(files, key=lambda file: file.relative_to(root).as_posix())
+
+    def _walked(self, root: Path) -> list[Path]:
+        files = []
+        for file in files_below(root, self._own_places):
+            self._watcher.found(file)
+            files.append(file)
+        return files
+
+    def _images(self, source: _Source, files: Sequence[Path]) -> list[Path]:
+        images = [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
+        for file in files:
+            if file.suffix.lower() in OTHER_IMAGE_SUFFIXES:
+                self._bad_image(f"{file}: {file.suffix} images are not read; convert it to png or jpg, or remove it")
+        if files and not images:
+            expected = " ".join(sorted(suffix.removeprefix(".") for suffix in IMAGE_SUFFIXES))
+            self.found.problems.append(f"{source.field}: {source.root}: no images in this folder; expected {expected}")
+        return images
+
+    def _photo(self, path: Path, captions: Mapping[Path, str], source: _Source) -> Photo | None:
+        """None if something is wrong with the image, its caption or what goes with it; that is noted."""
+        self._watcher.reading(path)
+        caption = self._caption(path, captions)
+        name = path.relative_to(source.root).with_suffix("").as_posix()
+        try:
+            picture = open_picture(path)
+            mask = self._masks.of(name, picture) if self._masks and source.is_own else None
+            references = self._references.of(name, picture) if self._references and source.is_own else ()
+        except InputError as error:
+            self._bad_image(str(error))
+            return None
+        if caption is None:
+            return None
+        return Photo(
+            **vars(picture),
+            caption=_with_trigger(caption, self.cfg.trigger) if source.is_own else caption,
+            weight=source.weight,
+            mask=mask,
+            references=references,
+        )
+
+    def _caption(self, path: Path, captions: Mapping[Path, str]) -> str | None:
+        beside = path.with_suffix(".txt")
+        if is_beside := beside.exists():
+            self._captioned.setdefault(beside, []).append(path)
+        caption = self._text(beside) if is_beside else captions.get(path, "")
+        if caption == "" and self.cfg.missing_caption == "stop":
+            self.found.problems.append(
+                f"{path}: no caption; write it into {beside.name}, or set data.missing_caption: empty"
+            )
+            return None
+        return caption
+
+    def _metadata(self, files: Iterable[Path], images: frozenset[Path]) -> dict[Path, str]:
+        """{image: caption} of all rows of all metadata files."""
+        captions: dict[Path, str] = {}
+        for file in files:
+            before = len(self.found.problems)
+            with self._noting(file):
+                for number, offset, line in rows(file):
+                    if len(self.found.problems) - before >= MOST_WRONG_ROWS:
+                        raise InputError(f"{file}: {MOST_WRONG_ROWS} rows are wrong; the rest of them was not read")
+                    with self._noting(file, offset, f"{file}:{number}: "):
+                        image, caption = _metadata_row(line.decode().removeprefix("\ufeff"), file.parent, images)
+                        captions[image] = caption
+        return captions
+
+    def _text(self, path: Path) -> str | None:
+        """The stripped text of a caption's file, or None if it has too many bytes, cannot be read or is not UTF-8; that
+        is noted."""
+        with self._noting(path), opened(path) as stream:
+            data = stream.read(MAX_CAPTION + 1)
+            if len(data) > MAX_CAPTION:
+                raise InputError(f"{path}: {too_long(os.fstat(stream.fileno()).st_size)}")
+            # Windows editors put a byte order mark before the text.
+            return data.decode("utf-8").removeprefix("\ufeff").strip()
+        return None
+
+    @contextmanager
+    def _noting(self, path: Path, offset: int = 0, place: str = "") -> Iterator[None]:
+        """Notes what is wrong with a file inside, and goes on behind it.
+
+        offset: of what is decoded, in bytes.  place: stands before an InputError.
+        """
+        try:
+            yield
+        except UnicodeDecodeError as error:
+            byte = f"byte {offset + error.start} (0x{error.object[error.start]:02x})"
+            self.found.problems.append(f"{path}: {byte} is not UTF-8; save the file as UTF-8")
+        except InputError as error:
+            self.found.problems.append(f"{place}{error}")
+        except OSError as error:
+            self.found.problems.append(f"{path}: cannot be read ({error.strerror}); change its permissions")
+
+    def _bad_image(self, message: str) -> None:
+        if self.cfg.bad_image == "warn":
+            self.found.warnings.append(f"left out: {message}")
+        else:
+            self.found.problems.append(f"{message}, or set data.bad_image: warn")
+
+    def _warn_of_shared_captions(self) -> None:
+        shared = [(caption, images) for caption, images in self._captioned.items() if len(images) > 1]
+        if shared:
+            caption, images = shared[0]
+            found = image_warnings.counted(len(shared), "caption is", "captions are")
+            self.found.warnings.append(
+                f"{found} shared by images of one name: first {caption} by "
+                f"{' and '.join(image.name for image in images)}; rename those that need their own"
+            )
+
+    def _warn_of_open_trigger(self, source: _Source, photos: list[Photo]) -> None:
+        count = sum(TRIGGER_PLACE in photo.caption for photo in photos)
+        if count:
+            remedy = "set data.trigger" if source.is_own else "remove it: the trigger is not for these images"
+            self.found.warnings.append(
+                f"{source.field}: {count} captions of {source.root} hold {TRIGGER_PLACE} as it stands; {remedy}"
+            )
+
+
+def _metadata_row(line: str, folder: Path, images: frozenset[Path]) -> tuple[Path, str]:
+    """The image of a row and its caption. Raises InputError with the reason and the remedy, without the place."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"not a JSON object ({error}); each line is one, with file_name and text") from error
+    if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
+        raise InputError('no "file_name"; each line is a JSON object with file_name and text')
+    name = shortened(row["file_name"])
+    caption = row.get("text", row.get("caption"))
+    if not isinstance(caption, str):
+        raise InputError(f'no "text" or "caption" for {name}; add the caption as a string')
+    if half := half_character(row["file_name"] + caption):
+        raise InputError(f"a text {half}")
+    if (size := len(caption.encode())) > MAX_CAPTION:
+        raise InputError(f"{name}: {too_long(size)}")
+    image = Path(os.path.normpath(folder / row["file_name"]))
+    if image not in images:
+        raise InputError(f"no such image: {name}; correct file_name or remove the line")
+    return image, caption.strip()
+
+
+def too_long(size: int) -> str:
+    """The sentence about a caption of more than MAX_CAPTION bytes, without its place."""
+    return f"{size} bytes are too many for a caption, the limit is {MAX_CAPTION}; shorten or remove it"
+
+
+def _with_trigger(caption: str, trigger: str) -> str:
+    if not trigger:
+        return caption
+    if TRIGGER_PLACE in caption:
+        return caption.replace(TRIGGER_PLACE, trigger)
+    return f"{trigger}, {caption}" if caption else trigger

@@ -1,0 +1,108 @@
+"""Questions about images, with their answers. No torch and no numpy, as in `images`."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.config.errors import InputError
+from trainer.config.sections import DataConfig, half_character
+from trainer.data.image_files import MAX_SHOWN_PROBLEMS, MOST_WRONG_ROWS
+from trainer.data.image_io import Picture, open_picture
+from trainer.data.text_files import rows
+
+FIELDS = ("image", "question", "answer")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked about a picture, and the answer that is learned."""
+
+    picture: Picture
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Questions:
+    """validation: the last of the file, set aside.  warnings: what was left out."""
+
+    train: tuple[Question, ...]
+    validation: tuple[Question, ...]
+    warnings: tuple[str, ...]
+
+
+def of_config(cfg: DataConfig) -> Questions:
+    """The questions of `data.questions`; none where the field is empty. Only headers of images are read.
+
+    Raises InputError with all problems found, the first 20 of them in words.
+    """
+    if cfg.questions is None:
+        return Questions((), (), ())
+    file = Path(cfg.questions).expanduser()
+    found, problems, warnings = _read(file, cfg.bad_image == "warn")
+    hidden = len(problems) - MAX_SHOWN_PROBLEMS
+    if problems:
+        raise InputError("\n".join(problems[:MAX_SHOWN_PROBLEMS] + ([f"and {hidden} more"] if hidden > 0 else [])))
+    count = cfg.validation if isinstance(cfg.validation, int) else 0
+    if count >= len(found):
+        raise InputError(
+            f"data.validation: {count} of the {len(found)} questions of {file} leaves none to train on; "
+            + (f"use at most {len(found) - 1}" if found else "write some into it")
+        )
+    border = len(found) - count
+    return Questions(tuple(found[:border]), tuple(found[border:]), tuple(warnings))
+
+
+def _read(file: Path, leaves_out: bool) -> tuple[list[Question], list[str], list[str]]:
+    """Questions, problems and warnings. leaves_out: whether an image that cannot be read is a warning."""
+    try:
+        lines = [(number, offset, line) for number, offset, line in rows(file)]
+    except InputError as error:
+        return [], [str(error)], []
+    except OSError as error:
+        return [], [f"data.questions: {file}: cannot be read ({error.strerror}); name a .jsonl file"], []
+    found: list[Question] = []
+    problems: list[str] = []
+    warnings: list[str] = []
+    pictures: dict[Path, Picture] = {}
+    for number, offset, line in lines:
+        if len(problems) >= MOST_WRONG_ROWS:
+            problems.append(f"{file}: {MOST_WRONG_ROWS} rows are wrong; the rest of them was not read")
+            break
+        try:
+            path, question, answer = _row(line.decode().removeprefix("\ufeff"), file.parent)
+        except UnicodeDecodeError as error:
+            problems.append(f"{file}: byte {offset + error.start} is not UTF-8; save the file as UTF-8")
+            continue
+        except InputError as error:
+            problems.append(f"{file}:{number}: {error}")
+            continue
+        try:
+            if path not in pictures:
+                pictures[path] = open_picture(path)
+        except InputError as error:
+            message = f"{file}:{number}: {error}"
+            (warnings if leaves_out else problems).append(
+                f"left out: {message}" if leaves_out else f"{message}, or set data.bad_image: warn"
+            )
+            continue
+        found.append(Question(pictures[path], question, answer))
+    return found, problems, warnings
+
+
+def _row(line: str, folder: Path) -> tuple[Path, str, str]:
+    """Image, question and answer. Raises InputError with the reason and the remedy, without the place."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"not a JSON object ({error}); each line is one, with {', '.join(FIELDS)}") from error
+    for name in FIELDS:
+        value = row.get(name) if isinstance(row, dict) else None
+        if not isinstance(value, str) or not value.strip():
+            raise InputError(f'no "{name}"; each line is a JSON object with {", ".join(FIELDS)}, all texts')
+        if half := half_character(value):
+            raise InputError(f'"{name}" {half}')
+    return Path(os.path.normpath(folder / row["image"])), row["question"].strip(), row["answer"].strip()

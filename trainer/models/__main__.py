@@ -1,0 +1,38 @@
+"""Writes config/families.json, what is known of the families without importing them: `python -m trainer.models`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from trainer.config.families import FACTS, FamilyFacts
+from trainer.models import families
+
+
+def write_facts(path: Path) -> None:
+    """Write the facts of every family as JSON."""
+    text = json.dumps({family: dataclasses.asdict(facts(family)) for family in families.names()}, indent=1)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def facts(family: str) -> FamilyFacts:
+    """The facts as the family's class has them."""
+    kind = families.get(family)
+    return FamilyFacts(
+        trains_on=kind.trains_on,
+        components=kind.trained_names(),
+        optional_encoders=kind.optional_encoders,
+        objective_fields=tuple(sorted(kind.objective_fields)),
+        options_read=tuple(sorted(kind.options_read)),
+        data_fields=tuple(sorted(kind.data_fields)),
+        sample_fields=tuple(sorted(kind.sample_fields)),
+        reads_references=kind.reads_references,
+        size_multiple=kind.size_multiple,
+        longest_side=kind.longest_side,
+        distilled=kind.distilled,
+    )
+
+
+if __name__ == "__main__":
+    write_facts(FACTS)

@@ -1,0 +1,391 @@
+"""A run's model and its encoders: built on meta, adapters injected, sharded, then loaded slice by slice."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from trainer import adapters
+from trainer.adapters import Injected
+from trainer.adapters.files import read_adapter
+from trainer.adapters.state import parameters_of
+from trainer.adapters.targets import counted
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
+from trainer.config.sections import NoAdapter
+from trainer.distributed.world import World
+from trainer.metrics.memory import full_bytes
+from trainer.models.base import LoadModule, ModelFamily
+from trainer.models.state_dict import BaseWeights, naming
+from trainer.parallel.load import Coded, Loading, check_same_weights, fill_rows, load_weights
+from trainer.parallel.mesh import device_mesh, resolve_strategy
+from trainer.parallel.parallelize import COMPUTE_DTYPE, blocks_of, offload_policy, parallelize, shard_units
+from trainer.parallel.quantized_cache import QuantizedCache
+from trainer.parallel.strategy import TRAINED_BYTES, Strategy
+from trainer.weights.files import WeightFiles, give_storage
+from trainer.weights.quantization import FORMATS, VERSION, Format, choose_kernel, quantize_layers, quantized_layers
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who is told how a model is loaded. read: (bytes read, bytes to read) by this rank.  note, warn: a sentence."""
+
+    read: Callable[[int, int], None] = lambda done, total: None
+    note: Callable[[str], None] = lambda sentence: None
+    warn: Callable[[str], None] = lambda sentence: None
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """The sharded model with its weights. trainables: parameters that are trained, by name, in model order.
+
+    module: the live components by name.  adapter: what it changed.
+    """
+
+    module: nn.ModuleDict
+    strategy: Strategy
+    mesh: DeviceMesh | None
+    trainables: dict[str, nn.Parameter]
+    bytes_read: int
+    adapter: Injected
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """The live components on the meta device, with the adapter in them."""
+
+    module: nn.ModuleDict
+    adapter: Injected
+
+    @property
+    def trainables(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+
+def build_model(cfg: RunConfig, family: ModelFamily) -> BuiltModel:
+    """Build -> quantize -> inject, without a byte of weights.
+
+    The base is in eval mode from here on, in training too: whatever its architecture draws from torch's own generator
+    (dropout, LayerDrop, jitter of a router) would depend on rank and pass, and differ in a recompute. The adapter's
+    layers, `SampleDropout` among them, are in training mode.
+
+    Raises InputError for an adapter that does not fit the model, or patterns that match no layer.
+    """
+    model = nn.ModuleDict({name: family.build(name) for name in family.live})
+    _freeze_base(model, cfg, family)
+    if cfg.quantize.format != "none":
+        quantize_layers(model, _stored_formats(model, cfg, family))
+    model.eval()
+    return BuiltModel(model, _inject_adapter(model, cfg, family))
+
+
+def load_model(
+    built: BuiltModel,
+    cfg: RunConfig,
+    family: ModelFamily,
+    world: World,
+    cache: Path | None = None,
+    listener: Listener | None = None,
+) -> LoadedModel:
+    """Checkpointing -> compile -> shard -> load -> initialise adapters. Collective.
+
+    cache: folder shared by runs.
+
+    Each live component is sharded by itself, with a root of its own.
+    """
+    model, injected = built.module, built.adapter
+    strategy = resolve_strategy(cfg.parallel, world, _state_bytes(model), min(world.gather(world.memory)))
+    mesh = device_mesh(cfg.parallel, world, strategy)
+    shard_model(model, cfg, family, strategy, mesh)
+    materialize(model, cfg, world.device)
+    listener = listener or Listener()
+    loader = _Loader(cfg, world, cache, listener)
+    bytes_read = sum(
+        loader.load(model[name], family.weights(name), _inside(injected.parameters, name)) for name in model
+    )
+    for name, module in model.items():
+        _set_buffers(module, family.computed_buffers(name), world.device)
+    kernel = choose_kernel(model, world.device)
+    if kernel:
+        listener.note(kernel)
+    parameters = dict(model.named_parameters())
+    _draw_adapter(parameters, injected, cfg.train.seed)
+    return LoadedModel(model, strategy, mesh, built.trainables, bytes_read, injected)
+
+
+def shard_model(
+    model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily, strategy: Strategy, mesh: DeviceMesh | None
+) -> None:
+    """Checkpointing -> compile -> shard each live component, on the meta device. Without a mesh nothing is sharded."""
+    for name, module in model.items():
+        methods = family.forward_methods if name == family.components[0] else ()
+        parallelize(
+            module,
+            cfg.train,
+            cfg.parallel,
+            strategy,
+            mesh,
+            family.shard_blocks,
+            methods,
+            family.fp32_inputs,
+            family.returns_views,
+        )
+
+
+def continue_adapter(loaded: LoadedModel, cfg: RunConfig, family: ModelFamily) -> tuple[str, ...]:
+    """Give the adapter the values of the file `adapter.start`, if there is one. Returns what to tell of it.
+
+    Every rank reads the whole file, and for dora the weights of its layers, and keeps its own rows. Raises InputError
+    when the file is no adapter of this model and this run.
+    """
+    if isinstance(cfg.adapter, NoAdapter) or cfg.adapter.start is None:
+        return ()
+    file, base = cfg.adapter.start, BaseWeights(family)
+    # The live ones first: files of peft do not say which text encoder they are for.
+    components = dict.fromkeys((*family.live, *family.components))
+    found = read_adapter(Path(file), base.layer_shapes(components), naming(family), base.layer)
+    idle = [name for name in found if _is_idle(name, loaded.module, family)]
+    used = {name: layer for name, layer in found.items() if name not in idle}
+    _check_changed(used, loaded.adapter, file)
+    for name, layer in used.items():
+        values = parameters_of(name, layer, cfg.adapter, loaded.adapter.parameters, base.layer)
+        with torch.no_grad():
+            for parameter, value in values.items():
+                fill_rows(loaded.trainables[parameter], value)
+    return _start_notes(file, used, idle, loaded.adapter)
+
+
+def encoder_loader(
+    cfg: RunConfig, world: World, cache: Path | None = None, listener: Listener | None = None
+) -> LoadModule:
+    """How families load their encoders: frozen, in the run's compute type; sharded over all ranks if they have blocks.
+
+    A module without block names is replicated and fp32: it is small, and an autoencoder's bf16 shows in pictures.
+    With `quantize.encoders` the linear layers of the blocks are stored in `quantize.format`.
+    """
+    loader = _Loader(cfg, world, cache, listener or Listener())
+
+    def load(module: nn.Module, files: WeightFiles, blocks: Sequence[str]) -> nn.Module:
+        prepare_encoder(module, cfg, blocks)
+        is_sharded = blocks and (world.size > 1 or cfg.parallel.cpu_offload)
+        mesh = device_mesh(cfg.parallel, world, "full") if is_sharded else None
+        place_encoder(module, cfg, blocks, mesh, world.device)
+        loader.load(module, files)
+        return module
+
+    return load
+
+
+def prepare_encoder(module: nn.Module, cfg: RunConfig, blocks: Sequence[str]) -> None:
+    """Freeze -> quantize an encoder on the meta device. blocks: as `encoder_loader` says."""
+    format = FORMATS.get(cfg.quantize.format) if cfg.quantize.encoders else None
+    module.requires_grad_(False).eval()
+    if blocks:
+        module.to(COMPUTE_DTYPE[cfg.train.precision])
+    if blocks and format:
+        quantize_layers(module, dict.fromkeys(_block_layers(module, blocks), format))
+
+
+def place_encoder(
+    module: nn.Module, cfg: RunConfig, blocks: Sequence[str], mesh: DeviceMesh | None, device: torch.device
+) -> None:
+    """Shard a prepared encoder and give it storage, uninitialized. Without a mesh it is not sharded."""
+    if mesh is None:
+        give_storage(module, device)
+        return
+    shard_units(module, blocks_of(module, blocks), mesh, True, torch.float32, offload_policy(cfg.parallel))
+    materialize(module, cfg, device)
+
+
+def materialize(module: nn.Module, cfg: RunConfig, device: torch.device) -> None:
+    """Uninitialized storage for the meta module: parameters on the host where they are offloaded, never buffers."""
+    give_storage(module, torch.device("cpu") if cfg.parallel.cpu_offload else device)
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, buffer.to(device))
+
+
+def _set_buffers(module: nn.Module, values: Mapping[str, Tensor], device: torch.device) -> None:
+    for name, value in values.items():
+        owner, _, buffer = name.rpartition(".")
+        setattr(module.get_submodule(owner), buffer, value.to(device))
+
+
+def reshard(module: nn.Module) -> None:
+    """Free what is gathered: weights were changed outside of forward and backward."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
+def sync_gradients(model: nn.ModuleDict, last: bool, shards_gradients: bool) -> None:
+    """Prepare the next backward of a step: gradients are reduced over the ranks in the last one, and added up before.
+
+    shards_gradients: reduce them to shards in each backward, and add up only these.
+    """
+    for component in model.values():
+        if isinstance(component, FSDPModule):
+            component.set_requires_gradient_sync(last or shards_gradients)
+            component.set_requires_all_reduce(last)
+            # A frozen unit has nothing to add up, and one that no input reached (blocks for reference images) torch
+            # cannot ask for it.
+            for unit in component.modules():
+                if isinstance(unit, FSDPModule) and not any(p.requires_grad for p in unit.parameters()):
+                    unit.set_requires_gradient_sync(True, recurse=False)
+
+
+def _freeze_base(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> None:
+    """Unfreeze or freeze each component; what is frozen is in the run's compute type."""
+    dtype = COMPUTE_DTYPE[cfg.train.precision]
+    for name, module in model.named_modules():
+        is_trained = family.mode(cfg, name) == "full"
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad_(is_trained)
+        if not is_trained:
+            # Not `to`: diffusers' own warns of an empty list of modules to keep in fp32.
+            module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, recurse=False)
+    _freeze(model, family.never_trained)
+
+
+def _stored_formats(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> dict[str, Format]:
+    """{layer: format} of the layers of what is frozen that are quantized.
+
+    These are the linear layers of the sharded blocks that the family recommends to adapters, which leaves out norms and
+    modulation, and those that `quantize.formats` names.
+    """
+    quantize = cfg.quantize
+    linear = [name for name in _block_layers(model, family.shard_blocks) if family.mode(cfg, name) != "full"]
+    formats = dict.fromkeys(filter(family.is_target, linear), quantize.format)
+    for pattern, format in quantize.formats.items():
+        named = adapters.match_names(linear, (pattern,), "quantize.formats", cfg.model.family)
+        formats |= dict.fromkeys(named, format)
+    kept = adapters.match_names(linear, quantize.keep, "quantize.keep", cfg.model.family)
+    stored = {name: FORMATS[format] for name, format in formats.items() if format != "none" and name not in kept}
+    if not stored and not quantize.encoders:
+        raise InputError(
+            f"quantize.format: {quantize.format} is for frozen layers, but none is left to store; "
+            "train less (model.train), keep less (quantize.keep), or set none"
+        )
+    return stored
+
+
+def _block_layers(module: nn.Module, blocks: Sequence[str]) -> list[str]:
+    """Names of the linear layers inside the sharded blocks, in model order."""
+    inside = {id(layer) for block in blocks_of(module, blocks) for layer in block.modules()}
+    return [name for name, layer in module.named_modules() if id(layer) in inside and adapters.is_linear(layer)]
+
+
+def _inject_adapter(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> Injected:
+    if isinstance(cfg.adapter, NoAdapter):
+        return Injected((), {}, ())
+    changed = nn.ModuleDict({name: module for name, module in model.items() if "adapter" in family.modes(cfg, name)})
+    others = [pattern for part, patterns in family.parts.items() if cfg.mode(part) != "adapter" for pattern in patterns]
+    targets = adapters.Targets(
+        family.adapter_targets, family.conv_targets, family.halves_swapped, family.never_trained, others
+    )
+    trained = [parameter for parameter in changed.parameters() if parameter.requires_grad]
+    injected = adapters.inject(changed, cfg.adapter, targets, cfg.model.family)
+    for parameter in trained:  # of parts that are trained whole
+        parameter.requires_grad_(True)
+    return injected
+
+
+def _freeze(model: nn.ModuleDict, patterns: Sequence[str]) -> None:
+    for module in model.values():
+        for name, parameter in module.named_parameters():
+            if any(re.fullmatch(pattern, name) for pattern in patterns):
+                parameter.requires_grad_(False)
+
+
+def _inside(names: Iterable[str], component: str) -> set[str]:
+    prefix = f"{component}."
+    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+
+
+class _Loader:
+    """Fills modules from their files, or from the cache of the quantized base, `base` in the folder shared by runs.
+
+    Where machines have folders of their own there is no such cache: none would hold all rows.
+    """
+
+    def __init__(self, cfg: RunConfig, world: World, cache: Path | None, listener: Listener) -> None:
+        threads = max(1, (os.cpu_count() or 1) // world.local_size)
+        self._loading = Loading(world.device, threads, listener.read)
+        self._world, self._warn = world, listener.warn
+        is_kept = cfg.quantize.cache and not world.guests
+        self._cache = QuantizedCache(cache / "base", world) if cache and is_kept else None
+
+    def load(self, module: nn.Module, files: WeightFiles, added: Iterable[str] = ()) -> int:
+        """Returns the bytes read on this rank. added: parameters that are in no file. Collective."""
+        coded = _coded(module)
+        cached = self._cache.find(files, coded) if self._cache and coded else None
+        if cached:
+            num_bytes = load_weights(module, WeightFiles({**files.entries, **cached.entries}), added, {}, self._loading)
+        else:
+            num_bytes = load_weights(module, files, added, coded, self._loading)
+        if cached or self._world.size > 1:
+            check_same_weights(module, files, added, coded, self._world)
+        if self._cache and coded and not cached:
+            failed = self._cache.keep(module, files, coded)
+            if failed:
+                self._warn(f"quantize.cache: the base could not be kept ({failed}); the next run converts it again")
+        return num_bytes
+
+
+def _coded(module: nn.Module) -> dict[str, Coded]:
+    """How the bytes of quantized layers come from stored weights, by name without what adapters put into it."""
+    coded = {}
+    for name, layer in quantized_layers(module).items():
+        stored = name.removesuffix(".base_layer")
+        shape = (layer.out_features, layer.in_features)
+        coded[f"{stored}.qweight"] = Coded(
+            f"{stored}.weight", shape, f"{layer.format.name} {VERSION}", layer.format.encode
+        )
+    return coded
+
+
+def _draw_adapter(parameters: Mapping[str, nn.Parameter], injected: Injected, seed: int) -> None:
+    """Give the adapter's parameters the values that training begins with."""
+    with torch.no_grad():
+        for name in injected.parameters:
+            fill_rows(parameters[name], adapters.initial_value(name, parameters[name].shape, seed))
+
+
+def _is_idle(layer: str, model: nn.ModuleDict, family: ModelFamily) -> bool:
+    """Whether nothing reads the layer's result: the family builds a live component without it, or never trains it."""
+    component, _, inside = layer.partition(".")
+    if component not in model:
+        return False
+    exists = any(name == inside for name, _ in model[component].named_modules())
+    return not exists or any(re.fullmatch(pattern, f"{inside}.weight") for pattern in family.never_trained)
+
+
+def _check_changed(layers: Iterable[str], injected: Injected, file: str) -> None:
+    left_out = sorted(set(layers) - set(injected.layers))
+    if left_out:
+        raise InputError(
+            f"adapter.start {file}: changes {counted(left_out)} that this run leaves alone, first '{left_out[0]}'; "
+            "add them to adapter.targets, or to model.train"
+        )
+
+
+def _start_notes(file: str, used: Collection[str], idle: Sequence[str], injected: Injected) -> tuple[str, ...]:
+    new = len(injected.layers) - len(used)
+    rest = f"; the other {new} start unchanged" if new else ""
+    notes = [f"{counted(used)} of the adapter go on from {file}{rest}"]
+    if idle:
+        notes.append(f"{counted(idle)} of {file} left out, as '{idle[0]}': nothing in this kind of training reads it")
+    return tuple(notes)
+
+
+def _state_bytes(module: nn.Module) -> int:
+    frozen = full_bytes(p for p in module.parameters() if not p.requires_grad)
+    return frozen + TRAINED_BYTES * sum(p.numel() for p in module.parameters() if p.requires_grad)

@@ -1,0 +1,553 @@
+"""BAGEL: one network that draws pictures from captions and answers questions about pictures (arXiv 2505.14683).
+
+Example keys of a picture: "latents" (C, H/8, W/8) fp32, normalised; "caption" (t,) int64 token ids, none for no
+caption. Of a question: "pixels" (3, H, W) fp32 in [-1, 1], "question" (t,) and "answer" (t,) token ids. A Batch holds
+the examples one by one, packed only where the loss is computed: "0.latents", "0.caption", "1.pixels" and so on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trainer.config.errors import InputError
+from trainer.config.sections import MODEL_WORDS, CompleteSample, ModelConfig, ObjectiveConfig, SampleConfig
+from trainer.models.base import FLOW_FIELDS, LoadModule, MultimodalFamily, TextLength
+from trainer.models.objectives import Batch, Example, Loss, Shift, add_noise, draw_sigma, squared_error, velocity
+from trainer.models.parts.bagel_network import (
+    BAGEL_7B_MOT,
+    BLOCKS,
+    Bagel,
+    BagelSizes,
+    VisionSizes,
+    grid_waves,
+    published_layout,
+)
+from trainer.models.parts.bagel_packing import (
+    PATCH,
+    DrawnPiece,
+    Marks,
+    Packed,
+    Piece,
+    SeenPiece,
+    TextPiece,
+    pack,
+    sequences_of,
+    unpatched,
+)
+from trainer.models.parts.flow_matching import denoise, euler_scheduler, spaced_sigmas
+from trainer.models.parts.folder import ModelFolder, check_architecture, fill_random, open_folder, write_tiny
+from trainer.models.parts.images import device_of, pixels_of
+from trainer.models.parts.ldm_names import vae_layout
+from trainer.models.parts.next_token import drawn_token
+from trainer.models.parts.text_encoder import TINY_CHAT_TEMPLATE, from_folder, names_of_things, train_tokenizer
+from trainer.models.parts.vae import build_vae, decode_latents, encode_latents, vae_config
+from trainer.rng import SampleRng
+from trainer.weights.files import Fused, WeightFiles
+
+COMPONENT = "transformer"
+WEIGHTS = "ema"
+VAE_FILE = "ae.safetensors"
+MARKS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
+"""Tokens around a text and around a picture."""
+LATENT_PIXELS = 8
+"""Pixels per side of a latent pixel."""
+SAMPLER = {"shift": 3.0}
+"""Timestep shift of the published sampler."""
+GUIDED_ABOVE = 0.4
+"""Share of noise above which the published sampler guides."""
+BLANK_ANSWER = 64
+"""Tokens of the answer that memory is planned with."""
+ARCHITECTURES = {"7b-mot": BAGEL_7B_MOT}
+DEFAULT_ARCHITECTURE = "7b-mot"
+
+
+class BagelFamily(MultimodalFamily):
+    """A folder as BAGEL-7B-MoT was published: config.json, llm_config.json, vit_config.json, a tokenizer,
+    ema.safetensors with the network and ae.safetensors with FLUX.1's autoencoder."""
+
+    components = (COMPONENT,)
+    parts: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "understanding": (r"layers\.\d+\.understanding", "text_embedding", "text_out", "understanding_norm"),
+        "generation": (r"layers\.\d+\.generation", "generation_norm"),
+        "vision": ("vision",),
+        "connectors": ("vision_connector", "latent_in", "latent_out", "timestep", r"(vision|latent)_positions"),
+    }
+    shard_blocks = BLOCKS
+    adapter_targets: Mapping[str, tuple[str, ...]] = {
+        COMPONENT: (
+            r"layers\.\d+\.(understanding|generation)\.(to_q|to_k|to_v|to_out|gate|up|down)",
+            r"vision\.layers\.\d+\.(to_q|to_k|to_v|to_out|up|down)",
+        )
+    }
+    fp32_inputs = frozenset({"sigma"})
+    objective_fields = FLOW_FIELDS | {"text_weight"}
+    architectures = tuple(ARCHITECTURES)
+    default_architecture = DEFAULT_ARCHITECTURE
+    size_multiple = LATENT_PIXELS * PATCH
+    longest_side = LATENT_PIXELS * PATCH * BAGEL_7B_MOT.latent_side
+    shift = Shift(constant=1.0)
+    weights_stem = WEIGHTS
+    keeps_layout = True
+    beside_weights = (
+        "llm_config.json",
+        "vit_config.json",
+        VAE_FILE,
+        "generation_config.json",
+        "preprocessor_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "vocab.json",
+        "merges.txt",
+        "chat_template.jinja",
+    )
+
+    def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
+        super().__init__(model, objective, cache)
+        self._folder = open_folder(model, ARCHITECTURES, self._write_tiny)
+        config = self._folder.read("config.json")
+        self.sizes = _sizes(self._folder, config)
+        self._vae = _vae_config(config)
+        described = {name: _described(sizes) for name, sizes in ARCHITECTURES.items()}
+        check_architecture(model, self._folder, described, _described(self.sizes))
+
+    @property
+    def model_spec(self) -> str:
+        return "bagel"
+
+    @property
+    def peft_fields(self) -> Mapping[str, str]:
+        path = self.config.path
+        return {"base_model_name_or_path": str(self.folder) if path in MODEL_WORDS else path}
+
+    def component_folder(self, component: str) -> Path:
+        return self.folder
+
+    def component_config(self, component: str) -> Mapping[str, Any]:
+        """Its network has no dropout, whatever these ask for."""
+        return {name: self._folder.read(name) for name in ("config.json", *NEEDED)}
+
+    def build(self, component: str) -> Bagel:
+        with torch.device("meta"):
+            return Bagel(self.sizes)
+
+    def weights(self, component: str) -> WeightFiles:
+        return self._folder.denoiser_weights("", self.build(component), self.layout(component), WEIGHTS)
+
+    def layout(self, component: str) -> tuple[Fused, ...]:
+        return published_layout(self.build(component))
+
+    def fingerprint(self) -> str:
+        files = self._folder.digest("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", VAE_FILE)
+        return hashlib.sha256(f"{files} {self._vae}".encode()).hexdigest()
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Of transformers."""
+        from transformers import Qwen2TokenizerFast
+
+        try:
+            return from_folder(Qwen2TokenizerFast, self.folder)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{self._folder.field} {self.folder}: no tokenizer that can be read ({error})") from error
+
+    @cached_property
+    def marks(self) -> Marks:
+        """Token ids of MARKS."""
+        known = self.tokenizer.get_vocab()
+        missing = [mark for mark in MARKS if mark not in known]
+        if missing:
+            raise InputError(
+                f"{self._folder.field} {self.folder}: its tokenizer has no {missing[0]}; download the folder again"
+            )
+        return Marks(*(known[mark] for mark in MARKS))
+
+    def text_encoder(self, load: LoadModule) -> Any:
+        """None: the network reads token ids."""
+        return None
+
+    def image_encoder(self, load: LoadModule) -> nn.Module:
+        vae = build_vae(self._vae)
+        shapes = {name: tuple(tensor.shape) for name, tensor in vae.state_dict().items()}
+        files = WeightFiles.read([self.folder / VAE_FILE]).by_our_names(vae_layout(vae, prefix=""), shapes)
+        return load(vae, files, ())
+
+    def encode_text(self, encoder: Any, caption: str) -> Example:
+        return {"caption": self._ids(caption)}
+
+    def text_lengths(self, captions: Sequence[str]) -> list[tuple[TextLength, ...]]:
+        """Captions are not cut."""
+        return [()] * len(captions)
+
+    @torch.no_grad()
+    def encode_image(self, encoder: Any, image: Image.Image) -> Example:
+        return {"latents": encode_latents(encoder, image)[0].cpu()}
+
+    def seen_size(self, width: int, height: int, resolution: int) -> tuple[int, int]:
+        """Never larger than the picture, the encoder's grid or a square of that side, in whole patches."""
+        patch, longest = self.sizes.vision.patch_size, self.sizes.vision.max_side
+        scale = min(1.0, resolution / math.sqrt(width * height), longest * patch / max(width, height))
+        columns, rows = (min(longest, max(1, round(side * scale / patch))) for side in (width, height))
+        return columns * patch, rows * patch
+
+    def encode_question(self, image: Image.Image, question: str, answer: str) -> Example:
+        pixels = pixels_of(image, torch.device("cpu"))[0]
+        return {"pixels": pixels, "question": self._ids(question), "answer": self._ids(answer)}
+
+    def batch_key(self, example: Example) -> Hashable:
+        """Anything may share a batch."""
+        return None
+
+    def collate(self, examples: Sequence[Example]) -> Batch:
+        return {f"{n}.{key}": tensor for n, example in enumerate(examples) for key, tensor in example.items()}
+
+    def sample_rows(self, batch: Batch) -> Mapping[str, Tensor]:
+        items = _items(batch)
+        clean = {n: DrawnPiece(item["latents"], torch.zeros(())) for n, item in enumerate(items) if "latents" in item}
+        rows = sequences_of(_sequences(items, clean), self.marks, self.sizes)
+        return {
+            r"layers\.\d+\.understanding\..+": torch.cat([rows.text, rows.seen]),
+            r"layers\.\d+\.generation\..+|latent_(in|out)|timestep\..+": rows.drawn,
+            # The encoder runs on every rank; without a picture to look at, on one empty row.
+            r"vision(_connector)?\..+": rows.seen if len(rows.seen) else torch.zeros(1, dtype=torch.int64),
+            "text_out": rows.predicted,
+        }
+
+    def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
+        """Of a picture the mean squared error of its velocity, of a question the mean cross-entropy of its answer."""
+        weight = batch["weight"]
+        items = _items(batch)
+        pictures = {n: self._noisy(item["latents"], rng.of(n)) for n, item in enumerate(items) if "latents" in item}
+        drawn = {n: picture.piece for n, picture in pictures.items()}
+        packed = pack(_sequences(items, drawn), self.marks, self.sizes)
+        logits, velocities = model[COMPONENT](**packed.arguments)
+        errors = _answer_errors(logits, packed, [len(item.get("answer", ())) + 1 for item in items])
+        begin = 0
+        for n, picture in pictures.items():
+            end = begin + picture.num_patches
+            error = picture.error(velocities[begin:end], items[n].get("mask"))
+            errors = errors.index_add(0, packed.arguments["text"].new_tensor([n]), error)
+            begin = end
+        kinds = errors.new_tensor([[n in pictures, n not in pictures] for n in range(len(items))])
+        summed = errors * weight
+        parts = torch.stack([summed.detach() @ kinds, (weight > 0).to(kinds.dtype) @ kinds], dim=1)
+        weights = kinds @ errors.new_tensor([1.0, self.objective.text_weight])
+        # Nothing is drawn in some passes; the ranks still wait for each other in all of the network.
+        total = (summed * weights).sum() + velocities[:0].float().sum()
+        return Loss(total, weight.count_nonzero(), parts)
+
+    @torch.no_grad()
+    def draw(
+        self,
+        model: nn.ModuleDict,
+        encoder: Any,
+        text: Example,
+        negative: Example | None,
+        cfg: CompleteSample,
+        rng: SampleRng,
+    ) -> Image.Image:
+        """Guided as by the published sampler: not near the end, and never to a longer velocity than unguided."""
+        device = device_of(encoder)
+        width, height = (side // LATENT_PIXELS for side in cfg.size)
+        caption = text["caption"].to(device)
+        other = caption[:0] if negative is None else negative["caption"].to(device)
+
+        def velocity_of(latents: Tensor, sigma: Tensor, caption: Tensor) -> Tensor:
+            packed = pack([_drawing(caption, DrawnPiece(latents[0], sigma[0]))], self.marks, self.sizes)
+            _, velocities = model[COMPONENT](**packed.arguments)
+            return unpatched(velocities.float(), height, width)[None]
+
+        def predict(latents: Tensor, sigma: Tensor) -> Tensor:
+            found = velocity_of(latents, sigma, caption)
+            if cfg.guidance <= 1 or float(sigma) <= GUIDED_ABOVE:
+                return found
+            without = velocity_of(latents, sigma, other)
+            guided = without + cfg.guidance * (found - without)
+            shortened: Tensor = guided * (found.norm() / (guided.norm() + 1e-8)).clamp(max=1)
+            return shortened
+
+        noise = rng.normal("sample", (self._vae["latent_channels"], height, width)).to(device)
+        scheduler = euler_scheduler(SAMPLER, cfg.steps, device, sigmas=spaced_sigmas(cfg.steps))
+        return decode_latents(encoder, denoise(scheduler, noise, predict))
+
+    @torch.no_grad()
+    def answer(self, model: nn.ModuleDict, image: Image.Image, question: str, cfg: SampleConfig, rng: SampleRng) -> str:
+        device = torch.device(rng.device)
+        pixels, asked = pixels_of(image, device)[0], self._ids(question).to(device)
+        (draws,) = rng.generators("text")
+        found = asked[:0]
+        for _ in range(cfg.tokens):
+            # Its end is not seen by the tokens before it, of which the last tells the next one.
+            pieces: list[Piece] = [SeenPiece(pixels), TextPiece(asked), TextPiece(found, learned=True)]
+            logits, _ = model[COMPONENT](**pack([pieces], self.marks, self.sizes).arguments)
+            found = torch.cat([found, drawn_token(logits[-1].float(), cfg.temperature, draws).view(1)])
+        ids = found.tolist()
+        length = ids.index(self.marks.text_end) if self.marks.text_end in ids else len(ids)
+        return str(self.tokenizer.decode(ids[:length], skip_special_tokens=True))
+
+    def blank_example(self, width: int, height: int, text_tokens: int, dtype: torch.dtype) -> Example:
+        """A question about a picture of that size, which takes more than drawing it.
+
+        Of any shape with about as many patches: rounded by sides, twice the pixels would not be twice the patches.
+        """
+        patch, longest = self.sizes.vision.patch_size, self.sizes.vision.max_side
+        count, sides = width * height / patch**2, range(1, longest + 1)
+        rows, columns = min(product(sides, sides), key=lambda grid: abs(grid[0] * grid[1] - count))
+        ids = torch.zeros(text_tokens, dtype=torch.int64)
+        pixels = torch.zeros(3, rows * patch, columns * patch)
+        return {"pixels": pixels, "question": ids, "answer": ids.new_zeros(BLANK_ANSWER)}
+
+    @classmethod
+    def published(cls, architecture: str) -> dict[str, Any]:
+        return _files(ARCHITECTURES[architecture], {"z_channels": 16, "downsample": LATENT_PIXELS})
+
+    @classmethod
+    def tiny(cls, architecture: str | None = None) -> dict[str, Any]:
+        return _files(TINY, TINY_VAE)
+
+    def _ids(self, text: str) -> Tensor:
+        return torch.tensor(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
+
+    def _noisy(self, latents: Tensor, rng: SampleRng) -> _Noisy:
+        """latents: (C, h, w).  rng: of this picture."""
+        num_patches = latents.shape[1] * latents.shape[2] // PATCH**2
+        sigma = draw_sigma(self.objective, self.shift, num_patches, rng)
+        noise = rng.normal("noise", latents.shape)
+        noisy = add_noise(latents[None], noise, sigma)[0]
+        return _Noisy(DrawnPiece(noisy, sigma[0]), velocity(latents, noise[0]), num_patches)
+
+    def _write_tiny(self) -> Path:
+        configs = self.tiny()
+        return write_tiny(self.cache, "bagel", TINY_VERSION, configs, lambda folder: _write_tiny(folder, configs))
+
+
+FAMILY = BagelFamily
+
+
+@dataclass(frozen=True)
+class _Noisy:
+    """A picture that is drawn. target: (C, h, w), its velocity."""
+
+    piece: DrawnPiece
+    target: Tensor
+    num_patches: int
+
+    def error(self, velocities: Tensor, mask: Tensor | None) -> Tensor:
+        """(1,). velocities: (patches, numbers of a patch).  mask: (h, w), of the loss."""
+        found = unpatched(velocities.float(), *self.target.shape[1:])
+        return squared_error(found[None], self.target[None], None if mask is None else mask[None])
+
+
+def _items(batch: Batch) -> list[Example]:
+    items: list[Example] = [{} for _ in batch["weight"]]
+    for key, tensor in batch.items():
+        number, dot, name = key.partition(".")
+        if dot:
+            items[int(number)][name] = tensor
+    return items
+
+
+def _sequences(items: Sequence[Example], drawn: Mapping[int, DrawnPiece]) -> list[list[Piece]]:
+    """The pieces of each item. drawn: {number of an item: the picture that it is trained to draw}."""
+    return [_drawing(item["caption"], drawn[n]) if n in drawn else _looking(item) for n, item in enumerate(items)]
+
+
+def _drawing(caption: Tensor, picture: DrawnPiece) -> list[Piece]:
+    return [*([TextPiece(caption)] if len(caption) else []), picture]
+
+
+def _looking(item: Example) -> list[Piece]:
+    return [SeenPiece(item["pixels"]), TextPiece(item["question"]), TextPiece(item["answer"], learned=True)]
+
+
+def _answer_errors(logits: Tensor, packed: Packed, lengths: Sequence[int]) -> Tensor:
+    """(B,): mean cross-entropy of each answer, 0 for a picture. lengths: of the answers, with their ends."""
+    losses = F.cross_entropy(logits.float(), packed.labels, reduction="none")
+    sums = losses.new_zeros(len(lengths)).index_add(0, packed.label_sequences, losses)
+    return sums / sums.new_tensor(lengths)
+
+
+def _sizes(folder: ModelFolder, config: Mapping[str, Any]) -> BagelSizes:
+    llm, vision = (_complete(folder, name, needed) for name, needed in NEEDED.items())
+    if config.get("latent_patch_size", PATCH) != PATCH:
+        raise InputError(
+            f"{folder.path / 'config.json'}: latent_patch_size is {config['latent_patch_size']}; only models with "
+            f"{PATCH} are trained"
+        )
+    latent_side = config.get("max_latent_size", BAGEL_7B_MOT.latent_side)
+    if latent_side != BAGEL_7B_MOT.latent_side:
+        raise InputError(
+            f"{folder.path / 'config.json'}: max_latent_size is {latent_side}; only models with "
+            f"{BAGEL_7B_MOT.latent_side} are trained"
+        )
+    return BagelSizes(
+        width=llm["hidden_size"],
+        num_layers=llm["num_hidden_layers"],
+        num_heads=llm["num_attention_heads"],
+        num_kv_heads=llm["num_key_value_heads"],
+        hidden_width=llm["intermediate_size"],
+        vocabulary=llm["vocab_size"],
+        vision=VisionSizes(
+            width=vision["hidden_size"],
+            # The published model never runs the last one.
+            num_layers=vision["num_hidden_layers"] - 1,
+            num_heads=vision["num_attention_heads"],
+            hidden_width=vision["intermediate_size"],
+            patch_size=vision["patch_size"],
+            max_side=config.get("vit_max_num_patch_per_side", vision["image_size"] // vision["patch_size"]),
+            eps=vision.get("layer_norm_eps", 1e-6),
+        ),
+        latent_side=latent_side,
+        latent_numbers=PATCH**2 * _vae_config(config)["latent_channels"],
+        rope_theta=llm.get("rope_theta", 1e6),
+        eps=llm.get("rms_norm_eps", 1e-6),
+    )
+
+
+def _complete(folder: ModelFolder, name: str, needed: Sequence[str]) -> dict[str, Any]:
+    config = folder.read(name)
+    missing = [key for key in needed if key not in config]
+    if missing:
+        raise InputError(f"{folder.path / name}: has no {missing[0]}; download the folder again")
+    return config
+
+
+def _vae_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """diffusers' config of the autoencoder, which is FLUX.1's unless config.json has other sizes."""
+    sizes = config.get("vae_config", {})
+    width = sizes.get("ch", 128)
+    changes = {
+        "block_out_channels": [width * times for times in sizes.get("ch_mult", (1, 2, 4, 4))],
+        "layers_per_block": sizes.get("num_res_blocks", 2),
+        "norm_num_groups": sizes.get("num_groups", 32),
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+    }
+    return vae_config(sizes.get("z_channels", 16), scaling_factor=0.3611, shift_factor=0.1159, **changes)
+
+
+def _described(sizes: BagelSizes) -> str:
+    return f"{sizes.num_layers} layers of width {sizes.width}, {sizes.vision.num_layers} of its encoder"
+
+
+NEEDED = {
+    "llm_config.json": (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+        "vocab_size",
+    ),
+    "vit_config.json": (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+        "patch_size",
+        "image_size",
+    ),
+}
+
+
+def _files(sizes: BagelSizes, vae: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The JSON files of a model."""
+    vision = sizes.vision
+    return {
+        "config.json": {
+            "model_type": "bagel",
+            "architectures": ["BagelForConditionalGeneration"],
+            "connector_act": "gelu_pytorch_tanh",
+            "latent_patch_size": PATCH,
+            "max_latent_size": sizes.latent_side,
+            "vit_max_num_patch_per_side": vision.max_side,
+            "vae_config": dict(vae),
+        },
+        "llm_config.json": {
+            "model_type": "qwen2",
+            "hidden_size": sizes.width,
+            "num_hidden_layers": sizes.num_layers,
+            "num_attention_heads": sizes.num_heads,
+            "num_key_value_heads": sizes.num_kv_heads,
+            "intermediate_size": sizes.hidden_width,
+            "vocab_size": sizes.vocabulary,
+            "rope_theta": sizes.rope_theta,
+            "rms_norm_eps": sizes.eps,
+        },
+        "vit_config.json": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": vision.width,
+            "num_hidden_layers": vision.num_layers + 1,
+            "num_attention_heads": vision.num_heads,
+            "intermediate_size": vision.hidden_width,
+            "patch_size": vision.patch_size,
+            "image_size": vision.max_side * vision.patch_size,
+            "layer_norm_eps": vision.eps,
+        },
+    }
+
+
+# What follows writes the model of `model.path: tiny`.
+
+TINY_VERSION = 1
+"""Part of the folder's name: raise it when equal configs are to give other files."""
+TINY = BagelSizes(
+    width=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    hidden_width=128,
+    vocabulary=384,
+    vision=VisionSizes(width=32, num_layers=2, num_heads=4, hidden_width=64, patch_size=8, max_side=16),
+    latent_side=BAGEL_7B_MOT.latent_side,
+    latent_numbers=16,
+)
+TINY_VAE = {
+    "z_channels": 4,
+    "downsample": LATENT_PIXELS,
+    "ch": 8,
+    "ch_mult": [1, 1, 2, 2],
+    "num_res_blocks": 1,
+    "num_groups": 4,
+}
+TINY_TOKENS = 4096
+
+
+def _write_tiny(folder: Path, configs: Mapping[str, dict[str, Any]]) -> None:
+    for name, config in configs.items():
+        (folder / name).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    with torch.device("meta"):
+        network = Bagel(TINY)
+    fill_random(network, "bagel")
+    for positions, side in (
+        (network.vision_positions, TINY.vision.max_side),
+        (network.latent_positions, TINY.latent_side),
+    ):
+        positions.grid.copy_(grid_waves(side, TINY.width))
+    vae = build_vae(_vae_config(configs["config.json"]))
+    fill_random(vae, "vae")
+    _save(network, published_layout(network), folder / f"{WEIGHTS}.safetensors")
+    _save(vae, vae_layout(vae, prefix=""), folder / VAE_FILE)
+    special = ("<|endoftext|>", *MARKS)
+    tokenizer = train_tokenizer(names_of_things(), TINY.vocabulary, TINY_TOKENS, special, TINY_CHAT_TEMPLATE)
+    tokenizer.save_pretrained(folder)
+
+
+def _save(module: nn.Module, layout: Iterable[Fused], file: Path) -> None:
+    state = module.state_dict()
+    tensors = {fused.name: fused.join([state[part] for part in fused.parts]).contiguous() for fused in layout}
+    save_file(tensors, file, {"format": "pt"})

@@ -1,0 +1,433 @@
+"""Causal language models of transformers: Llama, Qwen3, Mistral and their kind, one network from tokens to tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from trainer.config.errors import InputError, not_one_of
+from trainer.config.sections import MODEL_WORDS, ModelConfig, ObjectiveConfig, SampleConfig
+from trainer.models.base import TextFamily
+from trainer.models.objectives import Batch, Loss
+from trainer.models.parts.folder import (
+    TRANSFORMERS_STEM,
+    ModelFolder,
+    check_architecture,
+    open_folder,
+    random_weight,
+    write_random,
+    write_tiny,
+)
+from trainer.models.parts.next_token import (
+    block_names,
+    build_language_model,
+    computed_buffers,
+    continue_text,
+    next_token_loss,
+    restarting_positions,
+)
+from trainer.models.parts.text_encoder import TINY_CHAT_TEMPLATE, from_folder, train_tokenizer
+from trainer.rng import SampleRng
+from trainer.weights.files import Fused, WeightFiles, safetensors_in, stored_tensors
+from trainer.weights.hub import find_folder
+
+COMPONENT = "language_model"
+FOLDER = "a folder of transformers"
+END_OF_TEXT = "<|endoftext|>"
+NUM_BYTES = 256
+SHARD_NUMBERS = 1 << 30
+TINY_VERSION = 1
+
+# Sizes from the config.json that each publisher ships; the numbers of parameters are in the tests.
+PUBLISHED: Mapping[str, Mapping[str, Any]] = {
+    "qwen3-1.7b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    },
+    "llama-3.2-1b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    },
+    "mistral-7b-v0.3": {
+        "model_type": "mistral",
+        "vocab_size": 32768,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    },
+}
+SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+"""What tells one architecture from another."""
+TINY: Mapping[str, Any] = {
+    "vocab_size": 257,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+}
+BESIDE_WEIGHTS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+COMPUTED = re.compile(r".*\.(inv_freq|masked_bias)")
+"""Names of buffers that older files hold and models compute themselves."""
+
+
+class CausalLM(TextFamily):
+    """A folder as transformers saves it: config.json, model*.safetensors, a tokenizer.
+
+    In training the documents of a row do not see each other, and each learned token of all ranks weighs the same.
+    """
+
+    components = (COMPONENT,)
+    objective_fields = frozenset()
+    options_read = frozenset({"architecture", "blocks"})
+    architectures = tuple(PUBLISHED)
+    default_architecture = "qwen3-1.7b"
+    weights_stem = TRANSFORMERS_STEM
+    diffusers_adapters = frozenset()
+    kohya_prefixes: ClassVar = {}
+    beside_weights = BESIDE_WEIGHTS
+
+    def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
+        super().__init__(model, objective, cache)
+        self._folder = self._open()
+        self._config = _read_config(self._folder)
+        self._empty = _built(self._folder, self._config)
+        check_architecture(
+            model, self._folder, {name: _sizes(published) for name, published in PUBLISHED.items()}, self._own_sizes
+        )
+        self.shard_blocks = block_names(self._empty, model.options.blocks)
+        if not self.shard_blocks:
+            raise InputError(
+                f"model.options.blocks: {type(self._empty).__name__} does not say which of its modules are blocks; "
+                "name their class"
+            )
+        self.adapter_targets = {COMPONENT: _linear_layers(self._empty, self.shard_blocks)}
+
+    @property
+    def model_spec(self) -> str:
+        return str(self._config.model_type)
+
+    @property
+    def longest(self) -> int | None:
+        longest: int | None = self._config.to_dict().get("max_position_embeddings")
+        return longest
+
+    @property
+    def peft_fields(self) -> Mapping[str, str]:
+        path = self.config.path
+        base = str(self.folder) if path in MODEL_WORDS else path
+        return {"base_model_name_or_path": base, "task_type": "CAUSAL_LM"}
+
+    def component_folder(self, component: str) -> Path:
+        return self.folder
+
+    def component_config(self, component: str) -> Mapping[str, Any]:
+        """With transformers' defaults for what the file leaves out."""
+        config: dict[str, Any] = self._config.to_dict()
+        return config
+
+    def build(self, component: str) -> nn.Module:
+        model: nn.Module = _built(self._folder, self._config)
+        return model
+
+    def weights(self, component: str) -> WeightFiles:
+        files = safetensors_in(self.folder, TRANSFORMERS_STEM)
+        own = stored_tensors(self._empty)
+        # Files of a tied model may hold the head besides.
+        known = self._empty.state_dict().keys() - own.keys()
+        stored = WeightFiles.read(files, lambda key: None if key in known or COMPUTED.fullmatch(key) else key)
+        unknown = sorted(stored.entries.keys() - own.keys())
+        if unknown:
+            raise InputError(
+                f"{files[0]}: {len(unknown)} tensors that the model does not have, first '{unknown[0]}'; "
+                "the weights and config.json belong to different models"
+            )
+        return stored
+
+    def computed_buffers(self, component: str) -> Mapping[str, Tensor]:
+        return computed_buffers(self._empty)
+
+    def layout(self, component: str) -> tuple[Fused, ...]:
+        """None: its file has the names of transformers."""
+        return ()
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Of transformers."""
+        from transformers import AutoTokenizer
+
+        try:
+            return from_folder(AutoTokenizer, self.folder)
+        except InputError:
+            raise
+        except (OSError, ValueError) as error:
+            raise InputError(f"{self._folder.field} {self.folder}: no tokenizer that can be read ({error})") from error
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self._empty.get_input_embeddings().num_embeddings)
+
+    @property
+    def begin_of_text(self) -> tuple[int, ...]:
+        first = self.tokenizer.bos_token_id
+        return (first,) if first is not None and self.tokenizer("")["input_ids"][:1] == [first] else ()
+
+    @property
+    def end_of_text(self) -> int:
+        end = self.tokenizer.eos_token_id
+        if end is None:
+            raise InputError(
+                f"{self._folder.field} {self.folder}: its tokenizer has no end-of-text token; "
+                "set eos_token in tokenizer_config.json"
+            )
+        return int(end)
+
+    def tokenize(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
+        positions = restarting_positions(batch["documents"])
+        logits = model[COMPONENT](input_ids=batch["tokens"], position_ids=positions, use_cache=False).logits
+        return next_token_loss(logits, batch["tokens"], batch["learned"], batch["weight"])
+
+    def write_on(self, model: nn.ModuleDict, prompt: str, cfg: SampleConfig, rng: SampleRng) -> str:
+        given = [*self.begin_of_text, *self.tokenize(prompt)] or [self.end_of_text]
+        tokens = torch.tensor(given, device=rng.device)
+        found = continue_text(model[COMPONENT], tokens, cfg.tokens, cfg.temperature, self.end_of_text, rng)
+        return str(self.tokenizer.decode(found.tolist()))
+
+    @classmethod
+    def published(cls, architecture: str) -> dict[str, Any]:
+        config: dict[str, Any] = _config_of(PUBLISHED[architecture]).to_dict()
+        return {"": config}
+
+    @classmethod
+    def tiny(cls, architecture: str | None = None) -> dict[str, Any]:
+        config = {**PUBLISHED[architecture or cls.default_architecture], **TINY}
+        config.pop("rope_scaling", None)
+        return {COMPONENT: config}
+
+    def _open(self) -> ModelFolder:
+        path, base = self.config.path, self.config.base
+        if path == "random":
+            return ModelFolder("model.base" if base else "model.path", self._write_random(), expects=FOLDER)
+        if path.endswith(".safetensors"):
+            raise InputError(f"model.path {path}: a language model is a folder with config.json and tokenizer; name it")
+        return replace(open_folder(self.config, self.architectures, self._write_tiny), expects=FOLDER)
+
+    def _write_tiny(self) -> Path:
+        sizes = self.tiny(self.config.options.architecture)
+
+        def write(folder: Path) -> None:
+            config = _config_of(sizes[COMPONENT])
+            write_random(folder, lambda: build_language_model(config), "causal-lm")
+            _write_beside(folder, config)
+
+        return write_tiny(self.cache, "causal-lm", TINY_VERSION, sizes, write)
+
+    def _write_random(self) -> Path:
+        """A model in its full size, with config and tokenizer of `model.base`, or bytes for tokens without it."""
+        architecture = self.config.options.architecture
+        source = (
+            ModelFolder("model.base", find_folder("model.base", self.config.base), expects=FOLDER)
+            if self.config.base
+            else None
+        )
+        if source and (architecture is None or (source.path / "config.json").is_file()):
+            sizes = source.read("config.json")
+        elif architecture is None:
+            raise InputError(
+                "model.path: random needs the sizes of the model; set model.options.architecture, or model.base to a "
+                "folder with config.json and tokenizer"
+            )
+        elif architecture in PUBLISHED:
+            sizes = dict(PUBLISHED[architecture])
+        else:
+            raise InputError(f"model.options.architecture: {not_one_of(architecture, PUBLISHED)}")
+
+        def write(folder: Path) -> None:
+            config = _config_of({key: value for key, value in sizes.items() if key != "quantization_config"})
+            _write_weights(folder, build_language_model(config))
+            config.save_pretrained(folder)
+            if source is None:
+                _write_beside(folder, config)
+            else:
+                for file in (source.path / name for name in BESIDE_WEIGHTS):
+                    if file.is_file():
+                        shutil.copyfile(file, folder / file.name)
+
+        beside = source.digest(*BESIDE_WEIGHTS) if source else ""
+        return write_tiny(self.cache, "causal-lm-random", TINY_VERSION, {"sizes": sizes, "beside": beside}, write)
+
+    @property
+    def _own_sizes(self) -> dict[str, Any]:
+        return _sizes(self._config.to_dict())
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: config.get(name) for name in SIZES}
+
+
+def _config_of(sizes: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**sizes)
+
+
+def _read_config(folder: ModelFolder) -> Any:
+    """transformers' own, without how weights are stored, which their own file tells."""
+    from transformers import AutoConfig
+
+    folder.read("config.json")
+    try:
+        config = from_folder(AutoConfig, folder.path, "config.json")
+    except InputError:
+        raise
+    except (ValueError, KeyError) as error:
+        raise InputError(f"{folder.path / 'config.json'}: no model that transformers knows ({error})") from error
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def _built(folder: ModelFolder, config: Any) -> Any:
+    try:
+        return build_language_model(config)
+    except ValueError as error:
+        raise InputError(
+            f"{folder.path / 'config.json'}: describes a {config.model_type}, which is no causal language model; "
+            "set model.family to the family of that model"
+        ) from error
+
+
+def _linear_layers(model: nn.Module, blocks: Sequence[str]) -> tuple[str, ...]:
+    """Patterns of the linear layers inside the blocks, one for all blocks of a kind."""
+    patterns: dict[str, None] = {}
+    for block, module in model.named_modules():
+        if type(module).__name__ in blocks:
+            inside = (name for name, layer in module.named_modules() if isinstance(layer, nn.Linear))
+            patterns |= dict.fromkeys(
+                re.sub(r"(?<=\.)\d+(?=\\\.)", r"\\d+", re.escape(f"{block}.{name}")) for name in inside
+            )
+    return tuple(patterns)
+
+
+def _write_beside(folder: Path, config: Any) -> None:
+    """A tokenizer whose tokens are bytes, and how to generate with it."""
+    from transformers import GenerationConfig
+
+    tokenizer = train_tokenizer([], NUM_BYTES + 1, config.max_position_embeddings, (END_OF_TEXT,), TINY_CHAT_TEMPLATE)
+    tokenizer.save_pretrained(folder)
+    GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id).save_pretrained(folder)
+
+
+def _write_weights(folder: Path, model: nn.Module) -> None:
+    """Random weights in bf16, a file at a time: together they may not fit into memory."""
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, tensor in stored_tensors(model).items():
+        if sum(other.numel() for other in shards[-1].values()) + tensor.numel() > SHARD_NUMBERS:
+            shards.append({})
+        shards[-1][name] = tensor
+    names = [
+        f"{TRANSFORMERS_STEM}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
+    ]
+    for name, shard in zip(names, shards, strict=True):
+        drawn = {key: random_weight("causal-lm", key, tensor.shape).bfloat16() for key, tensor in shard.items()}
+        save_file(drawn, folder / name, {"format": "pt"})
+    weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / f"{TRANSFORMERS_STEM}.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+FAMILY = CausalLM

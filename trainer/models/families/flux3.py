@@ -1,0 +1,423 @@
+"""FLUX.3 klein, trained by flow matching from the checkpoint that is not step-distilled.
+
+Example and Batch keys: "latents" (C, H/16, W/16) fp32, patchified and normalised, C = 128 for the published model;
+"prompt_embeds" (L, D), stacked hidden states in the text encoder's type, L a multiple of 80 with padding, which the
+model attends to; "reference_0", "reference_1" and so on, the latents of reference images. All with a batch dim in
+front in a Batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.models.transformers.transformer_flux3 import Flux3Attention, Flux3Transformer2DModel
+from PIL import Image
+from torch import Tensor, nn
+
+from trainer.config.errors import InputError
+from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
+from trainer.models.base import ImageFamily, LoadModule, TextLength, references_of
+from trainer.models.objectives import Batch, Example, Loss, Shift
+from trainer.models.parts.flow_matching import asked, denoise, euler_scheduler, flow_loss, guided, spaced_sigmas
+from trainer.models.parts.folder import check_architecture, open_folder, write_random, write_tiny
+from trainer.models.parts.images import device_of, pack, unpack
+from trainer.models.parts.layout import numbered, tensors_of
+from trainer.models.parts.packed_vae import (
+    PACKED_VAE,
+    build_packed_vae,
+    decode_packed,
+    encode_packed,
+    tiny_packed_vae,
+    write_tiny_packed_vae,
+)
+from trainer.models.parts.text_encoder import (
+    QWEN3_4B,
+    TextEncoder,
+    hidden_states,
+    language_model_config,
+    load_language_model,
+    load_tokenizer,
+    max_tokens,
+    stacked_layers,
+    text_lengths,
+    tiny_language_model,
+    write_tiny_tokenizer,
+)
+from trainer.rng import SampleRng
+from trainer.weights.files import Fused
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a transformer's size is told by."""
+
+    num_layers: int
+    num_single_layers: int
+    num_heads: int
+
+    def __str__(self) -> str:
+        return f"{self.num_layers} + {self.num_single_layers} blocks of {self.num_heads} heads"
+
+
+ARCHITECTURES = {"flux3": Architecture(5, 28, 24)}
+DEFAULT_ARCHITECTURE = "flux3"
+SAMPLER_SHIFT = 6.93
+"""The constant shift of diffusers' pipeline, which has no scheduler folder."""
+WINDOW = 80
+"""Captions are padded to multiples of so many tokens."""
+MAX_TOKENS = 8192
+ROPE_SCALE = 0.5
+"""Distance of neighbouring tokens of an image in the rotary positions."""
+
+
+class Flux3(ImageFamily):
+    components = ("transformer",)
+    shard_blocks = ("Flux3ModeTransformerBlock", "Flux3SingleTransformerBlock")
+    # The blocks that only reference images pass through are left alone: most runs have none.
+    adapter_targets: Mapping[str, tuple[str, ...]] = {
+        "transformer": (
+            r"(mode_blocks\.image|txt_mode_blocks|single_transformer_blocks)\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0)",
+            r"(mode_blocks\.image|txt_mode_blocks|single_transformer_blocks)\.\d+\.ff\.(linear_in|linear_out)",
+        )
+    }
+    halves_swapped = (r"norm_out\.linear",)
+    never_trained = (r"(x_embedders|early_stream_modulations|single_stream_modulations|mode_blocks)\.image_cond\..+",)
+    architectures = tuple(ARCHITECTURES)
+    default_architecture = DEFAULT_ARCHITECTURE
+    size_multiple = 16
+    fp32_inputs = frozenset({"img_ids", "image_cond_ids"})
+    options_read = frozenset({"architecture", "text_layers", "max_tokens"})
+    longest_text = 4096  # the option's own limit
+    shift = Shift(constant=SAMPLER_SHIFT)
+    reads_references = True
+
+    def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
+        super().__init__(model, objective, cache)
+        self._folder = open_folder(model, ARCHITECTURES, self._write_tiny)
+        self._transformer = self._folder.config("transformer", Flux3Transformer2DModel.__name__)
+        self._vae = self._folder.config("vae", "AutoencoderKLFlux2")
+        self._language_model = language_model_config(self._folder, "qwen3_vl")
+        self._max_tokens = max_tokens(model, self._folder, "tokenizer", MAX_TOKENS)
+        # The model's own view of its config: what the file leaves out has its default.
+        self._architecture: Any = self.build("transformer").config
+        check_architecture(model, self._folder, ARCHITECTURES, self._found())
+        self._check_transformer()
+        self._text_layers = self._stacked_layers()
+
+    @property
+    def model_spec(self) -> str:
+        return "Flux.3-klein" if self._found() == ARCHITECTURES["flux3"] else "Flux.3-tiny"
+
+    def build(self, component: str) -> nn.Module:
+        with torch.device("meta"):
+            model: nn.Module = Flux3Transformer2DModel.from_config(self._transformer)
+            _widen_norms(model)
+        return model
+
+    def layout(self, component: str) -> tuple[Fused, ...]:
+        model = self.build(component)
+        blocks = (block for theirs, ours in BLOCKS.items() for block in numbered(theirs, ours, model, BLOCK))
+        return tensors_of(model, (*MODULES, *blocks))
+
+    def fingerprint(self) -> str:
+        files = self._folder.digest("text_encoder", "tokenizer", "vae")
+        return hashlib.sha256(f"{self._text_layers} {self._max_tokens} {files}".encode()).hexdigest()
+
+    def text_encoder(self, load: LoadModule) -> TextEncoder:
+        from transformers import Qwen3VLTextConfig, Qwen3VLTextModel
+
+        classes = (Qwen3VLTextConfig, Qwen3VLTextModel)
+        return load_language_model(load, self._folder, classes, self._language_model, self._text_layers)
+
+    def image_encoder(self, load: LoadModule) -> nn.Module:
+        return load(build_packed_vae(self._vae), self._folder.weights("vae"), ())
+
+    @torch.no_grad()
+    def encode_text(self, encoder: TextEncoder, caption: str) -> Example:
+        tokens = _tokenize(encoder.tokenizer, caption, self._max_tokens)
+        states = hidden_states(encoder.model, tokens, self._text_layers)
+        return {"prompt_embeds": torch.cat(states, dim=-1)[0].cpu()}
+
+    def dropped_text(self, empty: Example, caption: Example) -> Example:
+        """In as many windows as the caption, which the model is given together with it.
+
+        Padding stands behind the text, at one position, and sees the text alone: all its states are the same, in a
+        window of any length. The chat template never fills a window, so that the last one is of padding.
+        """
+        states = empty["prompt_embeds"]
+        missing = caption["prompt_embeds"].shape[0] - states.shape[0]
+        return {"prompt_embeds": torch.cat([states, states[-1:].expand(missing, -1)])}
+
+    def text_lengths(self, captions: Sequence[str]) -> list[tuple[TextLength, ...]]:
+        tokenizer = load_tokenizer(self._folder, "tokenizer")
+        template = partial(_templated, tokenizer)
+        return [(length,) for length in text_lengths("text_encoder", tokenizer, captions, self._max_tokens, template)]
+
+    @torch.no_grad()
+    def encode_image(self, encoder: Any, image: Image.Image) -> Example:
+        return {"latents": encode_packed(encoder, image)[0].cpu()}
+
+    def batch_key(self, example: Example) -> Hashable:
+        references = (tuple(reference.shape[-2:]) for reference in references_of(example))
+        return (*example["latents"].shape[-2:], example["prompt_embeds"].shape[0], *references)
+
+    def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
+        def predict(noisy: Tensor, sigma: Tensor) -> Tensor:
+            return _predict(model, noisy, sigma, batch)
+
+        height, width = batch["latents"].shape[-2:]
+        return flow_loss(self.objective, self.shift, batch, height * width, rng, predict)
+
+    @torch.no_grad()
+    def draw(
+        self,
+        model: nn.ModuleDict,
+        encoder: Any,
+        text: Example,
+        negative: Example | None,
+        cfg: CompleteSample,
+        rng: SampleRng,
+    ) -> Image.Image:
+        device = device_of(encoder)
+        width, height = (side // self.size_multiple for side in cfg.size)
+        # The negative prompt goes with the same reference images.
+        examples = [text | example for example in asked(text, negative, cfg.guidance)]
+        prompts = [{key: t.to(device) for key, t in self.collate([example]).items()} for example in examples]
+
+        def predict(latents: Tensor, sigma: Tensor) -> Tensor:
+            return guided([_predict(model, latents, sigma, prompt) for prompt in prompts], cfg.guidance)
+
+        noise = rng.normal("sample", (self._architecture.in_channels, height, width)).to(device)
+        scheduler = euler_scheduler({"shift": SAMPLER_SHIFT}, cfg.steps, device, sigmas=spaced_sigmas(cfg.steps))
+        return decode_packed(encoder, denoise(scheduler, noise, predict))
+
+    def load_adapter_file(self, model: nn.ModuleDict, file: Path) -> None:
+        from diffusers.loaders.lora_pipeline import Flux3LoraLoaderMixin as Loader
+
+        state = Loader.lora_state_dict(str(file.parent), weight_name=file.name, local_files_only=True)
+        Loader.load_lora_into_transformer(state, transformer=model["transformer"], low_cpu_mem_usage=True)
+
+    def blank_example(self, width: int, height: int, text_tokens: int, dtype: torch.dtype) -> Example:
+        tokens = min(math.ceil(text_tokens / WINDOW) * WINDOW, self._max_tokens)
+        side = self.size_multiple
+        return {
+            "latents": torch.zeros(self._architecture.in_channels, height // side, width // side),
+            "prompt_embeds": torch.zeros(tokens, self._architecture.joint_attention_dim, dtype=dtype),
+        }
+
+    @classmethod
+    def published(cls, architecture: str) -> dict[str, Any]:
+        sizes = ARCHITECTURES[architecture]
+        rope = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_theta": 5e6, "rope_type": "default"}
+        return {
+            "transformer": {
+                "in_channels": 128,
+                "cond_in_channels": 128,
+                "num_layers": sizes.num_layers,
+                "num_single_layers": sizes.num_single_layers,
+                "attention_head_dim": 128,
+                "num_attention_heads": sizes.num_heads,
+                "joint_attention_dim": 8 * QWEN3_4B["hidden_size"],
+                "timestep_channels": 256,
+                "axes_dims_rope": [32, 32, 32, 32],
+            },
+            "vae": PACKED_VAE,
+            "text_encoder": QWEN3_4B | {"rope_parameters": rope},
+            "tokenizer": {"model_max_length": MAX_TOKENS},
+        }
+
+    @classmethod
+    def tiny(cls, architecture: str | None = None) -> dict[str, Any]:
+        return {
+            "transformer": _tiny_transformer(),
+            "vae": tiny_packed_vae(),
+            "text_encoder": _tiny_text_encoder(),
+        }
+
+    def _found(self) -> Architecture:
+        config = self._architecture
+        return Architecture(config.num_layers, config.num_single_layers, config.num_attention_heads)
+
+    def _stacked_layers(self) -> tuple[int, ...]:
+        needed = self._architecture.joint_attention_dim
+        return stacked_layers(self.config, self._language_model, needed, self._folder)
+
+    def _check_transformer(self) -> None:
+        config = self._architecture
+        if config.flow_map:
+            raise InputError(
+                f"{self._folder.field} {self.folder}: the transformer is step-distilled, it is told where each step "
+                "leads; train the model it was made from, black-forest-labs/flux-3-image-klein-base"
+            )
+
+    def _write_tiny(self) -> Path:
+        configs = self.tiny()
+        return write_tiny(self.cache, DEFAULT_ARCHITECTURE, TINY_VERSION, configs, lambda to: _write_tiny(to, configs))
+
+
+FAMILY = Flux3
+
+
+class _WideNorm(nn.RMSNorm):
+    """A norm of fp32 activations by weights of any type. torch's own warns of bf16 ones and has no fused kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+def _widen_norms(model: nn.Module) -> None:
+    """Queries and keys are normalised in fp32, whatever the model is computed in."""
+    for attention in [module for module in model.modules() if isinstance(module, Flux3Attention)]:
+        for name in ("norm_q", "norm_k"):
+            norm = attention.get_submodule(name)
+            assert isinstance(norm, nn.RMSNorm)
+            setattr(attention, name, _WideNorm(attention.head_dim, eps=norm.eps))
+
+
+def _templated(tokenizer: Any, caption: str) -> str:
+    """The caption in the chat template."""
+    text: str = tokenizer.apply_chat_template(
+        [{"role": "user", "content": caption}], tokenize=False, add_generation_prompt=True
+    )
+    return text
+
+
+def _tokenize(tokenizer: Any, caption: str, max_tokens: int) -> Mapping[str, Tensor]:
+    """The caption in the chat template, padded to the next multiple of WINDOW or cut to `max_tokens`."""
+    text = _templated(tokenizer, caption)
+    length = len(tokenizer(text, truncation=True, max_length=max_tokens).input_ids)
+    window = min(math.ceil(length / WINDOW) * WINDOW, max_tokens)
+    tokens = tokenizer(
+        text, return_tensors="pt", padding="max_length", padding_side="right", truncation=True, max_length=window
+    )
+    # The model was trained with all padding at position 1, and it attends to padding.
+    positions = torch.arange(window)[None].masked_fill(tokens["attention_mask"] == 0, 1)
+    return {**tokens, "position_ids": positions}
+
+
+def _predict(model: nn.ModuleDict, latents: Tensor, sigma: Tensor, prompt: Batch) -> Tensor:
+    """The model's velocity, fp32. latents: (B, C, h, w).  sigma: (B,).  prompt: prompt_embeds and references."""
+    height, width = latents.shape[-2:]
+    text, references = prompt["prompt_embeds"], references_of(prompt)
+    seen: dict[str, Tensor] = {}
+    if references:
+        ids = [image_ids(x.shape[-2], x.shape[-1], -number) for number, x in enumerate(references, 1)]
+        seen["image_cond_hidden_states"] = torch.cat([pack(image) for image in references], dim=1)
+        seen["image_cond_ids"] = torch.cat(ids).to(latents.device, non_blocking=True)
+    packed = model["transformer"](
+        hidden_states=pack(latents),
+        encoder_hidden_states=text.to(latents.dtype),
+        timestep=sigma,
+        img_ids=image_ids(height, width).to(latents.device, non_blocking=True),
+        txt_ids=text_ids(text.shape[1]).to(latents.device, non_blocking=True),
+        return_dict=False,
+        **seen,
+    )[0]
+    return unpack(packed.float(), height, width)
+
+
+def image_ids(height: int, width: int, place: int = 0) -> Tensor:
+    """Positions (time, row, column, place) of an image's tokens: (h * w, 4). place: below 0 for reference images."""
+    ids = torch.cartesian_prod(torch.zeros(1).long(), torch.arange(height), torch.arange(width), torch.tensor([place]))
+    return ids * torch.tensor([1, ROPE_SCALE, ROPE_SCALE, 1])
+
+
+def text_ids(num_tokens: int) -> Tensor:
+    """Positions of the text tokens: (L, 4), only the last column differs. Integers: bf16 ends at 256."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    return torch.cartesian_prod(zero, zero, zero, torch.arange(num_tokens))
+
+
+MODES = ("image", "image_cond", "txt")
+MODULES = (
+    Fused("time_in.in_layer", ("timestep_embedder.linear_1",)),
+    Fused("time_in.out_layer", ("timestep_embedder.linear_2",)),
+    Fused("txt_in", ("context_embedder",)),
+    *(Fused(f"emb_in.{mode}", (f"x_embedders.{mode}",)) for mode in MODES),
+    *(
+        Fused(f"{stage}_stream_modulations.{mode}.lin", (f"{stage}_stream_modulations.{mode}.linear",))
+        for stage in ("early", "single")
+        for mode in MODES
+    ),
+    Fused("final_layer.image.linear", ("proj_out",)),
+    Fused("final_layer.image.adaLN_modulation.1", ("norm_out.linear",), halves_swapped=True),
+)
+"""Modules by the names of BFL's file; then those of its blocks."""
+BLOCKS = {
+    "content_mode_blocks.image": "mode_blocks.image",
+    "content_mode_blocks.image_cond": "mode_blocks.image_cond",
+    "txt_mode_blocks": "txt_mode_blocks",
+    "single_blocks": "single_transformer_blocks",
+}
+BLOCK = {
+    "q_proj": ("attn.to_q",),
+    "k_proj": ("attn.to_k",),
+    "v_proj": ("attn.to_v",),
+    "attn_out": ("attn.to_out.0",),
+    "norm.query_norm": ("attn.norm_q",),
+    "norm.key_norm": ("attn.norm_k",),
+    "mlp_in": ("ff.linear_in",),
+    "mlp_out": ("ff.linear_out",),
+}
+
+
+# What follows writes the model of `model.path: tiny`.
+
+TINY_VERSION = 3
+"""Part of the folder's name: raise it when equal configs are to give other files."""
+TINY_LAYERS = (1, 2)
+TINY_TOKENS = 2 * WINDOW
+TINY_WIDTH = 32
+TINY_VOCABULARY = 512
+
+
+def _write_tiny(folder: Path, configs: dict[str, Any]) -> None:
+    """Without an index: diffusers' modular pipeline is given its parts one by one."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    def text_encoder() -> Any:
+        return Qwen3VLForConditionalGeneration(Qwen3VLConfig(**configs["text_encoder"]))
+
+    write_random(folder / "transformer", lambda: Flux3Transformer2DModel(**configs["transformer"]))
+    write_tiny_packed_vae(folder / "vae", configs["vae"])
+    write_random(folder / "text_encoder", text_encoder)
+    write_tiny_tokenizer(folder / "tokenizer", TINY_VOCABULARY, TINY_TOKENS)
+
+
+def _tiny_transformer() -> dict[str, Any]:
+    return {
+        "in_channels": 16,
+        "cond_in_channels": 16,
+        "num_layers": 1,
+        "num_single_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": TINY_WIDTH * len(TINY_LAYERS),
+        "timestep_channels": 32,
+        "axes_dims_rope": [4, 4, 4, 4],
+    }
+
+
+def _tiny_text_encoder() -> dict[str, Any]:
+    text = tiny_language_model(TINY_WIDTH, TINY_VOCABULARY, TINY_LAYERS[-1] + 1) | {
+        "head_dim": TINY_WIDTH // 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5e6,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    }
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": TINY_WIDTH}
+    return {
+        "model_type": "qwen3_vl",
+        "text_config": text,
+        "vision_config": vision | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    }

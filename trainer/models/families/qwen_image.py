@@ -1,0 +1,430 @@
+"""Qwen-Image, trained by flow matching.
+
+Example keys: "latents" (16, H/8, W/8) fp32, normalised; "prompt_embeds" (L, D), the last hidden states of the
+caption's own tokens in the text encoder's type. A Batch holds them with a batch dim in front, captions padded to the
+longest; "prompt_mask" (B, L) is true for a caption's own tokens, where they differ in length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from trainer.config.errors import InputError
+from trainer.config.families import Distilled
+from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
+from trainer.models.base import ImageFamily, LoadModule, TextLength
+from trainer.models.objectives import Batch, Example, Loss, Shift, ShiftLine
+from trainer.models.parts.flow_matching import (
+    asked,
+    denoise,
+    euler_scheduler,
+    flow_loss,
+    guided,
+    linear_mu_of,
+    spaced_sigmas,
+    write_euler_scheduler,
+)
+from trainer.models.parts.folder import (
+    check_architecture,
+    check_inputs,
+    open_folder,
+    write_model_index,
+    write_random,
+    write_tiny,
+)
+from trainer.models.parts.images import device_of, pack, patchify, picture_of, pixels_of, unpack, unpatchify
+from trainer.models.parts.text_encoder import (
+    TextEncoder,
+    hidden_states,
+    language_model_config,
+    load_language_model,
+    load_tokenizer,
+    max_tokens,
+    text_lengths,
+    tiny_language_model,
+    write_tiny_tokenizer,
+)
+from trainer.rng import SampleRng
+from trainer.weights.files import Fused, WeightFiles
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a transformer's size is told by."""
+
+    num_layers: int
+    num_heads: int
+
+    def __str__(self) -> str:
+        return f"{self.num_layers} blocks of {self.num_heads} heads"
+
+
+ARCHITECTURES = {"qwen-image": Architecture(60, 24)}
+DEFAULT_ARCHITECTURE = "qwen-image"
+MAX_TOKENS = 512
+QWEN2_5_VL_7B = {
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "layer_types": None,
+    "rope_parameters": {"mrope_section": [16, 24, 24], "rope_theta": 1000000.0, "rope_type": "default"},
+}
+TEMPLATE = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
+    "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
+"""What the model was trained to see around a caption, as diffusers' pipeline holds it."""
+TEMPLATE_TOKENS = 34
+"""Tokens of the template before the caption, whose states are left out."""
+
+
+class QwenImage(ImageFamily):
+    components = ("transformer",)
+    shard_blocks = ("QwenImageTransformerBlock",)
+    returns_views = ("QwenImageTransformer2DModel",)
+    adapter_targets: Mapping[str, tuple[str, ...]] = {
+        "transformer": (
+            r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)",
+            r"transformer_blocks\.\d+\.(img_mlp|txt_mlp)\.net\.(0\.proj|2)",
+        )
+    }
+    architectures = tuple(ARCHITECTURES)
+    default_architecture = DEFAULT_ARCHITECTURE
+    distilled = (Distilled(("Qwen-Image-Lightning",), base="Qwen/Qwen-Image", steps=8, marks={}),)
+    size_multiple = 16
+    options_read = frozenset({"architecture", "distilled", "max_tokens"})
+    longest_text = 1024
+    shift = Shift(ShiftLine(many=8192, high=0.9))
+
+    def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
+        super().__init__(model, objective, cache)
+        self._folder = open_folder(model, ARCHITECTURES, self._write_tiny)
+        self._transformer = self._folder.config("transformer", QwenImageTransformer2DModel.__name__)
+        self._vae = self._folder.config("vae", AutoencoderKLQwenImage.__name__)
+        self._scheduler = self._folder.read("scheduler/scheduler_config.json")
+        self._language_model = language_model_config(self._folder, "qwen2_5_vl")
+        self._max_tokens = max_tokens(model, self._folder, "tokenizer", MAX_TOKENS)
+        # The model's own view of its config: what the file leaves out has its default.
+        self._architecture: Any = self.build("transformer").config
+        check_architecture(model, self._folder, ARCHITECTURES, self._found())
+        self._check_inputs()
+
+    @property
+    def never_trained(self) -> tuple[str, ...]:
+        last = self._architecture.num_layers - 1
+        # Of the last block's text only keys and values are read.
+        return (
+            rf"transformer_blocks\.{last}\.(attn\.(add_q_proj|norm_added_q|to_add_out)|txt_mlp\.net\.(0\.proj|2))\..+",
+        )
+
+    @property
+    def model_spec(self) -> str:
+        return "qwen-image"
+
+    def build(self, component: str) -> nn.Module:
+        with torch.device("meta"):
+            model: Any = QwenImageTransformer2DModel.from_config(self._transformer)
+        rope = model.pos_embed
+        # Its frequencies are no buffers: what the meta device lost nothing would fill in.
+        model.pos_embed = type(rope)(theta=rope.theta, axes_dim=rope.axes_dim, scale_rope=rope.scale_rope)
+        built: nn.Module = model
+        return built
+
+    def weights(self, component: str) -> WeightFiles:
+        return self._folder.denoiser_weights(component, self.build(component))
+
+    def layout(self, component: str) -> tuple[Fused, ...]:
+        """The original file has diffusers' names."""
+        return tuple(Fused(name, (name,)) for name in self.build(component).state_dict())
+
+    def fingerprint(self) -> str:
+        files = self._folder.digest("text_encoder", "tokenizer", "vae")
+        return hashlib.sha256(f"{self._max_tokens} {files}".encode()).hexdigest()
+
+    def text_encoder(self, load: LoadModule) -> TextEncoder:
+        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
+
+        classes = (Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel)
+        return load_language_model(load, self._folder, classes, self._language_model, self._text_layers)
+
+    def image_encoder(self, load: LoadModule) -> nn.Module:
+        with torch.device("meta"):
+            vae = AutoencoderKLQwenImage.from_config(self._vae)
+        return load(vae, self._folder.weights("vae"), ())
+
+    @torch.no_grad()
+    def encode_text(self, encoder: TextEncoder, caption: str) -> Example:
+        tokens: Mapping[str, Tensor] = encoder.tokenizer(
+            TEMPLATE.format(caption),
+            return_tensors="pt",
+            truncation=True,
+            max_length=TEMPLATE_TOKENS + self._max_tokens,
+        )
+        (states,) = hidden_states(encoder.model, tokens, self._text_layers)
+        return {"prompt_embeds": states[0, TEMPLATE_TOKENS:].cpu()}
+
+    def text_lengths(self, captions: Sequence[str]) -> list[tuple[TextLength, ...]]:
+        tokenizer, read = load_tokenizer(self._folder, "tokenizer"), TEMPLATE_TOKENS + self._max_tokens
+        return [(length,) for length in text_lengths("text_encoder", tokenizer, captions, read, TEMPLATE.format)]
+
+    def longer_text(self, length: TextLength) -> str | None:
+        """`model.options.max_tokens` does not count the template before the caption."""
+        needed, read = length.needed - TEMPLATE_TOKENS, length.read - TEMPLATE_TOKENS
+        return super().longer_text(replace(length, needed=needed, read=read))
+
+    @torch.no_grad()
+    def encode_image(self, encoder: Any, image: Image.Image) -> Example:
+        # The autoencoder is that of a video model: a picture is a film of one frame.
+        film = encoder.encode(pixels_of(image, device_of(encoder)).unsqueeze(2)).latent_dist.mode()
+        mean, std = _latent_statistics(encoder)
+        return {"latents": ((film.squeeze(2) - mean) / std)[0].cpu()}
+
+    def batch_key(self, example: Example) -> Hashable:
+        # The model is told what is padding: captions of any length share a batch.
+        return tuple(example["latents"].shape[-2:])
+
+    def collate(self, examples: Sequence[Example]) -> Batch:
+        texts = [example["prompt_embeds"] for example in examples]
+        batch = {key: torch.stack([e[key] for e in examples]) for key in examples[0] if key != "prompt_embeds"}
+        batch["prompt_embeds"] = pad_sequence(texts, batch_first=True)
+        if len({len(text) for text in texts}) == 1:
+            return batch
+        mask = pad_sequence([torch.ones(len(text), dtype=torch.bool) for text in texts], batch_first=True)
+        return batch | {"prompt_mask": mask}
+
+    def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
+        height, width = (side // 2 for side in batch["latents"].shape[-2:])
+
+        def predict(noisy: Tensor, sigma: Tensor) -> Tensor:
+            tokens = _predict(model, pack(patchify(noisy)), (height, width), sigma, batch)
+            return unpatchify(unpack(tokens, height, width))
+
+        return flow_loss(self.objective, self.shift, batch, height * width, rng, predict)
+
+    @torch.no_grad()
+    def draw(
+        self,
+        model: nn.ModuleDict,
+        encoder: Any,
+        text: Example,
+        negative: Example | None,
+        cfg: CompleteSample,
+        rng: SampleRng,
+    ) -> Image.Image:
+        device = device_of(encoder)
+        width, height = (side // self.size_multiple for side in cfg.size)
+        prompts = [{"prompt_embeds": e["prompt_embeds"].to(device)[None]} for e in asked(text, negative, cfg.guidance)]
+
+        def predict(tokens: Tensor, sigma: Tensor) -> Tensor:
+            predictions = [_predict(model, tokens, (height, width), sigma, prompt) for prompt in prompts]
+            return _guided(predictions, cfg.guidance)
+
+        noise = rng.normal("sample", (self._vae["z_dim"], 2 * height, 2 * width)).to(device)
+        tokens = denoise(self._sampler(height * width, cfg.steps, device), pack(patchify(noise)), predict)
+        return _decode(encoder, unpatchify(unpack(tokens, height, width)))
+
+    def load_adapter_file(self, model: nn.ModuleDict, file: Path) -> None:
+        from diffusers.loaders.lora_pipeline import QwenImageLoraLoaderMixin as Loader
+
+        state = Loader.lora_state_dict(str(file.parent), weight_name=file.name, local_files_only=True)
+        Loader.load_lora_into_transformer(state, transformer=model["transformer"], low_cpu_mem_usage=True)
+
+    def blank_example(self, width: int, height: int, text_tokens: int, dtype: torch.dtype) -> Example:
+        tokens = min(text_tokens, self._max_tokens)
+        return {
+            "latents": torch.zeros(self._vae["z_dim"], height // 8, width // 8),
+            "prompt_embeds": torch.zeros(tokens, self._architecture.joint_attention_dim, dtype=dtype),
+        }
+
+    @classmethod
+    def published(cls, architecture: str) -> dict[str, Any]:
+        sizes = ARCHITECTURES[architecture]
+        published = inspect.signature(AutoencoderKLQwenImage.__init__).parameters
+        vae = ("base_dim", "z_dim", "dim_mult", "num_res_blocks", "latents_mean", "latents_std")
+        return {
+            "transformer": {
+                "in_channels": 64,
+                "out_channels": 16,
+                "num_layers": sizes.num_layers,
+                "attention_head_dim": 128,
+                "num_attention_heads": sizes.num_heads,
+                "joint_attention_dim": QWEN2_5_VL_7B["hidden_size"],
+                "axes_dims_rope": [16, 56, 56],
+            },
+            "vae": {name: published[name].default for name in vae},
+            "text_encoder": QWEN2_5_VL_7B,
+            "tokenizer": {"model_max_length": TEMPLATE_TOKENS + MAX_TOKENS},
+        }
+
+    @classmethod
+    def tiny(cls, architecture: str | None = None) -> dict[str, Any]:
+        return {
+            "transformer": _tiny_transformer(),
+            "vae": _tiny_vae(),
+            "text_encoder": _tiny_text_encoder(),
+            "scheduler": _tiny_scheduler(),
+        }
+
+    @property
+    def _text_layers(self) -> tuple[int]:
+        return (self._language_model["num_hidden_layers"],)
+
+    def _found(self) -> Architecture:
+        config = self._architecture
+        return Architecture(config.num_layers, config.num_attention_heads)
+
+    def _check_inputs(self) -> None:
+        """The parts of a folder must fit together; Layered and Edit read more, which nothing here gives them."""
+        config = self._architecture
+        if config.use_additional_t_cond or config.use_layer3d_rope or config.zero_cond_t:
+            raise InputError(
+                f"{self._folder.field} {self.folder}: the transformer reads other pictures or layers besides; "
+                "only text-to-image models are trained, use Qwen-Image"
+            )
+        given = (4 * self._vae["z_dim"], self._language_model["hidden_size"])
+        check_inputs(self._folder, (config.in_channels, config.joint_attention_dim), given)
+
+    def _sampler(self, num_tokens: int, num_steps: int, device: torch.device) -> Any:
+        # One step begins at all noise: there is no second level to stretch to the scheduler's last one, only 0 / 0.
+        config = self._scheduler | ({"shift_terminal": None} if num_steps == 1 else {})
+        mu = linear_mu_of(self._scheduler, num_tokens)
+        return euler_scheduler(config, num_steps, device, mu, sigmas=spaced_sigmas(num_steps))
+
+    def _write_tiny(self) -> Path:
+        configs = self.tiny()
+        return write_tiny(self.cache, DEFAULT_ARCHITECTURE, TINY_VERSION, configs, lambda to: _write_tiny(to, configs))
+
+
+FAMILY = QwenImage
+
+
+def _predict(model: nn.ModuleDict, tokens: Tensor, size: tuple[int, int], sigma: Tensor, prompt: Batch) -> Tensor:
+    """The model's velocity, fp32, shaped as tokens (B, h * w, C). size: (h, w).  sigma: (B,).  prompt: of `collate`."""
+    predicted: Tensor = model["transformer"](
+        hidden_states=tokens,
+        encoder_hidden_states=prompt["prompt_embeds"].to(tokens.dtype),
+        encoder_hidden_states_mask=prompt.get("prompt_mask"),
+        timestep=sigma,
+        img_shapes=[[(1, *size)]] * len(tokens),
+        return_dict=False,
+    )[0]
+    return predicted.float()
+
+
+def _guided(predictions: Sequence[Tensor], guidance: float) -> Tensor:
+    """Classifier-free guidance that leaves each token as long as it is without."""
+    if len(predictions) == 1:
+        return predictions[0]
+    combined = guided(predictions, guidance)
+    before, after = (torch.linalg.vector_norm(tokens, dim=-1, keepdim=True) for tokens in (predictions[0], combined))
+    kept: Tensor = combined * (before / after)
+    return kept
+
+
+def _latent_statistics(vae: Any) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the latents, each (1, C, 1, 1)."""
+    mean, std = (
+        torch.tensor(values, device=device_of(vae)).view(1, -1, 1, 1)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return mean, std
+
+
+def _decode(vae: Any, latents: Tensor) -> Image.Image:
+    mean, std = _latent_statistics(vae)
+    film = vae.decode((latents * std + mean).unsqueeze(2), return_dict=False)[0]
+    return picture_of(film.squeeze(2))
+
+
+# What follows writes the model of `model.path: tiny`.
+
+TINY_VERSION = 3
+"""Part of the folder's name: raise it when equal configs are to give other files."""
+TINY_TOKENS = 48
+TINY_WIDTH = 32
+TINY_VOCABULARY = 512
+
+
+def _write_tiny(folder: Path, configs: dict[str, Any]) -> None:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    def text_encoder() -> Any:
+        return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**configs["text_encoder"]))
+
+    write_random(folder / "transformer", lambda: QwenImageTransformer2DModel(**configs["transformer"]))
+    write_random(folder / "vae", lambda: AutoencoderKLQwenImage(**configs["vae"]))
+    write_random(folder / "text_encoder", text_encoder)
+    # The template is learned by heart: before the caption it has its 34 tokens.
+    write_tiny_tokenizer(folder / "tokenizer", TINY_VOCABULARY, TINY_TOKENS, corpus=[TEMPLATE.format("")] * 16)
+    write_euler_scheduler(folder / "scheduler", configs["scheduler"])
+    write_model_index(
+        folder,
+        "QwenImagePipeline",
+        scheduler=("diffusers", "FlowMatchEulerDiscreteScheduler"),
+        text_encoder=("transformers", "Qwen2_5_VLForConditionalGeneration"),
+        tokenizer=("transformers", "Qwen2TokenizerFast"),
+        transformer=("diffusers", "QwenImageTransformer2DModel"),
+        vae=("diffusers", "AutoencoderKLQwenImage"),
+    )
+
+
+def _tiny_transformer() -> dict[str, Any]:
+    return {
+        "in_channels": 16,
+        "out_channels": 4,
+        "num_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": TINY_WIDTH,
+        "axes_dims_rope": [4, 6, 6],
+    }
+
+
+def _tiny_vae() -> dict[str, Any]:
+    return {
+        "base_dim": 8,
+        "z_dim": 4,
+        "dim_mult": [1, 1, 1, 1],
+        "num_res_blocks": 1,
+        "latents_mean": [-0.1, 0.0, 0.1, 0.2],
+        "latents_std": [0.12, 0.14, 0.16, 0.18],
+    }
+
+
+def _tiny_text_encoder() -> dict[str, Any]:
+    text = tiny_language_model(TINY_WIDTH, TINY_VOCABULARY, num_layers=2) | {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]},
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    }
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": TINY_WIDTH}
+    return {
+        "model_type": "qwen2_5_vl",
+        "text_config": text,
+        "vision_config": vision | {"fullatt_block_indexes": [0]},
+    }
+
+
+def _tiny_scheduler() -> dict[str, Any]:
+    return {
+        "use_dynamic_shifting": True,
+        "base_shift": 0.5,
+        "max_shift": 0.9,
+        "max_image_seq_len": 8192,
+        "shift_terminal": 0.02,
+    }

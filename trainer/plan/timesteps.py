@@ -1,0 +1,76 @@
+"""What noise the images of a config are trained at: `python -m trainer.plan.timesteps CONFIG` prints it as JSON.
+
+A command of its own, since the densities are tensors: whoever only shows them imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trainer.config.errors import InputError
+from trainer.config.load import load_config
+from trainer.config.schema import RunConfig
+from trainer.config.terminal import complain
+from trainer.data.buckets import bucket_sizes, images_per_bucket
+from trainer.data.image_files import scan
+from trainer.models import families
+from trainer.models.base import FLOW_FIELDS, ImageFamily
+from trainer.models.objectives import shift_factor, shift_sigma, sigma_at
+
+NUM_BINS = 20
+NUM_QUANTILES = 10_000
+
+
+@dataclass(frozen=True)
+class BucketRecipe:
+    """Of the images of one size. shift: effective, 1 for none.  timesteps: share in each of NUM_BINS, data to noise."""
+
+    width: int
+    height: int
+    images: int
+    shift: float
+    timesteps: tuple[float, ...]
+
+
+def recipe(cfg: RunConfig) -> list[BucketRecipe]:
+    """A row per bucket that has images; none for what is trained on text.
+
+    Raises InputError when the images or the family are wrong.
+    A token is `size_multiple` pixels high and wide. Discrete diffusion draws its timesteps evenly.
+    """
+    family = families.get(cfg.model.family)
+    if not issubclass(family, ImageFamily):
+        return []
+    sizes = bucket_sizes(cfg.data.resolution, family.size_multiple, cfg.data.max_aspect, family.longest_side)
+    counts = images_per_bucket(scan(cfg.data).train, sizes)
+    is_flow = family.objective_fields >= FLOW_FIELDS
+    even = (torch.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES
+    rows = []
+    for (width, height), num_images in counts.items():
+        num_tokens = (width // family.size_multiple) * (height // family.size_multiple)
+        shift = shift_factor(cfg.objective, family.shift, num_tokens) if is_flow else 1.0
+        sigma = shift_sigma(sigma_at(cfg.objective, even), shift) if is_flow else even
+        shares = torch.histc(sigma, NUM_BINS, 0, 1) / NUM_QUANTILES
+        rows.append(BucketRecipe(width, height, num_images, shift, tuple(shares.tolist())))
+    return rows
+
+
+def main() -> int:
+    """Print the rows of the config that is named. Exit code 2 with a sentence on stderr when it is wrong."""
+    try:
+        rows = recipe(load_config(Path(sys.argv[1])).config)
+    except InputError as error:
+        complain(error)
+        return 2
+    json.dump([dataclasses.asdict(row) for row in rows], sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,429 @@
+"""Runs the trainer's own step on a device that holds nothing, and writes down what it allocates.
+
+For a process of its own that loads torch (see `virtual`). `trace` runs the whole model and says what it held at most;
+`record` runs a shortened one and keeps what `timeline` needs to say the same for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from trainer.config.schema import RunConfig
+from trainer.config.sections import HUB_ID, ObjectiveConfig, ParallelConfig
+from trainer.models import families
+from trainer.models.base import ImageFamily, ModelFamily, TextFamily
+from trainer.models.build import BuiltModel, build_model, materialize, shard_model, sync_gradients
+from trainer.models.objectives import Batch
+from trainer.models.parts.published import published_folder
+from trainer.optim import Ema, make_optimizer
+from trainer.parallel.mesh import device_mesh
+from trainer.parallel.parallelize import COMPUTE_DTYPE, blocks_of, checkpoint_activations
+from trainer.parallel.strategy import Strategy
+from trainer.plan import fake_device
+from trainer.plan.memory_tracker import ACTIVATIONS, GATHERED, REDUCED, Ledger
+from trainer.plan.steps import Mark, Moment, Parameter, Run, Size, Unit, grains
+from trainer.plan.tables import KINDS, Figures, Kind, Recorded, Table, has_rank, ranks_of, recorded_sizes, sides_of
+from trainer.rng import SampleRng
+
+KEPT = 4
+"""Of a list of equal blocks: the first, which may have no gradient to pass on, the second, before which the input of
+the first is freed, one in the middle, and the last."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What the step of a whole model held on rank 0 at most, in bytes. items: what it was made of.
+
+    gathered, scattered, reduced: bytes through collectives.  flops: of the step.
+    """
+
+    peak: int
+    items: dict[str, int]
+    sent: dict[str, int]
+    flops: int
+
+
+def trace(cfg: RunConfig, family: ModelFamily, device: torch.device, size: Size, steps: int = 2) -> Trace:
+    """Run `steps` optimizer steps of the whole model and return the last one's memory.
+
+    cfg: `parallel.strategy` must be decided.
+    """
+    with sharded_model(build_model(cfg, family), cfg, family, device) as sharded:
+        sharded.average()
+        for _ in range(steps):
+            sharded.ledger.begin()
+            for number in range(cfg.micro_steps):
+                sharded.one_pass(size, is_last=number == cfg.micro_steps - 1)
+            sharded.update()
+        ledger = sharded.ledger
+        return Trace(ledger.highest, ledger.at_peak, dict(ledger.sent), ledger.flops)
+
+
+def trace_drawing(cfg: RunConfig, family: ModelFamily, device: torch.device, size: Size) -> int:
+    """Bytes on rank 0 at most while the whole model is called as for a sample, before anything was trained.
+
+    cfg: `parallel.strategy` must be decided.
+    """
+    with sharded_model(build_model(cfg, family), cfg, family, device) as sharded:
+        sharded.ledger.begin()
+        for _ in range(2):
+            sharded.draw(size)
+        return sharded.ledger.highest
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Passes of a shortened model. runs: what was left out.  marks: {kind: of each size}."""
+
+    units: tuple[Unit, ...]
+    runs: tuple[Run, ...]
+    buffers: int
+    marks: dict[Kind, tuple[tuple[Mark, ...], ...]]
+
+
+def record(
+    cfg: RunConfig, family: ModelFamily, device: torch.device, sizes: Sequence[Size], kinds: Sequence[Kind] = KINDS
+) -> Recording:
+    """Passes of the shortened model, of each kind and size, without FSDP's own memory.
+
+    cfg: how it is sharded, over how many ranks, and what is recomputed does not matter.  kinds: in the order of KINDS.
+    """
+    cfg = _plain(cfg)
+    built = build_model(cfg, family)
+    runs = _shorten(built.module, family)
+    with sharded_model(built, cfg, family, device) as sharded:
+        units = sharded.units()
+        sharded.keep_gathered()
+        numbers = {unit.name: number for number, unit in enumerate(units)}
+        sharded.draw(sizes[0])  # what is made once only
+
+        def passes(run: Callable[[Size], None]) -> tuple[tuple[Mark, ...], ...]:
+            marks = []
+            for size in sizes:
+                with sharded.moments.recorded(numbers) as found:
+                    run(size)
+                sharded.optimizer.zero_grad()
+                marks.append(tuple(found))
+            return tuple(marks)
+
+        marks: dict[Kind, tuple[tuple[Mark, ...], ...]] = {}
+        for kind in kinds:
+            if kind == "recomputed":
+                sharded.recompute()
+            marks[kind] = passes(sharded.draw if kind == "drawn" else partial(sharded.one_pass, is_last=True))
+        kept = tuple(Run(numbers[name], count, KEPT) for name, count in runs.items())
+        return Recording(units, kept, sharded.buffers(), marks)
+
+
+def on_this_machine(cfg: RunConfig, cache: Path) -> RunConfig:
+    """The config with a folder of its model's configs: of a published one that is not here, one written from its sizes.
+
+    Its weights are never read, nor are random ones made.
+    """
+    model = cfg.model
+    is_away, is_random = HUB_ID.fullmatch(model.path) and not Path(model.path).exists(), model.path == "random"
+    if model.options.architecture is not None and (is_away or model.path.endswith(".safetensors") or is_random):
+        folder = str(published_folder(model, cache / "models"))
+    elif is_random and model.base is not None:
+        folder = model.base
+    else:
+        return cfg
+    # Without its files nothing is known of what the model was trained on; that allocates nothing.
+    changes = {"model": model.model_copy(update={"path": folder, "base": None}), "objective": ObjectiveConfig()}
+    return cfg.model_copy(update=changes)
+
+
+def record_rank(cfg: RunConfig, rank: int, kinds: Sequence[Kind], cache: Path, device: torch.device) -> Recording:
+    """All sizes of a model whose adapter has a rank, or another one than the config's. cache: shared by runs."""
+    adapter = cfg.adapter.model_copy(update={"rank": rank} if has_rank(cfg) else {})
+    changed = cfg.model_copy(update={"adapter": adapter})
+    return record(changed, families.make(changed, cache), device, recorded_sizes(sides_of(cfg)), kinds)
+
+
+def joined(parts: Sequence[Recording]) -> Recording:
+    """One recording of what was recorded in parts."""
+    marks = {kind: marks for part in parts for kind, marks in part.marks.items()}
+    return replace(parts[0], marks=marks)
+
+
+def tabulated(cfg: RunConfig, found: Sequence[Recording]) -> Table:
+    """The table of a model with the adapter's type and the base's format. found: `record_rank` of each rank."""
+    recorded = tuple(
+        Recorded(of.units, {kind: tuple(map(_figures, zip(*marks, strict=True))) for kind, marks in of.marks.items()})
+        for of in found
+    )
+    moments, drawn = (tuple((mark.moment, mark.unit) for mark in found[0].marks[kind][0]) for kind in ("kept", "drawn"))
+    of = found[0]
+    return Table(versions(), sides_of(cfg), ranks_of(cfg), moments, drawn, of.runs, of.buffers, recorded)
+
+
+def _figures(marks: Sequence[Mark]) -> Figures:
+    """Of one moment. marks: for each size."""
+    columns = zip(*((mark.change, mark.peak, mark.flops) for mark in marks), strict=True)
+    return Figures(*columns)
+
+
+def _plain(cfg: RunConfig) -> RunConfig:
+    """Sharded over two ranks, one pass per step."""
+    parallel = ParallelConfig(devices=2, strategy="full")
+    train = cfg.train.model_copy(update={"batch_size": 1, "micro_batch": 1, "compile": False, "checkpointing": "none"})
+    return cfg.model_copy(update={"parallel": parallel, "train": train})
+
+
+def _shorten(model: nn.ModuleDict, family: ModelFamily) -> dict[str, int]:
+    """Leave a few of each row of equal blocks. Returns {name of the first: how many there were}."""
+    counts: dict[int, int] = {}
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and all(type(block).__name__ in family.shard_blocks for block in module):
+            rows = [list(row) for _, row in itertools.groupby(module, _shape)]
+            counts |= {id(row[0]): len(row) for row in rows if len(row) > KEPT}
+            kept = [block for row in rows for block in (*row[: KEPT - 1], *row[KEPT - 1 :][-1:])]
+            del module[:]
+            module.extend(kept)
+    return {name: counts[id(module)] for name, module in model.named_modules() if id(module) in counts}
+
+
+def _shape(module: nn.Module) -> tuple[Any, ...]:
+    return tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters())
+
+
+class Moments:
+    """Writes down what is allocated from one moment to the next. ledger: sees it."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self._marks: list[Mark] | None = None
+        self._numbers: dict[str, int] = {}
+        self._start = self._flops = 0
+
+    @contextmanager
+    def recorded(self, numbers: dict[str, int]) -> Iterator[list[Mark]]:
+        """Inside, marks are written down. numbers: of the units, by name."""
+        self._numbers, self._marks = numbers, []
+        self._begin()
+        try:
+            yield self._marks
+        finally:
+            self._marks = None
+
+    def mark(self, moment: Moment, unit: str) -> None:
+        """A moment has come."""
+        if self._marks is None:
+            return
+        ledger = self.ledger
+        self._marks.append(
+            Mark(
+                moment,
+                self._numbers.get(unit, -1),
+                ledger.current[ACTIVATIONS] - self._start,
+                ledger.peak_of[ACTIVATIONS] - self._start,
+                ledger.flops - self._flops,
+            )
+        )
+        self._begin()
+
+    def _begin(self) -> None:
+        self.ledger.mark()
+        self._start, self._flops = self.ledger.current[ACTIVATIONS], self.ledger.flops
+
+
+class Sharded:
+    """A model on a device, ready for its passes. ledger: sees what they allocate, and moments when."""
+
+    def __init__(
+        self, built: BuiltModel, cfg: RunConfig, family: ModelFamily, ledger: Ledger, device: torch.device
+    ) -> None:
+        self.module, self.cfg, self.family, self.ledger, self.device = built.module, cfg, family, ledger, device
+        self.trainables = built.trainables
+        self.ema: Ema | None = None
+        self.optimizer = make_optimizer(list(self.trainables.values()), cfg.optim)
+        self.moments = Moments(ledger)
+
+    def average(self) -> None:
+        """From now on there is the moving average of the weights, where the run has one."""
+        if self.cfg.optim.ema:
+            with self.ledger.making("optimizer"):
+                self.ema = Ema(self.trainables, self.cfg.optim.ema)
+
+    def one_pass(self, size: Size, is_last: bool) -> None:
+        """Forward and backward."""
+        if self.cfg.micro_steps > 1:
+            sync_gradients(self.module, is_last, self.cfg.shards_gradients(self.cfg.parallel.strategy))
+        self._forward(size).backward()  # type: ignore[no-untyped-call]
+        self.moments.mark("end", "")
+
+    @torch.no_grad()
+    def draw(self, size: Size) -> None:
+        """Forward, as where samples are drawn."""
+        self._forward(size)
+        self.moments.mark("end", "")
+
+    def keep_gathered(self) -> None:
+        """From now on what was gathered stays so: it is not recorded, and to gather it takes a third of a pass."""
+        for component in self.module.values():
+            if isinstance(component, FSDPModule):
+                component.set_reshard_after_forward(False)
+                component.set_reshard_after_backward(False)
+
+    def recompute(self) -> None:
+        """From now on blocks compute forward again in backward."""
+        for module in self.module.values():
+            checkpoint_activations(blocks_of(module, self.family.shard_blocks), "full")
+
+    def update(self) -> None:
+        """The optimizer's step."""
+        with self.ledger.making("optimizer"):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def units(self) -> tuple[Unit, ...]:
+        """Blocks and roots, in the order in which they are defined; a root comes after its blocks."""
+        return units_of(self.module, self.family.shard_blocks, COMPUTE_DTYPE[self.cfg.train.precision])
+
+    def buffers(self) -> int:
+        """Bytes of the buffers on the device."""
+        return held(self.module.buffers(), self.device)
+
+    def _forward(self, size: Size) -> Tensor:
+        batch = batch_of(self.family, size, COMPUTE_DTYPE[self.cfg.train.precision], self.device)
+        rng = SampleRng(0, tuple(range(size.batch)), self.device)
+        total: Tensor = self.family.loss(self.module, batch, rng).total
+        return total
+
+
+def batch_of(family: ModelFamily, size: Size, dtype: torch.dtype, device: torch.device) -> Batch:
+    """Blank examples of a size, on the device. dtype: of the text encoders."""
+    if isinstance(family, TextFamily):
+        example = family.blank_row(round(size.pixels))
+    else:
+        assert isinstance(family, ImageFamily)
+        side = round(math.sqrt(size.pixels) / family.size_multiple) * family.size_multiple
+        example = family.blank_example(side, side, size.text_tokens, dtype)
+    batch = family.collate([example] * size.batch)
+    batch["weight"] = torch.ones(size.batch)
+    return {key: tensor.to(device) for key, tensor in batch.items()}
+
+
+def units_of(model: nn.ModuleDict, blocks: Sequence[str], dtype: torch.dtype) -> tuple[Unit, ...]:
+    """What is gathered together of each component. blocks: names of classes.  dtype: in which floats are gathered."""
+    names = {id(part): name for name, part in model.named_modules()}
+    found = []
+    for component, module in model.items():
+        inside: set[int] = set()
+        for block in blocks_of(module, blocks):
+            inside |= {id(p) for p in block.parameters()}
+            found.append(Unit(names[id(block)], _parameters(block.parameters(), dtype)))
+        rest = [p for p in module.parameters() if id(p) not in inside]
+        found.append(Unit(component, _parameters(rest, dtype), is_root=True))
+    return tuple(found)
+
+
+def held(tensors: Iterable[Tensor], device: torch.device) -> int:
+    """Bytes of those that are on the device."""
+    return sum(grains(tensor.nbytes) for tensor in tensors if tensor.device.type == device.type)
+
+
+def _parameters(parameters: Iterable[nn.Parameter], compute: torch.dtype) -> tuple[Parameter, ...]:
+    found: Counter[Parameter] = Counter()
+    for p in parameters:
+        gathered = compute if p.dtype.is_floating_point else p.dtype
+        rows, *rest = p.shape or (1,)
+        found[Parameter(rows, math.prod(rest), p.dtype.itemsize, gathered.itemsize, p.requires_grad)] += 1
+    return tuple(replace(parameter, count=count) for parameter, count in found.items())
+
+
+@contextmanager
+def sharded_model(built: BuiltModel, cfg: RunConfig, family: ModelFamily, device: torch.device) -> Iterator[Sharded]:
+    """The model on the device, wrapped as the trainer wraps it, on rank 0 of a fake process group.
+
+    On the virtual device, or any other, all tensors inside are fake.
+    """
+    with fake_device.ranks(cfg.parallel.world_size, device) as world, ExitStack() as stack:
+        strategy: Strategy = cfg.parallel.strategy  # type: ignore[assignment]
+        mesh = device_mesh(cfg.parallel, world, strategy)
+        ledger = stack.enter_context(Ledger(device.type))
+        stack.enter_context(fake_device.fake_tensors(device, ledger.see))
+        shard_model(built.module, cfg, family, strategy, mesh)
+        with ledger.making("weights"):
+            materialize(built.module, cfg, device)
+        for buffer in built.module.buffers():
+            ledger.hold(buffer, "buffers")
+        sharded = Sharded(built, cfg, family, ledger, device)
+        stack.enter_context(watched_groups(built.module, sharded.moments))
+        yield sharded
+
+
+@contextmanager
+def watched_groups(model: nn.Module, moments: Moments) -> Iterator[None]:
+    """What FSDP makes is written down as such, and its moments are marked."""
+    ledger = moments.ledger
+    names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
+    original = {name: getattr(FSDPParamGroup, name) for name in _MOMENTS}
+
+    def name_of(group: FSDPParamGroup) -> str:
+        return names[id(group.modules[0])]
+
+    def making(name: str, what: str) -> Callable[..., Any]:
+        def run(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
+            with ledger.making(what):
+                return original[name](group, *args, **kwargs)
+
+        return run
+
+    def pre_backward(group: FSDPParamGroup, *args: Any) -> Any:
+        if group._training_state != TrainingState.PRE_BACKWARD:
+            moments.mark("backward", name_of(group))
+        return original["pre_backward"](group, *args)
+
+    def post_backward(group: FSDPParamGroup, *args: Any) -> Any:
+        moments.mark("backward_end", name_of(group))
+        with ledger.making(REDUCED):
+            out = original["post_backward"](group, *args)
+        moments.mark("reduced", name_of(group))
+        return out
+
+    def forward(name: str, moment: Moment) -> Callable[..., Any]:
+        def run(group: FSDPParamGroup, *args: Any) -> Any:
+            moments.mark(moment, name_of(group))
+            return original[name](group, *args)
+
+        return run
+
+    changed = {
+        "unshard": making("unshard", GATHERED),
+        "wait_for_unshard": making("wait_for_unshard", GATHERED),
+        "pre_forward": forward("pre_forward", "forward"),
+        "post_forward": forward("post_forward", "forward_end"),
+        "pre_backward": pre_backward,
+        "post_backward": post_backward,
+    }
+    try:
+        for name, method in changed.items():
+            setattr(FSDPParamGroup, name, method)
+        yield
+    finally:
+        for name, method in original.items():
+            setattr(FSDPParamGroup, name, method)
+
+
+_MOMENTS = ("unshard", "wait_for_unshard", "pre_forward", "post_forward", "pre_backward", "post_backward")
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that decide what a model allocates."""
+    return {name: version(name).partition("+")[0] for name in ("torch", "diffusers", "transformers", "peft")}
