@@ -98,7 +98,7 @@ proxies:
 
 # The pictures of the page in the README.
 screenshots: .venv browser
-	$(BIN)/python -m tests.app.screenshots
+	$(BIN)/python -m tests.app.web.screenshots
 
 # 8-bit AdamW's package, which only the slow tests need.
 eightbit: .venv

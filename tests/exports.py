@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.matrix import METHODS
-from tests.families.common import IMAGES
+from tests.models.common import IMAGES
 from tests.readme import write_section
 from tests.runs import alone, make_pictures, make_run, run_config
 from trainer.config.errors import InputError

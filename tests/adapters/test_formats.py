@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from tests.adapters.consumers import CONSUMERS, diffusers, ourselves
 from tests.adapters.examples import KINDS, Example, cached_example, layer_adapter, saved
-from tests.families.common import IMAGES
+from tests.models.common import IMAGES
 from trainer.adapters.files import read_adapter
 from trainer.adapters.formats import ROTATIONS, AdapterFile, adapter_files
 from trainer.adapters.layer import LayerAdapter

@@ -140,7 +140,7 @@ def _machine(device: str) -> str:
 
 def _tests(place: Place, deadline: float) -> Row:
     """The tests that need a device. Warnings are no failures: this machine's versions are not ours to choose."""
-    argv = ["-m", "pytest", "tests/test_device.py", "-m", "gpu", "--device", place.device]
+    argv = ["-m", "pytest", "tests/train/test_device.py", "-m", "gpu", "--device", place.device]
     lines, failure = _run("tests", [*argv, "-q", "-W", "default", "-p", "no:cacheprovider"], place, deadline)
     return failure or Row("tests", lines[-1].strip("= "))
 

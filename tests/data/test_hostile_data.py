@@ -20,7 +20,7 @@ import pytest
 from PIL import Image
 
 from tests.commands import launch_py, preset_folder
-from tests.data.test_images import add_image, data
+from tests.data.test_image_files import add_image, data
 from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
 from trainer.data import question_files, text_files

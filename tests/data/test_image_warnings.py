@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from tests.data.profiles import DISPLAY_P3, rgb_profile, srgb_curve
-from tests.data.test_images import add_image, data
+from tests.data.test_image_files import add_image, data
 from trainer.data import image_warnings
 from trainer.data.buckets import bucket_sizes
 from trainer.data.image_files import scan

@@ -9,8 +9,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from tests.config.test_generated_configs import ANYTHING, FIELDS
 from tests.fuzz.target import CHANGES, ODD_BYTES, Target, changed, refusals
-from tests.test_generated_configs import ANYTHING, FIELDS
 from trainer.config.load import check_start, load_config
 from trainer.launcher import preflight
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.families.common import batch_of, load, make, model_of
+from tests.models.common import batch_of, load, make, model_of
 from tests.runs import Outcome, alone, difference, make_pictures, make_run, run_config, train
 from trainer.config.sections import ParallelConfig, TrainConfig
 from trainer.parallel.parallelize import parallelize

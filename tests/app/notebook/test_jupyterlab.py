@@ -1,0 +1,111 @@
+"""A notebook as its reader meets it: JupyterLab in Chromium, a run of two ranks, a kernel that is restarted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page
+
+from tests.app.browser import TRAINED_WITHIN_S, faultless, until, until_so
+from tests.app.notebook.lab import Lab, choose, code_cells, position_of, serving_lab
+from trainer.run import process
+from trainer.run.folder import RunDir
+
+pytestmark = pytest.mark.slow
+STOP_S = 1.0
+NOTEBOOK_BYTES = 500_000
+NOTEBOOK = "01_quickstart"
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with serving_lab(tmp_path_factory.mktemp("lab")) as lab:
+        yield lab
+
+
+@pytest.fixture
+def page(browser: Browser, lab: Lab) -> Iterator[Page]:
+    with closing(browser.new_context(viewport={"width": 1280, "height": 1000})) as context:
+        page = context.new_page()
+        with faultless(page, lab.url):
+            yield page
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Path]:
+    """Where the notebook's runs lie; none of them goes on after the test."""
+    yield tmp_path / "runs"
+    for file in (tmp_path / "runs").glob("*/config.yaml"):
+        process.terminate(RunDir.open(file.parent))
+
+
+def test_a_run_is_watched_and_stopped_from_the_quickstart_whose_kernel_was_restarted(lab: Lab, page: Page, runs: Path):
+    file = lab.copy(NOTEBOOK, {"RUNS": runs, "STEPS": 2000})
+    parameters, dashboard, dashboard_again = (
+        position_of(file, text) for text in ("STEPS = 2000", "notebook.dashboard(run)", "notebook.attach(")
+    )
+    lab.open(page, file.name)
+    choose(page, "Run", "Run All Cells")
+    _grows(page, dashboard)
+    [run] = (RunDir.open(config.parent) for config in runs.glob("*/config.yaml"))
+
+    choose(page, "Kernel", "Restart Kernel…")
+    page.locator(".jp-Dialog button.jp-mod-accept").click()
+    lab.await_kernel(page)
+    for position in (parameters, dashboard_again):
+        page.locator(".jp-CodeCell").nth(position).locator(".cm-content").click()
+        page.keyboard.press("Shift+Enter")
+    _grows(page, dashboard_again)
+    assert process.alive(run)
+
+    stop_s = _stopped_after_s(page, dashboard_again)
+    assert stop_s <= STOP_S
+    until(page, f"{_cell(dashboard_again)}.querySelector('.run').dataset.state === 'stopped'", TRAINED_WITHIN_S)
+    until(page, f"!{_cell(dashboard_again)}.querySelector('button.jupyter-button')")
+    page.keyboard.press("Control+s")
+    until_so(page, lambda: "Stopped at step" in _html_of(file, dashboard_again))
+    assert "<svg" in _html_of(file, dashboard_again)
+    assert file.stat().st_size <= NOTEBOOK_BYTES
+    print(f"Stop was answered after {stop_s:.2f} s; the notebook has {file.stat().st_size} bytes")
+
+
+def test_a_cell_that_waits_for_the_end_goes_on_when_the_run_is_stopped(lab: Lab, page: Page, runs: Path):
+    file = lab.copy(NOTEBOOK, {"RUNS": runs, "STEPS": 2000})
+    dashboard, waiting = (position_of(file, text) for text in ("notebook.dashboard(run)", "await notebook.ended(run)"))
+    lab.open(page, file.name)
+    choose(page, "Run", "Run All Cells")
+    _grows(page, dashboard)
+    assert _stopped_after_s(page, dashboard) <= STOP_S
+    until(page, f"{_cell(waiting)}.innerText.includes('The run has stopped')", TRAINED_WITHIN_S)
+
+
+def _cell(position: int) -> str:
+    return f"document.querySelectorAll('.jp-CodeCell')[{position}]"
+
+
+def _grows(page: Page, position: int) -> None:
+    """Wait until the loss chart below a cell has more points than it had."""
+    points = f"{_cell(position)}.querySelector('.chart path.c0').getAttribute('d').split('L').length"
+    until(page, f"{points} > 1", TRAINED_WITHIN_S)
+    before = page.evaluate(points)
+    until(page, f"{points} > {before}")
+
+
+def _stopped_after_s(page: Page, position: int) -> float:
+    """Press Stop while the run trains. Returns the seconds until it was answered."""
+    button = page.locator(".jp-CodeCell").nth(position).locator("button.jupyter-button", has_text="Stop")
+    until(page, f"{_cell(position)}.querySelector('.run').dataset.state === 'training'")
+    clicked = time.monotonic()
+    button.click()
+    until(page, f"{_cell(position)}.innerText.includes('Stopping after this step')")
+    return time.monotonic() - clicked
+
+
+def _html_of(notebook: Path, position: int) -> str:
+    """What the saved notebook shows below a cell."""
+    outputs = code_cells(notebook)[position].outputs
+    return "".join(output.data["text/html"] for output in outputs if "text/html" in output.get("data", {}))

@@ -1,0 +1,334 @@
+"""launch.py as a person uses it: what it prints, and the code it exits with."""
+
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import launch as command_line
+from trainer.config.schema import RunConfig
+from trainer.config.sections import DataConfig, ModelConfig
+from trainer.launcher import console, torchrun
+from trainer.launcher.doctor import graphics, notebooks, package, requirements, shared_memory
+from trainer.run.events import CheckpointEvent, SampleEvent, StatusEvent, StepEvent, WarningEvent
+from trainer.run.folder import RunDir
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_command(argv: list[str], capsys) -> tuple[int, str]:
+    """Exit code and stderr of launch.py."""
+    try:
+        code = command_line.main(argv)
+    except SystemExit as exit_:
+        code = exit_.code
+    return code, capsys.readouterr().err
+
+
+def test_a_python_without_the_projects_packages_is_told_which_one_to_use():
+    bare = subprocess.run(
+        [sys.executable, "-S", "launch.py", "--headless", "presets/quickstart.yaml"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert bare.returncode == 2
+    assert bare.stderr == (
+        f"{sys.executable} has no module 'pydantic': it is not the Python ShardStudio is installed in. "
+        "Run `make .venv`, then .venv/bin/python launch.py\n"
+    )
+
+
+def test_help_names_every_mode_and_imports_neither_torch_nor_gradio():
+    script = (
+        "import sys, launch\n"
+        "try: launch.main(['--headless', '--help'])\n"
+        "except SystemExit as exit_: assert exit_.code == 0\n"
+        "import trainer.launcher.commands, trainer.launcher.doctor, trainer.run.report, trainer.data.image_files\n"
+        "assert not {'torch', 'numpy', 'diffusers', 'gradio', 'ipywidgets'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    for mode in ("--headless [PRESET]", "--resume [RUN_DIR]", "--export [RUN_DIR]", "--doctor", "key=value"):
+        assert mode in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["--host", "0.0.0.0"],
+            "--host 0.0.0.0: others could start runs here; add --auth-file FILE with one line USER:PASS, "
+            "or set SHARDSTUDIO_AUTH\n",
+        ),
+        (["--resume", "nowhere"], "nowhere: not a run folder (it has no config.yaml); name a folder below runs/\n"),
+        (["--export", "nowhere"], "nowhere: not a run folder (it has no config.yaml); name a folder below runs/\n"),
+        (
+            ["--join", "nowhere"],
+            f"{Path.cwd()}/nowhere: not a run folder (it has no config.yaml); where this machine does not see that of "
+            "the first node, add parallel.nodes=N parallel.devices=N parallel.rendezvous=HOST:PORT as they are there\n",
+        ),
+        (
+            ["--join", "nowhere", "train.steps=5"],
+            "train.steps=5: is not a field of parallel; --join takes only those, as parallel.nodes=2\n",
+        ),
+        (
+            ["--join", "nowhere", "parallel.nodes=[2", "devices=x"],
+            "command line: parallel.devices: needs a whole number, not 'x'\ncommand line: parallel.nodes: not YAML: "
+            "while parsing a flow sequence, expected ',' or ']', but got '<stream end>'\n",
+        ),
+    ],
+    ids=["page", "resume", "export", "join", "join with a field", "join with a wrong value"],
+)
+def test_what_cannot_be_done_is_said_with_exit_code_2(argv, message, capsys):
+    assert run_command(argv, capsys) == (2, message)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--headless"], "--headless needs PRESET"),
+        (["--resume"], "--resume needs RUN_DIR"),
+        (["--doctor", "train.steps=3"], "train.steps=3: only --headless, --plan, --resume and --join take key=value"),
+        (["--headless", "a.yaml", "--doctor"], "argument --doctor: not allowed with argument --headless"),
+        (["--headless", "a.yaml", "--what", "merged"], "--what goes with --export only; leave it out"),
+        (["--resume", "run", "--dtype", "fp32"], "--dtype goes with --export or --extract only; leave it out"),
+        (["--export", "run", "--rank", "4"], "--rank goes with --extract only; leave it out"),
+        (["--export", "run", "--run-dir", "other"], "--run-dir goes with --headless only; leave it out"),
+        (["--resume", "run", "--slurm"], "--slurm goes with --headless only; leave it out"),
+        (["--headless", "p", "--node-rank", "1"], "--node-rank goes with --resume or --join only; leave it out"),
+        (["--join"], "--join needs RUN_DIR"),
+        (["--headless", "p", "--slurm", "--kubernetes"], "argument --kubernetes: not allowed with argument --slurm"),
+    ],
+)
+def test_a_command_line_that_makes_no_sense_is_refused_in_one_line(argv, message, capsys):
+    code, err = run_command(argv, capsys)
+    assert code == 2
+    assert err.splitlines()[-1] == f"launch.py: error: {message}"
+
+
+def test_options_may_stand_between_overrides(tmp_path, capsys):
+    preset = tmp_path / "preset.yaml"
+    preset.write_text("name: fox\n")
+    argv = ["--headless", str(preset), "train.steps=x", "--run-dir", str(tmp_path / "run"), "optim.lr=y"]
+    code, err = run_command(argv, capsys)
+    assert code == 2
+    assert "train.steps" in err
+    assert "optim.lr" in err
+
+
+def test_a_wrong_preset_starts_nothing_and_writes_nothing(tmp_path, capsys):
+    preset = tmp_path / "preset.yaml"
+    preset.write_text("model:\n  family: flux2\ndata:\n  path: photos\n")
+    code, err = run_command(["--headless", str(preset), "--runs", str(tmp_path / "runs")], capsys)
+    assert code == 2
+    assert f"{preset}:4: data.path" in err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.fixture
+def run(tmp_path) -> RunDir:
+    (tmp_path / "photos").mkdir()
+    cfg = RunConfig(name="fox", model=ModelConfig(family="flux2"), data=DataConfig(path=str(tmp_path / "photos")))
+    return RunDir.create(tmp_path, cfg, at=tmp_path / "fox")
+
+
+def test_a_node_is_asked_for_its_number_where_no_scheduler_gave_it_one(run, capsys):
+    message = "--join needs the number of this node: --node-rank 1, on the next one 2, and so on\n"
+    assert run_command(["--join", str(run.path)], capsys) == (2, message)
+
+
+def test_a_run_folder_is_made_on_the_first_node_alone(run, tmp_path, monkeypatch, capsys):
+    preset = tmp_path / "preset.yaml"
+    preset.write_text(run.config_file.read_text())
+    monkeypatch.setenv("SLURM_NODEID", "1")
+    nodes = ["parallel.nodes=2", "parallel.rendezvous=node0:29400"]
+    assert run_command(["--headless", str(preset), *nodes, "--runs", str(tmp_path / "runs")], capsys) == (
+        2,
+        "this is node 1, and the run folder is made on node 0: start --headless there alone, and here --join RUN_DIR; "
+        "or let --slurm write the job\n",
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("nodes", "end"), [(2, "--node-rank 1"), (4, "--node-rank K  # K = 1 to 3, another on each")])
+def test_the_other_nodes_are_told_what_to_type(run, nodes, end):
+    assert torchrun.joining(run, nodes) == f"{sys.executable} {ROOT}/launch.py --join {run.path} {end}"
+
+
+def test_a_run_that_is_to_export_nothing_is_exported_only_on_request(tmp_path, capsys):
+    silent = RunConfig.model_validate(
+        {"model": {"family": "flux2"}, "data": {"path": str(tmp_path)}, "export": {"what": "none"}}
+    )
+    run = RunDir.create(tmp_path, silent)
+    assert run_command(["--export", str(run.path)], capsys) == (
+        2,
+        f"{run.config_file}: export.what is none; say what to write with --what\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--what", "full"], "export.what: full needs adapter.type none, not lora; use merged for base + adapter\n"),
+        (
+            ["--what", "merged", "--format", "kohya"],
+            "export.format: kohya cannot carry a whole model; use auto, diffusers, comfyui, single_file\n",
+        ),
+        (
+            ["--dtype", "fp8"],
+            "export.dtype: fp8 is for the single file of a whole model; set export.what: merged or full and "
+            "export.format: single_file, or use bf16\n",
+        ),
+    ],
+)
+def test_an_export_that_does_not_fit_the_run_is_the_users_mistake(run, options, message, capsys):
+    assert run_command(["--export", str(run.path), *options], capsys) == (2, message)
+
+
+def test_resuming_with_a_wrong_override_leaves_the_config_as_it_was(run, capsys):
+    before = run.config_file.read_text()
+    code, err = run_command(["--resume", str(run.path), "train.steps=0"], capsys)
+    assert code == 2
+    assert "train.steps" in err
+    assert run.config_file.read_text() == before
+    assert not list(run.path.glob("config-*.yaml"))
+
+
+def step_event(step: int) -> StepEvent:
+    return StepEvent(
+        step=step,
+        loss=0.5,
+        lr=1e-4,
+        grad_norm=2.0,
+        seconds=2.0,
+        seconds_data=0.1,
+        seconds_forward=0.6,
+        seconds_backward=0.9,
+        seconds_optimizer=0.2,
+        seconds_communication=0.2,
+        images_per_second=4.0,
+    )
+
+
+STORY = (
+    StatusEvent(state="encoding", total=36),
+    StatusEvent(state="encoding", done=1, total=36),
+    StatusEvent(state="encoding", done=36, total=36),
+    StatusEvent(state="loading", message="loaded 32.2 GiB in 41 s"),
+    WarningEvent(message="fox.png is smaller than 64 pixels"),
+    StatusEvent(state="training"),
+    StatusEvent(state="training"),
+    step_event(1),
+    step_event(2),
+    step_event(3),
+    CheckpointEvent(step=3, path="checkpoints/step-000003"),
+    SampleEvent(step=3, prompt="a fox", index=0, path="samples/step-000003-0.png"),
+)
+
+
+def test_a_log_file_gets_a_line_per_change_and_the_last_step_before_each_result(capsys):
+    with console.PlainFace(num_steps=10) as face:
+        face.figures.peaks.update({1: 300 * 2**20, 0: 200 * 2**20})
+        for event in STORY:
+            face.show(event)
+    assert capsys.readouterr().out.splitlines() == [
+        "encoding  0/36",
+        "encoding  1/36",
+        "encoding  36/36",
+        "loading  loaded 32.2 GiB in 41 s",
+        "warning: fox.png is smaller than 64 pixels",
+        "training",
+        "step 3/10  loss 0.5000  4.00 images/s  ETA 0:00:14  peak 200 300 MiB",
+        "step 3: checkpoint checkpoints/step-000003",
+        "step 3: sample samples/step-000003-0.png",
+    ]
+
+
+def test_a_terminal_keeps_results_above_a_bar_with_the_figures(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    with console.BarFace(num_steps=10) as face:
+        for event in STORY:
+            face.show(event)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:4] == [
+        "loading  loaded 32.2 GiB in 41 s",
+        "warning: fox.png is smaller than 64 pixels",
+        "step 3: checkpoint checkpoints/step-000003",
+        "step 3: sample samples/step-000003-0.png",
+    ]
+    assert lines[-1].split() == ["training", "━━━━━━", "3/10", "loss", "0.5000", "4.00", "images/s", "ETA", "0:00:14"]
+
+
+def test_the_doctor_reports_each_requirement_of_the_project_and_a_remedy():
+    assert {"torch", "diffusers", "peft", "transformers"} <= {requirement.name for requirement in requirements()}
+    assert str(package(Requirement("pydantic>=99"))) == (
+        f"fail  pydantic: {metadata.version('pydantic')} is not >=99; pip install 'pydantic>=99'"
+    )
+    assert str(package(Requirement("no-such-package"))) == (
+        "fail  no-such-package: not installed; pip install 'no-such-package'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "lines"),
+    [
+        (
+            """case "$1" in
+            topo) printf ' GPU0 GPU1 NIC0\\nGPU0 X SYS PIX\\nGPU1 SYS X PIX\\n';;
+            *) echo 'NVIDIA H200, 143771, 12, 97, 61'; echo 'NVIDIA H200, 143771, 9, [N/A], 55';;
+            esac""",
+            [
+                "ok    gpu 0: NVIDIA H200, 143771 MiB, 12 MiB in use",
+                "ok    gpu 1: NVIDIA H200, 143771 MiB, 9 MiB in use",
+                "warn  links: SYS: some GPUs reach each other across sockets only; sharded training waits for it: "
+                "prefer parallel.strategy ddp or hybrid where the model fits",
+            ],
+        ),
+        (
+            "echo 'Driver/library version mismatch'; exit 18",
+            [
+                "fail  gpu: nvidia-smi says: Driver/library version mismatch; "
+                "reinstall the driver, or restart the machine"
+            ],
+        ),
+    ],
+    ids=["two", "broken"],
+)
+def test_the_doctor_reports_each_gpu_or_why_it_cannot(script, lines, tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert [str(check) for check in graphics()] == lines
+
+
+def test_the_doctor_warns_of_a_container_with_little_shared_memory(tmp_path):
+    assert str(shared_memory(tmp_path / "shm")) == (
+        f"warn  shared memory: no {tmp_path}/shm; mount it; in a container: --shm-size=8g"
+    )
+
+
+def test_the_doctor_tells_what_the_notebooks_lack(tmp_path, monkeypatch):
+    wanted = requirements("notebook")
+    assert {"ipykernel", "ipywidgets", "jupyterlab"} == {requirement.name for requirement in wanted}
+    assert str(notebooks([Requirement("no-such-widgets"), *wanted])) == (
+        "warn  notebooks: no-such-widgets not installed; for the notebooks: pip install 'shardstudio[notebook]'"
+    )
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert str(notebooks(wanted)) == (
+        f"warn  notebooks: JupyterLab has no widgets: no {tmp_path}/share/jupyter/labextensions/@jupyter-widgets/"
+        "jupyterlab-manager; for the notebooks: pip install 'shardstudio[notebook]'"
+    )
+
+
+def test_the_doctor_finds_this_machine_fit(tmp_path, capsys):
+    assert command_line.main(["--doctor", "--runs", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith(("ok    ", "warn  ")) for line in lines)
+    assert any(line.startswith("ok    torch: ") for line in lines)
+    assert any(line.startswith("ok    notebooks: ipykernel ") for line in lines)

@@ -1,0 +1,99 @@
+"""How the page looks and what it costs: contrast, keyboard, sizes of screens, ten thousand points, memory."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from PIL import Image
+from playwright.sync_api import Browser, Page
+
+from tests.app.browser import Server, choose, recorded, show, until, visited, watch
+from tests.app.web import screenshots
+from tests.app.web.screenshots import PAGES
+from tests.benchmarks import page as figures
+from trainer.run.events import ErrorEvent, StatusEvent
+
+BEYOND = 3
+"""Tests fail at this multiple of a limit: other work shares the cores."""
+SCREENS = ((1280, 800), (1920, 1080), (820, 1180))
+WAKES = 100
+"""A second; gradio as it is wakes a thousand times."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def finished(server: Server) -> str:
+    """The run that is looked at: with curves, samples and an error."""
+    error = ErrorEvent(message="killed", remedy="more memory", rank=1, step=40, retry=("train.checkpointing=full",))
+    recorded(server.runs, "looked-at", [error, StatusEvent(state="failed", step=40)])
+    return "looked-at"
+
+
+@pytest.mark.parametrize(("scheme", "rules"), [("light", {}), ("dark", {"runOnly": ["color-contrast"]})])
+def test_everybody_can_read_and_reach_it(tab: Page, server: Server, finished: str, scheme: str, rules):
+    found = []
+    with visited(tab, server.url, scheme=scheme) as page:
+        choose(page, "run-choice", finished)
+        for name in PAGES:
+            show(page, name)
+            page.wait_for_timeout(400)
+            for violation in Axe().run(page, options={"resultTypes": ["violations"], **rules}).response["violations"]:
+                if violation["impact"] in ("serious", "critical"):
+                    nodes = [node["html"][:160] for node in violation["nodes"][:3]]
+                    found.append((name, violation["id"], nodes))
+    assert not found, found
+
+
+def test_nothing_lies_beyond_the_edge_of_the_screen(page: Page, finished: str):
+    choose(page, "run-choice", finished)
+    for width, height in SCREENS:
+        page.set_viewport_size({"width": width, "height": height})
+        for name in PAGES:
+            show(page, name)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, (name, width)
+
+
+def test_start_is_reached_and_pressed_by_the_keyboard(page: Page):
+    for _ in range(80):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.id") == "start":
+            break
+    assert page.evaluate("document.activeElement.id") == "start"
+
+
+def test_every_chart_says_in_words_what_it_shows(page: Page, finished: str):
+    watch(page, finished)
+    until(page, "document.querySelector('#chart-loss canvas').dataset.n === '82'")
+    label = page.locator("#chart-loss canvas").get_attribute("aria-label")
+    assert label.startswith("Loss up to step 40. Last: each step 0.02")
+
+
+def test_a_page_nobody_looks_at_sleeps(server: Server):
+    before, seconds = woken(server), 2
+    time.sleep(seconds)
+    assert (woken(server) - before) / seconds < WAKES
+
+
+def woken(server: Server) -> int:
+    """How often the threads of the server went to sleep until now."""
+    told = [file.read_text() for file in Path(f"/proc/{server.process.pid}/task").glob("*/status")]
+    return sum(int(re.search(r"^voluntary_ctxt_switches:\s*(\d+)", text, re.MULTILINE)[1]) for text in told)
+
+
+@pytest.mark.slow
+def test_ten_thousand_points_and_a_viewer_cost_little(browser: Browser, server: Server):
+    cost = figures.long_run(browser, server, seconds=4)
+    assert cost.refresh_ms <= BEYOND * figures.REFRESH_MS, cost
+    assert cost.page_mb <= 1.15 * figures.PAGE_MB, cost
+    assert cost.core_percent <= BEYOND * figures.CORE_PERCENT, cost
+
+
+@pytest.mark.slow
+def test_every_page_can_be_photographed(browser: Browser, server: Server, finished: str, tmp_path: Path):
+    for file in screenshots.take(browser, server.url, finished, tmp_path):
+        with Image.open(file) as picture:
+            assert picture.size == (1280, 800)
+            assert len(set(picture.convert("L").resize((64, 40)).tobytes())) > 8, file.name

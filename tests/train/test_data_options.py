@@ -1,0 +1,298 @@
+"""What masks, regularization images and reference images do to a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from tests.distributed import run_ranks
+from tests.models.common import IMAGES
+from tests.runs import (
+    SIZES,
+    Outcome,
+    alone,
+    as_of_an_earlier_version,
+    difference,
+    make_pictures,
+    make_run,
+    run_config,
+    steps_of,
+    train,
+)
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
+from trainer.models import families
+from trainer.models.objectives import velocity
+from trainer.rng import SampleRng
+from trainer.run.events import AnyEvent, WarningEvent
+from trainer.run.folder import RunDir
+from trainer.train.loop import Trainer
+
+ONE_RANK = {"parallel__devices": 1, "parallel__strategy": "none"}
+RANKS = {
+    2: {"parallel__devices": 2, "parallel__strategy": "full"},
+    4: {"parallel__devices": 4, "parallel__strategy": "hybrid", "parallel__shard_size": 2},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Folders of images: the data, three that are not of the data, and what goes with the data."""
+
+    root: Path
+    pictures: Path
+    others: Path
+    left_black: Path
+    black: Path
+    white: Path
+    before: Path
+
+    def run(self, name: str, **changes: Any) -> tuple[RunConfig, RunDir]:
+        cfg = run_config(self.pictures, **{"train__steps": 2, **changes})
+        return cfg, make_run(self.root / "runs", cfg, name)
+
+    def train(self, name: str, **changes: Any) -> Outcome:
+        """A run on `parallel.devices` ranks."""
+        cfg, run = self.run(name, **{**ONE_RANK, **changes})
+        ranks = cfg.parallel.devices
+        return train(alone(), cfg, run) if ranks == 1 else run_ranks(ranks, train, cfg, run)[0]
+
+    def trainer(self, name: str, **changes: Any) -> Trainer:
+        cfg, run = self.run(name, **{**ONE_RANK, **changes})
+        return Trainer(cfg, run, alone(), run.path.parent / "cache", lambda event: None)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    root = tmp_path_factory.mktemp("data_options")
+    made = Data(root, *(root / field.name for field in dataclasses.fields(Data)[1:]))
+    make_pictures(made.pictures)
+    make_pictures(made.others, 3)
+    for folder in (made.left_black, made.black, made.before):
+        folder.mkdir()
+    for photo in sorted(made.pictures.glob("*.png")):
+        with Image.open(photo) as image:
+            size = image.size
+        mask = Image.new("L", size, 255)
+        mask.paste(0, (0, 0, size[0] // 2, size[1]))
+        mask.save(made.left_black / photo.name)
+        Image.new("L", size, 0).save(made.black / photo.name)
+        for number in range(1 + int(photo.stem) % 2):
+            colour = (30 * int(photo.stem), 120 * number, 90)
+            Image.new("RGB", size[::-1], colour).save(made.before / f"{photo.stem}_{number}.png")
+    made.white.mkdir()
+    for name in ("00.png", "03.png"):
+        Image.new("L", SIZES[0], 255).save(made.white / name)
+    return made
+
+
+# Masks
+
+
+def test_what_is_masked_adds_nothing_to_the_loss_and_gets_no_gradient(data: Data) -> None:
+    # Squares of 4 x 4 latents, so that no latent lies on the border of the mask.
+    trainer = data.trainer("half", data__masks=str(data.left_black), data__max_aspect=1, train__batch_size=1)
+    (part,) = trainer.loader.micro_batches(0)
+    predicted: list[Tensor] = []
+    gradients: list[Tensor] = []
+
+    def watch(module: object, arguments: object, output: tuple[Tensor]) -> None:
+        predicted.append(output[0].detach())
+        output[0].register_hook(gradients.append)
+
+    trainer.model["transformer"].register_forward_hook(watch)
+    agreed = trainer.train_step()
+    trainer.close()
+    latents, rng = part.examples[0]["latents"], SampleRng(3, part.indices)
+    target = velocity(latents, rng.normal("noise", latents.shape)[0])
+    errors = (predicted[0][0].T.reshape(latents.shape) - target).square()
+    learned = latents.shape[-1] // 2
+    assert latents.shape[-2:] == (4, 4)
+    assert agreed.loss == pytest.approx(float(errors[..., learned:].sum()) / errors.numel(), abs=1e-6)
+    gradient = gradients[0][0].T.reshape(latents.shape)
+    assert gradient[..., :learned].abs().max() == 0
+    assert gradient[..., learned:].abs().min() > 0
+
+
+def test_masks_of_one_half_everywhere_halve_the_loss_exactly(data: Data) -> None:
+    alike = {"data__validation": 2, "data__validation_every": 1, "train__steps": 1}
+    plain, dim = (
+        data.trainer("plain", **alike),
+        data.trainer("dim", data__masks=str(data.black), data__mask_background=0.5, **alike),
+    )
+    assert dim.validate() == plain.validate() / 2
+    assert dim.train_step().loss == plain.train_step().loss / 2
+    plain.close()
+    dim.close()
+
+
+def test_white_masks_and_none_at_all_change_nothing_but_a_warning(data: Data) -> None:
+    plain = data.train("unmasked")
+    white = data.train("white", data__masks=str(data.white), data__mask_background=0.2)
+    assert white.losses == plain.losses
+    assert difference(white.weights, plain.weights) == 0.0
+    assert [event.message for event in white.events if isinstance(event, WarningEvent)] == [
+        f"data.masks: 6 of 8 images have no mask and are learned whole, first {data.pictures}/01.png"
+    ]
+
+
+# Regularization
+
+
+def test_loss_and_gradient_of_a_step_are_means_of_those_of_its_images_times_their_weights(data: Data) -> None:
+    weighed = {"data__regularization": str(data.others), "data__regularization_weight": 0.25}
+    trainer = data.trainer("weighed", **weighed, train__batch_size=6)
+    parts = trainer.loader.micro_batches(0)
+    weights = [weight for part in parts for weight in part.weights]
+    assert set(weights) == {1.0, 0.25}
+    expected = 0.0
+    for part, weight in zip(parts, weights, strict=True):
+        batch = trainer.family.collate(part.examples) | {"weight": torch.tensor([weight / len(weights)])}
+        total = trainer.family.loss(trainer.model, batch, SampleRng(3, part.indices)).total
+        total.backward()
+        expected += float(total.detach())
+    norm = torch.stack([parameter.grad.norm() for parameter in trainer.parameters]).norm()
+    trainer.optimizer.zero_grad()
+    events: list[AnyEvent] = []
+    trainer.say = events.append
+    trainer.train_step()
+    trainer.close()
+    (step,) = steps_of(events)
+    assert step.loss == pytest.approx(expected, abs=1e-6)
+    assert step.grad_norm == pytest.approx(float(norm), rel=1e-5)
+
+
+def test_a_regularization_image_counts_by_its_weight_where_it_is_alone_in_its_step_too(data: Data) -> None:
+    found = {
+        weight: data.train(
+            f"alone-{weight}",
+            data__regularization=str(data.others),
+            data__regularization_weight=weight,
+            train__batch_size=1,
+            train__steps=6,
+            optim__lr=1e-12,
+        )
+        for weight in (1, 0.25)
+    }
+    ratios = [
+        (loss / whole, norm / whole_norm)
+        for loss, norm, whole, whole_norm in zip(
+            found[0.25].losses, found[0.25].grad_norms, found[1].losses, found[1].grad_norms, strict=True
+        )
+    ]
+    assert {(round(loss, 5), round(norm, 5)) for loss, norm in ratios} == {(1.0, 1.0), (0.25, 0.25)}
+
+
+def test_regularization_images_are_half_of_what_is_trained(data: Data) -> None:
+    trainer = data.trainer("half-of-it", data__regularization=str(data.others), data__regularization_weight=0.25)
+    weights = [w for step in range(40) for part in trainer.loader.micro_batches(step) for w in part.weights]
+    trainer.close()
+    assert len(weights) == 160
+    assert abs(weights.count(0.25) - 80) <= 8
+
+
+def test_captions_of_regularization_images_are_not_dropped_but_by_a_run_of_an_earlier_version(data: Data) -> None:
+    weighed = {"data__regularization": str(data.others), "data__regularization_weight": 0.25}
+    cfg, run = data.run("kept-captions", **ONE_RANK, **weighed, data__caption_dropout=1.0, train__steps=1)
+    train(alone(), cfg, run)
+    assert dropped_in(cfg, run) == {(1.0, True), (0.25, False)}
+    as_of_an_earlier_version(run.checkpoints / "step-000001")
+    assert dropped_in(cfg, run) == {(1.0, True), (0.25, True)}
+
+
+def dropped_in(cfg: RunConfig, run: RunDir) -> set[tuple[float, bool]]:
+    """(weight, whether the caption is dropped) of the next samples of a run."""
+    trainer = Trainer(cfg, run, alone(), run.path.parent / "cache", lambda event: None)
+    empty = trainer.data.data.cache.read(trainer.data.data.empty)["prompt_embeds"]
+    parts = [part for step in range(1, 11) for part in trainer.loader.micro_batches(step)]
+    trainer.close()
+    return {
+        (weight, example["prompt_embeds"].equal(empty))
+        for part in parts
+        for weight, example in zip(part.weights, part.examples, strict=True)
+    }
+
+
+# References
+
+
+def test_references_change_what_is_predicted_and_drawn(data: Data) -> None:
+    drawing = {"sample__prompts": ("one",), "sample__size": (48, 32), "sample__steps": 2}
+    plain = data.trainer("no-reference", **drawing)
+    edit = data.trainer(
+        "edit", data__references=str(data.before), sample__references=(str(data.before / "01_0.png"),), **drawing
+    )
+    pictures = [trainer.draw_samples()[0].read_bytes() for trainer in (plain, edit)]
+    losses = [trainer.train_step().loss for trainer in (plain, edit)]
+    plain.close()
+    edit.close()
+    assert pictures[0] != pictures[1]
+    assert abs(losses[0] - losses[1]) > 1e-4
+
+
+def test_a_dropped_caption_keeps_its_references(data: Data) -> None:
+    trainer = data.trainer("dropped", data__references=str(data.before), data__caption_dropout=1.0)
+    found = [example for part in trainer.loader.micro_batches(0) for example in part.examples]
+    empty = trainer.data.data.cache.read(trainer.data.data.empty)["prompt_embeds"]
+    trainer.close()
+    assert all(example["prompt_embeds"].equal(empty) and "reference_0" in example for example in found)
+
+
+def test_a_family_that_reads_no_references_refuses_them(data: Data) -> None:
+    blind = next(name for name in IMAGES if not families.get(name).reads_references)
+    for field, value in (("data__references", str(data.before)), ("sample__references", ("a.png",))):
+        cfg, run = data.run(f"blind-{field}", model__family=blind, sample__prompts=("one",), **{field: value})
+        with pytest.raises(InputError) as caught:
+            Trainer(cfg, run, alone(), run.path.parent / "cache", lambda event: None)
+        name = field.replace("__", ".")
+        assert str(caught.value) == f"{name}: models of family {blind} read no reference images; remove the field"
+
+
+# Everything together
+
+
+@pytest.fixture(scope="module")
+def everything(data: Data) -> dict[str, Any]:
+    return {
+        "data__masks": str(data.left_black),
+        "data__mask_background": 0.1,
+        "data__regularization": str(data.others),
+        "data__regularization_weight": 0.3,
+        "data__references": str(data.before),
+        "data__caption_dropout": 0.3,
+        "train__batch_size": 5,
+        "train__micro_batch": 2,
+        "train__steps": 6,
+    }
+
+
+@pytest.fixture(scope="module")
+def reference(data: Data, everything: dict[str, Any]) -> Outcome:
+    return data.train("one-rank", **everything)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_any_number_of_ranks_trains_what_one_trains(
+    data: Data, everything: dict[str, Any], reference: Outcome, ranks: int
+) -> None:
+    found = data.train(f"ranks-{ranks}", **everything, **RANKS[ranks])
+    assert found.losses == pytest.approx(reference.losses, abs=1e-6, rel=0)
+    assert found.grad_norms == pytest.approx(reference.grad_norms, abs=1e-5, rel=0)
+    assert difference(found.weights, reference.weights) <= 1e-6
+
+
+def test_a_run_that_goes_on_reads_and_weighs_what_it_would_have(
+    data: Data, everything: dict[str, Any], reference: Outcome
+) -> None:
+    cfg, run = data.run("in-two", **{**ONE_RANK, **everything, "train__steps": 3})
+    first = train(alone(), cfg, run)
+    whole = run_config(data.pictures, **{**ONE_RANK, **everything})
+    second = train(alone(), whole, run)
+    assert first.losses + second.losses == reference.losses
+    assert difference(second.weights, reference.weights) == 0.0

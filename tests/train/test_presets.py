@@ -1,0 +1,268 @@
+"""Every preset loads, says what it is for, and trains a tiny model of its architecture with its own settings."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from tests.plan.needs import LINE, rows, said_by_preset, said_by_readme
+from tests.readme import README
+from tests.runs import alone, make_run, make_text, steps_of, train
+from trainer.config.load import ConfigError, check_files, load_config, stage_config
+from trainer.config.schema import RunConfig
+from trainer.config.sections import family_names
+from trainer.models import families
+from trainer.models.build import build_model
+from trainer.models.parts.published import published_folder
+
+ROOT = Path(__file__).parents[2]
+PRESETS = ROOT / "presets"
+QUICKSTART = PRESETS / "quickstart.yaml"
+ALL = sorted(preset.stem for preset in PRESETS.glob("*.yaml"))
+STAGED = ("large_scale_8x8", "multi_node_4x8", "single_node_8gpu")
+"""Language models, in stages."""
+TEXT = (*STAGED, "qwen3-8b-qlora-1x24gb")
+"""Language models."""
+NAMES = [name for name in ALL if name not in TEXT]
+GPUS = re.compile(r"-(?:(\d+)x)?(\d+)gpu$")
+CARDS = re.compile(r"-(\d+)x\d+gb$")
+FOR_GPUS = [name for name in NAMES if GPUS.search(name) or CARDS.search(name)]
+SMALL = (
+    *("model.path=tiny", "parallel.device=cpu", "data.resolution=32"),
+    *("train.steps=1", "optim.warmup=0", "sample.size=[32,32]", "sample.steps=1"),
+)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of runs that share a cache, with eight of the quickstart's pictures in `pictures`."""
+    root = tmp_path_factory.mktemp("presets")
+    (root / "pictures").mkdir()
+    for picture in sorted((PRESETS / "quickstart").glob("*.png"))[:8]:
+        shutil.copy(picture, root / "pictures")
+        caption = Path(shutil.copy(picture.with_suffix(".txt"), root / "pictures")).read_text(encoding="utf-8")
+        asked = {"image": f"pictures/{picture.name}", "question": "What is it?", "answer": caption}
+        with (root / "questions.jsonl").open("a", encoding="utf-8") as file:
+            file.write(f"{json.dumps(asked)}\n")
+    return root
+
+
+def load(name: str, *overrides: str) -> RunConfig:
+    return load_config(PRESETS / f"{name}.yaml", overrides).config
+
+
+def small(name: str, root: Path, *overrides: str) -> tuple[str, ...]:
+    asks = bool(load(name).data.questions)  # and a picture besides, for all that is trained to be used
+    questions = (f"data.questions={root / 'questions.jsonl'}", "train.batch_size=2") if asks else ()
+    return (*SMALL, f"data.path={root / 'pictures'}", *questions, *overrides)
+
+
+def command(name: str, root: Path, *overrides: str) -> list[str]:
+    argv = [sys.executable, "launch.py", "--headless", f"presets/{name}.yaml", "--runs", str(root)]
+    return [*argv, *small(name, root, *overrides)]
+
+
+def assert_exported(output: str) -> None:
+    """The last line names an adapter file, or the folder of a model."""
+    path = Path(output.splitlines()[-1])
+    files = [path] if path.is_file() else list(path.rglob("*.safetensors"))
+    assert files
+    for name in files:
+        with safe_open(name, "pt") as file:
+            assert len(list(file.keys())) > 10
+
+
+def test_there_is_a_preset_for_each_kind_of_hardware() -> None:
+    assert [name for name in NAMES if name.startswith("flux2")] == [
+        "flux2-dev-lora-2x8gpu",
+        "flux2-dev-lora-4gpu",
+        "flux2-dev-lora-8gpu",
+        "flux2-dev-lora-int8-4gpu",
+        "flux2-dev-lora-nf4-2x24gb",
+        "flux2-klein-4b-lora-1gpu",
+        "flux2-klein-9b-lora-2gpu",
+        "flux2-klein-9b-lora-nf4-1x12gb",
+    ]
+
+
+def test_there_is_a_preset_for_each_family() -> None:
+    assert {load(name).model.family for name in ALL} == set(family_names())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_preset_starts_with_the_line_by_which_editors_find_the_schema(name: str) -> None:
+    lines = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "# yaml-language-server: $schema=schema.json"
+    method = {"none": "full fine-tune", "lora": "LoRA", "locon": "LoCon", "loha": "LoHa"}[load(name).adapter.type]
+    assert lines[1].startswith("# A language model of " if name in STAGED else f"# A {method} of ")
+
+
+def test_the_quickstart_is_ready_to_run() -> None:
+    check_files(load_config(QUICKSTART))
+
+
+@pytest.mark.parametrize("name", FOR_GPUS)
+def test_a_preset_for_gpus_asks_for_the_user_s_pictures(name: str, tmp_path: Path) -> None:
+    (tmp_path / "presets").mkdir()
+    loaded = load_config(Path(shutil.copy(PRESETS / f"{name}.yaml", tmp_path / "presets")))
+    with pytest.raises(ConfigError) as refused:
+        check_files(loaded)
+    missing = {"data.path": f"no folder '{tmp_path / 'my-images'}'; name one that holds the images"}
+    if loaded.config.data.questions:
+        missing["data.questions"] = f"no file '{tmp_path / 'my-questions.jsonl'}'; name a .jsonl file"
+    assert str(refused.value) == "\n".join(f"{loaded.where(field)}: {field}: {why}" for field, why in missing.items())
+
+
+@pytest.mark.parametrize("name", FOR_GPUS)
+def test_a_preset_for_gpus_uses_those_of_its_name_with_one_image_each(name: str) -> None:
+    cfg, nodes, cards = load(name), GPUS.search(name), CARDS.search(name)
+    named = (1, int(cards[1])) if cards else (int(nodes[1] or 1), int(nodes[2])) if nodes else None
+    assert (cfg.parallel.nodes, cfg.parallel.devices) == named
+    assert cfg.train.batch_size == cfg.parallel.world_size
+    assert cfg.train.micro_batch == 1
+    assert cfg.parallel.device == "cuda"
+    architecture = cfg.model.options.architecture
+    assert architecture == "base" or architecture in name
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if load(name).quantize.format != "none"])
+def test_what_a_preset_says_of_its_base_is_what_the_published_model_takes(name: str, tmp_path: Path) -> None:
+    cfg = load(name, f"model.path={published_folder(load(name).model, tmp_path)}")
+    built = build_model(cfg, families.make(cfg, tmp_path))
+    held = sum(p.numel() * p.element_size() for p in built.module.parameters() if not p.requires_grad)
+    said = re.search(r"([\d.]+) GiB of the base", (PRESETS / f"{name}.yaml").read_text(encoding="utf-8"))
+    assert said is not None
+    assert float(said[1]) == pytest.approx(held / cfg.parallel.devices / 2**30, abs=0.006)
+
+
+@pytest.mark.parametrize("name", FOR_GPUS)
+def test_what_a_preset_and_the_readme_say_of_its_needs_is_what_the_plan_says(name: str) -> None:
+    again = "write it again: python -m tests.plan.needs"
+    said = LINE.search((PRESETS / f"{name}.yaml").read_text(encoding="utf-8"))
+    assert said is not None
+    assert said[0] == said_by_preset(name, said["where"]), again
+    own = [row for row in rows(README.read_text(encoding="utf-8")) if row.startswith(f"| [{name}]")]
+    assert own
+    assert all(row == said_by_readme(row) for row in own), again
+
+
+def one_per_method() -> Iterator[Any]:
+    """All presets; those whose family and adapter an earlier one has are slow."""
+    seen = set()
+    for name in NAMES:
+        cfg = load(name)
+        kind = (cfg.model.family, cfg.adapter.type)
+        yield pytest.param(name, marks=[pytest.mark.slow] if kind in seen else [])
+        seen.add(kind)
+
+
+@pytest.mark.parametrize("name", list(one_per_method()))
+def test_a_preset_trains_a_tiny_model_with_its_own_settings(name: str, root: Path) -> None:
+    cfg = load(name, *small(name, root, "parallel.devices=1", "parallel.nodes=1"))
+    outcome = train(alone(), cfg, make_run(root, cfg, name))
+    assert len(steps_of(outcome.events)) == 1
+    # One factor of an adapter starts at zero: what is not has been trained.
+    starts_at_zero = [weight for key, weight in outcome.weights.items() if ".lora_B." in key or ".hada_w2_b." in key]
+    assert bool(starts_at_zero) == (cfg.adapter.type != "none")
+    assert sum(not weight.any() for weight in starts_at_zero) <= len(starts_at_zero) / 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if load(name).parallel.nodes == 1 < load(name).parallel.devices]
+)
+def test_a_preset_for_several_gpus_trains_and_exports_on_two_ranks(name: str, root: Path) -> None:
+    argv = command(name, root, "parallel.devices=2")
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert_exported(done.stdout)
+
+
+@pytest.mark.slow
+def test_the_preset_for_two_machines_trains_with_the_command_it_prints_for_the_other_one(root: Path) -> None:
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    argv = command("flux2-dev-lora-2x8gpu", root, "parallel.devices=1", f"parallel.rendezvous=localhost:{port}")
+    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        label, _, printed = first.stdout.readline().partition(": ")
+        assert label == "on each other node"
+        second = subprocess.run(shlex.split(printed), cwd=ROOT, capture_output=True, check=False, timeout=240)
+        output = first.stdout.read()
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert_exported(output)
+
+
+# Language models
+
+
+@pytest.fixture
+def text_root(tmp_path: Path) -> Path:
+    """What the presets of language models name beside the folder they lie in."""
+    (tmp_path / "presets").mkdir()
+    for folder in ("my-text", "my-held-out-text", "my-instructions"):
+        make_text(tmp_path / folder, count=6)
+    return tmp_path
+
+
+def small_stages(name: str, root: Path) -> Path:
+    """The preset with stages of one step."""
+    text = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8")
+    for field, value in {"train.steps": 1, "train.batch_size": 2}.items():
+        text, count = re.subn(rf"{field}: \d+", f"{field}: {value}", text)
+        assert count == (name in STAGED)
+    file = root / "presets" / f"{name}.yaml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+SMALL_TEXT = (
+    *("model.path=tiny", "parallel.device=cpu", "data.length=32", "sample.prompts=[The]", "sample.tokens=2"),
+    *("train.steps=1", "train.batch_size=2", "optim.warmup=0", "parallel.nodes=1", "parallel.devices=2"),
+)
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_a_preset_in_stages_uses_the_machines_and_gpus_of_its_name(name: str) -> None:
+    cfg = load(name)
+    found = re.search(r"_(?:(\d+)x)?(\d+)(?:gpu)?$", name)
+    assert found is not None
+    assert (cfg.parallel.nodes, cfg.parallel.devices) == (int(found[1] or 1), int(found[2]))
+    assert cfg.train.checkpointing == "full"
+    assert cfg.parallel.prefetch_forward > 0 < cfg.parallel.prefetch_backward
+    assert cfg.parallel.cpu_offload == (name == "large_scale_8x8")
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_what_a_preset_for_text_says_of_its_needs_is_what_the_plan_says(name: str) -> None:
+    said = LINE.search((PRESETS / f"{name}.yaml").read_text(encoding="utf-8"))
+    assert said is not None
+    assert said[0] == said_by_preset(name, said["where"]), "write it again: python -m tests.plan.needs"
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_a_preset_for_text_trains_a_tiny_model(name: str, text_root: Path) -> None:
+    cfg = load_config(small_stages(name, text_root), [*SMALL_TEXT, "parallel.devices=1"]).config
+    for number, part in enumerate([stage_config(cfg, index) for index in range(len(cfg.stages))] or [cfg]):
+        outcome = train(alone(), part, make_run(text_root, part, f"{name}-{number}"))
+        assert len(steps_of(outcome.events)) == 1
+
+
+@pytest.mark.slow
+def test_a_preset_in_stages_trains_and_exports_on_two_ranks(text_root: Path) -> None:
+    preset = small_stages("single_node_8gpu", text_root)
+    argv = [sys.executable, "launch.py", "--headless", str(preset), "--runs", str(text_root / "runs"), *SMALL_TEXT]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert_exported(done.stdout)
