@@ -200,10 +200,10 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     if options.extract is not None:
         return _extract(options, parser)
     if options.plan is not None:
-        from trainer.plan import command
+        from trainer.launcher import plan_command
 
         as_json, exactly = bool(options.json), bool(options.exactly)
-        return command.show(Path(options.plan), options.overrides, options.runs, options.gpus, as_json, exactly)
+        return plan_command.show(Path(options.plan), options.overrides, options.runs, options.gpus, as_json, exactly)
     if options.queue:
         from trainer.launcher import queue
 

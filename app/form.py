@@ -19,14 +19,12 @@ from trainer.config.load import (
     COMMAND_LINE,
     ConfigError,
     ConfigFile,
-    check_files,
-    check_start,
     load_config,
     load_config_text,
 )
 from trainer.config.schema import RunConfig, rules
 from trainer.config.sections import Section, family_names
-from trainer.launcher import torchrun
+from trainer.launcher import preflight, torchrun
 from trainer.models import distilled
 from trainer.run.folder import RunDir
 
@@ -151,8 +149,7 @@ def check(draft: Draft) -> Checked:
 def check_with_files(checked: Checked) -> Checked:
     """Also look for the dataset folders, files and models that are named."""
     try:
-        check_files(checked.loaded)
-        check_start(checked.loaded)
+        preflight.check_named(checked.loaded)
     except ConfigError as error:
         return replace(checked, errors=_by_row(error.problems) | dict(checked.errors))
     return checked

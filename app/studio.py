@@ -27,7 +27,7 @@ from app.scans import Scans
 from app.web.served_files import Downloads, Thumbnails
 from trainer.config import files
 from trainer.config.errors import InputError
-from trainer.config.load import check_start, dump_config, load_config
+from trainer.config.load import dump_config, load_config
 from trainer.config.sections import NAME_HELP, NAME_PATTERN
 from trainer.launcher import commands, preflight, torchrun
 from trainer.launcher.queue import POLL_S, Entry, Queue
@@ -216,7 +216,6 @@ class Studio:
         if not re.fullmatch(r"\s*(\d+\s*(,\s*\d+\s*)*)?", cards):
             raise InputError(f"GPUs: '{cards}' is no list of numbers; write 0,1 or leave it empty for all")
         loaded = load_config(draft.preset, draft.overrides)
-        check_start(loaded)
         preflight.check(loaded)
         return self.queue.add(loaded.config, [int(gpu) for gpu in cards.split(",") if gpu.strip()])
 

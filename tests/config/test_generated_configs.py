@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainer.config.fields import ROOT, Slot, all_names, slot
-from trainer.config.load import ConfigError, check_files, dump_config, load_config_text, stage_config
+from trainer.config.load import ConfigError, dump_config, load_config_text, stage_config
 from trainer.config.schema import RunConfig
 from trainer.config.sections import family_names
+from trainer.launcher import preflight
 
 PRESET = Path("preset.yaml")
 QUICK = settings(
@@ -164,7 +165,7 @@ def check(text: str, given: list[str]) -> None:
     for index in range(len(config.stages)):
         stage_config(config, index)
     try:
-        check_files(loaded)
+        preflight.check_named(loaded)
     except ConfigError as error:
         assert str(error)
 

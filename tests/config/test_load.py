@@ -14,8 +14,6 @@ from trainer.config.load import (
     SCHEMA,
     ConfigError,
     ConfigFile,
-    check_files,
-    check_start,
     dump_config,
     load_config,
     write_schema,
@@ -224,72 +222,6 @@ class TestFiles:
         with pytest.raises(ConfigError) as caught:
             load_config(folder)
         assert str(caught.value) == f"{folder}: is a folder; name a YAML file in it"
-
-    def test_every_folder_and_model_that_does_not_exist_is_named_with_its_line(self, folder: Path) -> None:
-        (folder / "photos").mkdir()
-        (folder / "notes.txt").touch()
-        loaded = read(
-            "model: {path: /models/flux2, base: org/name}\n"
-            "data:\n  path: photo\n  validation: notes.txt\n  folders: [{path: photos}, {path: /none}]\n"
-        )
-        with pytest.raises(ConfigError) as caught:
-            check_files(loaded)
-        assert str(caught.value).splitlines() == [
-            f"preset.yaml:3: data.path: no folder '{folder}/photo'; did you mean '{folder}/photos'?",
-            "preset.yaml:5: data.folders[1].path: no folder '/none'; name one that holds the images",
-            f"preset.yaml:4: data.validation: '{folder}/notes.txt' is a file; name the folder that holds the images",
-            "preset.yaml:1: model.path: no file or folder '/models/flux2'; "
-            "name a diffusers folder, a .safetensors file or a hub id as org/name",
-        ]
-
-    def test_what_goes_with_the_data_is_looked_for_beside_the_file_too(self, folder: Path) -> None:
-        (folder / "photos").mkdir()
-        (folder / "fox.png").touch()
-        loaded = read(
-            "data:\n  path: photos\n  masks: mask\n  regularization: others\n  references: fox.png\n"
-            "sample: {prompts: [a, b], references: [fox.png, fix.png]}\n"
-        )
-        assert loaded.config.sample.references == (f"{folder}/fox.png", f"{folder}/fix.png")
-        with pytest.raises(ConfigError) as caught:
-            check_files(loaded)
-        assert str(caught.value).splitlines() == [
-            f"preset.yaml:3: data.masks: no folder '{folder}/mask'; name one that holds the images",
-            f"preset.yaml:4: data.regularization: no folder '{folder}/others'; name one that holds the images",
-            f"preset.yaml:5: data.references: '{folder}/fox.png' is a file; name the folder that holds the images",
-            f"preset.yaml:6: sample.references[1]: no file '{folder}/fix.png'; did you mean '{folder}/fox.png'?",
-        ]
-
-    def test_a_new_run_needs_the_file_that_its_adapter_starts_from(self, folder: Path) -> None:
-        (folder / "fox.safetensors").touch()
-        (folder / "peft").mkdir()
-        for start in ("fox.safetensors", "peft"):
-            check_start(read(f"adapter:\n  start: {start}\ndata: {{path: photos}}\n"))
-        with pytest.raises(ConfigError) as caught:
-            check_start(read("adapter:\n  start: fix.safetensors\ndata: {path: photos}\n"))
-        assert str(caught.value) == (
-            f"preset.yaml:2: adapter.start: no file '{folder}/fix.safetensors'; "
-            f"did you mean '{folder}/fox.safetensors'?"
-        )
-
-    @pytest.mark.usefixtures("folder")
-    def test_a_new_run_may_not_average_schedule_free_weights_again_but_an_older_one_is_read(self) -> None:
-        refused = "optim.ema: 0.99 cannot be combined with optim.type schedulefree, which averages the weights itself"
-        for text, place in (
-            (f"{DATA}optim:\n  type: schedulefree\n  ema: 0.99\n", "preset.yaml:4"),
-            (
-                f"{DATA}optim: {{ema: 0.99}}\nstages: [{{name: a, set: {{optim.type: schedulefree}}}}]\n",
-                "preset.yaml:2",
-            ),
-        ):
-            loaded = read(text)
-            with pytest.raises(ConfigError) as caught:
-                check_start(loaded)
-            assert str(caught.value) == f"{place}: {refused}; set 0"
-
-    def test_a_config_whose_files_exist_passes(self, folder: Path) -> None:
-        (folder / "photos").mkdir()
-        for model in ("tiny", "demo", "org/name", str(folder)):
-            check_files(read("data: {path: photos, validation: photos}\n", f"model.path={model}"))
 
 
 @pytest.mark.usefixtures("folder")

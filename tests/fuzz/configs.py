@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.config.test_generated_configs import ANYTHING, FIELDS
 from tests.fuzz.target import CHANGES, ODD_BYTES, Target, changed, refusals
-from trainer.config.load import check_start, load_config
+from trainer.config.load import load_config
 from trainer.launcher import preflight
 
 PRESETS = Path(__file__).parents[2] / "presets"
@@ -43,7 +43,6 @@ def _prepared(folder: Path) -> Iterator[Callable[[Any], None]]:
         file.write_bytes(changed((PRESETS / name).read_bytes(), content) if name else content)
         with refusals():
             loaded = load_config(file, overrides)
-            check_start(loaded)
             preflight.check(loaded)
 
     yield answer

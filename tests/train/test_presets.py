@@ -19,9 +19,10 @@ from safetensors import safe_open
 from tests.plan.needs import LINE, rows, said_by_preset, said_by_readme
 from tests.readme import README
 from tests.runs import alone, make_run, make_text, steps_of, train
-from trainer.config.load import ConfigError, check_files, load_config, stage_config
+from trainer.config.load import ConfigError, load_config, stage_config
 from trainer.config.schema import RunConfig
 from trainer.config.sections import family_names
+from trainer.launcher import preflight
 from trainer.models import families
 from trainer.models.build import build_model
 from trainer.models.parts.published import published_folder
@@ -109,7 +110,7 @@ def test_a_preset_starts_with_the_line_by_which_editors_find_the_schema(name: st
 
 
 def test_the_quickstart_is_ready_to_run() -> None:
-    check_files(load_config(QUICKSTART))
+    preflight.check_named(load_config(QUICKSTART))
 
 
 @pytest.mark.parametrize("name", FOR_GPUS)
@@ -117,7 +118,7 @@ def test_a_preset_for_gpus_asks_for_the_user_s_pictures(name: str, tmp_path: Pat
     (tmp_path / "presets").mkdir()
     loaded = load_config(Path(shutil.copy(PRESETS / f"{name}.yaml", tmp_path / "presets")))
     with pytest.raises(ConfigError) as refused:
-        check_files(loaded)
+        preflight.check_named(loaded)
     missing = {"data.path": f"no folder '{tmp_path / 'my-images'}'; name one that holds the images"}
     if loaded.config.data.questions:
         missing["data.questions"] = f"no file '{tmp_path / 'my-questions.jsonl'}'; name a .jsonl file"

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from trainer.config import aliases, families, files, yaml12
+from trainer.config import aliases, files, yaml12
 from trainer.config.errors import InputError, Problem, RuleError
 from trainer.config.fields import ROOT, Slot, name, nearest, shown, slot
-from trainer.config.schema import RunConfig, advice, start_rules
-from trainer.config.sections import HUB_ID, MODEL_WORDS, NAME_HELP, NAME_PATTERN, NoAdapter, half_character
+from trainer.config.schema import RunConfig, advice
+from trainer.config.sections import MODEL_WORDS, NAME_HELP, NAME_PATTERN, half_character
 from trainer.config.yaml12 import Loc
 
 MOST_GUESSES = 20
@@ -60,6 +60,12 @@ class ConfigFile:
     def where(self, field: str) -> str:
         """`presets/x.yaml:6`, `command line` for an override, the file alone for a default."""
         return self.places.get(field, str(self.source))
+
+    def refuse(self, problems: Sequence[Problem]) -> None:
+        """Raises ConfigError with the place of each of the problems, if there are any."""
+        if problems:
+            text = "\n".join(_on_one_line(f"{self.where(problem.field)}: {problem}") for problem in problems)
+            raise ConfigError(text, problems)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> ConfigFile:
@@ -105,39 +111,6 @@ def stage_config(cfg: RunConfig, index: int, given: Sequence[str] = ()) -> RunCo
 def stage_configs(cfg: RunConfig) -> list[RunConfig]:
     """The configs of the stages in their order, or the whole config of a run without stages."""
     return [stage_config(cfg, index) for index in range(len(cfg.stages))] or [cfg]
-
-
-def check_files(loaded: ConfigFile) -> None:
-    """Raises ConfigError for every dataset folder, file and model that is named and does not exist."""
-    config = loaded.config
-    refused = list(families.refused(config))
-    refuse(loaded, [*refused, *_missing_folders(config), *_missing_files(config), *_missing_models(config)])
-
-
-def check_rules(loaded: ConfigFile) -> None:
-    """Raises ConfigError for what a new run may not combine."""
-    config = loaded.config
-    refuse(
-        loaded,
-        list(dict.fromkeys(problem for part in (config, *stage_configs(config)) for problem in start_rules(part))),
-    )
-
-
-def check_start(loaded: ConfigFile) -> None:
-    """`check_rules`, and raises ConfigError for a missing file that its adapter starts from."""
-    check_rules(loaded)
-    adapter = loaded.config.adapter
-    start = None if isinstance(adapter, NoAdapter) else adapter.start
-    if start is not None and not os.path.exists(start):
-        hint = _similar(Path(start)) or "; name an adapter's .safetensors file or a folder of peft"
-        refuse(loaded, [Problem("adapter.start", f"no file '{start}'{hint}")])
-
-
-def refuse(loaded: ConfigFile, problems: Sequence[Problem]) -> None:
-    """Raises ConfigError with the place of each of the problems, if there are any."""
-    if problems:
-        text = "\n".join(_on_one_line(f"{loaded.where(problem.field)}: {problem}") for problem in problems)
-        raise ConfigError(text, problems)
 
 
 def _on_one_line(sentence: str) -> str:
@@ -434,7 +407,7 @@ def _read_text(path: Path) -> str:
     try:
         data = files.read(path, 4 * yaml12.MAX_LENGTH)
     except FileNotFoundError as error:
-        raise ConfigError(f"{path}: no such file{_similar(path)}") from error
+        raise ConfigError(f"{path}: no such file{similar_name(path)}") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except InputError as error:
@@ -446,10 +419,10 @@ def _read_text(path: Path) -> str:
         raise ConfigError(f"{path}:{line}: not UTF-8; save the file as UTF-8") from error
 
 
-def _similar(path: Path) -> str:
-    """Hint at the file or folder beside `path` whose name is nearest."""
-    beside = sorted(entry.name for entry in path.parent.glob("*"))
-    near = difflib.get_close_matches(path.name, beside, 1)
+def similar_name(path: Path) -> str:
+    """Hint at the file or folder next to `path` whose name is nearest, empty where none is."""
+    names = sorted(entry.name for entry in path.parent.glob("*"))
+    near = difflib.get_close_matches(path.name, names, 1)
     return f"; did you mean '{path.with_name(near[0])}'?" if near else ""
 
 
@@ -579,47 +552,6 @@ def _overlap(one: str, other: str) -> bool:
     """Whether two fields are the same, or one holds the other."""
     short, long = sorted((one, other), key=len)
     return long == short or long.startswith((f"{short}.", f"{short}["))
-
-
-def _missing_folders(cfg: RunConfig) -> Iterator[Problem]:
-    data = cfg.data
-    folders = {"data.path": data.path}
-    folders |= {f"data.folders[{index}].path": folder.path for index, folder in enumerate(data.folders)}
-    folders["data.validation"] = None if isinstance(data.validation, int) else data.validation
-    folders |= {f"data.{name}": folder for name, folder in data.companions.items()}
-    for field, folder in folders.items():
-        if not folder:
-            continue
-        if families.trains_on(cfg) == "text":
-            if not os.path.exists(folder):
-                yield Problem(field, f"no file or folder '{folder}'{_similar(Path(folder)) or '; name one with text'}")
-        elif os.path.isfile(folder):
-            yield Problem(field, f"'{folder}' is a file; name the folder that holds the images")
-        elif not os.path.isdir(folder):
-            hint = _similar(Path(folder)) or "; name one that holds the images"
-            yield Problem(field, f"no folder '{folder}'{hint}")
-
-
-def _missing_files(cfg: RunConfig) -> Iterator[Problem]:
-    for field, named in (("references", cfg.sample.references), ("images", cfg.sample.images)):
-        for index, file in enumerate(named):
-            if not os.path.isfile(file):
-                hint = _similar(Path(file)) or "; name an image"
-                yield Problem(f"sample.{field}[{index}]", f"no file '{file}'{hint}")
-    questions = cfg.data.questions
-    if questions and not os.path.isfile(questions):
-        hint = _similar(Path(questions)) or "; name a .jsonl file"
-        yield Problem("data.questions", f"no file '{questions}'{hint}")
-
-
-def _missing_models(cfg: RunConfig) -> Iterator[Problem]:
-    models = {"model.path": cfg.model.path} if cfg.model.path not in MODEL_WORDS else {}
-    if cfg.model.base:
-        models["model.base"] = cfg.model.base
-    for field, model in models.items():
-        if not os.path.exists(model) and not HUB_ID.fullmatch(model):
-            hint = _similar(Path(model)) or "; name a diffusers folder, a .safetensors file or a hub id as org/name"
-            yield Problem(field, f"no file or folder '{model}'{hint}")
 
 
 if __name__ == "__main__":

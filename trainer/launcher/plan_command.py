@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config.load import check_rules, load_config, refuse, stage_configs
+from trainer.config.load import load_config, stage_configs
 from trainer.config.schema import RunConfig
 from trainer.config.terminal import complain, say
+from trainer.launcher import preflight
 from trainer.models import distilled
 from trainer.plan import plan
 from trainer.plan.fixes import Fix, fixes, largest
@@ -34,13 +35,13 @@ def show(preset: Path, overrides: Sequence[str], runs: Path, gpus: str | None, a
     if hardware and hardware.count and gpus:
         overrides = (*overrides, f"parallel.devices={hardware.count}")
     loaded = load_config(preset, overrides)
-    check_rules(loaded)
+    preflight.check_rules(loaded)
     for note in loaded.notes:
         complain(f"note: {note}")
     cfg = loaded.config
     cache = shared_cache(cfg, runs)
     parts = stage_configs(cfg)
-    refuse(loaded, [problem for part in parts for problem in distilled.refused(part.model)])
+    loaded.refuse([problem for part in parts for problem in distilled.refused(part.model)])
     looks = [_look(part, hardware.card if hardware else None, cache, exactly) for part in parts]
     if as_json:
         found = [

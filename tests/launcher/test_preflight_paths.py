@@ -1,0 +1,95 @@
+"""What a config names and is not there: every problem at once, with its line and a way out, before a file is opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer.config.load import ConfigError, ConfigFile, load_config
+from trainer.launcher import preflight
+
+DATA = "data: {path: photos}\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, so that a preset's path is short and the same everywhere."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def read(text: str, *overrides: str) -> ConfigFile:
+    """A preset of that text for one family."""
+    preset = Path("preset.yaml")
+    preset.write_text(text, encoding="utf-8")
+    return load_config(preset, (*overrides, "model.family=flux2"))
+
+
+def test_every_folder_and_model_that_does_not_exist_is_named_with_its_line(self, folder: Path) -> None:
+    (folder / "photos").mkdir()
+    (folder / "notes.txt").touch()
+    loaded = read(
+        "model: {path: /models/flux2, base: org/name}\n"
+        "data:\n  path: photo\n  validation: notes.txt\n  folders: [{path: photos}, {path: /none}]\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        preflight.check_named(loaded)
+    assert str(caught.value).splitlines() == [
+        f"preset.yaml:3: data.path: no folder '{folder}/photo'; did you mean '{folder}/photos'?",
+        "preset.yaml:5: data.folders[1].path: no folder '/none'; name one that holds the images",
+        f"preset.yaml:4: data.validation: '{folder}/notes.txt' is a file; name the folder that holds the images",
+        "preset.yaml:1: model.path: no file or folder '/models/flux2'; "
+        "name a diffusers folder, a .safetensors file or a hub id as org/name",
+    ]
+
+
+def test_what_goes_with_the_data_is_looked_for_beside_the_file_too(self, folder: Path) -> None:
+    (folder / "photos").mkdir()
+    (folder / "fox.png").touch()
+    loaded = read(
+        "data:\n  path: photos\n  masks: mask\n  regularization: others\n  references: fox.png\n"
+        "sample: {prompts: [a, b], references: [fox.png, fix.png]}\n"
+    )
+    assert loaded.config.sample.references == (f"{folder}/fox.png", f"{folder}/fix.png")
+    with pytest.raises(ConfigError) as caught:
+        preflight.check_named(loaded)
+    assert str(caught.value).splitlines() == [
+        f"preset.yaml:3: data.masks: no folder '{folder}/mask'; name one that holds the images",
+        f"preset.yaml:4: data.regularization: no folder '{folder}/others'; name one that holds the images",
+        f"preset.yaml:5: data.references: '{folder}/fox.png' is a file; name the folder that holds the images",
+        f"preset.yaml:6: sample.references[1]: no file '{folder}/fix.png'; did you mean '{folder}/fox.png'?",
+    ]
+
+
+def test_a_new_run_needs_the_file_that_its_adapter_starts_from(self, folder: Path) -> None:
+    (folder / "fox.safetensors").touch()
+    (folder / "peft").mkdir()
+    for start in ("fox.safetensors", "peft"):
+        preflight.check_named(read(f"adapter:\n  start: {start}\ndata: {{path: photos}}\n"))
+    with pytest.raises(ConfigError) as caught:
+        preflight.check_named(read("adapter:\n  start: fix.safetensors\ndata: {path: photos}\n"))
+    assert str(caught.value) == (
+        f"preset.yaml:2: adapter.start: no file '{folder}/fix.safetensors'; did you mean '{folder}/fox.safetensors'?"
+    )
+
+
+def test_a_new_run_may_not_average_schedule_free_weights_again_but_an_older_one_is_read(self) -> None:
+    refused = "optim.ema: 0.99 cannot be combined with optim.type schedulefree, which averages the weights itself"
+    for text, place in (
+        (f"{DATA}optim:\n  type: schedulefree\n  ema: 0.99\n", "preset.yaml:4"),
+        (
+            f"{DATA}optim: {{ema: 0.99}}\nstages: [{{name: a, set: {{optim.type: schedulefree}}}}]\n",
+            "preset.yaml:2",
+        ),
+    ):
+        loaded = read(text)
+        with pytest.raises(ConfigError) as caught:
+            preflight.check_named(loaded)
+        assert str(caught.value) == f"{place}: {refused}; set 0"
+
+
+def test_a_config_whose_files_exist_passes(self, folder: Path) -> None:
+    (folder / "photos").mkdir()
+    for model in ("tiny", "demo", "org/name", str(folder)):
+        preflight.check_named(read("data: {path: photos, validation: photos}\n", f"model.path={model}"))
