@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from trainer.config.sections import TrackersConfig
 from trainer.config.terminal import complain, say
 from trainer.distributed.attach import RankRun, attach, cache_folder
 from trainer.run import process, stages
-from trainer.run.events import EventWriter, ExportEvent, State, StatusEvent, WarningEvent
+from trainer.run.events import Emit, EventWriter, ExportEvent, State, StatusEvent, WarningEvent
 from trainer.run.failure import less_memory
 from trainer.run.folder import RunDir
 from trainer.run.preemption import Preemption, noted
@@ -44,7 +44,7 @@ def main() -> int:
         for path in _export(cfg, run, stage.before):
             say(path)
     except InputError as error:
-        say(error)  # stderr is full of what libraries log while they load
+        complain(error)  # stderr is full of what libraries log while they load
         return 2
     return 0
 
@@ -65,7 +65,7 @@ def _train(run: RunDir) -> None:
     from trainer.distributed.world import connect, find_rendezvous
     from trainer.metrics.debug_log import debug_log
     from trainer.metrics.trackers import following
-    from trainer.train.log import speaker
+    from trainer.train.log import emitter
 
     rendezvous = find_rendezvous(run)
     attached = attach(run.path, rendezvous)
@@ -76,11 +76,11 @@ def _train(run: RunDir) -> None:
         noted() as told,
         debug_log(cfg.trackers, run, world.rank),
     ):
-        say = speaker(run, world, attached.stage.before)
+        emit = emitter(run, world, attached.stage.before)
         trackers = cfg.trackers if world.rank == 0 else TrackersConfig()
-        grant = partial(_start_again_with, run, say)
-        with Watchdog(world, run, cfg.parallel.timeout, told, grant) as watch, following(trackers, run, say):
-            end = _train_on(attached, world, say, told, watch.ask)
+        grant = partial(_start_again_with, run, emit)
+        with Watchdog(world, run, cfg.parallel.timeout, told, grant) as watch, following(trackers, run, emit):
+            end = _train_on(attached, world, emit, told, watch.ask)
     stage = attached.stage
     if end.state == "finished" and not stage.is_last and world.local_rank == 0:
         stage.mark_ended(world.rank)
@@ -88,13 +88,13 @@ def _train(run: RunDir) -> None:
         return
     # The other ranks have gone: an export takes minutes for a large model, and nobody need wait for it.
     if end.state == "finished" and not stage.is_last:
-        say(StatusEvent(state="exporting", step=end.step, message="weights for the next stage"))
+        emit(StatusEvent(state="exporting", step=end.step, message="weights for the next stage"))
         _hand_over(stage, run, end.weights)
         return
     if end.state == "finished" and cfg.export_what != "none":
-        say(StatusEvent(state="exporting", step=end.step))
+        emit(StatusEvent(state="exporting", step=end.step))
         _export(cfg, run, attached.stage.before, end.weights)
-    say(StatusEvent(state=end.state, step=end.step))
+    emit(StatusEvent(state=end.state, step=end.step))
     write_report(run)
 
 
@@ -107,18 +107,16 @@ class _End:
     weights: Mapping[str, Tensor]
 
 
-def _start_again_with(run: RunDir, say: Callable[[Any], None], change: str) -> None:
+def _start_again_with(run: RunDir, emit: Emit, change: str) -> None:
     """On rank 0, for a rank that ran out of memory: the ranks that torchrun starts next read the changed config."""
     try:
         run.replace_config(stages.changed(run.config(), run.current_stage, change))
-        say(WarningEvent(message=f"memory ran out; the ranks are started again with {change}"))
+        emit(WarningEvent(message=f"memory ran out; the ranks are started again with {change}"))
     except (InputError, OSError) as error:
-        say(WarningEvent(message=f"memory ran out, and {change} could not be set: {error}"))
+        emit(WarningEvent(message=f"memory ran out, and {change} could not be set: {error}"))
 
 
-def _train_on(
-    attached: RankRun, world: World, say: Callable[[Any], None], told: Preemption, ask: Callable[[str], None]
-) -> _End:
+def _train_on(attached: RankRun, world: World, emit: Emit, told: Preemption, ask: Callable[[str], None]) -> _End:
     from trainer.data.encode import StopRequested
     from trainer.metrics.out_of_memory import OutOfMemoryError
     from trainer.run.manifest import newest_step
@@ -126,7 +124,7 @@ def _train_on(
 
     cfg, run = attached.config, attached.run
     try:
-        trainer = Trainer(cfg, run, world, attached.cache, say, told, attached.stage.before)
+        trainer = Trainer(cfg, run, world, attached.cache, emit, told, attached.stage.before)
     except StopRequested:
         return _End("stopped", newest_step(run.checkpoints), {})
     try:

@@ -49,7 +49,7 @@ from trainer.config.sections import (
 from trainer.models import families
 from trainer.models.base import ModelFamily
 from trainer.models.families.flux2 import image_ids, text_ids
-from trainer.parallel.parallelize import parallelize
+from trainer.parallel.parallelize import ShardSpec, parallelize
 from trainer.rng import generator
 
 cases = pytest.mark.parametrize("case", CONFIGS)
@@ -314,7 +314,7 @@ def linear_output(adapted: Adapted, samples: tuple[int, ...]) -> Tensor:
 def test_compiled_and_recomputed_blocks_train_as_plain_ones(case: str) -> None:
     train = TrainConfig(checkpointing="full", compile=True, compile_backend="aot_eager", precision="fp32")
     plain, compiled = net(CONFIGS[case]), net(CONFIGS[case])
-    parallelize(compiled.model, train, ParallelConfig(), "none", None, ("Net",))
+    parallelize(compiled.model, ShardSpec(("Net",)), train, ParallelConfig(), "none", None)
     inputs = net_inputs()
     for adapted in (plain, compiled):
         sum(output.square().sum() for output in adapted.model["net"](*inputs)).backward()

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from trainer.config.schema import RunConfig
 from trainer.data.encode import encode_data
 from trainer.data.image_source import EncodedData
+from trainer.distributed.context import RankContext
 from trainer.distributed.world import World
 from trainer.models.base import LoadModule
 from trainer.models.families.flux2 import Flux2
 from trainer.models.objectives import Example
 from trainer.models.parts.text_encoder import write_tiny_tokenizer
 from trainer.run.folder import RunDir
-from trainer.train.log import speaker
+from trainer.train.log import emitter
 from trainer.train.loop import Trainer
 
 NUM_PICTURES = 4
@@ -134,12 +135,12 @@ class Bench:
         world.barrier()
         run = RunDir.open(path)
         self.examples(cfg, world)
-        return Trainer(cfg, run, world, self.root / "cache", speaker(run, world))
+        return Trainer(cfg, run, world, self.root / "cache", emitter(run, world))
 
     def examples(self, cfg: RunConfig, world: World) -> EncodedData:
         """What the run is fed, generated where it is not cached. Collective."""
         family = GeneratedExamples(cfg, self.root / "cache", self.workload.text_tokens)
-        return encode_data(cfg, family, _no_encoder, self.root / "cache", world, lambda event: None)
+        return encode_data(family, _no_encoder, RankContext(cfg, world, self.root / "cache", lambda event: None))
 
 
 def prepare(root: Path, workload: Workload, device: str = "cpu") -> Bench:

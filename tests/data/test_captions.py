@@ -13,6 +13,7 @@ from trainer.config.schema import RunConfig
 from trainer.data.captions import measure
 from trainer.data.encode import encode_data
 from trainer.data.image_files import scan
+from trainer.distributed.context import RankContext
 from trainer.distributed.world import World
 from trainer.models import families
 from trainer.models.base import ImageFamily
@@ -41,7 +42,7 @@ def pictures(tmp_path: Path) -> Path:
 def said(world: World, cfg: RunConfig, cache: Path) -> tuple[list[str], int]:
     """The warnings of a rank while a run's data are encoded, and how often it said how far that is."""
     events: list[Any] = []
-    encode_data(cfg, families.make(cfg, cache), encoder_loader(cfg, world), cache, world, events.append)
+    encode_data(families.make(cfg, cache), encoder_loader(cfg, world), RankContext(cfg, world, cache, events.append))
     progress = [event for event in events if isinstance(event, StatusEvent)]
     return [event.message for event in events if isinstance(event, WarningEvent)], len(progress)
 

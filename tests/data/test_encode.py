@@ -19,6 +19,7 @@ from trainer.data.image_files import scan
 from trainer.data.image_io import load_rgb, open_picture
 from trainer.data.image_source import EncodedData
 from trainer.data.loader import Item
+from trainer.distributed.context import RankContext
 from trainer.models import families
 from trainer.models.base import ImageFamily, ModelFamily
 from trainer.models.build import encoder_loader
@@ -35,7 +36,9 @@ def encoded(cfg: RunConfig) -> tuple[EncodedData, list[AnyEvent]]:
     cache = Path(cfg.data.path or "").parent / "cache"
     said: list[AnyEvent] = []
     world = alone()
-    data = encode_data(cfg, families.make(cfg, cache), encoder_loader(cfg, world), cache, world, said.append)
+    data = encode_data(
+        families.make(cfg, cache), encoder_loader(cfg, world), RankContext(cfg, world, cache, said.append)
+    )
     return data, said
 
 
@@ -82,9 +85,9 @@ def test_a_stop_request_while_encoding_keeps_what_is_encoded(tmp_path: Path) -> 
     world, cache, said = alone(), tmp_path / "cache", []
     family, load = families.make(cfg, cache), encoder_loader(cfg, world)
     with pytest.raises(encode.StopRequested):
-        encode_data(cfg, family, load, cache, world, said.append, stopping=lambda: len(said) == 3)
+        encode_data(family, load, RankContext(cfg, world, cache, said.append, lambda: len(said) == 3))
     assert len(list((cache / "examples").rglob("*.safetensors"))) == 2
-    assert len(encode_data(cfg, family, load, cache, world, said.append).train) == 3
+    assert len(encode_data(family, load, RankContext(cfg, world, cache, said.append)).train) == 3
 
 
 def test_only_images_whose_colours_a_profile_changes_are_encoded_anew(pictures: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from trainer.models.parts.bagel_packing import DrawnPiece, Marks, Piece, SeenPie
 from trainer.models.parts.folder import fill_random
 from trainer.parallel.fsdp_rules import check_calls
 from trainer.parallel.mesh import device_mesh
-from trainer.parallel.parallelize import blocks_of, parallelize
+from trainer.parallel.parallelize import ShardSpec, blocks_of, parallelize
 from trainer.weights.files import WeightFiles, read_tensor
 
 TINY = BagelSizes(
@@ -355,7 +355,7 @@ def sharded_gradients(world: World) -> list[dict[str, Tensor]]:
         parallel = ParallelConfig(devices=world.size, strategy=strategy, cpu_offload=offload)  # type: ignore[arg-type]
         train = TrainConfig(precision="fp32", checkpointing=checkpointing)  # type: ignore[arg-type]
         mesh = device_mesh(parallel, world, strategy)  # type: ignore[arg-type]
-        model = parallelize(made(), train, parallel, strategy, mesh, BLOCKS)  # type: ignore[arg-type]
+        model = parallelize(made(), ShardSpec(BLOCKS), train, parallel, strategy, mesh)  # type: ignore[arg-type]
         loss_of(model, BATCHES[world.rank]).backward()
         found.append(gradients(model))
     return found

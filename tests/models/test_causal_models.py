@@ -25,7 +25,7 @@ from trainer.models.parts.next_token import (
 from trainer.parallel.fsdp_rules import check_calls
 from trainer.parallel.load import fill_rows
 from trainer.parallel.mesh import device_mesh
-from trainer.parallel.parallelize import blocks_of, parallelize
+from trainer.parallel.parallelize import ShardSpec, blocks_of, parallelize
 from trainer.rng import SampleRng, generator
 from trainer.weights.files import give_storage
 
@@ -214,7 +214,7 @@ def sharded_gradients(world: World) -> list[dict[str, Tensor]]:
         mesh = device_mesh(parallel, world, strategy)  # type: ignore[arg-type]
         train = TrainConfig(precision="fp32", checkpointing=checkpointing)  # type: ignore[arg-type]
         model = build_language_model(config_of(kind)).train()
-        parallelize(model, train, parallel, strategy, mesh, block_names(model))  # type: ignore[arg-type]
+        parallelize(model, ShardSpec(block_names(model)), train, parallel, strategy, mesh)  # type: ignore[arg-type]
         fill(model)
         total, weight = loss_of(model, rows()[world.rank])
         weight_of_all = sum(world.gather(float(weight)))

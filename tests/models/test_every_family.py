@@ -83,7 +83,7 @@ def test_adapter_targets_of_a_component_are_linear_layers_and_none_is_named_in_v
 
 def test_blocks_that_are_sharded_one_by_one_are_part_of_a_component(family: Any) -> None:
     found = {type(m).__name__ for component in family.components for m in family.build(component).modules()}
-    assert found >= set(family.shard_blocks)
+    assert found >= set(family.shard.blocks)
 
 
 def test_the_layout_names_every_tensor_of_the_denoiser_once(image_family: Any) -> None:
@@ -125,10 +125,12 @@ def test_fsdp2_can_follow_every_call_of_the_model_in_training(family: Any) -> No
     model = model_of(whole).requires_grad_(True)
     batch = batch_of(whole, examples(whole, 1))
     for name, component in model.items():
-        methods = whole.forward_methods if name == whole.components[0] else ()
-        units = blocks_of(component, whole.shard_blocks)
+        methods = whole.shard.methods if name == whole.components[0] else ()
+        units = blocks_of(component, whole.shard.blocks)
         assert units
-        check_calls(component, units, methods, lambda: whole.loss(model, batch, SampleRng(0, [0])), whole.returns_views)
+        check_calls(
+            component, units, methods, lambda: whole.loss(model, batch, SampleRng(0, [0])), whole.shard.returns_views
+        )
 
 
 def test_a_token_is_size_multiple_pixels_high_and_wide(image_family: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ from trainer.config.sections import ObjectiveConfig, SampleConfig
 from trainer.data.encode import encode_data
 from trainer.data.image_source import batch_keys
 from trainer.data.loader import BatchPlan, BatchSizes
+from trainer.distributed.context import RankContext
 from trainer.models import families
 from trainer.models.build import encoder_loader
 from trainer.models.families.flux3 import ARCHITECTURES, Flux3, image_ids, text_ids
@@ -328,7 +329,7 @@ def test_dropped_captions_are_mixed_with_long_ones_and_fill_no_batch(tmp_path):
         (pictures / f"{number}.txt").write_text(f"{TWO_WINDOWS}, number {number}", encoding="utf-8")
     cfg = run_config(pictures, model__family="flux3", data__caption_dropout=0.1, train__batch_size=8)
     flux3, world = families.make(cfg, tmp_path), alone()
-    data = encode_data(cfg, flux3, encoder_loader(cfg, world), tmp_path, world, lambda event: None)
+    data = encode_data(flux3, encoder_loader(cfg, world), RankContext(cfg, world, tmp_path, lambda event: None))
     plan = BatchPlan(batch_keys(flux3, data), [1.0] * 20, BatchSizes(8), cfg.train.seed, cfg.data.caption_dropout)
     dropped = [sum(item.dropped for item in plan.batch(step)) for step in range(400)]
     assert {len(data.example(item)["prompt_embeds"]) for item in plan.batch(399)} == {160}

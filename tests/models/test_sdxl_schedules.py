@@ -39,6 +39,7 @@ from trainer.config.errors import RuleError
 from trainer.config.sections import ObjectiveConfig, SampleConfig
 from trainer.data.encode import encode_data
 from trainer.data.loader import Item
+from trainer.distributed.context import RankContext
 from trainer.export import export
 from trainer.models import families
 from trainer.models.build import encoder_loader
@@ -442,7 +443,7 @@ def test_an_enlarged_image_is_told_its_own_size_and_others_that_of_their_bucket(
     cfg, world = run_config(tmp_path, model={"family": "sdxl"}, data__validation=1, data__max_aspect=4), alone()
     cache = tmp_path / "cache"
     family = families.make(cfg, cache)
-    data = encode_data(cfg, family, encoder_loader(cfg, world), cache, world, lambda event: None)
+    data = encode_data(family, encoder_loader(cfg, world), RankContext(cfg, world, cache, lambda event: None))
     model, seen = model_of(family), []
     model["unet"].register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["added_cond_kwargs"]["time_ids"]), with_kwargs=True

@@ -16,7 +16,7 @@ from trainer.config.sections import ParallelConfig, TrainConfig
 from trainer.distributed.world import World
 from trainer.parallel.fsdp_rules import check_calls, entries
 from trainer.parallel.mesh import device_mesh
-from trainer.parallel.parallelize import blocks_of, parallelize
+from trainer.parallel.parallelize import ShardSpec, blocks_of, parallelize
 
 WIDTH = 8
 
@@ -124,12 +124,11 @@ def test_a_method_that_forward_calls_is_refused_before_anything_is_sharded(kind:
     with pytest.raises(ValueError) as caught:
         parallelize(
             made(kind),
+            ShardSpec((kind.__name__,), (f"{kind.__name__}.forward_train",)),
             TrainConfig(),
             ParallelConfig(),
             "none",
             None,
-            [kind.__name__],
-            [f"{kind.__name__}.forward_train"],
         )
     assert str(caught.value) == nested(kind)
 
@@ -350,8 +349,8 @@ def entered(model: Any) -> Tensor:
 def sharded_gradients(world: World, strategy: Any) -> dict[str, Tensor]:
     parallel = ParallelConfig(devices=world.size, strategy=strategy)
     mesh = device_mesh(parallel, world, strategy)
-    methods = ["through_methods", "Layer.forward_train"]
-    model = parallelize(made(), TrainConfig(precision="fp32"), parallel, strategy, mesh, ["Layer"], methods)
+    spec = ShardSpec(("Layer",), ("through_methods", "Layer.forward_train"))
+    model = parallelize(made(), spec, TrainConfig(precision="fp32"), parallel, strategy, mesh)
     return gradients(model, entered)
 
 

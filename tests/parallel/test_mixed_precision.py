@@ -153,7 +153,7 @@ def test_positions_of_an_image_of_more_than_256_tokens_a_side_are_not_rounded(
     exact = [ids.double() for ids in seen]
     seen.clear()
     bf16 = TrainConfig(precision="bf16")
-    parallelize(model["transformer"], bf16, ParallelConfig(), "none", None, family.shard_blocks, (), family.fp32_inputs)
+    parallelize(model["transformer"], family.shard, bf16, ParallelConfig(), "none", None)
     family.loss(model, batch_of(family, [example]), SampleRng(0, [0]))
     assert max(ids.max() for ids in exact) > 128
     assert [ids.double().tolist() for ids in seen] == [ids.tolist() for ids in exact]

@@ -160,7 +160,7 @@ def test_loss_and_gradient_of_a_step_are_means_of_those_of_its_images_times_thei
     norm = torch.stack([parameter.grad.norm() for parameter in trainer.parameters]).norm()
     trainer.optimizer.zero_grad()
     events: list[AnyEvent] = []
-    trainer.say = events.append
+    trainer.log.emit = events.append
     trainer.train_step()
     trainer.close()
     (step,) = steps_of(events)

@@ -22,6 +22,7 @@ from tests.weights.test_tensors import four_bits
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data.encode import encode_data
+from trainer.distributed.context import RankContext
 from trainer.distributed.world import World
 from trainer.export import export
 from trainer.models import families
@@ -56,7 +57,7 @@ def stored(root: Path, **changes: Any) -> dict[str, str]:
 def test_the_linear_layers_of_the_blocks_are_stored_in_fewer_bits_and_nothing_else(root: Path, family: str) -> None:
     cfg = config(root, model__family=family)
     model = build_model(cfg, families.make(cfg, root / "cache")).module
-    blocks = families.make(cfg, root / "cache").shard_blocks
+    blocks = families.make(cfg, root / "cache").shard.blocks
     inside = {
         f"{outer}.{name}"
         for outer, block in model.named_modules()
@@ -237,9 +238,8 @@ def test_a_cache_that_was_cut_short_is_written_again_and_one_without_a_place_is_
 
 def embeddings(world: World, cfg: RunConfig, cache: Path) -> Tensor:
     """Of the empty caption, (tokens, channels). cache: folder of its own."""
-    data = encode_data(
-        cfg, families.make(cfg, cache), encoder_loader(cfg, world, cache), cache, world, lambda event: None
-    )
+    context = RankContext(cfg, world, cache, lambda event: None)
+    data = encode_data(families.make(cfg, cache), encoder_loader(cfg, world, cache), context)
     found: Tensor = data.cache.read(data.empty)["prompt_embeds"]
     return found
 

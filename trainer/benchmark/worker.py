@@ -24,7 +24,7 @@ from trainer.parallel.strategy import ModelBytes, RankBytes, expected
 from trainer.run.events import StatusEvent
 from trainer.run.folder import RunDir
 from trainer.run.report import write_report
-from trainer.train.log import speaker
+from trainer.train.log import emitter
 from trainer.train.loop import Trainer
 
 
@@ -36,24 +36,24 @@ def main() -> int:
 @record
 def _measure_all(run: RunDir) -> None:
     with connect(run.config().parallel, find_rendezvous(run)) as world:
-        say = speaker(run, world)
+        emit = emitter(run, world)
         variants = trials.folders(run)
         for number, (label, trial) in enumerate(variants.items()):
-            say(StatusEvent(state="training", message=label, done=number, total=len(variants)))
+            emit(StatusEvent(state="training", message=label, done=number, total=len(variants)))
             cost = measure(trial, world, cache_folder(run.config(), run))
             if world.rank == 0:
                 trials.write(cost, trial)
-        say(StatusEvent(state="finished", done=len(variants), total=len(variants)))
+        emit(StatusEvent(state="finished", done=len(variants), total=len(variants)))
 
 
 def measure(run: RunDir, world: World, cache: Path) -> Cost:
     """Train a run to its end and say what it took; no checkpoint is kept. Collective."""
-    say = speaker(run, world)
-    trainer = Trainer(run.config(), run, world, cache, say)
+    emit = emitter(run, world)
+    trainer = Trainer(run.config(), run, world, cache, emit)
     try:
-        with explain_out_of_memory(trainer.place, trainer.meter, trainer.held):
+        with explain_out_of_memory(trainer.oom_context, trainer.log.meter, trainer.held):
             cost = _train(trainer)
-        say(StatusEvent(state="finished", step=trainer.step))
+        emit(StatusEvent(state="finished", step=trainer.step))
     finally:
         trainer.close()
         gc.collect()  # hooks and the modules they belong to point at each other: the next trial needs the room
@@ -79,7 +79,7 @@ def _train(trainer: Trainer) -> Cost:
 def _watched_step(trainer: Trainer) -> Cost:
     cfg, world, loaded = trainer.cfg, trainer.world, trainer.loaded
     module = loaded.module[trainer.family.components[0]]
-    with Probe(module, blocks_of(module, trainer.family.shard_blocks), trainer.optimizer) as probe:
+    with Probe(module, blocks_of(module, trainer.family.shard.blocks), trainer.optimizer) as probe:
         trainer.train_step()
     passes = cfg.micro_steps
     images = cfg.train.batch_size // world.size // passes
@@ -111,7 +111,7 @@ def _whole(trainer: Trainer) -> ModelBytes:
     """The whole model in numbers, from its shapes alone."""
     module = trainer.loaded.module
     dtype = COMPUTE_DTYPE[trainer.cfg.train.precision]
-    blocks = blocks_of(module, trainer.family.shard_blocks)
+    blocks = blocks_of(module, trainer.family.shard.blocks)
 
     def computed(parameters: Iterable[Tensor]) -> int:
         return sum(p.numel() * dtype.itemsize for p in parameters)

@@ -23,6 +23,7 @@ from trainer.data.captions import measure
 from trainer.data.image_files import TRIGGER_PLACE, Photo, scan
 from trainer.data.image_io import Picture, is_invisible, load_mask, load_rgb, open_picture
 from trainer.data.image_source import EncodedData, EncodedPhoto, EncodedPrompt
+from trainer.distributed.context import RankContext
 from trainer.distributed.world import World
 from trainer.models.base import ImageFamily, LoadModule
 from trainer.models.objectives import Example
@@ -39,24 +40,14 @@ class StopRequested(Exception):
     """Raised on all ranks when a stop is requested while encoding. What is encoded stays in the cache."""
 
 
-def encode_data(
-    cfg: RunConfig,
-    family: ImageFamily,
-    load: LoadModule,
-    cache_folder: Path,
-    world: World,
-    say: Emit,
-    stopping: Callable[[], bool] = lambda: False,
-) -> EncodedData:
+def encode_data(family: ImageFamily, load: LoadModule, context: RankContext) -> EncodedData:
     """Encode what a run needs and is not cached yet: each image and each caption once, by one of the ranks. Collective.
 
-    cache_folder: shared by runs.  stopping: whether this rank is asked to stop.
     Raises StopRequested on every rank, or InputError for an image that cannot be decoded, unless `data.bad_image` is
     warn, and for reference images of a family that reads none.
     """
-    _check_references(cfg, family)
-    cache = ExampleCache(cache_folder / "examples")
-    return _DataEncoder(cfg, family, load, cache, _crew(world, cache_folder), world, say, stopping).encode()
+    _check_references(context.cfg, family)
+    return _DataEncoder(family, load, context, ExampleCache(context.cache / "examples")).encode()
 
 
 def _check_references(cfg: RunConfig, family: ImageFamily) -> None:
@@ -68,21 +59,21 @@ def _check_references(cfg: RunConfig, family: ImageFamily) -> None:
 
 @dataclass(frozen=True)
 class _DataEncoder:
-    cfg: RunConfig
     family: ImageFamily
     load: LoadModule
+    context: RankContext
     cache: ExampleCache
-    crew: Crew
-    world: World
-    say: Emit
-    stopping: Callable[[], bool]
+
+    @cached_property
+    def _crew(self) -> Crew:
+        return _crew(self.context.world, self.context.cache)
 
     def encode(self) -> EncodedData:
-        dataset = scan(self.cfg.data)
+        dataset = scan(self.context.cfg.data)
         for warning in (*dataset.warnings, *image_warnings.of_buckets(dataset.pictures, self._sizes)):
-            self.say(WarningEvent(message=warning))
+            self.context.emit(WarningEvent(message=warning))
         photos = (*dataset.train, *dataset.validation)
-        samples = [open_picture(Path(file)) for file in self.cfg.sample.references]
+        samples = [open_picture(Path(file)) for file in self.context.cfg.sample.references]
         texts = self._encode_texts(photos)
         latents = self._encode_pictures([*photos, *(r for photo in photos for r in photo.references), *samples])
         masks = self._encode_masks([photo for photo in photos if photo.path in latents], latents)
@@ -91,7 +82,7 @@ class _DataEncoder:
             _encoded_photos(dataset.train, latents, texts, masks),
             _encoded_photos(dataset.validation, latents, texts, masks),
             self._encoded_prompts(texts, samples, latents),
-            texts[self.cfg.sample.negative],
+            texts[self.context.cfg.sample.negative],
             texts[""],
             self.family.dropped_text,
             self.family.reads_original_size,
@@ -100,17 +91,19 @@ class _DataEncoder:
     @cached_property
     def _origin(self) -> str:
         """What the family's encodings depend on, whatever is encoded."""
-        return f"{CACHE_VERSION} {self.cfg.model.family} {self.family.fingerprint()}"
+        return f"{CACHE_VERSION} {self.context.cfg.model.family} {self.family.fingerprint()}"
 
     @property
     def _encoder_types(self) -> tuple[object, ...]:
         """What captions are encoded in: embeddings of a quantized encoder are others."""
-        quantize, precision = self.cfg.quantize, self.cfg.train.precision
+        quantize, precision = self.context.cfg.quantize, self.context.cfg.train.precision
         return (precision, quantize.format, VERSION) if quantize.encoders else (precision,)
 
     @property
     def _prompts(self) -> list[str]:
-        return [prompt.replace(TRIGGER_PLACE, self.cfg.data.trigger) for prompt in self.cfg.sample.prompts]
+        return [
+            prompt.replace(TRIGGER_PLACE, self.context.cfg.data.trigger) for prompt in self.context.cfg.sample.prompts
+        ]
 
     def _encoded_prompts(
         self, texts: Mapping[str, str], samples: Sequence[Picture], latents: Mapping[Path, str]
@@ -127,13 +120,17 @@ class _DataEncoder:
 
     def _encode_texts(self, photos: Sequence[Photo]) -> dict[str, str]:
         """{caption: key}, with the empty caption, the prompts and the negative prompt."""
-        if self.world.rank == 0:  # each rank has all captions; what is cached has no length, and tokens are cheap
-            for warning in measure(self.family, self.cfg, photos).warnings:
-                self.say(WarningEvent(message=warning))
-        captions = dict.fromkeys(["", self.cfg.sample.negative, *self._prompts, *(photo.caption for photo in photos)])
+        if (
+            self.context.world.rank == 0
+        ):  # each rank has all captions; what is cached has no length, and tokens are cheap
+            for warning in measure(self.family, self.context.cfg, photos).warnings:
+                self.context.emit(WarningEvent(message=warning))
+        captions = dict.fromkeys(
+            ["", self.context.cfg.sample.negative, *self._prompts, *(photo.caption for photo in photos)]
+        )
         keys = {caption: key_of(self._origin, "text", *self._encoder_types, caption) for caption in captions}
         captions_by_key = {key: caption for caption, key in keys.items()}
-        work = {key: captions_by_key[key] for key in missing(captions_by_key, self.cache, self.crew)}
+        work = {key: captions_by_key[key] for key in missing(captions_by_key, self.cache, self._crew)}
         if work:
             self._announce("captions")
             self._encode_with(partial(self.family.encode_text, self.family.text_encoder(self.load)), "captions", work)
@@ -143,19 +140,19 @@ class _DataEncoder:
     @cached_property
     def _sizes(self) -> tuple[tuple[int, int], ...]:
         """(width, height) of all buckets."""
-        data, family = self.cfg.data, self.family
+        data, family = self.context.cfg.data, self.family
         return bucket_sizes(data.resolution, family.size_multiple, data.max_aspect, family.longest_side)
 
     def _encode_pictures(self, pictures: Sequence[Picture]) -> dict[Path, str]:
         """{file: key} of those that can be used, each in the bucket of its own shape."""
         sized = [(picture, choose_bucket(picture.width, picture.height, self._sizes)) for picture in pictures]
-        digests = content_keys([picture.path for picture in pictures], self.crew)
+        digests = content_keys([picture.path for picture in pictures], self._crew)
         keys = [
             key_of(self._origin, "image", digest, size, *_conversion(picture))
             for digest, (picture, size) in zip(digests, sized, strict=True)
         ]
         sized_by_key = dict(zip(keys, sized, strict=True))
-        work = {key: sized_by_key[key] for key in missing(keys, self.cache, self.crew)}
+        work = {key: sized_by_key[key] for key in missing(keys, self.cache, self._crew)}
         failures: dict[str, str] = {}
         if work:
             self._announce("images")
@@ -164,7 +161,7 @@ class _DataEncoder:
                 partial(self._load_and_encode, self.family.image_encoder(self.load), invisible), "images", work
             )
             self._release()
-            _report_failures(failures, self.cfg, self.say)
+            _report_failures(failures, self.context.cfg, self.context.emit)
             self._warn_of_invisible(invisible)
         return {picture.path: key for picture, key in zip(pictures, keys, strict=True) if key not in failures}
 
@@ -178,46 +175,46 @@ class _DataEncoder:
 
     def _warn_of_invisible(self, files: Sequence[Path]) -> None:
         """files: those that this rank met. Collective."""
-        found = sorted({file for part in self.world.gather(files) for file in part})
+        found = sorted({file for part in self.context.world.gather(files) for file in part})
         if found:
             counted = image_warnings.counted(len(found), "image is", "images are")
             message = f"{counted} wholly transparent and trained as white: first {found[0]}; remove it"
-            self.say(WarningEvent(message=message))
+            self.context.emit(WarningEvent(message=message))
 
     def _encode_masks(self, photos: Sequence[Photo], latents: Mapping[Path, str]) -> dict[Photo, str]:
         """{photo: key} where the data have masks, of those that can be used; a photo without one is learned whole."""
-        if self.cfg.data.masks is None:
+        if self.context.cfg.data.masks is None:
             return {}
         files = [photo.mask.path for photo in photos if photo.mask]
-        digests = dict(zip(files, content_keys(files, self.crew), strict=True))
+        digests = dict(zip(files, content_keys(files, self._crew), strict=True))
         keys, work = {}, {}
         for photo in photos:
             height, width = self.cache.shapes(latents[photo.path])["latents"].shape[-2:]
-            content = (digests[photo.mask.path], self.cfg.data.mask_background) if photo.mask else ("whole",)
+            content = (digests[photo.mask.path], self.context.cfg.data.mask_background) if photo.mask else ("whole",)
             keys[photo] = key_of(CACHE_VERSION, "mask", width, height, *content)
             work[keys[photo]] = (photo.mask, (width, height))
-        failures = self._encode_with(partial(_encode_mask, self.cfg.data.mask_background), "masks", work)
-        _report_failures(failures, self.cfg, self.say)
+        failures = self._encode_with(partial(_encode_mask, self.context.cfg.data.mask_background), "masks", work)
+        _report_failures(failures, self.context.cfg, self.context.emit)
         return {photo: key for photo, key in keys.items() if key not in failures}
 
     def _announce(self, what: str) -> None:
-        self.say(StatusEvent(state="encoding", message=f"loading the encoder of {what}"))
+        self.context.emit(StatusEvent(state="encoding", message=f"loading the encoder of {what}"))
 
     @torch.no_grad()
     def _encode_with(self, encode: Callable[[T], Example], what: str, work: Mapping[str, T]) -> dict[str, str]:
         """Encode what of `work` is missing; the encoder dies with this call. {key: why it cannot be used}."""
 
         def progress(done: int, total: int) -> None:
-            self.say(StatusEvent(state="encoding", message=what, done=done, total=total))
-            if any(self.world.gather(self.stopping())):
+            self.context.emit(StatusEvent(state="encoding", message=what, done=done, total=total))
+            if any(self.context.world.gather(self.context.is_stopping())):
                 raise StopRequested
 
-        return encode_missing(work, self.cache, encode, self.crew, progress)
+        return encode_missing(work, self.cache, encode, self._crew, progress)
 
     def _release(self) -> None:
         """Give the memory of an encoder that is gone back to the device."""
         gc.collect()
-        if self.world.device.type == "cuda":
+        if self.context.world.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
@@ -254,11 +251,11 @@ def _conversion(picture: Picture) -> tuple[str, ...]:
     return (*(["srgb"] if picture.profile == "used" else []), *(["upright"] if is_tiff and picture.is_turned else []))
 
 
-def _report_failures(failures: Mapping[str, str], cfg: RunConfig, say: Emit) -> None:
+def _report_failures(failures: Mapping[str, str], cfg: RunConfig, emit: Emit) -> None:
     if failures and cfg.data.bad_image == "stop":
         raise InputError("\n".join(f"{message}, or set data.bad_image: warn" for message in failures.values()))
     for message in failures.values():
-        say(WarningEvent(message=f"left out: {message}"))
+        emit(WarningEvent(message=f"left out: {message}"))
 
 
 def _crew(world: World, folder: Path) -> Crew:

@@ -43,13 +43,13 @@ class MixedSource(Source):
     )
 
     def __init__(
-        self, cfg: RunConfig, family: MultimodalFamily, load: LoadModule, data: EncodedData, say: Emit
+        self, cfg: RunConfig, family: MultimodalFamily, load: LoadModule, data: EncodedData, emit: Emit
     ) -> None:
         self._cfg, self._family = cfg, family
         self._pictures = ImageSource(cfg, family, load, data)
         self._questions = question_files.of_config(cfg.data)
         for warning in self._questions.warnings:
-            say(WarningEvent(message=warning))
+            emit(WarningEvent(message=warning))
         self._drawn = len(data.prompts)
         self._shown = tuple(open_picture(Path(file)) for file in cfg.sample.images)
         self.prompts = (*self._pictures.prompts, *cfg.sample.questions)

@@ -26,6 +26,7 @@ from trainer.models import distilled
 from trainer.models.objectives import Batch, Example, Loss, Shift
 from trainer.models.parts.dropout import asked_dropout, dropout_warning
 from trainer.models.parts.folder import DIFFUSERS_STEM, ModelFolder
+from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
 from trainer.weights.files import Fused, WeightFiles
 
@@ -101,8 +102,8 @@ class ModelFamily(ABC):
     """Pixels of the longest side an image may have; None for any."""
     weights_stem: ClassVar[str] = DIFFUSERS_STEM
     """Name of the first component's files of weights, without number and ending."""
-    shard_blocks: tuple[str, ...]
-    """Class names of the modules that are sharded one by one, of all components."""
+    shard: ShardSpec
+    """What is sharded one by one, and how the denoiser is entered."""
     adapter_targets: Mapping[str, tuple[str, ...]]
     """{component: regular expressions (full match on module names) of the linear layers adapters change by default}."""
     conv_targets: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -110,15 +111,6 @@ class ModelFamily(ABC):
     halves_swapped: ClassVar[tuple[str, ...]] = ()
     """Layers (regular expressions) whose output halves stand in the other order in original files. A low-rank update
     survives that; what depends on whole rows (dora, diag-oft, boft) does not, and leaves them alone."""
-    forward_methods: ClassVar[tuple[str, ...]] = ()
-    """Entry points of the denoiser besides `forward`, as `encode`, and of its blocks, as `Layer.encode`. Never one that
-    `forward` calls."""
-    returns_views: ClassVar[tuple[str, ...]] = ()
-    """Class names of blocks and components, of code that is not ours, whose `forward` returns a view: FSDP2 cannot
-    follow a view that is changed in place, and gets a copy."""
-    fp32_inputs: ClassVar[frozenset[str]] = frozenset()
-    """Arguments of the denoiser's `forward` that bf16 would round and the model itself would not, as a timestep whose
-    sines it takes in fp32."""
     objective_fields: ClassVar[frozenset[str]] = FLOW_FIELDS
     """Fields of the section `objective` that the family reads; the others must keep their defaults."""
     options_read: ClassVar[frozenset[str]] = frozenset({"architecture"})

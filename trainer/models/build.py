@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -126,18 +126,8 @@ def shard_model(
 ) -> None:
     """Checkpointing -> compile -> shard each live component, on the meta device. Without a mesh nothing is sharded."""
     for name, module in model.items():
-        methods = family.forward_methods if name == family.components[0] else ()
-        parallelize(
-            module,
-            cfg.train,
-            cfg.parallel,
-            strategy,
-            mesh,
-            family.shard_blocks,
-            methods,
-            family.fp32_inputs,
-            family.returns_views,
-        )
+        spec = family.shard if name == family.components[0] else replace(family.shard, methods=())
+        parallelize(module, spec, cfg.train, cfg.parallel, strategy, mesh)
 
 
 def continue_adapter(loaded: LoadedModel, cfg: RunConfig, family: ModelFamily) -> tuple[str, ...]:
@@ -262,7 +252,7 @@ def _stored_formats(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -
     modulation, and those that `quantize.formats` names.
     """
     quantize = cfg.quantize
-    linear = [name for name in _block_layers(model, family.shard_blocks) if family.mode(cfg, name) != "full"]
+    linear = [name for name in _block_layers(model, family.shard.blocks) if family.mode(cfg, name) != "full"]
     formats = dict.fromkeys(filter(family.is_target, linear), quantize.format)
     for pattern, format in quantize.formats.items():
         named = adapters.match_names(linear, (pattern,), "quantize.formats", cfg.model.family)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,30 +35,44 @@ def blocks_of(model: nn.Module, class_names: Sequence[str]) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in class_names]
 
 
+@dataclass(frozen=True)
+class ShardSpec:
+    """How a kind of model is sharded.
+
+    blocks: class names of the modules that are sharded one by one, of all components.
+    methods: entry points of the denoiser other than `forward`, as `encode`, and of its blocks, as `Layer.encode`; never
+    one that `forward` calls.
+    fp32_inputs: arguments of the denoiser's `forward` that bf16 would round and the model itself would not, as a
+    timestep whose sines it takes in fp32.
+    returns_views: class names of blocks and components, of code that is not ours, whose `forward` returns a view: FSDP2
+    cannot follow a view that is changed in place, and gets a copy.
+    """
+
+    blocks: tuple[str, ...]
+    methods: tuple[str, ...] = ()
+    fp32_inputs: frozenset[str] = frozenset()
+    returns_views: tuple[str, ...] = ()
+
+
 def parallelize(
     model: nn.Module,
+    spec: ShardSpec,
     train: TrainConfig,
     parallel: ParallelConfig,
     strategy: Strategy,
     mesh: DeviceMesh | None,
-    blocks: Sequence[str],
-    methods: Sequence[str] = (),
-    fp32_inputs: Collection[str] = (),
-    returns_views: Collection[str] = (),
 ) -> nn.Module:
-    """The model, ready to be materialized and loaded; changed in place.
+    """The model, ready to be materialized and loaded; changed in place. Without a mesh nothing is sharded.
 
-    blocks: class names of the modules that are sharded one by one.  methods: entry points besides `forward`, of the
-    model as `encode`, of its blocks as `Layer.encode`.  fp32_inputs: keyword arguments of the model's that keep their
-    type; other numbers are cast to the compute type.  returns_views: class names of modules whose outputs are copied
-    where they are views.  Without a mesh nothing is sharded. Raises ValueError for a method that `forward` calls.
+    Arguments of `forward` are cast to the compute type, but for `spec.fp32_inputs`.
+    Raises ValueError for a method that `forward` calls.
     """
-    units = blocks_of(model, blocks)
-    registered = entries(model, units, methods)
+    units = blocks_of(model, spec.blocks)
+    registered = entries(model, units, spec.methods)
     dtype = COMPUTE_DTYPE[train.precision]
     if dtype != torch.float32:
         for method in ("forward", *(name for module, name in registered if module is model)):
-            setattr(model, method, _on_cast_inputs(getattr(model, method), dtype, fp32_inputs))
+            setattr(model, method, _on_cast_inputs(getattr(model, method), dtype, spec.fp32_inputs))
     if mesh is None and dtype != torch.float32:
         _compute_in(model, units, dtype)
     checkpoint_activations(units, train.checkpointing)
@@ -68,7 +83,7 @@ def parallelize(
         return model
     offload = offload_policy(parallel)
     for module in (*units, model):
-        if type(module).__name__ in returns_views:
+        if type(module).__name__ in spec.returns_views:
             module.register_forward_hook(_own_storage)
     shard_units(model, units, mesh, reshard_after_forward(parallel, strategy), dtype, offload)
     prefetch(units, parallel.prefetch_forward, parallel.prefetch_backward)

@@ -189,7 +189,7 @@ def _shorten(model: nn.ModuleDict, family: ModelFamily) -> dict[str, int]:
     """Leave a few of each row of equal blocks. Returns {name of the first: how many there were}."""
     counts: dict[int, int] = {}
     for module in model.modules():
-        if isinstance(module, nn.ModuleList) and all(type(block).__name__ in family.shard_blocks for block in module):
+        if isinstance(module, nn.ModuleList) and all(type(block).__name__ in family.shard.blocks for block in module):
             rows = [list(row) for _, row in itertools.groupby(module, _shape)]
             counts |= {id(row[0]): len(row) for row in rows if len(row) > KEPT}
             kept = [block for row in rows for block in (*row[: KEPT - 1], *row[KEPT - 1 :][-1:])]
@@ -283,7 +283,7 @@ class Sharded:
     def recompute(self) -> None:
         """From now on blocks compute forward again in backward."""
         for module in self.module.values():
-            checkpoint_activations(blocks_of(module, self.family.shard_blocks), "full")
+            checkpoint_activations(blocks_of(module, self.family.shard.blocks), "full")
 
     def update(self) -> None:
         """The optimizer's step."""
@@ -293,7 +293,7 @@ class Sharded:
 
     def units(self) -> tuple[Unit, ...]:
         """Blocks and roots, in the order in which they are defined; a root comes after its blocks."""
-        return units_of(self.module, self.family.shard_blocks, COMPUTE_DTYPE[self.cfg.train.precision])
+        return units_of(self.module, self.family.shard.blocks, COMPUTE_DTYPE[self.cfg.train.precision])
 
     def buffers(self) -> int:
         """Bytes of the buffers on the device."""

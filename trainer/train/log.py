@@ -1,20 +1,49 @@
-"""What a run says of itself: its events."""
+"""What a run says of itself: events of rank 0, and a line per rank and second with its memory. Nothing here trains."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
+from trainer.metrics.memory import MemoryMeter
+from trainer.models.build import Listener, LoadedModel
+from trainer.plan import compare
+from trainer.plan.calibration import Measured, keep
+from trainer.plan.memory import MemoryPlan
 from trainer.run.events import (
+    CheckpointEvent,
     Emit,
+    EventWriter,
     LossyWriter,
+    RankLine,
+    State,
+    StatusEvent,
+    StepEvent,
+    WarningEvent,
 )
 from trainer.run.folder import RunDir
+from trainer.run.manifest import steps_in
+
+log = logging.getLogger(__name__)
+HEARTBEAT_SECONDS = 1.0
+SMALL_MODEL_BYTES = 1 << 30
+MEASURED_STEPS = 10
+"""Steps after which the plan is compared with what the GPU takes."""
 
 
-def speaker(run: RunDir, world: World, before: int = 0) -> Emit:
-    """Rank 0's events go to the run folder, other ranks' nowhere: every rank says the same.
+def emitter(run: RunDir, world: World, before: int = 0) -> Emit:
+    """Rank 0's events go to the run folder, other ranks' nowhere: every rank emits the same.
 
     before: optimizer steps of the stages before, which are added to those of the events.
     """
@@ -22,7 +51,130 @@ def speaker(run: RunDir, world: World, before: int = 0) -> Emit:
         return lambda event: None
     write = LossyWriter(run.events_file).write
 
-    def say(event: Any) -> None:
+    def emit(event: Any) -> None:
         write(replace(event, step=event.step + before))
 
-    return say
+    return emit
+
+
+class RunLog:
+    """The events and heartbeats of one rank.
+
+    emit: takes events; only rank 0's reach a reader.  before: optimizer steps of the stages before, for the heartbeats.
+    """
+
+    def __init__(self, run: RunDir, world: World, emit: Emit, before: int = 0) -> None:
+        self.emit = emit
+        self.meter = MemoryMeter(world)
+        self._run, self._world, self._before = run, world, before
+        self._lines = EventWriter(run.rank_file(world.rank))
+        self._read_at = time.monotonic()
+        self._plan: MemoryPlan | None = None
+        self.heartbeat("starting", 0)
+
+    def close(self) -> None:
+        """Close this rank's file."""
+        self._lines.close()
+
+    def enter(self, state: State, step: int) -> None:
+        """The run enters a phase."""
+        self._world.heartbeat.enter(state, moves=False)
+        log.debug("step %d: %s", step, state)
+        self.emit(StatusEvent(state=state, step=step))
+        self.heartbeat(state, step)
+
+    def note(self, state: State, message: str, step: int = 0) -> None:
+        """A sentence within a phase."""
+        self.emit(StatusEvent(state=state, step=step, message=message))
+
+    def warn(self, message: str, step: int = 0) -> None:
+        """A sentence that the user should read."""
+        self.emit(WarningEvent(step=step, message=message))
+
+    def listener(self, state: State) -> Listener:
+        """What a model that is being loaded reports to."""
+        return Listener(read=partial(self._weights_read, state), note=partial(self.note, state), warn=self.warn)
+
+    def model_loaded(self, loaded: LoadedModel, trained: Sequence[nn.Parameter], seconds: float, step: int) -> None:
+        """What was read and how much of it is trained."""
+        ranks = "1 rank" if self._world.size == 1 else f"{self._world.size} ranks"
+        self.note(
+            "loading",
+            f"rank 0 read {loaded.bytes_read / 2**20:,.1f} MiB in {seconds:.1f} s; "
+            f"{sum(parameter.numel() for parameter in trained):,} trained parameters in {len(trained)} tensors; "
+            f"{ranks}, strategy {loaded.strategy}",
+            step,
+        )
+        self.heartbeat("loading", step)
+
+    def show_plan(self, cfg: RunConfig, cache: Path, step: int) -> None:
+        """The plan, before the first step. It needs a GPU and a model that was recorded.
+
+        cache: folder shared by runs, where `stepped` keeps what the run took, so that plans to come learn from it.
+        """
+        if self._world.device.type != "cuda" or self._world.rank:
+            return
+        self._cache, self._measure_at = cache, step + MEASURED_STEPS
+        name = torch.cuda.get_device_name(self._world.device)
+        self._plan = compare.plan_here(cfg, cache, name, self._world.memory)
+        if self._plan is not None:
+            self.note("loading", compare.told(self._plan), step)
+            warning = compare.warning(cfg, self._plan, cache)
+            if warning:
+                self.warn(warning, step)
+        torch.cuda.reset_peak_memory_stats(self._world.device)  # of encoding: what follows is compared with training
+
+    def stepped(self, event: StepEvent) -> None:
+        """An optimizer step is done."""
+        self.emit(event)
+        if self._plan is not None and event.step == self._measure_at:
+            self._compare_with_plan(self._plan, event)
+        if time.monotonic() - self._beat_at >= HEARTBEAT_SECONDS:
+            self.heartbeat("training", event.step)
+
+    def checkpoint_saved(self, path: Path | None) -> None:
+        """A checkpoint has its name; None for none."""
+        if path and self._world.rank == 0:
+            self.emit(CheckpointEvent(step=steps_in(path), path=str(path.relative_to(self._run.path))))
+
+    def heartbeat(self, phase: State, step: int) -> None:
+        """The memory of this rank, now."""
+        self._beat_at = time.monotonic()
+        memory = self.meter.read()
+        line = RankLine(
+            rank=self._world.rank,
+            step=self._before + step,
+            phase=phase,
+            allocated=memory.allocated,
+            reserved=memory.reserved,
+            peak=memory.peak,
+            limit=memory.limit,
+        )
+        self._world.heartbeat.line = asdict(line)
+        with suppress(OSError):  # the disk is full: a heartbeat is not worth the run
+            self._lines.write(line)
+
+    def _weights_read(self, state: State, done: int, total: int) -> None:
+        """How much of a large model is read, now and then."""
+        self._world.heartbeat.beat()
+        now = time.monotonic()
+        if now - self._read_at >= HEARTBEAT_SECONDS and total > SMALL_MODEL_BYTES:
+            self._read_at = now
+            self.emit(StatusEvent(state=state, message="MiB of weights", done=done >> 20, total=total >> 20))
+
+    def _compare_with_plan(self, plan: MemoryPlan, event: StepEvent) -> None:
+        if plan.card is None:
+            return
+        device = self._world.device
+        free, total = torch.cuda.mem_get_info(device)
+        measured = Measured(
+            gpu=plan.card.name,
+            ranks=self._world.size,
+            planned=plan.training.peak,
+            allocated=torch.cuda.max_memory_allocated(device),
+            reserved=torch.cuda.max_memory_reserved(device),
+            used=total - free,
+            seconds=event.seconds,
+        )
+        self.note("training", compare.compared(measured), event.step)
+        keep(self._cache, measured)

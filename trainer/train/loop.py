@@ -9,9 +9,8 @@ import shutil
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from functools import partial
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,20 +22,19 @@ from trainer import adapters
 from trainer.checkpoint import config_changes
 from trainer.checkpoint.restore import newest_intact, restore
 from trainer.checkpoint.save import Checkpointer, TrainState
-from trainer.config import files
 from trainer.config.schema import RunConfig
 from trainer.data.loader import BatchSizes, Loader, MicroBatch
 from trainer.data.open import open_source
 from trainer.data.source import Source
+from trainer.distributed.context import RankContext
 from trainer.distributed.straggler import Stragglers
 from trainer.distributed.world import World
 from trainer.export import check_export
-from trainer.metrics.memory import MemoryMeter, local_bytes
+from trainer.metrics.memory import local_bytes
 from trainer.metrics.out_of_memory import OomContext, explain_out_of_memory
 from trainer.metrics.step_time import BACKWARD, DATA, FORWARD, OPTIMIZER, StepTimer
 from trainer.models import families
 from trainer.models.build import (
-    Listener,
     build_model,
     continue_adapter,
     encoder_loader,
@@ -56,34 +54,21 @@ from trainer.optim import (
     state_tensors,
 )
 from trainer.parallel.replicas import check_reduced, diverged
-from trainer.plan import compare
-from trainer.plan.calibration import Measured, keep
-from trainer.plan.memory import MemoryPlan
 from trainer.rng import SampleRng, derived_seed
 from trainer.run.events import (
-    CheckpointEvent,
     Emit,
-    EventWriter,
-    RankLine,
-    SampleEvent,
     State,
     StatusEvent,
     StepEvent,
     ValidationEvent,
-    WarningEvent,
 )
 from trainer.run.folder import Request, RunDir
-from trainer.run.manifest import RECIPE, Progress, steps_in
+from trainer.run.manifest import RECIPE, Progress
 from trainer.run.preemption import Preemption
-from trainer.train.sampling import draw_all
+from trainer.train.log import RunLog
+from trainer.train.sampling import Sampler
 
 log = logging.getLogger(__name__)
-HEARTBEAT_SECONDS = 1.0
-SMALL_MODEL_BYTES = 1 << 30
-MEASURED_STEPS = 10
-"""Steps after which the plan is compared with what there is."""
-SHOWN_TEXT = 4000
-"""Characters of a sample text that are told; its file holds all."""
 SKIPS_IN_A_ROW = 20
 """A model that gives no finite number so often is broken, and no further step mends it."""
 
@@ -119,38 +104,36 @@ class Trainer:
         run: RunDir,
         world: World,
         cache: Path,
-        say: Emit,
+        emit: Emit,
         told: Preemption | None = None,
         before: int = 0,
     ) -> None:
-        self.cfg, self.run_dir, self.world, self.say = cfg, run, world, say
+        self.cfg, self.run_dir, self.world = cfg, run, world
         self.told = Preemption() if told is None else told
-        self._before = before
         # A rank whose torchrun was killed is adopted by another process. It would train on unseen.
         self._parent = os.getppid()
         self.step = self.samples_seen = self.skipped = self._skipped_in_a_row = 0
-        self.meter = MemoryMeter(world)
-        self._said_read = time.monotonic()
-        self._ranks = EventWriter(run.rank_file(world.rank))
-        self._heartbeat("starting")
+        self.log = RunLog(run, world, emit, before)
         self.family = families.make(cfg, cache)
         for warning in self.family.warnings(cfg):
-            say(WarningEvent(message=warning))
+            self.log.warn(warning)
         # First what can be refused without weights: captions of a large set take hours to encode.
         built = build_model(cfg, self.family)
         exported = check_export(cfg, self.family, built.trainables)
-        load = encoder_loader(cfg, world, cache, self._listener("encoding"))
-        self.data: Source = open_source(cfg, self.family, load, cache, world, say, self._asked_to_stop)
-        say(StatusEvent(state="loading"))
+        load = encoder_loader(cfg, world, cache, self.log.listener("encoding"))
+        context = RankContext(cfg, world, cache, emit, self._asked_to_stop)
+        self.data: Source = open_source(self.family, load, context)
+        self.sampler = Sampler(self.data, cfg.sample.seed, run, world, self.log, before)
+        emit(StatusEvent(state="loading"))
         started = time.perf_counter()
-        self.loaded = load_model(built, cfg, self.family, world, cache, self._listener("loading"))
+        self.loaded = load_model(built, cfg, self.family, world, cache, self.log.listener("loading"))
         self.model = self.loaded.module
         self.trainables = self.loaded.trainables
         self._shards_gradients = cfg.shards_gradients(self.loaded.strategy)
         newest = self._newest_checkpoint()
         started_from = continue_adapter(self.loaded, cfg, self.family) if newest is None else ()
         for note in (*self.loaded.adapter.notes, *started_from, *exported):
-            say(StatusEvent(state="loading", message=note))
+            self.log.note("loading", note)
         self._dropouts = adapters.dropouts(self.model)
         self.parameters = list(self.trainables.values())
         self.optimizer = make_optimizer(self.parameters, cfg.optim)
@@ -159,17 +142,17 @@ class Trainer:
         self.ema = Ema(self.trainables, cfg.optim.ema) if cfg.optim.ema else None
         self.checkpointer = Checkpointer(run.checkpoints, world, cfg.checkpoint.keep, cfg.checkpoint.keep_best)
         self.clock = StepTimer(world, self.loaded.mesh)
-        self.clock.watch(self.model, self.family.shard_blocks, cfg.train.compile)
+        self.clock.watch(self.model, self.family.shard.blocks, cfg.train.compile)
         self._own_s = 0.0  # of the last step, what this rank did by itself
         self.stragglers = Stragglers(world.gather(socket.gethostname()))
-        self.place = OomContext(self.model, self.family.shard_blocks, cfg.train.compile, world.heartbeat)
+        self.oom_context = OomContext(self.model, self.family.shard.blocks, cfg.train.compile, world.heartbeat)
         self._validated = (-1, math.nan)  # at which step, the loss
         saved = None if newest is None else self._resume(newest)
         self._recipe = RECIPE if saved is None else saved.recipe
         self._batch_sizes = BatchSizes.after(saved, cfg.train.batch_size)
         self.loader = self._make_loader(saved)
-        self._say_loaded(time.perf_counter() - started)
-        self._cache, self._plan, self._measure_at = cache, self._planned(cache), self.step + MEASURED_STEPS
+        self.log.model_loaded(self.loaded, self.parameters, time.perf_counter() - started, self.step)
+        self.log.show_plan(cfg, cache, self.step)
 
     def train(self) -> State:
         """Run to the last step, or until asked to stop. Returns `finished` or `stopped`, with a checkpoint on disk.
@@ -177,7 +160,7 @@ class Trainer:
         Raises OutOfMemoryError with the block, and FloatingPointError for a loss or gradient that is not finite, at
         once or when too many were passed over.
         """
-        with explain_out_of_memory(self.place, self.meter, self.held):
+        with explain_out_of_memory(self.oom_context, self.log.meter, self.held):
             return self._train()
 
     def held(self) -> dict[str, int]:
@@ -195,14 +178,19 @@ class Trainer:
 
     def _train(self) -> State:
         cfg = self.cfg
-        if cfg.sample.every and self._due(cfg.sample.every) and self.step < cfg.train.steps and self._lacks_samples():
+        if (
+            cfg.sample.every
+            and self._due(cfg.sample.every)
+            and self.step < cfg.train.steps
+            and self.sampler.are_missing(self.step)
+        ):
             self.draw_samples()
-        self._status("training")
+        self.log.enter("training", self.step)
         while self.step < cfg.train.steps:
             agreed = self.train_step()
             if agreed.told:  # by what will not wait long
                 self._save_last()
-                self._say_left()
+                self.log.note("saving", "stopped by a signal; checkpoint saved, continue with --resume", self.step)
                 return "stopped"
             if agreed.saved:
                 self._finish_checkpoint()
@@ -239,10 +227,10 @@ class Trainer:
         for i, micro_batch in enumerate(micro_batches):
             if len(micro_batches) > 1:  # it visits every module, and a single pass always reduces
                 sync_gradients(self.model, i == len(micro_batches) - 1, self._shards_gradients)
-            self.place.enter(FORWARD)
+            self.oom_context.enter(FORWARD)
             loss = self._forward(micro_batch)
             self.clock.mark(FORWARD)
-            self.place.enter(BACKWARD)
+            self.oom_context.enter(BACKWARD)
             # FSDP averages over ranks; the loss of the step is a sum over them.
             (loss.total * (self.world.size / self.cfg.train.batch_size)).backward()  # type: ignore[no-untyped-call]
             self.clock.mark(BACKWARD)
@@ -250,13 +238,13 @@ class Trainer:
             weight += loss.weight
             parts += 0 if loss.parts is None else loss.parts
         agreed = self._agree(float(total), float(weight), parts.flatten().tolist())
-        self.place.enter(OPTIMIZER)
+        self.oom_context.enter(OPTIMIZER)
         grad_norm, lr = self._update(agreed)
         self.clock.mark(OPTIMIZER)
         self.step += 1
         self.samples_seen += self.cfg.train.batch_size
-        self._say_step(agreed, lr, grad_norm, began)
-        self.place.enter("the end of a step")
+        self._log_step(agreed, lr, grad_norm, began)
+        self.oom_context.enter("the end of a step")
         return agreed
 
     def validate(self) -> float:
@@ -278,29 +266,19 @@ class Trainer:
         mean = total / weight
         self._validated = (self.step, mean)
         perplexity = perplexity_of(mean) if self.data.unit == "tokens" else math.nan
-        self.say(ValidationEvent(step=self.step, loss=mean, perplexity=perplexity, losses=self._losses(shares)))
+        self.log.emit(ValidationEvent(step=self.step, loss=mean, perplexity=perplexity, losses=self._losses(shares)))
         return mean
 
     def draw_samples(self) -> list[Path]:
         """One picture or text per prompt, from the same noise at every step. Returns their paths on rank 0."""
         if not self.data.prompts:
-            self.say(WarningEvent(step=self.step, message="no samples are drawn: sample.prompts is empty"))
+            self.log.warn("no samples are drawn: sample.prompts is empty", self.step)
             return []
-        self._status("sampling")
-        drawing = self.data.drawing()
-
-        def draw(index: int) -> bytes:
-            return drawing(self.model, index, SampleRng(self.cfg.sample.seed, (index,), self.world.device))
-
+        self.log.enter("sampling", self.step)
         with self._evaluating():
-            drawn = [draw_all(group, draw, self.world) for group in self.data.alike]
-        paths: list[Path] = []
-        try:
-            for index, sample in (item for group in drawn for item in sorted(group.items())):
-                paths.append(self._write_sample(index, sample))
-        except OSError as error:
-            self.say(WarningEvent(step=self.step, message=f"samples could not be written ({error}); free disk space"))
-        self._status("training")
+            drawn = self.sampler.draw(self.model)
+        paths = self.sampler.write(drawn, self.step)
+        self.log.enter("training", self.step)
         return paths
 
     def save(self) -> None:
@@ -324,7 +302,7 @@ class Trainer:
     def close(self) -> None:
         """Stop reading ahead and close this rank's files."""
         self.loader.close()
-        self._ranks.close()
+        self.log.close()
 
     def _make_loader(self, saved: Progress | None) -> Loader[Any]:
         rank, size, data = self.world.rank, self.world.size, self.data
@@ -390,7 +368,7 @@ class Trainer:
         if self._own_s:
             sentence = self.stragglers.add(own_s)
             if sentence:
-                self.say(WarningEvent(step=self.step, message=sentence))
+                self.log.warn(sentence, self.step)
 
     def _asked_to_stop(self) -> bool:
         """By a request, by a signal, or by the death of torchrun. Of requests only rank 0 knows."""
@@ -439,7 +417,7 @@ class Trainer:
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row == SKIPS_IN_A_ROW:
             raise FloatingPointError(f"{what}, as in the {SKIPS_IN_A_ROW - 1} steps before")
-        self.say(WarningEvent(step=self.step + 1, message=f"{what}; passed over, {self.skipped} in this run so far"))
+        self.log.warn(f"{what}; passed over, {self.skipped} in this run so far", self.step + 1)
         self.optimizer.zero_grad()
 
     def _check_replicas(self) -> None:
@@ -451,7 +429,7 @@ class Trainer:
     def _evaluating(self) -> Iterator[None]:
         """Inside: no dropout, no gradients, the weights to evaluate with, and nothing gathered from before."""
         reshard(self.model)
-        self.place.enter("evaluation")
+        self.oom_context.enter("evaluation")
         self.checkpointer.wait_for_copy()
         for dropout in self._dropouts:
             dropout.eval()
@@ -476,7 +454,7 @@ class Trainer:
     def _newest_checkpoint(self) -> Path | None:
         newest, problems = newest_intact(self.run_dir.checkpoints, self.world)
         for problem in problems:
-            self.say(WarningEvent(message=problem))
+            self.log.warn(problem)
         return newest
 
     def _resume(self, newest: Path) -> Progress:
@@ -487,13 +465,13 @@ class Trainer:
         adapters.follow_recipe(self.model, self.cfg.adapter, saved.recipe)
         self.data.follow_recipe(saved.recipe)
         self.step, self.samples_seen, self.skipped = saved.step, saved.samples_seen, saved.skipped
-        self.say(StatusEvent(state="loading", step=self.step, message=f"resumed from {newest.name}"))
+        self.log.note("loading", f"resumed from {newest.name}", self.step)
         changed = config_changes.changes(saved.config, self._config()) if saved.config else []
         if changed:
             told = "; ".join(map(str, changed))
-            self.say(StatusEvent(state="loading", step=self.step, message=f"changed since it was saved: {told}"))
+            self.log.note("loading", f"changed since it was saved: {told}", self.step)
         if saved.data and saved.data != self.data.digest:
-            self.say(WarningEvent(step=self.step, message=self.data.is_changed))
+            self.log.warn(self.data.is_changed, self.step)
         return saved
 
     def _config(self) -> dict[str, Any]:
@@ -514,17 +492,17 @@ class Trainer:
         )
 
     def _save_last(self) -> None:
-        self._status("saving")
+        self.log.enter("saving", self.step)
         self._finish_checkpoint()
         self.checkpointer.save(self._progress(), self._state())
-        self._say_checkpoint(self.checkpointer.wait())
+        self.log.checkpoint_saved(self.checkpointer.wait())
 
     def _finish_checkpoint(self) -> None:
         """Name the checkpoint that is being written. One that failed is a warning: the ones before it remain."""
         try:
-            self._say_checkpoint(self.checkpointer.wait())
+            self.log.checkpoint_saved(self.checkpointer.wait())
         except OSError as error:
-            self.say(WarningEvent(step=self.step, message=str(error)))
+            self.log.warn(str(error), self.step)
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
@@ -534,110 +512,13 @@ class Trainer:
         saves = self._due(self.cfg.checkpoint.every) or self.step == self.cfg.train.steps
         return self._due(self.cfg.data.validation_every) or (saves and self.cfg.checkpoint.keep_best > 0)
 
-    def _lacks_samples(self) -> bool:
-        """Whether pictures of this step are missing: before the first, and where a killed run had saved only."""
-        paths = [self._sample_file(index) for index in range(len(self.data.prompts))]
-        drawn: bool = self.world.gather(bool(paths) and all(path.exists() for path in paths))[0]
-        return not drawn
-
-    def _sample_file(self, index: int) -> Path:
-        return self.run_dir.samples / f"step-{self._before + self.step:06d}-{index}{self.data.suffix(index)}"
-
-    def _write_sample(self, index: int, content: bytes) -> Path:
-        path = self._sample_file(index)
-        files.replace(path, content)
-        self.say(
-            SampleEvent(
-                step=self.step,
-                prompt=self.data.prompts[index],
-                index=index,
-                path=str(path.relative_to(self.run_dir.path)),
-                text=content.decode()[:SHOWN_TEXT] if path.suffix == ".txt" else "",
-            )
-        )
-        return path
-
-    def _say_left(self) -> None:
-        message = "a signal asked to leave; saved, continue with --resume"
-        self.say(StatusEvent(state="saving", step=self.step, message=message))
-
-    def _status(self, state: State) -> None:
-        self.world.heartbeat.enter(state, moves=False)
-        log.debug("step %d: %s", self.step, state)
-        self.say(StatusEvent(state=state, step=self.step))
-        self._heartbeat(state)
-
-    def _listener(self, state: State) -> Listener:
-        return Listener(
-            read=partial(self._say_read, state),
-            note=lambda sentence: self.say(StatusEvent(state=state, message=sentence)),
-            warn=lambda sentence: self.say(WarningEvent(message=sentence)),
-        )
-
-    def _say_read(self, state: State, done: int, total: int) -> None:
-        """How much of a large model is read, now and then."""
-        self.world.heartbeat.beat()
-        now = time.monotonic()
-        if now - self._said_read >= HEARTBEAT_SECONDS and total > SMALL_MODEL_BYTES:
-            self._said_read = now
-            self.say(StatusEvent(state=state, message="MiB of weights", done=done >> 20, total=total >> 20))
-
-    def _say_loaded(self, seconds: float) -> None:
-        trained = sum(parameter.numel() for parameter in self.parameters)
-        ranks = "1 rank" if self.world.size == 1 else f"{self.world.size} ranks"
-        self.say(
-            StatusEvent(
-                state="loading",
-                step=self.step,
-                message=f"rank 0 read {self.loaded.bytes_read / 2**20:,.1f} MiB in {seconds:.1f} s; "
-                f"{trained:,} trained parameters in {len(self.parameters)} tensors; "
-                f"{ranks}, strategy {self.loaded.strategy}",
-            )
-        )
-        self._heartbeat("loading")
-
-    def _planned(self, cache: Path) -> MemoryPlan | None:
-        """The plan, told before the first step; None where the model was not recorded, and without a GPU."""
-        if self.world.device.type != "cuda" or self.world.rank:
-            return None
-        found = compare.plan_here(self.cfg, cache, torch.cuda.get_device_name(self.world.device), self.world.memory)
-        if found is not None:
-            self.say(StatusEvent(state="loading", step=self.step, message=compare.told(found)))
-            warning = compare.warning(self.cfg, found, cache)
-            if warning:
-                self.say(WarningEvent(step=self.step, message=warning))
-        torch.cuda.reset_peak_memory_stats(self.world.device)  # of encoding: what follows is compared with training
-        return found
-
-    def _compare_with_plan(self, seconds: float) -> None:
-        """After some steps: what the plan said and what there is; plans to come learn from it."""
-        if self._plan is None or self._plan.card is None or self.step != self._measure_at:
-            return
-        device = self.world.device
-        free, total = torch.cuda.mem_get_info(device)
-        measured = Measured(
-            gpu=self._plan.card.name,
-            ranks=self.world.size,
-            planned=self._plan.training.peak,
-            allocated=torch.cuda.max_memory_allocated(device),
-            reserved=torch.cuda.max_memory_reserved(device),
-            used=total - free,
-            seconds=seconds,
-        )
-        self.say(StatusEvent(state="training", step=self.step, message=compare.compared(measured)))
-        keep(self._cache, measured)
-
-    def _say_checkpoint(self, path: Path | None) -> None:
-        if path and self.world.rank == 0:
-            self.say(CheckpointEvent(step=steps_in(path), path=str(path.relative_to(self.run_dir.path))))
-
-    def _say_step(self, agreed: Agreed, lr: float, grad_norm: float, began: float) -> None:
+    def _log_step(self, agreed: Agreed, lr: float, grad_norm: float, began: float) -> None:
         split = self.clock.read()
         self._own_s = split["own"]
         log.debug("step %d: loss %.6g, gradient norm %.6g, seconds %s", self.step, agreed.loss, grad_norm, dict(split))
         # After reading the clock, which waits for the accelerator: its optimizer step belongs to this one.
         seconds = time.perf_counter() - began
-        self.say(
+        self.log.stepped(
             StepEvent(
                 step=self.step,
                 loss=agreed.loss,
@@ -654,22 +535,3 @@ class Trainer:
                 losses=agreed.losses,
             )
         )
-        self._compare_with_plan(seconds)
-        if time.monotonic() - self._last_heartbeat >= HEARTBEAT_SECONDS:
-            self._heartbeat("training")
-
-    def _heartbeat(self, phase: State) -> None:
-        self._last_heartbeat = time.monotonic()
-        memory = self.meter.read()
-        line = RankLine(
-            rank=self.world.rank,
-            step=self._before + self.step,
-            phase=phase,
-            allocated=memory.allocated,
-            reserved=memory.reserved,
-            peak=memory.peak,
-            limit=memory.limit,
-        )
-        self.world.heartbeat.line = asdict(line)
-        with suppress(OSError):  # the disk is full: a heartbeat is not worth the run
-            self._ranks.write(line)

@@ -1,10 +1,67 @@
-"""Samples as a collective: prompts are spread over the ranks, and idle ranks draw along."""
+"""Samples while a run trains: prompts are spread over the ranks, idle ranks draw along, rank 0 writes the files."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from torch import nn
+
+from trainer.config import files
+from trainer.data.source import Source
 from trainer.distributed.world import World
+from trainer.rng import SampleRng
+from trainer.run.events import SampleEvent
+from trainer.run.folder import RunDir
+from trainer.train.log import RunLog
+
+SHOWN_TEXT = 4000
+"""Characters of a sample text that its event holds; its file holds all."""
+
+
+class Sampler:
+    """Draws the prompts of a run, each from the same noise at every step.
+
+    seed: `sample.seed`.  before: optimizer steps of the stages before, for the files' names.
+    """
+
+    def __init__(self, data: Source, seed: int, run: RunDir, world: World, log: RunLog, before: int) -> None:
+        self._data, self._seed, self._run, self._world, self._log = data, seed, run, world, log
+        self._before = before
+
+    def are_missing(self, step: int) -> bool:
+        """Whether samples of this step are missing: before the first, and where a killed run had only saved."""
+        paths = [self._file(index, step) for index in range(len(self._data.prompts))]
+        drawn: bool = self._world.gather(bool(paths) and all(path.exists() for path in paths))[0]
+        return not drawn
+
+    def draw(self, model: nn.ModuleDict) -> dict[int, bytes]:
+        """The files of all prompts, by number, on rank 0; nothing elsewhere. Collective."""
+        drawing = self._data.drawing()
+
+        def draw(index: int) -> bytes:
+            return drawing(model, index, SampleRng(self._seed, (index,), self._world.device))
+
+        groups = [draw_all(group, draw, self._world) for group in self._data.alike]
+        return {index: sample for group in groups for index, sample in sorted(group.items())}
+
+    def write(self, samples: dict[int, bytes], step: int) -> list[Path]:
+        """Write what was drawn and emit its events. A full disk is a warning. Returns the paths."""
+        paths: list[Path] = []
+        try:
+            for index, content in samples.items():
+                paths.append(path := self._file(index, step))
+                files.replace(path, content)
+                text = content.decode()[:SHOWN_TEXT] if path.suffix == ".txt" else ""
+                name = str(path.relative_to(self._run.path))
+                prompt = self._data.prompts[index]
+                self._log.emit(SampleEvent(step=step, prompt=prompt, index=index, path=name, text=text))
+        except OSError as error:
+            self._log.warn(f"samples could not be written ({error}); free disk space", step)
+        return paths
+
+    def _file(self, index: int, step: int) -> Path:
+        return self._run.samples / f"step-{self._before + step:06d}-{index}{self._data.suffix(index)}"
 
 
 def draw_all(numbers: Sequence[int], draw: Callable[[int], bytes], world: World) -> dict[int, bytes]:

@@ -55,6 +55,7 @@ from trainer.models.parts.ldm_names import vae_layout
 from trainer.models.parts.next_token import drawn_token
 from trainer.models.parts.text_encoder import TINY_CHAT_TEMPLATE, from_folder, names_of_things, train_tokenizer
 from trainer.models.parts.vae import build_vae, decode_latents, encode_latents, vae_config
+from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
 from trainer.weights.files import Fused, WeightFiles
 
@@ -86,14 +87,13 @@ class BagelFamily(MultimodalFamily):
         "vision": ("vision",),
         "connectors": ("vision_connector", "latent_in", "latent_out", "timestep", r"(vision|latent)_positions"),
     }
-    shard_blocks = BLOCKS
+    shard = ShardSpec(blocks=BLOCKS, fp32_inputs=frozenset({"sigma"}))
     adapter_targets: Mapping[str, tuple[str, ...]] = {
         COMPONENT: (
             r"layers\.\d+\.(understanding|generation)\.(to_q|to_k|to_v|to_out|gate|up|down)",
             r"vision\.layers\.\d+\.(to_q|to_k|to_v|to_out|up|down)",
         )
     }
-    fp32_inputs = frozenset({"sigma"})
     objective_fields = FLOW_FIELDS | {"text_weight"}
     architectures = tuple(ARCHITECTURES)
     default_architecture = DEFAULT_ARCHITECTURE

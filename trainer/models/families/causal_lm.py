@@ -37,6 +37,7 @@ from trainer.models.parts.next_token import (
     restarting_positions,
 )
 from trainer.models.parts.text_encoder import TINY_CHAT_TEMPLATE, from_folder, train_tokenizer
+from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
 from trainer.weights.files import Fused, WeightFiles, safetensors_in, stored_tensors
 from trainer.weights.hub import find_folder
@@ -185,13 +186,13 @@ class CausalLM(TextFamily):
         check_architecture(
             model, self._folder, {name: _sizes(published) for name, published in PUBLISHED.items()}, self._own_sizes
         )
-        self.shard_blocks = block_names(self._empty, model.options.blocks)
-        if not self.shard_blocks:
+        self.shard = ShardSpec(block_names(self._empty, model.options.blocks))
+        if not self.shard.blocks:
             raise InputError(
                 f"model.options.blocks: {type(self._empty).__name__} does not say which of its modules are blocks; "
                 "name their class"
             )
-        self.adapter_targets = {COMPONENT: _linear_layers(self._empty, self.shard_blocks)}
+        self.adapter_targets = {COMPONENT: _linear_layers(self._empty, self.shard.blocks)}
 
     @property
     def model_spec(self) -> str:

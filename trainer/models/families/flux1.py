@@ -56,6 +56,7 @@ from trainer.models.parts.t5 import (
 )
 from trainer.models.parts.text_encoder import TextEncoder, load_tokenizer, max_tokens, text_lengths
 from trainer.models.parts.vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
+from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
 from trainer.weights.files import Fused
 
@@ -91,8 +92,10 @@ class TextEncoders:
 
 class Flux1(ImageFamily):
     components = ("transformer",)
-    shard_blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
-    returns_views = ("FluxSingleTransformerBlock", "FluxTransformer2DModel")
+    shard = ShardSpec(
+        blocks=("FluxTransformerBlock", "FluxSingleTransformerBlock"),
+        returns_views=("FluxSingleTransformerBlock", "FluxTransformer2DModel"),
+    )
     adapter_targets: Mapping[str, tuple[str, ...]] = {
         "transformer": (
             r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)",

@@ -60,6 +60,7 @@ from trainer.models.parts.text_encoder import (
     tiny_language_model,
     write_tiny_tokenizer,
 )
+from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
 from trainer.weights.files import Fused
 
@@ -163,7 +164,7 @@ TOKENIZE = {"mistral": (_tokenize_dev, _template_dev), "qwen3": (_tokenize_klein
 
 class Flux2(ImageFamily):
     components = ("transformer",)
-    shard_blocks = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
+    shard = ShardSpec(blocks=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"))
     # `to_out` is a ModuleList in double blocks and a Linear in single ones: full names, never suffixes.
     adapter_targets: Mapping[str, tuple[str, ...]] = {
         "transformer": (

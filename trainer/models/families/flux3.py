@@ -50,6 +50,7 @@ from trainer.models.parts.text_encoder import (
     tiny_language_model,
     write_tiny_tokenizer,
 )
+from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
 from trainer.weights.files import Fused
 
@@ -79,7 +80,10 @@ ROPE_SCALE = 0.5
 
 class Flux3(ImageFamily):
     components = ("transformer",)
-    shard_blocks = ("Flux3ModeTransformerBlock", "Flux3SingleTransformerBlock")
+    shard = ShardSpec(
+        blocks=("Flux3ModeTransformerBlock", "Flux3SingleTransformerBlock"),
+        fp32_inputs=frozenset({"img_ids", "image_cond_ids"}),
+    )
     # The blocks that only reference images pass through are left alone: most runs have none.
     adapter_targets: Mapping[str, tuple[str, ...]] = {
         "transformer": (
@@ -92,7 +96,6 @@ class Flux3(ImageFamily):
     architectures = tuple(ARCHITECTURES)
     default_architecture = DEFAULT_ARCHITECTURE
     size_multiple = 16
-    fp32_inputs = frozenset({"img_ids", "image_cond_ids"})
     options_read = frozenset({"architecture", "text_layers", "max_tokens"})
     longest_text = 4096  # the option's own limit
     shift = Shift(constant=SAMPLER_SHIFT)

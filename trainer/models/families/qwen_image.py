@@ -56,6 +56,7 @@ from trainer.models.parts.text_encoder import (
     tiny_language_model,
     write_tiny_tokenizer,
 )
+from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
 from trainer.weights.files import Fused, WeightFiles
 
@@ -95,8 +96,7 @@ TEMPLATE_TOKENS = 34
 
 class QwenImage(ImageFamily):
     components = ("transformer",)
-    shard_blocks = ("QwenImageTransformerBlock",)
-    returns_views = ("QwenImageTransformer2DModel",)
+    shard = ShardSpec(blocks=("QwenImageTransformerBlock",), returns_views=("QwenImageTransformer2DModel",))
     adapter_targets: Mapping[str, tuple[str, ...]] = {
         "transformer": (
             r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)",

@@ -58,6 +58,7 @@ from trainer.models.parts.t5 import (
 )
 from trainer.models.parts.text_encoder import TextEncoder, load_tokenizer, max_tokens, text_lengths
 from trainer.models.parts.vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
+from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
 from trainer.weights.files import Fused
 
@@ -103,7 +104,7 @@ class TextEncoders:
 
 class Sd3(ImageFamily):
     components = ("transformer",)
-    shard_blocks = ("JointTransformerBlock",)
+    shard = ShardSpec(blocks=("JointTransformerBlock",), fp32_inputs=frozenset({"timestep"}))
     adapter_targets: Mapping[str, tuple[str, ...]] = {
         "transformer": (
             r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)",
@@ -125,7 +126,6 @@ class Sd3(ImageFamily):
         ),
     )
     size_multiple = 16
-    fp32_inputs = frozenset({"timestep"})
     options_read = frozenset({"architecture", "distilled", "max_tokens", "without"})
     shift = Shift(constant=3.0)
     optional_encoders = (T5,)

@@ -68,6 +68,7 @@ from trainer.models.parts.images import device_of
 from trainer.models.parts.ldm_names import clip_layout, open_clip_layout, unet_layout, vae_key, vae_layout
 from trainer.models.parts.text_encoder import from_folder, text_lengths
 from trainer.models.parts.vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
+from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
 from trainer.weights.files import Fused, WeightFiles, digest
 
@@ -100,7 +101,9 @@ class TextEncoders:
 
 class Sdxl(ImageFamily):
     components = ("unet", *ENCODERS)
-    shard_blocks = ("BasicTransformerBlock", "ResnetBlock2D", "CLIPEncoderLayer")
+    shard = ShardSpec(
+        blocks=("BasicTransformerBlock", "ResnetBlock2D", "CLIPEncoderLayer"), fp32_inputs=frozenset({"timestep"})
+    )
     adapter_targets: Mapping[str, tuple[str, ...]] = {
         "unet": (
             r".+\.transformer_blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)",
@@ -119,7 +122,6 @@ class Sdxl(ImageFamily):
     # The first text encoder's last norm is not used; the second one's name begins with text_model. What is added to
     # all keys of an attention changes nothing: its gradient is rounding, which Adam would make as large as any.
     never_trained = (r"final_layer_norm\..+", r".+\.self_attn\.k_proj\.bias")
-    fp32_inputs = frozenset({"timestep"})
     architectures = tuple(ARCHITECTURES)
     default_architecture = "base"
     distilled = (

@@ -59,6 +59,7 @@ from trainer.models.parts.text_encoder import (
     write_tiny_tokenizer,
 )
 from trainer.models.parts.vae import build_vae, decode_latents, encode_latents, published_vae, tiny_vae
+from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
 from trainer.weights.files import Fused
 
@@ -85,7 +86,7 @@ MAX_TOKENS = 512
 
 class ZImage(ImageFamily):
     components = ("transformer",)
-    shard_blocks = ("ZImageTransformerBlock",)
+    shard = ShardSpec(blocks=("ZImageTransformerBlock",), fp32_inputs=frozenset({"t"}))
     adapter_targets: Mapping[str, tuple[str, ...]] = {
         "transformer": (
             r"(layers|noise_refiner|context_refiner)\.\d+\.attention\.(to_q|to_k|to_v|to_out\.0)",
@@ -104,7 +105,6 @@ class ZImage(ImageFamily):
         ),
     )
     size_multiple = 16
-    fp32_inputs = frozenset({"t"})
     options_read = frozenset({"architecture", "distilled", "max_tokens"})
     longest_text = MAX_TOKENS
     shift = Shift(constant=3.0)
