@@ -17,9 +17,9 @@ from markupsafe import Markup
 
 from app.html import in_notebook, plan_bar
 from app.monitor import Follower, find_runs
-from app.notebook import dashboard as dashboards
-from app.notebook.dashboard import Dashboard
-from app.notebook.form import Form
+from app.notebook import dashboard_widget
+from app.notebook.dashboard_widget import Dashboard
+from app.notebook.form_widget import Form
 from app.notebook.lessons import Table, exercise, gallery
 from app.studio import find_presets
 from trainer import plan as plans
@@ -168,7 +168,7 @@ async def ended(run: RunDir) -> State:
     while processes.alive(run):
         await asyncio.sleep(POLL_S)
     processes.settle(run)
-    await asyncio.sleep(2 * dashboards.POLL_S)  # what the notebook keeps of a dashboard is its last look
+    await asyncio.sleep(2 * dashboard_widget.POLL_S)  # what the notebook keeps of a dashboard is its last look
     view = Follower(run).view()
     if view.state == "failed" and view.error is not None:
         raise RuntimeError(commands.explain(view.error, run))

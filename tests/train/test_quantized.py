@@ -256,8 +256,8 @@ def test_captions_are_encoded_by_an_encoder_in_fewer_bits(root: Path, tmp_path: 
 
 
 def test_the_reading_of_a_large_model_is_told(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("trainer.train.loop.SMALL_MODEL_BYTES", 0)
-    monkeypatch.setattr("trainer.train.loop.HEARTBEAT_SECONDS", 0.0)
+    monkeypatch.setattr("trainer.train.log.SMALL_MODEL_BYTES", 0)
+    monkeypatch.setattr("trainer.train.log.HEARTBEAT_SECONDS", 0.0)
     cfg = config(root, train__steps=1)
     events = train(alone(), cfg, make_run(tmp_path, cfg, "told")).events
     told = [event for event in events if isinstance(event, StatusEvent) and event.message == "MiB of weights"]

@@ -15,8 +15,8 @@ from PIL import Image
 
 from app import html, notebook
 from app.monitor import Follower
-from app.notebook import dashboard
-from app.notebook.dashboard import Dashboard
+from app.notebook import dashboard_widget
+from app.notebook.dashboard_widget import Dashboard
 from tests.app.browser import recorded
 from tests.runs import awaited, make_pictures, run_config, write_preset
 from trainer.config.errors import InputError
@@ -174,8 +174,8 @@ class Handle:
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
     shown = Shown()
-    monkeypatch.setattr(dashboard, "display", shown.display)
-    monkeypatch.setattr(dashboard, "POLL_S", 0.02)
+    monkeypatch.setattr(dashboard_widget, "display", shown.display)
+    monkeypatch.setattr(dashboard_widget, "POLL_S", 0.02)
     return shown
 
 

@@ -9,9 +9,9 @@ import pytest
 from app import notebook
 from tests.runs import awaited, make_pictures, make_run, run_config
 from trainer.config.errors import InputError
-from trainer.launcher import torchrun
 from trainer.metrics import gpus
 from trainer.metrics.gpus import Gpu
+from trainer.run import process
 from trainer.run.events import AnyEvent, EventWriter, ExportEvent, SampleEvent, StatusEvent, StepEvent
 from trainer.run.folder import RunDir
 
@@ -67,7 +67,7 @@ def test_exports_are_told_in_their_order(run):
 
 
 def test_a_step_is_waited_for_no_longer_than_the_run_lasts(run, monkeypatch):
-    monkeypatch.setattr(torchrun, "alive", lambda run: True)
+    monkeypatch.setattr(process, "alive", lambda run: True)
     write(run, StatusEvent(state="training"), step(1), step(2), step(3))
     assert awaited(notebook.reached(run, 2)) == 3
     write(run, StatusEvent(state="finished", step=3))

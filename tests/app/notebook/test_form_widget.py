@@ -15,7 +15,7 @@ from nbclient import NotebookClient
 
 from app import form as rows_of_a_form
 from app.form import Draft
-from app.notebook.form import Form
+from app.notebook.form_widget import Form
 from trainer.config.load import ConfigError, dump_config, load_config
 
 ROOT = Path(__file__).parents[3]
