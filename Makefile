@@ -100,9 +100,9 @@ proxies:
 screenshots: .venv browser
 	$(BIN)/python -m tests.app.web.screenshots
 
-# 8-bit AdamW's package, which only the slow tests need.
+# 8-bit AdamW's package and bitsandbytes, which only the slow tests need.
 eightbit: .venv
-	$(BIN)/python -m pip install --quiet -e '.[test,eightbit]'
+	$(BIN)/python -m pip install --quiet -e '.[test,eightbit,reference]'
 
 # The model of `model.path: demo` again from nothing, a little over an hour on two cores.
 # Needs the font of Debian's fonts-noto-color-emoji; FONT=file takes another place.

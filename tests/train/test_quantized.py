@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.distributed import run_ranks
 from tests.models.common import IMAGES
 from tests.runs import Outcome, alone, difference, make_pictures, make_run, run_config, train
-from tests.weights.test_tensors import four_bits
+from tests.weights.recorded import four_bits
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data.encode import encode_data
@@ -123,6 +123,7 @@ def test_a_run_on_bytes_is_the_run_on_a_base_that_holds_the_decoded_weights(root
     assert difference(found.weights, expected.weights) == 0
 
 
+@pytest.mark.slow
 def test_a_folder_in_four_bits_of_bitsandbytes_trains_as_the_codes_in_it(root: Path) -> None:
     cfg = config(root)
     copy = shutil.copytree(families.make(cfg, root / "cache").folder, root / "bitsandbytes")
