@@ -26,7 +26,7 @@ DEVICE = notebook.device(2)  # cuda where this machine has two GPUs
 # the completion is.
 
 # %%
-text = (Path(notebook.__file__).parents[1] / "DECISIONS.md").read_text(encoding="utf-8")
+text = (Path(notebook.__file__).parents[2] / "DECISIONS.md").read_text(encoding="utf-8")
 cut = len(text) * 9 // 10
 for name, part in {"decisions/train.txt": text[:cut], "held-out.txt": text[cut:]}.items():
     (RUNS / name).parent.mkdir(parents=True, exist_ok=True)
