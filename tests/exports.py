@@ -1,6 +1,6 @@
-"""Trained adapters of every type on every family, and the formats that carry them: the table of trainer/adapters/README.md.
+"""Trained adapters of every type on every family, and the formats that carry them.
 
-`python -m tests.exports` proves every cell and writes the table.
+`python -m tests.exports` proves every cell and writes the table of trainer/adapters/README.md.
 """
 
 from __future__ import annotations

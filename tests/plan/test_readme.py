@@ -18,13 +18,14 @@ from trainer.plan.fixes import planned
 from trainer.plan.hardware import CARDS
 
 ROOT = Path(__file__).parents[2]
+ROWS = rows(readme("presets").read_text(encoding="utf-8"))
 
 
 def test_the_table_of_what_fits_where_is_what_the_plan_says() -> None:
     assert section("presets", "fits") == fits_table(), "write it again: python -m tests.plan.fits"
 
 
-@pytest.mark.parametrize("row", rows(readme("presets").read_text(encoding="utf-8")), ids=lambda row: row[3 : row.index("]")])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[3 : row.index("]")])
 def test_no_preset_is_too_large_for_the_gpus_that_the_readme_names(row: str) -> None:
     named = re.match(r"\| \[([\w-]+)\]\(.+?\) \| \d+ of (\d+) GB", row)
     assert named is not None
