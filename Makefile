@@ -96,7 +96,7 @@ proxies:
 	@command -v nginx > /dev/null && command -v caddy > /dev/null && command -v openssl > /dev/null || { \
 	$(AS_ROOT) apt-get update -qq && $(AS_ROOT) apt-get install -y -qq nginx-light caddy openssl > /dev/null; }
 
-# The pictures of the page in the README.
+# The pictures of the page in the READMEs.
 screenshots: .venv browser
 	$(BIN)/python -m tests.app.web.screenshots
 

@@ -343,7 +343,7 @@ def test_random_weights_need_sizes(bench: Bench) -> None:
 
 
 @pytest.mark.slow
-def test_a_tiny_model_learns_the_readme_to_less_than_half_of_its_bytes_entropy(tmp_path: Path) -> None:
+def test_a_tiny_model_learns_plain_text_to_less_than_half_of_its_bytes_entropy(tmp_path: Path) -> None:
     found = learn(tmp_path)
     assert found.loss < found.entropy / 2
     assert found.held_out < found.entropy
