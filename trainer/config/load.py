@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from trainer.config import aliases, families, files, yaml12
 from trainer.config.errors import InputError, Problem, RuleError
 from trainer.config.fields import ROOT, Slot, name, nearest, shown, slot
+from trainer.config.installation import PRESETS
 from trainer.config.schema import RunConfig, advice, start_rules
 from trainer.config.sections import HUB_ID, MODEL_WORDS, NAME_HELP, NAME_PATTERN, NoAdapter, half_character
 from trainer.config.yaml12 import Loc
@@ -30,7 +31,7 @@ MOST_FINDINGS = 200
 """Values of a wrong type that are named at once."""
 MOST_STAGES = 32
 """Each is checked as a config of its own."""
-SCHEMA = Path(__file__).parents[2] / "presets" / "schema.json"
+SCHEMA = PRESETS / "schema.json"
 
 
 class ConfigError(InputError):
