@@ -232,7 +232,7 @@ assert torch.allclose(ours, theirs, rtol=0, atol=1e-4)
 # ## The real thing
 #
 # Qwen3-8B on one card of 24 GB, as it is planned (nothing of it was measured on a GPU). In a terminal:
-# `python launch.py --plan presets/qwen3-8b-qlora-1x24gb.yaml --gpus 1x24gb`.
+# `shardstudio --plan qwen3-8b-qlora-1x24gb --gpus 1x24gb`.
 
 # %%
 notebook.plan(notebook.config("qwen3-8b-qlora-1x24gb"), "1x24gb")

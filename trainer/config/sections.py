@@ -496,8 +496,8 @@ class ClusterConfig(Section):
     checkpoint must fit into it."""
     image: str | None = None
     """Container image with this program, for Kubernetes."""
-    program: str = option("/opt/shardstudio", pattern=r"^/")
-    """Folder of this program in the image."""
+    program: str | None = option("/opt/shardstudio", pattern=r"^/")
+    """Folder of this program's checkout in the image; empty: pip installed it there."""
     volume: str | None = None
     """PersistentVolumeClaim that holds runs, images and models, for Kubernetes. All nodes must be able to write it."""
     mount: str = option("/data", pattern=r"^/")

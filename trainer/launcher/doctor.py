@@ -20,6 +20,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from trainer.config.errors import InputError
+from trainer.config.installation import CHECKOUT
 from trainer.config.terminal import say
 from trainer.metrics import gpus
 
@@ -68,15 +69,14 @@ def checks(runs: Path) -> Iterator[Check]:
 def requirements(extra: str = "") -> list[Requirement]:
     """What this version needs, or one of its extras besides: from the installed distribution, or from the checkout's
     pyproject.toml."""
-    project = Path(__file__).parents[2] / "pyproject.toml"
-    if project.is_file():
-        table = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
+    if CHECKOUT:
+        table = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         lines = table["optional-dependencies"][extra] if extra else table["dependencies"]
     else:
         lines = importlib.metadata.requires(DISTRIBUTION) or []
     wanted = map(Requirement, lines)
     # In a distribution what an extra needs says so in its marker, and what is always needed has none.
-    return [one for one in wanted if _applies(one, extra if not project.is_file() else "")]
+    return [one for one in wanted if _applies(one, "" if CHECKOUT else extra)]
 
 
 def _applies(requirement: Requirement, extra: str) -> bool:

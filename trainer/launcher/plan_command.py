@@ -1,4 +1,4 @@
-"""`launch.py --plan`: what a run takes, printed or as JSON. No torch."""
+"""`--plan`: what a run takes, printed or as JSON. No torch."""
 
 from __future__ import annotations
 
