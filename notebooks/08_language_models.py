@@ -4,8 +4,8 @@
 # The same trainer, without a picture: a causal language model predicts the next token of a text. *QLoRA* is a LoRA on a
 # base that is stored in 4 bits, which is how a model of 8 billion parameters is trained on one card of 24 GB.
 #
-# Here it is done in small. A model of bytes first learns this project's DECISIONS.md from nothing, so that there is a
-# base that knows something. Then that base is stored in 4 bits, and a LoRA teaches it to answer.
+# Here it is done in small. A model of bytes first learns this project's READMEs from nothing, so that there is a base
+# that knows something. Then that base is stored in 4 bits, and a LoRA teaches it to answer.
 
 # %% tags=["parameters"]
 import json
@@ -26,9 +26,10 @@ DEVICE = notebook.device(2)  # cuda where this machine has two GPUs
 # the completion is.
 
 # %%
-text = (Path(notebook.__file__).parents[2] / "DECISIONS.md").read_text(encoding="utf-8")
+rooms = Path(notebook.__file__).parents[2] / "trainer"
+text = "\n".join(file.read_text(encoding="utf-8") for file in sorted(rooms.rglob("README.md")))
 cut = len(text) * 9 // 10
-for name, part in {"decisions/train.txt": text[:cut], "held-out.txt": text[cut:]}.items():
+for name, part in {"readmes/train.txt": text[:cut], "held-out.txt": text[cut:]}.items():
     (RUNS / name).parent.mkdir(parents=True, exist_ok=True)
     (RUNS / name).write_text(part, encoding="utf-8")
 things = ("rat", "tiger", "rabbit", "cat", "dog", "owl", "ship", "train", "car", "bicycle", "apple", "banana")
@@ -62,7 +63,7 @@ preset.write_text(f"""
 name: base
 model: {{family: causal_lm, path: tiny}}
 adapter: {{type: none}}
-data: {{path: {RUNS / "decisions"}, validation: {RUNS / "held-out.txt"}, validation_every: 40, length: 256}}
+data: {{path: {RUNS / "readmes"}, validation: {RUNS / "held-out.txt"}, validation_every: 40, length: 256}}
 optim: {{lr: 4.0e-3, beta2: 0.95}}
 train: {{steps: {STEPS}, batch_size: 8, micro_batch: 4, precision: fp32}}
 parallel: {{devices: 2, device: {DEVICE}, strategy: full}}

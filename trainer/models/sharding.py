@@ -31,7 +31,7 @@ def check_sharding(cfg: RunConfig, family: TextFamily) -> None:
     if not is_sharded or not family.any_network:
         return
     name = family.components[0]
-    problems = _problems(family, family.shard_blocks)
+    problems = _problems(family, family.shard.blocks)
     if problems:
         kind = type(family.build(name)).__name__
         raise InputError(
@@ -59,7 +59,7 @@ def _problems(family: TextFamily, blocks: Sequence[str]) -> list[str]:
 
 def _remedy(family: TextFamily) -> str:
     """Most of the blocks with which FSDP2 can follow the model, if there are any."""
-    blocks = family.shard_blocks
+    blocks = family.shard.blocks
     alone = "train it on one device (parallel.devices: 1) without parallel.cpu_offload"
     for count in range(len(blocks) - 1, 0, -1):
         for rest in itertools.combinations(blocks, count):
