@@ -38,7 +38,7 @@ from tests.runs import alone, as_of_an_earlier_version, make_pictures, make_run,
 from trainer.config.errors import RuleError
 from trainer.config.sections import ObjectiveConfig, SampleConfig
 from trainer.data.encode import encode_data
-from trainer.data.loader import Item
+from trainer.data.loader import ImageItem
 from trainer.distributed.context import RankContext
 from trainer.export import export
 from trainer.models import families
@@ -449,7 +449,7 @@ def test_an_enlarged_image_is_told_its_own_size_and_others_that_of_their_bucket(
         lambda module, args, kwargs: seen.append(kwargs["added_cond_kwargs"]["time_ids"]), with_kwargs=True
     )
     names = [one.photo.path.stem for one in data.train]
-    items = {name: data.example(Item(index, False)) for index, name in enumerate(names)}
+    items = {name: data.example(ImageItem(index, False)) for index, name in enumerate(names)}
     items[data.validation[0].photo.path.stem] = data.held_out(0)
     assert items["low"]["original_size"].tolist() == [30, 160]
     family.loss(model, batch_of(family, [items["large"], items["exact"], items["small"]]), SampleRng(0, [0, 1, 2]))

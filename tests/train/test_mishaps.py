@@ -74,7 +74,7 @@ def test_an_image_that_vanishes_costs_a_running_training_nothing_and_is_told_whe
     assert messages(said, WarningEvent) == []
     longer = cfg.model_copy(update={"train": cfg.train.model_copy(update={"steps": 6})})
     assert messages(go_on(longer, run, 6), WarningEvent) == [
-        "images, captions or how they are encoded are not as before: from here on the order is another"
+        "images, captions or how they are encoded have changed since the checkpoint: from here on the order differs"
     ]
 
 
