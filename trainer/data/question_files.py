@@ -1,4 +1,4 @@
-"""Questions about images, with their answers. No torch and no numpy, as in `images`."""
+"""Reads questions about images, with their answers. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIELDS = ("image", "question", "answer")
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked about a picture, and the answer that is learned."""
+    """A question about a picture, and the answer that is learned."""
 
     picture: Picture
     question: str
@@ -27,7 +27,13 @@ class Question:
 
 @dataclass(frozen=True)
 class Questions:
-    """validation: the last of the file, set aside.  warnings: what was left out."""
+    """The questions of a config.
+
+    Attributes:
+        train: The questions to train on.
+        validation: The last questions of the file, set aside.
+        warnings: Messages about rows that were left out.
+    """
 
     train: tuple[Question, ...]
     validation: tuple[Question, ...]
@@ -35,9 +41,10 @@ class Questions:
 
 
 def of_config(cfg: DataConfig) -> Questions:
-    """The questions of `data.questions`; none where the field is empty. Only headers of images are read.
+    """Read the questions of `data.questions`; none if the field is empty. Only headers of images are read.
 
-    Raises InputError with all problems found, the first 20 of them in words.
+    Raises:
+        InputError: Lists all problems, the first 20 of them in words.
     """
     if cfg.questions is None:
         return Questions((), (), ())
@@ -57,7 +64,7 @@ def of_config(cfg: DataConfig) -> Questions:
 
 
 def _read(file: Path, leaves_out: bool) -> tuple[list[Question], list[str], list[str]]:
-    """Questions, problems and warnings. leaves_out: whether an image that cannot be read is a warning."""
+    """Questions, problems and warnings. leaves_out: whether an unreadable image is a warning, not a problem."""
     try:
         lines = [(number, offset, line) for number, offset, line in rows(file)]
     except InputError as error:
@@ -94,7 +101,7 @@ def _read(file: Path, leaves_out: bool) -> tuple[list[Question], list[str], list
 
 
 def _row(line: str, folder: Path) -> tuple[Path, str, str]:
-    """Image, question and answer. Raises InputError with the reason and the remedy, without the place."""
+    """Image, question and answer. Raises InputError with the reason and the remedy, without file and line."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
