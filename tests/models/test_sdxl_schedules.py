@@ -273,8 +273,8 @@ def test_objective_file_and_folder_decide_in_this_order_and_what_differs_is_said
     ("markers", "objective", "message"),
     [
         (("ztsnr",), {}, f"{FILE}: has the marker ztsnr (zero-terminal SNR) without v_pred, so what it predicts is not "
-         "known; set objective.prediction: v_prediction, as all known models with zero-terminal SNR, or epsilon, as "
-         "ComfyUI takes it"),
+         "known; set objective.prediction: v_prediction, as for all known models with zero-terminal SNR, or epsilon, "
+         "as ComfyUI reads it"),
         ((), {"zero_terminal_snr": "on"}, "objective.zero_terminal_snr: on needs a model that predicts velocity, but "
          f"{BASE} has prediction_type epsilon; set objective.prediction: v_prediction, or set this to auto"),
         (("edm_mean", "edm_std"), {}, f"{FILE}: its tensor 'edm_mean' marks a model of EDM (continuous noise levels), "

@@ -24,7 +24,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.sections import CompleteSample, DataConfig, ModelConfig, ObjectiveConfig, SampleConfig, Section
 from trainer.models import distilled
 from trainer.models.objectives import Batch, Example, Loss, Shift
-from trainer.models.parts.dropout import asked_dropout, dropout_warning
+from trainer.models.parts.dropout import configured_dropout, dropout_warning
 from trainer.models.parts.folder import DIFFUSERS_STEM, ModelFolder
 from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
@@ -221,8 +221,8 @@ class ModelFamily(ABC):
         A family that has more to say adds to these.
         """
         configs = {self.component_folder(name) / "config.json": self.component_config(name) for name in self.live}
-        asked = {file: asked_dropout(config) for file, config in configs.items()}
-        return tuple(dropout_warning(file, fields) for file, fields in asked.items() if fields)
+        dropouts = {file: configured_dropout(config) for file, config in configs.items()}
+        return tuple(dropout_warning(file, fields) for file, fields in dropouts.items() if fields)
 
     def component_folder(self, component: str) -> Path:
         """Where the component's config.json lies."""

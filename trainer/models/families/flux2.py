@@ -25,10 +25,10 @@ from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.models.base import FLOW_FIELDS, ImageFamily, LoadModule, TextLength, check_unread, references_of
 from trainer.models.objectives import Batch, Example, Loss, empirical_mu
 from trainer.models.parts.flow_matching import (
-    asked,
     denoise,
     euler_scheduler,
     flow_loss,
+    guidance_inputs,
     guided,
     spaced_sigmas,
     write_euler_scheduler,
@@ -274,7 +274,7 @@ class Flux2(ImageFamily):
     ) -> Image.Image:
         device = device_of(encoder)
         width, height = (side // self.size_multiple for side in cfg.size)
-        examples = [text] if self._architecture.guidance_embeds else asked(text, negative, cfg.guidance)
+        examples = [text] if self._architecture.guidance_embeds else guidance_inputs(text, negative, cfg.guidance)
         # The negative prompt goes with the same reference images.
         batches = [{key: t.to(device) for key, t in self.collate([text | e]).items()} for e in examples]
 

@@ -25,7 +25,14 @@ from trainer.config.errors import InputError
 from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.models.base import ImageFamily, LoadModule, TextLength, references_of
 from trainer.models.objectives import Batch, Example, Loss, Shift
-from trainer.models.parts.flow_matching import asked, denoise, euler_scheduler, flow_loss, guided, spaced_sigmas
+from trainer.models.parts.flow_matching import (
+    denoise,
+    euler_scheduler,
+    flow_loss,
+    guidance_inputs,
+    guided,
+    spaced_sigmas,
+)
 from trainer.models.parts.folder import check_architecture, open_folder, write_random, write_tiny
 from trainer.models.parts.images import device_of, pack, unpack
 from trainer.models.parts.layout import numbered, tensors_of
@@ -191,7 +198,7 @@ class Flux3(ImageFamily):
         device = device_of(encoder)
         width, height = (side // self.size_multiple for side in cfg.size)
         # The negative prompt goes with the same reference images.
-        examples = [text | example for example in asked(text, negative, cfg.guidance)]
+        examples = [text | example for example in guidance_inputs(text, negative, cfg.guidance)]
         prompts = [{key: t.to(device) for key, t in self.collate([example]).items()} for example in examples]
 
         def predict(latents: Tensor, sigma: Tensor) -> Tensor:

@@ -27,10 +27,10 @@ from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.models.base import ImageFamily, LoadModule, TextLength
 from trainer.models.objectives import Batch, Example, Loss, Shift, ShiftLine
 from trainer.models.parts.flow_matching import (
-    asked,
     denoise,
     euler_scheduler,
     flow_loss,
+    guidance_inputs,
     guided,
     linear_mu_of,
     spaced_sigmas,
@@ -228,7 +228,10 @@ class QwenImage(ImageFamily):
     ) -> Image.Image:
         device = device_of(encoder)
         width, height = (side // self.size_multiple for side in cfg.size)
-        prompts = [{"prompt_embeds": e["prompt_embeds"].to(device)[None]} for e in asked(text, negative, cfg.guidance)]
+        prompts = [
+            {"prompt_embeds": e["prompt_embeds"].to(device)[None]}
+            for e in guidance_inputs(text, negative, cfg.guidance)
+        ]
 
         def predict(tokens: Tensor, sigma: Tensor) -> Tensor:
             predictions = [_predict(model, tokens, (height, width), sigma, prompt) for prompt in prompts]

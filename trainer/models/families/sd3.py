@@ -36,10 +36,10 @@ from trainer.models.parts.clip import (
     write_tiny_clip_tokenizer,
 )
 from trainer.models.parts.flow_matching import (
-    asked,
     denoise,
     euler_scheduler,
     flow_loss,
+    guidance_inputs,
     guided,
     linear_mu_of,
     write_euler_scheduler,
@@ -240,7 +240,7 @@ class Sd3(ImageFamily):
         width, height = (2 * (side // self.size_multiple) for side in cfg.size)
         prompts = [
             {key: tensor.to(device).unsqueeze(0) for key, tensor in example.items()}
-            for example in asked(text, negative, cfg.guidance)
+            for example in guidance_inputs(text, negative, cfg.guidance)
         ]
 
         def predict(latents: Tensor, sigma: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ from trainer.models.parts.diffusion import (
     read_schedule,
     sampler_name,
 )
-from trainer.models.parts.flow_matching import asked, guided
+from trainer.models.parts.flow_matching import guidance_inputs, guided
 from trainer.models.parts.folder import (
     TRANSFORMERS_STEM,
     check_architecture,
@@ -466,7 +466,7 @@ class Sdxl(ImageFamily):
         device: torch.device,
     ) -> tuple[Tensor, Tensor]:
         """`_conditions` of the prompt, and of the negative prompt where guidance asks for it."""
-        examples = asked(text, negative, cfg.guidance)
+        examples = guidance_inputs(text, negative, cfg.guidance)
         texts = [{key: tensor for key, tensor in e.items() if key.startswith(ENCODERS)} for e in examples]
         batch = {key: tensor.to(device) for key, tensor in self.collate(texts).items()}
         states, pooled = self._conditions(model, batch)

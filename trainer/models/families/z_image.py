@@ -27,10 +27,10 @@ from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.models.base import ImageFamily, LoadModule, TextLength
 from trainer.models.objectives import Batch, Example, Loss, Shift
 from trainer.models.parts.flow_matching import (
-    asked,
     denoise,
     euler_scheduler,
     flow_loss,
+    guidance_inputs,
     guided,
     linear_mu_of,
     spaced_sigmas,
@@ -197,7 +197,10 @@ class ZImage(ImageFamily):
         """`cfg.guidance` is 1 more than the pipeline's `guidance_scale`, which is 0 for no guidance."""
         device = device_of(encoder)
         width, height = (2 * (side // self.size_multiple) for side in cfg.size)
-        prompts = [{"prompt_embeds": e["prompt_embeds"].to(device)[None]} for e in asked(text, negative, cfg.guidance)]
+        prompts = [
+            {"prompt_embeds": e["prompt_embeds"].to(device)[None]}
+            for e in guidance_inputs(text, negative, cfg.guidance)
+        ]
 
         def predict(latents: Tensor, sigma: Tensor) -> Tensor:
             return guided([_predict(model, latents, sigma, prompt) for prompt in prompts], cfg.guidance)
