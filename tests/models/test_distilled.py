@@ -91,13 +91,13 @@ def test_the_folder_counts_more_than_the_architecture_of_the_base_that_a_preset_
     ],
 )
 def test_empty_steps_and_guidance_are_the_models_own(model: dict[str, Any], steps: int, guidance: float) -> None:
-    drawn = distilled.drawn_with(ModelConfig.model_validate(model), SampleConfig())
+    drawn = distilled.complete_sample(ModelConfig.model_validate(model), SampleConfig())
     assert (drawn.steps, drawn.guidance) == (steps, guidance)
 
 
 def test_a_distilled_model_takes_given_steps_but_no_guidance() -> None:
     model = ModelConfig.model_validate({"family": "flux2", "options": {"distilled": True}})
-    drawn = distilled.drawn_with(model, SampleConfig(steps=28, guidance=4.0, seed=7))
+    drawn = distilled.complete_sample(model, SampleConfig(steps=28, guidance=4.0, seed=7))
     assert (drawn.steps, drawn.guidance, drawn.seed) == (28, 1.0, 7)
 
 

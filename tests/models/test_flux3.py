@@ -280,8 +280,8 @@ def test_a_single_file_in_the_original_layout_is_the_same_model(family, tmp_path
 def test_a_step_distilled_model_is_refused(cache, copied):
     edit_json(copied / "transformer" / "config.json", flow_map=True)
     assert refusal("flux3", cache, str(copied)) == (
-        f"model.path {copied}: the transformer is step-distilled, it is told where each step leads; "
-        "train the model it was made from, black-forest-labs/flux-3-image-klein-base"
+        f"model.path {copied}: the transformer is step-distilled (flow_map); train the model it "
+        "was made from, black-forest-labs/flux-3-image-klein-base"
     )
 
 

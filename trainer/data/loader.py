@@ -1,4 +1,4 @@
-"""Batch samplers, which decide what is trained in which step, and the loader, which reads the examples ahead.
+"""Batch samplers, which choose the items of each step, and the loader, which reads their examples ahead.
 
 The position follows from the optimizer step and the batch sizes so far: a run continues at any step on any number of
 ranks with the examples that the uninterrupted run would have read, and with another batch size at the next sample.

@@ -64,7 +64,7 @@ class DataSource(ABC):
 
 
 class SampleDrawer(ABC):
-    """What the samples of a run are drawn from, and how. Every rank has its own, and all are equal.
+    """The prompts of a run's samples, and how samples are drawn. Every rank has its own, and all are equal.
 
     Attributes:
         prompts: The prompt of each sample.

@@ -97,7 +97,7 @@ class TextDrawer(SampleDrawer):
     def prepare(self) -> Draw:
         def draw(model: nn.ModuleDict, index: int, rng: SampleRng) -> bytes:
             prompt = self.prompts[index]
-            return (prompt + self._family.write_on(model, prompt, self._cfg.sample, rng)).encode()
+            return (prompt + self._family.generate(model, prompt, self._cfg.sample, rng)).encode()
 
         return draw
 

@@ -45,7 +45,7 @@ def found(model: ModelConfig, folder: Path | None = None) -> tuple[Distilled, ..
     return likely or (kinds if model.options.distilled else ())
 
 
-def drawn_with(model: ModelConfig, sample: SampleConfig, folder: Path | None = None) -> CompleteSample:
+def complete_sample(model: ModelConfig, sample: SampleConfig, folder: Path | None = None) -> CompleteSample:
     """Complete the section `sample`: the model's own steps and guidance where they are empty, no guidance if it is
     distilled. folder: as for `found`."""
     kinds = found(model, folder)

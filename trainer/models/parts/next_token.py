@@ -115,13 +115,13 @@ def continue_text(model: Any, tokens: Tensor, count: int, temperature: float, en
     draws = rng.generators("text")
     for _ in range(count):
         logits = model(input_ids=given, **cache, use_cache=True, logits_to_keep=1).logits[0, -1]
-        given = drawn_token(logits.float(), temperature, draws[0]).view(1, 1)
+        given = draw_token(logits.float(), temperature, draws[0]).view(1, 1)
         found.append(int(given))
     length = found.index(end) if end in found else count
     return torch.tensor(found[:length], dtype=tokens.dtype)
 
 
-def drawn_token(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+def draw_token(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
     """Draw one token id, (). logits: (vocabulary,).  temperature: 0 takes the likeliest token.
 
     The random number is drawn on the CPU, so that it is equal for every accelerator.
