@@ -131,7 +131,7 @@ def test_images_without_a_visible_pixel_are_one_warning_where_they_are_decoded(p
     Image.new("RGB", (64, 64), "white").save(tmp_path / "white.png")
     _, said = encoded(run_config(tmp_path, data__missing_caption="empty"))
     assert [event.message for event in said if isinstance(event, WarningEvent)] == [
-        f"3 images are wholly transparent and trained as white: first {tmp_path}/0.png; remove it"
+        f"3 images are fully transparent and trained as white: first {tmp_path}/0.png; remove it"
     ]
 
 

@@ -89,7 +89,7 @@ def test_a_cached_example_that_changed_is_named_and_encoded_anew_by_the_next_sta
     with pytest.raises(InputError) as error:
         go_on(cfg, run, 4)
     [named] = [file for file in files if str(file) in str(error.value)]
-    assert str(error.value) == f"{named}: missing or damaged since it was cached; start again to encode it anew"
+    assert str(error.value) == f"{named}: missing or damaged since it was cached; start again to encode it again"
     assert not named.exists()
     for file, data in before.items():
         if file != named:

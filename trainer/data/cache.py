@@ -126,7 +126,7 @@ class ExampleCache:
             yield
         except (FileNotFoundError, SafetensorError) as error:
             raise InputError(
-                f"{self.path(key)}: missing or damaged since it was cached; start again to encode it anew"
+                f"{self.path(key)}: missing or damaged since it was cached; start again to encode it again"
             ) from error
 
 

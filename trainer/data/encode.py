@@ -178,11 +178,11 @@ class _DataEncoder:
         return self.family.encode_image(encoder, image)
 
     def _warn_of_invisible(self, files: Sequence[Path]) -> None:
-        """Warn of wholly transparent images. files: the ones that this rank encoded. Collective."""
-        found = sorted({file for part in self.context.world.gather(files) for file in part})
-        if found:
-            counted = image_warnings.counted(len(found), "image is", "images are")
-            message = f"{counted} wholly transparent and trained as white: first {found[0]}; remove it"
+        """Warn of fully transparent images. files: the ones that this rank encoded. Collective."""
+        invisible = sorted({file for part in self.context.world.gather(files) for file in part})
+        if invisible:
+            count = image_warnings.counted(len(invisible), "image is", "images are")
+            message = f"{count} fully transparent and trained as white: first {invisible[0]}; remove it"
             self.context.emit(WarningEvent(message=message))
 
     def _encode_masks(self, photos: Sequence[Photo], latents: Mapping[Path, str]) -> dict[Photo, str]:

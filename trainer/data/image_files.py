@@ -102,9 +102,9 @@ def scan(cfg: DataConfig, watcher: Watcher | None = None) -> Dataset:
     if isinstance(cfg.validation, int):
         photos, held_out = _set_aside(photos, cfg.validation)
     photos += _as_frequent(others, photos, cfg.regularization_weight)
-    found = Dataset(tuple(photos), tuple(held_out), tuple(scanner.found.warnings))
+    dataset = Dataset(tuple(photos), tuple(held_out), tuple(scanner.findings.warnings))
     copies = image_warnings.of_copies(photo.path for photo in (*photos, *held_out))
-    return replace(found, warnings=(*found.warnings, *image_warnings.of_files(found.pictures), *copies))
+    return replace(dataset, warnings=(*dataset.warnings, *image_warnings.of_files(dataset.pictures), *copies))
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class _Scanner:
 
     def __init__(self, cfg: DataConfig, watcher: Watcher) -> None:
         self.cfg = cfg
-        self.found = Findings()
+        self.findings = Findings()
         self._watcher = watcher
         self._separate_folders = _separate_folders(cfg)
         self._captioned: dict[Path, list[Path]] = {}
@@ -179,8 +179,10 @@ class _Scanner:
         images = self._images(source, files)
         captions = self._metadata([file for file in files if file.name == "metadata.jsonl"], frozenset(images))
         photos = [photo for image in images if (photo := self._photo(image, captions, source)) is not None]
-        if images and not photos and not self.found.problems:
-            self.found.problems.append(f"{source.field}: {source.root}: none of its {len(images)} images can be read")
+        if images and not photos and not self.findings.problems:
+            self.findings.problems.append(
+                f"{source.field}: {source.root}: none of its {len(images)} images can be read"
+            )
         self._warn_of_open_trigger(source, photos)
         return photos
 
@@ -190,7 +192,7 @@ class _Scanner:
             if companions:
                 companions.finish()
         self._warn_of_shared_captions()
-        problems = self.found.problems
+        problems = self.findings.problems
         if problems:
             hidden = len(problems) - MAX_SHOWN_PROBLEMS
             more = [f"and {hidden} more"] if hidden > 0 else []
@@ -201,7 +203,7 @@ class _Scanner:
             return None
         source = _Source(field, _absolute(folder), holds="images named as those of the data")
         images = self._images(source, self._files(source))
-        return kind(field, source.root, images, self.found) if images else None
+        return kind(field, source.root, images, self.findings) if images else None
 
     def _files(self, source: _Source) -> list[Path]:
         """The files of a folder by relative path. Problems with the folder are collected."""
@@ -209,7 +211,7 @@ class _Scanner:
         try:
             if not root.is_dir():
                 kind = "not a folder" if root.exists() else "no such folder"
-                self.found.problems.append(f"{source.field}: {root}: {kind}; give a folder of {source.holds}")
+                self.findings.problems.append(f"{source.field}: {root}: {kind}; give a folder of {source.holds}")
                 return []
             files = []
             for file in files_below(root, self._separate_folders):
@@ -217,13 +219,13 @@ class _Scanner:
                 files.append(file)
         except OSError as error:
             wrong = f"{source.field}: {shortened(str(error.filename), 500)}: cannot be read ({error.strerror})"
-            self.found.problems.append(f"{wrong}; change its permissions, or name a folder without it")
+            self.findings.problems.append(f"{wrong}; change its permissions, or name a folder without it")
             return []
         except InputError as error:
-            self.found.problems.append(f"{source.field}: {error}")
+            self.findings.problems.append(f"{source.field}: {error}")
             return []
         if not files:
-            self.found.problems.append(f"{source.field}: {root}: the folder is empty; put {source.holds} into it")
+            self.findings.problems.append(f"{source.field}: {root}: the folder is empty; put {source.holds} into it")
         return sorted(files, key=lambda file: file.relative_to(root).as_posix())
 
     def _images(self, source: _Source, files: Sequence[Path]) -> list[Path]:
@@ -233,7 +235,9 @@ class _Scanner:
                 self._bad_image(f"{file}: {file.suffix} images are not read; convert it to png or jpg, or remove it")
         if files and not images:
             expected = " ".join(sorted(suffix.removeprefix(".") for suffix in IMAGE_SUFFIXES))
-            self.found.problems.append(f"{source.field}: {source.root}: no images in this folder; expected {expected}")
+            self.findings.problems.append(
+                f"{source.field}: {source.root}: no images in this folder; expected {expected}"
+            )
         return images
 
     def _photo(self, path: Path, captions: Mapping[Path, str], source: _Source) -> Photo | None:
@@ -264,7 +268,7 @@ class _Scanner:
             self._captioned.setdefault(file, []).append(path)
         caption = self._text(file) if has_file else captions.get(path, "")
         if caption == "" and self.cfg.missing_caption == "stop":
-            self.found.problems.append(
+            self.findings.problems.append(
                 f"{path}: no caption; write it into {file.name}, or set data.missing_caption: empty"
             )
             return None
@@ -274,10 +278,10 @@ class _Scanner:
         """{image: caption} of all rows of all metadata files."""
         captions: dict[Path, str] = {}
         for file in files:
-            before = len(self.found.problems)
+            before = len(self.findings.problems)
             with self._collecting(file):
                 for number, offset, line in rows(file):
-                    if len(self.found.problems) - before >= MOST_WRONG_ROWS:
+                    if len(self.findings.problems) - before >= MOST_WRONG_ROWS:
                         raise InputError(f"{file}: {MOST_WRONG_ROWS} rows are wrong; the rest of them was not read")
                     with self._collecting(file, offset, f"{file}:{number}: "):
                         image, caption = _metadata_row(line.decode().removeprefix("\ufeff"), file.parent, images)
@@ -308,25 +312,25 @@ class _Scanner:
             yield
         except UnicodeDecodeError as error:
             byte = f"byte {offset + error.start} (0x{error.object[error.start]:02x})"
-            self.found.problems.append(f"{path}: {byte} is not UTF-8; save the file as UTF-8")
+            self.findings.problems.append(f"{path}: {byte} is not UTF-8; save the file as UTF-8")
         except InputError as error:
-            self.found.problems.append(f"{place}{error}")
+            self.findings.problems.append(f"{place}{error}")
         except OSError as error:
-            self.found.problems.append(f"{path}: cannot be read ({error.strerror}); change its permissions")
+            self.findings.problems.append(f"{path}: cannot be read ({error.strerror}); change its permissions")
 
     def _bad_image(self, message: str) -> None:
         if self.cfg.bad_image == "warn":
-            self.found.warnings.append(f"left out: {message}")
+            self.findings.warnings.append(f"left out: {message}")
         else:
-            self.found.problems.append(f"{message}, or set data.bad_image: warn")
+            self.findings.problems.append(f"{message}, or set data.bad_image: warn")
 
     def _warn_of_shared_captions(self) -> None:
         shared = [(caption, images) for caption, images in self._captioned.items() if len(images) > 1]
         if shared:
             caption, images = shared[0]
-            found = image_warnings.counted(len(shared), "caption is", "captions are")
-            self.found.warnings.append(
-                f"{found} shared by images of one name: first {caption} by "
+            count = image_warnings.counted(len(shared), "caption is", "captions are")
+            self.findings.warnings.append(
+                f"{count} shared by images of one name: first {caption} by "
                 f"{' and '.join(image.name for image in images)}; rename those that need their own"
             )
 
@@ -334,7 +338,7 @@ class _Scanner:
         count = sum(TRIGGER_PLACE in photo.caption for photo in photos)
         if count:
             remedy = "set data.trigger" if source.is_own else "remove it: the trigger is not for these images"
-            self.found.warnings.append(
+            self.findings.warnings.append(
                 f"{source.field}: {count} captions of {source.root} hold an unfilled {TRIGGER_PLACE}; {remedy}"
             )
 

@@ -180,7 +180,7 @@ def _upright(picture: Picture) -> Image.Image:
     if image.size != (picture.width, picture.height):
         raise InputError(
             f"{picture.path}: has {image.width} x {image.height} pixels, and had {picture.width} x {picture.height} "
-            "when it was found; if it was replaced, start again, else save it anew"
+            "when it was found; if it was replaced, start again, else save it again"
         )
     return image
 

@@ -22,11 +22,11 @@ TAIL_BYTES = 4096
 def of_files(pictures: Sequence[Picture]) -> Iterator[str]:
     """Warn of files with parts that are not used."""
     if paged := [picture.path for picture in pictures if picture.has_frames]:
-        found = counted(len(paged), "image has", "images have")
-        yield f"{found} several frames or pages, of which only the first one is used: first {paged[0]}"
+        count = counted(len(paged), "image has", "images have")
+        yield f"{count} several frames or pages, of which only the first one is used: first {paged[0]}"
     if broken := [picture.path for picture in pictures if picture.profile == "broken"]:
-        found = counted(len(broken), "image has", "images have")
-        yield f"{found} a colour profile that cannot be used and is ignored: first {broken[0]}; save it anew as sRGB"
+        count = counted(len(broken), "image has", "images have")
+        yield f"{count} a colour profile that cannot be used and is ignored: first {broken[0]}; save it again as sRGB"
 
 
 def of_copies(files: Iterable[Path]) -> Iterator[str]:
@@ -35,10 +35,10 @@ def of_copies(files: Iterable[Path]) -> Iterator[str]:
     for same in (_length, _tail, _content):
         groups = [part for group in groups for part in _parted(group, same)]
     if groups:
-        found = counted(sum(len(group) - 1 for group in groups), "image has", "images have")
+        count = counted(sum(len(group) - 1 for group in groups), "image has", "images have")
         first, copy = groups[0][:2]
         yield (
-            f"{found} the same bytes as another one: first {copy} as {first}; remove copies, or give their folder a "
+            f"{count} the same bytes as another one: first {copy} as {first}; remove copies, or give their folder a "
             "weight in data.folders"
         )
 
@@ -54,15 +54,15 @@ def of_buckets(pictures: Sequence[Picture], sizes: Sequence[tuple[int, int]]) ->
         if (kept := min(scale_x, scale_y) / scale) < LEAST_KEPT:
             cropped.append(f"{picture.path} of which {kept:.0%} is kept")
     if enlarged:
-        found = counted(len(enlarged), "image is", "images are")
+        count = counted(len(enlarged), "image is", "images are")
         yield (
-            f"{found} enlarged more than {MOST_ENLARGED} times to fill a bucket, and learned blurred: "
+            f"{count} enlarged more than {MOST_ENLARGED} times to fill a bucket, and learned blurred: "
             f"first {enlarged[0]}; use larger files, or lower data.resolution"
         )
     if cropped:
-        found = counted(len(cropped), "image loses", "images lose")
+        count = counted(len(cropped), "image loses", "images lose")
         yield (
-            f"{found} more than a third to the crop to a bucket: first {cropped[0]}; "
+            f"{count} more than a third to the crop to a bucket: first {cropped[0]}; "
             "crop by hand, or raise data.max_aspect"
         )
 

@@ -28,21 +28,22 @@ class _Companions:
 
     Attributes:
         field: The field of the config that names the folder; messages begin with it.
-        found: Takes the messages.
+        findings: Takes the messages.
         files: {name: image}.
         alone: (name, file) of the photos without a companion.
     """
 
-    def __init__(self, field: str, folder: Path, files: Iterable[Path], found: Findings) -> None:
-        self.field, self.folder, self.found = field, folder, found
+    def __init__(self, field: str, folder: Path, files: Iterable[Path], findings: Findings) -> None:
+        self.field, self.folder, self.findings = field, folder, findings
         self.files: dict[str, Path] = {}
         self.num_photos = 0
         self.alone: list[tuple[str, Path]] = []
         self._owners: dict[Path, Path] = {}
         for file in files:
-            other = self.files.setdefault(self._name(file), file)
+            name = file.relative_to(folder).with_suffix("").as_posix()
+            other = self.files.setdefault(name, file)
             if other != file:
-                found.problems.append(f"{field}: {other} and {file} have the same name; remove one of them")
+                findings.problems.append(f"{field}: {other} and {file} have the same name; remove one of them")
 
     def claim(self, names: Sequence[str], name: str, photo: Path) -> tuple[Picture, ...]:
         """The images of these names, for the photo called `name`. Raises InputError when one cannot be read."""
@@ -52,7 +53,7 @@ class _Companions:
         for file in (self.files[wanted] for wanted in names):
             owner = self._owners.setdefault(file, photo)
             if owner != photo:
-                self.found.problems.append(
+                self.findings.problems.append(
                     f"{self.field}: {file} belongs to both {owner} and {photo}; give the images different names"
                 )
         return tuple(open_picture(self.files[wanted]) for wanted in names)
@@ -60,13 +61,10 @@ class _Companions:
     def warn_of_unused(self) -> None:
         unused = [file for file in self.files.values() if file not in self._owners]
         if unused:
-            self.found.warnings.append(
+            self.findings.warnings.append(
                 f"{self.field}: {len(unused)} of {len(self.files)} images belong to no image of the data, "
                 f"first {unused[0]}"
             )
-
-    def _name(self, file: Path) -> str:
-        return file.relative_to(self.folder).with_suffix("").as_posix()
 
 
 class Masks(_Companions):
@@ -80,7 +78,7 @@ class Masks(_Companions):
         masks = self.claim([name] if name in self.files else [], name, photo.path)
         for mask in masks:
             if not _same_shape(mask, photo):
-                self.found.problems.append(
+                self.findings.problems.append(
                     f"{self.field}: {mask.path} is {mask.width} x {mask.height}, but {photo.path} is "
                     f"{photo.width} x {photo.height}; give the mask its photo's size or aspect ratio"
                 )
@@ -93,12 +91,12 @@ class Masks(_Companions):
             return
         name, photo = self.alone[0]
         if len(self.alone) == self.num_photos:
-            self.found.problems.append(
+            self.findings.problems.append(
                 f"{self.field}: {self.folder}: none of its images has the name of an image of the data; "
                 f"name the mask of {photo} {name}.png"
             )
             return
-        self.found.warnings.append(
+        self.findings.warnings.append(
             f"{self.field}: {len(self.alone)} of {self.num_photos} images have no mask and are learned whole, "
             f"first {photo}"
         )
@@ -117,7 +115,7 @@ class References(_Companions):
         self.warn_of_unused()
         if self.alone:
             name, photo = self.alone[0]
-            self.found.problems.append(
+            self.findings.problems.append(
                 f"{self.field}: {len(self.alone)} of {self.num_photos} images have no reference, first {photo}; "
                 f"add {self.folder / name}.png, or {name}_0.png, {name}_1.png and so on"
             )

@@ -49,18 +49,18 @@ def of_config(cfg: DataConfig) -> Questions:
     if cfg.questions is None:
         return Questions((), (), ())
     file = Path(cfg.questions).expanduser()
-    found, problems, warnings = _read(file, cfg.bad_image == "warn")
+    questions, problems, warnings = _read(file, cfg.bad_image == "warn")
     hidden = len(problems) - MAX_SHOWN_PROBLEMS
     if problems:
         raise InputError("\n".join(problems[:MAX_SHOWN_PROBLEMS] + ([f"and {hidden} more"] if hidden > 0 else [])))
     count = cfg.validation if isinstance(cfg.validation, int) else 0
-    if count >= len(found):
+    if count >= len(questions):
         raise InputError(
-            f"data.validation: {count} of the {len(found)} questions of {file} leaves none to train on; "
-            + (f"use at most {len(found) - 1}" if found else "write some into it")
+            f"data.validation: {count} of the {len(questions)} questions of {file} leaves none to train on; "
+            + (f"use at most {len(questions) - 1}" if questions else "write some into it")
         )
-    border = len(found) - count
-    return Questions(tuple(found[:border]), tuple(found[border:]), tuple(warnings))
+    border = len(questions) - count
+    return Questions(tuple(questions[:border]), tuple(questions[border:]), tuple(warnings))
 
 
 def _read(file: Path, leaves_out: bool) -> tuple[list[Question], list[str], list[str]]:
@@ -71,7 +71,7 @@ def _read(file: Path, leaves_out: bool) -> tuple[list[Question], list[str], list
         return [], [str(error)], []
     except OSError as error:
         return [], [f"data.questions: {file}: cannot be read ({error.strerror}); name a .jsonl file"], []
-    found: list[Question] = []
+    questions: list[Question] = []
     problems: list[str] = []
     warnings: list[str] = []
     pictures: dict[Path, Picture] = {}
@@ -96,8 +96,8 @@ def _read(file: Path, leaves_out: bool) -> tuple[list[Question], list[str], list
                 f"left out: {message}" if leaves_out else f"{message}, or set data.bad_image: warn"
             )
             continue
-        found.append(Question(pictures[path], question, answer))
-    return found, problems, warnings
+        questions.append(Question(pictures[path], question, answer))
+    return questions, problems, warnings
 
 
 def _row(line: str, folder: Path) -> tuple[Path, str, str]:

@@ -155,10 +155,10 @@ def check_length(cfg: RunConfig, family: TextFamily) -> None:
 
 
 def _check_same(files: tuple[Path, ...], world: World) -> None:
-    found = [(file.name, size) for file, size in sizes(files).items()]
-    for rank, others in enumerate(world.gather(found)):
-        if others != found:
-            name = min({*others} ^ {*found} or found)[0]
+    own = [(file.name, size) for file, size in sizes(files).items()]
+    for rank, others in enumerate(world.gather(own)):
+        if others != own:
+            name = min({*others} ^ {*own} or own)[0]
             raise InputError(
                 f"data.path: {name} differs between rank {rank} and rank {world.rank}; "
                 "give every machine the same files"

@@ -327,7 +327,7 @@ class ImageFamily(ModelFamily):
     @property
     def is_distilled(self) -> bool:
         """Whether the model was distilled to draw in few steps without guidance, by its folder or the config."""
-        return bool(distilled.found(self.config, self.folder))
+        return bool(distilled.matches(self.config, self.folder))
 
     def complete_sample(self, sample: SampleConfig) -> CompleteSample:
         """Complete the section `sample` with the steps and guidance of this model."""

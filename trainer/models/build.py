@@ -133,7 +133,9 @@ def load_model(
     if kernel:
         listener.note(kernel)
     parameters = dict(model.named_parameters())
-    _draw_adapter(parameters, injected, cfg.train.seed)
+    with torch.no_grad():
+        for name in injected.parameters:
+            fill_rows(parameters[name], adapters.initial_value(name, parameters[name].shape, cfg.train.seed))
     return LoadedModel(model, strategy, mesh, built.trainables, bytes_read, injected)
 
 
@@ -159,9 +161,9 @@ def continue_adapter(loaded: LoadedModel, cfg: RunConfig, family: ModelFamily) -
     file, base = cfg.adapter.start, BaseWeights(family)
     # Live components come first: files of peft do not name the text encoder they belong to.
     components = dict.fromkeys((*family.live, *family.components))
-    found = read_adapter(Path(file), base.layer_shapes(components), naming(family), base.layer)
-    idle = [name for name in found if _is_idle(name, loaded.module, family)]
-    used = {name: layer for name, layer in found.items() if name not in idle}
+    layers = read_adapter(Path(file), base.layer_shapes(components), naming(family), base.layer)
+    idle = [name for name in layers if _is_idle(name, loaded.module, family)]
+    used = {name: layer for name, layer in layers.items() if name not in idle}
     _check_changed(used, loaded.adapter, file)
     for name, layer in used.items():
         values = parameters_of(name, layer, cfg.adapter, loaded.adapter.parameters, base.layer)
@@ -362,13 +364,6 @@ def _coded(module: nn.Module) -> dict[str, Coded]:
             f"{stored}.weight", shape, f"{layer.format.name} {VERSION}", layer.format.encode
         )
     return coded
-
-
-def _draw_adapter(parameters: Mapping[str, nn.Parameter], injected: Injected, seed: int) -> None:
-    """Give the adapter's parameters the values that training begins with."""
-    with torch.no_grad():
-        for name in injected.parameters:
-            fill_rows(parameters[name], adapters.initial_value(name, parameters[name].shape, seed))
 
 
 def _is_idle(layer: str, model: nn.ModuleDict, family: ModelFamily) -> bool:

@@ -23,7 +23,7 @@ NO_GUIDANCE = 1.0
 INDEX = "model_index.json"
 
 
-def found(model: ModelConfig, folder: Path | None = None) -> tuple[Distilled, ...]:
+def matches(model: ModelConfig, folder: Path | None = None) -> tuple[Distilled, ...]:
     """Find the distilled models that this model may be, or may be made from; none if it is not distilled.
 
     Args:
@@ -47,8 +47,8 @@ def found(model: ModelConfig, folder: Path | None = None) -> tuple[Distilled, ..
 
 def complete_sample(model: ModelConfig, sample: SampleConfig, folder: Path | None = None) -> CompleteSample:
     """Complete the section `sample`: the model's own steps and guidance where they are empty, no guidance if it is
-    distilled. folder: as for `found`."""
-    kinds = found(model, folder)
+    distilled. folder: as for `matches`."""
+    kinds = matches(model, folder)
     guidance = GUIDANCE if sample.guidance is None else sample.guidance
     own = {
         "steps": sample.steps or (kinds[0].steps if kinds else STEPS),
@@ -58,8 +58,8 @@ def complete_sample(model: ModelConfig, sample: SampleConfig, folder: Path | Non
 
 
 def warnings(cfg: RunConfig, folder: Path | None = None) -> tuple[str, ...]:
-    """Sentences to show before a distilled model is trained; none for other models. folder: as for `found`."""
-    kinds, sample = found(cfg.model, folder), cfg.sample
+    """Sentences to show before a distilled model is trained; none for other models. folder: as for `matches`."""
+    kinds, sample = matches(cfg.model, folder), cfg.sample
     if not kinds:
         return ()
     base = " or ".join(dict.fromkeys(kind.base for kind in kinds))
@@ -77,7 +77,7 @@ def warnings(cfg: RunConfig, folder: Path | None = None) -> tuple[str, ...]:
 
 
 def refused(model: ModelConfig, folder: Path | None = None) -> Iterator[Problem]:
-    """Problems where `model.options.distilled` contradicts the known facts of the model. folder: as for `found`."""
+    """Problems where `model.options.distilled` contradicts the known facts of the model. folder: as for `matches`."""
     field, says = "model.options.distilled", model.options.distilled
     known = families.of(model.family)
     if says is None or known is None or not known.distilled:

@@ -183,9 +183,8 @@ class CausalLM(TextFamily):
         self._folder = self._open()
         self._config = _read_config(self._folder)
         self._empty = _built(self._folder, self._config)
-        check_architecture(
-            model, self._folder, {name: _sizes(published) for name, published in PUBLISHED.items()}, self._own_sizes
-        )
+        published = {name: _sizes(config) for name, config in PUBLISHED.items()}
+        check_architecture(model, self._folder, published, _sizes(self._config.to_dict()))
         self.shard = ShardSpec(block_names(self._empty, model.options.blocks))
         if not self.shard.blocks:
             raise InputError(
@@ -353,10 +352,6 @@ class CausalLM(TextFamily):
 
         companions = source.digest(*COMPANION_FILES) if source else ""
         return write_tiny(self.cache, "causal-lm-random", TINY_VERSION, {"sizes": sizes, "beside": companions}, write)
-
-    @property
-    def _own_sizes(self) -> dict[str, Any]:
-        return _sizes(self._config.to_dict())
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:

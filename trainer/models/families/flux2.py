@@ -332,7 +332,7 @@ class Flux2(ImageFamily):
             "transformer": _tiny_transformer(published.guidance_embeds, text_width=width * len(TINY_LAYERS)),
             "vae": tiny_packed_vae(),
             "text_encoder": _tiny_text_encoder(published.encoder, width),
-            "scheduler": _tiny_scheduler(),
+            "scheduler": {"shift": 3.0, "use_dynamic_shifting": True, "time_shift_type": "exponential"},
         }
 
     def _write_tiny(self) -> Path:
@@ -484,10 +484,6 @@ def _tiny_text_encoder(encoder: str, width: int) -> dict[str, Any]:
         "image_token_index": TINY_TOKENS_KEPT.index("[IMG]"),
         "tie_word_embeddings": False,
     }
-
-
-def _tiny_scheduler() -> dict[str, Any]:
-    return {"shift": 3.0, "use_dynamic_shifting": True, "time_shift_type": "exponential"}
 
 
 def _tiny_language_model(config: dict[str, Any]) -> nn.Module:

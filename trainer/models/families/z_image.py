@@ -152,7 +152,8 @@ class ZImage(ImageFamily):
     @torch.no_grad()
     def encode_text(self, encoder: TextEncoder, caption: str) -> Example:
         """Encode to the second-to-last hidden state, without padding: the pipeline cuts its padding off again."""
-        tokens = self._tokenize(encoder.tokenizer, caption)
+        text = _templated(encoder.tokenizer, caption)
+        tokens = encoder.tokenizer(text, return_tensors="pt", truncation=True, max_length=self._max_tokens)
         (states,) = hidden_states(encoder.model, tokens, self._text_layers)
         return {"prompt_embeds": states[0].cpu()}
 
@@ -271,12 +272,6 @@ class ZImage(ImageFamily):
             )
         given = (self._vae["latent_channels"], self._language_model["hidden_size"])
         check_inputs(self._folder, (config.in_channels, config.cap_feat_dim), given)
-
-    def _tokenize(self, tokenizer: Any, caption: str) -> Mapping[str, Tensor]:
-        tokens: Mapping[str, Tensor] = tokenizer(
-            _templated(tokenizer, caption), return_tensors="pt", truncation=True, max_length=self._max_tokens
-        )
-        return tokens
 
     def _write_tiny(self) -> Path:
         name = self.config.options.architecture or DEFAULT_ARCHITECTURE

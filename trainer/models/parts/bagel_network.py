@@ -164,8 +164,8 @@ class Bagel(nn.Module):
             rows = places.new_zeros(1, 1), places, torch.ones(1, 1, 1, dtype=torch.bool, device=places.device)
         seen = self.vision_connector(self.vision(patches, places, rows))
         seen = seen + self.vision_positions(places).to(seen.dtype)
-        found: Tensor = seen[:0] if is_empty else seen
-        return found
+        output: Tensor = seen[:0] if is_empty else seen
+        return output
 
 
 class BagelLayer(nn.Module):
@@ -223,8 +223,8 @@ class Expert(nn.Module):
         """The layer's output. x: the layer's input, (tokens, D).  seen: output of attention, (tokens, D)."""
         x = x + self.to_out(seen)
         hidden = self.hidden_norm(x)
-        found: Tensor = x + self.down(F.silu(self.gate(hidden)) * self.up(hidden))
-        return found
+        output: Tensor = x + self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        return output
 
 
 class BagelVision(nn.Module):
@@ -242,8 +242,8 @@ class BagelVision(nn.Module):
         x = self.patch_in(patches) + self.positions(places)
         for layer in self.layers:
             x = layer(x, rows)
-        found: Tensor = self.norm(x)
-        return found
+        output: Tensor = self.norm(x)
+        return output
 
 
 class BagelVisionLayer(nn.Module):
@@ -265,8 +265,8 @@ class BagelVisionLayer(nn.Module):
             to(y).unflatten(1, (self.num_heads, -1)).transpose(0, 1) for to in (self.to_q, self.to_k, self.to_v)
         )
         x = x + self.to_out(_attend(query, key, value, rows))
-        found: Tensor = x + self.down(F.gelu(self.up(self.hidden_norm(x)), approximate="tanh"))
-        return found
+        output: Tensor = x + self.down(F.gelu(self.up(self.hidden_norm(x)), approximate="tanh"))
+        return output
 
 
 class GridPositions(nn.Module):

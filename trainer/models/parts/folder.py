@@ -131,9 +131,9 @@ class ModelFolder:
             return None
         layout = tuple(layout)
         names = {tensor.name for tensor in layout}
-        found = WeightFiles.read([self.single], lambda key: key if key in names else None)
+        stored = WeightFiles.read([self.single], lambda key: key if key in names else None)
         shapes = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items()}
-        return found.by_our_names(layout, shapes) if len(found) else None
+        return stored.by_our_names(layout, shapes) if len(stored) else None
 
     def digest(self, *components: str) -> str:
         """A digest that changes with the files of `components`, which are folders or files."""

@@ -47,7 +47,7 @@ def unet_layout(unet: Any) -> Iterator[Fused]:
     middle = {"resnets.0": "0", "attentions.0": "1", "resnets.1": "2"}
     modules |= {f"mid_block.{ours}": f"middle_block.{theirs}" for ours, theirs in middle.items()}
     for name in unet.state_dict():
-        module = _module_of(name, modules)
+        module = next(module for module in modules if name.startswith(f"{module}."))
         inside = name.removeprefix(f"{module}.")
         if ".resnets." in name:
             inside = _renamed(inside, _UNET_RESNET)
@@ -118,10 +118,6 @@ def vae_layout(vae: Any, prefix: str = VAE_PREFIX) -> Iterator[Fused]:
         if is_attention:
             original = f"{side}.mid.attn_1.{_renamed(inside, _VAE_ATTENTION)}"
         yield Fused(prefix + original, (name,), pointwise=bool(is_attention) and tensor.dim() == 2)
-
-
-def _module_of(name: str, modules: Mapping[str, str]) -> str:
-    return next(module for module in modules if name.startswith(f"{module}."))
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:

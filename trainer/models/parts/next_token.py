@@ -111,14 +111,14 @@ def continue_text(model: Any, tokens: Tensor, count: int, temperature: float, en
 
     # transformers 5.24 renamed the argument to `cache`. Sharding makes a class of its own, which inherits `forward`.
     name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
-    cache, given, found = {name: DynamicCache(config=model.config)}, tokens[None], []
+    cache, inputs, ids = {name: DynamicCache(config=model.config)}, tokens[None], []
     draws = rng.generators("text")
     for _ in range(count):
-        logits = model(input_ids=given, **cache, use_cache=True, logits_to_keep=1).logits[0, -1]
-        given = draw_token(logits.float(), temperature, draws[0]).view(1, 1)
-        found.append(int(given))
-    length = found.index(end) if end in found else count
-    return torch.tensor(found[:length], dtype=tokens.dtype)
+        logits = model(input_ids=inputs, **cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+        inputs = draw_token(logits.float(), temperature, draws[0]).view(1, 1)
+        ids.append(int(inputs))
+    length = ids.index(end) if end in ids else count
+    return torch.tensor(ids[:length], dtype=tokens.dtype)
 
 
 def draw_token(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
