@@ -113,12 +113,12 @@ class Bagel(nn.Module):
         text: Tensor,
         predicted: Tensor,
         patches: Tensor,
-        patch_places: Tensor,
+        patch_cells: Tensor,
         patch_rows: Tensor,
         patch_back: Tensor,
         patch_mask: Tensor,
         latents: Tensor,
-        latent_places: Tensor,
+        latent_cells: Tensor,
         sigma: Tensor,
         positions: Tensor,
         rows: Tensor,
@@ -131,12 +131,12 @@ class Bagel(nn.Module):
             text: (T,) token ids.
             predicted: (K,) indices of the text tokens after which the next token is predicted.
             patches: (P, values of a patch), pixels by row, column and channel, in [-1, 1].
-            patch_places: (P,) cell in the picture's grid, row x `max_side` + column.
+            patch_cells: (P,) cell in the picture's grid, row x `max_side` + column.
             patch_rows: `rows` for the patches of each seen picture.
             patch_back: `back` for these patches.
             patch_mask: (pictures, 1, L) whether an entry of `patch_rows` is a patch, not padding.
             latents: (N, latent numbers), noisy, by row, column and channel.
-            latent_places: (N,) cell in the picture's grid, row x `latent_side` + column.
+            latent_cells: (N,) cell in the picture's grid, row x `latent_side` + column.
             sigma: (N,) share of noise, 0 = data, 1 = noise.
             positions: (S,) positions for rotary embeddings.
             rows: (B, L) indices of the tokens of each packed sequence; padding may be any index.
@@ -146,24 +146,24 @@ class Bagel(nn.Module):
         Returns:
             Logits (K, vocabulary) and velocities (N, latent numbers).
         """
-        looked_at = self._looked_at(patches, patch_places, (patch_rows, patch_back, patch_mask))
-        understanding = torch.cat([self.text_embedding(text), looked_at])
+        seen = self._encode_seen(patches, patch_cells, (patch_rows, patch_back, patch_mask))
+        understanding = torch.cat([self.text_embedding(text), seen])
         timestep = self.timestep(timestep_waves(sigma).to(latents.dtype))
-        generation = self.latent_in(latents) + timestep + self.latent_positions(latent_places).to(latents.dtype)
+        generation = self.latent_in(latents) + timestep + self.latent_positions(latent_cells).to(latents.dtype)
         rotation = rotary_waves(positions, self.sizes)
         for layer in self.layers:
             understanding, generation = layer(understanding, generation, rotation, (rows, back, mask))
         texts = self.understanding_norm(understanding[: len(text)][predicted])
         return self.text_out(texts), self.latent_out(self.generation_norm(generation))
 
-    def _looked_at(self, patches: Tensor, places: Tensor, rows: Rows) -> Tensor:
+    def _encode_seen(self, patches: Tensor, cells: Tensor, rows: Rows) -> Tensor:
         """Encode the seen pictures, (P, D). A rank without a picture runs the encoder too: other ranks wait for it."""
         is_empty = len(patches) == 0
         if is_empty:
-            patches, places = patches.new_zeros(1, patches.shape[1]), places.new_zeros(1)
-            rows = places.new_zeros(1, 1), places, torch.ones(1, 1, 1, dtype=torch.bool, device=places.device)
-        seen = self.vision_connector(self.vision(patches, places, rows))
-        seen = seen + self.vision_positions(places).to(seen.dtype)
+            patches, cells = patches.new_zeros(1, patches.shape[1]), cells.new_zeros(1)
+            rows = cells.new_zeros(1, 1), cells, torch.ones(1, 1, 1, dtype=torch.bool, device=cells.device)
+        seen = self.vision_connector(self.vision(patches, cells, rows))
+        seen = seen + self.vision_positions(cells).to(seen.dtype)
         output: Tensor = seen[:0] if is_empty else seen
         return output
 
@@ -237,9 +237,9 @@ class BagelVision(nn.Module):
         self.layers = nn.ModuleList(BagelVisionLayer(sizes) for _ in range(sizes.num_layers))
         self.norm = nn.LayerNorm(sizes.width, sizes.eps)
 
-    def forward(self, patches: Tensor, places: Tensor, rows: Rows) -> Tensor:
+    def forward(self, patches: Tensor, cells: Tensor, rows: Rows) -> Tensor:
         """Encode patches, (P, width). Arguments as in `Bagel.forward`."""
-        x = self.patch_in(patches) + self.positions(places)
+        x = self.patch_in(patches) + self.positions(cells)
         for layer in self.layers:
             x = layer(x, rows)
         output: Tensor = self.norm(x)
@@ -278,9 +278,9 @@ class GridPositions(nn.Module):
         super().__init__()
         self.register_buffer("grid", torch.empty(side**2, width))
 
-    def forward(self, places: Tensor) -> Tensor:
+    def forward(self, cells: Tensor) -> Tensor:
         """Look up the cells, (number of cells, D)."""
-        return self.grid[places]
+        return self.grid[cells]
 
 
 def grid_waves(side: int, width: int) -> Tensor:
@@ -312,22 +312,22 @@ def rotary_waves(positions: Tensor, sizes: BagelSizes) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def attention_mask(place: Tensor, piece: Tensor, whole: Tensor, noisy: Tensor, is_token: Tensor) -> Tensor:
+def attention_mask(index: Tensor, piece: Tensor, whole: Tensor, noisy: Tensor, is_token: Tensor) -> Tensor:
     """Build (B, L, L) bool: whether a token (row) attends to another (column) of its sequence.
 
     Padding is seen only by itself: a softmax over nothing is not a number.
 
     Args:
-        place: (B, L) index of the token in its sequence.
+        index: (B, L) index of the token in its sequence.
         piece: (B, L) index of its piece: a text, or a picture with its marks.
         whole: (B, L) whether it sees all of its own piece, as patches do; text sees the tokens before it.
         noisy: (B, L) whether it belongs to latents that are being drawn, which only their own piece sees.
         is_token: (B, L) whether it is a token, not padding.
     """
     same_piece = piece[:, :, None] == piece[:, None]
-    before = place[:, None] <= place[:, :, None]
+    before = index[:, None] <= index[:, :, None]
     seen = (before | (same_piece & whole[:, :, None])) & (same_piece | ~noisy[:, None]) & is_token[:, None]
-    return seen | torch.eye(place.shape[1], dtype=torch.bool, device=place.device)
+    return seen | torch.eye(index.shape[1], dtype=torch.bool, device=index.device)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:

@@ -81,14 +81,14 @@ def pack(sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes) 
     begins = [0, *accumulate(len(part) for part in texts)]
     learned = [(begin, part) for begin, part in zip(begins, texts, strict=False) if part.is_learned]
     # Computed from known lengths, not found on the device: nothing has to wait for the device.
-    predicted = [begin + part.places[:-1] - part.at.place for begin, part in learned]
+    predicted = [begin + part.indices[:-1] - part.at.index for begin, part in learned]
     arguments = {
         "text": torch.cat([part.content for part in texts]),
         "predicted": torch.cat([one[:0], *predicted]),
         "patches": _joined(seen, sizes.vision.patch_numbers, one),
-        "patch_places": torch.cat([one[:0], *(part.grid for part in seen)]),
+        "patch_cells": torch.cat([one[:0], *(part.grid for part in seen)]),
         "latents": _joined(drawn, sizes.latent_numbers, one),
-        "latent_places": torch.cat([one[:0], *(part.grid for part in drawn)]),
+        "latent_cells": torch.cat([one[:0], *(part.grid for part in drawn)]),
         "sigma": torch.cat([one[:0].float(), *(part.sigma.expand(len(part)) for part in drawn)]),
         "positions": torch.cat([part.positions for part in (*texts, *seen, *drawn)]),
     }
@@ -140,11 +140,11 @@ def unpatched(patches: Tensor, height: int, width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _At:
-    """Where a piece begins. place: index of its first token in the sequence.  position: for rotary embeddings."""
+    """Where a piece begins. index: index of its first token in the sequence.  position: for rotary embeddings."""
 
     sequence: int
     piece: int
-    place: int
+    index: int
     position: int
 
 
@@ -154,14 +154,14 @@ class _Part:
 
     Attributes:
         content: Ids or patches.
-        places: Indices in the sequence.
+        indices: Indices in the sequence.
         grid: Cells in the picture's grid.
         is_learned: Whether every token except the first is predicted.
     """
 
     at: _At
     content: Tensor
-    places: Tensor
+    indices: Tensor
     positions: Tensor
     grid: Tensor
     sigma: Tensor
@@ -174,7 +174,7 @@ class _Part:
 
     def column(self, value: int) -> Tensor:
         """The value, repeated for each of the tokens."""
-        return self.places.new_full((len(self),), value)
+        return self.indices.new_full((len(self),), value)
 
 
 def _collected(
@@ -185,17 +185,17 @@ def _collected(
     seen: list[_Part] = []
     drawn: list[_Part] = []
     for sequence, pieces in enumerate(sequences):
-        place = position = 0
+        index = position = 0
         for number, piece in enumerate(pieces):
-            at = _At(sequence, number, place, position)
+            at = _At(sequence, number, index, position)
             if isinstance(piece, TextPiece):
                 texts.append(_text(piece, at, marks))
-                place, position = place + len(texts[-1]), position + len(texts[-1])
+                index, position = index + len(texts[-1]), position + len(texts[-1])
                 continue
             pictures = seen if isinstance(piece, SeenPiece) else drawn
             pictures.append(_seen(piece, at, sizes) if isinstance(piece, SeenPiece) else _drawn(piece, at, sizes))
             texts += _marked(pictures[-1], at, marks)
-            place, position = place + len(pictures[-1]) + 2, position + 1
+            index, position = index + len(pictures[-1]) + 2, position + 1
     return texts, seen, drawn
 
 
@@ -209,7 +209,7 @@ def _rows(owners: Sequence[int], parts: Sequence[_Part]) -> tuple[Tensor, Tensor
     if not parts:
         nothing = torch.zeros(0, dtype=torch.int64)
         return nothing[None], nothing
-    like = parts[0].places
+    like = parts[0].indices
     rows: list[list[Tensor]] = [[] for _ in range(max(owners) + 1)]
     lengths, starts, begin = [0] * len(rows), [], 0
     for owner, part in zip(owners, parts, strict=True):
@@ -234,7 +234,7 @@ def _is_token(rows: Tensor, back: Tensor) -> Tensor:
 
 def _mask(order: Sequence[_Part], rows: Tensor, back: Tensor) -> Tensor:
     return attention_mask(
-        torch.cat([part.places for part in order])[rows],
+        torch.cat([part.indices for part in order])[rows],
         torch.cat([part.column(part.at.piece) for part in order])[rows],
         torch.cat([part.column(int(part.in_picture)) for part in order]).bool()[rows],
         torch.cat([part.column(int(part.is_noisy)) for part in order]).bool()[rows],
@@ -247,7 +247,7 @@ def _text(piece: TextPiece, at: _At, marks: Marks) -> _Part:
     content = torch.cat([ids.new_tensor([marks.text_begin]), ids, ids.new_tensor([marks.text_end])])
     steps = torch.arange(len(content), device=ids.device)
     learned = piece.learned
-    return _Part(at, content, at.place + steps, at.position + steps, steps, steps[:0], is_learned=learned)
+    return _Part(at, content, at.index + steps, at.position + steps, steps, steps[:0], is_learned=learned)
 
 
 def _seen(piece: SeenPiece, at: _At, sizes: BagelSizes) -> _Part:
@@ -269,25 +269,25 @@ def _picture(patches: Tensor, at: _At, rows: int, columns: int, side: int, sigma
     grid = steps // columns * side + steps % columns
     positions = torch.full_like(steps, at.position)
     noise = patches.new_zeros(()) if sigma is None else sigma
-    return _Part(at, patches, at.place + 1 + steps, positions, grid, noise, True, sigma is not None)
+    return _Part(at, patches, at.index + 1 + steps, positions, grid, noise, True, sigma is not None)
 
 
 def _marked(picture: _Part, at: _At, marks: Marks) -> list[_Part]:
     """The two tokens around a picture, which see the same tokens and are seen by the same tokens as the picture."""
-    ends = [(marks.picture_begin, at.place), (marks.picture_end, at.place + len(picture) + 1)]
-    one = picture.places.new_tensor
+    ends = [(marks.picture_begin, at.index), (marks.picture_end, at.index + len(picture) + 1)]
+    one = picture.indices.new_tensor
     return [
         _Part(
             at,
             one([mark]),
-            one([place]),
+            one([index]),
             one([at.position]),
             one([0]),
             picture.sigma,
             True,
             picture.is_noisy,
         )
-        for mark, place in ends
+        for mark, index in ends
     ]
 
 
