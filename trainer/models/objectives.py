@@ -205,7 +205,12 @@ def squared_error(prediction: Tensor, target: Tensor, mask: Tensor | None = None
 
 
 def total_loss(errors: Tensor, weight: Tensor) -> Loss:
-    """Sum the weighted errors of the items. errors: (B,).  weight: (B,), 0 for padding."""
+    """Sum the weighted errors of the items.
+
+    Args:
+        errors: (B,).
+        weight: (B,), 0 for padding.
+    """
     return Loss(total=(errors * weight).sum(), weight=weight.count_nonzero())
 
 

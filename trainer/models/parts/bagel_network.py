@@ -30,7 +30,11 @@ Rows = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class VisionSizes:
-    """Sizes of the encoder of seen pictures, a SigLIP. max_side: patches per side of the largest picture."""
+    """Sizes of the encoder of seen pictures, a SigLIP.
+
+    Attributes:
+        max_side: Patches per side of the largest picture.
+    """
 
     width: int
     num_layers: int
@@ -179,7 +183,17 @@ class BagelLayer(nn.Module):
     def forward(
         self, understanding: Tensor, generation: Tensor, rotation: tuple[Tensor, Tensor], rows: Rows
     ) -> tuple[Tensor, Tensor]:
-        """Run the layer. understanding: (T + P, D).  generation: (N, D).  rotation: `rotary_waves` of all S tokens."""
+        """Run the layer.
+
+        Args:
+            understanding: (T + P, D).
+            generation: (N, D).
+            rotation: `rotary_waves` of all S tokens.
+            rows: (rows, back, mask) of `Bagel.forward`.
+
+        Returns:
+            The new states, in the same shapes.
+        """
         parts = [self.understanding.heads(understanding), self.generation.heads(generation)]
         query, key, value = (torch.cat(pair, dim=1) for pair in zip(*parts, strict=True))
         groups = query.shape[0] // key.shape[0]
@@ -219,9 +233,14 @@ class Expert(nn.Module):
         )
         return self.norm_q(query), self.norm_k(key), value
 
-    def finish(self, x: Tensor, seen: Tensor) -> Tensor:
-        """The layer's output. x: the layer's input, (tokens, D).  seen: output of attention, (tokens, D)."""
-        x = x + self.to_out(seen)
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The layer's output, (tokens, D).
+
+        Args:
+            x: The layer's input, (tokens, D).
+            attended: The output of attention, (tokens, D).
+        """
+        x = x + self.to_out(attended)
         hidden = self.hidden_norm(x)
         output: Tensor = x + self.down(F.silu(self.gate(hidden)) * self.up(hidden))
         return output

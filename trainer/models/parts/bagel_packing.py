@@ -28,7 +28,12 @@ class Marks:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """A text. ids: (t,) without marks.  learned: whether its tokens and its end are predicted."""
+    """A text.
+
+    Attributes:
+        ids: (t,) without marks.
+        learned: Whether its tokens and its end are predicted.
+    """
 
     ids: Tensor
     learned: bool = False
@@ -36,14 +41,23 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class SeenPiece:
-    """A picture that the model sees. pixels: (3, H, W) in [-1, 1], sides in multiples of the encoder's patch."""
+    """A picture that the model sees.
+
+    Attributes:
+        pixels: (3, H, W) in [-1, 1], sides in multiples of the encoder's patch.
+    """
 
     pixels: Tensor
 
 
 @dataclass(frozen=True)
 class DrawnPiece:
-    """A picture that is drawn. latents: (C, H, W), noisy, sides in multiples of 2.  sigma: () share of noise."""
+    """A picture that is drawn.
+
+    Attributes:
+        latents: (C, H, W), noisy, sides in multiples of 2.
+        sigma: () share of noise.
+    """
 
     latents: Tensor
     sigma: Tensor
@@ -140,7 +154,12 @@ def unpatched(patches: Tensor, height: int, width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _At:
-    """Where a piece begins. index: index of its first token in the sequence.  position: for rotary embeddings."""
+    """Where a piece begins.
+
+    Attributes:
+        index: Index of its first token in the sequence.
+        position: Its first position for rotary embeddings.
+    """
 
     sequence: int
     piece: int

@@ -184,13 +184,24 @@ class _Reading:
 
 @dataclass(frozen=True)
 class Sampler:
-    """A sampler of diffusers, ready for its first step. arguments: additional arguments of its `step`."""
+    """A sampler of diffusers, ready for its first step.
+
+    Attributes:
+        scheduler: The scheduler of diffusers.
+        arguments: Additional arguments of its `step`.
+    """
 
     scheduler: Any
     arguments: Mapping[str, Any]
 
     def step(self, prediction: Tensor, timestep: Tensor, latents: Tensor) -> Tensor:
-        """The latents of the next timestep, (B, ...). prediction, latents: (B, ...).  timestep: ()."""
+        """The latents of the next timestep, (B, ...).
+
+        Args:
+            prediction: (B, ...).
+            timestep: ().
+            latents: (B, ...).
+        """
         after: Tensor = self.scheduler.step(prediction, timestep, latents, **self.arguments, return_dict=False)[0]
         return after
 

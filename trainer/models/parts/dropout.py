@@ -25,7 +25,12 @@ def configured_dropout(config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def dropout_warning(file: Path, shares: Mapping[str, float]) -> str:
-    """The warning for the user. file: the config.  shares: its `configured_dropout`, not empty."""
+    """The warning for the user.
+
+    Args:
+        file: The config.
+        shares: Its `configured_dropout`, not empty.
+    """
     fields = ", ".join(f"{name} {share:g}" for name, share in shares.items())
     return (
         f"{file} asks for dropout in training ({fields}); the base is trained without it, because its masks would "

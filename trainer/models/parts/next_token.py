@@ -122,9 +122,12 @@ def continue_text(model: Any, tokens: Tensor, count: int, temperature: float, en
 
 
 def draw_token(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    """Draw one token id, (). logits: (vocabulary,).  temperature: 0 takes the likeliest token.
+    """Draw one token id, (). The random number is drawn on the CPU, so that it is equal for every accelerator.
 
-    The random number is drawn on the CPU, so that it is equal for every accelerator.
+    Args:
+        logits: (vocabulary,).
+        temperature: Temperature of the distribution; 0 takes the likeliest token.
+        generator: Source of the random number, on the CPU.
     """
     if temperature == 0:
         return logits.argmax()
