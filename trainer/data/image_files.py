@@ -115,8 +115,8 @@ class _Source:
         field: The field of the config.
         root: The folder.
         weight: Occurrences of each image per epoch.
-        is_own: Whether the images show the subject that is learned; only then are the trigger filled into their
-            captions, and masks and references read.
+        is_own: Whether the images show the subject that is learned; only then is the trigger filled into their
+            captions, and are masks and references read for them.
         holds: The expected content, for messages.
     """
 
