@@ -222,7 +222,7 @@ def _row(name: str, checked: Checked, values: Mapping[str, Any]) -> Row:
 
 def _own(config: RunConfig) -> dict[str, str]:
     """{field: the model's own value}, as an empty input shows it."""
-    sample = distilled.drawn_with(config.model, config.sample.model_copy(update={"steps": None, "guidance": None}))
+    sample = distilled.complete_sample(config.model, config.sample.model_copy(update={"steps": None, "guidance": None}))
     return {"sample.steps": f"{sample.steps}", "sample.guidance": f"{sample.guidance:g}"}
 
 

@@ -65,8 +65,8 @@ def test_a_picture_whose_name_commands_the_terminal_is_shown_by_escapes(tmp_path
     (folder / "pictures" / b"caf\xe9.png".decode("utf-8", "surrogateescape")).write_bytes(b"none")
     code, said = launch(folder, "--headless", "preset.yaml")
     assert code == 2 and is_harmless(said)
-    assert f"{SHOWN}.png: cannot be read (no image of a known format)" in said
-    assert "caf\\xe9.png: cannot be read (no image of a known format)" in said
+    assert f"{SHOWN}.png: cannot be read (not an image of a known format)" in said
+    assert "caf\\xe9.png: cannot be read (not an image of a known format)" in said
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_a_torn_file_counts_as_missing_and_is_encoded_anew(tmp_path: Path, kept_
     with pytest.raises(InputError) as caught:
         cache.read(key_of(0))
     assert str(caught.value) == (
-        f"{cache.path(key_of(0))}: missing or damaged since it was cached; start again to encode it anew"
+        f"{cache.path(key_of(0))}: missing or damaged since it was cached; start again to encode it again"
     )
     encode_missing({key_of(0): 0}, cache, example_of, alone(), no_progress)
     assert torch.equal(cache.read(key_of(0))["latents"], example_of(0)["latents"])

@@ -18,7 +18,7 @@ from trainer.data.encode import encode_data
 from trainer.data.image_files import scan
 from trainer.data.image_io import load_rgb, open_picture
 from trainer.data.image_source import EncodedData
-from trainer.data.loader import Item
+from trainer.data.loader import ImageItem
 from trainer.distributed.context import RankContext
 from trainer.models import families
 from trainer.models.base import ImageFamily, ModelFamily
@@ -131,7 +131,7 @@ def test_images_without_a_visible_pixel_are_one_warning_where_they_are_decoded(p
     Image.new("RGB", (64, 64), "white").save(tmp_path / "white.png")
     _, said = encoded(run_config(tmp_path, data__missing_caption="empty"))
     assert [event.message for event in said if isinstance(event, WarningEvent)] == [
-        f"3 images are wholly transparent and trained as white: first {tmp_path}/0.png; remove it"
+        f"3 images are fully transparent and trained as white: first {tmp_path}/0.png; remove it"
     ]
 
 
@@ -171,7 +171,7 @@ def test_another_mask_background_makes_new_masks_and_encodes_no_photo(pictures: 
     assert {event.message for event in said if isinstance(event, StatusEvent)} == {"masks"}
     assert [photo.latents for photo in grey.train] == [photo.latents for photo in dark.train]
     assert {photo.mask for photo in grey.train}.isdisjoint(photo.mask for photo in dark.train)
-    assert [data.example(Item(0, False))["mask"].tolist() for data in (dark, grey)] == [
+    assert [data.example(ImageItem(0, False))["mask"].tolist() for data in (dark, grey)] == [
         [[0, 0, 1, 1]] * 4,
         [[pytest.approx(0.2), pytest.approx(0.2), 1, 1]] * 4,
     ]

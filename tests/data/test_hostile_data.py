@@ -106,7 +106,7 @@ def test_a_picture_that_is_postscript_starts_no_program_and_is_named(tmp_path: P
 
     [sentence] = refused(train)
     assert sentence == (
-        f"{file}: cannot be read (no image of a known format); replace or remove it, or set data.bad_image: warn"
+        f"{file}: cannot be read (not an image of a known format); replace or remove it, or set data.bad_image: warn"
     )
     assert not called.exists()
 
@@ -229,7 +229,7 @@ def test_folders_within_each_other_without_an_end_are_refused(tmp_path: Path) ->
     (tmp_path / "/".join("d" * 500)).mkdir(parents=True)
     for found in (lambda: scan(data(tmp_path)), lambda: text_files.of_config(data(tmp_path))):
         assert refused(found) == [
-            f"data.path: {tmp_path}: its folders lie within each other more than 100 deep; move the files up"
+            f"data.path: {tmp_path}: its folders are nested more than 100 deep; move the files up"
         ]
 
 
@@ -297,7 +297,7 @@ def test_the_command_line_refuses_a_hostile_folder_at_once_in_sentences(tmp_path
         2,
         "",
         [
-            f"{folder}/00.png: cannot be read (no image of a known format); replace or remove it, "
+            f"{folder}/00.png: cannot be read (not an image of a known format); replace or remove it, "
             "or set data.bad_image: warn",
             f"{folder}/01.png: {NOT_REGULAR}, or set data.bad_image: warn",
         ],

@@ -137,7 +137,7 @@ def test_a_folder_the_user_may_not_enter_is_named(tmp_path: Path) -> None:
 def test_a_place_for_a_trigger_that_is_not_set_is_a_warning(tmp_path: Path) -> None:
     add_image(tmp_path / "a.png", caption="a [trigger] cat")
     assert scan(data(tmp_path)).warnings == (
-        f"data.path: 1 captions of {tmp_path} hold [trigger] as it stands; set data.trigger",
+        f"data.path: 1 captions of {tmp_path} hold an unfilled [trigger]; set data.trigger",
     )
 
 
@@ -223,7 +223,7 @@ def add_unreadable_images(folder: Path) -> tuple[str, ...]:
     return (
         f"{folder}/c.heic: .heic images are not read; convert it to png or jpg, or remove it",
         f"{folder}/a.png: cannot be read (Truncated File Read); replace or remove it",
-        f"{folder}/b.jpg: cannot be read (no image of a known format); replace or remove it",
+        f"{folder}/b.jpg: cannot be read (not an image of a known format); replace or remove it",
     )
 
 

@@ -212,7 +212,7 @@ def test_a_file_that_was_replaced_by_one_of_another_size_is_not_cropped_silently
         load(picture, (96, 48))
     assert str(caught.value) == (
         f"{file}: has 48 x 96 pixels, and had 96 x 48 when it was found; if it was replaced, start again, "
-        "else save it anew"
+        "else save it again"
     )
 
 

@@ -72,7 +72,7 @@ def test_profiles_that_cannot_be_used_are_one_sentence_and_others_none(tmp_path:
         add_image(tmp_path / f"b{number}.png", size=(40 + number, 20), icc_profile=b"not a profile")
     assert scan(data(tmp_path)).warnings == (
         f"2 images have a colour profile that cannot be used and is ignored: first {tmp_path}/b0.png; "
-        "save it anew as sRGB",
+        "save it again as sRGB",
     )
 
 

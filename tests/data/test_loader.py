@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trainer.config.errors import InputError
-from trainer.data.loader import BatchPlan, BatchSizes, Item, Loader, MicroBatch
+from trainer.data.loader import BatchSizes, ImageBatchSampler, ImageItem, Loader, MicroBatch
 from trainer.models.objectives import Example
 from trainer.run.manifest import Progress
 
@@ -19,24 +19,26 @@ BUCKETS = [0] * 7 + [1] * 4 + [2]
 WEIGHTS = [1.0, 1.5, 0.25, 2.0] * 3
 
 
-def plan_of(buckets: list[int], batch_size: int, weights: list[float] | None = None, dropout: float = 0.0) -> BatchPlan:
+def sampler_of(
+    buckets: list[int], batch_size: int, weights: list[float] | None = None, dropout: float = 0.0
+) -> ImageBatchSampler:
     sizes = BatchSizes(batch_size)
-    return BatchPlan(lambda item: buckets[item.photo], weights or [1.0] * len(buckets), sizes, 3, dropout)
+    return ImageBatchSampler(lambda item: buckets[item.photo], weights or [1.0] * len(buckets), sizes, 3, dropout)
 
 
-def photos_of(plan: BatchPlan, num_steps: int) -> list[int]:
-    return [item.photo for step in range(num_steps) for item in plan.batch(step)]
+def photos_of(sampler: ImageBatchSampler, num_steps: int) -> list[int]:
+    return [item.photo for step in range(num_steps) for item in sampler.batch(step)]
 
 
-def example_of(item: Item) -> Example:
+def example_of(item: ImageItem) -> Example:
     return {"photo": torch.tensor(item.photo), "dropped": torch.tensor(item.dropped)}
 
 
-def read(plan: BatchPlan, world_size: int, micro_batch: int, num_steps: int) -> list[list[MicroBatch]]:
+def read(sampler: ImageBatchSampler, world_size: int, micro_batch: int, num_steps: int) -> list[list[MicroBatch]]:
     """For each step the passes of all ranks, in rank order."""
     steps: list[list[MicroBatch]] = [[] for _ in range(num_steps)]
     for rank in range(world_size):
-        with Loader(plan, example_of, rank, world_size, micro_batch) as loader:
+        with Loader(sampler, example_of, rank, world_size, micro_batch) as loader:
             for step in range(num_steps):
                 steps[step] += loader.micro_batches(step)
     return steps
@@ -54,19 +56,19 @@ def weighted(passes: list[MicroBatch]) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 16])
 def test_every_batch_is_full_and_of_one_bucket(batch_size: int) -> None:
-    plan = plan_of(BUCKETS, batch_size)
+    sampler = sampler_of(BUCKETS, batch_size)
     for step in range(40):
-        items = plan.batch(step)
+        items = sampler.batch(step)
         assert len(items) == batch_size
         assert len({BUCKETS[item.photo] for item in items}) == 1
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 16])
 def test_photos_of_one_bucket_are_seen_equally_often_within_one(batch_size: int) -> None:
-    plan = plan_of(BUCKETS, batch_size)
+    sampler = sampler_of(BUCKETS, batch_size)
     seen: Counter[int] = Counter()
     for step in range(60):
-        seen.update(item.photo for item in plan.batch(step))
+        seen.update(item.photo for item in sampler.batch(step))
         for bucket in set(BUCKETS):
             counts = [seen[photo] for photo in range(len(BUCKETS)) if BUCKETS[photo] == bucket]
             assert max(counts) - min(counts) <= 1
@@ -74,12 +76,12 @@ def test_photos_of_one_bucket_are_seen_equally_often_within_one(batch_size: int)
 
 def test_a_photo_alone_in_its_bucket_is_seen_as_often_as_the_others() -> None:
     num_epochs, batch_size = 200, 5
-    seen = Counter(photos_of(plan_of(BUCKETS, batch_size), num_epochs * len(BUCKETS) // batch_size))
+    seen = Counter(photos_of(sampler_of(BUCKETS, batch_size), num_epochs * len(BUCKETS) // batch_size))
     assert all(abs(seen[photo] - num_epochs) <= batch_size for photo in range(len(BUCKETS)))
 
 
 def test_without_buckets_every_epoch_holds_each_photo_once_in_another_order() -> None:
-    photos = photos_of(plan_of([0] * 10, 5), 8)
+    photos = photos_of(sampler_of([0] * 10, 5), 8)
     epochs = [photos[start : start + 10] for start in range(0, 40, 10)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 4
     assert len({tuple(epoch) for epoch in epochs}) == 4
@@ -87,7 +89,7 @@ def test_without_buckets_every_epoch_holds_each_photo_once_in_another_order() ->
 
 def test_weights_are_kept_exactly_over_the_epochs_and_taken_in_turns() -> None:
     weights = [2.0, 1.5, 1.5, 1.5, 1.5, 0.25, 0.25, 0.25, 0.25]
-    photos = photos_of(plan_of([0] * 9, 1, weights), 4 * 9)
+    photos = photos_of(sampler_of([0] * 9, 1, weights), 4 * 9)
     assert Counter(photos) == {0: 8, 1: 6, 2: 6, 3: 6, 4: 6, 5: 1, 6: 1, 7: 1, 8: 1}
     extras = [sum(photo in (1, 2, 3, 4) for photo in photos[start : start + 9]) for start in range(0, 36, 9)]
     assert all(5 <= count <= 7 for count in extras)
@@ -95,22 +97,24 @@ def test_weights_are_kept_exactly_over_the_epochs_and_taken_in_turns() -> None:
 
 @pytest.mark.parametrize("start", [0, 1, 7, 23])
 def test_a_restart_at_any_step_goes_on_as_the_uninterrupted_run(start: int) -> None:
-    straight = [plan.batch(step) for plan in [plan_of(BUCKETS, 3, dropout=0.3)] for step in range(30)]
-    resumed = plan_of(BUCKETS, 3, dropout=0.3)
+    straight = [sampler.batch(step) for sampler in [sampler_of(BUCKETS, 3, dropout=0.3)] for step in range(30)]
+    resumed = sampler_of(BUCKETS, 3, dropout=0.3)
     assert [resumed.batch(step) for step in range(start, 30)] == straight[start:]
     assert resumed.batch(start) == straight[start]
 
 
 def test_the_order_of_a_seed_is_this_one() -> None:
-    assert photos_of(plan_of(BUCKETS, 3), 4) == [0, 2, 1, 10, 8, 9, 3, 6, 4, 5, 4, 2]
+    assert photos_of(sampler_of(BUCKETS, 3), 4) == [0, 2, 1, 10, 8, 9, 3, 6, 4, 5, 4, 2]
 
 
 @pytest.mark.parametrize(
     ("batch_size", "digest"), [(1, "92ebe86fa545efc1"), (3, "7bd62e00df49e85d"), (8, "849bc55c1cdf7355")]
 )
 def test_the_items_of_200_steps_are_those_of_every_version_so_far(batch_size: int, digest: str) -> None:
-    plan = BatchPlan(lambda item: (BUCKETS[item.photo], item.dropped), WEIGHTS, BatchSizes(batch_size), 3, 0.3)
-    items = [(item.photo, item.dropped) for step in range(200) for item in plan.batch(step)]
+    sampler = ImageBatchSampler(
+        lambda item: (BUCKETS[item.photo], item.dropped), WEIGHTS, BatchSizes(batch_size), 3, 0.3
+    )
+    items = [(item.photo, item.dropped) for step in range(200) for item in sampler.batch(step)]
     assert hashlib.sha256(repr(items).encode()).hexdigest()[:16] == digest
 
 
@@ -118,15 +122,15 @@ PARTS = ((4, 10), (8, 7), (2, 9), (5, 3))
 """(batch size, steps) of the parts of a run."""
 
 
-def continued(*parts: tuple[int, int]) -> BatchPlan:
-    """The plan of the last part of a run with buckets, weights and dropped captions."""
+def continued(*parts: tuple[int, int]) -> ImageBatchSampler:
+    """The sampler of the last part of a run with buckets, weights and dropped captions."""
     sizes = BatchSizes(parts[-1][0], parts[:-1])
-    return BatchPlan(lambda item: BUCKETS[item.photo], WEIGHTS, sizes, 3, 0.3)
+    return ImageBatchSampler(lambda item: BUCKETS[item.photo], WEIGHTS, sizes, 3, 0.3)
 
 
-def by_hand(items: Iterable[Item], sizes: Iterable[int]) -> Iterator[tuple[Item, ...]]:
+def by_hand(items: Iterable[ImageItem], sizes: Iterable[int]) -> Iterator[tuple[ImageItem, ...]]:
     """A batch per size: from the first bucket of which so many items wait; until there is one, items are read on."""
-    waiting: dict[int, list[Item]] = {}
+    waiting: dict[int, list[ImageItem]] = {}
     rest = iter(items)
     for size in sizes:
         while not any(len(queue) >= size for queue in waiting.values()):
@@ -139,10 +143,10 @@ def by_hand(items: Iterable[Item], sizes: Iterable[int]) -> Iterator[tuple[Item,
 
 def test_a_run_that_goes_on_with_another_batch_size_trains_every_item_once_and_in_order() -> None:
     items = [continued((1, 0)).batch(step)[0] for step in range(200)]
-    found: list[tuple[Item, ...]] = []
+    found: list[tuple[ImageItem, ...]] = []
     for number, (_, steps) in enumerate(PARTS, 1):
-        plan = continued(*PARTS[:number])
-        found += [plan.batch(step) for step in range(len(found), len(found) + steps)]
+        sampler = continued(*PARTS[:number])
+        found += [sampler.batch(step) for step in range(len(found), len(found) + steps)]
     assert found == list(by_hand(items, (size for size, steps in PARTS for _ in range(steps))))
     for bucket in set(BUCKETS):
         trained = [item for batch in found for item in batch if BUCKETS[item.photo] == bucket]
@@ -178,52 +182,52 @@ def test_a_checkpoint_says_which_batch_sizes_there_were_and_an_older_one_has_tha
 
 def test_captions_of_photos_that_keep_them_are_not_dropped_and_the_others_as_without_them() -> None:
     plain, keeping = (
-        BatchPlan(lambda item: None, [1.0] * 12, BatchSizes(4), 3, 0.5, keeps) for keeps in ((), range(8, 12))
+        ImageBatchSampler(lambda item: None, [1.0] * 12, BatchSizes(4), 3, 0.5, keeps) for keeps in ((), range(8, 12))
     )
-    found, expected = ([item for step in range(60) for item in plan.batch(step)] for plan in (keeping, plain))
-    assert found == [Item(item.photo, item.dropped and item.photo < 8) for item in expected]
+    found, expected = ([item for step in range(60) for item in sampler.batch(step)] for sampler in (keeping, plain))
+    assert found == [ImageItem(item.photo, item.dropped and item.photo < 8) for item in expected]
     assert any(item.dropped for item in expected if item.photo >= 8)
 
 
 def test_another_seed_gives_another_order() -> None:
-    plans = [BatchPlan(lambda item: 0, [1.0] * 20, BatchSizes(20), seed, 0.5) for seed in (0, 1)]
-    assert plans[0].batch(0) != plans[1].batch(0)
+    samplers = [ImageBatchSampler(lambda item: 0, [1.0] * 20, BatchSizes(20), seed, 0.5) for seed in (0, 1)]
+    assert samplers[0].batch(0) != samplers[1].batch(0)
 
 
 @pytest.mark.parametrize(("share", "fewest", "most"), [(0.0, 0, 0), (0.25, 220, 280), (1.0, 1000, 1000)])
 def test_captions_are_dropped_at_the_given_share(share: float, fewest: int, most: int) -> None:
-    plan = plan_of([0] * 10, 10, dropout=share)
-    dropped = [item.dropped for step in range(100) for item in plan.batch(step)]
+    sampler = sampler_of([0] * 10, 10, dropout=share)
+    dropped = [item.dropped for step in range(100) for item in sampler.batch(step)]
     assert fewest <= sum(dropped) <= most
 
 
 def test_copies_of_a_photo_within_an_epoch_are_dropped_independently() -> None:
-    plan = plan_of([0] * 4, 8, weights=[2.0] * 4, dropout=0.5)
-    per_epoch = [Counter(item.photo for item in plan.batch(epoch) if item.dropped) for epoch in range(50)]
+    sampler = sampler_of([0] * 4, 8, weights=[2.0] * 4, dropout=0.5)
+    per_epoch = [Counter(item.photo for item in sampler.batch(epoch) if item.dropped) for epoch in range(50)]
     for photo in range(4):
         num_dropped = Counter(epoch[photo] for epoch in per_epoch)
         assert num_dropped.keys() == {0, 1, 2}
 
 
 def test_a_dropped_caption_may_belong_to_another_batch_key() -> None:
-    plan = BatchPlan(lambda item: item.dropped, [1.0] * 10, BatchSizes(4), 0, 0.3)
-    assert all(len({item.dropped for item in plan.batch(step)}) == 1 for step in range(50))
+    sampler = ImageBatchSampler(lambda item: item.dropped, [1.0] * 10, BatchSizes(4), 0, 0.3)
+    assert all(len({item.dropped for item in sampler.batch(step)}) == 1 for step in range(50))
 
 
 def test_a_plan_without_photos_is_refused() -> None:
     with pytest.raises(InputError) as caught:
-        BatchPlan(lambda item: 0, [], BatchSizes(1), 0)
+        ImageBatchSampler(lambda item: 0, [], BatchSizes(1), 0)
     assert str(caught.value) == "data.path: no image is left to train on; see the warnings above"
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 5, 7])
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 100])
 def test_1_2_3_and_4_ranks_train_the_same_samples_in_the_same_order(batch_size: int, micro_batch: int) -> None:
-    plan = plan_of(BUCKETS, batch_size, dropout=0.3)
-    runs = [[weighted(passes) for passes in read(plan, ranks, micro_batch, 6)] for ranks in (1, 2, 3, 4)]
+    sampler = sampler_of(BUCKETS, batch_size, dropout=0.3)
+    runs = [[weighted(passes) for passes in read(sampler, ranks, micro_batch, 6)] for ranks in (1, 2, 3, 4)]
     assert runs == [runs[0]] * 4
     for step, samples in enumerate(runs[0]):
-        photos = [item.photo for item in plan.batch(step)]
+        photos = [item.photo for item in sampler.batch(step)]
         assert samples == [(step * batch_size + position, photo) for position, photo in enumerate(photos)]
 
 
@@ -242,7 +246,7 @@ def test_1_2_3_and_4_ranks_train_the_same_samples_in_the_same_order(batch_size: 
 def test_all_ranks_make_equally_many_passes_of_one_size_and_pad_with_weight_0(
     batch_size: int, world_size: int, micro_batch: int, num_passes: int, pass_size: int
 ) -> None:
-    (passes,) = read(plan_of([0] * 9, batch_size), world_size, micro_batch, 1)
+    (passes,) = read(sampler_of([0] * 9, batch_size), world_size, micro_batch, 1)
     assert len(passes) == world_size * num_passes
     assert {(len(batch.examples), len(batch.indices), len(batch.weights)) for batch in passes} == {(pass_size,) * 3}
     weights = [weight for batch in passes for weight in batch.weights]
@@ -250,68 +254,68 @@ def test_all_ranks_make_equally_many_passes_of_one_size_and_pad_with_weight_0(
 
 
 def test_padding_repeats_the_last_sample() -> None:
-    plan = plan_of([0] * 9, 5)
-    with Loader(plan, example_of, rank=1, world_size=2, micro_batch=3) as loader:
+    sampler = sampler_of([0] * 9, 5)
+    with Loader(sampler, example_of, rank=1, world_size=2, micro_batch=3) as loader:
         (batch,) = loader.micro_batches(2)
-    last = plan.batch(2)[4].photo
+    last = sampler.batch(2)[4].photo
     assert batch.indices == (13, 14, 14)
     assert batch.weights == (1.0, 1.0, 0.0)
     assert [int(example["photo"]) for example in batch.examples[1:]] == [last, last]
 
 
 def test_items_weigh_what_their_photo_weighs_and_padding_nothing() -> None:
-    plan, weights = plan_of([0] * 3, 5), (1.0, 0.5, 2.0)
-    with Loader(plan, example_of, 0, 2, 3, lambda item: weights[item.photo]) as first:
+    sampler, weights = sampler_of([0] * 3, 5), (1.0, 0.5, 2.0)
+    with Loader(sampler, example_of, 0, 2, 3, lambda item: weights[item.photo]) as first:
         (batch,) = first.micro_batches(0)
-    assert batch.weights == tuple(weights[item.photo] for item in plan.batch(0)[:3])
-    with Loader(plan, example_of, 1, 2, 3, lambda item: weights[item.photo]) as second:
+    assert batch.weights == tuple(weights[item.photo] for item in sampler.batch(0)[:3])
+    with Loader(sampler, example_of, 1, 2, 3, lambda item: weights[item.photo]) as second:
         (batch,) = second.micro_batches(0)
-    assert batch.weights == (*(weights[item.photo] for item in plan.batch(0)[3:]), 0.0)
+    assert batch.weights == (*(weights[item.photo] for item in sampler.batch(0)[3:]), 0.0)
 
 
 def test_the_next_step_is_read_while_this_one_is_trained() -> None:
-    plan = plan_of([0] * 9, 1)
+    sampler = sampler_of([0] * 9, 1)
     threads: dict[int, str] = {}
     is_ahead = threading.Event()
 
-    def fetch(item: Item) -> Example:
+    def fetch(item: ImageItem) -> Example:
         threads[len(threads)] = threading.current_thread().name
         if len(threads) == 2:
             is_ahead.set()
         return example_of(item)
 
-    with Loader(plan, fetch, 0, 1, 1) as loader:
+    with Loader(sampler, fetch, 0, 1, 1) as loader:
         loader.micro_batches(0)
         assert is_ahead.wait(timeout=10)
     assert threads == {0: "loader_0", 1: "loader_0"}
 
 
 def test_steps_may_be_asked_for_in_any_order() -> None:
-    plan = plan_of(BUCKETS, 3)
-    straight = [weighted(passes) for passes in read(plan, 1, 2, 9)]
-    with Loader(plan_of(BUCKETS, 3), example_of, 0, 1, 2) as loader:
+    sampler = sampler_of(BUCKETS, 3)
+    straight = [weighted(passes) for passes in read(sampler, 1, 2, 9)]
+    with Loader(sampler_of(BUCKETS, 3), example_of, 0, 1, 2) as loader:
         for step in (5, 6, 2, 2, 8, 0):
             assert weighted(loader.micro_batches(step)) == straight[step]
 
 
 def test_closing_ends_the_thread() -> None:
     before = threading.active_count()
-    with Loader(plan_of([0] * 9, 1), example_of, 0, 1, 1) as loader:
+    with Loader(sampler_of([0] * 9, 1), example_of, 0, 1, 1) as loader:
         loader.micro_batches(0)
         assert threading.active_count() == before + 1
     assert threading.active_count() == before
 
 
 def test_an_example_that_cannot_be_read_ends_its_own_step_and_no_other() -> None:
-    plan = plan_of([0] * 3, 1)
-    lost = plan.batch(1)[0].photo
+    sampler = sampler_of([0] * 3, 1)
+    lost = sampler.batch(1)[0].photo
 
-    def fetch(item: Item) -> Example:
+    def fetch(item: ImageItem) -> Example:
         if item.photo == lost:
             raise InputError("the file is gone")
         return example_of(item)
 
-    with Loader(plan, fetch, 0, 1, 1) as loader:
+    with Loader(sampler, fetch, 0, 1, 1) as loader:
         assert len(loader.micro_batches(0)) == 1
         with pytest.raises(InputError, match="the file is gone"):
             loader.micro_batches(1)

@@ -57,7 +57,7 @@ def test_photos_without_a_mask_and_masks_without_a_photo_are_counted(photos: Pat
     found = scan(data(photos, masks=str(masks)))
     assert by_name(found.train)["b"].mask is None
     assert found.warnings == (
-        f"data.masks: 2 of 3 images go with no image of the data, first {masks}/b.png",
+        f"data.masks: 2 of 3 images belong to no image of the data, first {masks}/b.png",
         f"data.masks: 1 of 2 images have no mask and are learned whole, first {photos}/sub/b.jpg",
     )
 
@@ -87,7 +87,7 @@ def test_a_mask_that_belongs_to_two_photos_is_refused(photos: Path, tmp_path: Pa
     other = add_image(tmp_path / "held" / "a.png")
     add_picture(masks / "a.png")
     assert problems_of(data(photos, masks=str(masks), validation=str(tmp_path / "held"))) == [
-        f"data.masks: {masks}/a.png goes with both {photos}/a.png and {other}; give the images different names"
+        f"data.masks: {masks}/a.png belongs to both {photos}/a.png and {other}; give the images different names"
     ]
 
 
@@ -96,7 +96,7 @@ def test_two_masks_of_one_name_are_refused(photos: Path, tmp_path: Path) -> None
     add_picture(masks / "a.jpg")
     add_picture(masks / "a.png")
     assert problems_of(data(photos, masks=str(masks))) == [
-        f"data.masks: {masks}/a.jpg and {masks}/a.png have one name; remove one of them"
+        f"data.masks: {masks}/a.jpg and {masks}/a.png have the same name; remove one of them"
     ]
 
 
@@ -104,7 +104,8 @@ def test_masks_of_which_none_is_named_as_a_photo_are_refused(photos: Path, tmp_p
     masks = tmp_path / "masks"
     add_picture(masks / "a_mask.png")
     assert problems_of(data(photos, masks=str(masks))) == [
-        f"data.masks: {masks}: none of its images is named as one of the data; name that of {photos}/a.png a.png"
+        f"data.masks: {masks}: none of its images has the name of an image of the data; "
+        f"name the mask of {photos}/a.png a.png"
     ]
 
 
@@ -118,7 +119,7 @@ def test_folders_that_hold_no_masks_and_masks_that_are_no_images_are_named(photo
         f"data.masks: {masks}: the folder is empty; put images named as those of the data into it"
     ]
     (masks / "a.png").write_text("no image")
-    unreadable = f"{masks}/a.png: cannot be read (no image of a known format); replace or remove it"
+    unreadable = f"{masks}/a.png: cannot be read (not an image of a known format); replace or remove it"
     assert problems_of(data(photos, masks=str(masks))) == [f"{unreadable}, or set data.bad_image: warn"]
     found = scan(data(photos, masks=str(masks), bad_image="warn"))
     assert list(by_name(found.train)) == ["b"]
@@ -177,7 +178,7 @@ def test_references_behind_a_gap_or_beside_the_photos_name_are_unused_with_a_war
         add_picture(before / name)
     found = scan(data(photos, references=str(before)))
     assert [names(photo.references) for photo in found.train] == [["a.jpg"], ["b_0.png"]]
-    assert found.warnings == (f"data.references: 2 of 4 images go with no image of the data, first {before}/a_0.jpg",)
+    assert found.warnings == (f"data.references: 2 of 4 images belong to no image of the data, first {before}/a_0.jpg",)
 
 
 def test_a_photo_without_reference_is_refused_with_its_name(photos: Path, tmp_path: Path) -> None:
@@ -220,7 +221,7 @@ def test_regularization_images_have_no_trigger_and_nothing_goes_with_them(photos
     assert [photo.caption for photo in found.train] == ["ohwx, a cat", "ohwx, a cat", "a dog", "a [trigger] dog"]
     assert [(photo.mask is None, photo.references == ()) for photo in found.train[2:]] == [(True, True)] * 2
     assert found.warnings == (
-        f"data.regularization: 1 captions of {others} hold [trigger] as it stands; "
+        f"data.regularization: 1 captions of {others} hold an unfilled [trigger]; "
         "remove it: the trigger is not for these images",
     )
 

@@ -16,7 +16,7 @@ import pytest
 
 from trainer.config.errors import InputError
 from trainer.data.text_files import digest, find_files
-from trainer.data.text_stream import PADDING, START, Piece, Place, Row, TextStream
+from trainer.data.text_stream import PADDING, START, PackedRow, Piece, StreamPosition, TextStream
 
 END = 256
 VOCABULARY = 257
@@ -65,11 +65,13 @@ def stream(
     return TextStream(files, tokenize, END, VOCABULARY, seed, length, shuffle_window, epochs)
 
 
-def plain(part: Piece | Row) -> dict[str, list[int]]:
+def plain(part: Piece | PackedRow) -> dict[str, list[int]]:
     return {name: values.tolist() for name, values in vars(part).items()}
 
 
-def plain_all(parts: Iterator[tuple[Piece, Place]] | Iterator[tuple[Row, Place]]) -> list[dict[str, list[int]]]:
+def plain_all(
+    parts: Iterator[tuple[Piece, StreamPosition]] | Iterator[tuple[PackedRow, StreamPosition]],
+) -> list[dict[str, list[int]]]:
     return [plain(part) for part, _ in parts]
 
 
@@ -78,7 +80,7 @@ def starts(texts: TextStream) -> list[int]:
     return [int(piece.tokens[0]) for piece, _ in texts.pieces()]
 
 
-def learned_pairs(parts: Sequence[Piece | Row]) -> Counter[tuple[int, int]]:
+def learned_pairs(parts: Sequence[Piece | PackedRow]) -> Counter[tuple[int, int]]:
     """Each token that is predicted, with the one before it."""
     return Counter(
         (before, token)
@@ -92,13 +94,13 @@ def pairs_of(texts: Sequence[str]) -> Counter[tuple[int, int]]:
     return Counter(pair for text in texts for pair in pairwise([*tokenize(text), END]))
 
 
-def show(row: Row) -> tuple[str, str, list[int]]:
+def show(row: PackedRow) -> tuple[str, str, list[int]]:
     """The text of a row with '|' for end-of-text, what of it is learned as '^', and its documents."""
     text = "".join("|" if token == END else chr(token) for token in row.tokens.tolist())
     return text, "".join("^" if learned else " " for learned in row.learned.tolist()), row.documents.tolist()
 
 
-def read_all(path: Path) -> list[tuple[Row, Place]]:
+def read_all(path: Path) -> list[tuple[PackedRow, StreamPosition]]:
     return list(stream([path]).rows())
 
 
@@ -123,7 +125,7 @@ def test_rows_and_pieces_go_on_from_any_place_as_if_uninterrupted(
         parts = plain_all(read())
         for number, (_, place) in enumerate(straight, start=1):
             saved = json.loads(json.dumps(asdict(place)))
-            assert plain_all(read(Place(**saved))) == parts[number:]
+            assert plain_all(read(StreamPosition(**saved))) == parts[number:]
 
 
 def test_an_endless_stream_goes_on_from_the_end_of_an_epoch(tmp_path: Path) -> None:
@@ -286,7 +288,7 @@ def test_where_no_text_is_found_the_error_says_what_to_give(tmp_path: Path) -> N
     for path, wrong in (
         (tmp_path / "b", "no such file or folder; give a .txt, .jsonl or .npy file, or a folder of them"),
         (tmp_path, "no text in this folder; put .txt, .jsonl or .npy files into it"),
-        (other, "not a kind of text that is read; give a .txt, .jsonl or .npy file"),
+        (other, "not a supported kind of text; give a .txt, .jsonl or .npy file"),
     ):
         with pytest.raises(InputError) as raised:
             find_files(path)

@@ -191,7 +191,7 @@ def test_a_run_continues_from_an_adapter_file(
     effect, wanted = (updates(finished, weights) for weights in (trainer.trained_weights(), finished.weights))
     assert effect.keys() == wanted.keys()
     assert difference(effect, wanted) <= 1e-5
-    assert notes == [f"{len(adapted_layers(trainer.model))} layers of the adapter go on from {file}"]
+    assert notes == [f"{len(adapted_layers(trainer.model))} layers of the adapter continue from {file}"]
 
 
 def started(finished: Finished, file: Path, folder: Path, **adapter: Any) -> tuple[Trainer, list[str]]:
@@ -260,7 +260,7 @@ def test_what_a_file_has_for_a_text_encoders_last_layer_is_left_out_and_told(run
     trainer, notes = started(everything, other, tmp_path)
     assert difference(updates(everything, trainer.trained_weights()), updates(everything, everything.weights)) <= 1e-5
     assert notes == [
-        f"{len(adapted_layers(trainer.model))} layers of the adapter go on from {other}",
+        f"{len(adapted_layers(trainer.model))} layers of the adapter continue from {other}",
         f"1 layer of {other} left out, as 'text_encoder.encoder.layers.1.mlp.fc1': "
         "nothing in this kind of training reads it",
     ]
@@ -280,7 +280,7 @@ def test_a_run_that_is_resumed_goes_on_from_its_checkpoint_and_not_from_the_file
     again = Trainer(cfg, first.run_dir, alone(), finished.cache, said.append)
     again.close()
     assert difference(again.trained_weights(), first.trained_weights()) == 0
-    assert not any("go on from" in event.message for event in said if isinstance(event, StatusEvent))
+    assert not any("continue from" in event.message for event in said if isinstance(event, StatusEvent))
 
 
 def test_a_run_whose_adapter_diffusers_cannot_load_says_so_before_its_first_step(runs: Runs, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def folder(tmp_path: Path, pictures: Path) -> Path:
         ),
         (
             picture("01.png", b"no picture"),
-            "{folder}/pictures/01.png: cannot be read (no image of a known format); replace or remove it, "
+            "{folder}/pictures/01.png: cannot be read (not an image of a known format); replace or remove it, "
             "or set data.bad_image: warn",
         ),
     ],

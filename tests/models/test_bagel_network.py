@@ -145,8 +145,8 @@ def test_tokens_stand_where_the_published_model_was_trained_to_find_them() -> No
     assert found["positions"].tolist() == [0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 0, 0, 8, 8]
     assert found["predicted"].tolist() == [6, 7]
     assert packed.labels.tolist() == [0, 61]
-    assert found["patch_places"].tolist() == [0, 1]
-    assert found["latent_places"].tolist() == [0, TINY.latent_side]
+    assert found["patch_cells"].tolist() == [0, 1]
+    assert found["latent_cells"].tolist() == [0, TINY.latent_side]
     assert found["sigma"].tolist() == [0.25, 0.25]
 
 
@@ -245,7 +245,7 @@ def test_pictures_of_several_shapes_do_not_see_each_other() -> None:
 
     def features(arguments: dict[str, Tensor]) -> Tensor:
         rows = tuple(arguments[f"patch_{name}"] for name in ("rows", "back", "mask"))
-        found: Tensor = vision(arguments["patches"], arguments["patch_places"], rows)
+        found: Tensor = vision(arguments["patches"], arguments["patch_cells"], rows)
         return found
 
     with torch.no_grad():

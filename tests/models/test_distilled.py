@@ -64,14 +64,14 @@ def test_the_folder_says_whether_a_model_is_distilled(
     family: str, name: str, files: dict[str, Any], base: str | None, tmp_path: Path
 ) -> None:
     folder = folder_of(tmp_path / name, files)
-    found = distilled.found(ModelConfig(family=family, path=str(folder)))
+    found = distilled.matches(ModelConfig(family=family, path=str(folder)))
     assert (found[0].base if found else None) == base
 
 
 def test_the_folder_counts_more_than_the_architecture_of_the_base_that_a_preset_names(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "any", {Z_IMAGE: {"shift": 3.0}})
     model = {"family": "z_image", "path": str(folder), "options": {"architecture": "z-image"}}
-    assert len(distilled.found(ModelConfig.model_validate(model))) == 1
+    assert len(distilled.matches(ModelConfig.model_validate(model))) == 1
 
 
 @pytest.mark.parametrize(
@@ -91,13 +91,13 @@ def test_the_folder_counts_more_than_the_architecture_of_the_base_that_a_preset_
     ],
 )
 def test_empty_steps_and_guidance_are_the_models_own(model: dict[str, Any], steps: int, guidance: float) -> None:
-    drawn = distilled.drawn_with(ModelConfig.model_validate(model), SampleConfig())
+    drawn = distilled.complete_sample(ModelConfig.model_validate(model), SampleConfig())
     assert (drawn.steps, drawn.guidance) == (steps, guidance)
 
 
 def test_a_distilled_model_takes_given_steps_but_no_guidance() -> None:
     model = ModelConfig.model_validate({"family": "flux2", "options": {"distilled": True}})
-    drawn = distilled.drawn_with(model, SampleConfig(steps=28, guidance=4.0, seed=7))
+    drawn = distilled.complete_sample(model, SampleConfig(steps=28, guidance=4.0, seed=7))
     assert (drawn.steps, drawn.guidance, drawn.seed) == (28, 1.0, 7)
 
 
@@ -151,7 +151,7 @@ def test_a_single_file_may_be_another_model_than_its_base_folder(tmp_path: Path)
     model = {"family": "flux2", "path": "a.safetensors", "base": str(folder), "options": {"distilled": True}}
     config = ModelConfig.model_validate(model)
     assert list(distilled.refused(config)) == []
-    assert len(distilled.found(config)) == 2
+    assert len(distilled.matches(config)) == 2
 
 
 def test_a_wrong_option_is_named_with_its_line_by_what_checks_a_run(tmp_path: Path) -> None:

@@ -103,6 +103,6 @@ def torch_generator(seed: int, number: int) -> torch.Generator:
 def test_a_base_model_is_drawn_as_before_where_steps_and_guidance_are_empty(cache: Path) -> None:
     for name in IMAGES:
         family = make(name, cache)
-        drawn = family.drawn_with(SampleConfig(negative="grey", seed=3))
+        drawn = family.complete_sample(SampleConfig(negative="grey", seed=3))
         assert (drawn.steps, drawn.guidance, drawn.negative, drawn.seed) == (28, 4.0, "grey", 3)
         assert not family.is_distilled

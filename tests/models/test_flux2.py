@@ -404,7 +404,7 @@ def test_a_folder_that_lacks_a_component_is_refused_before_anything_is_loaded(ca
     ("text", "reason"),
     [
         ("{", "not valid JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"),
-        ("[]", "holds no JSON object"),
+        ("[]", "not a JSON object"),
     ],
 )
 def test_a_config_that_is_no_json_object_is_refused(cache, copied, text, reason):

@@ -36,7 +36,7 @@ from tests.runs import alone, run_config
 from trainer.config.sections import ObjectiveConfig, SampleConfig
 from trainer.data.encode import encode_data
 from trainer.data.image_source import batch_keys
-from trainer.data.loader import BatchPlan, BatchSizes
+from trainer.data.loader import BatchSizes, ImageBatchSampler
 from trainer.distributed.context import RankContext
 from trainer.models import families
 from trainer.models.build import encoder_loader
@@ -280,8 +280,8 @@ def test_a_single_file_in_the_original_layout_is_the_same_model(family, tmp_path
 def test_a_step_distilled_model_is_refused(cache, copied):
     edit_json(copied / "transformer" / "config.json", flow_map=True)
     assert refusal("flux3", cache, str(copied)) == (
-        f"model.path {copied}: the transformer is step-distilled, it is told where each step leads; "
-        "train the model it was made from, black-forest-labs/flux-3-image-klein-base"
+        f"model.path {copied}: the transformer is step-distilled (flow_map); train the model it "
+        "was made from, black-forest-labs/flux-3-image-klein-base"
     )
 
 
@@ -330,7 +330,9 @@ def test_dropped_captions_are_mixed_with_long_ones_and_fill_no_batch(tmp_path):
     cfg = run_config(pictures, model__family="flux3", data__caption_dropout=0.1, train__batch_size=8)
     flux3, world = families.make(cfg, tmp_path), alone()
     data = encode_data(flux3, encoder_loader(cfg, world), RankContext(cfg, world, tmp_path, lambda event: None))
-    plan = BatchPlan(batch_keys(flux3, data), [1.0] * 20, BatchSizes(8), cfg.train.seed, cfg.data.caption_dropout)
-    dropped = [sum(item.dropped for item in plan.batch(step)) for step in range(400)]
-    assert {len(data.example(item)["prompt_embeds"]) for item in plan.batch(399)} == {160}
+    sampler = ImageBatchSampler(
+        batch_keys(flux3, data), [1.0] * 20, BatchSizes(8), cfg.train.seed, cfg.data.caption_dropout
+    )
+    dropped = [sum(item.dropped for item in sampler.batch(step)) for step in range(400)]
+    assert {len(data.example(item)["prompt_embeds"]) for item in sampler.batch(399)} == {160}
     assert (sum(count == 8 for count in dropped), sum(0 < count < 8 for count in dropped)) == (0, 225)

@@ -38,7 +38,7 @@ from tests.runs import alone, as_of_an_earlier_version, make_pictures, make_run,
 from trainer.config.errors import RuleError
 from trainer.config.sections import ObjectiveConfig, SampleConfig
 from trainer.data.encode import encode_data
-from trainer.data.loader import Item
+from trainer.data.loader import ImageItem
 from trainer.distributed.context import RankContext
 from trainer.export import export
 from trainer.models import families
@@ -273,8 +273,8 @@ def test_objective_file_and_folder_decide_in_this_order_and_what_differs_is_said
     ("markers", "objective", "message"),
     [
         (("ztsnr",), {}, f"{FILE}: has the marker ztsnr (zero-terminal SNR) without v_pred, so what it predicts is not "
-         "known; set objective.prediction: v_prediction, as all known models with zero-terminal SNR, or epsilon, as "
-         "ComfyUI takes it"),
+         "known; set objective.prediction: v_prediction, as for all known models with zero-terminal SNR, or epsilon, "
+         "as ComfyUI reads it"),
         ((), {"zero_terminal_snr": "on"}, "objective.zero_terminal_snr: on needs a model that predicts velocity, but "
          f"{BASE} has prediction_type epsilon; set objective.prediction: v_prediction, or set this to auto"),
         (("edm_mean", "edm_std"), {}, f"{FILE}: its tensor 'edm_mean' marks a model of EDM (continuous noise levels), "
@@ -449,7 +449,7 @@ def test_an_enlarged_image_is_told_its_own_size_and_others_that_of_their_bucket(
         lambda module, args, kwargs: seen.append(kwargs["added_cond_kwargs"]["time_ids"]), with_kwargs=True
     )
     names = [one.photo.path.stem for one in data.train]
-    items = {name: data.example(Item(index, False)) for index, name in enumerate(names)}
+    items = {name: data.example(ImageItem(index, False)) for index, name in enumerate(names)}
     items[data.validation[0].photo.path.stem] = data.held_out(0)
     assert items["low"]["original_size"].tolist() == [30, 160]
     family.loss(model, batch_of(family, [items["large"], items["exact"], items["small"]]), SampleRng(0, [0, 1, 2]))

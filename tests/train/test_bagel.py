@@ -24,8 +24,8 @@ from trainer.checkpoint.restore import StoredWeights
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data import question_files
-from trainer.data.loader import BatchPlan, BatchSizes, Item
-from trainer.data.mixed_source import Asked, MixedPlan
+from trainer.data.loader import BatchSizes, ImageBatchSampler, ImageItem
+from trainer.data.mixed_source import MixedBatchSampler, QuestionItem
 from trainer.export import export
 from trainer.models import families
 from trainer.models.base import MultimodalFamily
@@ -290,18 +290,18 @@ def test_setting_all_questions_aside_is_refused(bench: Bench) -> None:
 
 
 def test_questions_are_spread_evenly_and_do_not_depend_on_the_batch_size() -> None:
-    def plan(size: int, *former: tuple[int, int]) -> MixedPlan:
-        drawn, asked = (BatchPlan(lambda item: None, [1.0] * count, BatchSizes(1), 0) for count in (5, 4))
-        return MixedPlan(drawn, asked, 0.25, BatchSizes(size, former))
+    def sampler(size: int, *former: tuple[int, int]) -> MixedBatchSampler:
+        drawn, asked = (ImageBatchSampler(lambda item: None, [1.0] * count, BatchSizes(1), 0) for count in (5, 4))
+        return MixedBatchSampler(drawn, asked, 0.25, BatchSizes(size, former))
 
-    ones = [plan(1).batch(place)[0] for place in range(24)]
-    assert [isinstance(item, Asked) for item in ones] == [False, False, False, True] * 6
-    assert {item.photo for item in ones if isinstance(item, Item)} == set(range(5))
-    assert {item.number for item in ones if isinstance(item, Asked)} == set(range(4))
-    fours = plan(4)
+    ones = [sampler(1).batch(step)[0] for step in range(24)]
+    assert [isinstance(item, QuestionItem) for item in ones] == [False, False, False, True] * 6
+    assert {item.photo for item in ones if isinstance(item, ImageItem)} == set(range(5))
+    assert {item.number for item in ones if isinstance(item, QuestionItem)} == set(range(4))
+    fours = sampler(4)
     assert [item for step in range(6) for item in fours.batch(step)] == ones
     assert fours.batch(2) == tuple(ones[8:12])
-    assert plan(2, (4, 3), (8, 1)).batch(4) == tuple(ones[20:22])
+    assert sampler(2, (4, 3), (8, 1)).batch(4) == tuple(ones[20:22])
 
 
 @pytest.mark.parametrize(

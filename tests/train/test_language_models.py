@@ -131,7 +131,7 @@ def test_other_text_is_told_and_read_from_its_next_epoch(bench: Bench, tmp_path:
     (text / "c.txt").write_text("And a third file.")
     found = train(alone(), text_config(text, train__steps=4), run)
     assert [event.message for event in found.events if isinstance(event, WarningEvent)] == [
-        "the text files are not as before: training goes on with their next epoch"
+        "the text files have changed since the checkpoint: training continues with their next epoch"
     ]
     assert len(found.losses) == 2
 
@@ -153,7 +153,7 @@ def test_ranks_that_find_other_text_refuse_to_train(bench: Bench, tmp_path: Path
         other,
         make_run(bench.root, other, "other-run"),
     )
-    assert found[0] == ("data.path: b.jsonl on rank 1 is not what rank 0 finds; give every machine the same files")
+    assert found[0] == ("data.path: b.jsonl differs between rank 1 and rank 0; give every machine the same files")
 
 
 # What a run tells

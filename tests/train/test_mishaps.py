@@ -74,7 +74,7 @@ def test_an_image_that_vanishes_costs_a_running_training_nothing_and_is_told_whe
     assert messages(said, WarningEvent) == []
     longer = cfg.model_copy(update={"train": cfg.train.model_copy(update={"steps": 6})})
     assert messages(go_on(longer, run, 6), WarningEvent) == [
-        "images, captions or how they are encoded are not as before: from here on the order is another"
+        "images, captions or how they are encoded have changed since the checkpoint: from here on the order differs"
     ]
 
 
@@ -89,7 +89,7 @@ def test_a_cached_example_that_changed_is_named_and_encoded_anew_by_the_next_sta
     with pytest.raises(InputError) as error:
         go_on(cfg, run, 4)
     [named] = [file for file in files if str(file) in str(error.value)]
-    assert str(error.value) == f"{named}: missing or damaged since it was cached; start again to encode it anew"
+    assert str(error.value) == f"{named}: missing or damaged since it was cached; start again to encode it again"
     assert not named.exists()
     for file, data in before.items():
         if file != named:

@@ -1,1 +1,1 @@
-"""From a folder of captioned images to the examples of each step. Importing this package imports nothing else."""
+"""Turns a folder of captioned images, or text files, into the examples of each step. Importing it imports nothing."""

@@ -1,4 +1,4 @@
-"""Image sizes a run trains at: one area, several aspect ratios."""
+"""The image sizes that a run trains at: one area, several aspect ratios."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ from trainer.data.image_io import Picture
 def bucket_sizes(
     resolution: int, multiple: int, max_aspect: float, longest: int | None = None
 ) -> tuple[tuple[int, int], ...]:
-    """(width, height) of all buckets, from tall to wide.
+    """Choose the (width, height) of all buckets, from tall to wide.
 
     Sides are multiples of `multiple` pixels, areas are at most resolution^2 and longest : shortest side is at most
     `max_aspect`. Widths grow by about resolution / 16: finer steps would crop a few percent less, but leave small
-    datasets with a bucket per image, so that a batch held the same image several times.
-    longest: pixels of the longest side there may be, None for any; what would be longer is smaller in its aspect ratio.
-    Raises InputError when the resolution is smaller than one multiple.
+    datasets with a bucket per image, so that a batch would hold the same image several times.
+
+    Args:
+        resolution: Side of the square bucket, pixels.
+        multiple: The model's size multiple, pixels.
+        max_aspect: Limit of longest : shortest side.
+        longest: Limit of the longest side, pixels; None for no limit. Longer buckets shrink in their aspect ratio.
+
+    Raises:
+        InputError: The resolution is smaller than one multiple.
     """
     square = resolution // multiple * multiple
     if square == 0:
@@ -38,7 +45,7 @@ def bucket_sizes(
 
 
 def _within(size: tuple[int, int], longest: int, multiple: int) -> tuple[int, int]:
-    """size: (width, height), wide."""
+    """Shrink a wide (width, height) so that its width is at most `longest`."""
     width, height = size
     if width <= longest:
         return size
@@ -52,6 +59,6 @@ def choose_bucket(width: int, height: int, sizes: Iterable[tuple[int, int]]) -> 
 
 
 def images_per_bucket(pictures: Iterable[Picture], sizes: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """{size: images} of the sizes that have any, in their order."""
+    """Count the images per bucket: {size: images} in the order of `sizes`, without empty buckets."""
     counts = Counter(choose_bucket(picture.width, picture.height, sizes) for picture in pictures)
     return {size: counts[size] for size in sizes if counts[size]}

@@ -1,4 +1,4 @@
-"""Encoded examples on disk, and the work of filling the cache shared between ranks."""
+"""The cache of encoded examples on disk, which ranks fill together."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ T = TypeVar("T")
 
 SUM = "blake2b"
 PARTS = ".parts"
-"""Folder of examples that are being written: few files, so that what is left of killed runs is found at once."""
+"""Folder of examples that are being written. It holds few files, so leftovers of killed runs are found quickly."""
 
 
 @dataclass(frozen=True)
 class Crew:
-    """The ranks that share a cache folder, seen from one of them.
+    """The ranks that share a cache folder, seen from one of these ranks.
 
-    index, size: this rank's place among them.  gather(x): the x of all ranks of the run, those of other crews too, in
-    rank order; a collective.
+    Attributes:
+        index: This rank's index in the crew.
+        size: Number of ranks in the crew.
+        gather: gather(x) returns the x of all ranks of the run, other crews included, in rank order; a collective.
     """
 
     index: int
@@ -43,20 +45,21 @@ class Crew:
 
 
 class ExampleCache:
-    """Examples by key, one safetensors file each. Keys are hexadecimal digests; runs may share a folder.
+    """Examples by key, one safetensors file each. Keys are hexadecimal digests.
 
-    folder: in the cache that runs share.
+    Attributes:
+        folder: Folder of the files, below the cache that runs share.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def path(self, key: str) -> Path:
-        """Where the example of this key lies, or will lie."""
+        """The file of the example with this key, whether it exists or not."""
         return self.folder / key[:2] / f"{key}.safetensors"
 
     def has(self, key: str) -> bool:
-        """Whether there is a whole file for this key. A torn one counts as missing, and is replaced by `write`."""
+        """Whether there is a complete file for this key. A torn file counts as missing; `write` replaces it."""
         try:
             with safe_open(self.path(key), framework="pt"):
                 return True
@@ -64,9 +67,10 @@ class ExampleCache:
             return False
 
     def read(self, key: str) -> Example:
-        """The example, on the CPU. Raises InputError naming the file when it is missing or not what was cached.
+        """The example, on the CPU. A damaged file is removed, or the next start would find it again.
 
-        A file that is not is removed, or the next start would find it again.
+        Raises:
+            InputError: The file is missing or damaged; the message names it.
         """
         file = self.path(key)
         with self._damage_reported(key):
@@ -78,18 +82,16 @@ class ExampleCache:
             return example
 
     def shapes(self, key: str) -> Example:
-        """Tensors of the example's shapes on the meta device, from the file's header alone; all of them fp32.
-
-        Raises InputError as `read`.
-        """
+        """The example on the meta device, in fp32, from the header of its file alone. Raises InputError as `read`."""
         with self._damage_reported(key), safe_open(self.path(key), framework="pt") as stored:
             names = list(stored.keys())
             return {name: torch.empty(stored.get_slice(name).get_shape(), device="meta") for name in names}
 
     def write(self, key: str, example: Example) -> None:
-        """Store an example: afterwards the whole file is there, or the one that was there before.
+        """Store an example atomically: afterwards there is the complete new file, or the previous one.
 
-        Raises OSError naming the file when it cannot be written.
+        Raises:
+            OSError: The file cannot be written; the message names it.
         """
         target = self.path(key)
         part = self.folder / PARTS / f"{key}.{uuid.uuid4().hex}"
@@ -106,13 +108,13 @@ class ExampleCache:
             raise OSError(error.errno, reason, str(target)) from error
 
     def _name(self, part: Path, target: Path) -> None:
-        """Give a part the name of its example, and remove what killed runs left of the same one.
+        """Rename a part to its example's file, and remove parts of the same example that killed runs left.
 
-        Without fsync a power cut could leave the new name on a file of zeros, whose length is right.
+        `files.rename` syncs: otherwise a power cut could leave the new name on a file of zeros of the right length.
         """
         try:
             files.rename(part, target)
-        except FileNotFoundError:  # another run was first with the same example, and took this for a killed one's
+        except FileNotFoundError:  # another run wrote the same example first, and removed this part as a leftover
             if not self.has(target.stem):
                 raise
         for left in part.parent.glob(f"{target.stem}.*"):
@@ -124,20 +126,20 @@ class ExampleCache:
             yield
         except (FileNotFoundError, SafetensorError) as error:
             raise InputError(
-                f"{self.path(key)}: missing or damaged since it was cached; start again to encode it anew"
+                f"{self.path(key)}: missing or damaged since it was cached; start again to encode it again"
             ) from error
 
 
 def _sum_of(data: bytes) -> str:
-    """Of the tensors' bytes in a safetensors file, without its header, which names the sum."""
+    """Checksum of the tensors' bytes in a safetensors file, without the header, which holds the sum."""
     return hashlib.blake2b(memoryview(data)[8 + _header_size(data) :], digest_size=16).hexdigest()
 
 
 def _sum_inside(data: bytes) -> str | None:
-    """The sum that a file names, None in one of an older version."""
+    """The checksum in a file's header; None in files of an older version."""
     header = json.loads(data[8 : 8 + _header_size(data)])
-    found: str | None = header.get("__metadata__", {}).get(SUM)
-    return found
+    checksum: str | None = header.get("__metadata__", {}).get(SUM)
+    return checksum
 
 
 def _header_size(data: bytes) -> int:
@@ -145,14 +147,14 @@ def _header_size(data: bytes) -> int:
 
 
 def missing(keys: Iterable[str], cache: ExampleCache, crew: Crew) -> tuple[str, ...]:
-    """Keys that at least one crew has not cached: the same on every rank, in the order of `keys`.
+    """Find the keys that at least one crew has not cached: equal on every rank, in the order of `keys`.
 
-    Collective; `keys` must be the same on every rank. Each file is looked at by one rank of a crew.
+    Collective; `keys` must be equal on every rank. One rank of a crew checks each file.
     """
     keys = tuple(dict.fromkeys(keys))
-    found = _on_all(crew, lambda: [key for key in keys[crew.index :: crew.size] if not cache.has(key)])
-    anywhere = {key for part in found for key in part}
-    return tuple(key for key in keys if key in anywhere)
+    missing_by_rank = _on_all(crew, lambda: [key for key in keys[crew.index :: crew.size] if not cache.has(key)])
+    missing_anywhere = {key for part in missing_by_rank for key in part}
+    return tuple(key for key in keys if key in missing_anywhere)
 
 
 def encode_missing(
@@ -162,14 +164,23 @@ def encode_missing(
     crew: Crew,
     on_progress: Callable[[int, int], None],
 ) -> dict[str, str]:
-    """Encode and cache what is missing, each key by one rank of a crew. Returns {key: message} of unusable items.
+    """Encode and cache the missing examples, each by one rank of a crew.
 
-    Collective; `work` must be the same on every rank. Every rank completes equally many calls of `encode`, so that it
-    may be collective itself: a rank without an item of its own repeats one, and a rank whose item raises InputError
-    encodes another. For that an InputError must depend on the item only and come before encode's first collective.
-    An interrupted call leaves what it wrote, and the next one goes on from there. on_progress(done, total) is called
-    after every round, on every rank.
-    What else `encode` or the disk raises is raised on that rank alone, at once.
+    Collective; `work` must be equal on every rank. Every rank completes equally many calls of `encode`, so that
+    `encode` may be collective itself: a rank without an item of its own repeats one, and a rank whose item raises
+    InputError encodes another. Therefore an InputError must depend on the item only and come before the first
+    collective of `encode`. Any other error of `encode` or the disk is raised on that rank alone, at once. After an
+    interrupted call, the next one continues with the examples that are still missing.
+
+    Args:
+        work: {key: item to encode}.
+        cache: Takes the examples.
+        encode: encode(item) returns the example.
+        crew: The ranks that share `cache`.
+        on_progress: on_progress(done, total) is called after every round, on every rank.
+
+    Returns:
+        {key: message} of the items that cannot be used.
     """
     keys = missing(work, cache, crew)
     problems: dict[str, str] = {}
@@ -179,14 +190,15 @@ def encode_missing(
         turn = keys[start:] + keys[:start]
         _on_all(crew, partial(_encode_first_usable, turn, work, cache, encode, problems))
         on_progress(min((number + 1) * crew.size, len(keys)), len(keys))
-    found = {key: message for part in crew.gather(problems) for key, message in part.items()}
-    return {key: found[key] for key in keys if key in found}
+    messages = {key: message for part in crew.gather(problems) for key, message in part.items()}
+    return {key: messages[key] for key in keys if key in messages}
 
 
 def content_keys(files: Sequence[Path], crew: Crew) -> list[str]:
-    """SHA-256 of each file's bytes, in order. Collective; each file is read by one rank of a crew.
+    """SHA-256 of each file's bytes, in order. Collective; one rank of a crew reads each file.
 
-    Raises InputError on all ranks for a file that cannot be read, or whose content differs between crews.
+    Raises:
+        InputError: A file cannot be read, or its content differs between crews; raised on all ranks.
     """
     parts = _on_all(crew, lambda: {i: _digest(files[i]) for i in range(crew.index, len(files), crew.size)})
     digests: dict[int, str] = {}
@@ -204,7 +216,7 @@ def _encode_first_usable(
     encode: Callable[[T], Example],
     problems: dict[str, str],
 ) -> None:
-    """Encode the first key that raises no InputError; those that do are added to `problems`."""
+    """Encode and cache the first key that raises no InputError; keys that raise one are added to `problems`."""
     for key in keys:
         if key not in problems:
             try:
@@ -225,10 +237,10 @@ def _digest(file: Path) -> str:
 
 
 def _on_all(crew: Crew, attempt: Callable[[], T]) -> list[T]:
-    """What `attempt` returns on each rank, in rank order. An InputError on one rank is raised on all of them.
+    """Gather the results of `attempt` in rank order. An InputError on one rank is raised on all ranks.
 
-    Any other error ends this rank at once, and torchrun the others: were it agreed first, ranks inside a sharded
-    encoder would wait for this one in vain.
+    Any other error ends this rank at once, and torchrun ends the others: were the error shared first, ranks inside a
+    sharded encoder would wait for this one in vain.
     """
     result, mistake = None, None
     try:
@@ -243,6 +255,6 @@ def _on_all(crew: Crew, attempt: Callable[[], T]) -> list[T]:
 
 
 def key_of(*parts: object) -> str:
-    """The name of what is made from these parts, and from nothing else."""
+    """The cache key of a result that depends on these parts and on nothing else."""
     text = "\x1f".join(str(part) for part in parts)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,8 +1,8 @@
-"""Captions that are longer than a model reads.
+"""Finds captions that are longer than the model reads.
 
-`python -m trainer.data.captions RUNS` reads names of config files, a line each, and prints an `Answer` in JSON for
-each. A process of its own, since families load torch: the page only shows captions and imports none. It stays for the
-next question, since loading takes seconds and measuring does not.
+`python -m trainer.data.captions RUNS` reads names of config files, one per line, and prints an `Answer` in JSON for
+each. It is a process of its own because families load torch, which the page does not import. It keeps running for the
+next line, since loading takes seconds and measuring does not.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ SHOWN_BEFORE = 60
 
 
 def measure(family: ImageFamily, cfg: RunConfig, photos: Sequence[Photo]) -> Measured:
-    """Compare the captions and prompts of a run with what its model reads. Loads the family's tokenizers."""
+    """Compare the captions and prompts of a run with the lengths its model reads. Loads the family's tokenizers."""
     prompts = _sample_texts(cfg)
-    lengths = _lengths(family, [*(photo.caption for photo in photos), *prompts.values()])
+    distinct = list(dict.fromkeys([*(photo.caption for photo in photos), *prompts.values()]))
+    lengths = dict(zip(distinct, family.text_lengths(distinct), strict=True))
     captions = [(photo, lengths[photo.caption]) for photo in photos]
     sentences = []
     if cut := [(photo, texts) for photo, texts in captions if _is_cut(texts)]:
@@ -51,19 +52,13 @@ def measure(family: ImageFamily, cfg: RunConfig, photos: Sequence[Photo]) -> Mea
     return Measured(tuple(_cut_caption(photo, _furthest(texts)) for photo, texts in cut), tuple(sentences))
 
 
-def _lengths(family: ImageFamily, texts: Sequence[str]) -> dict[str, tuple[TextLength, ...]]:
-    """{text: by each encoder}."""
-    distinct = list(dict.fromkeys(texts))
-    return dict(zip(distinct, family.text_lengths(distinct), strict=True))
-
-
 def _is_cut(lengths: Sequence[TextLength]) -> bool:
-    """Whether no encoder reads the text whole."""
+    """Whether every encoder cuts the text."""
     return bool(lengths) and all(length.is_cut for length in lengths)
 
 
 def _furthest(lengths: Sequence[TextLength]) -> TextLength:
-    """Of the encoder that reads most of a text."""
+    """The length for the encoder that reads the largest part of a text."""
     return max(lengths, key=lambda length: length.read / length.needed)
 
 
@@ -78,7 +73,7 @@ def _figures(lengths: Sequence[TextLength]) -> str:
 
 
 def _remedy(family: ImageFamily, cut: Collection[Sequence[TextLength]]) -> str:
-    """That of the longest text."""
+    """The remedy for the longest text."""
     shorten = "shorten it" if len(cut) == 1 else "shorten them"
     longest = max(cut, key=lambda lengths: max(length.needed for length in lengths))
     settings = [setting for length in longest if (setting := family.longer_text(length))]
@@ -94,14 +89,14 @@ def _partly_read(texts: Sequence[Sequence[TextLength]]) -> str:
 
 
 def _sample_texts(cfg: RunConfig) -> Mapping[str, str]:
-    """{field: text} of what samples are drawn from."""
+    """{field: text} of the prompts, with their trigger filled in, and the negative prompt."""
     prompts = {f"sample.prompts.{number}": text for number, text in enumerate(cfg.sample.prompts)}
     filled = {field: text.replace(TRIGGER_PLACE, cfg.data.trigger) for field, text in prompts.items()}
     return filled | {"sample.negative": cfg.sample.negative}
 
 
 def answer(config: Path, runs: Path) -> Answer:
-    """How long the captions of a config file are for its model. runs: the folder of runs."""
+    """Measure the captions of a config file for its model. runs: the folder of runs."""
     try:
         cfg = load_config(config).config
         family = families.make(cfg, shared_cache(cfg, runs))
@@ -114,7 +109,7 @@ def answer(config: Path, runs: Path) -> Answer:
 
 
 def main() -> None:
-    """Answer until there is no further line."""
+    """Answer every line of standard input."""
     for line in sys.stdin:
         say(json.dumps(dataclasses.asdict(answer(Path(line.rstrip("\n")), Path(sys.argv[1])))))
 

@@ -1,4 +1,4 @@
-"""ICC profiles: whether one changes colours, and the change to sRGB. No torch and no numpy, as in `images`."""
+"""ICC profiles: whether a profile changes colours, and the conversion to sRGB. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Literal
 from PIL import Image, ImageChops, ImageCms
 
 Profile = Literal["none", "used", "broken"]
-"""none: there is none, or its colours are those of sRGB.  used: pixels are converted.  broken: it cannot be used."""
+"""none: no profile, or one whose colours equal sRGB; used: pixels are converted; broken: the profile is unusable."""
 
 SRGB_WITHIN = 2
-"""Levels of 255: the published sRGB profiles differ by the rounding of their tables."""
+"""Tolerance in levels of 255: the published sRGB profiles differ by the rounding of their tables."""
 
 
 @functools.lru_cache(maxsize=32)
 def effect(profile: bytes | None, mode: str) -> Profile:
-    """What an ICC profile does to an image of this mode.
+    """Classify an ICC profile by its effect on an image of this mode.
 
-    Names are no guide: sRGB profiles have many. The colours of a grid are converted instead.
+    The name does not decide, since sRGB profiles have many: the colours of a grid are converted instead.
     """
     if profile is None:
         return "none"
@@ -34,9 +34,9 @@ def effect(profile: bytes | None, mode: str) -> Profile:
 
 
 def to_srgb(image: Image.Image, profile: bytes) -> Image.Image:
-    """An RGB or CMYK image of a profile as sRGB. Colours outside of sRGB are clipped per channel.
+    """Convert an RGB or CMYK image with this profile to sRGB. Colours outside of sRGB are clipped per channel.
 
-    RGB of equal channels may have a grey profile.
+    An RGB image with equal channels may have a grey profile.
     """
     source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
     if source.profile.xcolor_space == "GRAY":
@@ -55,7 +55,7 @@ def to_srgb(image: Image.Image, profile: bytes) -> Image.Image:
 
 
 def _space(profile: bytes, mode: str) -> str:
-    """The mode that a profile's colours are read in. Raises ValueError when it does not fit the image's mode."""
+    """The mode of a profile's colours. Raises ValueError when it does not fit the image's mode."""
     space = ImageCms.ImageCmsProfile(io.BytesIO(profile)).profile.xcolor_space.strip()
     is_grey = mode in ("1", "L", "LA", "La") or mode.startswith("I")
     if space == "CMYK" and mode == "CMYK":

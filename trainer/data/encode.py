@@ -1,4 +1,4 @@
-"""Photos and captions to cached examples. The encoders live and die here."""
+"""Encodes photos and captions into cached examples. Encoders are loaded and freed here."""
 
 from __future__ import annotations
 
@@ -31,30 +31,35 @@ from trainer.run.events import Emit, StatusEvent, WarningEvent
 from trainer.weights.quantization import VERSION
 
 CACHE_VERSION = 1
-"""Part of every key: raise it when equal photos or captions are to be encoded in another way."""
+"""Part of every key: raise it when equal photos or captions are encoded differently than before."""
 
 T = TypeVar("T")
 
 
 class StopRequested(Exception):
-    """Raised on all ranks when a stop is requested while encoding. What is encoded stays in the cache."""
+    """Raised on all ranks when a stop is requested while encoding. Encoded examples stay in the cache."""
 
 
 def encode_data(family: ImageFamily, load: LoadModule, context: RankContext) -> EncodedData:
-    """Encode what a run needs and is not cached yet: each image and each caption once, by one of the ranks. Collective.
+    """Encode everything a run needs that is not cached yet: each image and each caption once, by one of the ranks.
 
-    Raises StopRequested on every rank, or InputError for an image that cannot be decoded, unless `data.bad_image` is
-    warn, and for reference images of a family that reads none.
+    Collective.
+
+    Args:
+        family: Encodes images and captions.
+        load: Loads an encoder of the family.
+        context: This rank's part of the run.
+
+    Raises:
+        StopRequested: A stop was requested; raised on every rank.
+        InputError: An image cannot be decoded and `data.bad_image` is not warn, or there are reference images but the
+            family reads none.
     """
-    _check_references(context.cfg, family)
-    return _DataEncoder(family, load, context, ExampleCache(context.cache / "examples")).encode()
-
-
-def _check_references(cfg: RunConfig, family: ImageFamily) -> None:
-    """Refuse what the model would never see."""
+    cfg = context.cfg
     for field, given in (("data.references", cfg.data.references), ("sample.references", cfg.sample.references)):
         if given and not family.reads_references:
             raise InputError(f"{field}: models of family {cfg.model.family} read no reference images; remove the field")
+    return _DataEncoder(family, load, context, ExampleCache(context.cache / "examples")).encode()
 
 
 @dataclass(frozen=True)
@@ -90,12 +95,12 @@ class _DataEncoder:
 
     @cached_property
     def _origin(self) -> str:
-        """What the family's encodings depend on, whatever is encoded."""
+        """The part of a key that all encodings of the family depend on."""
         return f"{CACHE_VERSION} {self.context.cfg.model.family} {self.family.fingerprint()}"
 
     @property
     def _encoder_types(self) -> tuple[object, ...]:
-        """What captions are encoded in: embeddings of a quantized encoder are others."""
+        """The part of a caption's key for the encoders' precision: quantized encoders give other embeddings."""
         quantize, precision = self.context.cfg.quantize, self.context.cfg.train.precision
         return (precision, quantize.format, VERSION) if quantize.encoders else (precision,)
 
@@ -119,10 +124,9 @@ class _DataEncoder:
         )
 
     def _encode_texts(self, photos: Sequence[Photo]) -> dict[str, str]:
-        """{caption: key}, with the empty caption, the prompts and the negative prompt."""
-        if (
-            self.context.world.rank == 0
-        ):  # each rank has all captions; what is cached has no length, and tokens are cheap
+        """Encode all captions, the empty caption, the prompts and the negative prompt. Returns {caption: key}."""
+        # Every rank has all captions. The cache does not hold their lengths, but tokenizing again is cheap.
+        if self.context.world.rank == 0:
             for warning in measure(self.family, self.context.cfg, photos).warnings:
                 self.context.emit(WarningEvent(message=warning))
         captions = dict.fromkeys(
@@ -144,7 +148,7 @@ class _DataEncoder:
         return bucket_sizes(data.resolution, family.size_multiple, data.max_aspect, family.longest_side)
 
     def _encode_pictures(self, pictures: Sequence[Picture]) -> dict[Path, str]:
-        """{file: key} of those that can be used, each in the bucket of its own shape."""
+        """Encode pictures, each in the bucket of its own shape. Returns {file: key} of the usable ones."""
         sized = [(picture, choose_bucket(picture.width, picture.height, self._sizes)) for picture in pictures]
         digests = content_keys([picture.path for picture in pictures], self._crew)
         keys = [
@@ -166,7 +170,7 @@ class _DataEncoder:
         return {picture.path: key for picture, key in zip(pictures, keys, strict=True) if key not in failures}
 
     def _load_and_encode(self, encoder: Any, invisible: list[Path], item: tuple[Picture, tuple[int, int]]) -> Example:
-        """invisible: images without a visible pixel are added to it."""
+        """Encode an image of (picture, bucket size). Images without a visible pixel are added to `invisible`."""
         picture, size = item
         image = load_rgb(picture, size)
         if is_invisible(picture, image):
@@ -174,15 +178,18 @@ class _DataEncoder:
         return self.family.encode_image(encoder, image)
 
     def _warn_of_invisible(self, files: Sequence[Path]) -> None:
-        """files: those that this rank met. Collective."""
-        found = sorted({file for part in self.context.world.gather(files) for file in part})
-        if found:
-            counted = image_warnings.counted(len(found), "image is", "images are")
-            message = f"{counted} wholly transparent and trained as white: first {found[0]}; remove it"
+        """Warn of fully transparent images. files: the ones that this rank encoded. Collective."""
+        invisible = sorted({file for part in self.context.world.gather(files) for file in part})
+        if invisible:
+            count = image_warnings.counted(len(invisible), "image is", "images are")
+            message = f"{count} fully transparent and trained as white: first {invisible[0]}; remove it"
             self.context.emit(WarningEvent(message=message))
 
     def _encode_masks(self, photos: Sequence[Photo], latents: Mapping[Path, str]) -> dict[Photo, str]:
-        """{photo: key} where the data have masks, of those that can be used; a photo without one is learned whole."""
+        """Encode masks where the data have them; a photo without a mask is learned whole.
+
+        Returns {photo: key} of the usable ones.
+        """
         if self.context.cfg.data.masks is None:
             return {}
         files = [photo.mask.path for photo in photos if photo.mask]
@@ -202,7 +209,10 @@ class _DataEncoder:
 
     @torch.no_grad()
     def _encode_with(self, encode: Callable[[T], Example], what: str, work: Mapping[str, T]) -> dict[str, str]:
-        """Encode what of `work` is missing; the encoder dies with this call. {key: why it cannot be used}."""
+        """Encode the missing keys of `work`. Returns {key: why it cannot be used}.
+
+        This call holds the last reference to the encoder.
+        """
 
         def progress(done: int, total: int) -> None:
             self.context.emit(StatusEvent(state="encoding", message=what, done=done, total=total))
@@ -212,7 +222,7 @@ class _DataEncoder:
         return encode_missing(work, self.cache, encode, self._crew, progress)
 
     def _release(self) -> None:
-        """Give the memory of an encoder that is gone back to the device."""
+        """Return the memory of a freed encoder to the device."""
         gc.collect()
         if self.context.world.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -221,7 +231,7 @@ class _DataEncoder:
 def _encoded_photos(
     photos: Iterable[Photo], latents: Mapping[Path, str], texts: Mapping[str, str], masks: Mapping[Photo, str]
 ) -> tuple[EncodedPhoto, ...]:
-    """The photos of which every file can be used."""
+    """The photos whose image, mask and references can all be used."""
     return tuple(
         EncodedPhoto(
             photo,
@@ -237,7 +247,7 @@ def _encoded_photos(
 
 
 def _encode_mask(background: float, item: tuple[Picture | None, tuple[int, int]]) -> Example:
-    """Weights of the loss per latent pixel. background: weight where the mask is black.  item: mask, (width, height)"""
+    """Weights of the loss per latent pixel, from a mask and (width, height). background: weight where it is black."""
     mask, (width, height) = item
     if mask is None:
         return {"mask": torch.ones(height, width)}
@@ -246,7 +256,7 @@ def _encode_mask(background: float, item: tuple[Picture | None, tuple[int, int]]
 
 
 def _conversion(picture: Picture) -> tuple[str, ...]:
-    """The part of an image's key for what older versions did not do to it, or did wrong; empty for other images."""
+    """The part of a key for images that older versions converted wrongly or not at all; empty for other images."""
     is_tiff = picture.path.suffix.lower() in (".tif", ".tiff")
     return (*(["srgb"] if picture.profile == "used" else []), *(["upright"] if is_tiff and picture.is_turned else []))
 
@@ -259,7 +269,7 @@ def _report_failures(failures: Mapping[str, str], cfg: RunConfig, emit: Emit) ->
 
 
 def _crew(world: World, folder: Path) -> Crew:
-    """The ranks that share the cache folder: all, if every rank sees a file rank 0 writes; else those of this node."""
+    """The ranks that share the cache folder: all if every rank sees a file that rank 0 writes, else this node's."""
     token: str = world.gather(secrets.token_hex(8))[0]
     mark = folder / f".shared-{token}"
     if world.rank == 0:

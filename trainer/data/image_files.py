@@ -1,4 +1,4 @@
-"""Finds images with their captions. No torch and no numpy: a dataset is checked before they load."""
+"""Finds images with their captions. Imports neither torch nor numpy: a dataset is checked before they are loaded."""
 
 from __future__ import annotations
 
@@ -23,19 +23,24 @@ OTHER_IMAGE_SUFFIXES = frozenset({".gif", ".heic", ".heif", ".avif", ".jxl", ".j
 TRIGGER_PLACE = "[trigger]"
 MAX_SHOWN_PROBLEMS = 20
 MOST_WRONG_ROWS = 1000
-"""Of a file of rows: behind so many it is not read on."""
+"""Wrong rows after which the rest of a .jsonl is not read."""
 MAX_CAPTION = 64 * 2**10
-"""Bytes of a caption at most: some 16,000 tokens, more than any encoder reads."""
+"""Limit for a caption, bytes: some 16,000 tokens, more than any encoder reads."""
 
 C = TypeVar("C", Masks, References)
 
 
 @dataclass(frozen=True)
 class Photo(Picture):
-    """One image with its caption and what goes with it.
+    """One image with its caption, mask and references.
 
-    weight: occurrences per epoch.  loss_weight: of its loss, beside 1 for an image of the data.  mask: None where the
-    whole image is learned.  is_own: whether it shows what is learned, and is not a regularization image.
+    Attributes:
+        caption: The caption, with the trigger filled in.
+        weight: Occurrences per epoch.
+        loss_weight: Weight of its loss; 1 unless it is a regularization image.
+        mask: The mask of the loss; None where the whole image is learned.
+        references: The reference images of edit training.
+        is_own: Whether it shows the subject that is learned; False for a regularization image.
     """
 
     caption: str
@@ -48,7 +53,7 @@ class Photo(Picture):
 
 @dataclass(frozen=True)
 class Dataset:
-    """What a scan found: folders in the order of the config, images by relative path within a folder."""
+    """The images of a scan: folders in the order of the config, images by relative path within a folder."""
 
     train: tuple[Photo, ...]
     validation: tuple[Photo, ...]
@@ -62,24 +67,26 @@ class Dataset:
 
 
 class Watcher:
-    """Follows a scan that may take long. What its methods raise ends the scan."""
+    """Follows a scan that may take long. An exception from one of its methods ends the scan."""
 
     def found(self, file: Path) -> None:
-        """A file lies in one of the folders."""
+        """Called for every file in one of the folders."""
 
     def reading(self, image: Path) -> None:
-        """The header and the caption of an image are read next."""
+        """Called before the header and the caption of an image are read."""
 
 
 def scan(cfg: DataConfig, watcher: Watcher | None = None) -> Dataset:
-    """The images of all folders of the config, with captions, masks and references; only headers are read.
+    """Find the images of all folders of the config, with captions, masks and references; only headers are read.
 
     Folders are searched recursively. Hidden ones, `cache`, `*_cache` and `data.cache` are skipped, and a folder that
-    the config lists by itself counts there only. A caption is the .txt beside the image, else a row of a
-    metadata.jsonl whose `file_name` leads to it. `data.validation: n` sets aside the last n images of the order.
-    Regularization images are the last of `train`; neither masks nor references go with them. Where only questions are
-    trained there are no images.
-    Raises InputError with all problems found, the first 20 of them in words.
+    the config lists separately counts only there. A caption is the .txt next to the image, else a row of a
+    metadata.jsonl whose `file_name` leads to the image. `data.validation: n` sets aside the last n images of the order.
+    Regularization images are the last of `train`, without masks and references. The result is empty where only
+    questions are trained.
+
+    Raises:
+        InputError: Lists all problems, the first 20 of them in words.
     """
     if cfg.questions and not (cfg.path or cfg.folders):
         return Dataset((), (), ())
@@ -95,17 +102,22 @@ def scan(cfg: DataConfig, watcher: Watcher | None = None) -> Dataset:
     if isinstance(cfg.validation, int):
         photos, held_out = _set_aside(photos, cfg.validation)
     photos += _as_frequent(others, photos, cfg.regularization_weight)
-    found = Dataset(tuple(photos), tuple(held_out), tuple(scanner.found.warnings))
+    dataset = Dataset(tuple(photos), tuple(held_out), tuple(scanner.findings.warnings))
     copies = image_warnings.of_copies(photo.path for photo in (*photos, *held_out))
-    return replace(found, warnings=(*found.warnings, *image_warnings.of_files(found.pictures), *copies))
+    return replace(dataset, warnings=(*dataset.warnings, *image_warnings.of_files(dataset.pictures), *copies))
 
 
 @dataclass(frozen=True)
 class _Source:
     """A folder of images, and the field of the config that names it.
 
-    weight: occurrences per epoch of each.  is_own: whether they show what is learned: then the trigger stands in their
-    captions, and masks and references go with them.
+    Attributes:
+        field: The field of the config.
+        root: The folder.
+        weight: Occurrences of each image per epoch.
+        is_own: Whether the images show the subject that is learned; only then is the trigger filled into their
+            captions, and are masks and references read for them.
+        holds: The expected content, for messages.
     """
 
     field: str
@@ -122,12 +134,12 @@ def _training_sources(cfg: DataConfig) -> Iterator[_Source]:
         yield _Source(f"data.folders.{index}.path", _absolute(folder.path), cfg.repeats * folder.weight)
 
 
-def _own_places(cfg: DataConfig) -> frozenset[Path]:
-    """Folders whose content does not belong to the folder around them."""
-    named = [cfg.path, cfg.cache, *(folder.path for folder in cfg.folders), *cfg.companions.values()]
+def _separate_folders(cfg: DataConfig) -> frozenset[Path]:
+    """Folders whose content does not belong to the folder that contains them."""
+    paths = [cfg.path, cfg.cache, *(folder.path for folder in cfg.folders), *cfg.companions.values()]
     if isinstance(cfg.validation, str):
-        named.append(cfg.validation)
-    return frozenset(Path(os.path.realpath(path)) for path in named if path is not None)
+        paths.append(cfg.validation)
+    return frozenset(Path(os.path.realpath(path)) for path in paths if path is not None)
 
 
 def _absolute(path: str) -> Path:
@@ -150,13 +162,13 @@ def _as_frequent(others: Sequence[Photo], photos: Sequence[Photo], loss_weight: 
 
 
 class _Scanner:
-    """Reads folders one after the other and collects what is wrong with them."""
+    """Reads folders one after the other and collects the problems in them."""
 
     def __init__(self, cfg: DataConfig, watcher: Watcher) -> None:
         self.cfg = cfg
-        self.found = Findings()
+        self.findings = Findings()
         self._watcher = watcher
-        self._own_places = _own_places(cfg)
+        self._separate_folders = _separate_folders(cfg)
         self._captioned: dict[Path, list[Path]] = {}
         self._masks = self._companions(Masks, "data.masks", cfg.masks)
         self._references = self._companions(References, "data.references", cfg.references)
@@ -167,18 +179,20 @@ class _Scanner:
         images = self._images(source, files)
         captions = self._metadata([file for file in files if file.name == "metadata.jsonl"], frozenset(images))
         photos = [photo for image in images if (photo := self._photo(image, captions, source)) is not None]
-        if images and not photos and not self.found.problems:
-            self.found.problems.append(f"{source.field}: {source.root}: none of its {len(images)} images can be read")
+        if images and not photos and not self.findings.problems:
+            self.findings.problems.append(
+                f"{source.field}: {source.root}: none of its {len(images)} images can be read"
+            )
         self._warn_of_open_trigger(source, photos)
         return photos
 
     def finish(self) -> None:
-        """To be called after the last folder. Raises InputError if anything is wrong that stops the run."""
+        """To be called after the last folder. Raises InputError if any problem stops the run."""
         for companions in (self._masks, self._references):
             if companions:
                 companions.finish()
         self._warn_of_shared_captions()
-        problems = self.found.problems
+        problems = self.findings.problems
         if problems:
             hidden = len(problems) - MAX_SHOWN_PROBLEMS
             more = [f"and {hidden} more"] if hidden > 0 else []
@@ -189,34 +203,30 @@ class _Scanner:
             return None
         source = _Source(field, _absolute(folder), holds="images named as those of the data")
         images = self._images(source, self._files(source))
-        return kind(field, source.root, images, self.found) if images else None
+        return kind(field, source.root, images, self.findings) if images else None
 
     def _files(self, source: _Source) -> list[Path]:
-        """The files of a folder by relative path. What is wrong with the folder is noted."""
+        """The files of a folder by relative path. Problems with the folder are collected."""
         root = source.root
         try:
             if not root.is_dir():
                 kind = "not a folder" if root.exists() else "no such folder"
-                self.found.problems.append(f"{source.field}: {root}: {kind}; give a folder of {source.holds}")
+                self.findings.problems.append(f"{source.field}: {root}: {kind}; give a folder of {source.holds}")
                 return []
-            files = self._walked(root)
+            files = []
+            for file in files_below(root, self._separate_folders):
+                self._watcher.found(file)
+                files.append(file)
         except OSError as error:
             wrong = f"{source.field}: {shortened(str(error.filename), 500)}: cannot be read ({error.strerror})"
-            self.found.problems.append(f"{wrong}; change its permissions, or name a folder without it")
+            self.findings.problems.append(f"{wrong}; change its permissions, or name a folder without it")
             return []
         except InputError as error:
-            self.found.problems.append(f"{source.field}: {error}")
+            self.findings.problems.append(f"{source.field}: {error}")
             return []
         if not files:
-            self.found.problems.append(f"{source.field}: {root}: the folder is empty; put {source.holds} into it")
+            self.findings.problems.append(f"{source.field}: {root}: the folder is empty; put {source.holds} into it")
         return sorted(files, key=lambda file: file.relative_to(root).as_posix())
-
-    def _walked(self, root: Path) -> list[Path]:
-        files = []
-        for file in files_below(root, self._own_places):
-            self._watcher.found(file)
-            files.append(file)
-        return files
 
     def _images(self, source: _Source, files: Sequence[Path]) -> list[Path]:
         images = [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
@@ -225,11 +235,13 @@ class _Scanner:
                 self._bad_image(f"{file}: {file.suffix} images are not read; convert it to png or jpg, or remove it")
         if files and not images:
             expected = " ".join(sorted(suffix.removeprefix(".") for suffix in IMAGE_SUFFIXES))
-            self.found.problems.append(f"{source.field}: {source.root}: no images in this folder; expected {expected}")
+            self.findings.problems.append(
+                f"{source.field}: {source.root}: no images in this folder; expected {expected}"
+            )
         return images
 
     def _photo(self, path: Path, captions: Mapping[Path, str], source: _Source) -> Photo | None:
-        """None if something is wrong with the image, its caption or what goes with it; that is noted."""
+        """The image as a photo; None if it, its caption, mask or a reference has a problem, which is collected."""
         self._watcher.reading(path)
         caption = self._caption(path, captions)
         name = path.relative_to(source.root).with_suffix("").as_posix()
@@ -251,13 +263,13 @@ class _Scanner:
         )
 
     def _caption(self, path: Path, captions: Mapping[Path, str]) -> str | None:
-        beside = path.with_suffix(".txt")
-        if is_beside := beside.exists():
-            self._captioned.setdefault(beside, []).append(path)
-        caption = self._text(beside) if is_beside else captions.get(path, "")
+        file = path.with_suffix(".txt")
+        if has_file := file.exists():
+            self._captioned.setdefault(file, []).append(path)
+        caption = self._text(file) if has_file else captions.get(path, "")
         if caption == "" and self.cfg.missing_caption == "stop":
-            self.found.problems.append(
-                f"{path}: no caption; write it into {beside.name}, or set data.missing_caption: empty"
+            self.findings.problems.append(
+                f"{path}: no caption; write it into {file.name}, or set data.missing_caption: empty"
             )
             return None
         return caption
@@ -266,56 +278,59 @@ class _Scanner:
         """{image: caption} of all rows of all metadata files."""
         captions: dict[Path, str] = {}
         for file in files:
-            before = len(self.found.problems)
-            with self._noting(file):
+            before = len(self.findings.problems)
+            with self._collecting(file):
                 for number, offset, line in rows(file):
-                    if len(self.found.problems) - before >= MOST_WRONG_ROWS:
+                    if len(self.findings.problems) - before >= MOST_WRONG_ROWS:
                         raise InputError(f"{file}: {MOST_WRONG_ROWS} rows are wrong; the rest of them was not read")
-                    with self._noting(file, offset, f"{file}:{number}: "):
+                    with self._collecting(file, offset, f"{file}:{number}: "):
                         image, caption = _metadata_row(line.decode().removeprefix("\ufeff"), file.parent, images)
                         captions[image] = caption
         return captions
 
     def _text(self, path: Path) -> str | None:
-        """The stripped text of a caption's file, or None if it has too many bytes, cannot be read or is not UTF-8; that
-        is noted."""
-        with self._noting(path), opened(path) as stream:
+        """The stripped text of a caption's file; None if it has too many bytes, cannot be read or is not UTF-8, which
+        is collected as a problem."""
+        with self._collecting(path), opened(path) as stream:
             data = stream.read(MAX_CAPTION + 1)
             if len(data) > MAX_CAPTION:
                 raise InputError(f"{path}: {too_long(os.fstat(stream.fileno()).st_size)}")
-            # Windows editors put a byte order mark before the text.
+            # Windows editors write a byte order mark before the text.
             return data.decode("utf-8").removeprefix("\ufeff").strip()
         return None
 
     @contextmanager
-    def _noting(self, path: Path, offset: int = 0, place: str = "") -> Iterator[None]:
-        """Notes what is wrong with a file inside, and goes on behind it.
+    def _collecting(self, path: Path, offset: int = 0, place: str = "") -> Iterator[None]:
+        """Collect an error about a file as a problem, and continue after the `with` block.
 
-        offset: of what is decoded, in bytes.  place: stands before an InputError.
+        Args:
+            path: The file.
+            offset: Offset of the decoded bytes in the file.
+            place: File and line, put before the message of an InputError.
         """
         try:
             yield
         except UnicodeDecodeError as error:
             byte = f"byte {offset + error.start} (0x{error.object[error.start]:02x})"
-            self.found.problems.append(f"{path}: {byte} is not UTF-8; save the file as UTF-8")
+            self.findings.problems.append(f"{path}: {byte} is not UTF-8; save the file as UTF-8")
         except InputError as error:
-            self.found.problems.append(f"{place}{error}")
+            self.findings.problems.append(f"{place}{error}")
         except OSError as error:
-            self.found.problems.append(f"{path}: cannot be read ({error.strerror}); change its permissions")
+            self.findings.problems.append(f"{path}: cannot be read ({error.strerror}); change its permissions")
 
     def _bad_image(self, message: str) -> None:
         if self.cfg.bad_image == "warn":
-            self.found.warnings.append(f"left out: {message}")
+            self.findings.warnings.append(f"left out: {message}")
         else:
-            self.found.problems.append(f"{message}, or set data.bad_image: warn")
+            self.findings.problems.append(f"{message}, or set data.bad_image: warn")
 
     def _warn_of_shared_captions(self) -> None:
         shared = [(caption, images) for caption, images in self._captioned.items() if len(images) > 1]
         if shared:
             caption, images = shared[0]
-            found = image_warnings.counted(len(shared), "caption is", "captions are")
-            self.found.warnings.append(
-                f"{found} shared by images of one name: first {caption} by "
+            count = image_warnings.counted(len(shared), "caption is", "captions are")
+            self.findings.warnings.append(
+                f"{count} shared by images of one name: first {caption} by "
                 f"{' and '.join(image.name for image in images)}; rename those that need their own"
             )
 
@@ -323,13 +338,13 @@ class _Scanner:
         count = sum(TRIGGER_PLACE in photo.caption for photo in photos)
         if count:
             remedy = "set data.trigger" if source.is_own else "remove it: the trigger is not for these images"
-            self.found.warnings.append(
-                f"{source.field}: {count} captions of {source.root} hold {TRIGGER_PLACE} as it stands; {remedy}"
+            self.findings.warnings.append(
+                f"{source.field}: {count} captions of {source.root} hold an unfilled {TRIGGER_PLACE}; {remedy}"
             )
 
 
 def _metadata_row(line: str, folder: Path, images: frozenset[Path]) -> tuple[Path, str]:
-    """The image of a row and its caption. Raises InputError with the reason and the remedy, without the place."""
+    """The image of a row and its caption. Raises InputError with the reason and the remedy, without file and line."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -351,7 +366,7 @@ def _metadata_row(line: str, folder: Path, images: frozenset[Path]) -> tuple[Pat
 
 
 def too_long(size: int) -> str:
-    """The sentence about a caption of more than MAX_CAPTION bytes, without its place."""
+    """The message about a caption of more than MAX_CAPTION bytes, without its file and line."""
     return f"{size} bytes are too many for a caption, the limit is {MAX_CAPTION}; shorten or remove it"
 
 

@@ -1,4 +1,4 @@
-"""Image files: which there are, how large they are, and their pixels. No torch and no numpy, as in `images`."""
+"""Finds image files and reads their headers and pixels. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -25,26 +25,31 @@ from trainer.data.text_files import MOST_DEEP, too_deep
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
 MAX_PIXELS = 2**28
-"""16384 x 16384; telephones take 200 megapixels. Decoding takes at most 1.1 GiB of memory, 3.1 with transparency.
+"""16384 x 16384; phones take 200 megapixels. Decoding takes at most 1.1 GiB of memory, 3.1 with transparency.
 
-A quarter of it in formats of _BUFFERED: 1.0 GiB, 1.3 with transparency."""
+The limit for formats of _BUFFERED is a quarter: 1.0 GiB, 1.3 with transparency."""
 MOST_SHOWN = 2**26
-"""Pixels of what `load_preview` decodes, 8192 x 8192, which takes 0.5 GiB meanwhile."""
+"""Most pixels that `load_preview` decodes, 8192 x 8192, which takes 0.5 GiB meanwhile."""
 
 _BUFFERED = ("WEBP", "AVIF")
-"""Formats whose decoders hold a picture four times; half as many pixels of them are shown."""
+"""Formats whose decoders hold a picture four times; their limit for previews is half as many pixels."""
 
 _FORMATS = ("JPEG", "PNG", "BMP", "TIFF", "WEBP", "GIF", "AVIF")
-"""Pillow's names of what IMAGE_SUFFIXES stand for, and of what the web serves under those names. No other of its
-readers is tried, whatever a file holds: that of PostScript runs Ghostscript."""
+"""Pillow's names of the formats of IMAGE_SUFFIXES, and of the formats that the web serves under those names. No other
+reader of Pillow is tried, whatever a file holds: its PostScript reader runs Ghostscript."""
 
 
 @dataclass(frozen=True)
 class Picture:
     """An image file.
 
-    width, height: pixels after the EXIF orientation.  profile: its ICC profile's effect on the colours.
-    has_frames: whether the file holds an animation or several pages.  is_turned: whether it lies on its side there.
+    Attributes:
+        path: The file.
+        width: Pixels, after the EXIF orientation.
+        height: Pixels, after the EXIF orientation.
+        profile: Effect of its ICC profile on the colours.
+        has_frames: Whether the file holds an animation or several pages.
+        is_turned: Whether the EXIF orientation swaps width and height.
     """
 
     path: Path
@@ -56,44 +61,49 @@ class Picture:
 
 
 def files_below(folder: Path, skipped: frozenset[Path]) -> Iterator[Path]:
-    """The files below a folder. Links to folders are followed, but none is entered twice.
+    """The files below a folder. Links to folders are followed, but no folder is entered twice.
 
-    Hidden folders, `cache`, `*_cache` and those of `skipped` (resolved paths) are left out. Raises OSError, and
-    InputError for folders that lie within each other without an end.
+    Hidden folders, `cache`, `*_cache` and those of `skipped` (resolved paths) are left out.
+
+    Raises:
+        OSError: A folder cannot be read.
+        InputError: Folders are nested without an end.
     """
     yield from _walk(folder, folder, Path(os.path.realpath(folder)), set(skipped))
 
 
 def open_picture(path: Path) -> Picture:
-    """The file as its header describes it. Raises InputError when it is no image that can be read."""
-    with _named(path), _opened(path) as (image, file):
+    """Read the header of an image. Raises InputError when the file is not a readable image."""
+    with _naming_file(path), _opened(path) as (image, file):
         width, height = _stored_size(image)
         is_turned = _orientation(image, file) in (5, 6, 7, 8)
         if is_turned:
             width, height = height, width
         profile = colour.effect(image.info.get("icc_profile"), image.mode)
-        # Not of MPO, the .jpg of many cameras: its further frames are previews of the first.
+        # MPO, the .jpg of many cameras, does not count: its further frames are previews of the first.
         has_frames = isinstance(image, PngImageFile | TiffImageFile | WebPImageFile) and image.is_animated
     return Picture(path, width, height, profile=profile, has_frames=has_frames, is_turned=is_turned)
 
 
 def load_rgb(picture: Picture, size: tuple[int, int]) -> Image.Image:
-    """The image as sRGB of exactly `size` (width, height): oriented, transparency on white, scaled to cover, cropped.
+    """Load as sRGB of exactly `size` (width, height): oriented, transparency on white, scaled to cover, cropped.
 
-    Raises InputError naming the file when its pixels cannot be decoded, or are of another size than `picture`'s.
+    Raises:
+        InputError: The pixels cannot be decoded, or their size is not that of `picture`; the message names the file.
     """
-    with _named(picture.path):
+    with _naming_file(picture.path):
         return _in_srgb(_upright(picture), picture, size)
 
 
 def load_preview(picture: Picture, side: int) -> Image.Image:
-    """The whole image as `load_rgb` shows it, its longer side at most `side`, to be looked at.
+    """Load the whole image for display, in the colours of `load_rgb`, its longer side at most `side` pixels.
 
-    Raises InputError as `load_rgb`, and for more than MOST_SHOWN pixels.
+    Raises:
+        InputError: As `load_rgb`, and for more than MOST_SHOWN pixels.
     """
     scale = min(1, side / max(picture.width, picture.height))
     size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
-    with _named(picture.path):
+    with _naming_file(picture.path):
         with _opened(picture.path) as (image, _):
             _require_shown(picture.path, image)
             image.draft(image.mode, (side, side))  # a JPEG is decoded at an eighth, a quarter or half of its size
@@ -103,28 +113,34 @@ def load_preview(picture: Picture, side: int) -> Image.Image:
 
 
 def is_invisible(picture: Picture, loaded: Image.Image) -> bool:
-    """Whether every pixel of the file is transparent. loaded: what `load_rgb` made of it."""
+    """Whether every pixel of the file is transparent. loaded: the result of `load_rgb`."""
     if loaded.getextrema() != ((255, 255),) * 3:
         return False
-    with _named(picture.path):
+    with _naming_file(picture.path):
         alpha = _opacity(_upright(picture))
     return alpha is not None and alpha.getextrema() == (0, 0)
 
 
 def load_mask(picture: Picture, size: tuple[int, int]) -> Image.Image:
-    """The image as levels from 0 (black) to 255, mode F: averages over the areas of `load_rgb`'s picture.
+    """Load as levels from 0 (black) to 255, mode F: averages over the areas of `load_rgb`'s picture.
 
-    size: (width, height) of the same aspect ratio as that picture. An image with transparent parts is a mask by its
-    opacity, another by its brightness, whatever its ICC profile. Raises InputError as `load_rgb`.
+    The levels are the opacity of an image with transparent parts, else its brightness; ICC profiles are ignored.
+
+    Args:
+        picture: The mask.
+        size: (width, height) with the aspect ratio of `load_rgb`'s picture.
+
+    Raises:
+        InputError: As `load_rgb`.
     """
-    with _named(picture.path):
+    with _naming_file(picture.path):
         image = _upright(picture)
         levels = _opacity(image) or _as_rgb(image).convert("L")
         return ImageOps.fit(levels.convert("F"), size, Image.Resampling.BOX)
 
 
 def _walk(root: Path, folder: Path, real: Path, seen: set[Path]) -> Iterator[Path]:
-    """The files below a folder that was reached from `root`. real: its path without links."""
+    """The files below a folder that was reached from `root`. real: the folder's path without links."""
     if len(folder.parts) - len(root.parts) > MOST_DEEP:
         raise too_deep(root)
     for entry in sorted(folder.iterdir()):
@@ -133,22 +149,22 @@ def _walk(root: Path, folder: Path, real: Path, seen: set[Path]) -> Iterator[Pat
         if not entry.is_dir():
             yield entry
             continue
-        place = Path(os.path.realpath(entry)) if entry.is_symlink() else real / entry.name
-        if not (entry.name == "cache" or entry.name.endswith("_cache")) and place not in seen:
-            seen.add(place)
-            yield from _walk(root, entry, place, seen)
+        real_entry = Path(os.path.realpath(entry)) if entry.is_symlink() else real / entry.name
+        if not (entry.name == "cache" or entry.name.endswith("_cache")) and real_entry not in seen:
+            seen.add(real_entry)
+            yield from _walk(root, entry, real_entry, seen)
 
 
 def _stored_size(image: Image.Image) -> tuple[int, int]:
-    """(width, height) as the pixels lie in the file. The TIFF reader's `size` has its orientation already."""
+    """(width, height) of the pixels as stored. `size` of the TIFF reader already has the orientation applied."""
     if isinstance(image, TiffImageFile):
         return image.tag_v2[IMAGEWIDTH], image.tag_v2[IMAGELENGTH]
     return image.size
 
 
 def _orientation(image: ImageFile.ImageFile, file: IO[bytes]) -> int:
-    """As `ImageOps.exif_transpose` finds it, from EXIF, else XMP: 1 to 8."""
-    # The PNG reader's own getexif decodes all pixels to look for an orientation behind them.
+    """The orientation, 1 to 8, from EXIF, else XMP, as `ImageOps.exif_transpose` finds it."""
+    # The PNG reader's own getexif decodes all pixels to look for an orientation after them.
     if isinstance(image, PngImageFile) and (header := png_chunks.with_late_metadata(file)):
         image = PngImageFile(io.BytesIO(header))
     orientation: int = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
@@ -158,20 +174,20 @@ def _orientation(image: ImageFile.ImageFile, file: IO[bytes]) -> int:
 def _upright(picture: Picture) -> Image.Image:
     with _opened(picture.path) as (image, _):
         if isinstance(image, TiffImageFile):
-            # The reader applies Pillow's limit where it makes room for the pixels itself.
+            # The reader applies Pillow's limit when it allocates the pixels itself.
             image.im = Image.new(image.mode, _stored_size(image)).im
         ImageOps.exif_transpose(image, in_place=True)
     if image.size != (picture.width, picture.height):
         raise InputError(
             f"{picture.path}: has {image.width} x {image.height} pixels, and had {picture.width} x {picture.height} "
-            "when it was found; if it was replaced, start again, else save it anew"
+            "when it was found; if it was replaced, start again, else save it again"
         )
     return image
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[ImageFile.ImageFile, IO[bytes]]]:
-    """The image as its header describes it, and its file."""
+    """Open an image and its file; only the header is read, and the limits on its pixels are checked."""
     with files.opened(path) as file:
         image = _identified(file)
         pixels = image.width * image.height
@@ -186,9 +202,9 @@ def _opened(path: Path) -> Iterator[tuple[ImageFile.ImageFile, IO[bytes]]]:
 
 
 def _identified(file: IO[bytes]) -> ImageFile.ImageFile:
-    """As `Image.open`, whose limit of 179 megapixels can be changed for the whole process only.
+    """Replace `Image.open`, whose limit of 179 megapixels can be changed only for the whole process.
 
-    Without the file's name Pillow maps no file to memory, which scrambles a TIFF that lies on its side.
+    Readers get no file name, so that Pillow does not map the file to memory: that scrambles a TIFF lying on its side.
     """
     head = file.read(16)
     Image.init()
@@ -204,29 +220,29 @@ def _identified(file: IO[bytes]) -> ImageFile.ImageFile:
 
 
 def _in_srgb(image: Image.Image, picture: Picture, size: tuple[int, int]) -> Image.Image:
-    """An upright image as sRGB of exactly this size."""
+    """Convert an upright image to sRGB of exactly this size."""
     profile = image.info.get("icc_profile")
     if picture.profile != "used" or profile is None:
         return ImageOps.fit(_as_rgb(image), size, Image.Resampling.LANCZOS)
     pixels = image if image.mode == "CMYK" else _as_rgb(image)
-    # After scaling: a conversion of a megapixel in place of up to MAX_PIXELS.
+    # Convert after scaling: a megapixel instead of up to MAX_PIXELS.
     return colour.to_srgb(ImageOps.fit(pixels, size, Image.Resampling.LANCZOS), profile)
 
 
 def _require_shown(path: Path, image: ImageFile.ImageFile) -> None:
-    """Raises InputError for more pixels than the page has memory for."""
+    """Raise InputError for more pixels than the page has memory for."""
     pixels, limit = image.width * image.height, MOST_SHOWN // (2 if image.format in _BUFFERED else 1)
     if pixels > limit:
         raise InputError(
-            f"{path}: {pixels / 1e6:.1f} megapixels are too many to be shown, the limit is {limit / 1e6:.1f}; "
-            "it is trained on all the same, or scale it down"
+            f"{path}: {pixels / 1e6:.1f} megapixels are too many to show, the limit is {limit / 1e6:.1f}; "
+            "training can still use it, or scale it down"
         )
 
 
 def _reduced(image: Image.Image, factor: int, keeps_cmyk: bool) -> Image.Image:
-    """A decoded image on white, each side divided by `factor`, as RGB; CMYK may stay.
+    """Put a decoded image on white, with each side divided by `factor`, as RGB or, if `keeps_cmyk`, as CMYK.
 
-    In strips of a megapixel: RGBA takes four copies on its way to RGB.
+    It is converted in strips of a megapixel: RGBA takes four copies on its way to RGB.
     """
     mode = "CMYK" if keeps_cmyk and image.mode == "CMYK" else "RGB"
     small = Image.new(mode, (-(-image.width // factor), -(-image.height // factor)))
@@ -240,7 +256,7 @@ def _reduced(image: Image.Image, factor: int, keeps_cmyk: bool) -> Image.Image:
 
 def _as_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
-        # convert() would clip: everything above 255 of 65535 became white.
+        # convert() would clip: everything above 255 of 65535 would become white.
         return image.convert("I").point(lambda value: value * (1 / 256)).convert("L").convert("RGB")
     if not image.has_transparency_data:
         return image if image.mode == "RGB" else image.convert("RGB")
@@ -249,7 +265,7 @@ def _as_rgb(image: Image.Image) -> Image.Image:
 
 
 def _opacity(image: Image.Image) -> Image.Image | None:
-    """The alpha channel, where it hides anything: many programs write one that does not."""
+    """The alpha channel; None where every pixel is opaque, since many programs write such a channel."""
     if not image.has_transparency_data:
         return None
     alpha = image.convert("RGBA").getchannel("A")
@@ -257,19 +273,19 @@ def _opacity(image: Image.Image) -> Image.Image | None:
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Raises InputError naming the file for whatever Pillow raises inside."""
+def _naming_file(path: Path) -> Iterator[None]:
+    """Turn any exception of Pillow inside into an InputError that names the file."""
     try:
         yield
     except InputError:
         raise
-    except Exception as error:  # its decoders raise all kinds for damaged files, which have no base class in common
+    except Exception as error:  # for damaged files, decoders raise exceptions without a common base class
         raise _unreadable(path, error) from error
 
 
 def _unreadable(path: Path, error: Exception) -> InputError:
     if isinstance(error, UnidentifiedImageError):
-        reason = "no image of a known format"
+        reason = "not an image of a known format"
     else:
         reason = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
         reason = shortened(reason) or type(error).__name__
@@ -277,7 +293,7 @@ def _unreadable(path: Path, error: Exception) -> InputError:
 
 
 def png(image: Image.Image) -> bytes:
-    """The picture as a PNG file."""
+    """The bytes of a PNG file of the picture."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Training data of pictures and captions, as the cache holds them."""
+"""Encoded images with captions: the training examples, and the prompts that pictures are drawn from."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from trainer.config.schema import RunConfig
 from trainer.data.cache import ExampleCache, key_of
 from trainer.data.image_files import Photo
 from trainer.data.image_io import png
-from trainer.data.loader import BatchPlan, BatchSizes, Item
-from trainer.data.source import Draw, Source
+from trainer.data.loader import BatchSizes, ImageBatchSampler, ImageItem
+from trainer.data.source import DataSource, Draw, SampleDrawer
 from trainer.models.base import ImageFamily, LoadModule
 from trainer.models.objectives import Example
 from trainer.rng import SampleRng
@@ -22,7 +22,7 @@ from trainer.run.manifest import Progress
 
 @dataclass(frozen=True)
 class EncodedPhoto:
-    """Where a photo's latents lie in the cache, its caption's embeddings, its mask and its references' latents."""
+    """A photo and the cache keys of its latents, its caption's embeddings, its mask and its references' latents."""
 
     photo: Photo
     latents: str
@@ -33,7 +33,7 @@ class EncodedPhoto:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A sample prompt with its trigger filled in, and where its embeddings and its reference's latents lie."""
+    """A sample prompt with its trigger filled in, and the cache keys of its embeddings and its reference's latents."""
 
     text: str
     key: str
@@ -42,12 +42,16 @@ class EncodedPrompt:
 
 @dataclass(frozen=True)
 class EncodedData:
-    """Everything a run feeds to the model, by cache key. negative, empty: the negative and the empty caption.
+    """Everything a run feeds to the model, by cache key.
 
-    Besides what the family encodes, an example holds "mask" (h, w), weights of the loss per latent pixel, where the
-    data have masks, and "reference_0", "reference_1" and so on (..., h, w), the latents of its reference images.
-    dropped_text: the family's.  with_size: whether an example also holds "original_size" (2,), height and width of the
-    photo's file.
+    In addition to what the family encodes, an example holds "mask" (h, w), weights of the loss per latent pixel, where
+    the data have masks, and "reference_0", "reference_1" and so on (..., h, w), the latents of its reference images.
+
+    Attributes:
+        negative: Key of the negative prompt.
+        empty: Key of the empty caption.
+        dropped_text: `ImageFamily.dropped_text`.
+        with_size: Whether an example also holds "original_size" (2,), height and width of the photo's file.
     """
 
     cache: ExampleCache
@@ -59,12 +63,12 @@ class EncodedData:
     dropped_text: Callable[[Example, Example], Example]
     with_size: bool = False
 
-    def example(self, item: Item) -> Example:
-        """One training example: latents with the caption's embeddings, or the empty caption's where it is dropped."""
+    def example(self, item: ImageItem) -> Example:
+        """One training example: latents with the embeddings of the caption, or of the empty one if it is dropped."""
         return self._joined(self.train[item.photo], item.dropped, self.cache.read)
 
-    def shapes(self, item: Item) -> Example:
-        """`example` on the meta device: its shapes, read from the files' headers only."""
+    def shapes(self, item: ImageItem) -> Example:
+        """The example on the meta device: only its shapes, read from the headers of the files."""
         return self._joined(self.train[item.photo], item.dropped, self.cache.shapes)
 
     def held_out(self, index: int) -> Example:
@@ -72,18 +76,18 @@ class EncodedData:
         return self._joined(self.validation[index], False, self.cache.read)
 
     def prompt(self, index: int) -> Example:
-        """What a picture is drawn from: the prompt's embeddings, and the latents of its reference."""
+        """The inputs of a sample: the embeddings of its prompt, and the latents of its reference."""
         prompt = self.prompts[index]
         references = () if prompt.reference is None else (prompt.reference,)
         return self.cache.read(prompt.key) | _reference_latents(references, self.cache.read)
 
     @property
     def digest(self) -> str:
-        """Of what is trained and in which order: another one means other images, captions or weights."""
+        """Digest of the training examples and their order; it changes with the images, captions and weights."""
         parts = [(one.latents, one.text, one.mask, one.references, one.photo.weight) for one in self.train]
         return key_of(*parts)
 
-    def loss_weight(self, item: Item) -> float:
+    def loss_weight(self, item: ImageItem) -> float:
         """The weight of an item's loss."""
         return self.train[item.photo].photo.loss_weight
 
@@ -101,68 +105,84 @@ def _reference_latents(keys: Sequence[str], read: Callable[[str], Example]) -> E
     return {f"reference_{number}": read(key)["latents"] for number, key in enumerate(keys)}
 
 
-class ImageSource(Source):
-    """Encoded images and captions, and the pictures that are drawn with the family's autoencoder. load: its loader."""
+class ImageSource(DataSource):
+    """Encoded images and captions.
+
+    Attributes:
+        data: The encoded data, as the cache holds them.
+    """
 
     unit = "images"
-    is_changed = "images, captions or how they are encoded are not as before: from here on the order is another"
+    changed_message = (
+        "images, captions or how they are encoded have changed since the checkpoint: from here on the order differs"
+    )
 
-    def __init__(self, cfg: RunConfig, family: ImageFamily, load: LoadModule, data: EncodedData) -> None:
+    def __init__(self, cfg: RunConfig, family: ImageFamily, data: EncodedData) -> None:
         self.data = data
-        self.prompts = tuple(prompt.text for prompt in data.prompts)
         self.digest = data.digest
         self.num_held_out = len(data.validation)
-        self._cfg, self._family, self._load = cfg, family, load
-        self._keeps_captions = True  # of regularization images
+        self._cfg, self._family = cfg, family
+        self._keeps_regularization_captions = True
 
     def follow_recipe(self, recipe: int) -> None:
         if recipe < 2:
-            self._keeps_captions = False
+            self._keeps_regularization_captions = False
             self.data = replace(self.data, with_size=False)
-            sample = self._cfg.sample.model_copy(update={"scheduler": "euler"})
-            self._cfg = self._cfg.model_copy(update={"sample": sample})
 
-    def plan(self, sizes: BatchSizes, saved: Progress | None) -> BatchPlan:
+    def batch_sampler(self, sizes: BatchSizes, saved: Progress | None) -> ImageBatchSampler:
         cfg, photos = self._cfg, [encoded.photo for encoded in self.data.train]
-        # Guidance pushes samples away from what a dropped caption gives: that is to be what is learned.
+        # Guidance pushes samples away from what a dropped caption gives, which therefore must be the subject that is
+        # learned, not a regularization image.
         regularizing = [number for number, photo in enumerate(photos) if not photo.is_own]
-        return BatchPlan(
+        return ImageBatchSampler(
             batch_keys(self._family, self.data),
             [photo.weight for photo in photos],
             sizes,
             cfg.train.seed,
             cfg.data.caption_dropout,
-            regularizing if self._keeps_captions else (),
+            regularizing if self._keeps_regularization_captions else (),
         )
 
-    def example(self, item: Item) -> Example:
+    def example(self, item: ImageItem) -> Example:
         return self.data.example(item)
 
-    def loss_weight(self, item: Item) -> float:
+    def loss_weight(self, item: ImageItem) -> float:
         return self.data.loss_weight(item)
 
     def held_out(self, index: int) -> Example:
         return self.data.held_out(index)
 
+
+class ImageDrawer(SampleDrawer):
+    """Draws pictures for the encoded prompts; the family's autoencoder decodes them. load: loads the autoencoder."""
+
+    def __init__(self, cfg: RunConfig, family: ImageFamily, load: LoadModule, data: EncodedData) -> None:
+        self.prompts = tuple(prompt.text for prompt in data.prompts)
+        self._sample, self._family, self._load, self._data = cfg.sample, family, load, data
+
+    def follow_recipe(self, recipe: int) -> None:
+        if recipe < 2:
+            self._sample = self._sample.model_copy(update={"scheduler": "euler"})
+
     def suffix(self, index: int) -> str:
         return ".png"
 
-    def drawing(self) -> Draw:
-        encoder = self._family.image_encoder(self._load)
-        negative = self.data.cache.read(self.data.negative)
+    def prepare(self) -> Draw:
+        autoencoder = self._family.image_encoder(self._load)
+        negative = self._data.cache.read(self._data.negative)
 
         def draw(model: nn.ModuleDict, index: int, rng: SampleRng) -> bytes:
-            text = self.data.prompt(index)
-            return png(self._family.sample(model, encoder, text, negative, self._cfg.sample, rng))
+            text = self._data.prompt(index)
+            return png(self._family.sample(model, autoencoder, text, negative, self._sample, rng))
 
         return draw
 
 
-def batch_keys(family: ImageFamily, data: EncodedData) -> Callable[[Item], Hashable]:
-    """The family's batch key of an item, from the shapes of what is cached."""
-    keys: dict[Item, Hashable] = {}
+def batch_keys(family: ImageFamily, data: EncodedData) -> Callable[[ImageItem], Hashable]:
+    """Return a function that computes the family's batch key of an item from the shapes in the cache."""
+    keys: dict[ImageItem, Hashable] = {}
 
-    def batch_key(item: Item) -> Hashable:
+    def batch_key(item: ImageItem) -> Hashable:
         if item not in keys:
             keys[item] = family.batch_key(data.shapes(item))
         return keys[item]

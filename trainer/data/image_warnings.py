@@ -1,4 +1,4 @@
-"""What a user should know about images that can be trained on: a sentence per kind. No torch and no numpy."""
+"""Warnings about images that can be trained on, one sentence per kind. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from trainer.data.buckets import choose_bucket
 from trainer.data.image_io import Picture
 
 MOST_ENLARGED = 1.5
-"""Times the size of the file, above which an image is blurred at the size it is trained at."""
+"""Enlargement above which an image is blurred at the size it is trained at."""
 LEAST_KEPT = 2 / 3
-"""Share of the pixels of an image that the crop to its bucket should keep."""
+"""Share of an image's pixels that the crop to its bucket should keep."""
 TAIL_BYTES = 4096
 
 
 def of_files(pictures: Sequence[Picture]) -> Iterator[str]:
-    """Files of which not everything is used."""
+    """Warn of files with parts that are not used."""
     if paged := [picture.path for picture in pictures if picture.has_frames]:
-        found = counted(len(paged), "image has", "images have")
-        yield f"{found} several frames or pages, of which only the first one is used: first {paged[0]}"
+        count = counted(len(paged), "image has", "images have")
+        yield f"{count} several frames or pages, of which only the first one is used: first {paged[0]}"
     if broken := [picture.path for picture in pictures if picture.profile == "broken"]:
-        found = counted(len(broken), "image has", "images have")
-        yield f"{found} a colour profile that cannot be used and is ignored: first {broken[0]}; save it anew as sRGB"
+        count = counted(len(broken), "image has", "images have")
+        yield f"{count} a colour profile that cannot be used and is ignored: first {broken[0]}; save it again as sRGB"
 
 
 def of_copies(files: Iterable[Path]) -> Iterator[str]:
-    """Files of the same bytes. Only those of one length are read, and to the end only those of one end."""
+    """Warn of files with the same bytes. Only files of equal length are read, and fully only those with equal ends."""
     groups = [[*files]]
     for same in (_length, _tail, _content):
         groups = [part for group in groups for part in _parted(group, same)]
     if groups:
-        found = counted(sum(len(group) - 1 for group in groups), "image has", "images have")
+        count = counted(sum(len(group) - 1 for group in groups), "image has", "images have")
         first, copy = groups[0][:2]
         yield (
-            f"{found} the same bytes as another one: first {copy} as {first}; remove copies, or give their folder a "
+            f"{count} the same bytes as another one: first {copy} as {first}; remove copies, or give their folder a "
             "weight in data.folders"
         )
 
 
 def of_buckets(pictures: Sequence[Picture], sizes: Sequence[tuple[int, int]]) -> Iterator[str]:
-    """Images that the sizes they are trained at do not suit. sizes: (width, height) of all buckets."""
+    """Warn of images that are enlarged or cropped much. sizes: (width, height) of all buckets."""
     enlarged, cropped = [], []
     for picture in pictures:
         width, height = choose_bucket(picture.width, picture.height, sizes)
@@ -54,15 +54,15 @@ def of_buckets(pictures: Sequence[Picture], sizes: Sequence[tuple[int, int]]) ->
         if (kept := min(scale_x, scale_y) / scale) < LEAST_KEPT:
             cropped.append(f"{picture.path} of which {kept:.0%} is kept")
     if enlarged:
-        found = counted(len(enlarged), "image is", "images are")
+        count = counted(len(enlarged), "image is", "images are")
         yield (
-            f"{found} enlarged more than {MOST_ENLARGED} times to fill a bucket, and learned blurred: "
+            f"{count} enlarged more than {MOST_ENLARGED} times to fill a bucket, and learned blurred: "
             f"first {enlarged[0]}; use larger files, or lower data.resolution"
         )
     if cropped:
-        found = counted(len(cropped), "image loses", "images lose")
+        count = counted(len(cropped), "image loses", "images lose")
         yield (
-            f"{found} more than a third to the crop to a bucket: first {cropped[0]}; "
+            f"{count} more than a third to the crop to a bucket: first {cropped[0]}; "
             "crop by hand, or raise data.max_aspect"
         )
 
@@ -72,7 +72,7 @@ def counted(number: int, one: str, more: str) -> str:
 
 
 def _parted(files: Iterable[Path], same: Callable[[Path], Hashable]) -> list[list[Path]]:
-    """The files by what is the same of them, without those that are alone, in order of their first."""
+    """Groups of at least two files with equal `same(file)`, in the order of their first files."""
     groups: defaultdict[Hashable, list[Path]] = defaultdict(list)
     for file in files:
         try:

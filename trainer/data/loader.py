@@ -1,7 +1,7 @@
-"""Which sample is trained when, and the examples of each step read ahead.
+"""Batch samplers, which choose the items of each step, and the loader, which reads their examples ahead.
 
 The position follows from the optimizer step and the batch sizes so far: a run continues at any step on any number of
-ranks with what the uninterrupted one would have read, and with another batch size at the next sample.
+ranks with the examples that the uninterrupted run would have read, and with another batch size at the next sample.
 """
 
 from __future__ import annotations
@@ -22,14 +22,19 @@ from trainer.models.objectives import Example
 from trainer.rng import derived_seed, generator
 from trainer.run.manifest import Progress
 
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
+ItemT = TypeVar("ItemT")
+ItemT_co = TypeVar("ItemT_co", covariant=True)
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True)
-class Item:
-    """One occurrence of a photo. photo: its place in the dataset.  dropped: trained with an empty caption."""
+class ImageItem:
+    """One occurrence of a photo.
+
+    Attributes:
+        photo: Index of the photo in the dataset.
+        dropped: Whether it is trained with the empty caption.
+    """
 
     photo: int
     dropped: bool
@@ -37,10 +42,11 @@ class Item:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """How many samples each optimizer step of a run takes, all ranks together.
+    """The number of samples of each optimizer step of a run, all ranks together.
 
-    now: of every step after those of `former`.  former: (batch size, optimizer steps) of the parts of the run that had
-    other sizes, in order.
+    Attributes:
+        now: The batch size of every step after those of `former`.
+        former: (batch size, optimizer steps) of the parts of the run that had other sizes, in order.
     """
 
     now: int
@@ -48,18 +54,21 @@ class BatchSizes:
 
     @classmethod
     def after(cls, saved: Progress | None, now: int) -> BatchSizes:
-        """Those of a run that goes on, None from its begin. A checkpoint that names none has the one of its config."""
+        """The batch sizes of a run that continues from `saved` (None: from its start) with size `now`.
+
+        A checkpoint without batch sizes has the one of its config.
+        """
         if saved is None:
             return cls(now)
         size = saved.config["train"]["batch_size"] if saved.config else now
         return cls(now, saved.batch_sizes or ((size, saved.step),))
 
     def of(self, step: int) -> int:
-        """Samples of a step, counted from 0."""
+        """Number of samples of a step, counted from 0."""
         return self.before(step + 1) - self.before(step)
 
     def before(self, step: int) -> int:
-        """Samples of all steps before this one: the global index of its first."""
+        """Number of samples of all steps before this one: the global index of its first sample."""
         return sum(size * steps for size, steps in self.until(step))
 
     def until(self, step: int) -> tuple[tuple[int, int], ...]:
@@ -73,31 +82,38 @@ class BatchSizes:
         return tuple(parts)
 
 
-class Plan(Protocol[T_co]):
+class BatchSampler(Protocol[ItemT_co]):
     """An endless sequence of batches."""
 
     sizes: BatchSizes
 
-    def batch(self, step: int) -> tuple[T_co, ...]:
+    def batch(self, step: int) -> tuple[ItemT_co, ...]:
         """The items of an optimizer step, counted from 0."""
         ...
 
 
-class BatchPlan:
+class ImageBatchSampler:
     """An endless sequence of full batches whose items share a batch key: a function of the arguments and the step.
 
-    batch_key(item): what may share a batch.  weights: occurrences of each photo per epoch, > 0; of 1.5 the half is an
-    occurrence in every second epoch, in turns with other photos.  caption_dropout: share of the items that are dropped.
-    keeps_caption: photos of which none is.
+    Each epoch is shuffled. An item waits until a batch of its key is full, past the end of an epoch or a change of the
+    batch size if need be: nothing is left out, and odd bucket sizes make no short batch.
 
-    Each epoch is shuffled. An item waits until a batch of its key is full, over the end of an epoch or a change of the
-    batch size if need be: nothing is left out, and odd bucket sizes make no short batch. Raises InputError when there
-    is no photo.
+    Args:
+        batch_key: batch_key(item) returns a key; items with equal keys may share a batch.
+        weights: Occurrences of each photo per epoch, > 0; the half in 1.5 is an occurrence in every second epoch,
+            alternating with other photos.
+        sizes: The batch sizes.
+        seed: Seed of order and dropout.
+        caption_dropout: Share of the items that are trained with the empty caption.
+        keeps_caption: Photos that always keep their caption.
+
+    Raises:
+        InputError: There are no photos.
     """
 
     def __init__(
         self,
-        batch_key: Callable[[Item], Hashable],
+        batch_key: Callable[[ImageItem], Hashable],
         weights: Sequence[float],
         sizes: BatchSizes,
         seed: int,
@@ -113,10 +129,10 @@ class BatchPlan:
         self._dropout_limit = int(caption_dropout * 2**63)
         self._keeps_caption = frozenset(keeps_caption)
         self._batches = self._all_batches()
-        self._batch: tuple[Item, ...] = ()
+        self._batch: tuple[ImageItem, ...] = ()
         self._step = -1
 
-    def batch(self, step: int) -> tuple[Item, ...]:
+    def batch(self, step: int) -> tuple[ImageItem, ...]:
         """The items of an optimizer step, counted from 0. Fast for the same and the next step, else it counts up."""
         if step < self._step:
             self._batches = self._all_batches()
@@ -126,21 +142,21 @@ class BatchPlan:
             self._step += 1
         return self._batch
 
-    def _all_batches(self) -> Iterator[tuple[Item, ...]]:
-        waiting: defaultdict[Hashable, list[Item]] = defaultdict(list)
+    def _all_batches(self) -> Iterator[tuple[ImageItem, ...]]:
+        waiting: defaultdict[Hashable, list[ImageItem]] = defaultdict(list)
         items = self._all_items()
         for size, steps in self.sizes.former:
             yield from islice(self._filled(size, waiting, items), steps)
         yield from self._filled(self.sizes.now, waiting, items)
 
     def _filled(
-        self, size: int, waiting: defaultdict[Hashable, list[Item]], items: Iterator[Item]
-    ) -> Iterator[tuple[Item, ...]]:
-        """Full batches of one size. After larger ones so much may wait that it fills some: they come first."""
+        self, size: int, waiting: defaultdict[Hashable, list[ImageItem]], items: Iterator[ImageItem]
+    ) -> Iterator[tuple[ImageItem, ...]]:
+        """Full batches of one size. After a larger size, waiting items may fill some batches: they come first."""
         for queue in waiting.values():
             while len(queue) >= size:
                 batch = tuple(queue[:size])
-                del queue[:size]  # before the yield: it may be the last one that is asked for
+                del queue[:size]  # before the yield: the consumer may stop after this batch
                 yield batch
         for item in items:
             queue = waiting[self._batch_key(item)]
@@ -150,7 +166,7 @@ class BatchPlan:
                 queue.clear()
                 yield batch
 
-    def _all_items(self) -> Iterator[Item]:
+    def _all_items(self) -> Iterator[ImageItem]:
         for epoch in count():
             occurrences = [
                 (photo, copy) for photo in range(len(self._weights)) for copy in range(self._num_copies(photo, epoch))
@@ -158,12 +174,12 @@ class BatchPlan:
             order = torch.randperm(len(occurrences), generator=generator(self._seed, "order", epoch))
             for position in order.tolist():
                 photo, copy = occurrences[position]
-                yield Item(photo, self._is_dropped(epoch, photo, copy))
+                yield ImageItem(photo, self._is_dropped(epoch, photo, copy))
 
     def _num_copies(self, photo: int, epoch: int) -> int:
         """Occurrences in this epoch. Over the epochs they add up to epochs x weight, rounded up or down."""
         whole, part = divmod(self._weights[photo], 1)
-        # Multiples of the golden ratio are evenly spread: each epoch takes its share of any run of equal weights.
+        # Multiples of the golden ratio are evenly spread, so each epoch gets its share of any run of equal weights.
         phase = photo * GOLDEN_RATIO % 1
         return int(whole) + math.floor((epoch + 1) * part + phase) - math.floor(epoch * part + phase)
 
@@ -178,8 +194,10 @@ class BatchPlan:
 class MicroBatch:
     """The part of a step that one rank trains in one pass; all examples share a batch key.
 
-    indices: global sample index of each example: the samples of all steps before + its position.  weights: of their
-    losses, 0 for padding.
+    Attributes:
+        examples: The examples.
+        indices: Global sample index of each example: the number of samples of all earlier steps + its position.
+        weights: Weight of each example's loss, 0 for padding.
     """
 
     examples: tuple[Example, ...]
@@ -187,47 +205,52 @@ class MicroBatch:
     weights: tuple[float, ...]
 
 
-class Loader(Generic[T]):
-    """The examples of each step for one rank. The next step is read by a thread while this one is trained.
-
-    fetch(item): its example, called on that thread.  micro_batch: most examples per pass.  loss_weight(item): of its
-    loss, > 0.
+class Loader(Generic[ItemT]):
+    """The examples of each step for one rank. A thread reads the next step while the current one is trained.
 
     The batch is split contiguously over the ranks, and each part into equal passes, as few as `micro_batch` allows.
     Number and size of the passes are the same on every rank; the last positions repeat the last item with weight 0
     where the batch size does not divide. Use as a context manager, or call `close`.
+
+    Args:
+        batch_sampler: The items of each step.
+        fetch: fetch(item) returns the item's example; called on the thread.
+        rank: This rank.
+        world_size: Number of ranks.
+        micro_batch: Most examples per pass.
+        loss_weight: loss_weight(item) returns the weight of the item's loss, > 0.
     """
 
     def __init__(
         self,
-        plan: Plan[T],
-        fetch: Callable[[T], Example],
+        batch_sampler: BatchSampler[ItemT],
+        fetch: Callable[[ItemT], Example],
         rank: int,
         world_size: int,
         micro_batch: int,
-        loss_weight: Callable[[T], float] = lambda item: 1.0,
+        loss_weight: Callable[[ItemT], float] = lambda item: 1.0,
     ) -> None:
-        self._plan = plan
+        self._batch_sampler = batch_sampler
         self._fetch = fetch
         self._loss_weight = loss_weight
         self._rank = rank
-        per_rank = math.ceil(plan.sizes.now / world_size)
+        per_rank = math.ceil(batch_sampler.sizes.now / world_size)
         self._num_passes = math.ceil(per_rank / micro_batch)
         self._pass_size = math.ceil(per_rank / self._num_passes)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._ahead: dict[int, Future[list[MicroBatch]]] = {}
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
-        """This rank's passes of an optimizer step, counted from 0. Raises what `fetch` raises for them."""
+        """This rank's passes of an optimizer step, counted from 0. Raises the errors of `fetch`."""
         current = self._ahead.get(step) or self._thread.submit(self._load, step)
         self._ahead = {step + 1: self._thread.submit(self._load, step + 1)}
         return current.result()
 
     def close(self) -> None:
-        """Wait for the thread to finish what it reads, and end it."""
+        """Wait for the current read and end the thread."""
         self._thread.shutdown(cancel_futures=True)
 
-    def __enter__(self) -> Loader[T]:
+    def __enter__(self) -> Loader[ItemT]:
         return self
 
     def __exit__(
@@ -236,13 +259,13 @@ class Loader(Generic[T]):
         self.close()
 
     def _load(self, step: int) -> list[MicroBatch]:
-        batch = self._plan.batch(step)
+        batch = self._batch_sampler.batch(step)
         first_pass = self._rank * self._num_passes
         starts = [(first_pass + number) * self._pass_size for number in range(self._num_passes)]
         return [self._load_pass(step, batch, range(start, start + self._pass_size)) for start in starts]
 
-    def _load_pass(self, step: int, batch: tuple[T, ...], positions: range) -> MicroBatch:
-        last, first_index = len(batch) - 1, self._plan.sizes.before(step)
+    def _load_pass(self, step: int, batch: tuple[ItemT, ...], positions: range) -> MicroBatch:
+        last, first_index = len(batch) - 1, self._batch_sampler.sizes.before(step)
         present = [min(position, last) for position in positions]
         return MicroBatch(
             examples=tuple(self._fetch(batch[position]) for position in present),

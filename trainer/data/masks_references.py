@@ -12,28 +12,38 @@ from trainer.data.image_io import Picture, open_picture
 
 @dataclass
 class Findings:
-    """What is wrong with a dataset: sentences that stop the run, and sentences that do not."""
+    """Messages about a dataset.
+
+    Attributes:
+        problems: Messages that stop the run.
+        warnings: Messages that do not.
+    """
 
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
 class _Companions:
-    """The images of a folder by name, which is their path below it without suffix, and the photos they go with.
+    """The images of a folder by name (their path below the folder, without suffix), and the photos they belong to.
 
-    alone: (name, file) of the photos that nothing goes with.  found: where messages go, headed by `field`.
+    Attributes:
+        field: The field of the config that names the folder; messages begin with it.
+        findings: Takes the messages.
+        files: {name: image}.
+        alone: (name, file) of the photos without a companion.
     """
 
-    def __init__(self, field: str, folder: Path, files: Iterable[Path], found: Findings) -> None:
-        self.field, self.folder, self.found = field, folder, found
+    def __init__(self, field: str, folder: Path, files: Iterable[Path], findings: Findings) -> None:
+        self.field, self.folder, self.findings = field, folder, findings
         self.files: dict[str, Path] = {}
         self.num_photos = 0
         self.alone: list[tuple[str, Path]] = []
         self._owners: dict[Path, Path] = {}
         for file in files:
-            other = self.files.setdefault(self._name(file), file)
+            name = file.relative_to(folder).with_suffix("").as_posix()
+            other = self.files.setdefault(name, file)
             if other != file:
-                found.problems.append(f"{field}: {other} and {file} have one name; remove one of them")
+                findings.problems.append(f"{field}: {other} and {file} have the same name; remove one of them")
 
     def claim(self, names: Sequence[str], name: str, photo: Path) -> tuple[Picture, ...]:
         """The images of these names, for the photo called `name`. Raises InputError when one cannot be read."""
@@ -43,50 +53,50 @@ class _Companions:
         for file in (self.files[wanted] for wanted in names):
             owner = self._owners.setdefault(file, photo)
             if owner != photo:
-                self.found.problems.append(
-                    f"{self.field}: {file} goes with both {owner} and {photo}; give the images different names"
+                self.findings.problems.append(
+                    f"{self.field}: {file} belongs to both {owner} and {photo}; give the images different names"
                 )
         return tuple(open_picture(self.files[wanted]) for wanted in names)
 
     def warn_of_unused(self) -> None:
         unused = [file for file in self.files.values() if file not in self._owners]
         if unused:
-            self.found.warnings.append(
-                f"{self.field}: {len(unused)} of {len(self.files)} images go with no image of the data, "
+            self.findings.warnings.append(
+                f"{self.field}: {len(unused)} of {len(self.files)} images belong to no image of the data, "
                 f"first {unused[0]}"
             )
 
-    def _name(self, file: Path) -> str:
-        return file.relative_to(self.folder).with_suffix("").as_posix()
-
 
 class Masks(_Companions):
-    """Masks by name. Photos may be without."""
+    """Masks by name. A photo may have none."""
 
     def of(self, name: str, photo: Picture) -> Picture | None:
-        """The mask of the photo called `name`, of the photo's shape. Raises InputError when it cannot be read."""
+        """The mask of the photo called `name`, or None. Raises InputError when it cannot be read.
+
+        A mask whose shape is not the photo's is collected as a problem.
+        """
         masks = self.claim([name] if name in self.files else [], name, photo.path)
         for mask in masks:
             if not _same_shape(mask, photo):
-                self.found.problems.append(
+                self.findings.problems.append(
                     f"{self.field}: {mask.path} is {mask.width} x {mask.height}, but {photo.path} is "
                     f"{photo.width} x {photo.height}; give the mask its photo's size or aspect ratio"
                 )
         return masks[0] if masks else None
 
     def finish(self) -> None:
-        """Note what did not fit together. To be called after the last photo."""
+        """Collect messages about masks and photos that do not match. To be called after the last photo."""
         self.warn_of_unused()
         if not self.alone:
             return
         name, photo = self.alone[0]
         if len(self.alone) == self.num_photos:
-            self.found.problems.append(
-                f"{self.field}: {self.folder}: none of its images is named as one of the data; "
-                f"name that of {photo} {name}.png"
+            self.findings.problems.append(
+                f"{self.field}: {self.folder}: none of its images has the name of an image of the data; "
+                f"name the mask of {photo} {name}.png"
             )
             return
-        self.found.warnings.append(
+        self.findings.warnings.append(
             f"{self.field}: {len(self.alone)} of {self.num_photos} images have no mask and are learned whole, "
             f"first {photo}"
         )
@@ -101,17 +111,17 @@ class References(_Companions):
         return self.claim([name] if name in self.files else list(numbered), name, photo.path)
 
     def finish(self) -> None:
-        """Note what did not fit together. To be called after the last photo."""
+        """Collect messages about references and photos that do not match. To be called after the last photo."""
         self.warn_of_unused()
         if self.alone:
             name, photo = self.alone[0]
-            self.found.problems.append(
+            self.findings.problems.append(
                 f"{self.field}: {len(self.alone)} of {self.num_photos} images have no reference, first {photo}; "
                 f"add {self.folder / name}.png, or {name}_0.png, {name}_1.png and so on"
             )
 
 
 def _same_shape(one: Picture, other: Picture) -> bool:
-    """Whether one is the other in another size, rounded to whole pixels."""
+    """Whether both have the same aspect ratio, up to rounding to whole pixels."""
     sides = (one.width, one.height, other.width, other.height)
     return abs(one.width * other.height - one.height * other.width) <= max(sides)

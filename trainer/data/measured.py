@@ -1,4 +1,4 @@
-"""Captions that a model does not read whole. No torch and no numpy, as in `images`."""
+"""Captions that a model cuts. Imports neither torch nor numpy: the page imports it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CutCaption:
-    """A caption whose end no encoder reads token by token.
+    """A caption whose end no encoder reads.
 
-    image: its file.  encoder: the component that reads most of it.  needed, read: tokens.  before: the last of what is
-    read.  rest: what is not.
+    Attributes:
+        image: The image's file.
+        encoder: The component that reads the largest part.
+        needed: Tokens of the whole caption.
+        read: Tokens that `encoder` reads.
+        before: The last characters that are read.
+        rest: The text that is not read.
     """
 
     image: str
@@ -23,8 +28,12 @@ class CutCaption:
 
 @dataclass(frozen=True)
 class Measured:
-    """The captions that are cut, in order, and what a user should know before training, a sentence each: also which
-    texts of the section `sample` are cut."""
+    """The result of comparing captions with the lengths that a model reads.
+
+    Attributes:
+        cut: The captions that are cut, in order.
+        warnings: Sentences to show before training, also about texts of the section `sample` that are cut.
+    """
 
     cut: tuple[CutCaption, ...]
     warnings: tuple[str, ...]
@@ -32,7 +41,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of `trainer.data.captions`. measured: None where nothing was found; failure then says why."""
+    """An answer of `trainer.data.captions`.
+
+    Attributes:
+        measured: The result; None if measuring failed.
+        failure: The reason of the failure.
+    """
 
     measured: Measured | None = None
     failure: str = ""

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from trainer.data.encode import encode_data
-from trainer.data.image_source import ImageSource
-from trainer.data.mixed_source import MixedSource
-from trainer.data.source import Source
-from trainer.data.text_source import TextSource
+from trainer.data.image_source import ImageDrawer, ImageSource
+from trainer.data.mixed_source import MixedDrawer, MixedSource
+from trainer.data.source import DataSource, SampleDrawer
+from trainer.data.text_source import TextDrawer, TextSource
 from trainer.distributed.context import RankContext
 from trainer.models.base import ImageFamily, LoadModule, ModelFamily, MultimodalFamily, TextFamily
 
 
-def open_source(family: ModelFamily, load: LoadModule, context: RankContext) -> Source:
-    """Everything a run trains on, encoded where encoders do that. Collective.
+def open_data(family: ModelFamily, load: LoadModule, context: RankContext) -> tuple[DataSource, SampleDrawer]:
+    """Open the data of a run; images and captions are encoded first where the family has encoders. Collective.
 
-    load: loads an encoder of the family.  Raises what `encode_data` raises.
+    Args:
+        family: The model family; its kind selects the classes.
+        load: Loads an encoder of the family.
+        context: This rank's part of the run.
+
+    Raises:
+        InputError: Data that cannot be used.
+        StopRequested: As `encode_data`.
     """
+    cfg = context.cfg
     match family:
         case TextFamily():
-            return TextSource(context.cfg, family, context.world)
+            return TextSource(cfg, family, context.world), TextDrawer(cfg, family)
         case MultimodalFamily():
-            return MixedSource(context.cfg, family, load, encode_data(family, load, context), context.emit)
+            data = encode_data(family, load, context)
+            mixed = MixedSource(cfg, family, data, context.emit)
+            return mixed, MixedDrawer(cfg, family, ImageDrawer(cfg, family, load, data))
         case ImageFamily():
-            return ImageSource(context.cfg, family, load, encode_data(family, load, context))
-    raise TypeError(f"{type(family).__name__} is neither")
+            data = encode_data(family, load, context)
+            return ImageSource(cfg, family, data), ImageDrawer(cfg, family, load, data)
+    raise TypeError(f"{type(family).__name__} is neither a text, an image nor a multimodal family")

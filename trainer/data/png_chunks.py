@@ -1,4 +1,4 @@
-"""Metadata of PNG files that stand behind the pixels, found without reading the pixels."""
+"""Finds metadata that a PNG file stores after its pixels, without reading the pixels."""
 
 from __future__ import annotations
 
@@ -10,58 +10,58 @@ from typing import IO
 
 _SIGNATURE_BYTES = 8
 _AROUND = 12
-"""Bytes of a chunk around its data: length, kind, checksum."""
+"""Bytes of a chunk without its data: length, kind, checksum."""
 _METADATA = frozenset({b"eXIf", b"iTXt", b"tEXt", b"zTXt"})
 
 
 def with_late_metadata(file: IO[bytes]) -> bytes | None:
-    """A PNG's header with the EXIF and texts from behind the pixels before them; None where nothing is there.
+    """Build the header of a PNG with the EXIF and texts that the file stores after its pixels; None if there are none.
 
-    A chunk table that is damaged is read up to the damage, as by Pillow. Raises OSError for metadata that is cut off.
+    Damaged chunks end the search, as in Pillow. Raises OSError for metadata that is cut off.
     """
     size = os.fstat(file.fileno()).st_size
-    place, pixels_at, pixels_length, late = _SIGNATURE_BYTES, None, None, []
-    while (found := _chunk(file, place)) is not None:
-        length, kind = found
+    offset, pixels_at, pixels_length, late = _SIGNATURE_BYTES, None, None, []
+    while (chunk := _chunk(file, offset)) is not None:
+        length, kind = chunk
         if kind == b"IEND" or (kind == b"fcTL" and pixels_at is not None):  # Pillow stops at the second frame
             break
         if kind == b"IDAT":
-            pixels_at = pixels_at or place
-            place = _behind_equal(file, place, length, size) if length == pixels_length else place + length + _AROUND
+            pixels_at = pixels_at or offset
+            offset = _behind_equal(file, offset, length, size) if length == pixels_length else offset + length + _AROUND
             pixels_length = length
             continue
         if pixels_at is not None and kind in _METADATA:
-            late.append(_whole(file, place, length, kind))
-        place += length + _AROUND
+            late.append(_whole(file, offset, length, kind))
+        offset += length + _AROUND
     if not late or pixels_at is None:
         return None
     file.seek(0)
     return b"".join((file.read(pixels_at), *late, _written(b"IDAT", b"")))
 
 
-def _chunk(file: IO[bytes], place: int) -> tuple[int, bytes] | None:
-    """Length and kind of the chunk at a place; None where none begins."""
-    file.seek(place)
+def _chunk(file: IO[bytes], offset: int) -> tuple[int, bytes] | None:
+    """Length and kind of the chunk at an offset; None if no chunk begins there."""
+    file.seek(offset)
     header = file.read(8)
     if len(header) < 8 or not header[4:].isalpha():
         return None
     return int.from_bytes(header[:4], "big"), header[4:]
 
 
-def _behind_equal(file: IO[bytes], place: int, length: int, size: int) -> int:
-    """The place behind all chunks of pixels of one length.
+def _behind_equal(file: IO[bytes], offset: int, length: int, size: int) -> int:
+    """The offset after all consecutive pixel chunks of one length.
 
-    Encoders write such chunks, of 8 KiB in libpng, up to a shorter last one: found by bisection, since a look at every
-    header would read the file.
+    Encoders write equal chunks, 8 KiB in libpng, and a shorter last one. The end is found by bisection, since visiting
+    every header would read the whole file.
     """
     step = length + _AROUND
-    places = range(place, size, step)
-    count = bisect_left(places, True, key=lambda at: _chunk(file, at) != (length, b"IDAT"))
-    return place + count * step
+    offsets = range(offset, size, step)
+    count = bisect_left(offsets, True, key=lambda at: _chunk(file, at) != (length, b"IDAT"))
+    return offset + count * step
 
 
-def _whole(file: IO[bytes], place: int, length: int, kind: bytes) -> bytes:
-    file.seek(place + 8)
+def _whole(file: IO[bytes], offset: int, length: int, kind: bytes) -> bytes:
+    file.seek(offset + 8)
     data = file.read(length)
     if len(data) < length:
         raise OSError(f"its {kind.decode()} chunk is cut off")

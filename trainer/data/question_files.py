@@ -1,4 +1,4 @@
-"""Questions about images, with their answers. No torch and no numpy, as in `images`."""
+"""Reads questions about images, with their answers. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIELDS = ("image", "question", "answer")
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked about a picture, and the answer that is learned."""
+    """A question about a picture, and the answer that is learned."""
 
     picture: Picture
     question: str
@@ -27,7 +27,13 @@ class Question:
 
 @dataclass(frozen=True)
 class Questions:
-    """validation: the last of the file, set aside.  warnings: what was left out."""
+    """The questions of a config.
+
+    Attributes:
+        train: The questions to train on.
+        validation: The last questions of the file, set aside.
+        warnings: Messages about rows that were left out.
+    """
 
     train: tuple[Question, ...]
     validation: tuple[Question, ...]
@@ -35,36 +41,37 @@ class Questions:
 
 
 def of_config(cfg: DataConfig) -> Questions:
-    """The questions of `data.questions`; none where the field is empty. Only headers of images are read.
+    """Read the questions of `data.questions`; none if the field is empty. Only headers of images are read.
 
-    Raises InputError with all problems found, the first 20 of them in words.
+    Raises:
+        InputError: Lists all problems, the first 20 of them in words.
     """
     if cfg.questions is None:
         return Questions((), (), ())
     file = Path(cfg.questions).expanduser()
-    found, problems, warnings = _read(file, cfg.bad_image == "warn")
+    questions, problems, warnings = _read(file, cfg.bad_image == "warn")
     hidden = len(problems) - MAX_SHOWN_PROBLEMS
     if problems:
         raise InputError("\n".join(problems[:MAX_SHOWN_PROBLEMS] + ([f"and {hidden} more"] if hidden > 0 else [])))
     count = cfg.validation if isinstance(cfg.validation, int) else 0
-    if count >= len(found):
+    if count >= len(questions):
         raise InputError(
-            f"data.validation: {count} of the {len(found)} questions of {file} leaves none to train on; "
-            + (f"use at most {len(found) - 1}" if found else "write some into it")
+            f"data.validation: {count} of the {len(questions)} questions of {file} leaves none to train on; "
+            + (f"use at most {len(questions) - 1}" if questions else "write some into it")
         )
-    border = len(found) - count
-    return Questions(tuple(found[:border]), tuple(found[border:]), tuple(warnings))
+    border = len(questions) - count
+    return Questions(tuple(questions[:border]), tuple(questions[border:]), tuple(warnings))
 
 
 def _read(file: Path, leaves_out: bool) -> tuple[list[Question], list[str], list[str]]:
-    """Questions, problems and warnings. leaves_out: whether an image that cannot be read is a warning."""
+    """Questions, problems and warnings. leaves_out: whether an unreadable image is a warning, not a problem."""
     try:
         lines = [(number, offset, line) for number, offset, line in rows(file)]
     except InputError as error:
         return [], [str(error)], []
     except OSError as error:
         return [], [f"data.questions: {file}: cannot be read ({error.strerror}); name a .jsonl file"], []
-    found: list[Question] = []
+    questions: list[Question] = []
     problems: list[str] = []
     warnings: list[str] = []
     pictures: dict[Path, Picture] = {}
@@ -89,12 +96,12 @@ def _read(file: Path, leaves_out: bool) -> tuple[list[Question], list[str], list
                 f"left out: {message}" if leaves_out else f"{message}, or set data.bad_image: warn"
             )
             continue
-        found.append(Question(pictures[path], question, answer))
-    return found, problems, warnings
+        questions.append(Question(pictures[path], question, answer))
+    return questions, problems, warnings
 
 
 def _row(line: str, folder: Path) -> tuple[Path, str, str]:
-    """Image, question and answer. Raises InputError with the reason and the remedy, without the place."""
+    """Image, question and answer. Raises InputError with the reason and the remedy, without file and line."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What a run feeds to its model and draws with it: one kind for models of images, others for those of text or both."""
+"""The two halves of a run's data: what the model is trained on, and what samples are drawn from."""
 
 from __future__ import annotations
 
@@ -8,51 +8,53 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from trainer.data.loader import BatchSizes, Plan
+from trainer.data.loader import BatchSampler, BatchSizes
 from trainer.models.objectives import Example
 from trainer.rng import SampleRng
 from trainer.run.manifest import Progress
 
 Draw = Callable[[nn.ModuleDict, int, SampleRng], bytes]
-"""(live components, number of the prompt, its random numbers) -> the file of a sample. Calls the model equally often
-for every prompt of a group of `Source.alike`, so that ranks that share a sharded model stay together."""
+"""(live components, index of the prompt, its random numbers) -> the content of the sample's file. Calls the model
+equally often for every prompt of a group of `SampleDrawer.groups`, so that ranks that share a sharded model stay
+together."""
 
 
-class Source(ABC):
-    """Everything a run trains on, validates with and draws from. Every rank has its own, and all are the same.
+class DataSource(ABC):
+    """Everything a run trains on and validates with. Every rank has its own, and all are equal.
 
-    prompts: of the samples.  digest: of what is trained and in which order.  num_held_out: examples of the validation.
+    Attributes:
+        unit: The unit that the speed of a run is counted in.
+        changed_message: The warning when a resumed run finds data with another digest.
+        digest: Digest of the training examples and their order.
+        num_held_out: Number of validation examples.
     """
 
     unit: ClassVar[Literal["images", "tokens"]]
-    """What the speed of a run is counted in."""
-    is_changed: ClassVar[str]
-    """What to say where a run goes on with another digest."""
+    changed_message: ClassVar[str]
 
-    prompts: tuple[str, ...]
     digest: str
     num_held_out: int
 
     @abstractmethod
     def follow_recipe(self, recipe: int) -> None:
-        """Feed and draw by the recipe that a resumed run began with (`manifest.RECIPE`). Called before `plan`."""
+        """Feed by the recipe that a resumed run began with (`manifest.RECIPE`). Called before `batch_sampler`."""
 
     @abstractmethod
-    def plan(self, sizes: BatchSizes, saved: Progress | None) -> Plan[Any]:
-        """The batches of the run. saved: where it goes on."""
+    def batch_sampler(self, sizes: BatchSizes, saved: Progress | None) -> BatchSampler[Any]:
+        """The batches of the run. saved: the checkpoint to continue from."""
 
     @abstractmethod
     def example(self, item: Any) -> Example:
-        """The example of an item of the plan. Called on a thread."""
+        """The example of an item of a batch. Called on a thread."""
 
     def loss_weight(self, item: Any) -> float:
         """The weight of an item's loss, > 0."""
         return 1.0
 
-    def place(self, step: int) -> Mapping[str, int]:
-        """Where the data go on after `step` steps, where the number of steps does not tell. Of one of the last steps.
+    def position(self, step: int) -> Mapping[str, int]:
+        """Where the data continue after `step` steps, for `Progress.place`; empty where the step count determines it.
 
-        For `Progress.place`.
+        `step` must be one of the last steps.
         """
         return {}
 
@@ -60,15 +62,28 @@ class Source(ABC):
     def held_out(self, index: int) -> Example:
         """One validation example."""
 
-    @abstractmethod
-    def suffix(self, index: int) -> str:
-        """Of the file of a sample: .png, or .txt."""
+
+class SampleDrawer(ABC):
+    """The prompts of a run's samples, and how samples are drawn. Every rank has its own, and all are equal.
+
+    Attributes:
+        prompts: The prompt of each sample.
+    """
+
+    prompts: tuple[str, ...]
+
+    def follow_recipe(self, recipe: int) -> None:  # noqa: B027  most drawers are the same in every recipe
+        """Draw by the recipe that a resumed run began with (`manifest.RECIPE`). Called before `prepare`."""
 
     @property
-    def alike(self) -> tuple[range, ...]:
-        """All samples, in groups of those that call the model equally often, which ranks may draw side by side."""
+    def groups(self) -> tuple[range, ...]:
+        """All samples, in groups that call the model equally often: ranks may draw those of a group in parallel."""
         return (range(len(self.prompts)),)
 
     @abstractmethod
-    def drawing(self) -> Draw:
-        """How samples are drawn. Collective: what is needed besides the model is loaded."""
+    def suffix(self, index: int) -> str:
+        """The suffix of a sample's file: .png or .txt."""
+
+    @abstractmethod
+    def prepare(self) -> Draw:
+        """Load what drawing needs in addition to the model, and return the function that draws. Collective."""

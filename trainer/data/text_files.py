@@ -1,4 +1,4 @@
-"""Finds the text files of a dataset. No torch and no numpy: a dataset is checked before they load."""
+"""Finds the text files of a dataset. Imports neither torch nor numpy: it is checked before they are loaded."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from trainer.config.terminal import shortened
 
 SUFFIXES = frozenset({".txt", ".jsonl", ".npy"})
 MOST_DEEP = 100
-"""Folders within each other at most: each level makes a path longer, and finding them all takes its square."""
+"""Limit for nested folders: each level lengthens every path, so the search takes time in the square of the depth."""
 MOST_ROW = 2**20
-"""Bytes of a row about one image at most: captions of 64 KiB, however they are escaped."""
+"""Limit for a row about one image, bytes: room for a caption of 64 KiB with any escaping."""
 
 
 def of_config(cfg: DataConfig) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """The files to train on, and those held out. Raises InputError naming the field where there are none."""
+    """The files to train on, and the held-out files. Raises InputError naming the field if a path has none."""
     if isinstance(cfg.validation, int) and cfg.validation:
         raise InputError(
             f"data.validation: {cfg.validation} is for images; name a file or folder of text that is not trained on"
@@ -41,16 +41,19 @@ def _of_field(name: str, path: str | int | None) -> tuple[Path, ...]:
 
 
 def find_files(path: Path) -> tuple[Path, ...]:
-    """The text files of a folder and of those in it, by relative path; or `path` itself where it is a text file.
+    """Find the text files below a folder, by relative path; or return `path` itself if it is a text file.
 
-    A .txt is one document. A .jsonl has one per line: an object with `text`, or with `prompt` and `completion`, of
-    which the completion is learned; blank lines are skipped. A .npy holds token ids, each document ended by
-    end-of-text. Other files and what is hidden are left out. Raises InputError when there is nothing to read.
+    A .txt is one document. A .jsonl has one document per line: an object with `text`, or with `prompt` and
+    `completion`, of which the completion is learned; blank lines are skipped. A .npy holds token ids, each document
+    ended by end-of-text. Other files and hidden files are left out.
+
+    Raises:
+        InputError: There is nothing to read.
     """
     _require_regular(path)
     if path.is_file():
         if path.suffix.lower() not in SUFFIXES:
-            raise InputError(f"{path}: not a kind of text that is read; give a .txt, .jsonl or .npy file")
+            raise InputError(f"{path}: not a supported kind of text; give a .txt, .jsonl or .npy file")
         return (path,)
     if not path.is_dir():
         raise InputError(f"{path}: no such file or folder; give a .txt, .jsonl or .npy file, or a folder of them")
@@ -63,18 +66,19 @@ def find_files(path: Path) -> tuple[Path, ...]:
 
 
 def sizes(files: Sequence[Path]) -> dict[Path, int]:
-    """{file: its bytes}. Raises InputError naming a file that is gone."""
-    found = {}
+    """{file: size in bytes}. Raises InputError naming a file that is gone."""
+    result = {}
     for file in files:
         with reading(file):
-            found[file] = file.stat().st_size
-    return found
+            result[file] = file.stat().st_size
+    return result
 
 
 def digest(files: Sequence[Path]) -> str:
-    """Changes with the name of a file below their common folder, its size or its modification time; reads none.
+    """Digest of names below the common folder, sizes and modification times of the files, without reading them.
 
-    Raises InputError naming the file when it is gone.
+    Raises:
+        InputError: A file is gone; the message names it.
     """
     absolute = [Path(os.path.abspath(file)) for file in files]
     root = os.path.commonpath([file.parent for file in absolute])
@@ -87,10 +91,11 @@ def digest(files: Sequence[Path]) -> str:
 
 
 def rows(file: Path) -> Iterator[tuple[int, int, bytes]]:
-    """(number, offset in bytes, content) of the lines of a file about images that hold anything; numbers from 1.
+    """(number from 1, offset in bytes, content) of every line that is not blank, of a file with rows about images.
 
-    Raises OSError, and InputError for what is no regular file and for a line of more than MOST_ROW bytes, without its
-    end.
+    Raises:
+        OSError: The file cannot be read.
+        InputError: It is not a regular file, or a line has more than MOST_ROW bytes.
     """
     with opened(file) as stream:
         number, offset = 1, 0
@@ -103,13 +108,13 @@ def rows(file: Path) -> Iterator[tuple[int, int, bytes]]:
 
 
 def too_deep(folder: Path) -> InputError:
-    """The error about a folder with more than MOST_DEEP folders within each other."""
-    return InputError(f"{folder}: its folders lie within each other more than {MOST_DEEP} deep; move the files up")
+    """The error about a folder with more than MOST_DEEP nested folders."""
+    return InputError(f"{folder}: its folders are nested more than {MOST_DEEP} deep; move the files up")
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raises InputError naming the file that cannot be read inside."""
+    """Turn an OSError inside into an InputError that names the file."""
     try:
         yield
     except OSError as error:
@@ -120,7 +125,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Links to folders are followed, but none is entered twice. What is hidden is left out."""
+    """The files below a folder, hidden ones left out. Links to folders are followed, but none is entered twice."""
     entered: set[Path] = set()
     with reading(folder):
         for root, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
@@ -131,13 +136,13 @@ def _files_below(folder: Path) -> Iterator[Path]:
             entered.add(resolved)
             if len(Path(root).parts) - len(folder.parts) > MOST_DEEP:
                 raise too_deep(folder)
-            # Sorted, so that of two ways to a folder the same one is taken everywhere.
+            # Sorted, so that every machine takes the same one of two paths to a folder.
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             yield from (Path(root, name) for name in names if not name.startswith("."))
 
 
 def _require_regular(path: Path) -> None:
-    """Raises InputError for what is there and neither a file nor a folder: reading a pipe has no end."""
+    """Raise InputError for a path that exists but is neither a file nor a folder: reading a pipe has no end."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise InputError(f"{path}: {NOT_REGULAR}")
 

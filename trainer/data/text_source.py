@@ -1,4 +1,4 @@
-"""Text as a run is trained on it: rows of tokens from files, and what a language model writes."""
+"""Data of a run that trains on text: rows of tokens from files, and texts that the model continues as samples."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from torch import nn
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data.loader import BatchSizes
-from trainer.data.source import Draw, Source
+from trainer.data.source import DataSource, Draw, SampleDrawer
 from trainer.data.text_files import digest, of_config, sizes
-from trainer.data.text_stream import START, Place, Row, TextStream
+from trainer.data.text_stream import START, PackedRow, StreamPosition, TextStream
 from trainer.distributed.world import World
 from trainer.models.base import TextFamily
 from trainer.models.objectives import Example
 from trainer.rng import SampleRng
 from trainer.run.manifest import Progress
 
-PLACES_KEPT = 4
-"""Of the last steps: batches are read ahead, and a run may be saved before or after the next one is."""
+POSITIONS_KEPT = 4
+"""Number of last steps whose positions are kept: batches are read ahead, and a run may be saved before or after the
+next one is read."""
 
 
-class TextSource(Source):
+class TextSource(DataSource):
     """The text files of the section `data`. Rows are read as they are needed; those held out are kept in memory.
 
-    Raises InputError for files that cannot be used, and on every rank where ranks find different ones.
+    Raises:
+        InputError: Files that cannot be used; on every rank if ranks find different files.
     """
 
     unit = "tokens"
-    is_changed = "the text files are not as before: training goes on with their next epoch"
+    changed_message = "the text files have changed since the checkpoint: training continues with their next epoch"
 
     def __init__(self, cfg: RunConfig, family: TextFamily, world: World) -> None:
         check_length(cfg, family)
@@ -40,73 +42,80 @@ class TextSource(Source):
         self._files, held_out = of_config(cfg.data)
         self.digest = world.gather(digest(self._files))[0]
         _check_same(self._files, world)
-        self.prompts = cfg.sample.prompts
         rows = self._stream(held_out, 1).rows() if held_out else ()
         self._held_out = tuple(row for row, _ in rows)
         self.num_held_out = len(self._held_out)
-        self._plan: RowPlan | None = None
+        self._batch_sampler: TextBatchSampler | None = None
 
     def follow_recipe(self, recipe: int) -> None:
         """Text is the same in every recipe."""
 
-    def plan(self, sizes: BatchSizes, saved: Progress | None) -> RowPlan:
-        step, place = (saved.step, self._place_in(saved)) if saved else (0, START)
-        self._plan = RowPlan(self._stream(self._files, None), sizes, step, place)
-        return self._plan
+    def batch_sampler(self, sizes: BatchSizes, saved: Progress | None) -> TextBatchSampler:
+        step, position = (saved.step, self._position_in(saved)) if saved else (0, START)
+        self._batch_sampler = TextBatchSampler(self._stream(self._files, None), sizes, step, position)
+        return self._batch_sampler
 
-    def example(self, item: Row) -> Example:
+    def example(self, item: PackedRow) -> Example:
         return example_of(item)
 
-    def place(self, step: int) -> Mapping[str, int]:
-        return {} if self._plan is None else asdict(self._plan.place(step))
+    def position(self, step: int) -> Mapping[str, int]:
+        return {} if self._batch_sampler is None else asdict(self._batch_sampler.position(step))
 
     def held_out(self, index: int) -> Example:
         return example_of(self._held_out[index])
 
-    def suffix(self, index: int) -> str:
-        return ".txt"
-
-    def drawing(self) -> Draw:
-        def draw(model: nn.ModuleDict, index: int, rng: SampleRng) -> bytes:
-            prompt = self.prompts[index]
-            return (prompt + self._family.write_on(model, prompt, self._cfg.sample, rng)).encode()
-
-        return draw
-
-    def _place_in(self, saved: Progress) -> Place:
-        place = Place(**saved.place) if saved.place else START
-        # A place in other files means nothing.
-        return place if saved.data == self.digest else replace(START, epoch=place.epoch + 1)
+    def _position_in(self, saved: Progress) -> StreamPosition:
+        position = StreamPosition(**saved.place) if saved.place else START
+        # A position in other files has no meaning.
+        return position if saved.data == self.digest else replace(START, epoch=position.epoch + 1)
 
     def _stream(self, files: tuple[Path, ...], epochs: int | None) -> TextStream:
         family, cfg = self._family, self._cfg
         return TextStream(
             files,
-            family.tokenize,
-            family.end_of_text,
-            family.vocabulary,
-            cfg.train.seed,
-            cfg.data.length,
-            cfg.data.shuffle_window,
-            epochs,
-            family.begin_of_text,
+            tokenize=family.tokenize,
+            end_of_text=family.end_of_text,
+            vocabulary=family.vocabulary,
+            seed=cfg.train.seed,
+            length=cfg.data.length,
+            shuffle_window=cfg.data.shuffle_window,
+            epochs=epochs,
+            begin=family.begin_of_text,
         )
 
 
-class RowPlan:
-    """Rows of a stream in batches, from a place on. step: optimizer steps before it."""
+class TextDrawer(SampleDrawer):
+    """Draws texts: each prompt with its continuation by the model."""
 
-    def __init__(self, stream: TextStream, sizes: BatchSizes, step: int, place: Place) -> None:
+    def __init__(self, cfg: RunConfig, family: TextFamily) -> None:
+        self.prompts = cfg.sample.prompts
+        self._cfg, self._family = cfg, family
+
+    def suffix(self, index: int) -> str:
+        return ".txt"
+
+    def prepare(self) -> Draw:
+        def draw(model: nn.ModuleDict, index: int, rng: SampleRng) -> bytes:
+            prompt = self.prompts[index]
+            return (prompt + self._family.generate(model, prompt, self._cfg.sample, rng)).encode()
+
+        return draw
+
+
+class TextBatchSampler:
+    """Rows of a stream in batches, from a position on. step: optimizer steps before that position."""
+
+    def __init__(self, stream: TextStream, sizes: BatchSizes, step: int, position: StreamPosition) -> None:
         self.sizes = sizes
         self._stream = stream
-        self._begin = step, place
-        self._rows: Iterator[tuple[Row, Place]] = iter(())
-        self._batch: tuple[Row, ...] = ()
+        self._begin = step, position
+        self._rows: Iterator[tuple[PackedRow, StreamPosition]] = iter(())
+        self._batch: tuple[PackedRow, ...] = ()
         self._next = 0
-        self._places: dict[int, Place] = {}
-        self._start(step, place)
+        self._positions: dict[int, StreamPosition] = {}
+        self._start(step, position)
 
-    def batch(self, step: int) -> tuple[Row, ...]:
+    def batch(self, step: int) -> tuple[PackedRow, ...]:
         """The rows of an optimizer step. Fast for the same and the next step, else it counts up."""
         if step < self._next - 1:
             self._start(*(self._begin if step >= self._begin[0] else (0, START)))
@@ -114,22 +123,22 @@ class RowPlan:
             rows = [next(self._rows) for _ in range(self.sizes.of(self._next))]
             self._batch = tuple(row for row, _ in rows)
             self._next += 1
-            self._places[self._next] = rows[-1][1]
-            for old in sorted(self._places)[:-PLACES_KEPT]:
-                del self._places[old]
+            self._positions[self._next] = rows[-1][1]
+            for old in sorted(self._positions)[:-POSITIONS_KEPT]:
+                del self._positions[old]
         return self._batch
 
-    def place(self, step: int) -> Place:
-        """Where the rows of an optimizer step begin, of one of the last that were asked for, or of the next."""
-        return self._places[step]
+    def position(self, step: int) -> StreamPosition:
+        """Where the rows of an optimizer step begin: one of the last steps whose batch was read, or the next one."""
+        return self._positions[step]
 
-    def _start(self, step: int, place: Place) -> None:
-        self._rows, self._batch, self._next = self._stream.rows(place), (), step
-        self._places = {step: place}
+    def _start(self, step: int, position: StreamPosition) -> None:
+        self._rows, self._batch, self._next = self._stream.rows(position), (), step
+        self._positions = {step: position}
 
 
-def example_of(row: Row) -> Example:
-    """A row as tensors of its length: "tokens" and "documents" int64, "learned" bool."""
+def example_of(row: PackedRow) -> Example:
+    """Convert a row to tensors (length,): "tokens" and "documents" int64, "learned" bool."""
     return {
         "tokens": torch.from_numpy(row.tokens),
         "learned": torch.from_numpy(row.learned),
@@ -138,7 +147,7 @@ def example_of(row: Row) -> Example:
 
 
 def check_length(cfg: RunConfig, family: TextFamily) -> None:
-    """Raises InputError for rows that are longer than the model's positions."""
+    """Raise InputError for rows that are longer than the model's positions."""
     if family.longest is not None and cfg.data.length > family.longest:
         raise InputError(
             f"data.length: {cfg.data.length} tokens, but the model was made for {family.longest} at most; lower it"
@@ -146,11 +155,11 @@ def check_length(cfg: RunConfig, family: TextFamily) -> None:
 
 
 def _check_same(files: tuple[Path, ...], world: World) -> None:
-    found = [(file.name, size) for file, size in sizes(files).items()]
-    for rank, others in enumerate(world.gather(found)):
-        if others != found:
-            name = min({*others} ^ {*found} or found)[0]
+    own = [(file.name, size) for file, size in sizes(files).items()]
+    for rank, others in enumerate(world.gather(own)):
+        if others != own:
+            name = min({*others} ^ {*own} or own)[0]
             raise InputError(
-                f"data.path: {name} on rank {rank} is not what rank {world.rank} finds; "
+                f"data.path: {name} differs between rank {rank} and rank {world.rank}; "
                 "give every machine the same files"
             )

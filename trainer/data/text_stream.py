@@ -1,7 +1,7 @@
-"""Text for a causal language model, read as a stream: pieces of documents, or rows packed with several of them.
+"""Text for a causal language model, read as a stream: pieces of documents, or rows packed with several documents.
 
-The order is a function of the seed and the epoch. A Place goes into the checkpoint, and from there the stream
-continues exactly. Every rank reads the same stream and takes its own rows, so that their number may change.
+The order is a function of the seed and the epoch. A StreamPosition goes into the checkpoint, and from there the stream
+continues exactly. Every rank reads the same stream and takes its own rows, so that the number of ranks may change.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ PADDING = -1
 SHARD_CHUNK = 2**16
 LINE_CHUNK = 2**20
 MOST_LINE = 64 * MIB
-"""Bytes of a document in a .jsonl at most: some 16 million tokens."""
+"""Limit for a document in a .jsonl, bytes: some 16 million tokens."""
 MOST_TEXT = 1024 * MIB
-"""Bytes of a .txt, which is one document and read whole."""
+"""Limit for a .txt, bytes: it is one document and read whole."""
 ROW_KEYS = "each line is a JSON object with text, or with prompt and completion"
 
 Tokenize = Callable[[str], list[int]]
@@ -40,8 +40,11 @@ Tokenize = Callable[[str], list[int]]
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """tokens: (N,) ids with end-of-text last; of a shard as wide as they are stored.  learned: (N,) which of them are
-    predicted, the first aside: nothing stands before it.
+    """One document.
+
+    Attributes:
+        tokens: (N,) ids with end-of-text last; those of a shard keep the width they are stored in.
+        learned: (N,) which of them are predicted; the first never is, since no token precedes it.
     """
 
     tokens: NDArray[np.integer[Any]]
@@ -52,7 +55,9 @@ class Document:
 class Piece:
     """Consecutive tokens of one document, at least two.
 
-    tokens: (N,) ids.  learned: (N,) which of them are predicted; never the first.
+    Attributes:
+        tokens: (N,) ids.
+        learned: (N,) which of them are predicted; never the first.
     """
 
     tokens: NDArray[np.int64]
@@ -60,12 +65,13 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
-    """Pieces one after the other, all (length,).
+class PackedRow:
+    """Pieces one after the other. Attention stays within a piece, and positions count from 0 in each.
 
-    tokens: ids; padding is end-of-text.  learned: which of them are predicted; no first token of a piece, no prompt,
-    no padding.  documents: number of the piece in the row, from 0, PADDING for padding. Attention stays within a
-    piece, and positions count from 0 in each.
+    Attributes:
+        tokens: (length,) ids; padding is end-of-text.
+        learned: (length,) which of them are predicted; no first token of a piece, no prompt, no padding.
+        documents: (length,) index of the piece in the row, from 0; PADDING for padding.
     """
 
     tokens: NDArray[np.int64]
@@ -74,12 +80,16 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where to continue. `dataclasses.asdict` makes JSON of it, `Place(**values)` reads it.
+class StreamPosition:
+    """Where a stream continues. Manifests hold it as JSON: `dataclasses.asdict`, and `StreamPosition(**values)`.
 
-    window: its number in the epoch.  file: its place in the epoch's order.  offset: where the window begins, in bytes
-    of a .jsonl, in tokens of a .npy, 0 in a .txt.  document: the next one within the shuffled window; their number
-    when the window is used up.  token: where the next piece of that document begins.
+    Attributes:
+        epoch: The epoch, from 0.
+        window: Index of the window in the epoch.
+        file: Index of the file in the epoch's order.
+        offset: Where the window begins: in bytes of a .jsonl, in tokens of a .npy, 0 in a .txt.
+        document: The next document in the shuffled window; the number of documents when the window is used up.
+        token: Where the next piece of that document begins.
     """
 
     epoch: int
@@ -90,23 +100,29 @@ class Place:
     token: int
 
 
-START = Place(epoch=0, window=0, file=0, offset=0, document=0, token=0)
+START = StreamPosition(epoch=0, window=0, file=0, offset=0, document=0, token=0)
 
 
 class TextStream:
     """The documents of some files, epoch after epoch, each in another order.
 
-    files: what `find_files` found.  vocabulary: number of ids the model knows; those of a .npy must be below.
-    begin: ids that stand before each document, but not in a .npy, which is taken as it is.
-    length: most tokens of a piece, and those of a row, >= 2.  shuffle_window: documents that are shuffled among
-    themselves, >= 1.  epochs: how many; None for no end.
-
     The files of an epoch are shuffled, and so is each window of consecutive documents of a file. A window is held in
-    memory as it stands in the file and tokenized document by document; a .txt is one document and read whole, a .npy
-    stays on the disk. Empty documents are skipped, and so are those with an empty completion.
+    memory as in the file and tokenized document by document; a .txt is one document and read whole, a .npy stays on
+    the disk. Empty documents are skipped, and so are those with an empty completion.
 
-    A Place holds for the same arguments and unchanged files, which `digest` tells. Iterating raises InputError naming
-    the file, and the line of a .jsonl, when something cannot be used, and when no document holds any text.
+    A StreamPosition is valid for the same arguments and unchanged files (equal `text_files.digest`). Iterating raises
+    InputError naming the file, and the line of a .jsonl, when something cannot be used or no document holds any text.
+
+    Args:
+        files: The result of `find_files`.
+        tokenize: Turns text into ids.
+        end_of_text: The id that ends a document.
+        vocabulary: Number of ids the model knows; those of a .npy must be below it.
+        seed: Seed of the order.
+        length: Tokens of a row, and the most tokens of a piece, >= 2.
+        shuffle_window: Number of documents that are shuffled among themselves, >= 1.
+        epochs: Number of epochs; None for no end.
+        begin: Ids that are put before each document, but not in a .npy, whose tokens are used unchanged.
     """
 
     def __init__(
@@ -131,27 +147,27 @@ class TextStream:
         self._shuffle_window = shuffle_window
         self._epochs = epochs
 
-    def pieces(self, place: Place = START) -> Iterator[tuple[Piece, Place]]:
-        """Each document in pieces of `length` tokens, the last one shorter, with the place to continue after each.
+    def pieces(self, position: StreamPosition = START) -> Iterator[tuple[Piece, StreamPosition]]:
+        """Each document in pieces of `length` tokens, the last one shorter, with the position to continue after each.
 
         The last token of a piece is the first of the next: every token but a document's first is predicted once.
         """
-        for document, at in self._documents(place):
+        for document, at in self._documents(position):
             after = at
             while after.document == at.document:
                 piece, after = _cut(document, after, self._length)
                 yield piece, after
 
-    def rows(self, place: Place = START) -> Iterator[tuple[Row, Place]]:
-        """Rows filled with documents, with the place to continue after each.
+    def rows(self, position: StreamPosition = START) -> Iterator[tuple[PackedRow, StreamPosition]]:
+        """Rows filled with documents, with the position to continue after each.
 
         A document that does not fit is cut at the end of the row and goes on in the next, again with one token in
         common. Padding is a last single token, for which no piece is small enough, and the end of the last row.
         """
         pieces: list[Piece] = []
         room = self._length
-        after = place
-        for document, at in self._documents(place):
+        after = position
+        for document, at in self._documents(position):
             after = at
             while after.document == at.document:
                 piece, after = _cut(document, after, room)
@@ -163,7 +179,7 @@ class TextStream:
         if pieces:
             yield self._packed(pieces), after
 
-    def _packed(self, pieces: Sequence[Piece]) -> Row:
+    def _packed(self, pieces: Sequence[Piece]) -> PackedRow:
         tokens = np.full(self._length, self._encoder.end_of_text, dtype=np.int64)
         learned = np.zeros(self._length, dtype=np.bool_)
         documents = np.full(self._length, PADDING, dtype=np.int64)
@@ -174,13 +190,13 @@ class TextStream:
             learned[start:stop] = piece.learned
             documents[start:stop] = number
             start = stop
-        return Row(tokens, learned, documents)
+        return PackedRow(tokens, learned, documents)
 
-    def _documents(self, place: Place) -> Iterator[tuple[Document, Place]]:
-        """What is left from `place` on: documents with at least two unused tokens, with the place of the first one."""
-        for epoch in count(place.epoch) if self._epochs is None else range(place.epoch, self._epochs):
+    def _documents(self, position: StreamPosition) -> Iterator[tuple[Document, StreamPosition]]:
+        """Documents with at least two unused tokens from `position` on, each with the position of its first one."""
+        for epoch in count(position.epoch) if self._epochs is None else range(position.epoch, self._epochs):
             first = replace(START, epoch=epoch)
-            start = place if epoch == place.epoch else first
+            start = position if epoch == position.epoch else first
             is_empty = start == first
             for document, at in self._epoch(start):
                 is_empty = False
@@ -189,8 +205,8 @@ class TextStream:
                 others = f" and {len(self._files) - 1} other files" if len(self._files) > 1 else ""
                 raise InputError(f"{self._files[0]}{others}: no document holds any text; write some, or give others")
 
-    def _epoch(self, place: Place) -> Iterator[tuple[Document, Place]]:
-        for window, start in self._windows(place):
+    def _epoch(self, position: StreamPosition) -> Iterator[tuple[Document, StreamPosition]]:
+        for window, start in self._windows(position):
             order = _order(len(window), self._seed, "text window", start.epoch, start.window)
             for number in range(start.document, len(window)):
                 document = window[order[number]]()
@@ -198,16 +214,16 @@ class TextStream:
                 if len(document.tokens) - at.token >= 2:
                     yield document, at
 
-    def _windows(self, place: Place) -> Iterator[tuple[Sequence[Reader], Place]]:
-        """The windows of the epoch from that of `place` on, each with the place to start in it."""
-        order = _order(len(self._files), self._seed, "text files", place.epoch)
-        while place.file < len(order):
-            path = self._files[order[place.file]]
+    def _windows(self, position: StreamPosition) -> Iterator[tuple[Sequence[Reader], StreamPosition]]:
+        """The windows of the epoch, beginning with the one of `position`, each with the position to start at."""
+        order = _order(len(self._files), self._seed, "text files", position.epoch)
+        while position.file < len(order):
+            path = self._files[order[position.file]]
             read = READERS[path.suffix.lower()]
-            window, offset = read(path, place.offset, self._shuffle_window, self._encoder)
-            yield window, place
-            file, offset = (place.file + 1, 0) if offset is None else (place.file, offset)
-            place = Place(place.epoch, place.window + 1, file, offset, document=0, token=0)
+            window, offset = read(path, position.offset, self._shuffle_window, self._encoder)
+            yield window, position
+            file, offset = (position.file + 1, 0) if offset is None else (position.file, offset)
+            position = StreamPosition(position.epoch, position.window + 1, file, offset, document=0, token=0)
 
 
 Reader = Callable[[], Document]
@@ -222,7 +238,7 @@ class _Encoder:
     begin: tuple[int, ...]
 
     def document(self, parts: Iterable[tuple[str, bool]]) -> Document:
-        """parts: consecutive texts, each with whether it is learned. End-of-text is."""
+        """Tokenize consecutive texts, each with whether it is learned; end-of-text is always learned."""
         tokens: list[int] = []
         learned: list[bool] = []
         for text, is_learned in parts:
@@ -239,8 +255,8 @@ def _order(number: int, *purpose: int | str) -> list[int]:
     return order
 
 
-def _cut(document: Document, at: Place, room: int) -> tuple[Piece, Place]:
-    """The next tokens of a document, at most `room` >= 2, and the place after them, which leaves none or >= 2."""
+def _cut(document: Document, at: StreamPosition, room: int) -> tuple[Piece, StreamPosition]:
+    """The next tokens of a document, at most `room` >= 2, and the position after them, which leaves none or >= 2."""
     stop = min(at.token + room, len(document.tokens))
     learned = document.learned[at.token : stop].copy()
     learned[0] = False
@@ -250,7 +266,8 @@ def _cut(document: Document, at: Place, room: int) -> tuple[Piece, Place]:
     return piece, replace(at, token=stop - 1)
 
 
-# How a kind of file is read: from an offset on at most so many documents, and the offset behind them, None at the end.
+# One reader per kind of file: it returns at most `limit` documents from an offset on, and the offset after them (None
+# at the end of the file).
 
 
 def _read_text(path: Path, offset: int, limit: int, encoder: _Encoder) -> tuple[Sequence[Reader], int | None]:
@@ -293,7 +310,7 @@ def _line_document(path: Path, start: int, line: bytes, encoder: _Encoder) -> Do
 
 
 def _line_parts(line: str) -> list[tuple[str, bool]]:
-    """The texts of a line, each with whether it is learned. Raises InputError with the reason, without the place."""
+    """The texts of a line, each with whether it is learned. Raises InputError with the reason but without the line."""
     try:
         values = json.loads(line)
     except json.JSONDecodeError as error:
@@ -350,7 +367,7 @@ def _open_shard(path: Path) -> NDArray[np.integer[Any]]:
     with reading(path):
         opened(path).close()
         try:
-            # Unlike numpy.load, it never unpickles and takes no archive.
+            # Unlike numpy.load, it never unpickles and accepts no archive.
             shard = np.lib.format.open_memmap(path, mode="r")
         except OSError:
             raise
@@ -362,7 +379,7 @@ def _open_shard(path: Path) -> NDArray[np.integer[Any]]:
 
 
 def _shard_document(path: Path, shard: NDArray[np.integer[Any]], start: int, stop: int, encoder: _Encoder) -> Document:
-    """A document of a shard: as it stands, since the last one of a shard may go on in another."""
+    """A document of a shard, with no token added: the last document of a shard may continue in the next shard."""
     tokens = shard[start:stop]
     if tokens.min() < 0 or tokens.max() >= encoder.vocabulary:
         index = int(np.flatnonzero((tokens < 0) | (tokens >= encoder.vocabulary))[0])
@@ -378,7 +395,7 @@ READERS: Mapping[str, ReadWindow] = {".txt": _read_text, ".jsonl": _read_lines, 
 
 
 def _utf8(data: bytes, path: Path, offset: int) -> str:
-    """The text that begins at `offset` bytes, without a byte order mark, which Windows editors put before it."""
+    """Decode the text that begins at `offset` bytes, without the byte order mark that Windows editors write."""
     try:
         return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:

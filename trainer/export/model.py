@@ -79,7 +79,7 @@ def _write_folder(
         place.mkdir(parents=True)
         source = family.component_folder(component)
         _write_config(source / "config.json", place / "config.json", DTYPES[cfg.export.dtype])
-        for file in (source / beside for beside in family.beside_weights):
+        for file in (source / name for name in family.companion_files):
             if file.is_file():
                 shutil.copyfile(file, place / file.name)
         stem = family.weights_stem if component == family.components[0] else ENCODER_STEM

@@ -1,4 +1,4 @@
-"""Writes config/families.json, what is known of the families without importing them: `python -m trainer.models`."""
+"""Writes config/families.json: facts of the families, read without importing them (`python -m trainer.models`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def write_facts(path: Path) -> None:
 
 
 def facts(family: str) -> FamilyFacts:
-    """The facts as the family's class has them."""
+    """The facts that the family's class declares."""
     kind = families.get(family)
     return FamilyFacts(
         trains_on=kind.trains_on,

@@ -1,7 +1,7 @@
-"""What the trainer must know about one kind of model.
+"""The base classes of model families: everything the trainer must know about one kind of model.
 
-A family is one module in this folder with a class derived from `ModelFamily`, named by `FAMILY = <class>` at its end.
-It knows nothing of sharding, adapters or files of a run; it is given a way to load its encoders and returns tensors.
+A family is one module in `families` with a class derived from `ModelFamily`, named by `FAMILY = <class>` at its end.
+It knows nothing of sharding, adapters or files of a run; it gets a function that loads encoders, and returns tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.sections import CompleteSample, DataConfig, ModelConfig, ObjectiveConfig, SampleConfig, Section
 from trainer.models import distilled
 from trainer.models.objectives import Batch, Example, Loss, Shift
-from trainer.models.parts.dropout import asked_dropout, dropout_warning
+from trainer.models.parts.dropout import configured_dropout, dropout_warning
 from trainer.models.parts.folder import DIFFUSERS_STEM, ModelFolder
 from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
@@ -32,33 +32,36 @@ from trainer.weights.files import Fused, WeightFiles
 
 LoadModule = Callable[[nn.Module, WeightFiles, Sequence[str]], nn.Module]
 """(module on the meta device, its weights, class names of its shardable blocks) -> the module, frozen, in eval mode,
-on this rank's device. With block names it is sharded and in the run's compute type, and every rank must call it
-equally often; without it is whole and in its own type. Buffers that are in no file are undefined afterwards."""
+on this rank's device. With block names the module is sharded and in the run's compute type, and every rank must call it
+equally often; without, it is whole and in its own type. Buffers that no file holds are undefined afterwards."""
 
 FLOW_FIELDS = frozenset({"density", "logit_mean", "logit_std", "mode_scale", "shift", "shift_factor"})
-"""What a family trained by flow matching reads of the section `objective`; "guidance" besides where it is told one."""
+"""Fields of `objective` that flow matching reads; models with a guidance embedding also read "guidance"."""
 DIFFUSION_FIELDS = frozenset({"prediction", "zero_terminal_snr", "min_snr_gamma"})
-"""What a family trained by discrete diffusion reads of it."""
+"""Fields of `objective` that discrete diffusion reads."""
 DIFFUSION_SAMPLE = frozenset({"scheduler"})
-"""Fields of the section `sample` that only mean something to such a family."""
+"""Fields of `sample` that only discrete diffusion reads."""
 TEXT_DATA = frozenset({"length", "shuffle_window"})
-"""Fields of the section `data` that only mean something to language models."""
+"""Fields of `data` that only language models read."""
 TEXT_SAMPLE = frozenset({"tokens", "temperature"})
-"""Fields of the section `sample`, likewise."""
+"""Fields of `sample` that only models that write text read."""
 QUESTION_DATA = frozenset({"questions", "question_share"})
-"""Fields of the section `data` that only mean something to models that answer questions about images."""
+"""Fields of `data` that only models that answer questions about images read."""
 QUESTION_SAMPLE = frozenset({"questions", "images"})
-"""Fields of the section `sample`, likewise."""
+"""Fields of `sample` that only models that answer questions about images read."""
 Mode = Literal["frozen", "adapter", "full"]
-"""How something of a model is trained."""
+"""How a component, module or parameter is trained."""
 
 
 @dataclass(frozen=True)
 class TextLength:
     """How much of a text one encoder reads.
 
-    encoder: its component.  needed: tokens of the whole text, with the encoder's template, beginning and end.  read: at
-    most so many of them.  rest: the end of the text that is not read.
+    Attributes:
+        encoder: The encoder's component.
+        needed: Tokens of the whole text, with the encoder's template, beginning and end.
+        read: Most tokens that the encoder reads.
+        rest: The end of the text that is not read.
     """
 
     encoder: str
@@ -68,79 +71,84 @@ class TextLength:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the encoder reads less than the text. Where only the template's end is left out, `rest` is empty."""
+        """Whether the encoder reads less than the text. If only the template's end is cut, `rest` is empty."""
         return self.needed > self.read
 
 
 class ModelFamily(ABC):
-    """One kind of model. Made once per process from the config; holds no weights itself.
+    """One kind of model. An instance is made once per process from the config and holds no weights.
 
-    model: the config's section.  objective: the config's section.  cache: a folder shared between runs, where a
-    `tiny` model is written as a diffusers folder.  Raises InputError when `model.path` does not hold such a model, or
-    a section asks for what the family does not have.
+    Args:
+        model: The config's section `model`.
+        objective: The config's section `objective`.
+        cache: A folder shared by runs, where a `tiny` model is written as a diffusers folder.
+
+    Raises:
+        InputError: `model.path` does not hold such a model, or a section uses options that the family does not have.
     """
 
     components: ClassVar[tuple[str, ...]]
     """Names allowed in `model.train`, as diffusers names the parts of its pipeline. The first is the denoiser, or the
     language model, which is trained by default; the others are text encoders."""
     parts: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Of a first component whose parts are trained each in its own way: {name in `model.train`, in place of the
-    component's: regular expressions of the modules it consists of}. Together they are all modules with weights."""
+    """Parts of the first component that are trained separately: {name in `model.train`, instead of the component's
+    name: regular expressions of the part's modules}. Together the parts cover all modules with weights."""
     losses: ClassVar[tuple[str, ...]] = ()
-    """Names of the losses whose weighted sum is trained, where there are several."""
+    """Names of the losses whose weighted sum is trained, if there are several."""
     trains_on: ClassVar[Literal["images", "text"]]
-    """What a run feeds to the model."""
+    """The kind of data that a run feeds to the model."""
     data_fields: ClassVar[frozenset[str]]
-    """Fields of the section `data` that mean something to it; the others must keep their defaults."""
+    """Fields of the section `data` that the family reads; the others must keep their defaults."""
     sample_fields: ClassVar[frozenset[str]]
-    """Fields of the section `sample`, likewise."""
+    """Fields of the section `sample` that the family reads; the others must keep their defaults."""
     reads_references: ClassVar[bool] = False
-    """Whether the model can be given other images to make its own from (`data.references`)."""
+    """Whether the model can take reference images (`data.references`) as input."""
     size_multiple: ClassVar[int] = 1
     """Width and height of images are multiples of this many pixels."""
     longest_side: ClassVar[int | None] = None
-    """Pixels of the longest side an image may have; None for any."""
+    """Most pixels of the longest side of an image; None for no limit."""
     weights_stem: ClassVar[str] = DIFFUSERS_STEM
-    """Name of the first component's files of weights, without number and ending."""
+    """Name of the first component's weight files, without number and suffix."""
     shard: ShardSpec
-    """What is sharded one by one, and how the denoiser is entered."""
+    """The blocks that are sharded one by one, and the entry points of the denoiser."""
     adapter_targets: Mapping[str, tuple[str, ...]]
     """{component: regular expressions (full match on module names) of the linear layers adapters change by default}."""
     conv_targets: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """The same for convolutions, which adapters with a `conv_rank` change besides."""
+    """The same for convolutions, which adapters with a `conv_rank` also change."""
     halves_swapped: ClassVar[tuple[str, ...]] = ()
-    """Layers (regular expressions) whose output halves stand in the other order in original files. A low-rank update
-    survives that; what depends on whole rows (dora, diag-oft, boft) does not, and leaves them alone."""
+    """Layers (regular expressions) whose output halves have the other order in original files. A low-rank update
+    survives that; adapters that depend on whole rows (dora, diag-oft, boft) do not, and skip these layers."""
     objective_fields: ClassVar[frozenset[str]] = FLOW_FIELDS
     """Fields of the section `objective` that the family reads; the others must keep their defaults."""
     options_read: ClassVar[frozenset[str]] = frozenset({"architecture"})
-    """Fields of the section `model.options` that it reads, likewise."""
+    """Fields of the section `model.options` that the family reads; the others must keep their defaults."""
     optional_encoders: ClassVar[tuple[str, ...]] = ()
     """Text encoders that `model.options.without` may name."""
     architectures: ClassVar[tuple[str, ...]]
     """Published models, as `model.options.architecture` names them."""
     default_architecture: ClassVar[str]
-    """The one that is meant where none is named."""
+    """The architecture that is used if none is named."""
     distilled: ClassVar[tuple[Distilled, ...]] = ()
-    """Published models that were distilled to draw in few steps without guidance. The first is meant where only
-    `model.options.distilled` tells."""
+    """Published models that were distilled to draw in few steps without guidance. The first one is assumed if
+    `model.options.distilled` is the only indication."""
     single_file: ClassVar[tuple[str, ...]] = ()
-    """Parts of the pipeline that the original single file holds, each with a `layout`. Empty: the denoiser alone."""
+    """Parts of the pipeline in the original single file, each with a `layout`. Empty: only the denoiser."""
     diffusers_adapters: ClassVar[frozenset[str]] = frozenset({"lora", "locon", "dora"})
     """Adapter types whose own tensors diffusers' loader reads for this model."""
 
-    beside_weights: ClassVar[tuple[str, ...]] = ()
-    """Files of the model's folder that go with an export of the whole model."""
+    companion_files: ClassVar[tuple[str, ...]] = ()
+    """Files of the model's folder that an export of the whole model copies."""
     keeps_layout: ClassVar[bool] = False
-    """Whether such an export holds one file in the original layout, as the published folder does."""
+    """Whether an export of the whole model is one file in the original layout, as in the published folder."""
 
     kohya_prefixes: ClassVar[Mapping[str, str]] = {"transformer": "lora_unet"}
-    """{component: what stands before its layers' names in kohya's files}."""
+    """{component: prefix of its layers' names in kohya's files}."""
     kohya_by_path: ClassVar[bool] = False
-    """Whether kohya's names are built from diffusers' paths (which all its readers accept), not from `layout`."""
+    """Whether kohya's names are built from diffusers' paths (which all readers of kohya's files accept), not from
+    `layout`."""
 
     _folder: ModelFolder
-    """Where the model lies: a family opens it when it is made."""
+    """The model's folder; the family's constructor opens it."""
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
         _check_names("model.train", model.train, self.trained_names())
@@ -172,42 +180,42 @@ class ModelFamily(ABC):
 
     @property
     def live(self) -> tuple[str, ...]:
-        """Components that are part of the model in training: the denoiser, and every other that is not frozen.
+        """Components that are part of the model in training: the denoiser, and all others that are not frozen.
 
-        A frozen text encoder is run once per caption, when data are encoded.
+        A frozen text encoder runs once per caption, when the data are encoded.
         """
         train = self.config.train
         return tuple(c for c in self.components if c == self.components[0] or train.get(c, "frozen") != "frozen")
 
     @property
     def never_trained(self) -> tuple[str, ...]:
-        """Parameters (regular expressions) that get no gradient in this kind of training: frozen in a full fine-tune,
-        and left alone by adapters."""
+        """Parameters (regular expressions) that get no gradient in this kind of training: they are frozen in a full
+        fine-tune, and adapters skip them."""
         return ()
 
     @property
     def folder(self) -> Path:
-        """The diffusers folder with the model's configs; for `tiny` a folder under `cache`, written when missing."""
+        """The diffusers folder with the model's configs; for `tiny` a folder under `cache`, written if missing."""
         return self._folder.path
 
     @property
     def file_markers(self) -> tuple[str, ...]:
-        """Empty tensors by which other programs know how a model in its original layout was trained."""
+        """Empty tensors that tell other programs how a model in its original layout was trained."""
         return ()
 
     @property
     def file_metadata(self) -> Mapping[str, str]:
-        """What the header of exported files says besides of this kind of model."""
+        """Additional strings in the header of exported files."""
         return {}
 
     @property
     def changed_configs(self) -> Mapping[str, Mapping[str, Any]]:
-        """{path in the model's folder: config} of what was trained with other values than the folder has."""
+        """{path in the model's folder: config} of configs with other values in training than in the folder."""
         return {}
 
     @property
     def peft_fields(self) -> Mapping[str, str] | None:
-        """What peft's config says of the model, where peft alone reads its adapters."""
+        """Fields of peft's adapter config, for models whose adapters only peft reads; None for others."""
         return None
 
     @property
@@ -216,20 +224,20 @@ class ModelFamily(ABC):
         return {}
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
-        """Sentences about this model and config that a user should read before training; the run starts anyway.
+        """Sentences about this model and config to show before training; the run starts anyway.
 
-        A family that has more to say adds to these.
+        A family may add its own.
         """
         configs = {self.component_folder(name) / "config.json": self.component_config(name) for name in self.live}
-        asked = {file: asked_dropout(config) for file, config in configs.items()}
-        return tuple(dropout_warning(file, fields) for file, fields in asked.items() if fields)
+        dropouts = {file: configured_dropout(config) for file, config in configs.items()}
+        return tuple(dropout_warning(file, fields) for file, fields in dropouts.items() if fields)
 
     def component_folder(self, component: str) -> Path:
-        """Where the component's config.json lies."""
+        """The folder of the component's config.json."""
         return self.folder / component
 
     def component_config(self, component: str) -> Mapping[str, Any]:
-        """Everything that the published configs say of the component."""
+        """The published config of the component."""
         config: dict[str, Any] = json.loads((self.component_folder(component) / "config.json").read_text("utf-8"))
         return config
 
@@ -245,129 +253,136 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def build(self, component: str) -> nn.Module:
-        """A component on the meta device: architecture only, fp32 parameters."""
+        """Build a component on the meta device: architecture only, fp32 parameters."""
 
     def weights(self, component: str) -> WeightFiles:
-        """Where the weights of `build(component)` lie, by diffusers names."""
+        """The files with the weights of `build(component)`, by diffusers names."""
         return self._folder.denoiser_weights(component, self.build(component), self.layout(component))
 
     def computed_buffers(self, component: str) -> Mapping[str, Tensor]:
-        """What `build(component)` computes when it is made and no file holds, by name, on the CPU."""
+        """Buffers that `build(component)` computes on construction and no file holds, by name, on the CPU."""
         return {}
 
     @abstractmethod
     def layout(self, component: str) -> tuple[Fused, ...]:
-        """The component's tensors as its original single file has them."""
+        """The component's tensors under the names of its original single file."""
 
     @abstractmethod
     def batch_key(self, example: Example) -> Hashable:
         """Examples with equal keys may share a batch: same image size, same text length, same references."""
 
     def collate(self, examples: Sequence[Example]) -> Batch:
-        """Examples of one batch key, stacked."""
+        """Stack examples with equal batch keys."""
         return {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
 
     def sample_rows(self, batch: Batch) -> Mapping[str, Tensor]:
         """Which item each row belongs to, for layers whose input is one matrix with the rows of all items.
 
-        batch: on the CPU. Returns {pattern of layers: (rows,) number of the item}; other layers get one entry per item.
+        Args:
+            batch: A batch on the CPU.
+
+        Returns:
+            {pattern of layers: (rows,) index of the item}; other layers get one entry per item.
         """
         return {}
 
     @abstractmethod
     def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
-        """The training loss of one micro-batch.
+        """The training loss of one micro-batch. Each component is called exactly once.
 
-        model: the live components by name.  batch["weight"]: (B,) weight of each item, 0 for padding;
-        batch["mask"]: (B, h, w) weights of the latent pixels, where the data have masks.
-        Timestep and noise come from `rng`; each component is called exactly once.
+        Args:
+            model: The live components by name.
+            batch: A batch with "weight" (B,), the weight of each item, 0 for padding, and, if the data have masks,
+                "mask" (B, h, w), weights of the latent pixels.
+            rng: Source of timestep and noise.
         """
 
     @classmethod
     @abstractmethod
     def published(cls, architecture: str) -> dict[str, Any]:
-        """What the configs of a published model's parts have in place of a tiny one's: {folder or file: {key: value}}.
+        """Config values of a published model that replace those of a tiny one: {folder or file: {key: value}}.
 
-        architecture: one of `architectures`. Tokenizers by their `model_max_length`.
+        architecture: one of `architectures`. For tokenizers, the value is their `model_max_length`.
         """
 
     @classmethod
     @abstractmethod
     def tiny(cls, architecture: str | None = None) -> dict[str, Any]:
-        """Architecture of a model that trains in seconds on a CPU: {component: its config}."""
+        """The configs of a model that trains in seconds on a CPU: {component: its config}."""
 
 
 class ImageFamily(ModelFamily):
-    """A model that draws pictures from captions, trained on latents and embeddings that frozen encoders make."""
+    """A model that draws pictures from captions, trained on latents and embeddings of frozen encoders."""
 
     trains_on = "images"
     shift: ClassVar[Shift] = Shift()
-    """What `objective.shift` means for it, in flow matching."""
+    """The meaning of `objective.shift`, in flow matching."""
     reads_original_size: ClassVar[bool] = False
     """Whether a training example holds "original_size" (2,) int64: height and width in pixels of the image's file."""
     longest_text: ClassVar[int] = 0
-    """Tokens to which `model.options.max_tokens` can be raised and diffusers' pipeline still reads all of them."""
+    """The highest `model.options.max_tokens` of which diffusers' pipeline still reads all tokens."""
     data_fields = frozenset(DataConfig.model_fields) - TEXT_DATA - QUESTION_DATA
     sample_fields = frozenset(SampleConfig.model_fields) - TEXT_SAMPLE - QUESTION_SAMPLE - DIFFUSION_SAMPLE
 
     @property
     def is_distilled(self) -> bool:
         """Whether the model was distilled to draw in few steps without guidance, by its folder or the config."""
-        return bool(distilled.found(self.config, self.folder))
+        return bool(distilled.matches(self.config, self.folder))
 
-    def drawn_with(self, sample: SampleConfig) -> CompleteSample:
-        """The section with steps and guidance as this model draws."""
-        return distilled.drawn_with(self.config, sample, self.folder)
+    def complete_sample(self, sample: SampleConfig) -> CompleteSample:
+        """Complete the section `sample` with the steps and guidance of this model."""
+        return distilled.complete_sample(self.config, sample, self.folder)
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
         return (*super().warnings(cfg), *distilled.warnings(cfg, self.folder))
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Changes when the encoders or how they are used change: part of the key of everything cached."""
+        """A digest that changes with the encoders and how they are used; part of the key of everything cached."""
 
     @abstractmethod
     def text_encoder(self, load: LoadModule) -> Any:
-        """The frozen text encoder(s) with tokenizer, ready for `encode_text`. Collective when `load` shards."""
+        """Load the frozen text encoder(s) with tokenizer, for `encode_text`. Collective when `load` shards."""
 
     @abstractmethod
     def image_encoder(self, load: LoadModule) -> Any:
-        """The autoencoder, ready for `encode_image` and `sample`. Replicated: no rank waits for another in it."""
+        """Load the autoencoder, for `encode_image` and `sample`. It is replicated: ranks do not wait for each other."""
 
     @abstractmethod
     def encode_text(self, encoder: Any, caption: str) -> Example:
-        """One caption, on the CPU, without batch dim: embeddings of frozen encoders, token ids for live ones.
+        """Encode one caption, on the CPU, without batch dim: embeddings of frozen encoders, token ids for live ones.
 
         Collective when the encoder is sharded.
         """
 
     def dropped_text(self, empty: Example, caption: Example) -> Example:
-        """What is trained in place of a caption that is dropped: `empty`, in a shape that may share its batch.
+        """The replacement of a dropped caption: `empty`, in a shape that may share the caption's batch.
 
-        empty: what `encode_text` made of the empty caption.  caption: the shapes of what it made of this one, on the
-        meta device.
+        Args:
+            empty: The result of `encode_text` for the empty caption.
+            caption: The result of `encode_text` for this caption, on the meta device (only shapes).
         """
         return empty
 
     @abstractmethod
     def text_lengths(self, captions: Sequence[str]) -> list[tuple[TextLength, ...]]:
-        """How much of each caption is read, by each encoder that gives the model states of its tokens.
+        """Measure how much of each caption is read, by each encoder that gives the model states of its tokens.
 
-        An encoder that gives the model one vector of the whole caption does not count: no token of the caption depends
-        on what it reads. Empty where captions of any length are read whole. Loads tokenizers, but no encoder.
+        An encoder that gives the model only one vector of the whole caption does not count. The result of a caption is
+        empty if captions of any length are read whole. Loads tokenizers, but no encoder.
         """
 
     def longer_text(self, length: TextLength) -> str | None:
-        """The setting with which more of such a text is read, all of it if possible, as a preset has it; None without
-        one."""
+        """The setting, as in a preset, that makes the encoder read more of the text, all of it if possible; None if
+        there is none."""
         tokens = min(length.needed, self.longest_text)
         return f"model.options.max_tokens: {tokens}" if tokens > length.read else None
 
     @abstractmethod
     def encode_image(self, encoder: Any, image: Image.Image) -> Example:
-        """One RGB image whose sides are multiples of `size_multiple`, on the CPU, without batch dim.
+        """Encode one RGB image whose sides are multiples of `size_multiple`, on the CPU, without batch dim.
 
-        "latents" (..., h, w); a mask of the loss is (h, w).
+        Returns "latents" (..., h, w); a mask of the loss is (h, w).
         """
 
     def sample(
@@ -379,11 +394,17 @@ class ImageFamily(ModelFamily):
         cfg: SampleConfig,
         rng: SampleRng,
     ) -> Image.Image:
-        """One picture. `encoder` is `image_encoder`'s. Calls the model a number of times that depends on `cfg` only.
+        """Draw one picture. The number of calls of the model depends only on `cfg`.
 
-        text, negative: what `encode_text` made; text may also hold references, as a training example does.
+        Args:
+            model: The live components by name.
+            encoder: The result of `image_encoder`.
+            text: The result of `encode_text`; may also hold references, as in a training example.
+            negative: The result of `encode_text` for the negative prompt.
+            cfg: The section `sample` of the config.
+            rng: Random numbers of this sample.
         """
-        return self.draw(model, encoder, text, negative, self.drawn_with(cfg), rng)
+        return self.draw(model, encoder, text, negative, self.complete_sample(cfg), rng)
 
     @abstractmethod
     def draw(
@@ -395,28 +416,31 @@ class ImageFamily(ModelFamily):
         cfg: CompleteSample,
         rng: SampleRng,
     ) -> Image.Image:
-        """`sample` with all of the section decided."""
+        """`sample` with a complete section."""
 
     @abstractmethod
     def load_adapter_file(self, model: nn.ModuleDict, file: Path) -> None:
-        """Load an adapter file into the components of `build` through the code a diffusers user runs.
+        """Load an adapter file into the components of `build` through the code that a diffusers user runs.
 
-        The base may stay on the meta device; the adapter's tensors are real afterwards.
+        The base may be on the meta device; the adapter's tensors are real afterwards.
         """
 
     @abstractmethod
     def blank_example(self, width: int, height: int, text_tokens: int, dtype: torch.dtype) -> Example:
-        """Zeros in the shapes and types of what `encode_image` and `encode_text` give together.
+        """Zeros in the shapes and types of the joint results of `encode_image` and `encode_text`.
 
-        width, height: of the image, in pixels.  text_tokens: of the caption, where captions are not padded to a length
-        of their own.  dtype: of the text encoders.
+        Args:
+            width: Width of the image, pixels.
+            height: Height of the image, pixels.
+            text_tokens: Tokens of the caption, unless captions are padded to a fixed length.
+            dtype: Type of the text encoders.
         """
 
 
 class MultimodalFamily(ImageFamily):
     """A model that draws pictures from captions and answers questions about pictures, in one network.
 
-    An example is what `encode_image` and `encode_text` give together, or what `encode_question` gives.
+    An example is the joint result of `encode_image` and `encode_text`, or the result of `encode_question`.
     """
 
     data_fields = frozenset(DataConfig.model_fields) - TEXT_DATA
@@ -426,15 +450,15 @@ class MultimodalFamily(ImageFamily):
 
     @abstractmethod
     def seen_size(self, width: int, height: int, resolution: int) -> tuple[int, int]:
-        """Width and height in pixels that a picture is looked at in. resolution: `data.resolution`."""
+        """Width and height in pixels in which the model sees a picture. resolution: `data.resolution`."""
 
     @abstractmethod
     def encode_question(self, image: Image.Image, question: str, answer: str) -> Example:
-        """One example of an answer about an RGB image of `seen_size`. Called on a thread."""
+        """Encode an answer about an RGB image of `seen_size` as an example. Called on a thread."""
 
     @abstractmethod
     def answer(self, model: nn.ModuleDict, image: Image.Image, question: str, cfg: SampleConfig, rng: SampleRng) -> str:
-        """An answer about an RGB image of `seen_size`. Calls the model a number of times that depends on `cfg` only."""
+        """Answer a question about an RGB image of `seen_size`. The number of model calls depends only on `cfg`."""
 
     def load_adapter_file(self, model: nn.ModuleDict, file: Path) -> None:
         raise InputError(f"{file}: diffusers has no loader for adapters of this model")
@@ -443,7 +467,7 @@ class MultimodalFamily(ImageFamily):
 class TextFamily(ModelFamily):
     """A language model, trained on rows of tokens.
 
-    An example holds "tokens", "learned" and "documents", each (`data.length`,), as `data.text.Row` has them.
+    An example holds "tokens", "learned" and "documents", each (`data.length`,), as `text_stream.PackedRow` has them.
     """
 
     trains_on = "text"
@@ -456,7 +480,7 @@ class TextFamily(ModelFamily):
     @property
     @abstractmethod
     def longest(self) -> int | None:
-        """Most tokens of a row, None for any number."""
+        """Most tokens of a row; None for no limit."""
 
     @property
     @abstractmethod
@@ -478,20 +502,20 @@ class TextFamily(ModelFamily):
         """The ids of a text, with no special token added."""
 
     @abstractmethod
-    def write_on(self, model: nn.ModuleDict, prompt: str, cfg: SampleConfig, rng: SampleRng) -> str:
-        """What follows a prompt. Calls the model a number of times that depends on `cfg` only."""
+    def generate(self, model: nn.ModuleDict, prompt: str, cfg: SampleConfig, rng: SampleRng) -> str:
+        """Generate the continuation of a prompt. The number of calls of the model depends only on `cfg`."""
 
     def batch_key(self, example: Example) -> Hashable:
-        """Rows are of one length."""
+        """Return one key: all rows have one length."""
         return None
 
     def sample_rows(self, batch: Batch) -> Mapping[str, Tensor]:
-        """Some models flatten all tokens into one matrix before a layer, as before experts."""
+        """The item of each token, for models that flatten all tokens into one matrix before a layer, as for experts."""
         count, length = batch["tokens"].shape
         return {".+": torch.arange(count).repeat_interleave(length)}
 
     def blank_row(self, length: int) -> Example:
-        """An example of that many tokens, of one document."""
+        """An example of `length` tokens in one document."""
         learned = torch.ones(length, dtype=torch.bool)
         learned[0] = False
         tokens = torch.zeros(length, dtype=torch.int64)
@@ -499,7 +523,7 @@ class TextFamily(ModelFamily):
 
 
 def check_unread(section: str, given: Section, read: Collection[str]) -> None:
-    """Refuse what would be ignored: fields of a section that are set though they are not among those read."""
+    """Refuse fields of a section that are set but not read, since they would be ignored."""
     for field, value in given:
         if field not in read and value != type(given).model_fields[field].default:
             raise InputError(

@@ -1,4 +1,4 @@
-"""A run's model and its encoders: built on meta, adapters injected, sharded, then loaded slice by slice."""
+"""Builds a run's model and encoders on meta, injects adapters, shards, then loads the weights slice by slice."""
 
 from __future__ import annotations
 
@@ -37,7 +37,13 @@ from trainer.weights.quantization import FORMATS, VERSION, Format, choose_kernel
 
 @dataclass(frozen=True)
 class Listener:
-    """Who is told how a model is loaded. read: (bytes read, bytes to read) by this rank.  note, warn: a sentence."""
+    """Callbacks for the progress of loading a model.
+
+    Attributes:
+        read: read(bytes read, bytes to read) by this rank.
+        note: note(sentence).
+        warn: warn(sentence).
+    """
 
     read: Callable[[int, int], None] = lambda done, total: None
     note: Callable[[str], None] = lambda sentence: None
@@ -46,9 +52,13 @@ class Listener:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """The sharded model with its weights. trainables: parameters that are trained, by name, in model order.
+    """The sharded model with its weights.
 
-    module: the live components by name.  adapter: what it changed.
+    Attributes:
+        module: The live components by name.
+        trainables: Parameters that are trained, by name, in model order.
+        bytes_read: Bytes read on this rank.
+        adapter: The injected adapter's layers and parameters.
     """
 
     module: nn.ModuleDict
@@ -61,7 +71,7 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """The live components on the meta device, with the adapter in them."""
+    """The live components on the meta device, with the adapter injected."""
 
     module: nn.ModuleDict
     adapter: Injected
@@ -101,9 +111,15 @@ def load_model(
 ) -> LoadedModel:
     """Checkpointing -> compile -> shard -> load -> initialise adapters. Collective.
 
-    cache: folder shared by runs.
-
     Each live component is sharded by itself, with a root of its own.
+
+    Args:
+        built: The model on meta.
+        cfg: The config.
+        family: The model family.
+        world: The ranks.
+        cache: Folder shared by runs.
+        listener: Takes progress and messages.
     """
     model, injected = built.module, built.adapter
     strategy = resolve_strategy(cfg.parallel, world, _state_bytes(model), min(world.gather(world.memory)))
@@ -121,7 +137,9 @@ def load_model(
     if kernel:
         listener.note(kernel)
     parameters = dict(model.named_parameters())
-    _draw_adapter(parameters, injected, cfg.train.seed)
+    with torch.no_grad():
+        for name in injected.parameters:
+            fill_rows(parameters[name], adapters.initial_value(name, parameters[name].shape, cfg.train.seed))
     return LoadedModel(model, strategy, mesh, built.trainables, bytes_read, injected)
 
 
@@ -135,19 +153,21 @@ def shard_model(
 
 
 def continue_adapter(loaded: LoadedModel, cfg: RunConfig, family: ModelFamily) -> tuple[str, ...]:
-    """Give the adapter the values of the file `adapter.start`, if there is one. Returns what to tell of it.
+    """Give the adapter the values of the file `adapter.start`, if there is one. Returns sentences for the user.
 
-    Every rank reads the whole file, and for dora the weights of its layers, and keeps its own rows. Raises InputError
-    when the file is no adapter of this model and this run.
+    Every rank reads the whole file, and for dora the weights of its layers, and keeps its own rows.
+
+    Raises:
+        InputError: The file is not an adapter of this model and this run.
     """
     if isinstance(cfg.adapter, NoAdapter) or cfg.adapter.start is None:
         return ()
     file, base = cfg.adapter.start, BaseWeights(family)
-    # The live ones first: files of peft do not say which text encoder they are for.
+    # Live components come first: files of peft do not name the text encoder they belong to.
     components = dict.fromkeys((*family.live, *family.components))
-    found = read_adapter(Path(file), base.layer_shapes(components), naming(family), base.layer)
-    idle = [name for name in found if _is_idle(name, loaded.module, family)]
-    used = {name: layer for name, layer in found.items() if name not in idle}
+    layers = read_adapter(Path(file), base.layer_shapes(components), naming(family), base.layer)
+    idle = [name for name in layers if _is_idle(name, loaded.module, family)]
+    used = {name: layer for name, layer in layers.items() if name not in idle}
     _check_changed(used, loaded.adapter, file)
     for name, layer in used.items():
         values = parameters_of(name, layer, cfg.adapter, loaded.adapter.parameters, base.layer)
@@ -160,9 +180,10 @@ def continue_adapter(loaded: LoadedModel, cfg: RunConfig, family: ModelFamily) -
 def encoder_loader(
     cfg: RunConfig, world: World, cache: Path | None = None, listener: Listener | None = None
 ) -> LoadModule:
-    """How families load their encoders: frozen, in the run's compute type; sharded over all ranks if they have blocks.
+    """Return the function that families load their encoders with: frozen, in the run's compute type, sharded over all
+    ranks if they have blocks.
 
-    A module without block names is replicated and fp32: it is small, and an autoencoder's bf16 shows in pictures.
+    A module without block names is replicated and fp32: it is small, and bf16 in an autoencoder is visible in pictures.
     With `quantize.encoders` the linear layers of the blocks are stored in `quantize.format`.
     """
     loader = _Loader(cfg, world, cache, listener or Listener())
@@ -179,7 +200,7 @@ def encoder_loader(
 
 
 def prepare_encoder(module: nn.Module, cfg: RunConfig, blocks: Sequence[str]) -> None:
-    """Freeze -> quantize an encoder on the meta device. blocks: as `encoder_loader` says."""
+    """Freeze -> quantize an encoder on the meta device. blocks: as for `encoder_loader`."""
     format = FORMATS.get(cfg.quantize.format) if cfg.quantize.encoders else None
     module.requires_grad_(False).eval()
     if blocks:
@@ -200,7 +221,7 @@ def place_encoder(
 
 
 def materialize(module: nn.Module, cfg: RunConfig, device: torch.device) -> None:
-    """Uninitialized storage for the meta module: parameters on the host where they are offloaded, never buffers."""
+    """Give a meta module uninitialized storage: parameters on the host if they are offloaded, buffers never."""
     give_storage(module, torch.device("cpu") if cfg.parallel.cpu_offload else device)
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
@@ -214,46 +235,49 @@ def _set_buffers(module: nn.Module, values: Mapping[str, Tensor], device: torch.
 
 
 def reshard(module: nn.Module) -> None:
-    """Free what is gathered: weights were changed outside of forward and backward."""
+    """Free gathered parameters, because weights were changed outside of forward and backward."""
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
 
 
 def sync_gradients(model: nn.ModuleDict, last: bool, shards_gradients: bool) -> None:
-    """Prepare the next backward of a step: gradients are reduced over the ranks in the last one, and added up before.
+    """Prepare the next backward of a step: gradients accumulate, and the last backward reduces them over the ranks.
 
-    shards_gradients: reduce them to shards in each backward, and add up only these.
+    Args:
+        model: The live components.
+        last: Whether it is the last backward of the step.
+        shards_gradients: Reduce the gradients to shards in each backward, and accumulate only the shards.
     """
     for component in model.values():
         if isinstance(component, FSDPModule):
             component.set_requires_gradient_sync(last or shards_gradients)
             component.set_requires_all_reduce(last)
-            # A frozen unit has nothing to add up, and one that no input reached (blocks for reference images) torch
-            # cannot ask for it.
+            # A frozen unit has nothing to accumulate, and torch cannot read the state of one that no input reached
+            # (blocks for reference images).
             for unit in component.modules():
                 if isinstance(unit, FSDPModule) and not any(p.requires_grad for p in unit.parameters()):
                     unit.set_requires_gradient_sync(True, recurse=False)
 
 
 def _freeze_base(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> None:
-    """Unfreeze or freeze each component; what is frozen is in the run's compute type."""
+    """Unfreeze or freeze each component; frozen parameters get the run's compute type."""
     dtype = COMPUTE_DTYPE[cfg.train.precision]
     for name, module in model.named_modules():
         is_trained = family.mode(cfg, name) == "full"
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad_(is_trained)
         if not is_trained:
-            # Not `to`: diffusers' own warns of an empty list of modules to keep in fp32.
+            # Not `to`: the method of diffusers warns of an empty list of modules to keep in fp32.
             module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, recurse=False)
     _freeze(model, family.never_trained)
 
 
 def _stored_formats(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> dict[str, Format]:
-    """{layer: format} of the layers of what is frozen that are quantized.
+    """{layer: format} of the frozen layers that are quantized.
 
-    These are the linear layers of the sharded blocks that the family recommends to adapters, which leaves out norms and
-    modulation, and those that `quantize.formats` names.
+    These are the linear layers of the sharded blocks that the family recommends to adapters, which excludes norms and
+    modulation, and the layers that `quantize.formats` names.
     """
     quantize = cfg.quantize
     linear = [name for name in _block_layers(model, family.shard.blocks) if family.mode(cfg, name) != "full"]
@@ -307,7 +331,7 @@ def _inside(names: Iterable[str], component: str) -> set[str]:
 class _Loader:
     """Fills modules from their files, or from the cache of the quantized base, `base` in the folder shared by runs.
 
-    Where machines have folders of their own there is no such cache: none would hold all rows.
+    If machines have separate folders, this cache is not used: no folder would hold all rows.
     """
 
     def __init__(self, cfg: RunConfig, world: World, cache: Path | None, listener: Listener) -> None:
@@ -318,7 +342,7 @@ class _Loader:
         self._cache = QuantizedCache(cache / "base", world) if cache and is_kept else None
 
     def load(self, module: nn.Module, files: WeightFiles, added: Iterable[str] = ()) -> int:
-        """Returns the bytes read on this rank. added: parameters that are in no file. Collective."""
+        """Load a module. Returns the bytes read on this rank. added: parameters that no file holds. Collective."""
         coded = _coded(module)
         cached = self._cache.find(files, coded) if self._cache and coded else None
         if cached:
@@ -335,7 +359,7 @@ class _Loader:
 
 
 def _coded(module: nn.Module) -> dict[str, Coded]:
-    """How the bytes of quantized layers come from stored weights, by name without what adapters put into it."""
+    """How the bytes of quantized layers are made from stored weights, by name without the part that adapters add."""
     coded = {}
     for name, layer in quantized_layers(module).items():
         stored = name.removesuffix(".base_layer")
@@ -346,15 +370,8 @@ def _coded(module: nn.Module) -> dict[str, Coded]:
     return coded
 
 
-def _draw_adapter(parameters: Mapping[str, nn.Parameter], injected: Injected, seed: int) -> None:
-    """Give the adapter's parameters the values that training begins with."""
-    with torch.no_grad():
-        for name in injected.parameters:
-            fill_rows(parameters[name], adapters.initial_value(name, parameters[name].shape, seed))
-
-
 def _is_idle(layer: str, model: nn.ModuleDict, family: ModelFamily) -> bool:
-    """Whether nothing reads the layer's result: the family builds a live component without it, or never trains it."""
+    """Whether nothing reads the layer's output: the family builds a live component without it, or never trains it."""
     component, _, inside = layer.partition(".")
     if component not in model:
         return False
@@ -374,7 +391,7 @@ def _check_changed(layers: Iterable[str], injected: Injected, file: str) -> None
 def _start_notes(file: str, used: Collection[str], idle: Sequence[str], injected: Injected) -> tuple[str, ...]:
     new = len(injected.layers) - len(used)
     rest = f"; the other {new} start unchanged" if new else ""
-    notes = [f"{counted(used)} of the adapter go on from {file}{rest}"]
+    notes = [f"{counted(used)} of the adapter continue from {file}{rest}"]
     if idle:
         notes.append(f"{counted(idle)} of {file} left out, as '{idle[0]}': nothing in this kind of training reads it")
     return tuple(notes)

@@ -1,6 +1,6 @@
-"""Models that were distilled to draw in few steps without guidance: how they are known, drawn and warned of. No torch.
+"""Models that were distilled to draw in few steps without guidance: recognition, sample settings and warnings.
 
-Which there are, the families say (`ModelFamily.distilled`, which config/families.json repeats).
+Imports no torch. The families list these models (`ModelFamily.distilled`, repeated in config/families.json).
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from trainer.config.sections import MODEL_WORDS, CompleteSample, ModelConfig, Sa
 from trainer.weights.hub import find_folder
 
 STEPS, GUIDANCE = 28, 4.0
-"""How a base model is drawn where the config does not say."""
+"""Sample settings of a base model where the config has none."""
 NO_GUIDANCE = 1.0
 INDEX = "model_index.json"
 
 
-def found(model: ModelConfig, folder: Path | None = None) -> tuple[Distilled, ...]:
-    """The published models that this one may be, or was made from; none where it is not distilled.
+def matches(model: ModelConfig, folder: Path | None = None) -> tuple[Distilled, ...]:
+    """Find the distilled models that this model may be, or may be made from; none if it is not distilled.
 
-    folder: its diffusers folder. None looks for the one that the config names, and does without where it is not on
-    this machine.
+    Args:
+        model: The section `model` of the config.
+        folder: Its diffusers folder. None looks for the one that the config names, which need not be on this machine.
     """
     known = families.of(model.family)
     kinds = known.distilled if known else ()
@@ -38,16 +39,16 @@ def found(model: ModelConfig, folder: Path | None = None) -> tuple[Distilled, ..
     if architecture in _architectures(kinds):
         likely = tuple(kind for kind in kinds if kind.architecture == architecture)
     else:
-        # What the folder itself says counts more than what it is called.
+        # The folder's own statement counts more than its name.
         names = set() if _json(folder, INDEX).get("is_distilled") is False else _names(model, folder)
         likely = tuple(kind for kind in kinds if _has_marks(kind, folder) or names & {n.lower() for n in kind.names})
     return likely or (kinds if model.options.distilled else ())
 
 
-def drawn_with(model: ModelConfig, sample: SampleConfig, folder: Path | None = None) -> CompleteSample:
-    """The section as the model draws: with its own steps and guidance where they are empty, and without guidance
-    where it is distilled. folder: as for `found`."""
-    kinds = found(model, folder)
+def complete_sample(model: ModelConfig, sample: SampleConfig, folder: Path | None = None) -> CompleteSample:
+    """Complete the section `sample`: the model's own steps and guidance where they are empty, no guidance if it is
+    distilled. folder: as for `matches`."""
+    kinds = matches(model, folder)
     guidance = GUIDANCE if sample.guidance is None else sample.guidance
     own = {
         "steps": sample.steps or (kinds[0].steps if kinds else STEPS),
@@ -57,8 +58,8 @@ def drawn_with(model: ModelConfig, sample: SampleConfig, folder: Path | None = N
 
 
 def warnings(cfg: RunConfig, folder: Path | None = None) -> tuple[str, ...]:
-    """What a user should read before such a model is trained. folder: as for `found`."""
-    kinds, sample = found(cfg.model, folder), cfg.sample
+    """Sentences to show before a distilled model is trained; none for other models. folder: as for `matches`."""
+    kinds, sample = matches(cfg.model, folder), cfg.sample
     if not kinds:
         return ()
     base = " or ".join(dict.fromkeys(kind.base for kind in kinds))
@@ -76,7 +77,7 @@ def warnings(cfg: RunConfig, folder: Path | None = None) -> tuple[str, ...]:
 
 
 def refused(model: ModelConfig, folder: Path | None = None) -> Iterator[Problem]:
-    """Where `model.options.distilled` contradicts what is known of the model. folder: as for `found`."""
+    """Problems where `model.options.distilled` contradicts the known facts of the model. folder: as for `matches`."""
     field, says = "model.options.distilled", model.options.distilled
     known = families.of(model.family)
     if says is None or known is None or not known.distilled:
@@ -111,7 +112,7 @@ def _folder(model: ModelConfig) -> Path | None:
 
 
 def _names(model: ModelConfig, folder: Path | None) -> set[str]:
-    """What the model is called, in small letters: in the config, on disk, in the hub's cache, by its own index."""
+    """Names of the model in lower case: in the config, on disk, in the hub's cache and in its own index."""
     names = [Path(model.path).stem if model.base else Path(model.path).name, Path(model.base or "").name]
     if folder is not None:
         cached = folder.parent.parent.name  # models--org--name/snapshots/revision
@@ -126,7 +127,7 @@ def _has_marks(kind: Distilled, folder: Path | None) -> bool:
 
 
 def _json(folder: Path | None, name: str) -> dict[str, Any]:
-    """A JSON file of the folder; empty where it cannot be read, of which the family tells."""
+    """A JSON file of the folder; empty if it cannot be read, which the family reports."""
     try:
         content = json.loads((folder / name).read_text(encoding="utf-8")) if folder else {}
     except (OSError, ValueError):

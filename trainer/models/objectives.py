@@ -1,6 +1,6 @@
-"""What a step minimizes: timestep densities, timestep shift and the losses of flow matching and discrete diffusion.
+"""Training objectives: timestep densities, timestep shift and the losses of flow matching and discrete diffusion.
 
-One convention in flow matching: `sigma` in [0, 1] is the share of noise, 0 = data and 1 = noise. Discrete diffusion
+Flow matching has one convention: `sigma` in [0, 1] is the share of noise, 0 = data and 1 = noise. Discrete diffusion
 has `alpha_bar` in [0, 1], the data's share of the variance at an integer timestep: 1 = data and 0 = noise.
 """
 
@@ -21,18 +21,21 @@ Example = dict[str, Tensor]
 Batch = dict[str, Tensor]
 """Stacked examples. The family documents the keys; "weight" (B,) is the weight of each item, 0 for padding."""
 Prediction = Literal["epsilon", "v_prediction"]
-"""What a model of discrete diffusion predicts, as diffusers' schedulers name it."""
+"""The target that a model of discrete diffusion predicts, as named by diffusers' schedulers."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """total: sum of weighted item losses, a scalar with gradient.  weight: number of items but padding, a scalar.
+    """The loss of one pass.
 
-    parts: of a family with several losses, (number of losses, 2): sum of each and number of its items, both without
-    the weight of the loss.
+    The loss of a step is the sum of `total` over all ranks and passes divided by the sum of `weight`: an item with a
+    smaller weight moves the model less, whatever else is in its batch.
 
-    The loss of a step is the sum of `total` over all ranks and passes divided by the sum of `weight`: an item that
-    weighs less moves the model less, whatever else is in its batch.
+    Attributes:
+        total: Sum of weighted item losses, a scalar with gradient.
+        weight: Number of items without padding, a scalar.
+        parts: (number of losses, 2) for a family with several losses: sum of each loss and number of its items, both
+            without the weight of the loss. None for other families.
     """
 
     total: Tensor
@@ -53,15 +56,17 @@ class ShiftLine:
     high: float = 1.15
 
     def mu(self, num_tokens: int) -> float:
-        """The logarithm at `num_tokens` tokens, beyond the two points too."""
+        """Logarithm of the shift at `num_tokens` tokens; the line extends beyond the two points."""
         return self.low + (self.high - self.low) * (num_tokens - self.few) / (self.many - self.few)
 
 
 @dataclass(frozen=True)
 class Shift:
-    """What a family's recipe says of the timestep shift.
+    """The timestep shift in a family's recipe.
 
-    line: what `objective.shift: linear` follows.  constant: the factor `auto` takes instead, where there is one.
+    Attributes:
+        line: The line that `objective.shift: linear` follows.
+        constant: The factor that `auto` uses; None lets `auto` follow `line`.
     """
 
     line: ShiftLine = ShiftLine()
@@ -69,7 +74,7 @@ class Shift:
 
 
 def perplexity_of(loss: float) -> float:
-    """Between how many equally likely tokens a language model hesitates. loss: mean cross-entropy of a token."""
+    """Perplexity, exp(loss): the number of equally likely tokens. loss: mean cross-entropy of a token."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -77,18 +82,32 @@ def perplexity_of(loss: float) -> float:
 
 
 def draw_sigma(cfg: ObjectiveConfig, shift: Shift, num_tokens: int, rng: SampleRng) -> Tensor:
-    """The training timestep of each item: the density of `cfg`, shifted for `num_tokens` latent tokens per image.
+    """Draw the training timestep of each item from the density of `cfg`, shifted for the image size.
 
-    shift: the family's.  Returns (B,) in [0, 1], fp32.
+    Args:
+        cfg: Density and shift.
+        shift: The family's shift.
+        num_tokens: Latent tokens per image.
+        rng: Random numbers of the items.
+
+    Returns:
+        (B,) in [0, 1], fp32.
     """
     return shift_sigma(sigma_at(cfg, rng.uniform("timestep")), shift_factor(cfg, shift, num_tokens))
 
 
 def sigma_at(cfg: ObjectiveConfig, quantile: Tensor) -> Tensor:
-    """Quantiles of the timestep density, before the shift: uniform numbers in, timesteps out.
+    """Turn uniform numbers into timesteps: quantiles of the timestep density, before the shift.
 
-    quantile: (B,) in [0, 1), fp32.  Returns (B,) in [0, 1]. The mode density falls where the others rise.
+    With the mode density sigma falls with the quantile; with the others it rises.
     Source: Scaling Rectified Flow Transformers (arXiv 2403.03206), sec. 3.1.
+
+    Args:
+        cfg: The density.
+        quantile: (B,) in [0, 1), fp32.
+
+    Returns:
+        (B,) in [0, 1].
     """
     match cfg.density:
         case "logit_normal":
@@ -103,10 +122,7 @@ def sigma_at(cfg: ObjectiveConfig, quantile: Tensor) -> Tensor:
 
 
 def shift_factor(cfg: ObjectiveConfig, shift: Shift, num_tokens: int) -> float:
-    """How strongly timesteps are moved toward noise for images of `num_tokens` latent tokens; 1 = not at all.
-
-    shift: the family's.
-    """
+    """The factor of `shift_sigma` for images of `num_tokens` latent tokens; 1 = no shift. shift: the family's."""
     match cfg.shift:
         case "auto" if shift.constant is not None:
             return shift.constant
@@ -121,16 +137,22 @@ def shift_factor(cfg: ObjectiveConfig, shift: Shift, num_tokens: int) -> float:
 
 
 def shift_sigma(sigma: Tensor, factor: float) -> Tensor:
-    """Move timesteps toward noise (factor > 1) or data (< 1); 0 and 1 stay where they are.
+    """Move timesteps toward noise (factor > 1) or data (< 1); 0 and 1 do not move.
 
-    sigma: any shape, in [0, 1].  Returns the same shape and range.
     Source: Scaling Rectified Flow Transformers (arXiv 2403.03206), sec. 5.3.2.
+
+    Args:
+        sigma: Any shape, in [0, 1].
+        factor: `shift_factor`.
+
+    Returns:
+        The shape and range of `sigma`.
     """
     return factor * sigma / (1 + (factor - 1) * sigma)
 
 
 def empirical_mu(num_tokens: int, num_steps: int) -> float:
-    """Logarithm of the shift FLUX.2's reference sampler uses for images of `num_tokens` in `num_steps` steps.
+    """Logarithm of the shift in FLUX.2's reference sampler for images of `num_tokens` in `num_steps` steps.
 
     Two lines in the number of tokens were fitted, for 10 and for 200 steps; other numbers of steps lie on the
     straight line between them. Above 4300 tokens the 200-step line is used for any number of steps.
@@ -143,24 +165,36 @@ def empirical_mu(num_tokens: int, num_steps: int) -> float:
 
 
 def add_noise(latents: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
-    """The point on the straight line from data to noise.
+    """The point at `sigma` on the straight line from data to noise.
 
-    latents, noise: (B, ...).  sigma: (B,).  Returns (B, ...).
+    Args:
+        latents: (B, ...).
+        noise: (B, ...).
+        sigma: (B,) in [0, 1].
+
+    Returns:
+        (B, ...).
     """
     sigma = _per_item(sigma, latents)
     return (1 - sigma) * latents + sigma * noise
 
 
 def velocity(latents: Tensor, noise: Tensor) -> Tensor:
-    """What a flow-matching model predicts: the direction from data to noise, d add_noise / d sigma."""
+    """The target of flow matching: the direction from data to noise, d add_noise / d sigma."""
     return noise - latents
 
 
 def squared_error(prediction: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Mean squared error of each item, in fp32 whatever the inputs' type: (B,).
+    """Mean squared error of each item, in fp32 for inputs of any type.
 
-    prediction, target: (B, C, ..., h, w).  mask: (B, h, w) weights of the pixels; the mean stays over all of them, so
-    that an image with a small mask counts less than one without.
+    Args:
+        prediction: (B, C, ..., h, w).
+        target: (B, C, ..., h, w).
+        mask: (B, h, w) weights of the pixels. The mean is still over all pixels, so that an image with a small mask
+            counts less than one without a mask.
+
+    Returns:
+        (B,).
     """
     assert prediction.shape == target.shape, "an error of other shapes would be broadcast"
     errors = (prediction.float() - target.float()).square()
@@ -171,29 +205,50 @@ def squared_error(prediction: Tensor, target: Tensor, mask: Tensor | None = None
 
 
 def total_loss(errors: Tensor, weight: Tensor) -> Loss:
-    """errors: (B,) of the items.  weight: (B,), 0 for padding."""
+    """Sum the weighted errors of the items.
+
+    Args:
+        errors: (B,).
+        weight: (B,), 0 for padding.
+    """
     return Loss(total=(errors * weight).sum(), weight=weight.count_nonzero())
 
 
 def draw_timestep(num_timesteps: int, rng: SampleRng) -> Tensor:
-    """The training timestep of each item in discrete diffusion, uniform. Returns (B,) int64 in 0..num_timesteps-1."""
+    """Draw the training timestep of each item in discrete diffusion: (B,) int64, uniform in 0..num_timesteps-1."""
     return (rng.uniform("timestep") * num_timesteps).long()
 
 
 def diffuse(latents: Tensor, noise: Tensor, alpha_bar: Tensor) -> Tensor:
-    """Noisy latents of unit variance, where the latents have it.
+    """Noisy latents, of unit variance if the latents have unit variance.
 
-    latents, noise: (B, ...).  alpha_bar: (B,).  Returns (B, ...).  Source: DDPM (arXiv 2006.11239), eq. 4.
+    Source: DDPM (arXiv 2006.11239), eq. 4.
+
+    Args:
+        latents: (B, ...).
+        noise: (B, ...).
+        alpha_bar: (B,) in [0, 1].
+
+    Returns:
+        (B, ...).
     """
     alpha_bar = _per_item(alpha_bar, latents)
     return alpha_bar.sqrt() * latents + (1 - alpha_bar).sqrt() * noise
 
 
 def diffusion_target(prediction: Prediction, latents: Tensor, noise: Tensor, alpha_bar: Tensor) -> Tensor:
-    """What the model is to predict: the noise, or the velocity on the circle from data to noise.
+    """The target of discrete diffusion: the noise, or the velocity on the circle from data to noise.
 
-    latents, noise: (B, ...).  alpha_bar: (B,).  Returns (B, ...).
     Source of the velocity: progressive distillation (arXiv 2202.00512), appendix D.
+
+    Args:
+        prediction: The kind of target.
+        latents: (B, ...).
+        noise: (B, ...).
+        alpha_bar: (B,) in [0, 1].
+
+    Returns:
+        (B, ...).
     """
     if prediction == "epsilon":
         return noise
@@ -204,17 +259,24 @@ def diffusion_target(prediction: Prediction, latents: Tensor, noise: Tensor, alp
 def min_snr_weight(prediction: Prediction, alpha_bar: Tensor, gamma: float) -> Tensor:
     """Weight of each item's error, so that timesteps with little noise do not outweigh the others.
 
-    alpha_bar: (B,) in [0, 1).  gamma: the largest signal-to-noise ratio that counts.  Returns (B,) in [0, 1].
-    An error of the predicted data weighs min(snr, gamma); one of the noise is snr times as large, one of the velocity
-    snr + 1 times.  Source: arXiv 2303.09556.
+    An error of the predicted data has the weight min(snr, gamma). The error of the noise is snr times as large, that
+    of the velocity snr + 1 times. Source: arXiv 2303.09556.
+
+    Args:
+        prediction: The kind of target.
+        alpha_bar: (B,) in [0, 1).
+        gamma: The largest signal-to-noise ratio that counts.
+
+    Returns:
+        (B,) in [0, 1].
     """
     snr = alpha_bar / (1 - alpha_bar)
     if prediction == "epsilon":
-        # min(snr, gamma) / snr without 0 / 0 at a terminal timestep that has no signal.
+        # min(snr, gamma) / snr, written without 0 / 0 at a terminal timestep that has no signal.
         return (gamma / snr).clamp(max=1)
     return snr.clamp(max=gamma) / (snr + 1)
 
 
 def _per_item(values: Tensor, like: Tensor) -> Tensor:
-    """(B,) as (B, 1, ...), to be multiplied with a tensor of items."""
+    """Reshape (B,) to (B, 1, ...), to multiply a tensor of items."""
     return values.view(-1, *[1] * (like.dim() - 1))

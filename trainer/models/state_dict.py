@@ -1,4 +1,4 @@
-"""A model as tensors, without modules: the base's on disk, and what training made of them, one at a time."""
+"""A model as tensors without modules: the base's tensors on disk and the trained ones, read one at a time."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from trainer.weights.files import WeightFiles, read_tensor
 
 
 def naming(family: ModelFamily) -> Naming:
-    """What writing and reading adapter files takes of a family."""
+    """The names that a family's adapter files use."""
     layouts = {component: family.layout(component) for component in family.components}
     return Naming(family.kohya_prefixes, family.kohya_by_path, layouts, family.diffusers_adapters, family.peft_fields)
 
 
 def component_of(layer: str) -> str:
-    """`transformer` of `transformer.proj_out`."""
+    """The component of a layer: `transformer` for `transformer.proj_out`."""
     return layer.partition(".")[0]
 
 
 class BaseWeights:
-    """The tensors of a family's components on disk; nothing is kept."""
+    """The tensors of a family's components on disk. Every call reads again; no tensor is kept in memory."""
 
     def __init__(self, family: ModelFamily) -> None:
         self._family = family
@@ -39,12 +39,12 @@ class BaseWeights:
         return read_tensor(self._files_of(component).entries[name])
 
     def layer(self, name: str) -> Tensor:
-        """The weight of a layer, named with its component: `transformer.proj_out`."""
+        """The weight of a layer. name: with its component, as `transformer.proj_out`."""
         component, _, inside = name.partition(".")
         return self.tensor(component, f"{inside}.weight")
 
     def layer_shapes(self, components: Iterable[str]) -> dict[str, tuple[int, ...]]:
-        """{layer with its component: shape of its weight} of linear layers, convolutions and embeddings."""
+        """{layer with its component: shape of its weight} for linear layers, convolutions and embeddings."""
         return {
             f"{component}.{name.removesuffix('.weight')}": shape
             for component in components
@@ -53,7 +53,7 @@ class BaseWeights:
         }
 
     def layer_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of what `layer` reads."""
+        """Shape of the weight that `layer` reads."""
         component, _, inside = name.partition(".")
         return self._files_of(component).entries[f"{inside}.weight"].shape
 
@@ -68,9 +68,13 @@ class BaseWeights:
 
 
 class TrainedModel:
-    """Every tensor as trained: from `weights`, or the base's, with the layer's adapter merged in fp32.
+    """Every tensor as trained: from `weights`, or from the base with the layer's adapter merged in fp32.
 
-    recipe: of the run that trained them.
+    Args:
+        cfg: The config of the run.
+        base: The tensors of the base.
+        weights: The trained tensors.
+        recipe: Recipe of the run that trained them.
     """
 
     def __init__(self, cfg: RunConfig, base: BaseWeights, weights: Mapping[str, Tensor], recipe: int = RECIPE) -> None:
@@ -81,7 +85,7 @@ class TrainedModel:
         )
 
     def tensor(self, component: str, name: str) -> Tensor:
-        """A tensor of a component, by its name in the module, in the type it is stored or merged in."""
+        """A tensor of a component by its name in the module, in its stored or merged type."""
         whole = f"{component}.{name}"
         if whole in self._weights:
             return self._weights[whole]

@@ -24,8 +24,7 @@ from trainer.checkpoint.restore import newest_intact, restore
 from trainer.checkpoint.save import Checkpointer, TrainState
 from trainer.config.schema import RunConfig
 from trainer.data.loader import BatchSizes, Loader, MicroBatch
-from trainer.data.open import open_source
-from trainer.data.source import Source
+from trainer.data.open import open_data
 from trainer.distributed.context import RankContext
 from trainer.distributed.straggler import Stragglers
 from trainer.distributed.world import World
@@ -122,8 +121,8 @@ class Trainer:
         exported = check_export(cfg, self.family, built.trainables)
         load = encoder_loader(cfg, world, cache, self.log.listener("encoding"))
         context = RankContext(cfg, world, cache, emit, self._asked_to_stop)
-        self.data: Source = open_source(self.family, load, context)
-        self.sampler = Sampler(self.data, cfg.sample.seed, run, world, self.log, before)
+        self.data, self.drawer = open_data(self.family, load, context)
+        self.sampler = Sampler(self.drawer, cfg.sample.seed, run, world, self.log, before)
         emit(StatusEvent(state="loading"))
         started = time.perf_counter()
         self.loaded = load_model(built, cfg, self.family, world, cache, self.log.listener("loading"))
@@ -271,7 +270,7 @@ class Trainer:
 
     def draw_samples(self) -> list[Path]:
         """One picture or text per prompt, from the same noise at every step. Returns their paths on rank 0."""
-        if not self.data.prompts:
+        if not self.drawer.prompts:
             self.log.warn("no samples are drawn: sample.prompts is empty", self.step)
             return []
         self.log.enter("sampling", self.step)
@@ -306,8 +305,8 @@ class Trainer:
 
     def _make_loader(self, saved: Progress | None) -> Loader[Any]:
         rank, size, data = self.world.rank, self.world.size, self.data
-        plan = data.plan(self._batch_sizes, saved)
-        return Loader(plan, data.example, rank, size, self.cfg.train.micro_batch, data.loss_weight)
+        batch_sampler = data.batch_sampler(self._batch_sizes, saved)
+        return Loader(batch_sampler, data.example, rank, size, self.cfg.train.micro_batch, data.loss_weight)
 
     def _forward(self, micro_batch: MicroBatch) -> Loss:
         rng = SampleRng(self.cfg.train.seed, micro_batch.indices, self.world.device)
@@ -464,6 +463,7 @@ class Trainer:
             shutil.rmtree(newest)  # a copy of rank 0's
         adapters.follow_recipe(self.model, self.cfg.adapter, saved.recipe)
         self.data.follow_recipe(saved.recipe)
+        self.drawer.follow_recipe(saved.recipe)
         self.step, self.samples_seen, self.skipped = saved.step, saved.samples_seen, saved.skipped
         self.log.note("loading", f"resumed from {newest.name}", self.step)
         changed = config_changes.changes(saved.config, self._config()) if saved.config else []
@@ -471,7 +471,7 @@ class Trainer:
             told = "; ".join(map(str, changed))
             self.log.note("loading", f"changed since it was saved: {told}", self.step)
         if saved.data and saved.data != self.data.digest:
-            self.log.warn(self.data.is_changed, self.step)
+            self.log.warn(self.data.changed_message, self.step)
         return saved
 
     def _config(self) -> dict[str, Any]:
@@ -486,7 +486,7 @@ class Trainer:
             validation_loss=loss if step == self.step else math.nan,
             config=self._config(),
             data=self.data.digest,
-            place=self.data.place(self.step),
+            place=self.data.position(self.step),
             recipe=self._recipe,
             batch_sizes=self._batch_sizes.until(self.step),
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from trainer.config import files
-from trainer.data.source import Source
+from trainer.data.source import SampleDrawer
 from trainer.distributed.world import World
 from trainer.rng import SampleRng
 from trainer.run.events import SampleEvent
@@ -25,24 +25,24 @@ class Sampler:
     seed: `sample.seed`.  before: optimizer steps of the stages before, for the files' names.
     """
 
-    def __init__(self, data: Source, seed: int, run: RunDir, world: World, log: RunLog, before: int) -> None:
-        self._data, self._seed, self._run, self._world, self._log = data, seed, run, world, log
+    def __init__(self, drawer: SampleDrawer, seed: int, run: RunDir, world: World, log: RunLog, before: int) -> None:
+        self._drawer, self._seed, self._run, self._world, self._log = drawer, seed, run, world, log
         self._before = before
 
     def are_missing(self, step: int) -> bool:
         """Whether samples of this step are missing: before the first, and where a killed run had only saved."""
-        paths = [self._file(index, step) for index in range(len(self._data.prompts))]
+        paths = [self._file(index, step) for index in range(len(self._drawer.prompts))]
         drawn: bool = self._world.gather(bool(paths) and all(path.exists() for path in paths))[0]
         return not drawn
 
     def draw(self, model: nn.ModuleDict) -> dict[int, bytes]:
         """The files of all prompts, by number, on rank 0; nothing elsewhere. Collective."""
-        drawing = self._data.drawing()
+        draw_sample = self._drawer.prepare()
 
         def draw(index: int) -> bytes:
-            return drawing(model, index, SampleRng(self._seed, (index,), self._world.device))
+            return draw_sample(model, index, SampleRng(self._seed, (index,), self._world.device))
 
-        groups = [draw_all(group, draw, self._world) for group in self._data.alike]
+        groups = [draw_all(group, draw, self._world) for group in self._drawer.groups]
         return {index: sample for group in groups for index, sample in sorted(group.items())}
 
     def write(self, samples: dict[int, bytes], step: int) -> list[Path]:
@@ -54,14 +54,14 @@ class Sampler:
                 files.replace(path, content)
                 text = content.decode()[:SHOWN_TEXT] if path.suffix == ".txt" else ""
                 name = str(path.relative_to(self._run.path))
-                prompt = self._data.prompts[index]
+                prompt = self._drawer.prompts[index]
                 self._log.emit(SampleEvent(step=step, prompt=prompt, index=index, path=name, text=text))
         except OSError as error:
             self._log.warn(f"samples could not be written ({error}); free disk space", step)
         return paths
 
     def _file(self, index: int, step: int) -> Path:
-        return self._run.samples / f"step-{self._before + step:06d}-{index}{self._data.suffix(index)}"
+        return self._run.samples / f"step-{self._before + step:06d}-{index}{self._drawer.suffix(index)}"
 
 
 def draw_all(numbers: Sequence[int], draw: Callable[[int], bytes], world: World) -> dict[int, bytes]:

@@ -75,7 +75,7 @@ def test_postscript_and_pipes_are_refused_by_a_sentence_and_start_no_program(tmp
     (tmp_path / "a.png").write_bytes(POSTSCRIPT)
     os.mkfifo(tmp_path / "b.png")
     thumbnails = Thumbnails(tmp_path / "thumbnails")
-    unknown = f"{tmp_path}/a.png: cannot be read (no image of a known format); replace or remove it"
+    unknown = f"{tmp_path}/a.png: cannot be read (not an image of a known format); replace or remove it"
     assert refused(lambda: thumbnails.of(tmp_path / "a.png")) == [unknown]
     assert refused(lambda: thumbnails.of(tmp_path / "b.png")) == [f"{tmp_path}/b.png: {NOT_REGULAR}"]
     assert not called.exists()
@@ -85,8 +85,7 @@ def test_a_picture_that_takes_a_gibibyte_to_decode_is_not_shown(tmp_path: Path):
     file = tmp_path / "a.png"
     file.write_bytes(png_of(13_300, 13_300, num_rows=1))
     assert refused(lambda: Thumbnails(tmp_path / "thumbnails").of(file)) == [
-        f"{file}: 176.9 megapixels are too many to be shown, the limit is 67.1; it is trained on all the same, "
-        "or scale it down"
+        f"{file}: 176.9 megapixels are too many to show, the limit is 67.1; training can still use it, or scale it down"
     ]
 
 

@@ -19,7 +19,7 @@ names = family_names
 
 
 def get(name: str) -> type[ModelFamily]:
-    """The family class of module `name`. Raises InputError naming the families there are."""
+    """The family class of module `name`. Raises InputError that lists the families for another name."""
     if name not in names():
         raise InputError(f"model.family: '{name}' is not one of {', '.join(names())}")
     module = importlib.import_module(f"trainer.models.families.{name}")
@@ -28,9 +28,14 @@ def get(name: str) -> type[ModelFamily]:
 
 
 def make(cfg: RunConfig, cache: Path) -> ModelFamily:
-    """The family of a run. cache: folder shared by runs, where tiny models are written.
+    """Make the family of a run.
 
-    Raises InputError when `model.path` holds no such model, or the config asks for what the family cannot do.
+    Args:
+        cfg: The config.
+        cache: Folder shared by runs, where tiny models are written.
+
+    Raises:
+        InputError: `model.path` does not hold such a model, or the config uses options that the family does not have.
     """
     family = get(cfg.model.family)(cfg.model, cfg.objective, cache / "models")
     problems = (*families.refused(cfg), *distilled.refused(cfg.model, family.folder))

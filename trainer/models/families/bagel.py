@@ -1,8 +1,8 @@
 """BAGEL: one network that draws pictures from captions and answers questions about pictures (arXiv 2505.14683).
 
-Example keys of a picture: "latents" (C, H/8, W/8) fp32, normalised; "caption" (t,) int64 token ids, none for no
-caption. Of a question: "pixels" (3, H, W) fp32 in [-1, 1], "question" (t,) and "answer" (t,) token ids. A Batch holds
-the examples one by one, packed only where the loss is computed: "0.latents", "0.caption", "1.pixels" and so on.
+Example keys of a picture: "latents" (C, H/8, W/8) fp32, normalised; "caption" (t,) int64 token ids, t = 0 without a
+caption. Example keys of a question: "pixels" (3, H, W) fp32 in [-1, 1], "question" (t,) and "answer" (t,) token ids. A
+Batch holds the examples one by one ("0.latents", "0.caption", "1.pixels" and so on); the loss packs them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from trainer.models.parts.flow_matching import denoise, euler_scheduler, spaced_
 from trainer.models.parts.folder import ModelFolder, check_architecture, fill_random, open_folder, write_tiny
 from trainer.models.parts.images import device_of, pixels_of
 from trainer.models.parts.ldm_names import vae_layout
-from trainer.models.parts.next_token import drawn_token
+from trainer.models.parts.next_token import draw_token
 from trainer.models.parts.text_encoder import TINY_CHAT_TEMPLATE, from_folder, names_of_things, train_tokenizer
 from trainer.models.parts.vae import build_vae, decode_latents, encode_latents, vae_config
 from trainer.parallel.parallelize import ShardSpec
@@ -63,21 +63,21 @@ COMPONENT = "transformer"
 WEIGHTS = "ema"
 VAE_FILE = "ae.safetensors"
 MARKS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
-"""Tokens around a text and around a picture."""
+"""Tokens that begin and end a text and a picture."""
 LATENT_PIXELS = 8
 """Pixels per side of a latent pixel."""
 SAMPLER = {"shift": 3.0}
 """Timestep shift of the published sampler."""
 GUIDED_ABOVE = 0.4
-"""Share of noise above which the published sampler guides."""
+"""Share of noise above which the published sampler applies guidance."""
 BLANK_ANSWER = 64
-"""Tokens of the answer that memory is planned with."""
+"""Tokens of the answer in memory plans."""
 ARCHITECTURES = {"7b-mot": BAGEL_7B_MOT}
 DEFAULT_ARCHITECTURE = "7b-mot"
 
 
 class BagelFamily(MultimodalFamily):
-    """A folder as BAGEL-7B-MoT was published: config.json, llm_config.json, vit_config.json, a tokenizer,
+    """A folder in the format of the published BAGEL-7B-MoT: config.json, llm_config.json, vit_config.json, a tokenizer,
     ema.safetensors with the network and ae.safetensors with FLUX.1's autoencoder."""
 
     components = (COMPONENT,)
@@ -102,7 +102,7 @@ class BagelFamily(MultimodalFamily):
     shift = Shift(constant=1.0)
     weights_stem = WEIGHTS
     keeps_layout = True
-    beside_weights = (
+    companion_files = (
         "llm_config.json",
         "vit_config.json",
         VAE_FILE,
@@ -138,7 +138,7 @@ class BagelFamily(MultimodalFamily):
         return self.folder
 
     def component_config(self, component: str) -> Mapping[str, Any]:
-        """Its network has no dropout, whatever these ask for."""
+        """The configs of the folder. The network here has no dropout, whatever they ask for."""
         return {name: self._folder.read(name) for name in ("config.json", *NEEDED)}
 
     def build(self, component: str) -> Bagel:
@@ -157,7 +157,7 @@ class BagelFamily(MultimodalFamily):
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Of transformers."""
+        """The tokenizer, a class of transformers."""
         from transformers import Qwen2TokenizerFast
 
         try:
@@ -167,7 +167,7 @@ class BagelFamily(MultimodalFamily):
 
     @cached_property
     def marks(self) -> Marks:
-        """Token ids of MARKS."""
+        """The token ids of MARKS."""
         known = self.tokenizer.get_vocab()
         missing = [mark for mark in MARKS if mark not in known]
         if missing:
@@ -177,7 +177,7 @@ class BagelFamily(MultimodalFamily):
         return Marks(*(known[mark] for mark in MARKS))
 
     def text_encoder(self, load: LoadModule) -> Any:
-        """None: the network reads token ids."""
+        """Return None: the network reads token ids."""
         return None
 
     def image_encoder(self, load: LoadModule) -> nn.Module:
@@ -198,7 +198,7 @@ class BagelFamily(MultimodalFamily):
         return {"latents": encode_latents(encoder, image)[0].cpu()}
 
     def seen_size(self, width: int, height: int, resolution: int) -> tuple[int, int]:
-        """Never larger than the picture, the encoder's grid or a square of that side, in whole patches."""
+        """Whole patches; never larger than the picture, the encoder's grid or the area `resolution`^2."""
         patch, longest = self.sizes.vision.patch_size, self.sizes.vision.max_side
         scale = min(1.0, resolution / math.sqrt(width * height), longest * patch / max(width, height))
         columns, rows = (min(longest, max(1, round(side * scale / patch))) for side in (width, height))
@@ -209,7 +209,7 @@ class BagelFamily(MultimodalFamily):
         return {"pixels": pixels, "question": self._ids(question), "answer": self._ids(answer)}
 
     def batch_key(self, example: Example) -> Hashable:
-        """Anything may share a batch."""
+        """Return one key: all examples may share a batch."""
         return None
 
     def collate(self, examples: Sequence[Example]) -> Batch:
@@ -222,13 +222,13 @@ class BagelFamily(MultimodalFamily):
         return {
             r"layers\.\d+\.understanding\..+": torch.cat([rows.text, rows.seen]),
             r"layers\.\d+\.generation\..+|latent_(in|out)|timestep\..+": rows.drawn,
-            # The encoder runs on every rank; without a picture to look at, on one empty row.
+            # The encoder runs on every rank; without a picture, on one empty row.
             r"vision(_connector)?\..+": rows.seen if len(rows.seen) else torch.zeros(1, dtype=torch.int64),
             "text_out": rows.predicted,
         }
 
     def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
-        """Of a picture the mean squared error of its velocity, of a question the mean cross-entropy of its answer."""
+        """Mean squared error of a picture's velocity, and mean cross-entropy of a question's answer."""
         weight = batch["weight"]
         items = _items(batch)
         pictures = {n: self._noisy(item["latents"], rng.of(n)) for n, item in enumerate(items) if "latents" in item}
@@ -246,7 +246,7 @@ class BagelFamily(MultimodalFamily):
         summed = errors * weight
         parts = torch.stack([summed.detach() @ kinds, (weight > 0).to(kinds.dtype) @ kinds], dim=1)
         weights = kinds @ errors.new_tensor([1.0, self.objective.text_weight])
-        # Nothing is drawn in some passes; the ranks still wait for each other in all of the network.
+        # A pass may hold no picture to draw, but ranks wait for each other in all parts of the network.
         total = (summed * weights).sum() + velocities[:0].float().sum()
         return Loss(total, weight.count_nonzero(), parts)
 
@@ -260,7 +260,7 @@ class BagelFamily(MultimodalFamily):
         cfg: CompleteSample,
         rng: SampleRng,
     ) -> Image.Image:
-        """Guided as by the published sampler: not near the end, and never to a longer velocity than unguided."""
+        """Draw with the published sampler's guidance: off near the end, and never longer than the unguided velocity."""
         device = device_of(encoder)
         width, height = (side // LATENT_PIXELS for side in cfg.size)
         caption = text["caption"].to(device)
@@ -272,12 +272,12 @@ class BagelFamily(MultimodalFamily):
             return unpatched(velocities.float(), height, width)[None]
 
         def predict(latents: Tensor, sigma: Tensor) -> Tensor:
-            found = velocity_of(latents, sigma, caption)
+            positive = velocity_of(latents, sigma, caption)
             if cfg.guidance <= 1 or float(sigma) <= GUIDED_ABOVE:
-                return found
+                return positive
             without = velocity_of(latents, sigma, other)
-            guided = without + cfg.guidance * (found - without)
-            shortened: Tensor = guided * (found.norm() / (guided.norm() + 1e-8)).clamp(max=1)
+            guided = without + cfg.guidance * (positive - without)
+            shortened: Tensor = guided * (positive.norm() / (guided.norm() + 1e-8)).clamp(max=1)
             return shortened
 
         noise = rng.normal("sample", (self._vae["latent_channels"], height, width)).to(device)
@@ -287,22 +287,23 @@ class BagelFamily(MultimodalFamily):
     @torch.no_grad()
     def answer(self, model: nn.ModuleDict, image: Image.Image, question: str, cfg: SampleConfig, rng: SampleRng) -> str:
         device = torch.device(rng.device)
-        pixels, asked = pixels_of(image, device)[0], self._ids(question).to(device)
-        (draws,) = rng.generators("text")
-        found = asked[:0]
+        pixels, question_ids = pixels_of(image, device)[0], self._ids(question).to(device)
+        (generator,) = rng.generators("text")
+        answer = question_ids[:0]
         for _ in range(cfg.tokens):
-            # Its end is not seen by the tokens before it, of which the last tells the next one.
-            pieces: list[Piece] = [SeenPiece(pixels), TextPiece(asked), TextPiece(found, learned=True)]
+            # The tokens of the answer do not see its end mark; the last of them predicts the next token.
+            pieces: list[Piece] = [SeenPiece(pixels), TextPiece(question_ids), TextPiece(answer, learned=True)]
             logits, _ = model[COMPONENT](**pack([pieces], self.marks, self.sizes).arguments)
-            found = torch.cat([found, drawn_token(logits[-1].float(), cfg.temperature, draws).view(1)])
-        ids = found.tolist()
+            answer = torch.cat([answer, draw_token(logits[-1].float(), cfg.temperature, generator).view(1)])
+        ids = answer.tolist()
         length = ids.index(self.marks.text_end) if self.marks.text_end in ids else len(ids)
         return str(self.tokenizer.decode(ids[:length], skip_special_tokens=True))
 
     def blank_example(self, width: int, height: int, text_tokens: int, dtype: torch.dtype) -> Example:
-        """A question about a picture of that size, which takes more than drawing it.
+        """A question about a picture of that size, which takes more memory than drawing it.
 
-        Of any shape with about as many patches: rounded by sides, twice the pixels would not be twice the patches.
+        The picture has any shape with about as many patches: if sides were rounded, twice the pixels would not be
+        twice the patches.
         """
         patch, longest = self.sizes.vision.patch_size, self.sizes.vision.max_side
         count, sides = width * height / patch**2, range(1, longest + 1)
@@ -323,7 +324,7 @@ class BagelFamily(MultimodalFamily):
         return torch.tensor(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
 
     def _noisy(self, latents: Tensor, rng: SampleRng) -> _Noisy:
-        """latents: (C, h, w).  rng: of this picture."""
+        """Add noise to a picture. latents: (C, h, w).  rng: the picture's random numbers."""
         num_patches = latents.shape[1] * latents.shape[2] // PATCH**2
         sigma = draw_sigma(self.objective, self.shift, num_patches, rng)
         noise = rng.normal("noise", latents.shape)
@@ -340,16 +341,16 @@ FAMILY = BagelFamily
 
 @dataclass(frozen=True)
 class _Noisy:
-    """A picture that is drawn. target: (C, h, w), its velocity."""
+    """A noisy picture to train on. target: its velocity, (C, h, w)."""
 
     piece: DrawnPiece
     target: Tensor
     num_patches: int
 
     def error(self, velocities: Tensor, mask: Tensor | None) -> Tensor:
-        """(1,). velocities: (patches, numbers of a patch).  mask: (h, w), of the loss."""
-        found = unpatched(velocities.float(), *self.target.shape[1:])
-        return squared_error(found[None], self.target[None], None if mask is None else mask[None])
+        """The picture's error, (1,). velocities: (patches, values of a patch).  mask: (h, w), the loss's."""
+        prediction = unpatched(velocities.float(), *self.target.shape[1:])
+        return squared_error(prediction[None], self.target[None], None if mask is None else mask[None])
 
 
 def _items(batch: Batch) -> list[Example]:
@@ -362,7 +363,7 @@ def _items(batch: Batch) -> list[Example]:
 
 
 def _sequences(items: Sequence[Example], drawn: Mapping[int, DrawnPiece]) -> list[list[Piece]]:
-    """The pieces of each item. drawn: {number of an item: the picture that it is trained to draw}."""
+    """The pieces of each item. drawn: {index of an item: the picture that it is trained to draw}."""
     return [_drawing(item["caption"], drawn[n]) if n in drawn else _looking(item) for n, item in enumerate(items)]
 
 
@@ -375,7 +376,7 @@ def _looking(item: Example) -> list[Piece]:
 
 
 def _answer_errors(logits: Tensor, packed: Packed, lengths: Sequence[int]) -> Tensor:
-    """(B,): mean cross-entropy of each answer, 0 for a picture. lengths: of the answers, with their ends."""
+    """Mean cross-entropy of each answer, 0 for a picture: (B,). lengths: tokens of the answers with their ends."""
     losses = F.cross_entropy(logits.float(), packed.labels, reduction="none")
     sums = losses.new_zeros(len(lengths)).index_add(0, packed.label_sequences, losses)
     return sums / sums.new_tensor(lengths)
@@ -403,7 +404,7 @@ def _sizes(folder: ModelFolder, config: Mapping[str, Any]) -> BagelSizes:
         vocabulary=llm["vocab_size"],
         vision=VisionSizes(
             width=vision["hidden_size"],
-            # The published model never runs the last one.
+            # The published model never runs the last layer.
             num_layers=vision["num_hidden_layers"] - 1,
             num_heads=vision["num_attention_heads"],
             hidden_width=vision["intermediate_size"],
@@ -427,7 +428,7 @@ def _complete(folder: ModelFolder, name: str, needed: Sequence[str]) -> dict[str
 
 
 def _vae_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """diffusers' config of the autoencoder, which is FLUX.1's unless config.json has other sizes."""
+    """The config of the autoencoder for diffusers: FLUX.1's, unless config.json has other sizes."""
     sizes = config.get("vae_config", {})
     width = sizes.get("ch", 128)
     changes = {
@@ -501,10 +502,10 @@ def _files(sizes: BagelSizes, vae: Mapping[str, Any]) -> dict[str, dict[str, Any
     }
 
 
-# What follows writes the model of `model.path: tiny`.
+# The model of `model.path: tiny`.
 
 TINY_VERSION = 1
-"""Part of the folder's name: raise it when equal configs are to give other files."""
+"""Part of the folder's name: raise it when equal configs give other files than before."""
 TINY = BagelSizes(
     width=64,
     num_layers=2,

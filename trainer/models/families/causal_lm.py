@@ -1,4 +1,4 @@
-"""Causal language models of transformers: Llama, Qwen3, Mistral and their kind, one network from tokens to tokens."""
+"""Causal language models of transformers: Llama, Qwen3, Mistral and similar ones."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NUM_BYTES = 256
 SHARD_NUMBERS = 1 << 30
 TINY_VERSION = 1
 
-# Sizes from the config.json that each publisher ships; the numbers of parameters are in the tests.
+# Sizes from each publisher's config.json; the tests hold the numbers of parameters.
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "qwen3-1.7b": {
         "model_type": "qwen3",
@@ -136,7 +136,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     },
 }
 SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-"""What tells one architecture from another."""
+"""Fields of a config that identify the architecture."""
 TINY: Mapping[str, Any] = {
     "vocab_size": 257,
     "hidden_size": 64,
@@ -147,7 +147,7 @@ TINY: Mapping[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 4096,
 }
-BESIDE_WEIGHTS = (
+COMPANION_FILES = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer.model",
@@ -163,9 +163,9 @@ COMPUTED = re.compile(r".*\.(inv_freq|masked_bias)")
 
 
 class CausalLM(TextFamily):
-    """A folder as transformers saves it: config.json, model*.safetensors, a tokenizer.
+    """A folder in transformers' format: config.json, model*.safetensors, a tokenizer.
 
-    In training the documents of a row do not see each other, and each learned token of all ranks weighs the same.
+    In training the documents of a row do not see each other, and each learned token of all ranks has equal weight.
     """
 
     components = (COMPONENT,)
@@ -177,16 +177,15 @@ class CausalLM(TextFamily):
     weights_stem = TRANSFORMERS_STEM
     diffusers_adapters = frozenset()
     kohya_prefixes: ClassVar = {}
-    beside_weights = BESIDE_WEIGHTS
+    companion_files = COMPANION_FILES
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
         super().__init__(model, objective, cache)
         self._folder = self._open()
         self._config = _read_config(self._folder)
         self._empty = _built(self._folder, self._config)
-        check_architecture(
-            model, self._folder, {name: _sizes(published) for name, published in PUBLISHED.items()}, self._own_sizes
-        )
+        published = {name: _sizes(config) for name, config in PUBLISHED.items()}
+        check_architecture(model, self._folder, published, _sizes(self._config.to_dict()))
         self.shard = ShardSpec(block_names(self._empty, model.options.blocks))
         if not self.shard.blocks:
             raise InputError(
@@ -214,7 +213,7 @@ class CausalLM(TextFamily):
         return self.folder
 
     def component_config(self, component: str) -> Mapping[str, Any]:
-        """With transformers' defaults for what the file leaves out."""
+        """The config with transformers' defaults for fields that the file leaves out."""
         config: dict[str, Any] = self._config.to_dict()
         return config
 
@@ -225,7 +224,7 @@ class CausalLM(TextFamily):
     def weights(self, component: str) -> WeightFiles:
         files = safetensors_in(self.folder, TRANSFORMERS_STEM)
         own = stored_tensors(self._empty)
-        # Files of a tied model may hold the head besides.
+        # Files of a tied model may also hold the head.
         known = self._empty.state_dict().keys() - own.keys()
         stored = WeightFiles.read(files, lambda key: None if key in known or COMPUTED.fullmatch(key) else key)
         unknown = sorted(stored.entries.keys() - own.keys())
@@ -240,12 +239,12 @@ class CausalLM(TextFamily):
         return computed_buffers(self._empty)
 
     def layout(self, component: str) -> tuple[Fused, ...]:
-        """None: its file has the names of transformers."""
+        """Return nothing: the file has the names of transformers."""
         return ()
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Of transformers."""
+        """The tokenizer, a class of transformers."""
         from transformers import AutoTokenizer
 
         try:
@@ -283,11 +282,11 @@ class CausalLM(TextFamily):
         logits = model[COMPONENT](input_ids=batch["tokens"], position_ids=positions, use_cache=False).logits
         return next_token_loss(logits, batch["tokens"], batch["learned"], batch["weight"])
 
-    def write_on(self, model: nn.ModuleDict, prompt: str, cfg: SampleConfig, rng: SampleRng) -> str:
-        given = [*self.begin_of_text, *self.tokenize(prompt)] or [self.end_of_text]
-        tokens = torch.tensor(given, device=rng.device)
-        found = continue_text(model[COMPONENT], tokens, cfg.tokens, cfg.temperature, self.end_of_text, rng)
-        return str(self.tokenizer.decode(found.tolist()))
+    def generate(self, model: nn.ModuleDict, prompt: str, cfg: SampleConfig, rng: SampleRng) -> str:
+        ids = [*self.begin_of_text, *self.tokenize(prompt)] or [self.end_of_text]
+        tokens = torch.tensor(ids, device=rng.device)
+        generated = continue_text(model[COMPONENT], tokens, cfg.tokens, cfg.temperature, self.end_of_text, rng)
+        return str(self.tokenizer.decode(generated.tolist()))
 
     @classmethod
     def published(cls, architecture: str) -> dict[str, Any]:
@@ -314,12 +313,15 @@ class CausalLM(TextFamily):
         def write(folder: Path) -> None:
             config = _config_of(sizes[COMPONENT])
             write_random(folder, lambda: build_language_model(config), "causal-lm")
-            _write_beside(folder, config)
+            _write_tokenizer(folder, config)
 
         return write_tiny(self.cache, "causal-lm", TINY_VERSION, sizes, write)
 
     def _write_random(self) -> Path:
-        """A model in its full size, with config and tokenizer of `model.base`, or bytes for tokens without it."""
+        """Write a model of full size with random weights, with config and tokenizer of `model.base`.
+
+        Without `model.base` its tokens are bytes.
+        """
         architecture = self.config.options.architecture
         source = (
             ModelFolder("model.base", find_folder("model.base", self.config.base), expects=FOLDER)
@@ -343,18 +345,14 @@ class CausalLM(TextFamily):
             _write_weights(folder, build_language_model(config))
             config.save_pretrained(folder)
             if source is None:
-                _write_beside(folder, config)
+                _write_tokenizer(folder, config)
             else:
-                for file in (source.path / name for name in BESIDE_WEIGHTS):
+                for file in (source.path / name for name in COMPANION_FILES):
                     if file.is_file():
                         shutil.copyfile(file, folder / file.name)
 
-        beside = source.digest(*BESIDE_WEIGHTS) if source else ""
-        return write_tiny(self.cache, "causal-lm-random", TINY_VERSION, {"sizes": sizes, "beside": beside}, write)
-
-    @property
-    def _own_sizes(self) -> dict[str, Any]:
-        return _sizes(self._config.to_dict())
+        companions = source.digest(*COMPANION_FILES) if source else ""
+        return write_tiny(self.cache, "causal-lm-random", TINY_VERSION, {"sizes": sizes, "beside": companions}, write)
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -368,7 +366,7 @@ def _config_of(sizes: Mapping[str, Any]) -> Any:
 
 
 def _read_config(folder: ModelFolder) -> Any:
-    """transformers' own, without how weights are stored, which their own file tells."""
+    """Read transformers' config, without the storage format of the weights, which their own file holds."""
     from transformers import AutoConfig
 
     folder.read("config.json")
@@ -377,7 +375,7 @@ def _read_config(folder: ModelFolder) -> Any:
     except InputError:
         raise
     except (ValueError, KeyError) as error:
-        raise InputError(f"{folder.path / 'config.json'}: no model that transformers knows ({error})") from error
+        raise InputError(f"{folder.path / 'config.json'}: not a model that transformers knows ({error})") from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
@@ -388,13 +386,13 @@ def _built(folder: ModelFolder, config: Any) -> Any:
         return build_language_model(config)
     except ValueError as error:
         raise InputError(
-            f"{folder.path / 'config.json'}: describes a {config.model_type}, which is no causal language model; "
+            f"{folder.path / 'config.json'}: describes a {config.model_type}, which is not a causal language model; "
             "set model.family to the family of that model"
         ) from error
 
 
 def _linear_layers(model: nn.Module, blocks: Sequence[str]) -> tuple[str, ...]:
-    """Patterns of the linear layers inside the blocks, one for all blocks of a kind."""
+    """Patterns of the linear layers inside the blocks, one pattern for all blocks of a class."""
     patterns: dict[str, None] = {}
     for block, module in model.named_modules():
         if type(module).__name__ in blocks:
@@ -405,8 +403,8 @@ def _linear_layers(model: nn.Module, blocks: Sequence[str]) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def _write_beside(folder: Path, config: Any) -> None:
-    """A tokenizer whose tokens are bytes, and how to generate with it."""
+def _write_tokenizer(folder: Path, config: Any) -> None:
+    """Write a tokenizer whose tokens are bytes, and a generation config."""
     from transformers import GenerationConfig
 
     tokenizer = train_tokenizer([], NUM_BYTES + 1, config.max_position_embeddings, (END_OF_TEXT,), TINY_CHAT_TEMPLATE)
@@ -415,7 +413,7 @@ def _write_beside(folder: Path, config: Any) -> None:
 
 
 def _write_weights(folder: Path, model: nn.Module) -> None:
-    """Random weights in bf16, a file at a time: together they may not fit into memory."""
+    """Write random weights in bf16, one file at a time: all together may not fit into memory."""
     shards: list[dict[str, Tensor]] = [{}]
     for name, tensor in stored_tensors(model).items():
         if sum(other.numel() for other in shards[-1].values()) + tensor.numel() > SHARD_NUMBERS:

@@ -1,8 +1,7 @@
 """FLUX.1: dev (guidance embedding) and schnell (distilled to a few steps), trained by flow matching.
 
 Example and Batch keys: "latents" (16, H/8, W/8) fp32, normalised; "prompt_embeds" (L, D) of T5 with padding, which the
-model attends to, L = 512 for dev and 256 for schnell; "pooled_embeds" (P,) of CLIP. With a batch dim in front in a
-Batch.
+model attends to, L = 512 for dev and 256 for schnell; "pooled_embeds" (P,) of CLIP. A Batch adds a batch dim in front.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ from trainer.weights.files import Fused
 
 @dataclass(frozen=True)
 class Architecture:
-    """What tells the published transformers apart."""
+    """The sizes in which the published transformers differ."""
 
     num_layers: int
     num_single_layers: int
@@ -84,7 +83,7 @@ MAX_TOKENS = {"dev": 512, "schnell": 256}
 
 @dataclass(frozen=True)
 class TextEncoders:
-    """What one caption is read with: CLIP for all of it, T5 for its words."""
+    """The encoders of a caption: CLIP gives one vector of it, T5 a state per token."""
 
     clip: TextEncoder
     t5: TextEncoder
@@ -127,10 +126,10 @@ class Flux1(ImageFamily):
         self._vae = self._folder.read("vae/config.json")
         self._scheduler = self._folder.read("scheduler/scheduler_config.json")
         self._check_encoders()
-        # The model's own view of its config: what the file leaves out has its default.
+        # The config as the model reads it: fields that the file leaves out have their defaults.
         self._architecture: Any = self.build("transformer").config
-        check_architecture(model, self._folder, ARCHITECTURES, self._found())
-        if not self._found().guidance_embeds:
+        check_architecture(model, self._folder, ARCHITECTURES, self._own_architecture())
+        if not self._own_architecture().guidance_embeds:
             check_unread("objective", objective, FLOW_FIELDS)
         self._check_inputs()
         self._max_tokens = max_tokens(model, self._folder, "tokenizer_2", MAX_TOKENS[self._kind])
@@ -173,7 +172,7 @@ class Flux1(ImageFamily):
         }
 
     def text_lengths(self, captions: Sequence[str]) -> list[tuple[TextLength, ...]]:
-        """T5's. CLIP gives one vector of the first 77 tokens, in training as in every pipeline."""
+        """Measure for T5 only. CLIP gives one vector of the first 77 tokens, in training as in every pipeline."""
         tokenizer = load_tokenizer(self._folder, "tokenizer_2")
         return [(length,) for length in text_lengths("text_encoder_2", tokenizer, captions, self._max_tokens)]
 
@@ -201,7 +200,7 @@ class Flux1(ImageFamily):
         cfg: CompleteSample,
         rng: SampleRng,
     ) -> Image.Image:
-        """dev is told `cfg.guidance`; schnell has no use for it, and neither model for the negative prompt."""
+        """Draw a picture. Only dev reads `cfg.guidance`; no model reads the negative prompt."""
         device = device_of(encoder)
         width, height = (2 * (side // self.size_multiple) for side in cfg.size)
         prompt = {key: tensor.to(device).unsqueeze(0) for key, tensor in text.items()}
@@ -267,7 +266,7 @@ class Flux1(ImageFamily):
     def _kind(self) -> str:
         return "dev" if self._architecture.guidance_embeds else "schnell"
 
-    def _found(self) -> Architecture:
+    def _own_architecture(self) -> Architecture:
         config = self._architecture
         return Architecture(config.num_layers, config.num_single_layers, config.guidance_embeds)
 
@@ -277,7 +276,7 @@ class Flux1(ImageFamily):
         self._folder.read("tokenizer/tokenizer_config.json")
 
     def _check_inputs(self) -> None:
-        """Fill, Depth and Canny read other images beside the latents."""
+        """Refuse Fill, Depth and Canny, which read other images in addition to the latents."""
         needed = 4 * self._vae["latent_channels"]
         if self._architecture.in_channels != needed:
             raise InputError(
@@ -291,7 +290,7 @@ class Flux1(ImageFamily):
         return write_tiny(self.cache, f"flux1-{name}", TINY_VERSION, configs, lambda to: _write_tiny(to, configs))
 
     def _predict(self, model: nn.ModuleDict, latents: Tensor, sigma: Tensor, prompt: Batch, guidance: float) -> Tensor:
-        """The model's velocity, fp32. latents: (B, C, h, w).  sigma: (B,).  prompt: (B, ...) of `encode_text`."""
+        """Predict the velocity, fp32. latents: (B, C, h, w).  sigma: (B,).  prompt: (B, ...) of `encode_text`."""
         patches = patchify(latents)
         height, width = patches.shape[-2:]
         ids = image_ids(height, width).to(latents.device, non_blocking=True)
@@ -302,7 +301,7 @@ class Flux1(ImageFamily):
             timestep=sigma,
             guidance=torch.full_like(sigma, guidance) if self._architecture.guidance_embeds else None,
             img_ids=ids,
-            # Integers, as the image's: bf16 ends at 256.
+            # Integers, as for the image: bf16 is exact only up to 256.
             txt_ids=ids.new_zeros(prompt["prompt_embeds"].shape[1], 3),
             return_dict=False,
         )[0]
@@ -329,7 +328,7 @@ MODULES = (
     Fused("final_layer.linear", ("proj_out",)),
     Fused("final_layer.adaLN_modulation.1", ("norm_out.linear",), halves_swapped=True),
 )
-"""Modules by the names of BFL's file; then those of its blocks."""
+"""The modules under their names in BFL's file; the tables below hold the modules of the blocks."""
 DOUBLE_BLOCK = {
     "img_mod.lin": ("norm1.linear",),
     "txt_mod.lin": ("norm1_context.linear",),
@@ -355,10 +354,10 @@ SINGLE_BLOCK = {
 }
 
 
-# What follows writes the model of `model.path: tiny`.
+# The model of `model.path: tiny`.
 
 TINY_VERSION = 2
-"""Part of the folder's name: raise it when equal configs are to give other files."""
+"""Part of the folder's name: raise it when equal configs give other files than before."""
 TINY_WIDTH = 32
 TINY_TOKENS = 32
 

@@ -2,8 +2,7 @@
 
 Example and Batch keys: "latents" (C, H/16, W/16) fp32, patchified and normalised, C = 128 for the published models;
 "prompt_embeds" (L, D), stacked hidden states in the text encoder's type, L = 512 with padding, which the model
-attends to; "reference_0", "reference_1" and so on, the latents of reference images. All with a batch dim in front in a
-Batch.
+attends to; "reference_0", "reference_1" and so on, the latents of reference images. A Batch adds a batch dim in front.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.models.base import FLOW_FIELDS, ImageFamily, LoadModule, TextLength, check_unread, references_of
 from trainer.models.objectives import Batch, Example, Loss, empirical_mu
 from trainer.models.parts.flow_matching import (
-    asked,
     denoise,
     euler_scheduler,
     flow_loss,
+    guidance_inputs,
     guided,
     spaced_sigmas,
     write_euler_scheduler,
@@ -67,7 +66,7 @@ from trainer.weights.files import Fused
 
 @dataclass(frozen=True)
 class Architecture:
-    """What tells the published transformers apart. encoder: type of the language model that goes with it."""
+    """The sizes in which the published transformers differ. encoder: type of the language model of its text encoder."""
 
     num_layers: int
     num_single_layers: int
@@ -99,15 +98,22 @@ LANGUAGE_MODELS: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "klein-4b": (QWEN3_4B | NO_LAYER_TYPES, 24),
     "klein-9b": (QWEN3_8B | NO_LAYER_TYPES, 32),
 }
-"""Of each architecture: the sizes of its language model, and the attention heads of the transformer."""
+"""{architecture: (sizes of its language model, attention heads of the transformer)}."""
 MAX_TOKENS = 512
 REFERENCE_TIME = 10
-"""Distance in time of each reference image from the one before, the noisy image first, as in diffusers' pipelines."""
+"""Distance in time between consecutive images, the noisy image first, as in diffusers' pipelines."""
 
 
 @dataclass(frozen=True)
 class TextRecipe:
-    """How captions become embeddings. layers: hidden states that are stacked.  max_tokens: padded length."""
+    """How captions become embeddings.
+
+    Attributes:
+        layers: Numbers of the hidden states that are stacked.
+        max_tokens: Length that captions are padded or cut to.
+        tokenize: (tokenizer, caption, max_tokens) -> tokens.
+        template: (tokenizer, caption) -> the caption in the chat template.
+    """
 
     layers: tuple[int, ...]
     max_tokens: int
@@ -199,10 +205,10 @@ class Flux2(ImageFamily):
         self._vae = self._folder.read("vae/config.json")
         self._scheduler = self._folder.read("scheduler/scheduler_config.json")
         self._language_model = language_model_config(self._folder, *TOKENIZE)
-        # The model's own view of its config: what the file leaves out has its default.
+        # The config as the model reads it: fields that the file leaves out have their defaults.
         self._architecture: Any = self.build("transformer").config
-        check_architecture(model, self._folder, ARCHITECTURES, self._found())
-        if not self._found().guidance_embeds:
+        check_architecture(model, self._folder, ARCHITECTURES, self._own_architecture())
+        if not self._own_architecture().guidance_embeds:
             check_unread("objective", objective, FLOW_FIELDS)
         self._text = self._text_recipe()
 
@@ -243,7 +249,7 @@ class Flux2(ImageFamily):
     def text_lengths(self, captions: Sequence[str]) -> list[tuple[TextLength, ...]]:
         tokenizer, read = load_tokenizer(self._folder, "tokenizer"), self._text.max_tokens
         template = partial(self._text.template, tokenizer)
-        # Both templates hold all tokens around a caption.
+        # Both templates include the tokens around a caption.
         lengths = text_lengths("text_encoder", tokenizer, captions, read, template, special=False)
         return [(length,) for length in lengths]
 
@@ -274,8 +280,8 @@ class Flux2(ImageFamily):
     ) -> Image.Image:
         device = device_of(encoder)
         width, height = (side // self.size_multiple for side in cfg.size)
-        examples = [text] if self._architecture.guidance_embeds else asked(text, negative, cfg.guidance)
-        # The negative prompt goes with the same reference images.
+        examples = [text] if self._architecture.guidance_embeds else guidance_inputs(text, negative, cfg.guidance)
+        # The negative prompt is combined with the same reference images.
         batches = [{key: t.to(device) for key, t in self.collate([text | e]).items()} for e in examples]
 
         def predict(latents: Tensor, sigma: Tensor) -> Tensor:
@@ -326,7 +332,7 @@ class Flux2(ImageFamily):
             "transformer": _tiny_transformer(published.guidance_embeds, text_width=width * len(TINY_LAYERS)),
             "vae": tiny_packed_vae(),
             "text_encoder": _tiny_text_encoder(published.encoder, width),
-            "scheduler": _tiny_scheduler(),
+            "scheduler": {"shift": 3.0, "use_dynamic_shifting": True, "time_shift_type": "exponential"},
         }
 
     def _write_tiny(self) -> Path:
@@ -334,23 +340,23 @@ class Flux2(ImageFamily):
         configs = self.tiny(name)
         return write_tiny(self.cache, f"flux2-{name}", TINY_VERSION, configs, lambda to: _write_tiny(to, configs))
 
-    def _found(self) -> Architecture:
+    def _own_architecture(self) -> Architecture:
         config = self._architecture
         return Architecture(
             config.num_layers, config.num_single_layers, config.guidance_embeds, self._language_model["model_type"]
         )
 
     def _text_recipe(self) -> TextRecipe:
-        """The published recipe of the folder's text encoder, with what the config or the folder has instead."""
+        """The published recipe of the folder's text encoder; values of the config or the folder replace its own."""
         tokenize, template = TOKENIZE[self._language_model["model_type"]]
         needed = self._architecture.joint_attention_dim
         layers = stacked_layers(self.config, self._language_model, needed, self._folder)
         return TextRecipe(layers, max_tokens(self.config, self._folder, "tokenizer", MAX_TOKENS), tokenize, template)
 
     def _predict(self, model: nn.ModuleDict, latents: Tensor, sigma: Tensor, batch: Batch, guidance: float) -> Tensor:
-        """The model's velocity, fp32. latents: (B, C, h, w).  sigma: (B,).  batch: prompt_embeds and references.
+        """Predict the velocity, fp32. latents: (B, C, h, w).  sigma: (B,).  batch: prompt_embeds and references.
 
-        Reference images follow the noisy one as further tokens; what the model predicts for them is not used.
+        The tokens of reference images follow those of the noisy image; the predictions for them are not used.
         """
         height, width = latents.shape[-2:]
         images, text = [latents, *references_of(batch)], batch["prompt_embeds"]
@@ -375,13 +381,13 @@ FAMILY = Flux2
 
 
 def image_ids(height: int, width: int, time: int = 0) -> Tensor:
-    """Positions (time, row, column, text) of an image's tokens: (h * w, 4), only row and column differ."""
+    """Positions (time, row, column, text) of an image's tokens, (h * w, 4); only row and column differ."""
     zero = torch.zeros(1, dtype=torch.int64)
     return torch.cartesian_prod(zero + time, torch.arange(height), torch.arange(width), zero)
 
 
 def text_ids(num_tokens: int) -> Tensor:
-    """Positions of the text tokens: (L, 4), only the last column differs."""
+    """Positions of the text tokens, (L, 4); only the last column differs."""
     zero = torch.zeros(1, dtype=torch.int64)
     return torch.cartesian_prod(zero, zero, zero, torch.arange(num_tokens))
 
@@ -405,7 +411,7 @@ MODULES = (
     Fused("final_layer.linear", ("proj_out",)),
     Fused("final_layer.adaLN_modulation.1", ("norm_out.linear",), halves_swapped=True),
 )
-"""Modules by the names of BFL's file; then those of its blocks."""
+"""The modules under their names in BFL's file; the tables below hold the modules of the blocks."""
 DOUBLE_BLOCK = {
     "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
     "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
@@ -428,10 +434,10 @@ SINGLE_BLOCK = {
 }
 
 
-# What follows writes the model of `model.path: tiny`.
+# The model of `model.path: tiny`.
 
 TINY_VERSION = 2
-"""Part of the folder's name: raise it when equal configs are to give other files."""
+"""Part of the folder's name: raise it when equal configs give other files than before."""
 TINY_LAYERS = (1, 2, 3)
 TINY_TOKENS = {"mistral3": 64, "qwen3": 48}  # dev's system message alone takes about 40
 TINY_VOCABULARY = 1024
@@ -478,10 +484,6 @@ def _tiny_text_encoder(encoder: str, width: int) -> dict[str, Any]:
         "image_token_index": TINY_TOKENS_KEPT.index("[IMG]"),
         "tie_word_embeddings": False,
     }
-
-
-def _tiny_scheduler() -> dict[str, Any]:
-    return {"shift": 3.0, "use_dynamic_shifting": True, "time_shift_type": "exponential"}
 
 
 def _tiny_language_model(config: dict[str, Any]) -> nn.Module:

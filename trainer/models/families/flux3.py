@@ -1,9 +1,9 @@
-"""FLUX.3 klein, trained by flow matching from the checkpoint that is not step-distilled.
+"""FLUX.3 klein, trained by flow matching from the base checkpoint, which is not step-distilled.
 
 Example and Batch keys: "latents" (C, H/16, W/16) fp32, patchified and normalised, C = 128 for the published model;
 "prompt_embeds" (L, D), stacked hidden states in the text encoder's type, L a multiple of 80 with padding, which the
-model attends to; "reference_0", "reference_1" and so on, the latents of reference images. All with a batch dim in
-front in a Batch.
+model attends to; "reference_0", "reference_1" and so on, the latents of reference images. A Batch adds a batch dim in
+front.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from trainer.config.errors import InputError
 from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.models.base import ImageFamily, LoadModule, TextLength, references_of
 from trainer.models.objectives import Batch, Example, Loss, Shift
-from trainer.models.parts.flow_matching import asked, denoise, euler_scheduler, flow_loss, guided, spaced_sigmas
+from trainer.models.parts.flow_matching import (
+    denoise,
+    euler_scheduler,
+    flow_loss,
+    guidance_inputs,
+    guided,
+    spaced_sigmas,
+)
 from trainer.models.parts.folder import check_architecture, open_folder, write_random, write_tiny
 from trainer.models.parts.images import device_of, pack, unpack
 from trainer.models.parts.layout import numbered, tensors_of
@@ -57,7 +64,7 @@ from trainer.weights.files import Fused
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a transformer's size is told by."""
+    """The sizes of a transformer."""
 
     num_layers: int
     num_single_layers: int
@@ -72,10 +79,10 @@ DEFAULT_ARCHITECTURE = "flux3"
 SAMPLER_SHIFT = 6.93
 """The constant shift of diffusers' pipeline, which has no scheduler folder."""
 WINDOW = 80
-"""Captions are padded to multiples of so many tokens."""
+"""Captions are padded to multiples of this many tokens."""
 MAX_TOKENS = 8192
 ROPE_SCALE = 0.5
-"""Distance of neighbouring tokens of an image in the rotary positions."""
+"""Distance between neighbouring tokens of an image in the rotary positions."""
 
 
 class Flux3(ImageFamily):
@@ -84,7 +91,7 @@ class Flux3(ImageFamily):
         blocks=("Flux3ModeTransformerBlock", "Flux3SingleTransformerBlock"),
         fp32_inputs=frozenset({"img_ids", "image_cond_ids"}),
     )
-    # The blocks that only reference images pass through are left alone: most runs have none.
+    # Adapters skip the blocks that only reference images pass through, since most runs have no such images.
     adapter_targets: Mapping[str, tuple[str, ...]] = {
         "transformer": (
             r"(mode_blocks\.image|txt_mode_blocks|single_transformer_blocks)\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0)",
@@ -108,15 +115,15 @@ class Flux3(ImageFamily):
         self._vae = self._folder.config("vae", "AutoencoderKLFlux2")
         self._language_model = language_model_config(self._folder, "qwen3_vl")
         self._max_tokens = max_tokens(model, self._folder, "tokenizer", MAX_TOKENS)
-        # The model's own view of its config: what the file leaves out has its default.
+        # The config as the model reads it: fields that the file leaves out have their defaults.
         self._architecture: Any = self.build("transformer").config
-        check_architecture(model, self._folder, ARCHITECTURES, self._found())
+        check_architecture(model, self._folder, ARCHITECTURES, self._own_architecture())
         self._check_transformer()
         self._text_layers = self._stacked_layers()
 
     @property
     def model_spec(self) -> str:
-        return "Flux.3-klein" if self._found() == ARCHITECTURES["flux3"] else "Flux.3-tiny"
+        return "Flux.3-klein" if self._own_architecture() == ARCHITECTURES["flux3"] else "Flux.3-tiny"
 
     def build(self, component: str) -> nn.Module:
         with torch.device("meta"):
@@ -149,10 +156,10 @@ class Flux3(ImageFamily):
         return {"prompt_embeds": torch.cat(states, dim=-1)[0].cpu()}
 
     def dropped_text(self, empty: Example, caption: Example) -> Example:
-        """In as many windows as the caption, which the model is given together with it.
+        """The empty caption, padded to as many windows as the caption, so that both may share a batch.
 
-        Padding stands behind the text, at one position, and sees the text alone: all its states are the same, in a
-        window of any length. The chat template never fills a window, so that the last one is of padding.
+        Padding follows the text, has one position and sees only the text: all its states are equal, in a window of any
+        length. The chat template never fills a window, so the last state of the empty caption is padding.
         """
         states = empty["prompt_embeds"]
         missing = caption["prompt_embeds"].shape[0] - states.shape[0]
@@ -190,8 +197,8 @@ class Flux3(ImageFamily):
     ) -> Image.Image:
         device = device_of(encoder)
         width, height = (side // self.size_multiple for side in cfg.size)
-        # The negative prompt goes with the same reference images.
-        examples = [text | example for example in asked(text, negative, cfg.guidance)]
+        # The negative prompt is combined with the same reference images.
+        examples = [text | example for example in guidance_inputs(text, negative, cfg.guidance)]
         prompts = [{key: t.to(device) for key, t in self.collate([example]).items()} for example in examples]
 
         def predict(latents: Tensor, sigma: Tensor) -> Tensor:
@@ -244,7 +251,7 @@ class Flux3(ImageFamily):
             "text_encoder": _tiny_text_encoder(),
         }
 
-    def _found(self) -> Architecture:
+    def _own_architecture(self) -> Architecture:
         config = self._architecture
         return Architecture(config.num_layers, config.num_single_layers, config.num_attention_heads)
 
@@ -256,8 +263,8 @@ class Flux3(ImageFamily):
         config = self._architecture
         if config.flow_map:
             raise InputError(
-                f"{self._folder.field} {self.folder}: the transformer is step-distilled, it is told where each step "
-                "leads; train the model it was made from, black-forest-labs/flux-3-image-klein-base"
+                f"{self._folder.field} {self.folder}: the transformer is step-distilled (flow_map); train the model it "
+                "was made from, black-forest-labs/flux-3-image-klein-base"
             )
 
     def _write_tiny(self) -> Path:
@@ -269,14 +276,14 @@ FAMILY = Flux3
 
 
 class _WideNorm(nn.RMSNorm):
-    """A norm of fp32 activations by weights of any type. torch's own warns of bf16 ones and has no fused kernel."""
+    """A norm of fp32 activations with weights of any type. nn.RMSNorm warns of bf16 weights and has no fused kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 def _widen_norms(model: nn.Module) -> None:
-    """Queries and keys are normalised in fp32, whatever the model is computed in."""
+    """Make the norms of queries and keys compute in fp32, whatever type the model computes in."""
     for attention in [module for module in model.modules() if isinstance(module, Flux3Attention)]:
         for name in ("norm_q", "norm_k"):
             norm = attention.get_submodule(name)
@@ -285,7 +292,7 @@ def _widen_norms(model: nn.Module) -> None:
 
 
 def _templated(tokenizer: Any, caption: str) -> str:
-    """The caption in the chat template."""
+    """Put the caption into the chat template."""
     text: str = tokenizer.apply_chat_template(
         [{"role": "user", "content": caption}], tokenize=False, add_generation_prompt=True
     )
@@ -293,7 +300,7 @@ def _templated(tokenizer: Any, caption: str) -> str:
 
 
 def _tokenize(tokenizer: Any, caption: str, max_tokens: int) -> Mapping[str, Tensor]:
-    """The caption in the chat template, padded to the next multiple of WINDOW or cut to `max_tokens`."""
+    """Tokenize the caption in the chat template, padded to the next multiple of WINDOW or cut to `max_tokens`."""
     text = _templated(tokenizer, caption)
     length = len(tokenizer(text, truncation=True, max_length=max_tokens).input_ids)
     window = min(math.ceil(length / WINDOW) * WINDOW, max_tokens)
@@ -306,14 +313,14 @@ def _tokenize(tokenizer: Any, caption: str, max_tokens: int) -> Mapping[str, Ten
 
 
 def _predict(model: nn.ModuleDict, latents: Tensor, sigma: Tensor, prompt: Batch) -> Tensor:
-    """The model's velocity, fp32. latents: (B, C, h, w).  sigma: (B,).  prompt: prompt_embeds and references."""
+    """Predict the velocity, fp32. latents: (B, C, h, w).  sigma: (B,).  prompt: prompt_embeds and references."""
     height, width = latents.shape[-2:]
     text, references = prompt["prompt_embeds"], references_of(prompt)
-    seen: dict[str, Tensor] = {}
+    conditions: dict[str, Tensor] = {}
     if references:
         ids = [image_ids(x.shape[-2], x.shape[-1], -number) for number, x in enumerate(references, 1)]
-        seen["image_cond_hidden_states"] = torch.cat([pack(image) for image in references], dim=1)
-        seen["image_cond_ids"] = torch.cat(ids).to(latents.device, non_blocking=True)
+        conditions["image_cond_hidden_states"] = torch.cat([pack(image) for image in references], dim=1)
+        conditions["image_cond_ids"] = torch.cat(ids).to(latents.device, non_blocking=True)
     packed = model["transformer"](
         hidden_states=pack(latents),
         encoder_hidden_states=text.to(latents.dtype),
@@ -321,19 +328,19 @@ def _predict(model: nn.ModuleDict, latents: Tensor, sigma: Tensor, prompt: Batch
         img_ids=image_ids(height, width).to(latents.device, non_blocking=True),
         txt_ids=text_ids(text.shape[1]).to(latents.device, non_blocking=True),
         return_dict=False,
-        **seen,
+        **conditions,
     )[0]
     return unpack(packed.float(), height, width)
 
 
-def image_ids(height: int, width: int, place: int = 0) -> Tensor:
-    """Positions (time, row, column, place) of an image's tokens: (h * w, 4). place: below 0 for reference images."""
-    ids = torch.cartesian_prod(torch.zeros(1).long(), torch.arange(height), torch.arange(width), torch.tensor([place]))
+def image_ids(height: int, width: int, image: int = 0) -> Tensor:
+    """Positions (time, row, column, image) of an image's tokens, (h * w, 4). image: below 0 for reference images."""
+    ids = torch.cartesian_prod(torch.zeros(1).long(), torch.arange(height), torch.arange(width), torch.tensor([image]))
     return ids * torch.tensor([1, ROPE_SCALE, ROPE_SCALE, 1])
 
 
 def text_ids(num_tokens: int) -> Tensor:
-    """Positions of the text tokens: (L, 4), only the last column differs. Integers: bf16 ends at 256."""
+    """Positions of the text tokens, (L, 4); only the last column differs. Integers: bf16 is exact only up to 256."""
     zero = torch.zeros(1, dtype=torch.int64)
     return torch.cartesian_prod(zero, zero, zero, torch.arange(num_tokens))
 
@@ -352,7 +359,7 @@ MODULES = (
     Fused("final_layer.image.linear", ("proj_out",)),
     Fused("final_layer.image.adaLN_modulation.1", ("norm_out.linear",), halves_swapped=True),
 )
-"""Modules by the names of BFL's file; then those of its blocks."""
+"""The modules under their names in BFL's file; the tables below hold the modules of the blocks."""
 BLOCKS = {
     "content_mode_blocks.image": "mode_blocks.image",
     "content_mode_blocks.image_cond": "mode_blocks.image_cond",
@@ -371,10 +378,10 @@ BLOCK = {
 }
 
 
-# What follows writes the model of `model.path: tiny`.
+# The model of `model.path: tiny`.
 
 TINY_VERSION = 3
-"""Part of the folder's name: raise it when equal configs are to give other files."""
+"""Part of the folder's name: raise it when equal configs give other files than before."""
 TINY_LAYERS = (1, 2)
 TINY_TOKENS = 2 * WINDOW
 TINY_WIDTH = 32
@@ -382,7 +389,7 @@ TINY_VOCABULARY = 512
 
 
 def _write_tiny(folder: Path, configs: dict[str, Any]) -> None:
-    """Without an index: diffusers' modular pipeline is given its parts one by one."""
+    """Write the folder, without an index: diffusers' modular pipeline takes its parts one by one."""
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     def text_encoder() -> Any:

@@ -1,8 +1,8 @@
 """Qwen-Image, trained by flow matching.
 
 Example keys: "latents" (16, H/8, W/8) fp32, normalised; "prompt_embeds" (L, D), the last hidden states of the
-caption's own tokens in the text encoder's type. A Batch holds them with a batch dim in front, captions padded to the
-longest; "prompt_mask" (B, L) is true for a caption's own tokens, where they differ in length.
+caption's own tokens in the text encoder's type. A Batch adds a batch dim in front and pads captions to the longest;
+if their lengths differ, "prompt_mask" (B, L) is true for a caption's own tokens.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.models.base import ImageFamily, LoadModule, TextLength
 from trainer.models.objectives import Batch, Example, Loss, Shift, ShiftLine
 from trainer.models.parts.flow_matching import (
-    asked,
     denoise,
     euler_scheduler,
     flow_loss,
+    guidance_inputs,
     guided,
     linear_mu_of,
     spaced_sigmas,
@@ -63,7 +63,7 @@ from trainer.weights.files import Fused, WeightFiles
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a transformer's size is told by."""
+    """The sizes of a transformer."""
 
     num_layers: int
     num_heads: int
@@ -89,7 +89,7 @@ TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
     "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
-"""What the model was trained to see around a caption, as diffusers' pipeline holds it."""
+"""The text that the model was trained to see around a caption, copied from diffusers' pipeline."""
 TEMPLATE_TOKENS = 34
 """Tokens of the template before the caption, whose states are left out."""
 
@@ -119,15 +119,15 @@ class QwenImage(ImageFamily):
         self._scheduler = self._folder.read("scheduler/scheduler_config.json")
         self._language_model = language_model_config(self._folder, "qwen2_5_vl")
         self._max_tokens = max_tokens(model, self._folder, "tokenizer", MAX_TOKENS)
-        # The model's own view of its config: what the file leaves out has its default.
+        # The config as the model reads it: fields that the file leaves out have their defaults.
         self._architecture: Any = self.build("transformer").config
-        check_architecture(model, self._folder, ARCHITECTURES, self._found())
+        check_architecture(model, self._folder, ARCHITECTURES, self._own_architecture())
         self._check_inputs()
 
     @property
     def never_trained(self) -> tuple[str, ...]:
         last = self._architecture.num_layers - 1
-        # Of the last block's text only keys and values are read.
+        # Of the text in the last block, only keys and values are read.
         return (
             rf"transformer_blocks\.{last}\.(attn\.(add_q_proj|norm_added_q|to_add_out)|txt_mlp\.net\.(0\.proj|2))\..+",
         )
@@ -140,7 +140,7 @@ class QwenImage(ImageFamily):
         with torch.device("meta"):
             model: Any = QwenImageTransformer2DModel.from_config(self._transformer)
         rope = model.pos_embed
-        # Its frequencies are no buffers: what the meta device lost nothing would fill in.
+        # Its frequencies are not buffers: nothing would restore what the meta device lost.
         model.pos_embed = type(rope)(theta=rope.theta, axes_dim=rope.axes_dim, scale_rope=rope.scale_rope)
         built: nn.Module = model
         return built
@@ -189,13 +189,13 @@ class QwenImage(ImageFamily):
 
     @torch.no_grad()
     def encode_image(self, encoder: Any, image: Image.Image) -> Example:
-        # The autoencoder is that of a video model: a picture is a film of one frame.
+        # The autoencoder belongs to a video model: a picture is a film of one frame.
         film = encoder.encode(pixels_of(image, device_of(encoder)).unsqueeze(2)).latent_dist.mode()
         mean, std = _latent_statistics(encoder)
         return {"latents": ((film.squeeze(2) - mean) / std)[0].cpu()}
 
     def batch_key(self, example: Example) -> Hashable:
-        # The model is told what is padding: captions of any length share a batch.
+        # The model gets a mask of the padding: captions of any length share a batch.
         return tuple(example["latents"].shape[-2:])
 
     def collate(self, examples: Sequence[Example]) -> Batch:
@@ -228,7 +228,10 @@ class QwenImage(ImageFamily):
     ) -> Image.Image:
         device = device_of(encoder)
         width, height = (side // self.size_multiple for side in cfg.size)
-        prompts = [{"prompt_embeds": e["prompt_embeds"].to(device)[None]} for e in asked(text, negative, cfg.guidance)]
+        prompts = [
+            {"prompt_embeds": e["prompt_embeds"].to(device)[None]}
+            for e in guidance_inputs(text, negative, cfg.guidance)
+        ]
 
         def predict(tokens: Tensor, sigma: Tensor) -> Tensor:
             predictions = [_predict(model, tokens, (height, width), sigma, prompt) for prompt in prompts]
@@ -284,23 +287,23 @@ class QwenImage(ImageFamily):
     def _text_layers(self) -> tuple[int]:
         return (self._language_model["num_hidden_layers"],)
 
-    def _found(self) -> Architecture:
+    def _own_architecture(self) -> Architecture:
         config = self._architecture
         return Architecture(config.num_layers, config.num_attention_heads)
 
     def _check_inputs(self) -> None:
-        """The parts of a folder must fit together; Layered and Edit read more, which nothing here gives them."""
+        """Refuse parts that do not fit together, and Layered and Edit, which read more than text."""
         config = self._architecture
         if config.use_additional_t_cond or config.use_layer3d_rope or config.zero_cond_t:
             raise InputError(
-                f"{self._folder.field} {self.folder}: the transformer reads other pictures or layers besides; "
+                f"{self._folder.field} {self.folder}: the transformer also reads other pictures or layers; "
                 "only text-to-image models are trained, use Qwen-Image"
             )
         given = (4 * self._vae["z_dim"], self._language_model["hidden_size"])
         check_inputs(self._folder, (config.in_channels, config.joint_attention_dim), given)
 
     def _sampler(self, num_tokens: int, num_steps: int, device: torch.device) -> Any:
-        # One step begins at all noise: there is no second level to stretch to the scheduler's last one, only 0 / 0.
+        # A single step starts at pure noise: stretching to the scheduler's last level would compute 0 / 0.
         config = self._scheduler | ({"shift_terminal": None} if num_steps == 1 else {})
         mu = linear_mu_of(self._scheduler, num_tokens)
         return euler_scheduler(config, num_steps, device, mu, sigmas=spaced_sigmas(num_steps))
@@ -314,7 +317,7 @@ FAMILY = QwenImage
 
 
 def _predict(model: nn.ModuleDict, tokens: Tensor, size: tuple[int, int], sigma: Tensor, prompt: Batch) -> Tensor:
-    """The model's velocity, fp32, shaped as tokens (B, h * w, C). size: (h, w).  sigma: (B,).  prompt: of `collate`."""
+    """Predict the velocity, fp32, shaped as tokens (B, h * w, C). size: (h, w).  sigma: (B,).  prompt: a Batch."""
     predicted: Tensor = model["transformer"](
         hidden_states=tokens,
         encoder_hidden_states=prompt["prompt_embeds"].to(tokens.dtype),
@@ -327,7 +330,7 @@ def _predict(model: nn.ModuleDict, tokens: Tensor, size: tuple[int, int], sigma:
 
 
 def _guided(predictions: Sequence[Tensor], guidance: float) -> Tensor:
-    """Classifier-free guidance that leaves each token as long as it is without."""
+    """Classifier-free guidance that keeps each token's length from the prediction for the prompt."""
     if len(predictions) == 1:
         return predictions[0]
     combined = guided(predictions, guidance)
@@ -351,10 +354,10 @@ def _decode(vae: Any, latents: Tensor) -> Image.Image:
     return picture_of(film.squeeze(2))
 
 
-# What follows writes the model of `model.path: tiny`.
+# The model of `model.path: tiny`.
 
 TINY_VERSION = 3
-"""Part of the folder's name: raise it when equal configs are to give other files."""
+"""Part of the folder's name: raise it when equal configs give other files than before."""
 TINY_TOKENS = 48
 TINY_WIDTH = 32
 TINY_VOCABULARY = 512
@@ -369,7 +372,7 @@ def _write_tiny(folder: Path, configs: dict[str, Any]) -> None:
     write_random(folder / "transformer", lambda: QwenImageTransformer2DModel(**configs["transformer"]))
     write_random(folder / "vae", lambda: AutoencoderKLQwenImage(**configs["vae"]))
     write_random(folder / "text_encoder", text_encoder)
-    # The template is learned by heart: before the caption it has its 34 tokens.
+    # The tokenizer is trained on the template, so that it has its 34 tokens before the caption.
     write_tiny_tokenizer(folder / "tokenizer", TINY_VOCABULARY, TINY_TOKENS, corpus=[TEMPLATE.format("")] * 16)
     write_euler_scheduler(folder / "scheduler", configs["scheduler"])
     write_model_index(

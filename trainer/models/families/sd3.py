@@ -2,7 +2,7 @@
 
 Example and Batch keys: "latents" (16, H/8, W/8) fp32, normalised; "prompt_embeds" (L, D), the states of both CLIPs
 side by side, then those of T5 with padding, which the model attends to, L = 77 + 256; "pooled_embeds" (P,) of both
-CLIPs. With a batch dim in front in a Batch.
+CLIPs. A Batch adds a batch dim in front.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from trainer.models.parts.clip import (
     write_tiny_clip_tokenizer,
 )
 from trainer.models.parts.flow_matching import (
-    asked,
     denoise,
     euler_scheduler,
     flow_loss,
+    guidance_inputs,
     guided,
     linear_mu_of,
     write_euler_scheduler,
@@ -65,7 +65,7 @@ from trainer.weights.files import Fused
 
 @dataclass(frozen=True)
 class Architecture:
-    """What tells the published transformers apart."""
+    """The sizes in which the published transformers differ."""
 
     num_layers: int
     num_dual_layers: int
@@ -96,7 +96,7 @@ CLIP_TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
 
 @dataclass(frozen=True)
 class TextEncoders:
-    """t5: None where it is left out; the model then sees zeros in its place."""
+    """The encoders of a caption. t5: None where it is left out; the model then sees zeros instead."""
 
     clips: tuple[TextEncoder, TextEncoder]
     t5: TextEncoder | None
@@ -112,11 +112,11 @@ class Sd3(ImageFamily):
             r"transformer_blocks\.\d+\.(ff|ff_context)\.net\.(0\.proj|2)",
         )
     }
-    # Only the last block's norm1_context has two halves; no adapter needs that of the others.
+    # Only the norm1_context of the last block has two halves; for the other blocks no adapter needs the order.
     halves_swapped = (r"norm_out\.linear", r"transformer_blocks\.\d+\.norm1_context\.linear")
     architectures = tuple(ARCHITECTURES)
     default_architecture = DEFAULT_ARCHITECTURE
-    # Its folder has the configs of the base model's: only its name tells.
+    # Its configs equal those of the base model: only its name identifies it.
     distilled = (
         Distilled(
             ("stable-diffusion-3.5-large-turbo", "sd3.5_large_turbo"),
@@ -139,21 +139,21 @@ class Sd3(ImageFamily):
         self._scheduler = self._folder.read("scheduler/scheduler_config.json")
         self._has_t5 = T5 not in model.options.without and (self.folder / T5).is_dir()
         self._check_encoders()
-        # The model's own view of its config: what the file leaves out has its default.
+        # The config as the model reads it: fields that the file leaves out have their defaults.
         self._architecture: Any = self.build("transformer").config
-        check_architecture(model, self._folder, ARCHITECTURES, self._found())
+        check_architecture(model, self._folder, ARCHITECTURES, self._own_architecture())
         self._max_tokens = model.options.max_tokens or MAX_TOKENS
         if self._has_t5 or (self.folder / "tokenizer_3").is_dir():
             self._max_tokens = max_tokens(model, self._folder, "tokenizer_3", MAX_TOKENS)
 
     @property
     def never_trained(self) -> tuple[str, ...]:
-        # What the last block asks for the text nothing reads.
+        # Nothing reads the queries of the text in the last block.
         return (rf"transformer_blocks\.{self._architecture.num_layers - 1}\.attn\.(add_q_proj|norm_added_q)\..+",)
 
     @property
     def model_spec(self) -> str:
-        found = self._found()
+        found = self._own_architecture()
         names = (MODEL_SPECS[name] for name, architecture in ARCHITECTURES.items() if architecture == found)
         return next(names, "stable-diffusion-3-tiny")
 
@@ -172,7 +172,7 @@ class Sd3(ImageFamily):
     def fingerprint(self) -> str:
         clips = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae")
         files = self._folder.digest(*clips, *((T5, "tokenizer_3") if self._has_t5 else ()))
-        # Without T5 the transformer alone says how wide the embeddings are.
+        # Without T5 only the transformer determines the width of the embeddings.
         used = f"{self._has_t5} {self._max_tokens} {self._architecture.joint_attention_dim}"
         return hashlib.sha256(f"{used} {files}".encode()).hexdigest()
 
@@ -203,8 +203,8 @@ class Sd3(ImageFamily):
         }
 
     def text_lengths(self, captions: Sequence[str]) -> list[tuple[TextLength, ...]]:
-        """The CLIPs cut what T5 may still read."""
-        tokenizers = {name: load_tokenizer(self._folder, place) for name, place in CLIP_TOKENIZERS.items()}
+        """Measure for every encoder: the CLIPs cut text that T5 may still read."""
+        tokenizers = {name: load_tokenizer(self._folder, folder) for name, folder in CLIP_TOKENIZERS.items()}
         lengths = [text_lengths(name, t, captions, t.model_max_length) for name, t in tokenizers.items()]
         if self._has_t5:
             lengths.append(text_lengths(T5, load_tokenizer(self._folder, "tokenizer_3"), captions, self._max_tokens))
@@ -240,7 +240,7 @@ class Sd3(ImageFamily):
         width, height = (2 * (side // self.size_multiple) for side in cfg.size)
         prompts = [
             {key: tensor.to(device).unsqueeze(0) for key, tensor in example.items()}
-            for example in asked(text, negative, cfg.guidance)
+            for example in guidance_inputs(text, negative, cfg.guidance)
         ]
 
         def predict(latents: Tensor, sigma: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ class Sd3(ImageFamily):
         patch: int = self._architecture.patch_size
         return latents.shape[-2] * latents.shape[-1] // patch**2
 
-    def _found(self) -> Architecture:
+    def _own_architecture(self) -> Architecture:
         config = self._architecture
         return Architecture(config.num_layers, len(config.dual_attention_layers), config.qk_norm is not None)
 
@@ -338,7 +338,7 @@ def _clip_embeds(encoder: TextEncoder, caption: str) -> tuple[Tensor, Tensor]:
 
 
 def _predict(model: nn.ModuleDict, latents: Tensor, sigma: Tensor, prompt: Batch) -> Tensor:
-    """The model's velocity, fp32. latents: (B, C, h, w).  sigma: (B,).  prompt: (B, ...) of `encode_text`."""
+    """Predict the velocity, fp32. latents: (B, C, h, w).  sigma: (B,).  prompt: (B, ...) of `encode_text`."""
     velocity: Tensor = model["transformer"](
         hidden_states=latents,
         encoder_hidden_states=prompt["prompt_embeds"].to(latents.dtype),
@@ -350,7 +350,7 @@ def _predict(model: nn.ModuleDict, latents: Tensor, sigma: Tensor, prompt: Batch
 
 
 PREFIX = "model.diffusion_model."
-"""The published files hold the autoencoder and the text encoders besides."""
+"""Prefix of the transformer's tensors: the published files also hold the autoencoder and the text encoders."""
 MODULES = (
     Fused(f"{PREFIX}pos_embed", ("pos_embed.pos_embed",)),
     Fused(f"{PREFIX}x_embedder.proj", ("pos_embed.proj",)),
@@ -362,7 +362,7 @@ MODULES = (
     Fused(f"{PREFIX}final_layer.linear", ("proj_out",)),
     Fused(f"{PREFIX}final_layer.adaLN_modulation.1", ("norm_out.linear",), halves_swapped=True),
 )
-"""Modules by the names of the single file; then those of its blocks."""
+"""The modules under their names in the single file; the table below holds the modules of the blocks."""
 BLOCKS = f"{PREFIX}joint_blocks"
 BLOCK = {
     "x_block.adaLN_modulation.1": ("norm1.linear",),
@@ -386,10 +386,10 @@ BLOCK = {
 }
 
 
-# What follows writes the model of `model.path: tiny`.
+# The model of `model.path: tiny`.
 
 TINY_VERSION = 2
-"""Part of the folder's name: raise it when equal configs are to give other files."""
+"""Part of the folder's name: raise it when equal configs give other files than before."""
 TINY_WIDTH = 32
 TINY_TOKENS = 32
 

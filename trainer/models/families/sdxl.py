@@ -1,9 +1,10 @@
 """SDXL: a U-Net with two CLIP text encoders, trained by discrete diffusion, each of the three frozen or not.
 
-Example and Batch keys: "latents" (4, H/8, W/8) fp32, scaled; of each frozen text encoder `<component>.states` (L, D),
-its last hidden states but one, L = 77 with padding for each window of text, and of the second one also
-`text_encoder_2.pooled` (P,) of the first window; of each text encoder in training `<component>.ids` (L,) int64 instead;
-in training "original_size" (2,) int64, height and width of the image's file. All with a batch dim in front in a Batch.
+Example and Batch keys: "latents" (4, H/8, W/8) fp32, scaled; for each frozen text encoder `<component>.states` (L, D),
+its second-to-last hidden states, L = 77 with padding for each window of text, and for the second one also
+`text_encoder_2.pooled` (P,) of the first window; for each text encoder in training `<component>.ids` (L,) int64
+instead; in training "original_size" (2,) int64, height and width of the image's file. A Batch adds a batch dim in
+front.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from trainer.models.parts.diffusion import (
     read_schedule,
     sampler_name,
 )
-from trainer.models.parts.flow_matching import asked, guided
+from trainer.models.parts.flow_matching import guidance_inputs, guided
 from trainer.models.parts.folder import (
     TRANSFORMERS_STEM,
     check_architecture,
@@ -79,7 +80,7 @@ CLIP_LINEAR = r"(text_model\.)?encoder\.layers\.\d+\.(self_attn\.(q_proj|k_proj|
 
 @dataclass(frozen=True)
 class Architecture:
-    """What tells the published U-Nets apart. widths, depths: channels and transformer layers of each level."""
+    """The sizes of a U-Net. widths, depths: channels and transformer layers of each level."""
 
     widths: tuple[int, ...]
     depths: tuple[int, ...]
@@ -93,7 +94,7 @@ ARCHITECTURES = {"base": Architecture((320, 640, 1280), (1, 2, 10))}
 
 @dataclass(frozen=True)
 class TextEncoders:
-    """Both tokenizers, and the encoders that are not part of the model in training, by component."""
+    """Both tokenizers, and the frozen encoders, by component."""
 
     tokenizers: Mapping[str, Any]
     frozen: Mapping[str, nn.Module]
@@ -119,8 +120,8 @@ class Sdxl(ImageFamily):
             r".+\.(downsamplers|upsamplers)\.0\.conv",
         )
     }
-    # The first text encoder's last norm is not used; the second one's name begins with text_model. What is added to
-    # all keys of an attention changes nothing: its gradient is rounding, which Adam would make as large as any.
+    # The last norm of the first text encoder is not used; the second encoder's begins with text_model. A bias added to
+    # all keys of an attention changes nothing: its gradient is rounding, which Adam would scale up like any other.
     never_trained = (r"final_layer_norm\..+", r".+\.self_attn\.k_proj\.bias")
     architectures = tuple(ARCHITECTURES)
     default_architecture = "base"
@@ -129,7 +130,7 @@ class Sdxl(ImageFamily):
             ("sdxl-turbo", "sd_xl_turbo_1.0", "sd_xl_turbo_1.0_fp16", "sdxl_lightning_4step_unet"),
             base="stabilityai/stable-diffusion-xl-base-1.0",
             steps=4,
-            # It draws 512 pixels where the base model draws 1024.
+            # It draws at 512 pixels, the base model at 1024.
             marks={
                 "unet/config.json": {"sample_size": 64},
                 "scheduler/scheduler_config.json": {"timestep_spacing": "trailing"},
@@ -155,17 +156,17 @@ class Sdxl(ImageFamily):
         self._folder = open_folder(model, ARCHITECTURES, self._write_tiny)
         self._unet = self._folder.config("unet", UNet2DConditionModel.__name__)
         self._vae = self._folder.read("vae/config.json")
-        # The models' own views of their configs: what the files leave out has its default.
+        # The configs as the models read them: fields that the files leave out have their defaults.
         self._clip: dict[str, Any] = {name: self._whole(name).config for name in ENCODERS}
         for tokenizer in TOKENIZERS.values():
             self._folder.read(f"{tokenizer}/tokenizer_config.json")
         self._zero_negative = self._folder.read("model_index.json").get("force_zeros_for_empty_prompt", True)
         self._architecture: Any = self.build("unet").config
         self._check_unet()
-        check_architecture(model, self._folder, ARCHITECTURES, self._found())
+        check_architecture(model, self._folder, ARCHITECTURES, self._own_architecture())
         self._schedule = read_schedule(self._folder, objective)
         if self.is_distilled:
-            # Distilled from pure noise on, the last timestep, which the spacing `leading` never reaches.
+            # It was distilled from pure noise, the last timestep, which the spacing `leading` never reaches.
             self._schedule = replace(self._schedule, config={**self._schedule.config, "timestep_spacing": "trailing"})
         self._alpha_bar = self._schedule.alpha_bar()
 
@@ -179,18 +180,18 @@ class Sdxl(ImageFamily):
 
     @property
     def file_metadata(self) -> Mapping[str, str]:
-        """Source of name and values: the modelspec standard, version 1.0.1."""
+        """The prediction type. Source of name and values: the modelspec standard, version 1.0.1."""
         return {"modelspec.prediction_type": "v" if self._schedule.prediction == "v_prediction" else "epsilon"}
 
     @property
     def changed_configs(self) -> Mapping[str, Mapping[str, Any]]:
-        """With the sampler's class, for one that has no zero-terminal SNR would leave it out without a word."""
-        name, _ = self._sampler_class(self.drawn_with(SampleConfig()))
+        """The noise schedule with the sampler's class: one without zero-terminal SNR would silently ignore it."""
+        name, _ = self._sampler_class(self.complete_sample(SampleConfig()))
         return {CONFIG: {**self._schedule.config, "_class_name": name}} if self._schedule.is_changed else {}
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
         sentences = (*super().warnings(cfg), *self._schedule.sentences)
-        _, reason = self._sampler_class(self.drawn_with(cfg.sample))
+        _, reason = self._sampler_class(self.complete_sample(cfg.sample))
         if reason is None or not cfg.sample.prompts:
             return sentences
         sentence = (
@@ -200,7 +201,7 @@ class Sdxl(ImageFamily):
         return (*sentences, sentence)
 
     def build(self, component: str) -> nn.Module:
-        """Also of "vae". The first text encoder comes without its last layer, whose output nothing reads."""
+        """Build a component, also "vae". The first text encoder has no last layer, since nothing reads its output."""
         if component == "unet":
             with torch.device("meta"):
                 unet: nn.Module = UNet2DConditionModel.from_config(self._unet)
@@ -212,7 +213,10 @@ class Sdxl(ImageFamily):
         return model
 
     def weights(self, component: str) -> WeightFiles:
-        """Also of "vae". A single file's own encoders go with its U-Net: models made from SDXL often train all."""
+        """The weights of a component, also of "vae".
+
+        The encoders of a single file replace the folder's: models made from SDXL often train all components.
+        """
         if component == "unet":
             return self._folder.denoiser_weights(
                 component, self.build(component), self.layout(component), markers=MARKERS
@@ -220,7 +224,7 @@ class Sdxl(ImageFamily):
         return self._original(component) or self._from_folder(component)
 
     def layout(self, component: str) -> tuple[Fused, ...]:
-        """Also of "vae", which the original file holds besides."""
+        """The names of a component in the original file, which also holds "vae"."""
         makers: Mapping[str, Callable[[], Iterator[Fused]]] = {
             "unet": lambda: unet_layout(self.build("unet")),
             "text_encoder": lambda: clip_layout(self._whole("text_encoder").state_dict()),
@@ -233,18 +237,18 @@ class Sdxl(ImageFamily):
         files = self._folder.digest(*ENCODERS, *TOKENIZERS.values(), "vae")
         if self._folder.single and any(map(self._original, (*ENCODERS, "vae"))):
             files += digest([self._folder.single])
-        # One window adds nothing: what earlier versions cached is found again.
+        # One window adds nothing to the digest, so that caches of earlier versions stay valid.
         windows = f" {self._windows} windows" if self._windows > 1 else ""
         return hashlib.sha256(f"{self.live} {files}{windows}".encode()).hexdigest()
 
     @property
     def adapter_metadata(self) -> Mapping[str, str]:
-        """kohya's name for the tokens of long captions, which it leaves out for one window."""
+        """The tokens of long captions under kohya's name, which kohya leaves out for one window."""
         tokens = self._windows * (CLIP_TOKENS - 2)
         return {"ss_max_token_length": str(tokens)} if self._windows > 1 else {}
 
     def text_encoder(self, load: LoadModule) -> TextEncoders:
-        """Frozen encoders are small enough (3.3 GB in fp32) to be whole on every rank."""
+        """Load the frozen encoders, whole on every rank: they are small (3.3 GB in fp32)."""
         tokenizers = self._tokenizers()
         frozen = [name for name in ENCODERS if name not in self.live]
         return TextEncoders(tokenizers, {name: load(self.build(name), self.weights(name), ()) for name in frozen})
@@ -257,15 +261,15 @@ class Sdxl(ImageFamily):
         example: Example = {}
         for name, tokenizer in encoder.tokenizers.items():
             ids = clip_windows(tokenizer, caption, self._windows)
-            found = {f"{name}.ids": ids}
+            encoded = {f"{name}.ids": ids}
             if name in encoder.frozen:
                 model = encoder.frozen[name]
-                found = _encoded(name, model, ids.to(device_of(model)), self._windows)
-            example |= {key: tensor[0].cpu() for key, tensor in found.items()}
+                encoded = _encoded(name, model, ids.to(device_of(model)), self._windows)
+            example |= {key: tensor[0].cpu() for key, tensor in encoded.items()}
         return example
 
     def text_lengths(self, captions: Sequence[str]) -> list[tuple[TextLength, ...]]:
-        """Counted with one beginning and one end, however many windows there are."""
+        """Measure with one beginning and one end, however many windows there are."""
         lengths = (
             text_lengths(name, tokenizer, captions, self._windows * (tokenizer.model_max_length - 2) + 2)
             for name, tokenizer in self._tokenizers().items()
@@ -307,7 +311,7 @@ class Sdxl(ImageFamily):
         rng: SampleRng,
     ) -> Image.Image:
         device = device_of(encoder)
-        states, pooled = self._asked(model, text, negative, cfg, device)
+        states, pooled = self._guidance_conditions(model, text, negative, cfg, device)
         (generator,) = rng.generators("sampler")
         sampler = make_sampler(self._sampler_class(cfg)[0], self._schedule, cfg.steps, generator, device)
         scheduler = sampler.scheduler
@@ -337,7 +341,7 @@ class Sdxl(ImageFamily):
                 Loader.load_lora_into_text_encoder(state, alphas, module, prefix=name, low_cpu_mem_usage=True)
 
     def blank_example(self, width: int, height: int, text_tokens: int, dtype: torch.dtype) -> Example:
-        """Without text encoders' type: they are whole and in their own."""
+        """`dtype` is not used: the text encoders are whole and in their own type."""
         example = {"latents": torch.zeros(self._architecture.in_channels, height // 8, width // 8)}
         for name, config in self._clip.items():
             tokens = self._windows * config.max_position_embeddings
@@ -379,7 +383,7 @@ class Sdxl(ImageFamily):
             "unet": _tiny_unet(),
             # Its random weights give latents of variance 1 at this scale.
             "vae": tiny_vae(latent_channels=4, scaling_factor=2.0),
-            # Other widths: diffusers' reader of single files tells the encoders apart by them.
+            # The widths differ: diffusers' reader of single files distinguishes the encoders by them.
             "text_encoder": tiny_clip(16, TINY_TOKENS),
             "text_encoder_2": tiny_clip(24, TINY_TOKENS, projection_dim=32, hidden_act="gelu"),
             "scheduler": _tiny_scheduler(),
@@ -398,7 +402,7 @@ class Sdxl(ImageFamily):
         """{component: its tokenizer}."""
         from transformers import CLIPTokenizer
 
-        return {name: from_folder(CLIPTokenizer, self.folder / place) for name, place in TOKENIZERS.items()}
+        return {name: from_folder(CLIPTokenizer, self.folder / folder) for name, folder in TOKENIZERS.items()}
 
     @property
     def _pixels_per_latent(self) -> int:
@@ -428,12 +432,12 @@ class Sdxl(ImageFamily):
         kind: Any = CLIPTextModel if component == "text_encoder" else CLIPTextModelWithProjection
         return build_clip(self._folder, component, kind)
 
-    def _found(self) -> Architecture:
+    def _own_architecture(self) -> Architecture:
         widths, depths = self._architecture.block_out_channels, self._architecture.transformer_layers_per_block
         return Architecture(tuple(widths), (depths,) * len(widths) if isinstance(depths, int) else tuple(depths))
 
     def _check_unet(self) -> None:
-        """The class is that of many models: SDXL reads sizes and pooled text besides, its refiner one encoder only."""
+        """Refuse other models of the same class: SDXL also reads sizes and pooled text; its refiner has one encoder."""
         config = self._architecture
         width = sum(self._clip[name].hidden_size for name in ENCODERS)
         if config.addition_embed_type != "text_time" or config.in_channels != self._vae.get("latent_channels", 4):
@@ -450,14 +454,14 @@ class Sdxl(ImageFamily):
 
     def _conditions(self, model: nn.ModuleDict, batch: Batch) -> tuple[Tensor, Tensor]:
         """Hidden states of both encoders (B, L, D1 + D2) and the pooled text (B, P), fp32."""
-        found = dict(batch)
+        encoded = dict(batch)
         for name in ENCODERS:
             if name in self.live:
-                found |= _encoded(name, model[name], batch[f"{name}.ids"], self._windows)
-        states = torch.cat([found[f"{name}.states"].float() for name in ENCODERS], dim=-1)
-        return states, found["text_encoder_2.pooled"].float()
+                encoded |= _encoded(name, model[name], batch[f"{name}.ids"], self._windows)
+        states = torch.cat([encoded[f"{name}.states"].float() for name in ENCODERS], dim=-1)
+        return states, encoded["text_encoder_2.pooled"].float()
 
-    def _asked(
+    def _guidance_conditions(
         self,
         model: nn.ModuleDict,
         text: Example,
@@ -465,8 +469,8 @@ class Sdxl(ImageFamily):
         cfg: CompleteSample,
         device: torch.device,
     ) -> tuple[Tensor, Tensor]:
-        """`_conditions` of the prompt, and of the negative prompt where guidance asks for it."""
-        examples = asked(text, negative, cfg.guidance)
+        """`_conditions` of the prompt, and of the negative prompt where guidance needs it."""
+        examples = guidance_inputs(text, negative, cfg.guidance)
         texts = [{key: tensor for key, tensor in e.items() if key.startswith(ENCODERS)} for e in examples]
         batch = {key: tensor.to(device) for key, tensor in self.collate(texts).items()}
         states, pooled = self._conditions(model, batch)
@@ -483,9 +487,9 @@ class Sdxl(ImageFamily):
         pooled: Tensor,
         original_size: Tensor | None = None,
     ) -> Tensor:
-        """What the U-Net predicts, fp32. latents: (B, 4, h, w).  timestep: (B,).  states, pooled: `_conditions`.
+        """Run the U-Net; returns its prediction in fp32.
 
-        original_size: of `_time_ids`.
+        latents: (B, 4, h, w).  timestep: (B,).  states, pooled: `_conditions`.  original_size: as for `_time_ids`.
         """
         prediction: Tensor = model["unet"](
             latents,
@@ -499,16 +503,17 @@ class Sdxl(ImageFamily):
     def _time_ids(self, latents: Tensor, original_size: Tensor | None) -> Tensor:
         """(B, 6) int64: height and width of the original image, top and left of the crop, height and width.
 
-        original_size: (B, 2) int64, height and width of the images' files. The data have been resized and cropped
-        before: each image is taken for an original of its own size, which is what a user asks for in sampling. One
-        that was enlarged has its own size, so that its blur is learned as that of small originals (SDXL, arXiv
-        2307.01952, sec. 2.2). Whole numbers: bf16 would round many above 256.
+        The data are already resized and cropped: each image counts as an original of that size, as in sampling. An
+        enlarged image has the size of its file, so that its blur is learned as that of small originals (SDXL, arXiv
+        2307.01952, sec. 2.2). Integers: bf16 would round many above 256.
+
+        original_size: (B, 2) int64, height and width of the images' files.
         """
         height, width = (side * self._pixels_per_latent for side in latents.shape[-2:])
         ids = torch.tensor([height, width, 0, 0, height, width], device=latents.device).expand(latents.shape[0], 6)
         if original_size is None:
             return ids
-        # Images are scaled until they cover their size: enlarged where either side was shorter.
+        # Images are scaled to cover their size, so an image is enlarged if either side was shorter.
         is_enlarged = (original_size < ids[:, 4:]).any(dim=1, keepdim=True)
         return torch.cat([torch.where(is_enlarged, original_size, ids[:, :2]), ids[:, 2:]], dim=1)
 
@@ -517,7 +522,7 @@ class Sdxl(ImageFamily):
         return torch.ones_like(alpha_bar) if gamma is None else min_snr_weight(prediction, alpha_bar, gamma)
 
     def _sampler_class(self, cfg: CompleteSample) -> tuple[str, str | None]:
-        """The sampler's class in diffusers, and why it is not the folder's where that cannot be used."""
+        """The sampler's class in diffusers, and the reason if the folder's own class cannot be used, else None."""
         wanted = EULER if cfg.scheduler == "euler" else sampler_name(self._folder)
         return choose_sampler(wanted, self._schedule, cfg.steps)
 
@@ -526,23 +531,23 @@ FAMILY = Sdxl
 
 
 def _encoded(name: str, encoder: nn.Module, ids: Tensor, windows: int) -> Batch:
-    """The encoder's "states" (B, L, D), of the last layer but one, and the second one's "pooled" (B, P), by their keys
-    in a Batch. ids: (B, L), of so many windows.
+    """Encode ids (B, L) of `windows` windows to "states" (B, L, D) and, for the second encoder, "pooled" (B, P).
 
-    All windows are read in one call, each by itself. Their whole states follow one another, and the first one is
-    pooled: what ComfyUI and A1111 give the U-Net. (kohya's trainer joins them without the inner ends and beginnings.)
+    The states are those of the second-to-last layer; the keys are those of a Batch. All windows are encoded in one
+    call, independently. Their states are concatenated, and the first window is pooled, as ComfyUI and A1111 do.
+    (kohya's trainer joins the states without the inner ends and beginnings.)
     """
     rows = ids.reshape(len(ids) * windows, -1)
-    # The last layer that `build` gives the first encoder is the last but one of the file.
+    # The last layer of the first encoder, as `build` makes it, is the second-to-last of the file.
     states, output = clip_states(encoder, rows, layer=-1 if name == "text_encoder" else -2)
-    found = {f"{name}.states": states.reshape(*ids.shape, -1)}
-    return found if name == "text_encoder" else found | {f"{name}.pooled": output.text_embeds[::windows]}
+    encoded = {f"{name}.states": states.reshape(*ids.shape, -1)}
+    return encoded if name == "text_encoder" else encoded | {f"{name}.pooled": output.text_embeds[::windows]}
 
 
-# What follows writes the model of `model.path: tiny`.
+# The model of `model.path: tiny`.
 
 TINY_VERSION = 1
-"""Part of the folder's name: raise it when equal configs are to give other files."""
+"""Part of the folder's name: raise it when equal configs give other files than before."""
 TINY_TOKENS = 32
 
 
@@ -565,7 +570,7 @@ def _tiny_unet() -> dict[str, Any]:
 
 
 def _tiny_scheduler() -> dict[str, Any]:
-    """The published one."""
+    """The config of the published scheduler."""
     return {
         "num_train_timesteps": 1000,
         "beta_start": 0.00085,

@@ -1,8 +1,8 @@
 """Z-Image and its distilled Turbo, trained by flow matching.
 
 Example keys: "latents" (16, H/8, W/8) fp32, normalised; "prompt_embeds" (L, D), one hidden state of the caption's
-own tokens in the text encoder's type. A Batch holds them with a batch dim in front, captions padded to the longest;
-"prompt_tokens" (B,) says how long each is, where they differ.
+own tokens in the text encoder's type. A Batch adds a batch dim in front and pads captions to the longest; if their
+lengths differ, "prompt_tokens" (B,) holds them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
 from trainer.models.base import ImageFamily, LoadModule, TextLength
 from trainer.models.objectives import Batch, Example, Loss, Shift
 from trainer.models.parts.flow_matching import (
-    asked,
     denoise,
     euler_scheduler,
     flow_loss,
+    guidance_inputs,
     guided,
     linear_mu_of,
     spaced_sigmas,
@@ -66,7 +66,7 @@ from trainer.weights.files import Fused
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a transformer's size is told by."""
+    """The sizes of a transformer."""
 
     num_layers: int
     num_refiners: int
@@ -77,10 +77,10 @@ class Architecture:
 
 
 ARCHITECTURES = {"z-image": Architecture(30, 2, 3840), "z-image-turbo": Architecture(30, 2, 3840)}
-"""By their weights alone they cannot be told apart."""
+"""The two cannot be distinguished by their weights."""
 DEFAULT_ARCHITECTURE = "z-image"
 SHIFTS = {"z-image": 6.0, "z-image-turbo": 3.0}
-"""Of the samplers: all that tells their published folders apart."""
+"""Shifts of the samplers, the only difference between the published folders."""
 MAX_TOKENS = 512
 
 
@@ -118,9 +118,9 @@ class ZImage(ImageFamily):
         self._scheduler = self._folder.read("scheduler/scheduler_config.json")
         self._language_model = language_model_config(self._folder, "qwen3")
         self._max_tokens = max_tokens(model, self._folder, "tokenizer", MAX_TOKENS)
-        # The model's own view of its config: what the file leaves out has its default.
+        # The config as the model reads it: fields that the file leaves out have their defaults.
         self._architecture: Any = self.build("transformer").config
-        check_architecture(model, self._folder, ARCHITECTURES, self._found())
+        check_architecture(model, self._folder, ARCHITECTURES, self._own_architecture())
         self._check_inputs()
 
     @property
@@ -151,8 +151,9 @@ class ZImage(ImageFamily):
 
     @torch.no_grad()
     def encode_text(self, encoder: TextEncoder, caption: str) -> Example:
-        """The last hidden state but one. What the pipeline pads it cuts off again, so nothing is padded here."""
-        tokens = self._tokenize(encoder.tokenizer, caption)
+        """Encode to the second-to-last hidden state, without padding: the pipeline cuts its padding off again."""
+        text = _templated(encoder.tokenizer, caption)
+        tokens = encoder.tokenizer(text, return_tensors="pt", truncation=True, max_length=self._max_tokens)
         (states,) = hidden_states(encoder.model, tokens, self._text_layers)
         return {"prompt_embeds": states[0].cpu()}
 
@@ -166,7 +167,7 @@ class ZImage(ImageFamily):
         return {"latents": encode_latents(encoder, image)[0].cpu()}
 
     def batch_key(self, example: Example) -> Hashable:
-        # The model masks what it pads: captions of any length share a batch.
+        # The model masks its own padding: captions of any length share a batch.
         return tuple(example["latents"].shape[-2:])
 
     def collate(self, examples: Sequence[Example]) -> Batch:
@@ -174,7 +175,7 @@ class ZImage(ImageFamily):
         batch = {key: torch.stack([e[key] for e in examples]) for key in examples[0] if key != "prompt_embeds"}
         batch["prompt_embeds"] = pad_sequence(texts, batch_first=True)
         lengths = [len(text) for text in texts]
-        # Where all are equal nothing has to be fetched from the device to cut them again.
+        # If all are equal, no lengths have to be fetched from the device to cut the captions again.
         return batch if len(set(lengths)) == 1 else batch | {"prompt_tokens": torch.tensor(lengths)}
 
     def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
@@ -194,10 +195,13 @@ class ZImage(ImageFamily):
         cfg: CompleteSample,
         rng: SampleRng,
     ) -> Image.Image:
-        """`cfg.guidance` is 1 more than the pipeline's `guidance_scale`, which is 0 for no guidance."""
+        """Draw a picture. `cfg.guidance` is 1 more than the pipeline's `guidance_scale`, which is 0 for no guidance."""
         device = device_of(encoder)
         width, height = (2 * (side // self.size_multiple) for side in cfg.size)
-        prompts = [{"prompt_embeds": e["prompt_embeds"].to(device)[None]} for e in asked(text, negative, cfg.guidance)]
+        prompts = [
+            {"prompt_embeds": e["prompt_embeds"].to(device)[None]}
+            for e in guidance_inputs(text, negative, cfg.guidance)
+        ]
 
         def predict(latents: Tensor, sigma: Tensor) -> Tensor:
             return guided([_predict(model, latents, sigma, prompt) for prompt in prompts], cfg.guidance)
@@ -254,12 +258,12 @@ class ZImage(ImageFamily):
     def _text_layers(self) -> tuple[int]:
         return (self._language_model["num_hidden_layers"] - 1,)
 
-    def _found(self) -> Architecture:
+    def _own_architecture(self) -> Architecture:
         config = self._architecture
         return Architecture(config.n_layers, config.n_refiner_layers, config.dim)
 
     def _check_inputs(self) -> None:
-        """The parts of a folder must fit together; Omni reads pictures besides, which nothing here gives it."""
+        """Refuse parts that do not fit together, and Omni, which also reads pictures."""
         config = self._architecture
         if config.siglip_feat_dim is not None:
             raise InputError(
@@ -268,12 +272,6 @@ class ZImage(ImageFamily):
             )
         given = (self._vae["latent_channels"], self._language_model["hidden_size"])
         check_inputs(self._folder, (config.in_channels, config.cap_feat_dim), given)
-
-    def _tokenize(self, tokenizer: Any, caption: str) -> Mapping[str, Tensor]:
-        tokens: Mapping[str, Tensor] = tokenizer(
-            _templated(tokenizer, caption), return_tensors="pt", truncation=True, max_length=self._max_tokens
-        )
-        return tokens
 
     def _write_tiny(self) -> Path:
         name = self.config.options.architecture or DEFAULT_ARCHITECTURE
@@ -285,7 +283,7 @@ FAMILY = ZImage
 
 
 def _templated(tokenizer: Any, caption: str) -> str:
-    """The caption in the chat template."""
+    """Put the caption into the chat template."""
     text: str = tokenizer.apply_chat_template(
         [{"role": "user", "content": caption}], tokenize=False, add_generation_prompt=True, enable_thinking=True
     )
@@ -293,9 +291,9 @@ def _templated(tokenizer: Any, caption: str) -> str:
 
 
 def _predict(model: nn.ModuleDict, latents: Tensor, sigma: Tensor, prompt: Batch) -> Tensor:
-    """The model's velocity, fp32. latents: (B, C, h, w).  sigma: (B,).  prompt: what `collate` says.
+    """Predict the velocity, fp32. latents: (B, C, h, w).  sigma: (B,).  prompt: a Batch.
 
-    The model's time runs from noise to data, and so does what it predicts.
+    The model's time runs from noise to data, and its prediction has that direction too.
     """
     text = prompt["prompt_embeds"].to(latents.dtype)
     lengths = prompt["prompt_tokens"].tolist() if "prompt_tokens" in prompt else [text.shape[1]] * len(text)
@@ -309,9 +307,9 @@ def _predict(model: nn.ModuleDict, latents: Tensor, sigma: Tensor, prompt: Batch
 
 
 def _original(name: str) -> Fused:
-    """The tensor of the original file that begins with diffusers' `name`."""
-    block, found, _ = name.rpartition(".attention.to_q.")
-    if found:
+    """The tensor of the original file whose first part is diffusers' `name`."""
+    block, is_query, _ = name.rpartition(".attention.to_q.")
+    if is_query:
         return Fused(f"{block}.attention.qkv.weight", tuple(f"{block}.attention.to_{part}.weight" for part in "qkv"))
     original = name.replace("all_x_embedder.2-1.", "x_embedder.").replace("all_final_layer.2-1.", "final_layer.")
     for ours, theirs in (("to_out.0", "out"), ("norm_q", "q_norm"), ("norm_k", "k_norm")):
@@ -319,10 +317,10 @@ def _original(name: str) -> Fused:
     return Fused(original, (name,))
 
 
-# What follows writes the model of `model.path: tiny`.
+# The model of `model.path: tiny`.
 
 TINY_VERSION = 3
-"""Part of the folder's name: raise it when equal configs are to give other files."""
+"""Part of the folder's name: raise it when equal configs give other files than before."""
 TINY_TOKENS = 48
 TINY_WIDTH = 32
 TINY_VOCABULARY = 512
@@ -348,7 +346,7 @@ def _write_tiny(folder: Path, configs: dict[str, Any]) -> None:
 
 
 def _tiny_transformer() -> dict[str, Any]:
-    # Most of its parameters are those of the timestep embedding, whose 1024 hidden units no config changes.
+    # Most of its parameters belong to the timestep embedding, whose 1024 hidden units no config changes.
     return {
         "in_channels": 4,
         "dim": 24,

@@ -1,11 +1,11 @@
 """BAGEL's network: a decoder that reads text and pictures and draws latents, in one sequence (arXiv 2505.14683).
 
-Each token is text, a patch of a picture that is looked at, or a patch of noisy latents. All attend to each other as
-the mask says; every other weight is of one of two experts: `understanding` for text and looked-at pictures,
-`generation` for latents. Tokens are kept in that order, so that nothing is scattered or gathered on the way; where a
-token stands in its sequence is said by the mask and by `positions`.
+Each token is text, a patch of a seen picture, or a patch of noisy latents. All tokens attend to each other as the mask
+allows; every other weight belongs to one of two experts: `understanding` for text and seen pictures, `generation` for
+latents. Tokens are kept in that order, so that no layer scatters or gathers; the mask and `positions` hold where a
+token is in its sequence.
 
-Shapes: T text tokens, P patches that are looked at, N patches of latents, S = T + P + N, D the width.
+Shapes: T text tokens, P patches of seen pictures, N patches of latents, S = T + P + N, D the width.
 """
 
 from __future__ import annotations
@@ -21,16 +21,20 @@ from torch.nn import functional as F
 from trainer.weights.files import Fused
 
 BLOCKS = ("BagelLayer", "BagelVisionLayer")
-"""What is sharded one by one."""
+"""Classes of the modules that are sharded one by one."""
 TIMESTEP_FREQUENCIES = 128
 """Frequencies of the timestep's sines and cosines."""
 Rows = tuple[Tensor, Tensor, Tensor]
-"""(rows, back, mask) of `Bagel.forward`, or those of its patches."""
+"""(rows, back, mask) of `Bagel.forward`, or (patch_rows, patch_back, patch_mask)."""
 
 
 @dataclass(frozen=True)
 class VisionSizes:
-    """Of the encoder of pictures that are looked at, a SigLIP. max_side: patches of the largest picture, per side."""
+    """Sizes of the encoder of seen pictures, a SigLIP.
+
+    Attributes:
+        max_side: Patches per side of the largest picture.
+    """
 
     width: int
     num_layers: int
@@ -42,15 +46,18 @@ class VisionSizes:
 
     @property
     def patch_numbers(self) -> int:
-        """Numbers of one RGB patch."""
+        """Number of values in one RGB patch."""
         return 3 * self.patch_size**2
 
 
 @dataclass(frozen=True)
 class BagelSizes:
-    """Of the whole network. num_kv_heads: heads of keys and values.  latent_numbers: of one patch of latents.
+    """Sizes of the whole network.
 
-    latent_side: patches of the largest drawn picture, per side.
+    Attributes:
+        num_kv_heads: Heads of keys and values.
+        latent_side: Patches per side of the largest drawn picture.
+        latent_numbers: Number of values in one patch of latents.
     """
 
     width: int
@@ -67,7 +74,7 @@ class BagelSizes:
 
     @property
     def head_width(self) -> int:
-        """Numbers per attention head."""
+        """Width of an attention head."""
         return self.width // self.num_heads
 
 
@@ -81,11 +88,11 @@ BAGEL_7B_MOT = BagelSizes(
     vision=VisionSizes(width=1152, num_layers=26, num_heads=16, hidden_width=4304, patch_size=14, max_side=70),
     latent_side=64,
 )
-"""BAGEL-7B-MoT: 7 billion parameters are used per token, of 14. Of the encoder's 27 layers the last is left out."""
+"""BAGEL-7B-MoT uses 7 of its 14 billion parameters per token. The last of the encoder's 27 layers is left out."""
 
 
 class Bagel(nn.Module):
-    """Logits of next tokens and velocities of latents, of some packed sequences."""
+    """Predicts logits of next tokens and velocities of latents for packed sequences."""
 
     def __init__(self, sizes: BagelSizes) -> None:
         super().__init__()
@@ -110,55 +117,63 @@ class Bagel(nn.Module):
         text: Tensor,
         predicted: Tensor,
         patches: Tensor,
-        patch_places: Tensor,
+        patch_cells: Tensor,
         patch_rows: Tensor,
         patch_back: Tensor,
         patch_mask: Tensor,
         latents: Tensor,
-        latent_places: Tensor,
+        latent_cells: Tensor,
         sigma: Tensor,
         positions: Tensor,
         rows: Tensor,
         back: Tensor,
         mask: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Returns (logits (K, vocabulary), velocities (N, latent numbers)).
+        """Run the network.
 
-        text: (T,) token ids.  predicted: (K,) which of them the next token is wanted after.  patches: (P, numbers of a
-        patch), pixels by row, column and channel, in [-1, 1].  patch_places: (P,) place in the picture's grid, row x
-        `max_side` + column.  latents: (N, latent numbers), noisy, by row, column and channel.  latent_places: (N,)
-        likewise, row x `latent_side` + column.  sigma: (N,) share of noise, 0 = data, 1 = noise.  positions: (S,) for
-        rotary embeddings.
+        Args:
+            text: (T,) token ids.
+            predicted: (K,) indices of the text tokens after which the next token is predicted.
+            patches: (P, values of a patch), pixels by row, column and channel, in [-1, 1].
+            patch_cells: (P,) cell in the picture's grid, row x `max_side` + column.
+            patch_rows: `rows` for the patches of each seen picture.
+            patch_back: `back` for these patches.
+            patch_mask: (pictures, 1, L) whether an entry of `patch_rows` is a patch, not padding.
+            latents: (N, latent numbers), noisy, by row, column and channel.
+            latent_cells: (N,) cell in the picture's grid, row x `latent_side` + column.
+            sigma: (N,) share of noise, 0 = data, 1 = noise.
+            positions: (S,) positions for rotary embeddings.
+            rows: (B, L) indices of the tokens of each packed sequence; padding may be any index.
+            back: (S,) index of each token in the flattened rows.
+            mask: (B, L, L) whether a token of a row attends to another, see `attention_mask`.
 
-        rows: (B, L) numbers of the tokens of each packed sequence, filled up with any.  back: (S,) where each token is
-        in the rows, one after the other.  mask: (B, L, L) whether a token of a row attends to another, see
-        `attention_mask`.  patch_rows, patch_back: likewise of the patches of each picture.  patch_mask: (pictures, 1,
-        L), whether a patch is none that fills up.
+        Returns:
+            Logits (K, vocabulary) and velocities (N, latent numbers).
         """
-        looked_at = self._looked_at(patches, patch_places, (patch_rows, patch_back, patch_mask))
-        understanding = torch.cat([self.text_embedding(text), looked_at])
+        seen = self._encode_seen(patches, patch_cells, (patch_rows, patch_back, patch_mask))
+        understanding = torch.cat([self.text_embedding(text), seen])
         timestep = self.timestep(timestep_waves(sigma).to(latents.dtype))
-        generation = self.latent_in(latents) + timestep + self.latent_positions(latent_places).to(latents.dtype)
+        generation = self.latent_in(latents) + timestep + self.latent_positions(latent_cells).to(latents.dtype)
         rotation = rotary_waves(positions, self.sizes)
         for layer in self.layers:
             understanding, generation = layer(understanding, generation, rotation, (rows, back, mask))
         texts = self.understanding_norm(understanding[: len(text)][predicted])
         return self.text_out(texts), self.latent_out(self.generation_norm(generation))
 
-    def _looked_at(self, patches: Tensor, places: Tensor, rows: Rows) -> Tensor:
-        """(P, D). Every rank runs the encoder, also one that has no picture: the others wait for it."""
+    def _encode_seen(self, patches: Tensor, cells: Tensor, rows: Rows) -> Tensor:
+        """Encode the seen pictures, (P, D). A rank without a picture runs the encoder too: other ranks wait for it."""
         is_empty = len(patches) == 0
         if is_empty:
-            patches, places = patches.new_zeros(1, patches.shape[1]), places.new_zeros(1)
-            rows = places.new_zeros(1, 1), places, torch.ones(1, 1, 1, dtype=torch.bool, device=places.device)
-        seen = self.vision_connector(self.vision(patches, places, rows))
-        seen = seen + self.vision_positions(places).to(seen.dtype)
-        found: Tensor = seen[:0] if is_empty else seen
-        return found
+            patches, cells = patches.new_zeros(1, patches.shape[1]), cells.new_zeros(1)
+            rows = cells.new_zeros(1, 1), cells, torch.ones(1, 1, 1, dtype=torch.bool, device=cells.device)
+        seen = self.vision_connector(self.vision(patches, cells, rows))
+        seen = seen + self.vision_positions(cells).to(seen.dtype)
+        output: Tensor = seen[:0] if is_empty else seen
+        return output
 
 
 class BagelLayer(nn.Module):
-    """One layer of the decoder, twice: for each expert."""
+    """One layer of the decoder, once for each expert."""
 
     def __init__(self, sizes: BagelSizes) -> None:
         super().__init__()
@@ -168,7 +183,17 @@ class BagelLayer(nn.Module):
     def forward(
         self, understanding: Tensor, generation: Tensor, rotation: tuple[Tensor, Tensor], rows: Rows
     ) -> tuple[Tensor, Tensor]:
-        """understanding: (T + P, D).  generation: (N, D).  rotation: of all S."""
+        """Run the layer.
+
+        Args:
+            understanding: (T + P, D).
+            generation: (N, D).
+            rotation: `rotary_waves` of all S tokens.
+            rows: (rows, back, mask) of `Bagel.forward`.
+
+        Returns:
+            The new states, in the same shapes.
+        """
         parts = [self.understanding.heads(understanding), self.generation.heads(generation)]
         query, key, value = (torch.cat(pair, dim=1) for pair in zip(*parts, strict=True))
         groups = query.shape[0] // key.shape[0]
@@ -182,7 +207,7 @@ class BagelLayer(nn.Module):
 
 
 class Expert(nn.Module):
-    """The weights of one layer for one kind of tokens, used by the layer in two halves: before and after attention."""
+    """The weights of one layer for one kind of tokens; the layer uses them before and after attention."""
 
     def __init__(self, sizes: BagelSizes) -> None:
         super().__init__()
@@ -208,16 +233,21 @@ class Expert(nn.Module):
         )
         return self.norm_q(query), self.norm_k(key), value
 
-    def finish(self, x: Tensor, seen: Tensor) -> Tensor:
-        """The layer's output. x: its input, (tokens, D).  seen: what attention gave, (tokens, D)."""
-        x = x + self.to_out(seen)
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The layer's output, (tokens, D).
+
+        Args:
+            x: The layer's input, (tokens, D).
+            attended: The output of attention, (tokens, D).
+        """
+        x = x + self.to_out(attended)
         hidden = self.hidden_norm(x)
-        found: Tensor = x + self.down(F.silu(self.gate(hidden)) * self.up(hidden))
-        return found
+        output: Tensor = x + self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        return output
 
 
 class BagelVision(nn.Module):
-    """The encoder of pictures that are looked at: any number of them, of any shape, in one sequence of patches."""
+    """The encoder of seen pictures: any number of them, of any shape, in one sequence of patches."""
 
     def __init__(self, sizes: VisionSizes) -> None:
         super().__init__()
@@ -226,17 +256,17 @@ class BagelVision(nn.Module):
         self.layers = nn.ModuleList(BagelVisionLayer(sizes) for _ in range(sizes.num_layers))
         self.norm = nn.LayerNorm(sizes.width, sizes.eps)
 
-    def forward(self, patches: Tensor, places: Tensor, rows: Rows) -> Tensor:
-        """(P, width). Arguments as in `Bagel.forward`."""
-        x = self.patch_in(patches) + self.positions(places)
+    def forward(self, patches: Tensor, cells: Tensor, rows: Rows) -> Tensor:
+        """Encode patches, (P, width). Arguments as in `Bagel.forward`."""
+        x = self.patch_in(patches) + self.positions(cells)
         for layer in self.layers:
             x = layer(x, rows)
-        found: Tensor = self.norm(x)
-        return found
+        output: Tensor = self.norm(x)
+        return output
 
 
 class BagelVisionLayer(nn.Module):
-    """One layer of that encoder."""
+    """One layer of `BagelVision`."""
 
     def __init__(self, sizes: VisionSizes) -> None:
         super().__init__()
@@ -248,18 +278,18 @@ class BagelVisionLayer(nn.Module):
         self.down = nn.Linear(sizes.hidden_width, sizes.width)
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
-        """x: (P, width)."""
+        """Run the layer. x: (P, width)."""
         y = self.attention_norm(x)
         query, key, value = (
             to(y).unflatten(1, (self.num_heads, -1)).transpose(0, 1) for to in (self.to_q, self.to_k, self.to_v)
         )
         x = x + self.to_out(_attend(query, key, value, rows))
-        found: Tensor = x + self.down(F.gelu(self.up(self.hidden_norm(x)), approximate="tanh"))
-        return found
+        output: Tensor = x + self.down(F.gelu(self.up(self.hidden_norm(x)), approximate="tanh"))
+        return output
 
 
 class GridPositions(nn.Module):
-    """Sines and cosines of a place in a square grid; not trained, but part of the published file."""
+    """Sines and cosines of a cell in a square grid; not trained, but part of the published file."""
 
     grid: Tensor
 
@@ -267,13 +297,13 @@ class GridPositions(nn.Module):
         super().__init__()
         self.register_buffer("grid", torch.empty(side**2, width))
 
-    def forward(self, places: Tensor) -> Tensor:
-        """(number of places, D)."""
-        return self.grid[places]
+    def forward(self, cells: Tensor) -> Tensor:
+        """Look up the cells, (number of cells, D)."""
+        return self.grid[cells]
 
 
 def grid_waves(side: int, width: int) -> Tensor:
-    """What `GridPositions` holds, (side x side, width): half of the numbers for the column, half for the row.
+    """The table of `GridPositions`, (side x side, width): half of the values for the column, half for the row.
 
     Source: the sine and cosine table of masked autoencoders (arXiv 2111.06377), which counts columns first.
     """
@@ -286,7 +316,7 @@ def grid_waves(side: int, width: int) -> Tensor:
 def timestep_waves(sigma: Tensor) -> Tensor:
     """Cosines and sines of the share of noise, (N, 256), fp32. sigma: (N,).
 
-    Source: DiT's timestep embedding (arXiv 2212.09748), given sigma itself, not a thousand times it.
+    Source: DiT's timestep embedding (arXiv 2212.09748), here of sigma itself, not of 1000 sigma.
     """
     exponents = torch.arange(TIMESTEP_FREQUENCIES, device=sigma.device, dtype=torch.float32) / TIMESTEP_FREQUENCIES
     angles = sigma.float()[:, None] * torch.exp(-math.log(10000) * exponents)
@@ -301,24 +331,28 @@ def rotary_waves(positions: Tensor, sizes: BagelSizes) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def attention_mask(place: Tensor, piece: Tensor, whole: Tensor, noisy: Tensor, is_token: Tensor) -> Tensor:
-    """(B, L, L) bool: whether a token (row) attends to another (column) of its sequence.
+def attention_mask(index: Tensor, piece: Tensor, whole: Tensor, noisy: Tensor, is_token: Tensor) -> Tensor:
+    """Build (B, L, L) bool: whether a token (row) attends to another (column) of its sequence.
 
-    place: (B, L) its place in the sequence.  piece: (B, L) which piece of it: a text, or a picture with its marks.
-    whole: (B, L) whether it sees all of its own piece, as patches do; text sees what came before.  noisy: (B, L)
-    whether it is of latents that are being drawn, which only their own piece sees.  is_token: (B, L) whether it is one;
-    what fills up a row is seen by none but itself: a softmax over nothing is not a number.
+    Padding is seen only by itself: a softmax over nothing is not a number.
+
+    Args:
+        index: (B, L) index of the token in its sequence.
+        piece: (B, L) index of its piece: a text, or a picture with its marks.
+        whole: (B, L) whether it sees all of its own piece, as patches do; text sees the tokens before it.
+        noisy: (B, L) whether it belongs to latents that are being drawn, which only their own piece sees.
+        is_token: (B, L) whether it is a token, not padding.
     """
     same_piece = piece[:, :, None] == piece[:, None]
-    before = place[:, None] <= place[:, :, None]
+    before = index[:, None] <= index[:, :, None]
     seen = (before | (same_piece & whole[:, :, None])) & (same_piece | ~noisy[:, None]) & is_token[:, None]
-    return seen | torch.eye(place.shape[1], dtype=torch.bool, device=place.device)
+    return seen | torch.eye(index.shape[1], dtype=torch.bool, device=index.device)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:
-    """(tokens, heads x head width): attention within each row. query, key, value: (heads, tokens, head width).
+    """Attention within each row, (tokens, heads x head width). query, key, value: (heads, tokens, head width).
 
-    By rows, as all tokens against all others would cost as many times more as there are rows.
+    Attention of all tokens to all others would cost as many times more as there are rows.
     """
     numbers, back, mask = rows
     query, key, value = (
@@ -330,7 +364,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:
 
 
 def _rotated(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """heads: (heads, S, head width)."""
+    """Apply rotary embeddings. heads: (heads, S, head width)."""
     cosines, sines = rotation
     first, second = heads.chunk(2, dim=-1)
     return (heads * cosines + torch.cat([-second, first], dim=-1) * sines).to(heads.dtype)
@@ -340,7 +374,7 @@ def _two_layers(width_in: int, width: int, between: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width_in, width), between, nn.Linear(width, width))
 
 
-# What follows names the tensors of the published file.
+# Names of the tensors in the published file.
 
 _EXPERTS = {"understanding": "", "generation": "_moe_gen"}
 _LAYER = {

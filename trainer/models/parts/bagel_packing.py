@@ -1,4 +1,4 @@
-"""Sequences of text and pictures as BAGEL's network reads them: tokens of one kind after another, marks, a mask."""
+"""Packs sequences of text and pictures for BAGEL's network: tokens grouped by kind, marks around pieces, a mask."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATCH = 2
 
 @dataclass(frozen=True)
 class Marks:
-    """Token ids that stand around a text and around a picture."""
+    """Token ids that begin and end a text and a picture."""
 
     text_begin: int
     text_end: int
@@ -28,7 +28,12 @@ class Marks:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """ids: (t,) of a text without marks.  learned: whether it is predicted, its end too."""
+    """A text.
+
+    Attributes:
+        ids: (t,) without marks.
+        learned: Whether its tokens and its end are predicted.
+    """
 
     ids: Tensor
     learned: bool = False
@@ -36,14 +41,23 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class SeenPiece:
-    """A picture that is looked at. pixels: (3, H, W) in [-1, 1], sides in multiples of the encoder's patch."""
+    """A picture that the model sees.
+
+    Attributes:
+        pixels: (3, H, W) in [-1, 1], sides in multiples of the encoder's patch.
+    """
 
     pixels: Tensor
 
 
 @dataclass(frozen=True)
 class DrawnPiece:
-    """A picture that is drawn. latents: (C, H, W), noisy, sides in multiples of 2.  sigma: () share of noise."""
+    """A picture that is drawn.
+
+    Attributes:
+        latents: (C, H, W), noisy, sides in multiples of 2.
+        sigma: () share of noise.
+    """
 
     latents: Tensor
     sigma: Tensor
@@ -54,9 +68,12 @@ Piece = TextPiece | SeenPiece | DrawnPiece
 
 @dataclass(frozen=True)
 class Packed:
-    """arguments: of the network's `forward`.  labels: (K,) the token each of its logits is to predict.
+    """Packed sequences.
 
-    label_sequences: (K,) the sequence that each of them is of.
+    Attributes:
+        arguments: Arguments of the network's `forward`.
+        labels: (K,) the token that each of its logits must predict.
+        label_sequences: (K,) index of the sequence of each label.
     """
 
     arguments: dict[str, Tensor]
@@ -65,25 +82,27 @@ class Packed:
 
 
 def pack(sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes) -> Packed:
-    """Sequences that do not see each other, in one. Every tensor of a piece must lie on one device.
+    """Pack sequences that do not see each other. All tensors of the pieces must be on one device.
 
-    A text is read from its first token to its last, one position each; all of a picture is at one position. As the
-    model was trained: nothing but its own piece sees a picture that is being drawn, which is therefore the last one.
-    Raises ValueError for a picture that is larger than the model's grid.
+    The tokens of a text have one position each; all of a picture is at one position. As in the model's training, a
+    picture that is being drawn is seen only by its own piece, and is therefore the last piece.
+
+    Raises:
+        ValueError: A picture is larger than the model's grid.
     """
     texts, seen, drawn = _collected(sequences, marks, sizes)
-    one = texts[0].content  # of the type and on the device of ids
+    one = texts[0].content  # for the type and device of ids
     begins = [0, *accumulate(len(part) for part in texts)]
     learned = [(begin, part) for begin, part in zip(begins, texts, strict=False) if part.is_learned]
-    # Of lengths that are known, and not found on the device: nothing has to wait for it.
-    predicted = [begin + part.places[:-1] - part.at.place for begin, part in learned]
+    # Computed from known lengths, not found on the device: nothing has to wait for the device.
+    predicted = [begin + part.indices[:-1] - part.at.index for begin, part in learned]
     arguments = {
         "text": torch.cat([part.content for part in texts]),
         "predicted": torch.cat([one[:0], *predicted]),
         "patches": _joined(seen, sizes.vision.patch_numbers, one),
-        "patch_places": torch.cat([one[:0], *(part.grid for part in seen)]),
+        "patch_cells": torch.cat([one[:0], *(part.grid for part in seen)]),
         "latents": _joined(drawn, sizes.latent_numbers, one),
-        "latent_places": torch.cat([one[:0], *(part.grid for part in drawn)]),
+        "latent_cells": torch.cat([one[:0], *(part.grid for part in drawn)]),
         "sigma": torch.cat([one[:0].float(), *(part.sigma.expand(len(part)) for part in drawn)]),
         "positions": torch.cat([part.positions for part in (*texts, *seen, *drawn)]),
     }
@@ -98,9 +117,13 @@ def pack(sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes) 
 
 @dataclass(frozen=True)
 class Owners:
-    """The number of the sequence that each token belongs to, in the order of `pack`.
+    """The index of the sequence that each token belongs to, in the order of `pack`.
 
-    text, seen, drawn: (tokens,) of that kind.  predicted: (K,).
+    Attributes:
+        text: (text tokens,).
+        seen: (patches of seen pictures,).
+        drawn: (patches of drawn pictures,).
+        predicted: (K,).
     """
 
     text: Tensor
@@ -110,45 +133,54 @@ class Owners:
 
 
 def sequences_of(sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes) -> Owners:
-    """The sequence that each token belongs to when `pack` packs these."""
+    """The sequence that each token belongs to when `pack` packs these sequences."""
     texts, seen, drawn = _collected(sequences, marks, sizes)
     one, learned = texts[0].content, (part for part in texts if part.is_learned)
     return Owners(_owners(one, texts), _owners(one, seen), _owners(one, drawn), _owners(one, learned, skipped=1))
 
 
 def patched(image: Tensor, size: int = PATCH) -> Tensor:
-    """Patches, (h x w, size x size x C), row by row; each by row, column and channel. image: (C, size h, size w)."""
+    """Cut (C, size h, size w) into patches, (h x w, size x size x C), row by row; each by row, column, channel."""
     channels, height, width = image.shape
     parts = image.reshape(channels, height // size, size, width // size, size)
     return parts.permute(1, 3, 2, 4, 0).flatten(2).flatten(0, 1)
 
 
 def unpatched(patches: Tensor, height: int, width: int) -> Tensor:
-    """What `patched` was given, (C, height, width)."""
+    """Undo `patched`: (C, height, width)."""
     parts = patches.reshape(height // PATCH, width // PATCH, PATCH, PATCH, -1)
     return parts.permute(4, 0, 2, 1, 3).reshape(-1, height, width)
 
 
 @dataclass(frozen=True)
 class _At:
-    """Where a piece begins. place: of its first token in the sequence.  position: for rotary embeddings."""
+    """Where a piece begins.
+
+    Attributes:
+        index: Index of its first token in the sequence.
+        position: Its first position for rotary embeddings.
+    """
 
     sequence: int
     piece: int
-    place: int
+    index: int
     position: int
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Tokens of one kind. content: ids or patches.  places: in the sequence.  grid: places in the picture's grid.
+    """Tokens of one kind.
 
-    is_learned: whether each of its tokens but the first is predicted.
+    Attributes:
+        content: Ids or patches.
+        indices: Indices in the sequence.
+        grid: Cells in the picture's grid.
+        is_learned: Whether every token except the first is predicted.
     """
 
     at: _At
     content: Tensor
-    places: Tensor
+    indices: Tensor
     positions: Tensor
     grid: Tensor
     sigma: Tensor
@@ -160,43 +192,43 @@ class _Part:
         return len(self.content)
 
     def column(self, value: int) -> Tensor:
-        """The value for each of the tokens."""
-        return self.places.new_full((len(self),), value)
+        """The value, repeated for each of the tokens."""
+        return self.indices.new_full((len(self),), value)
 
 
 def _collected(
     sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes
 ) -> tuple[list[_Part], list[_Part], list[_Part]]:
-    """Parts of text, of pictures that are looked at, and of such that are drawn."""
+    """The parts of texts, of seen pictures and of drawn pictures."""
     texts: list[_Part] = []
     seen: list[_Part] = []
     drawn: list[_Part] = []
     for sequence, pieces in enumerate(sequences):
-        place = position = 0
+        index = position = 0
         for number, piece in enumerate(pieces):
-            at = _At(sequence, number, place, position)
+            at = _At(sequence, number, index, position)
             if isinstance(piece, TextPiece):
                 texts.append(_text(piece, at, marks))
-                place, position = place + len(texts[-1]), position + len(texts[-1])
+                index, position = index + len(texts[-1]), position + len(texts[-1])
                 continue
             pictures = seen if isinstance(piece, SeenPiece) else drawn
             pictures.append(_seen(piece, at, sizes) if isinstance(piece, SeenPiece) else _drawn(piece, at, sizes))
             texts += _marked(pictures[-1], at, marks)
-            place, position = place + len(pictures[-1]) + 2, position + 1
+            index, position = index + len(pictures[-1]) + 2, position + 1
     return texts, seen, drawn
 
 
 def _owners(one: Tensor, parts: Iterable[_Part], skipped: int = 0) -> Tensor:
-    """(tokens,) the sequence of each token, without the first `skipped` of each part. one: on the device of the ids."""
+    """(tokens,) the sequence of each token, without the first `skipped` of each part. one: any tensor of ids."""
     return torch.cat([one[:0], *(part.column(part.at.sequence)[skipped:] for part in parts)])
 
 
 def _rows(owners: Sequence[int], parts: Sequence[_Part]) -> tuple[Tensor, Tensor]:
-    """`rows` and `back` of `Bagel.forward`. owners: the row of each part.  parts: of all tokens, in their order."""
+    """`rows` and `back` of `Bagel.forward`. owners: the row of each part.  parts: all parts, in the order of tokens."""
     if not parts:
         nothing = torch.zeros(0, dtype=torch.int64)
         return nothing[None], nothing
-    like = parts[0].places
+    like = parts[0].indices
     rows: list[list[Tensor]] = [[] for _ in range(max(owners) + 1)]
     lengths, starts, begin = [0] * len(rows), [], 0
     for owner, part in zip(owners, parts, strict=True):
@@ -214,14 +246,14 @@ def _rows(owners: Sequence[int], parts: Sequence[_Part]) -> tuple[Tensor, Tensor
 
 
 def _is_token(rows: Tensor, back: Tensor) -> Tensor:
-    """(B, L): whether a place of a row is a token, and does not fill it up."""
+    """(B, L): whether an entry of a row is a token, not padding."""
     is_token = torch.zeros(rows.numel(), dtype=torch.bool, device=rows.device)
     return is_token.index_fill(0, back, True).view(rows.shape)
 
 
 def _mask(order: Sequence[_Part], rows: Tensor, back: Tensor) -> Tensor:
     return attention_mask(
-        torch.cat([part.places for part in order])[rows],
+        torch.cat([part.indices for part in order])[rows],
         torch.cat([part.column(part.at.piece) for part in order])[rows],
         torch.cat([part.column(int(part.in_picture)) for part in order]).bool()[rows],
         torch.cat([part.column(int(part.is_noisy)) for part in order]).bool()[rows],
@@ -234,7 +266,7 @@ def _text(piece: TextPiece, at: _At, marks: Marks) -> _Part:
     content = torch.cat([ids.new_tensor([marks.text_begin]), ids, ids.new_tensor([marks.text_end])])
     steps = torch.arange(len(content), device=ids.device)
     learned = piece.learned
-    return _Part(at, content, at.place + steps, at.position + steps, steps, steps[:0], is_learned=learned)
+    return _Part(at, content, at.index + steps, at.position + steps, steps, steps[:0], is_learned=learned)
 
 
 def _seen(piece: SeenPiece, at: _At, sizes: BagelSizes) -> _Part:
@@ -249,32 +281,32 @@ def _drawn(piece: DrawnPiece, at: _At, sizes: BagelSizes) -> _Part:
 
 
 def _picture(patches: Tensor, at: _At, rows: int, columns: int, side: int, sigma: Tensor | None) -> _Part:
-    """side: of the largest grid, whose rows are `side` places long."""
+    """The part of a picture. side: cells per side of the largest grid."""
     if max(rows, columns) > side:
         raise ValueError(f"a picture of {rows} x {columns} patches is larger than the model's {side} x {side}")
     steps = torch.arange(len(patches), device=patches.device)
     grid = steps // columns * side + steps % columns
     positions = torch.full_like(steps, at.position)
     noise = patches.new_zeros(()) if sigma is None else sigma
-    return _Part(at, patches, at.place + 1 + steps, positions, grid, noise, True, sigma is not None)
+    return _Part(at, patches, at.index + 1 + steps, positions, grid, noise, True, sigma is not None)
 
 
 def _marked(picture: _Part, at: _At, marks: Marks) -> list[_Part]:
-    """The two tokens around a picture, which see and are seen as it is."""
-    ends = [(marks.picture_begin, at.place), (marks.picture_end, at.place + len(picture) + 1)]
-    one = picture.places.new_tensor
+    """The two tokens around a picture, which see the same tokens and are seen by the same tokens as the picture."""
+    ends = [(marks.picture_begin, at.index), (marks.picture_end, at.index + len(picture) + 1)]
+    one = picture.indices.new_tensor
     return [
         _Part(
             at,
             one([mark]),
-            one([place]),
+            one([index]),
             one([at.position]),
             one([0]),
             picture.sigma,
             True,
             picture.is_noisy,
         )
-        for mark, place in ends
+        for mark, index in ends
     ]
 
 

@@ -18,21 +18,21 @@ CLIP_BLOCKS = ("CLIPEncoderLayer",)
 
 
 def build_clip(folder: ModelFolder, component: str, model_class: Any) -> nn.Module:
-    """The model of `component` on the meta device, fp32. model_class: CLIPTextModel, or the one WithProjection."""
+    """Build `component` on the meta device, fp32. model_class: CLIPTextModel or CLIPTextModelWithProjection."""
     from transformers import CLIPTextConfig
     from transformers.models.clip.modeling_clip import CLIPTextEmbeddings
 
     config = CLIPTextConfig.from_dict(folder.encoder_config(component, *CLIP_TYPES))
     with torch.device("meta"):
         model: nn.Module = model_class(config)
-    # It is in no file, and the meta device would lose it: `_run` numbers the positions.
+    # No file holds position_ids, and the meta device would lose them: `_run` computes them instead.
     (embeddings,) = (module for module in model.modules() if isinstance(module, CLIPTextEmbeddings))
     del embeddings.position_ids
     return model.float()
 
 
 def load_clip(load: LoadModule, folder: ModelFolder, component: str, tokenizer: str, model_class: Any) -> TextEncoder:
-    """The frozen encoder of `component`, sharded layer by layer, with the tokenizer of folder `tokenizer`."""
+    """Load the frozen encoder of `component`, sharded layer by layer, with the tokenizer of folder `tokenizer`."""
     empty = build_clip(folder, component, model_class)
     names = empty.state_dict().keys()
     # A model without projection is stored as the `text_model` it once was part of.
@@ -43,7 +43,7 @@ def load_clip(load: LoadModule, folder: ModelFolder, component: str, tokenizer: 
 
 
 def clip_tokens(tokenizer: Any, caption: str) -> Tensor:
-    """(1, model_max_length) token ids, padded or cut."""
+    """Tokenize a caption: (1, model_max_length) ids, padded or cut."""
     ids: Tensor = tokenizer(
         caption, padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
     ).input_ids
@@ -51,10 +51,10 @@ def clip_tokens(tokenizer: Any, caption: str) -> Tensor:
 
 
 def clip_windows(tokenizer: Any, caption: str, count: int) -> Tensor:
-    """(1, count * model_max_length) token ids: the caption in windows, each with a beginning, an end and padding.
+    """Tokenize a caption in windows, each with a beginning, an end and padding: (1, count * model_max_length) ids.
 
-    What does not fit into them is cut. One window holds the ids of `clip_tokens`. ComfyUI and A1111 give the encoder
-    such windows too; where a word would be parted they move it to the next one.
+    The rest of the caption is cut. A single window equals `clip_tokens`. ComfyUI and A1111 give the encoder such
+    windows too, but move a word that would be split to the next window.
     """
     length = tokenizer.model_max_length - 2
     ids = tokenizer(caption, add_special_tokens=False, verbose=False).input_ids
@@ -75,7 +75,7 @@ def clip_pooled(encoder: TextEncoder, caption: str) -> Tensor:
 def clip_states(model: Any, ids: Tensor, layer: int = -2) -> tuple[Tensor, Any]:
     """States after a layer, (B, L, D), and the model's output.
 
-    Taken by a hook on the layer: transformers finds its own by the model's class, which sharding replaces.
+    A hook on the layer takes the states: transformers' own hooks depend on the model's class, which sharding replaces.
     """
     from transformers.models.clip.modeling_clip import CLIPEncoder
 
@@ -110,7 +110,7 @@ CLIP_TOKENS = 77
 
 def tiny_clip(width: int, num_tokens: int, **changes: Any) -> dict[str, Any]:
     """Config of a tiny model for the tokenizer of `write_tiny_clip_tokenizer`."""
-    # The end's number is wrong, as in the published configs; the caption then ends at its highest token.
+    # The id of the end token is wrong, as in the published configs; the caption then ends at its highest id.
     return {
         "model_type": CLIP_TYPES[0],
         "vocab_size": 514,
@@ -127,14 +127,14 @@ def tiny_clip(width: int, num_tokens: int, **changes: Any) -> dict[str, Any]:
 
 
 def write_tiny_clip(folder: Path, config: dict[str, Any], model_class: Any) -> None:
-    """A model of `tiny_clip`'s config with random weights. model_class: as for `build_clip`."""
+    """Write a model of `tiny_clip`'s config with random weights. model_class: as for `build_clip`."""
     from transformers import CLIPTextConfig
 
     write_random(folder, lambda: model_class(CLIPTextConfig.from_dict(config)))
 
 
 def write_tiny_clip_tokenizer(folder: Path, num_tokens: int, pad_token: str = "<|endoftext|>") -> None:
-    """CLIP's tokenizer with one token per byte."""
+    """Write CLIP's tokenizer with one token per byte."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import CLIPTokenizer
 

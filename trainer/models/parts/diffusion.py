@@ -1,4 +1,4 @@
-"""Discrete diffusion: what a model predicts, where its noise schedule ends, and the samplers that draw with it."""
+"""Discrete diffusion: the prediction type and noise schedule of a model, and the samplers that draw with it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ from trainer.models.parts.folder import ModelFolder
 CONFIG = "scheduler/scheduler_config.json"
 V_PREDICTION, ZERO_TERMINAL = "v_pred", "ztsnr"
 MARKERS = (V_PREDICTION, ZERO_TERMINAL)
-"""Names of empty tensors with which a single file says that it predicts velocity, and that it was trained with
-zero-terminal SNR. ComfyUI reads the second one only where there is the first."""
+"""Names of empty tensors that mark a single file as predicting velocity, and as trained with zero-terminal SNR.
+ComfyUI reads the second marker only together with the first."""
 EDM_MARKERS = ("edm_mean", "edm_vpred.sigma_max")
-"""The same of models trained on continuous noise levels (arXiv 2206.00364), which is another recipe."""
+"""Markers of models trained on continuous noise levels (arXiv 2206.00364), which is another recipe."""
 
 
 @dataclass(frozen=True)
 class NoiseSchedule:
     """How a model is trained and sampled.
 
-    config: the folder's scheduler_config.json, changed by what the file and the config of the run say.
-    is_changed: whether they say anything else than the folder.  sentences: what a user should read before training.
+    Attributes:
+        config: The folder's scheduler_config.json, changed by the markers of the file and the config of the run.
+        is_changed: Whether markers or config changed it.
+        sentences: Sentences to show before training.
     """
 
     config: Mapping[str, Any]
@@ -68,10 +70,12 @@ class NoiseSchedule:
 
 
 def read_schedule(folder: ModelFolder, objective: ObjectiveConfig) -> NoiseSchedule:
-    """The noise schedule of a folder's model, or of the single file in place of its denoiser.
+    """Read the noise schedule of a folder's model, or of the single file in place of its denoiser.
 
-    What `objective` says counts most, then the file's markers, then the folder's scheduler_config.json.
-    Raises InputError for what contradicts itself or is not trained here.
+    `objective` counts most, then the file's markers, then the folder's scheduler_config.json.
+
+    Raises:
+        InputError: The settings contradict each other, or the model is of a kind that is not trained here.
     """
     markers = folder.markers((*MARKERS, *EDM_MARKERS))
     edm = [name for name in EDM_MARKERS if name in markers]
@@ -94,7 +98,14 @@ def read_schedule(folder: ModelFolder, objective: ObjectiveConfig) -> NoiseSched
 
 @dataclass(frozen=True)
 class _Reading:
-    """What is said of a model. own: the folder's scheduler_config.json.  markers: the single file's."""
+    """The three sources of a model's settings.
+
+    Attributes:
+        folder: The model's folder.
+        own: The folder's scheduler_config.json.
+        markers: The markers of the single file.
+        objective: The section of the config.
+    """
 
     folder: ModelFolder
     own: Mapping[str, Any]
@@ -122,8 +133,8 @@ class _Reading:
         if ZERO_TERMINAL in self.markers:
             raise InputError(
                 f"model.path {self.folder.single}: has the marker {ZERO_TERMINAL} (zero-terminal SNR) without "
-                f"{V_PREDICTION}, so what it predicts is not known; set objective.prediction: v_prediction, as all "
-                "known models with zero-terminal SNR, or epsilon, as ComfyUI takes it"
+                f"{V_PREDICTION}, so what it predicts is not known; set objective.prediction: v_prediction, as for all "
+                "known models with zero-terminal SNR, or epsilon, as ComfyUI reads it"
             )
         return "epsilon"
 
@@ -141,7 +152,7 @@ class _Reading:
         return self.folder_is_zero_terminal
 
     def sentences(self) -> Iterator[str]:
-        """What a user should read before training."""
+        """Sentences to show before training."""
         is_velocity, is_zero_terminal = self.prediction() == "v_prediction", self.is_zero_terminal()
         ends = "with" if is_zero_terminal else "without"
         how = f"trained and sampled as one that predicts {'velocity' if is_velocity else 'noise'}, {ends} zero-terminal"
@@ -173,14 +184,25 @@ class _Reading:
 
 @dataclass(frozen=True)
 class Sampler:
-    """A sampler of diffusers, ready for its first step. draws: what its `step` is given besides."""
+    """A sampler of diffusers, ready for its first step.
+
+    Attributes:
+        scheduler: The scheduler of diffusers.
+        arguments: Additional arguments of its `step`.
+    """
 
     scheduler: Any
-    draws: Mapping[str, Any]
+    arguments: Mapping[str, Any]
 
     def step(self, prediction: Tensor, timestep: Tensor, latents: Tensor) -> Tensor:
-        """The latents of the next timestep, (B, ...) as all three but the timestep, which is a scalar."""
-        after: Tensor = self.scheduler.step(prediction, timestep, latents, **self.draws, return_dict=False)[0]
+        """The latents of the next timestep, (B, ...).
+
+        Args:
+            prediction: (B, ...).
+            timestep: ().
+            latents: (B, ...).
+        """
+        after: Tensor = self.scheduler.step(prediction, timestep, latents, **self.arguments, return_dict=False)[0]
         return after
 
 
@@ -188,7 +210,7 @@ EULER = EulerDiscreteScheduler.__name__
 
 
 def sampler_name(folder: ModelFolder) -> str:
-    """Class of diffusers with which the folder's own pipeline draws."""
+    """The class of diffusers that the folder's own pipeline draws with."""
     in_index = folder.read("model_index.json").get("scheduler")
     named = in_index[1] if isinstance(in_index, list) and len(in_index) == 2 else None
     name: str = named or folder.read(CONFIG).get("_class_name") or EULER
@@ -196,7 +218,7 @@ def sampler_name(folder: ModelFolder) -> str:
 
 
 def choose_sampler(name: str, schedule: NoiseSchedule, num_steps: int) -> tuple[str, str | None]:
-    """(`name`, None) where pictures can be drawn with this class, else (Euler's method, the reason)."""
+    """Return (`name`, None) if pictures can be drawn with this class, else (Euler's method, the reason)."""
     try:
         make_sampler(name, schedule, num_steps, torch.Generator(), torch.device("cpu"))
     except InputError as error:
@@ -207,9 +229,17 @@ def choose_sampler(name: str, schedule: NoiseSchedule, num_steps: int) -> tuple[
 def make_sampler(
     name: str, schedule: NoiseSchedule, num_steps: int, generator: torch.Generator, device: torch.device
 ) -> Sampler:
-    """The sampler of diffusers' class `name`. generator: of all noise that it adds.
+    """Make the sampler of diffusers' class `name`.
 
-    Raises InputError with the reason when pictures cannot be drawn with it.
+    Args:
+        name: Class of diffusers.
+        schedule: The noise schedule.
+        num_steps: Number of sampling steps.
+        generator: Source of all noise that the sampler adds.
+        device: Device of its tensors.
+
+    Raises:
+        InputError: Pictures cannot be drawn with it; the message is the reason.
     """
     kind = _sampler_class(name, schedule)
     settings = dict(schedule.config)
@@ -218,7 +248,7 @@ def make_sampler(
     try:
         scheduler = kind.from_config(settings)
         with warnings.catch_warnings():
-            # Some give numpy a tensor to copy, of which numpy 2 warns.
+            # Some let numpy copy a tensor, and numpy 2 warns of that.
             warnings.filterwarnings("ignore", message="__array_", category=DeprecationWarning)
             scheduler.set_timesteps(num_steps, device=device)
     except (ImportError, ValueError, NotImplementedError) as error:

@@ -1,4 +1,4 @@
-"""Dropout that a published config asks for, and that the base is trained without."""
+"""Dropout in a published config. The base is trained without it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,28 @@ from typing import Any
 RANDOM = re.compile(r"drop|jitter")
 """Part of the names of fields that make a forward random in training: hidden_dropout, attn_pdrop, layerdrop, ..."""
 HEADS = re.compile(r"classif|summary")
-"""Part of those that belong to a head of a classifier, which no model here has."""
+"""Part of the names of fields for the head of a classifier, which no model here has."""
 
 
-def asked_dropout(config: Mapping[str, Any]) -> dict[str, float]:
-    """{field: share} of the fields that ask for dropout. config: a component's; fields of its parts are dotted."""
-    found: dict[str, float] = {}
+def configured_dropout(config: Mapping[str, Any]) -> dict[str, float]:
+    """{field: share} of a component's fields that ask for dropout; nested fields are dotted."""
+    shares: dict[str, float] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
-            found |= {f"{name}.{field}": share for field, share in asked_dropout(value).items()}
+            shares |= {f"{name}.{field}": share for field, share in configured_dropout(value).items()}
         elif RANDOM.search(str(name)) and not HEADS.search(str(name)) and _is_share(value):
-            found[str(name)] = float(value)
-    return found
+            shares[str(name)] = float(value)
+    return shares
 
 
-def dropout_warning(file: Path, asked: Mapping[str, float]) -> str:
-    """A sentence for the user. file: the config.  asked: `asked_dropout` of it, not empty."""
-    fields = ", ".join(f"{name} {share:g}" for name, share in asked.items())
+def dropout_warning(file: Path, shares: Mapping[str, float]) -> str:
+    """The warning for the user.
+
+    Args:
+        file: The config.
+        shares: Its `configured_dropout`, not empty.
+    """
+    fields = ", ".join(f"{name} {share:g}" for name, share in shares.items())
     return (
         f"{file} asks for dropout in training ({fields}); the base is trained without it, because its masks would "
         "not repeat when a block is recomputed, after a resume and on another number of ranks"

@@ -1,4 +1,4 @@
-"""Flow matching as families train and sample it. sigma 0 = data, 1 = noise."""
+"""Flow matching: the loss, and sampling with Euler's method. sigma 0 = data, 1 = noise."""
 
 from __future__ import annotations
 
@@ -36,9 +36,13 @@ def flow_loss(
 ) -> Loss:
     """The error of the predicted velocity at one timestep per item.
 
-    objective, shift: the family's.  batch: "latents" (B, ..., h, w), "weight" (B,) and perhaps "mask" (B, h, w).
-    num_tokens: tokens per image, on which the shift depends.  predict: (noisy latents, sigma (B,)) -> velocity, shaped
-    as the latents.
+    Args:
+        objective: The section of the config.
+        shift: The family's shift.
+        batch: "latents" (B, ..., h, w), "weight" (B,) and optionally "mask" (B, h, w).
+        num_tokens: Tokens per image, for the shift.
+        rng: Random numbers of the items.
+        predict: (noisy latents, sigma (B,)) -> velocity, in the shape of the latents.
     """
     latents = batch["latents"]
     sigma = draw_sigma(objective, shift, num_tokens, rng)
@@ -50,10 +54,15 @@ def flow_loss(
 def euler_scheduler(
     config: Mapping[str, Any], num_steps: int, device: torch.device, mu: float | None = None, **sigmas: Any
 ) -> Any:
-    """diffusers' flow-matching Euler scheduler, ready for `denoise`.
+    """Make diffusers' flow-matching Euler scheduler, ready for `denoise`.
 
-    mu: logarithm of the shift, where the config asks for a dynamic one.  sigmas: `sigmas=spaced_sigmas(num_steps)`
-    for models whose pipeline gives the noise levels before the shift itself; else the scheduler spaces them.
+    Args:
+        config: Content of scheduler_config.json.
+        num_steps: Number of sampling steps.
+        device: Device of its tensors.
+        mu: Logarithm of the shift, where the config asks for a dynamic shift.
+        sigmas: `sigmas=spaced_sigmas(num_steps)` for models whose pipeline passes the noise levels before the shift;
+            else the scheduler spaces them.
     """
     from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
@@ -70,12 +79,12 @@ def linear_mu_of(config: Mapping[str, Any], num_tokens: int) -> float:
 
 
 def spaced_sigmas(num_steps: int) -> Any:
-    """Equally spaced noise levels from 1 to 1 / num_steps: (num_steps,) of numpy."""
+    """Equally spaced noise levels from 1 to 1 / num_steps: a numpy array (num_steps,)."""
     return np.linspace(1.0, 1 / num_steps, num_steps)
 
 
 def denoise(scheduler: Any, noise: Tensor, predict: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """From noise to latents, step by step. predict: (latents (1, ...), sigma (1,)) -> velocity, shaped like latents."""
+    """Denoise to latents step by step. predict: (latents (1, ...), sigma (1,)) -> velocity, shaped like latents."""
     latents = noise
     for timestep in scheduler.timesteps:
         prediction = predict(latents, timestep.expand(1) / 1000)
@@ -83,13 +92,13 @@ def denoise(scheduler: Any, noise: Tensor, predict: Callable[[Tensor, Tensor], T
     return latents
 
 
-def asked(text: Example, negative: Example | None, guidance: float) -> list[Example]:
-    """What each step of classifier-free guidance asks the model for: the negative prompt only where it counts."""
+def guidance_inputs(text: Example, negative: Example | None, guidance: float) -> list[Example]:
+    """The texts that each step of classifier-free guidance runs the model on; the negative one only with guidance."""
     return [text] if negative is None or guidance <= 1 else [text, negative]
 
 
 def guided(predictions: Sequence[Tensor], guidance: float) -> Tensor:
-    """Classifier-free guidance (arXiv 2207.12598) of the predictions for `asked`."""
+    """Combine the predictions for `guidance_inputs` by classifier-free guidance (arXiv 2207.12598)."""
     if len(predictions) == 1:
         return predictions[0]
     positive, negative = predictions
@@ -97,7 +106,7 @@ def guided(predictions: Sequence[Tensor], guidance: float) -> Tensor:
 
 
 def write_euler_scheduler(folder: Path, config: Mapping[str, Any]) -> None:
-    """The scheduler of a tiny model."""
+    """Write the scheduler of a tiny model."""
     from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
     FlowMatchEulerDiscreteScheduler(**config).save_pretrained(folder)

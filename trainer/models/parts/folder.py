@@ -1,4 +1,4 @@
-"""A model's folder on disk: found, read, checked, fingerprinted and, for tiny models, written once."""
+"""Finds, reads, checks and fingerprints a model's folder on disk; writes the folders of tiny models."""
 
 from __future__ import annotations
 
@@ -29,10 +29,13 @@ TRANSFORMERS_STEM = "model"
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A diffusers folder. field: the config field that named it, for error messages.
+    """A diffusers folder.
 
-    single: file that holds the denoiser, and perhaps other parts, instead of the folder's own weights.
-    expects: what such a folder is called.
+    Attributes:
+        field: The config field that names it, for error messages.
+        path: The folder.
+        single: File with the denoiser, and perhaps other parts, that replaces the folder's own weights.
+        expects: The kind of folder, for error messages.
     """
 
     field: str
@@ -41,14 +44,11 @@ class ModelFolder:
     expects: str = "a diffusers folder"
 
     def read(self, name: str) -> dict[str, Any]:
-        """One of its JSON files, as `scheduler/scheduler_config.json`.
-
-        Raises InputError when the file is missing or no JSON object.
-        """
+        """Read a JSON file of the folder, as `scheduler/scheduler_config.json`. Raises InputError as `read_json`."""
         return read_json(self.field, self.path, name, self.expects)
 
     def config(self, component: str, class_name: str) -> dict[str, Any]:
-        """Config of a diffusers model. Raises InputError when it describes another class."""
+        """Read the config of a diffusers model. Raises InputError when it describes another class."""
         config = self._plain_config(component)
         kind = config.get("_class_name")
         if kind != class_name:
@@ -59,9 +59,14 @@ class ModelFolder:
         return config
 
     def encoder_config(self, component: str, *model_types: str) -> dict[str, Any]:
-        """Config of a text encoder of transformers. Raises InputError when it is of another type.
+        """Read the config of a text encoder of transformers.
 
-        model_types: of the whole, or of its part for text where it also reads pictures.
+        Args:
+            component: The encoder.
+            model_types: Allowed types of the whole model, or of its text part if it also reads pictures.
+
+        Raises:
+            InputError: The config has another type.
         """
         config = self._plain_config(component)
         kind = config.get("model_type")
@@ -73,18 +78,18 @@ class ModelFolder:
         return config
 
     def _plain_config(self, component: str) -> dict[str, Any]:
-        """A component's config without how its weights are stored, which their own file tells."""
+        """A component's config without the storage format of its weights, which their own file holds."""
         config = self.read(f"{component}/config.json")
         return {key: value for key, value in config.items() if key != "quantization_config"}
 
     def weights(
         self, component: str, stem: str = DIFFUSERS_STEM, rename: Callable[[str], str | None] = lambda key: key
     ) -> WeightFiles:
-        """A component's tensors. stem: name of its files without number and ending."""
+        """A component's tensors. stem: name of its files without number and suffix."""
         return WeightFiles.read(safetensors_in(self.path / component, stem), rename)
 
     def markers(self, names: Iterable[str]) -> frozenset[str]:
-        """Those of some tensors that the single file has."""
+        """The `names` that are tensors of the single file."""
         stored = WeightFiles.read([self.single]).entries if self.single else {}
         return frozenset(name for name in names if name in stored)
 
@@ -96,12 +101,17 @@ class ModelFolder:
         stem: str = DIFFUSERS_STEM,
         markers: Collection[str] = (),
     ) -> WeightFiles:
-        """The tensors of `empty`, the denoiser, from its own file if there is one.
+        """The tensors of the denoiser `empty`, from the single file if there is one.
 
-        component: its folder, empty where its files lie beside the other parts.  layout: of the files its publishers
-        and other programs write, which are read as well as diffusers'.  stem: as for `weights`.  markers: names of
-        tensors that only say how the model was trained.
-        Raises InputError when there are tensors that the model does not have.
+        Args:
+            component: The denoiser's folder; empty where its files lie next to the other parts.
+            empty: The denoiser on the meta device.
+            layout: Tensor names of its publishers and other programs, which are read as well as diffusers' names.
+            stem: As for `weights`.
+            markers: Names of tensors that only mark how the model was trained.
+
+        Raises:
+            InputError: A file has tensors that the model does not have.
         """
         files = [self.single] if self.single else safetensors_in(self.path / component, stem)
         shapes = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items()}
@@ -116,24 +126,30 @@ class ModelFolder:
         return weights
 
     def original_weights(self, empty: nn.Module, layout: Iterable[Fused]) -> WeightFiles | None:
-        """The tensors of `empty`, another component, from the file of the denoiser if that holds them by `layout`."""
+        """The tensors of another component `empty`, from the single file if that holds them under `layout`'s names."""
         if self.single is None:
             return None
         layout = tuple(layout)
         names = {tensor.name for tensor in layout}
-        found = WeightFiles.read([self.single], lambda key: key if key in names else None)
+        stored = WeightFiles.read([self.single], lambda key: key if key in names else None)
         shapes = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items()}
-        return found.by_our_names(layout, shapes) if len(found) else None
+        return stored.by_our_names(layout, shapes) if len(stored) else None
 
     def digest(self, *components: str) -> str:
-        """Changes when a file of the components changes, or one of the files that are named."""
+        """A digest that changes with the files of `components`, which are folders or files."""
         return digest(self.path / component for component in components)
 
 
 def open_folder(model: ModelConfig, architectures: Iterable[str], write_tiny: Callable[[], Path]) -> ModelFolder:
-    """The folder that the config names; for `tiny` the one that `write_tiny` returns, for `demo` our own.
+    """Find the folder that the config names; for `tiny` the one that `write_tiny` returns, for `demo` our own.
 
-    architectures: allowed values of `model.options.architecture`.  Raises InputError for what cannot be found.
+    Args:
+        model: The section `model` of the config.
+        architectures: Allowed values of `model.options.architecture`.
+        write_tiny: Writes the folder of a tiny model and returns it.
+
+    Raises:
+        InputError: The folder or the single file cannot be found.
     """
     _check_paths(model, tuple(architectures))
     if model.path == "tiny":
@@ -146,9 +162,16 @@ def open_folder(model: ModelConfig, architectures: Iterable[str], write_tiny: Ca
 
 
 def check_architecture(model: ModelConfig, folder: ModelFolder, published: Mapping[str, Any], found: Any) -> None:
-    """Refuse weights on disk that are not the architecture the config names; `tiny` only imitates it.
+    """Refuse weights on disk of another architecture than the config names; `tiny` only imitates it.
 
-    published: {name: its sizes}, which print as in "has {sizes}".  found: those of the folder.
+    Args:
+        model: The section `model` of the config.
+        folder: The model's folder.
+        published: {name: sizes}; the sizes print as in "has {sizes}".
+        found: The sizes of the folder's model.
+
+    Raises:
+        InputError: The sizes differ.
     """
     name = model.options.architecture
     if name is None or model.path == "tiny" or found == published[name]:
@@ -160,9 +183,15 @@ def check_architecture(model: ModelConfig, folder: ModelFolder, published: Mappi
 
 
 def check_inputs(folder: ModelFolder, reads: tuple[int, int], given: tuple[int, int]) -> None:
-    """Refuse parts that do not fit together. reads: latent channels and text features of the denoiser.
+    """Refuse parts that do not fit together.
 
-    given: those of the autoencoder and the text encoder.
+    Args:
+        folder: The model's folder.
+        reads: Latent channels and text features that the denoiser reads.
+        given: Latent channels of the autoencoder and text features of the text encoder.
+
+    Raises:
+        InputError: They differ.
     """
     if reads != given:
         raise InputError(
@@ -172,9 +201,16 @@ def check_inputs(folder: ModelFolder, reads: tuple[int, int], given: tuple[int, 
 
 
 def read_json(field: str, folder: Path, name: str, expects: str = "a diffusers folder") -> dict[str, Any]:
-    """One of the folder's JSON files, as `transformer/config.json`.
+    """Read a JSON file of a folder, as `transformer/config.json`.
 
-    field: the config field that named the folder. Raises InputError when the file is missing or no JSON object.
+    Args:
+        field: The config field that names the folder.
+        folder: The folder.
+        name: The file.
+        expects: The kind of folder, for error messages.
+
+    Raises:
+        InputError: The file is missing or is not a JSON object.
     """
     file = folder / name
     try:
@@ -188,15 +224,15 @@ def read_json(field: str, folder: Path, name: str, expects: str = "a diffusers f
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file}: not valid JSON ({error}); download it again") from error
     if not isinstance(content, dict):
-        raise InputError(f"{file}: holds no JSON object; download it again")
+        raise InputError(f"{file}: not a JSON object; download it again")
     return content
 
 
 def write_once(folder: Path, write: Callable[[Path], None]) -> Path:
-    """`folder`, filled by `write(empty folder)` unless it exists.
+    """Return `folder`, filled by `write(empty folder)` unless it exists.
 
-    Other processes see the whole folder or none: it is written beside its place and renamed. When several write it
-    at once the first one's stays.
+    Other processes see the complete folder or none: it is written under another name and renamed. When several
+    processes write it at once, the first one's folder stays.
     """
     if folder.is_dir():
         return folder
@@ -217,16 +253,24 @@ def write_once(folder: Path, write: Callable[[Path], None]) -> Path:
 def write_tiny(cache: Path, name: str, version: int, configs: Mapping[str, Any], write: Callable[[Path], None]) -> Path:
     """The folder of a tiny model under `cache`, written on first use.
 
-    configs: part of the folder's name, as is version: raise it when equal configs are to give other files.
+    Args:
+        cache: Folder shared by runs.
+        name: Part of the folder's name.
+        version: Part of the folder's name; raise it when equal configs give other files than before.
+        configs: Part of the folder's name.
+        write: Writes the files into an empty folder.
     """
     key = hashlib.sha256(json.dumps([version, configs], sort_keys=True).encode()).hexdigest()[:12]
     return write_once(cache / f"tiny-{name}-{key}", write)
 
 
 def write_random(folder: Path, build: Callable[[], Any], name: str | None = None) -> None:
-    """A component of diffusers or transformers with random weights. build: makes it; run on the meta device.
+    """Write a component of diffusers or transformers with random weights.
 
-    name: what they are drawn from; None takes the folder's.
+    Args:
+        folder: The component's folder.
+        build: Builds the component; called on the meta device.
+        name: Seed of the weights; None takes the folder's name.
     """
     with torch.device("meta"):
         module = build()
@@ -235,19 +279,19 @@ def write_random(folder: Path, build: Callable[[], Any], name: str | None = None
 
 
 def save_module(folder: Path, module: Any) -> None:
-    """What `save_pretrained` of diffusers and transformers writes."""
+    """Write a module as `save_pretrained` of diffusers and transformers does."""
     from diffusers.models.modeling_utils import ModelMixin
 
     if isinstance(module, ModelMixin):
         module.save_pretrained(folder)
     else:
-        # transformers' own would draw a progress bar.
+        # save_pretrained of transformers would draw a progress bar.
         module.config.save_pretrained(folder)
         save_file(stored_tensors(module), folder / f"{TRANSFORMERS_STEM}.safetensors", metadata={"format": "pt"})
 
 
 def write_model_index(folder: Path, pipeline: str, **parts: tuple[str, str] | None) -> None:
-    """What diffusers needs to read the folder as a pipeline. parts: {component: (library, class)}."""
+    """Write the index that makes the folder a pipeline of diffusers. parts: {component: (library, class)}."""
     index = {"_class_name": pipeline} | {name: part or (None, None) for name, part in sorted(parts.items())}
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""The tensors of a model as its original single file names them."""
+"""Maps the tensors of a model to their names in its original single file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import nn
 from trainer.weights.files import Fused
 
 SCALES = ("query_norm", "key_norm")
-"""Norms of the original files whose weight is called `scale`."""
+"""Norms whose weight is called `scale` in the original files."""
 
 
 def numbered(original: str, ours: str, model: nn.Module, modules: Mapping[str, tuple[str, ...]]) -> Iterator[Fused]:
-    """The modules of a list of equal blocks: `original.0` is `model`'s `ours.0`, and so on."""
+    """Map the modules of a list of equal blocks: `original.0` to `ours.0` of `model`, and so on."""
     blocks = model.get_submodule(ours)
     assert isinstance(blocks, nn.ModuleList)
     for number in range(len(blocks)):
@@ -22,10 +22,7 @@ def numbered(original: str, ours: str, model: nn.Module, modules: Mapping[str, t
 
 
 def tensors_of(model: nn.Module, modules: Iterable[Fused]) -> tuple[Fused, ...]:
-    """From names of modules to names of their tensors; modules that the model does not have are left out.
-
-    modules: may hold the name of a buffer.
-    """
+    """Map the tensors of `modules`, which may include buffers; modules that the model does not have are left out."""
     names = model.state_dict().keys()
     return tuple(tensor for module in modules for tensor in _tensors(module, names))
 

@@ -1,4 +1,4 @@
-"""Names of other programs for latent diffusion's modules: the original single file's, and older versions'."""
+"""Names of latent diffusion's tensors in the original single file and in older versions of diffusers."""
 
 from __future__ import annotations
 
@@ -41,54 +41,54 @@ _VAE_ATTENTION = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "
 
 
 def unet_layout(unet: Any) -> Iterator[Fused]:
-    """Original numbers count resnets, and samplers that stand between them, through all levels."""
-    places = dict(_UNET_ENDS)
-    places |= _numbered_down(unet.down_blocks) | _numbered_up(unet.up_blocks)
+    """Map the U-Net's tensors. The original numbers count resnets and the samplers between them through all levels."""
+    modules = dict(_UNET_ENDS)
+    modules |= _numbered_down(unet.down_blocks) | _numbered_up(unet.up_blocks)
     middle = {"resnets.0": "0", "attentions.0": "1", "resnets.1": "2"}
-    places |= {f"mid_block.{ours}": f"middle_block.{theirs}" for ours, theirs in middle.items()}
+    modules |= {f"mid_block.{ours}": f"middle_block.{theirs}" for ours, theirs in middle.items()}
     for name in unet.state_dict():
-        place = _place_of(name, places)
-        inside = name.removeprefix(f"{place}.")
+        module = next(module for module in modules if name.startswith(f"{module}."))
+        inside = name.removeprefix(f"{module}.")
         if ".resnets." in name:
             inside = _renamed(inside, _UNET_RESNET)
-        yield Fused(f"{UNET_PREFIX}{places[place]}.{inside}", (name,))
+        yield Fused(f"{UNET_PREFIX}{modules[module]}.{inside}", (name,))
 
 
 def _numbered_down(blocks: Any) -> dict[str, str]:
-    places: dict[str, str] = {}
+    modules: dict[str, str] = {}
     number = 1
     for level, block in enumerate(blocks):
         for i in range(len(block.resnets)):
-            places[f"down_blocks.{level}.resnets.{i}"] = f"input_blocks.{number}.0"
-            places[f"down_blocks.{level}.attentions.{i}"] = f"input_blocks.{number}.1"
+            modules[f"down_blocks.{level}.resnets.{i}"] = f"input_blocks.{number}.0"
+            modules[f"down_blocks.{level}.attentions.{i}"] = f"input_blocks.{number}.1"
             number += 1
         if block.downsamplers is not None:
-            places[f"down_blocks.{level}.downsamplers.0.conv"] = f"input_blocks.{number}.0.op"
+            modules[f"down_blocks.{level}.downsamplers.0.conv"] = f"input_blocks.{number}.0.op"
             number += 1
-    return places
+    return modules
 
 
 def _numbered_up(blocks: Any) -> dict[str, str]:
-    places: dict[str, str] = {}
+    modules: dict[str, str] = {}
     number = 0
     for level, block in enumerate(blocks):
         for i in range(len(block.resnets)):
-            places[f"up_blocks.{level}.resnets.{i}"] = f"output_blocks.{number}.0"
-            places[f"up_blocks.{level}.attentions.{i}"] = f"output_blocks.{number}.1"
+            modules[f"up_blocks.{level}.resnets.{i}"] = f"output_blocks.{number}.0"
+            modules[f"up_blocks.{level}.attentions.{i}"] = f"output_blocks.{number}.1"
             number += 1
         sampler = 2 if "attentions" in dict(block.named_children()) else 1
-        places[f"up_blocks.{level}.upsamplers.0.conv"] = f"output_blocks.{number - 1}.{sampler}.conv"
-    return places
+        modules[f"up_blocks.{level}.upsamplers.0.conv"] = f"output_blocks.{number - 1}.{sampler}.conv"
+    return modules
 
 
 def clip_layout(names: Iterable[str]) -> Iterator[Fused]:
-    """The first text encoder's tensors `names`, which the original knows by transformers' older names."""
+    """Map the first text encoder's tensors `names`; the original uses transformers' older names."""
     for name in names:
         yield Fused(FIRST_CLIP_PREFIX + name, (name,))
 
 
 def open_clip_layout(num_layers: int) -> Iterator[Fused]:
-    """open_clip's names: q, k and v are one matrix, and the projection is multiplied from the right."""
+    """Map to open_clip's names: q, k and v are one matrix, and the projection is transposed."""
     ours, theirs = "text_model", SECOND_CLIP_PREFIX
     yield Fused(f"{theirs}token_embedding.weight", (f"{ours}.embeddings.token_embedding.weight",))
     yield Fused(f"{theirs}positional_embedding", (f"{ours}.embeddings.position_embedding.weight",))
@@ -104,7 +104,8 @@ def open_clip_layout(num_layers: int) -> Iterator[Fused]:
 
 
 def vae_layout(vae: Any, prefix: str = VAE_PREFIX) -> Iterator[Fused]:
-    """The decoder's levels are counted from the image on, and its linear layers are convolutions of one pixel."""
+    """Map the autoencoder's tensors. The original counts the decoder's levels from the image, and its linear layers are
+    convolutions of one pixel."""
     last = len(vae.decoder.up_blocks) - 1
     for name, tensor in vae.state_dict().items():
         original = name.replace("mid_block.resnets.0", "mid.block_1").replace("mid_block.resnets.1", "mid.block_2")
@@ -119,10 +120,6 @@ def vae_layout(vae: Any, prefix: str = VAE_PREFIX) -> Iterator[Fused]:
         yield Fused(prefix + original, (name,), pointwise=bool(is_attention) and tensor.dim() == 2)
 
 
-def _place_of(name: str, places: Mapping[str, str]) -> str:
-    return next(place for place in places if name.startswith(f"{place}."))
-
-
 def _renamed(name: str, names: Mapping[str, str]) -> str:
     """`conv1.weight` -> `in_layers.2.weight`."""
     module, _, kind = name.rpartition(".")
@@ -133,5 +130,5 @@ _OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": 
 
 
 def vae_key(key: str) -> str:
-    """Name of an autoencoder's tensor today; older files name its attention otherwise."""
+    """The current name of an autoencoder's tensor; older files have other names for its attention."""
     return re.sub(r"(?<=\.attentions\.0\.)(query|key|value|proj_attn)\b", lambda old: _OLD_ATTENTION[old[0]], key)

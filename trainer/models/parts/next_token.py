@@ -1,4 +1,4 @@
-"""Causal language models of transformers: built from a config, given packed documents, and their loss."""
+"""Causal language models of transformers: building, loss over packed documents, and generation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.rng import SampleRng
 
 
 def build_language_model(config: Any) -> Any:
-    """The model on the meta device, fp32. config: transformers' own, of any model for text."""
+    """Build the model on the meta device, fp32. config: transformers' config of any text model."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -25,25 +25,33 @@ def build_language_model(config: Any) -> Any:
 
 
 def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """What a model computes when it is made and no file holds, as rotary frequencies, by name, on the CPU.
+    """Buffers that a model computes on construction and no file holds, as rotary frequencies: by name, on the CPU.
 
-    model: on the meta device, which has lost them. Raises InputError for a module that cannot be made again.
+    Args:
+        model: The model on the meta device, which has lost the values.
+
+    Raises:
+        InputError: A module cannot be built a second time.
     """
-    found: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         lost = sorted(module._non_persistent_buffers_set)
         if not lost:
             continue
-        values = _made_again(name, module)
-        found |= {f"{name}.{buffer}": values[buffer] for buffer in lost}
-    return found
+        values = _rebuilt_buffers(name, module)
+        buffers |= {f"{name}.{buffer}": values[buffer] for buffer in lost}
+    return buffers
 
 
 def block_names(model: Any, named: str | None = None) -> tuple[str, ...]:
     """Class names of the modules that are sharded one by one.
 
-    named: as the user gives them, separated by commas; None takes those that the model itself says must not be split.
-    Raises InputError for a name that no module has.
+    Args:
+        model: The model.
+        named: The user's names, comma-separated; None takes the classes that the model itself declares unsplittable.
+
+    Raises:
+        InputError: No module has one of the names.
     """
     kinds = {type(module).__name__ for module in model.modules()}
     if named is None:
@@ -56,9 +64,9 @@ def block_names(model: Any, named: str | None = None) -> tuple[str, ...]:
 
 
 def restarting_positions(documents: Tensor) -> Tensor:
-    """(B, L): each token's place in its document. documents: (B, L) numbers of the documents packed into each row.
+    """Each token's position in its document, (B, L). documents: (B, L) index of the document of each token.
 
-    transformers' attention stays inside a document where positions begin again, for sliding windows too.
+    Where positions restart, transformers' attention stays within a document, also with sliding windows.
     """
     steps = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = torch.ones_like(documents, dtype=torch.bool)
@@ -67,11 +75,15 @@ def restarting_positions(documents: Tensor) -> Tensor:
 
 
 def next_token_loss(logits: Tensor, tokens: Tensor, learned: Tensor, weight: Tensor) -> Loss:
-    """Cross-entropy of each learned token, given those before it in its document.
+    """Cross-entropy of each learned token, given the tokens before it in its document.
 
-    logits: (B, L, vocabulary).  tokens: (B, L).  learned: (B, L) whether a token is predicted; never the first of a
-    document.  weight: (B,) of the rows, 0 for padding. The loss of a step is one mean over all learned tokens of all
-    ranks and passes, however many each row has.
+    The loss of a step is one mean over all learned tokens of all ranks and passes, however many each row has.
+
+    Args:
+        logits: (B, L, vocabulary).
+        tokens: (B, L).
+        learned: (B, L) whether a token is predicted; never the first of a document.
+        weight: (B,) weight of the rows, 0 for padding.
     """
     weights = learned[:, 1:] * weight[:, None]
     losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
@@ -80,30 +92,42 @@ def next_token_loss(logits: Tensor, tokens: Tensor, learned: Tensor, weight: Ten
 
 @torch.no_grad()
 def continue_text(model: Any, tokens: Tensor, count: int, temperature: float, end: int, rng: SampleRng) -> Tensor:
-    """(up to `count`,) token ids that follow `tokens`, without `end`, the end of the text.
+    """Generate token ids that follow `tokens`.
 
-    tokens: (L,), at least one, on the model's device.  temperature: of the distribution that is drawn from; 0 takes the
-    likeliest.  rng: of this text. The model is called `count` times whenever the text ends, so that ranks that share a
-    sharded model stay together.
+    The model is called `count` times wherever the text ends, so that ranks that share a sharded model stay together.
+
+    Args:
+        model: The language model.
+        tokens: (L,), at least one, on the model's device.
+        count: Number of tokens to generate.
+        temperature: Temperature of the distribution; 0 takes the likeliest token.
+        end: Id of the end of the text.
+        rng: Random numbers of this text.
+
+    Returns:
+        (up to `count`,) ids, without `end`.
     """
     from transformers import DynamicCache
 
-    # transformers 5.24 gave it this name. Sharding makes a class of its own, which inherits `forward`.
+    # transformers 5.24 renamed the argument to `cache`. Sharding makes a class of its own, which inherits `forward`.
     name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
-    cache, given, found = {name: DynamicCache(config=model.config)}, tokens[None], []
+    cache, inputs, ids = {name: DynamicCache(config=model.config)}, tokens[None], []
     draws = rng.generators("text")
     for _ in range(count):
-        logits = model(input_ids=given, **cache, use_cache=True, logits_to_keep=1).logits[0, -1]
-        given = drawn_token(logits.float(), temperature, draws[0]).view(1, 1)
-        found.append(int(given))
-    length = found.index(end) if end in found else count
-    return torch.tensor(found[:length], dtype=tokens.dtype)
+        logits = model(input_ids=inputs, **cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+        inputs = draw_token(logits.float(), temperature, draws[0]).view(1, 1)
+        ids.append(int(inputs))
+    length = ids.index(end) if end in ids else count
+    return torch.tensor(ids[:length], dtype=tokens.dtype)
 
 
-def drawn_token(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    """One token id, (). logits: (vocabulary,).  temperature: 0 takes the likeliest.
+def draw_token(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+    """Draw one token id, (). The random number is drawn on the CPU, so that it is equal for every accelerator.
 
-    The random number is drawn on the CPU, the same for every accelerator.
+    Args:
+        logits: (vocabulary,).
+        temperature: Temperature of the distribution; 0 takes the likeliest token.
+        generator: Source of the random number, on the CPU.
     """
     if temperature == 0:
         return logits.argmax()
@@ -112,11 +136,11 @@ def drawn_token(logits: Tensor, temperature: float, generator: torch.Generator) 
     return (shares < quantile * shares[-1]).sum().clamp(max=len(logits) - 1)
 
 
-def _made_again(name: str, module: nn.Module) -> dict[str, Tensor]:
-    """The buffers of a module made a second time, not on the meta device."""
+def _rebuilt_buffers(name: str, module: nn.Module) -> dict[str, Tensor]:
+    """Build a module a second time, not on the meta device, and return its buffers."""
     if "config" in inspect.signature(type(module).__init__).parameters:
-        made: nn.Module = type(module)(config=module.config)
-        return dict(made.named_buffers())
+        rebuilt: nn.Module = type(module)(config=module.config)
+        return dict(rebuilt.named_buffers())
     if "scalar_embed_scale" in vars(module):  # Gemma's embedding
         return {"embed_scale": torch.tensor(module.scalar_embed_scale)}
     lost = ", ".join(sorted(module._non_persistent_buffers_set))

@@ -1,4 +1,4 @@
-"""The autoencoder whose latents are packed: 2 x 2 of its pixels are one token, normalised by batch statistics."""
+"""The autoencoder with packed latents: 2 x 2 latent pixels are one token, normalised by batch-norm statistics."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from trainer.rng import generator
 
 
 def build_packed_vae(config: Mapping[str, Any]) -> AutoencoderKLFlux2:
-    """The autoencoder on the meta device."""
+    """Build the autoencoder on the meta device."""
     with torch.device("meta"):
         return AutoencoderKLFlux2.from_config(dict(config))
 
 
 def encode_packed(vae: Any, image: Image.Image) -> Tensor:
-    """Normalised latents of an RGB image: (1, 4C, H/16, W/16). The mean of the posterior, not a draw."""
+    """Encode an RGB image to normalised latents (1, 4C, H/16, W/16), the mean of the posterior, not a sample."""
     latents = patchify(vae.encode(pixels_of(image, device_of(vae))).latent_dist.mode())
     mean, std = latent_statistics(vae)
     return (latents - mean) / std
 
 
 def decode_packed(vae: Any, latents: Tensor) -> Image.Image:
-    """The picture of normalised latents (1, 4C, h, w)."""
+    """Decode normalised latents (1, 4C, h, w) to a picture."""
     mean, std = latent_statistics(vae)
     return picture_of(vae.decode(unpatchify(latents * std + mean), return_dict=False)[0])
 
@@ -47,7 +47,7 @@ PACKED_VAE = {
     "latent_channels": 32,
     "norm_num_groups": 32,
 }
-"""Sizes of the published autoencoder, in place of a tiny one's."""
+"""Sizes of the published autoencoder, which replace a tiny one's."""
 
 
 def tiny_packed_vae() -> dict[str, Any]:
@@ -56,7 +56,10 @@ def tiny_packed_vae() -> dict[str, Any]:
 
 
 def write_tiny_packed_vae(folder: Path, config: Mapping[str, Any]) -> None:
-    """The batch-norm statistics are those of coloured squares, so that normalised latents have about unit variance."""
+    """Write a tiny autoencoder with random weights.
+
+    Its batch-norm statistics are those of coloured squares, so that normalised latents have about unit variance.
+    """
     vae = build_packed_vae(config)
     fill_random(vae, "vae")
     vae.bn.momentum = 1.0

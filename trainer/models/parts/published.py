@@ -1,4 +1,4 @@
-"""Folders with the configs of published models, for what must be known of them before they are downloaded."""
+"""Folders with the configs of published models, for planning before the models are downloaded."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from trainer.models.parts.folder import write_once
 
 
 def published_folder(model: ModelConfig, cache: Path) -> Path:
-    """A diffusers folder under `cache` that describes the published model `model.options.architecture`.
+    """Make a diffusers folder under `cache` that describes the published model `model.options.architecture`.
 
-    None is the family's default. Its files of weights hold no tensors, and the words of its tokenizers are those of a
-    tiny model: for building on the meta device only. Raises InputError for an architecture that the family does not
-    have.
+    Without an architecture, it describes the family's default. Its weight files hold no tensors, and its tokenizers
+    have the vocabulary of a tiny model: it serves only for building on the meta device.
+
+    Raises:
+        InputError: The family does not have the architecture.
     """
     family = families.get(model.family)
     architecture = model.options.architecture or family.default_architecture
@@ -46,6 +48,6 @@ def published_folder(model: ModelConfig, cache: Path) -> Path:
 
 def _replace(file: Path, values: dict[str, Any]) -> None:
     config = json.loads(file.read_text(encoding="utf-8"))
-    text = config.get("text_config", config)  # of encoders that also read pictures
+    text = config.get("text_config", config)  # encoders that also read pictures have it
     text |= values
     file.write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -19,19 +19,19 @@ T5_BLOCKS = ("T5Block",)
 
 
 def load_t5(load: LoadModule, folder: ModelFolder, component: str, tokenizer: str) -> TextEncoder:
-    """The frozen encoder of `component`, sharded layer by layer, with the tokenizer of folder `tokenizer`."""
+    """Load the frozen encoder of `component`, sharded layer by layer, with the tokenizer of folder `tokenizer`."""
     from transformers import T5Config, T5EncoderModel
 
     config = T5Config.from_dict(folder.encoder_config(component, *T5_TYPES))
     with torch.device("meta"):
-        # Without the outer model there is one embedding, not two that are tied and come apart on leaving meta.
+        # Without the outer model there is one embedding, not two tied ones, which are untied on leaving meta.
         empty = T5EncoderModel(config).encoder.float()
     model = load(empty, folder.weights(component, TRANSFORMERS_STEM, _stack_key), T5_BLOCKS)
     return TextEncoder(model, load_tokenizer(folder, tokenizer))
 
 
 def t5_states(encoder: TextEncoder, caption: str, num_tokens: int) -> Tensor:
-    """The last states, (1, num_tokens, D). Padding is attended to."""
+    """The last hidden states of a caption, (1, num_tokens, D). Padding is not masked."""
     ids = encoder.tokenizer(
         caption, padding="max_length", max_length=num_tokens, truncation=True, return_tensors="pt"
     ).input_ids
@@ -73,19 +73,19 @@ def tiny_t5(width: int) -> dict[str, Any]:
 
 
 def write_tiny_t5(folder: Path, config: dict[str, Any]) -> None:
-    """A model of `tiny_t5`'s config with random weights."""
+    """Write a model of `tiny_t5`'s config with random weights."""
     write_random(folder, lambda: _shared_embedding(config))
 
 
 def write_tiny_t5_tokenizer(folder: Path, max_tokens: int) -> None:
-    """T5's tokenizer with the letters and a few words."""
+    """Write T5's tokenizer with the letters and a few words."""
     from transformers import T5TokenizerFast
 
     T5TokenizerFast(vocab=_tiny_pieces(), extra_ids=0, model_max_length=max_tokens).save_pretrained(folder)
 
 
 def _shared_embedding(config: dict[str, Any]) -> nn.Module:
-    """The encoder with its embedding once, as files have it."""
+    """Build the encoder with its embedding only once, as in files."""
     from transformers import T5Config, T5EncoderModel
 
     model: Any = T5EncoderModel(T5Config.from_dict(config))
@@ -95,7 +95,7 @@ def _shared_embedding(config: dict[str, Any]) -> nn.Module:
 
 
 def _tiny_pieces() -> list[tuple[str, float]]:
-    """(piece, its log probability): a word is less likely than a letter, but more than all of its letters."""
+    """(piece, log probability): a word is less likely than a letter, but likelier than the sequence of its letters."""
     words = sorted({word for name in names_of_things() for word in name.split()})
     return [
         *((special, 0.0) for special in ("<pad>", "</s>", "<unk>")),

@@ -20,28 +20,34 @@ from trainer.models.parts.folder import TRANSFORMERS_STEM, ModelFolder
 from trainer.models.parts.images import device_of
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
-"""Of what tokenizers make, that which language models read."""
+"""The outputs of a tokenizer that language models read."""
 
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """A frozen text model without head, with its tokenizer."""
+    """A frozen text model without a head, and its tokenizer."""
 
     model: Any
     tokenizer: Any
 
 
 def load_tokenizer(folder: ModelFolder, name: str) -> Any:
-    """The tokenizer in the folder's folder `name`."""
+    """Load the tokenizer in the subfolder `name`."""
     from transformers import AutoTokenizer
 
     return from_folder(AutoTokenizer, folder.path / name)
 
 
 def from_folder(kind: Any, folder: Path, file: str = "") -> Any:
-    """What a class of transformers reads from a model's folder. Code that lies there is never run, nor asked about.
+    """Load an object of a transformers class from a model's folder, without running code in that folder.
 
-    file: that is read, for the message. Raises InputError where nothing but that code knows the model.
+    Args:
+        kind: Class of transformers with `from_pretrained`.
+        folder: The model's folder.
+        file: The file that is read, for the message.
+
+    Raises:
+        InputError: The model needs the code in the folder.
     """
     try:
         return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -55,7 +61,7 @@ def from_folder(kind: Any, folder: Path, file: str = "") -> Any:
 
 
 COUNTED = 1024
-"""Texts that are tokenized at once."""
+"""Number of texts that are tokenized at once."""
 
 
 def text_lengths(
@@ -66,9 +72,15 @@ def text_lengths(
     template: Callable[[str], str] = str,
     special: bool = True,
 ) -> list[TextLength]:
-    """How much of each caption an encoder reads. read: tokens that it is given at most.
+    """Measure how much of each caption an encoder reads.
 
-    template: the text around a caption.  special: whether the tokenizer adds its own beginning and end to that.
+    Args:
+        encoder: Name of the encoder.
+        tokenizer: Its tokenizer.
+        captions: The captions.
+        read: Most tokens that the encoder reads.
+        template: Puts the model's text around a caption.
+        special: Whether the tokenizer adds its own beginning and end to the result.
     """
     lengths = []
     for start in range(0, len(captions), COUNTED):
@@ -87,14 +99,19 @@ def _unread(tokenizer: Any, caption: str, text: str, read: int, special: bool) -
         text, truncation=True, max_length=read, add_special_tokens=special, return_offsets_mapping=True
     ).offset_mapping
     end = max(stop for _, stop in spans)
-    # A template may leave something out of a caption.
+    # A template may drop parts of a caption.
     return caption[max(0, end - text.rindex(caption)) :] if caption in text else text[end:]
 
 
 def language_model_config(folder: ModelFolder, *model_types: str) -> dict[str, Any]:
-    """The part of text_encoder/config.json that concerns text.
+    """The part of text_encoder/config.json for text.
 
-    model_types: as for `encoder_config`.  Raises InputError for another one, or where the sizes are missing.
+    Args:
+        folder: The model's folder.
+        model_types: As for `encoder_config`.
+
+    Raises:
+        InputError: The model has another type, or its sizes are missing.
     """
     config = folder.encoder_config("text_encoder", *model_types)
     text: dict[str, Any] = config.get("text_config", config)
@@ -107,26 +124,30 @@ def language_model_config(folder: ModelFolder, *model_types: str) -> dict[str, A
 
 
 def language_model_key(key: str) -> str | None:
-    """Name without head, vision tower and the prefixes that transformers' versions put before it."""
-    found = re.fullmatch(
+    """The name of a tensor without the prefixes of transformers' versions; None for head and vision tower."""
+    match = re.fullmatch(
         r"(?:model\.language_model\.|language_model\.model\.|model\.)?((?:embed_tokens|layers|norm)\..+)", key
     )
-    return found[1] if found else None
+    return match[1] if match else None
 
 
 def load_language_model(
     load: LoadModule, folder: ModelFolder, classes: tuple[Any, Any], config: Mapping[str, Any], layers: Sequence[int]
 ) -> TextEncoder:
-    """The language model of `text_encoder`, frozen and sharded layer by layer, without layers that nobody asks for.
+    """Load the language model of `text_encoder`, frozen and sharded layer by layer, without layers that are not used.
 
-    classes: its config and model, as (Qwen3Config, Qwen3Model).  config: `language_model_config`'s.  layers: the
-    hidden states that are wanted, as `hidden_states` counts them.
+    Args:
+        load: Loads and shards the module.
+        folder: The model's folder.
+        classes: Classes of config and model, as (Qwen3Config, Qwen3Model).
+        config: The result of `language_model_config`.
+        layers: The hidden states that are used, numbered as in `hidden_states`.
     """
-    # One layer more than the deepest state needs: the last layer's output passes the norm.
+    # One layer more than the deepest state needs, because the last layer's output is normalised.
     empty = _build_language_model(*classes, config, min(max(layers) + 1, config["num_hidden_layers"]))
     files = folder.weights("text_encoder", TRANSFORMERS_STEM, language_model_key)
     model: Any = load(empty, files, sorted({type(layer).__name__ for layer in empty.layers}))
-    # The rotary frequencies are in no file: what the meta device lost is computed again.
+    # No file holds the rotary frequencies, and the meta device lost them: they are computed again.
     model.rotary_emb = type(model.rotary_emb)(model.config).to(device_of(model))
     return TextEncoder(model, load_tokenizer(folder, "tokenizer"))
 
@@ -134,8 +155,12 @@ def load_language_model(
 def hidden_states(model: Any, tokens: Mapping[str, Tensor], layers: Sequence[int]) -> list[Tensor]:
     """Hidden states of a language model, each (1, L, D): 0 is the embeddings, the last one is normalised.
 
-    tokens: "input_ids", "attention_mask" and perhaps "position_ids", each (1, L).
-    Taken by hooks on the layers: transformers finds its own by the model's class, which sharding replaces.
+    Hooks on the layers take the states: transformers' own hooks depend on the model's class, which sharding replaces.
+
+    Args:
+        model: The language model.
+        tokens: "input_ids", "attention_mask" and optionally "position_ids", each (1, L).
+        layers: Numbers of the hidden states.
     """
     outputs: dict[int, Tensor] = {}
 
@@ -158,8 +183,14 @@ def hidden_states(model: Any, tokens: Mapping[str, Tensor], layers: Sequence[int
 def stacked_layers(model: ModelConfig, config: Mapping[str, Any], needed: int, folder: ModelFolder) -> tuple[int, ...]:
     """The hidden states that are stacked: those the config names, or evenly spaced ones, as in the published models.
 
-    config: `language_model_config`'s.  needed: features per token the transformer reads.
-    Raises InputError for states the encoder does not have, or that do not fill the transformer's input.
+    Args:
+        model: The section `model` of the config.
+        config: The result of `language_model_config`.
+        needed: Features per token that the transformer reads.
+        folder: The model's folder.
+
+    Raises:
+        InputError: The encoder does not have the states, or they do not fill the transformer's input.
     """
     depth, width = config["num_hidden_layers"], config["hidden_size"]
     wanted = needed // width
@@ -178,9 +209,9 @@ def stacked_layers(model: ModelConfig, config: Mapping[str, Any], needed: int, f
 
 
 def max_tokens(model: ModelConfig, folder: ModelFolder, tokenizer: str, published: int) -> int:
-    """The length captions are padded or cut to: that of the config, or the published model's.
+    """The length that captions are padded or cut to: that of the config, or the published model's.
 
-    A tokenizer that is made for shorter texts says so. tokenizer: its folder in the model's.
+    The tokenizer's own limit counts if it is lower. tokenizer: subfolder of the tokenizer.
     """
     longest = folder.read(f"{tokenizer}/tokenizer_config.json").get("model_max_length") or published
     return model.options.max_tokens or min(published, int(longest))
@@ -224,7 +255,7 @@ NO_LAYER_TYPES = {"layer_types": None}
 
 
 def tiny_language_model(width: int, vocabulary: int, num_layers: int) -> dict[str, Any]:
-    """What the configs of tiny language models share."""
+    """The sizes that the configs of tiny language models share."""
     return {
         "vocab_size": vocabulary,
         "hidden_size": width,
@@ -238,7 +269,7 @@ def tiny_language_model(width: int, vocabulary: int, num_layers: int) -> dict[st
 def write_tiny_tokenizer(
     folder: Path, vocabulary: int, max_tokens: int, special: Sequence[str] = TINY_SPECIAL, corpus: Sequence[str] = ()
 ) -> None:
-    """A byte-level tokenizer with a chat template, trained on `corpus` and 256 Unicode names of animals and things.
+    """Write a byte-level tokenizer with a chat template, trained on `corpus` and 256 Unicode names of things.
 
     special: tokens that are never split, numbered from 0.
     """
@@ -249,7 +280,7 @@ def write_tiny_tokenizer(
 def train_tokenizer(
     corpus: Sequence[str], vocabulary: int, max_tokens: int, special: Sequence[str], chat_template: str
 ) -> Any:
-    """A byte-level tokenizer of the Qwen kind. special: tokens that are never split, numbered from 0."""
+    """Train a byte-level tokenizer like Qwen's. special: tokens that are never split, numbered from 0."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import Qwen2TokenizerFast
 

@@ -1,4 +1,4 @@
-"""The autoencoder that most latent diffusion models have: eight pixels per latent, scaled and shifted."""
+"""The autoencoder of most latent diffusion models: eight pixels per latent, scaled and shifted."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from trainer.models.parts.images import device_of, picture_of, pixels_of
 
 
 def build_vae(config: Mapping[str, Any]) -> AutoencoderKL:
-    """The autoencoder on the meta device."""
+    """Build the autoencoder on the meta device."""
     with torch.device("meta"):
         return AutoencoderKL.from_config(dict(config))
 
 
 def encode_latents(vae: Any, image: Image.Image) -> Tensor:
-    """Normalised latents of an RGB image: (1, C, H/8, W/8).
+    """Encode an RGB image to normalised latents (1, C, H/8, W/8), the mean of the posterior.
 
-    The mean of the posterior: latents are cached, and a sample would freeze one draw of its noise into them.
+    It is not a sample, because latents are cached and a sample would freeze one draw of its noise into them.
     """
     latents = vae.encode(pixels_of(image, device_of(vae))).latent_dist.mode()
     normalised: Tensor = (latents - (vae.config.shift_factor or 0)) * vae.config.scaling_factor
@@ -30,13 +30,13 @@ def encode_latents(vae: Any, image: Image.Image) -> Tensor:
 
 
 def decode_latents(vae: Any, latents: Tensor) -> Image.Image:
-    """The picture of normalised latents (1, C, h, w)."""
+    """Decode normalised latents (1, C, h, w) to a picture."""
     latents = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0)
     return picture_of(vae.decode(latents, return_dict=False)[0])
 
 
 def published_vae(latent_channels: int, has_quant_conv: bool = False) -> dict[str, Any]:
-    """Sizes of the published autoencoders with eight pixels per latent, in place of a tiny one's."""
+    """Sizes of the published autoencoders with eight pixels per latent, which replace a tiny one's."""
     return {
         "block_out_channels": [128, 256, 512, 512],
         "layers_per_block": 2,
