@@ -186,7 +186,7 @@ def train_on_nan(world: World, cfg: RunConfig, run: RunDir) -> tuple[str, float]
     return "trained on", 0.0
 
 
-def test_a_step_that_is_not_finite_is_passed_over_and_counted_where_that_is_allowed(
+def test_a_step_that_is_not_finite_is_skipped_and_counted_where_that_is_allowed(
     pictures: Path,
 ) -> None:
     changes = {"parallel__devices": 2, "parallel__strategy": "full", "train__non_finite": "skip", "train__steps": 30}
@@ -196,7 +196,7 @@ def test_a_step_that_is_not_finite_is_passed_over_and_counted_where_that_is_allo
         assert moved == [True, False, True]
         assert saved == (1, 3 * 4)
         assert [math.isnan(loss) for loss in losses[:3]] == [False, True, False]
-        assert warnings[0] == "step 2: the loss is not finite on 1 of 2 ranks; passed over, 1 in this run so far"
+        assert warnings[0] == "step 2: the loss is not finite on 1 of 2 ranks; step skipped, 1 in this run so far"
         assert end == "step 23: the loss is not finite on 1 of 2 ranks, as in the 19 steps before"
 
 
@@ -371,7 +371,7 @@ def test_training_waits_until_what_it_changes_is_copied(
     change(trainer)
     trainer.checkpointer.wait()
     trainer.close()
-    again = make_trainer(cfg, trainer.run_dir)
+    again = make_trainer(cfg, trainer.run)
     assert again.step == 1
     assert difference(state_of(again), saved) == 0.0
     again.close()
