@@ -19,11 +19,11 @@ from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import TrackersConfig
 from trainer.config.terminal import complain, say
-from trainer.distributed.attach import RankRun, attach, cache_folder
+from trainer.distributed.attach import RankRun, attach
 from trainer.run import process, stages
 from trainer.run.events import Emit, EventWriter, ExportEvent, State, StatusEvent, WarningEvent
 from trainer.run.failure import less_memory
-from trainer.run.folder import RunDir
+from trainer.run.folder import RunDir, shared_cache
 from trainer.run.preemption import Preemption, noted
 from trainer.run.report import write_report
 from trainer.run.stages import Stage
@@ -153,7 +153,7 @@ def _hand_over(stage: Stage, run: RunDir, weights: Mapping[str, Tensor]) -> None
     from trainer.export import hand_over
 
     torch.set_num_threads(os.cpu_count() or 1)
-    hand_over(stage, run, cache_folder(stage.config, run), weights)
+    hand_over(stage, run, shared_cache(stage.config, run.path.parent), weights)
 
 
 def _export(cfg: RunConfig, run: RunDir, before: int, weights: Mapping[str, Tensor] | None = None) -> list[Path]:
@@ -163,7 +163,7 @@ def _export(cfg: RunConfig, run: RunDir, before: int, weights: Mapping[str, Tens
 
     # The launcher gives each process one thread, as ranks share the cores. By now the other ranks have left.
     torch.set_num_threads(os.cpu_count() or 1)
-    exported = export(cfg, run, cache_folder(cfg, run), weights)[::-1]
+    exported = export(cfg, run, shared_cache(cfg, run.path.parent), weights)[::-1]
     step = before + newest_step(run.checkpoints)
     with EventWriter(run.events_file) as events:
         for file in exported:

@@ -49,7 +49,7 @@ STACKS = signal.SIGUSR2
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank does while the run hangs.
+    """The state of one rank while the run hangs.
 
     Attributes:
         where: Phase and block, for example "forward of blocks.0".

@@ -75,7 +75,7 @@ SKIPS_IN_A_ROW = 20
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know after the one small reduction of a step.
+    """The result of the one small reduction of a step, equal on all ranks.
 
     Attributes:
         loss: Mean over the examples; NaN where it was not finite on some rank.
@@ -114,8 +114,8 @@ class Trainer:
     6. `to_empty`, then every rank reads its own rows of the files: no rank ever holds the whole model.
     7. The adapter's first values, drawn from (seed, name) and therefore equal on any number of ranks; in a new run they
        are replaced by those of `adapter.start`.
-    8. The optimizer over the shards. Made earlier, it would hold parameters that are no longer the model's.
-    9. Hooks of the step timer and the out-of-memory context, placed around those of FSDP.
+    8. The optimizer over the shards. Made earlier, it would hold parameters that sharding has replaced.
+    9. Hooks of the step timer and the out-of-memory context, ordered before or after those of FSDP.
     10. Resume: the newest intact checkpoint is read into the objects of 7 and 8.
     11. The loader, which begins at the position that was resumed.
 
@@ -498,7 +498,7 @@ class Trainer:
         return saved
 
     def _state(self) -> TrainState:
-        """What a checkpoint holds; the weights to evaluate with only where they are not the trained ones."""
+        """The state for a checkpoint; weights to evaluate with are added only where they are not the trained ones."""
         evaluation: dict[str, Tensor] = {}
         if self.ema:
             evaluation = self.ema.average
