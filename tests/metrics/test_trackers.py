@@ -1,4 +1,4 @@
-"""What TensorBoard, wandb and trackio show of a run, read back with their own readers; and that none costs a run."""
+"""TensorBoard, wandb and trackio show a run, read back with their own readers; and none of them costs a run."""
 
 from __future__ import annotations
 

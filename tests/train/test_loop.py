@@ -139,8 +139,10 @@ def test_a_run_that_goes_on_with_another_batch_size_takes_the_next_images_and_no
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=False))
     saved = progress_of(run.checkpoints / "step-000007")
     assert (saved.batch_sizes, saved.samples_seen) == (((4, 3), (8, 2), (2, 2)), 32)
-    told = [event.message for event in events if isinstance(event, StatusEvent) and "train.batch_size" in event.message]
-    assert [message.partition(" (")[0] for message in told] == [
+    notes = [
+        event.message for event in events if isinstance(event, StatusEvent) and "train.batch_size" in event.message
+    ]
+    assert [message.partition(" (")[0] for message in notes] == [
         "changed since it was saved: train.steps: 3 -> 5; train.batch_size: 4 -> 8",
         "changed since it was saved: train.steps: 5 -> 7; train.batch_size: 8 -> 2",
     ]

@@ -25,7 +25,7 @@ def four_bits(name: str, weight: Tensor, kind: str = "nf4", nested: bool = False
 
 
 def dequantized(tensors: dict[str, Tensor], name: str) -> Tensor:
-    """What bitsandbytes makes of it."""
+    """The weight as bitsandbytes dequantizes it."""
     key = f"{name}.weight"
     parts = {part.removeprefix(f"{key}."): tensor for part, tensor in tensors.items() if part.startswith(f"{key}.")}
     state = bitsandbytes.QuantState.from_dict(parts, device=torch.device("cpu"))
