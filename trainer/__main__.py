@@ -1,4 +1,4 @@
-"""What torchrun starts on every rank: `python -m trainer RUN_DIR`. Also one process without ranks that exports."""
+"""One rank of a run, started by torchrun: `python -m trainer RUN_DIR`. With `--export`, one process that exports."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import TrackersConfig
 from trainer.config.terminal import complain, say
-from trainer.distributed.attach import RankRun, attach, cache_folder
+from trainer.distributed.attach import RankRun, attach
 from trainer.run import process, stages
 from trainer.run.events import Emit, EventWriter, ExportEvent, State, StatusEvent, WarningEvent
 from trainer.run.failure import less_memory
-from trainer.run.folder import RunDir
+from trainer.run.folder import RunDir, shared_cache
 from trainer.run.preemption import Preemption, noted
 from trainer.run.report import write_report
 from trainer.run.stages import Stage
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Exit code 0 done or stopped, 1 failed (by torch's record), 2 the user's mistake."""
+    """Exit code 0: done or stopped; 1: failed (raised, as torch's `record` wants it); 2: the user's mistake."""
     arguments = _parser().parse_args()
     if not arguments.export:
         return on_every_rank(RunDir(arguments.run_dir.absolute()), _train)
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def on_every_rank(run: RunDir, work: Callable[[RunDir], None]) -> int:
-    """Do what torchrun started this rank for. Returns the exit code: 2 for the user's mistake, which is recorded."""
+    """Do the work of this rank. Returns the exit code: 2 for the user's mistake, recorded in the run folder."""
     try:
         work(run)
     except InputError as error:
@@ -70,23 +70,23 @@ def _train(run: RunDir) -> None:
     rendezvous = find_rendezvous(run)
     attached = attach(run.path, rendezvous)
     run, cfg = attached.run, attached.config
-    # Signals are noted from when the ranks have met: before, one that waits for a dead rank must simply end.
+    # Signals are only noted once the ranks have met: before, a rank that waits for a dead one must simply end.
     with (
         connect(cfg.parallel, rendezvous, attached.is_guest) as world,
-        noted() as told,
+        noted() as preemption,
         debug_log(cfg.trackers, run, world.rank),
     ):
         emit = emitter(run, world, attached.stage.before)
         trackers = cfg.trackers if world.rank == 0 else TrackersConfig()
-        grant = partial(_start_again_with, run, emit)
-        with Watchdog(world, run, cfg.parallel.timeout, told, grant) as watch, following(trackers, run, emit):
-            end = _train_on(attached, world, emit, told, watch.ask)
+        answer = partial(_start_again_with, run, emit)
+        with Watchdog(world, run, cfg.parallel.timeout, preemption, answer) as watchdog, following(trackers, run, emit):
+            end = _train_on(attached, world, emit, preemption, watchdog.request)
     stage = attached.stage
     if end.state == "finished" and not stage.is_last and world.local_rank == 0:
         stage.mark_ended(world.rank)
     if world.rank:
         return
-    # The other ranks have gone: an export takes minutes for a large model, and nobody need wait for it.
+    # The other ranks have left: the export of a large model takes minutes, and nobody needs to wait for it.
     if end.state == "finished" and not stage.is_last:
         emit(StatusEvent(state="exporting", step=end.step, message="weights for the next stage"))
         _hand_over(stage, run, end.weights)
@@ -100,7 +100,11 @@ def _train(run: RunDir) -> None:
 
 @dataclass(frozen=True)
 class _End:
-    """How training ended. weights: of the live model on rank 0, to compare the export with, where they are few."""
+    """How training ended.
+
+    Attributes:
+        weights: Those of the live model on rank 0, to verify the export with; empty where they are many.
+    """
 
     state: State
     step: int
@@ -108,7 +112,7 @@ class _End:
 
 
 def _start_again_with(run: RunDir, emit: Emit, change: str) -> None:
-    """On rank 0, for a rank that ran out of memory: the ranks that torchrun starts next read the changed config."""
+    """Change the config, on rank 0 for a rank that ran out of memory: the ranks that torchrun starts next read it."""
     try:
         run.replace_config(stages.changed(run.config(), run.current_stage, change))
         emit(WarningEvent(message=f"memory ran out; the ranks are started again with {change}"))
@@ -116,7 +120,9 @@ def _start_again_with(run: RunDir, emit: Emit, change: str) -> None:
         emit(WarningEvent(message=f"memory ran out, and {change} could not be set: {error}"))
 
 
-def _train_on(attached: RankRun, world: World, emit: Emit, told: Preemption, ask: Callable[[str], None]) -> _End:
+def _train_on(
+    attached: RankRun, world: World, emit: Emit, preemption: Preemption, request: Callable[[str], None]
+) -> _End:
     from trainer.data.encode import StopRequested
     from trainer.metrics.out_of_memory import OutOfMemoryError
     from trainer.run.manifest import newest_step
@@ -124,40 +130,40 @@ def _train_on(attached: RankRun, world: World, emit: Emit, told: Preemption, ask
 
     cfg, run = attached.config, attached.run
     try:
-        trainer = Trainer(cfg, run, world, attached.cache, emit, told, attached.stage.before)
+        trainer = Trainer(cfg, run, world, attached.cache, emit, preemption, attached.stage.before)
     except StopRequested:
         return _End("stopped", newest_step(run.checkpoints), {})
     try:
         state = trainer.train()
-        # What is trained fully may not fit on one host: there the checkpoint is compared with.
+        # A model that is trained in full may not fit on one host: its export is verified with the checkpoint.
         small = state == "finished" and "full" not in map(cfg.mode, trainer.model)
         return _End(state, trainer.step, trainer.trained_weights() if small else {})
     except OutOfMemoryError as error:
         change = less_memory(cfg)
         if cfg.train.out_of_memory == "retry" and world.restarts_left and change:
             complain(error)
-            ask(change)
+            request(change)
         raise
     finally:
         trainer.close()
 
 
 def _hand_over(stage: Stage, run: RunDir, weights: Mapping[str, Tensor]) -> None:
-    """Write the weights of a stage for the next one, which begins when they are there."""
+    """Write the weights of a stage for the next one, which begins once they exist."""
     from trainer.export import hand_over
 
     torch.set_num_threads(os.cpu_count() or 1)
-    hand_over(stage, run, cache_folder(stage.config, run), weights)
+    hand_over(stage, run, shared_cache(stage.config, run.path.parent), weights)
 
 
 def _export(cfg: RunConfig, run: RunDir, before: int, weights: Mapping[str, Tensor] | None = None) -> list[Path]:
-    """Returns the paths, the main one last: what reads a command's output takes its last line."""
+    """Export the newest checkpoint. Returns the paths, the main one last: scripts read the last line of the output."""
     from trainer.export import export
     from trainer.run.manifest import newest_step
 
-    # The launcher gives each of its processes one thread, as ranks share the cores. The others have gone.
+    # The launcher gives each process one thread, as ranks share the cores. By now the other ranks have left.
     torch.set_num_threads(os.cpu_count() or 1)
-    exported = export(cfg, run, cache_folder(cfg, run), weights)[::-1]
+    exported = export(cfg, run, shared_cache(cfg, run.path.parent), weights)[::-1]
     step = before + newest_step(run.checkpoints)
     with EventWriter(run.events_file) as events:
         for file in exported:

@@ -1,4 +1,14 @@
-"""Optimizers, learning rates and the moving average, all on sharded parameters."""
+"""Optimizers, learning rates and the moving average, all on sharded parameters.
+
+A new optimizer is an entry of `_MAKERS` here, and its name in three other places:
+
+- the `Literal` of `OptimConfig.type` in `config/sections.py`, which makes it a value of `optim.type`;
+- `STATE_BYTES` in `plan/sizes.py`: bytes of its state per trained number, for the memory plan;
+- `config/aliases.py`: names that other trainers use for it, and `REFUSED_VALUES` if it was refused there until now.
+
+An optimizer of an optional package also goes into `EXTRAS`. One that evaluates other weights than it trains also needs
+the rules that `config/schema.py` and `plan/phases.py` have for `schedulefree`.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +26,13 @@ from torch.optim import Optimizer
 from trainer.config.errors import InputError
 from trainer.config.sections import OptimConfig
 
-# Not installed with the project: diffusers and peft import torchao wherever they find it, which takes a second.
+# {optimizer: (package, extra)}. Not installed with the project: diffusers and peft import torchao wherever they find
+# it, which takes a second.
 EXTRAS = {"adamw8bit": ("torchao", "eightbit")}
 
 
 def make_optimizer(parameters: Sequence[nn.Parameter], cfg: OptimConfig) -> Optimizer:
-    """The optimizer over this rank's shards. Raises InputError when its package is not installed."""
+    """Make the optimizer over this rank's shards. Raises InputError when its package is not installed."""
     if cfg.type in EXTRAS:
         package, extra = EXTRAS[cfg.type]
         if importlib.util.find_spec(package) is None:
@@ -34,7 +45,7 @@ def make_optimizer(parameters: Sequence[nn.Parameter], cfg: OptimConfig) -> Opti
 def learning_rate(step: int, cfg: OptimConfig, steps: int) -> float:
     """Learning rate of optimizer step `step` (0-based) of `steps`.
 
-    Linear warm-up over `optim.warmup` steps; then constant, or falling (line or half cosine) to zero at `steps`.
+    Linear warm-up over `optim.warmup` steps; then constant, or falling linearly or by half a cosine to 0 at `steps`.
     """
     if step < cfg.warmup:
         return cfg.lr * (step + 1) / cfg.warmup
@@ -44,7 +55,7 @@ def learning_rate(step: int, cfg: OptimConfig, steps: int) -> float:
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
-    """The same learning rate for every group."""
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         # 8-bit AdamW keeps it as a tensor, so that a compiled step is not compiled again for each value.
         if isinstance(group["lr"], Tensor):
@@ -54,15 +65,16 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
-    """What the optimizer remembers per weight; its counters of steps are left out."""
+    """The optimizer's state tensors per weight, without its step counters."""
     values = [value for state in optimizer.state.values() for value in state.values()]
     return [value for value in values if isinstance(value, Tensor) and value.numel() > 1]
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -> float:
-    """Scale all gradients down to a global norm of `max_norm`; None leaves them. Collective.
+    """Scale all gradients down to a global norm of `max_norm`; None leaves them as they are. Collective.
 
-    Returns the norm before.
+    Returns:
+        The norm before clipping. Where it is not finite, the gradients are left as they are.
     """
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -74,7 +86,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -
 class Ema:
     """Exponential moving average of this rank's shards, in fp32.
 
-    The decay of early steps is lowered to (1 + n) / (10 + n), so that a short run is not held at its start.
+    At step n the decay is at most (1 + n) / (10 + n), so that the average of a short run does not stay at the start.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
@@ -84,7 +96,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after optimizer step `step` (0-based)."""
+        """Update the average with the weights after optimizer step `step` (0-based)."""
         decay = min(self._decay, (1 + step) / (10 + step))
         current = [p.detach() for p in self._parameters.values()]
         torch._foreach_lerp_(list(self.average.values()), current, 1 - decay)
@@ -110,7 +122,7 @@ class Ema:
 def evaluation_weights(optimizer: Optimizer, parameters: Sequence[nn.Parameter], ema: Ema | None) -> Iterator[None]:
     """Inside, the weights are those to sample, validate and export with: the average, where there is one.
 
-    Afterwards they are bit for bit what they were.
+    Afterwards they are restored bit for bit.
     """
     if ema is not None:
         with ema.applied():
@@ -124,7 +136,7 @@ def evaluation_weights(optimizer: Optimizer, parameters: Sequence[nn.Parameter],
 
 @runtime_checkable
 class HasEvaluationWeights(Protocol):
-    """A schedule-free optimizer: trains one point and evaluates another (arXiv 2405.15682)."""
+    """A schedule-free optimizer: it trains one set of weights and evaluates another (arXiv 2405.15682)."""
 
     state: dict[Tensor, Any]
 
@@ -136,10 +148,10 @@ class HasEvaluationWeights(Protocol):
 @contextmanager
 def _schedule_free_average(optimizer: HasEvaluationWeights, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     if not optimizer.state:
-        # Before the first step both are the same; asking would leave empty states (see _schedule_free).
+        # Before the first step both are the same, and switching would leave empty states (see _schedule_free).
         yield
         return
-    # There and back by its own methods is off by rounding: a run that saves would differ from one that does not.
+    # Its own methods restore the weights only up to rounding: a run that saves would differ from one that does not.
     trained = [parameter.detach().clone() for parameter in parameters]
     optimizer.eval()
     try:
@@ -171,7 +183,7 @@ def _schedule_free(parameters: Sequence[nn.Parameter], cfg: OptimConfig) -> Opti
         parameters, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, weight_decay=cfg.weight_decay, foreach=True
     )
     optimizer.train()
-    # Switching leaves an empty state per parameter, which a resume would take for an initialised one.
+    # Switching leaves an empty state per parameter, which a resume would mistake for an initialised one.
     optimizer.state.clear()
     return cast(Optimizer, optimizer)
 

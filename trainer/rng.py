@@ -1,7 +1,7 @@
-"""Random numbers that depend on what they are for, never on which rank draws them.
+"""Random numbers that depend on their purpose, never on the rank that draws them.
 
 A generator is seeded from (run seed, name or global sample index, purpose). 1, 2 and 4 ranks therefore draw the same
-noise, timesteps, dropout and adapter start, and a resumed run draws what the uninterrupted one would have drawn.
+noise, timesteps, dropout and initial adapters, and a resumed run draws the same numbers as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def derived_seed(*parts: int | str) -> int:
-    """A 63-bit seed from the parts: equal parts, equal seed, on every machine and torch version."""
+    """A 63-bit seed from the parts: equal parts give equal seeds, on every machine and torch version."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
@@ -29,8 +29,10 @@ def generator(*parts: int | str) -> torch.Generator:
 class SampleRng:
     """The random numbers of some samples of a run.
 
-    seed: the run's seed.  indices: global sample index (optimizer step x batch size + position) of each item, in the
-    order of the batch.  device: where the numbers are wanted; they are always drawn on the CPU.
+    Attributes:
+        seed: The run's seed.
+        indices: Global sample index (optimizer step x batch size + position) of each item, in the order of the batch.
+        device: Where the numbers go; they are always drawn on the CPU.
     """
 
     seed: int
@@ -38,19 +40,19 @@ class SampleRng:
     device: torch.device | str = "cpu"
 
     def of(self, number: int) -> SampleRng:
-        """The random numbers of one of the items alone."""
+        """The random numbers of one item alone. number: its position in the batch."""
         return SampleRng(self.seed, (self.indices[number],), self.device)
 
     def generators(self, purpose: str) -> list[torch.Generator]:
-        """One CPU generator per item, for as many numbers as are needed."""
+        """One CPU generator per item, for any number of draws."""
         return [generator(self.seed, index, purpose) for index in self.indices]
 
     def normal(self, purpose: str, shape: Sequence[int]) -> Tensor:
-        """Standard normal fp32 numbers, (B, *shape)."""
+        """Draw standard normal fp32 numbers, (B, *shape)."""
         draws = [torch.randn(*shape, generator=source) for source in self.generators(purpose)]
         return torch.stack(draws).to(self.device, non_blocking=True)
 
     def uniform(self, purpose: str) -> Tensor:
-        """One fp32 number in [0, 1) per item, (B,)."""
+        """Draw one fp32 number in [0, 1) per item, (B,)."""
         draws = [torch.rand((), generator=source) for source in self.generators(purpose)]
         return torch.stack(draws).to(self.device, non_blocking=True)

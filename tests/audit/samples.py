@@ -87,7 +87,7 @@ def apart(drawing: Drawing, folder: Path) -> float:
         trainer.train()
         with Image.open(trainer.draw_samples()[0]) as image:
             ours = image.convert("RGB")
-        file = export(trainer.cfg, trainer.run_dir, folder / "cache", trainer.trained_weights())[0].path
+        file = export(trainer.cfg, trainer.run, folder / "cache", trainer.trained_weights())[0].path
     reference = REFERENCES[model.family](path, model.objective)
     channels, rows, columns = reference.latents(Image.new("RGB", SIZE)).shape
     noise = Draws(SEED, 0).normal("sample", (channels, rows, columns))

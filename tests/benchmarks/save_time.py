@@ -66,7 +66,7 @@ def measure(world: World, bench: Bench) -> Blocked:
         parallel={"devices": world.size, "device": "cpu", "strategy": "full"},
     )
     trainer = bench.trainer("save", cfg, world)
-    trainer.checkpointer = checkpointer = Timed(trainer.run_dir.checkpoints, world, cfg.checkpoint.keep)
+    trainer.checkpointer = checkpointer = Timed(trainer.run.checkpoints, world, cfg.checkpoint.keep)
     saves, beside, alone = [], [], []
     for _ in range(3):
         trainer.train_step()

@@ -1,4 +1,4 @@
-"""What may be changed when a run continues."""
+"""Changes of the config when a run continues."""
 
 from __future__ import annotations
 

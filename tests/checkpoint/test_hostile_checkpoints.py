@@ -129,7 +129,7 @@ def read_all(path: Path) -> None:
 
 
 def resume(path: Path) -> None:
-    """What a rank does: look for the newest one that is intact, and restore it."""
+    """Do what a rank does: find the newest intact checkpoint and restore it."""
     found, problems = newest_intact(path.parent, alone())
     assert (found, problems) == (path, [])
     restore(path, make_state(seed=5))

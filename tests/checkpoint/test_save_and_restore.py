@@ -81,9 +81,9 @@ def cut_short(file: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "name", "complaint"),
     [
-        (flip_a_bit, "__0_0.distcp", "__0_0.distcp is not what was written: its checksum differs"),
+        (flip_a_bit, "__0_0.distcp", "__0_0.distcp has changed since it was written: its checksum differs"),
         (cut_short, "__0_0.distcp", "__0_0.distcp has {0} bytes, {1} were written"),
-        (flip_a_bit, ".metadata", ".metadata is not what was written: its checksum differs"),
+        (flip_a_bit, ".metadata", ".metadata has changed since it was written: its checksum differs"),
         (cut_short, "manifest.json", "manifest.json: damaged (Invalid JSON: "),
         (Path.unlink, "manifest.json", "FileNotFoundError: "),
     ],
@@ -214,7 +214,7 @@ def test_all_ranks_hear_that_rank_0_could_not_name_a_checkpoint_and_the_next_one
     (tmp_path / "step-000001").write_text("a file in the way")
     outcomes = run_ranks(2, save_where_a_file_is_in_the_way, tmp_path)
     assert outcomes[0] == outcomes[1]
-    assert outcomes[0][0].endswith("see to that; the checkpoints before it are untouched")
+    assert outcomes[0][0].endswith("fix its cause; the checkpoints before it are untouched")
     assert [path.name for path in complete(tmp_path)] == [outcomes[0][1]] == ["step-000002"]
     assert not (tmp_path / ".step-000001").exists()
 

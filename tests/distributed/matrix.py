@@ -1,4 +1,4 @@
-"""What every method trains on every family, strategy and number of ranks, against one process.
+"""Every method on every family, strategy and number of ranks, compared with one process.
 
 `python -m tests.distributed.matrix` runs the whole matrix and writes it to tests/benchmarks/PARITY.md.
 """
@@ -45,13 +45,13 @@ ON_BF16 = ("dora", "diag-oft", "boft")
 """Methods that also run on a bf16 base: they read the base's weights, or multiply by what they made of fp32 masters."""
 STRATEGIES = {2: ("full", "grad_op", "ddp"), 4: ("full", "grad_op", "hybrid", "ddp")}
 FORMATS = ("nf4", "int8", "fp8")
-"""In which the frozen base is stored besides, under every method that leaves it frozen."""
+"""Formats in which the frozen base is also stored, under every method that leaves it frozen."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "hybrid": {"parallel__shard_size": 2},
     "offload": {"parallel__strategy": "full", "parallel__cpu_offload": True},
     "checkpointing": {"parallel__strategy": "full", "train__checkpointing": "full"},
 }
-"""What a strategy's name means beyond `parallel.strategy`."""
+"""Fields that a strategy's name sets in addition to `parallel.strategy`."""
 TOLERANCE = {"sdxl": 1e-5}
 """Largest absolute difference of a weight or a loss where it is not 1e-6: convolutions add up in another order."""
 

@@ -107,7 +107,7 @@ def _serve(tasks: Any, results: Any) -> None:
             world: World = joined(torch.device("cpu"), rank, count)
             torch.manual_seed(0)
             results.put((False, function(world, *arguments)))
-        except BaseException:  # noqa: BLE001 - the test that asked is told
+        except BaseException:  # noqa: BLE001 - reported to the test that called
             results.put((True, traceback.format_exc()))
         finally:
             leave_process_group()

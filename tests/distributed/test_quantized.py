@@ -34,7 +34,7 @@ from trainer.weights.files import WeightFiles
 from trainer.weights.quantization import FORMATS, quantize_layers, quantized_layers
 
 BYTES = {"none": 1.0, "nf4": 0.27, "int8": 0.52, "fp8": 0.52}
-"""Of the block's linear layers, relative to bf16."""
+"""Bytes of the block's linear layers, relative to bf16."""
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ class Small(World):
 
 
 def chosen(world: World, cfgs: list[RunConfig], cache: Path, memory: int) -> list[str]:
-    """What `auto` chooses on ranks with this much memory."""
+    """The strategies that `auto` chooses on ranks with this much memory."""
     world = Small(**vars(world), memory=memory)
     built = [(cfg, families.make(cfg, cache)) for cfg in cfgs]
     return [load_model(build_model(cfg, family), cfg, family, world).strategy for cfg, family in built]
@@ -130,8 +130,10 @@ class Block(nn.Sequential):
 
 
 def ragged(world: World, file: Path) -> list[tuple[bool, bool, bool]]:
-    """Of layers that the ranks do not divide, one of them with an empty shard: is the loaded whole what one process
-    encodes, and are output and gradient those of one process?"""
+    """Load layers whose rows the ranks do not divide evenly, one of them with an empty shard.
+
+    Returns per format whether the loaded whole is what one process encodes, and output and gradient are the same.
+    """
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("shard",))
     weights = load_file(file)
     found = []
@@ -195,7 +197,7 @@ def test_a_distributed_checkpoint_of_the_bytes_is_exact_on_another_number_of_ran
 
 
 def load_unlike(world: World, cfgs: list[RunConfig], runs: list[RunDir]) -> str:
-    """What is said when rank 1 has other weights."""
+    """The error when rank 1 has other weights."""
     try:
         Trainer(cfgs[world.rank], runs[world.rank], world, runs[0].path.parent / "cache", lambda event: None)
     except InputError as error:

@@ -1,4 +1,4 @@
-"""Ranks that stand still: who waits for what is told, and the run ends."""
+"""Ranks that hang: the event says who waits for what, and the run ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.config.schema import RunConfig
 from trainer.distributed import watchdog
 from trainer.distributed.heartbeat import Heartbeat
 from trainer.distributed.store import KeyValueStore
-from trainer.distributed.watchdog import Report, Watchdog, stand_still
+from trainer.distributed.watchdog import Report, Watchdog, describe_hang
 from trainer.launcher import torchrun
 from trainer.run import process
 from trainer.run.events import (
@@ -95,7 +95,7 @@ def events_of(run: RunDir) -> list[AnyEvent]:
 
 
 @pytest.mark.slow
-def test_ranks_that_wait_for_each_other_are_told_with_both_stacks_and_the_run_ends(start) -> None:
+def test_ranks_that_wait_for_each_other_are_reported_with_both_stacks_and_the_run_ends(start) -> None:
     run = start("deadlock")
     assert process.wait(run, timeout_s=120) == "failed"
     events = events_of(run)
@@ -104,7 +104,7 @@ def test_ranks_that_wait_for_each_other_are_told_with_both_stacks_and_the_run_en
     assert error.time - last.time < 10 + 20
     assert error.message.startswith("step 2: nothing moved for 1")
     assert "rank 0 waits in " in error.message
-    assert "rank 1 waits in barrier, called by train.py" in error.message
+    assert "rank 1 waits in barrier, called by loop.py" in error.message
     assert "raise parallel.timeout" in error.remedy
     stacks = (run.path / error.log).read_text()
     rank0, rank1 = stacks.split("== rank 1 on ")
@@ -130,7 +130,7 @@ def test_a_rank_that_was_frozen_is_named_and_ended_and_the_run_resumes_by_itself
 
 
 @pytest.mark.slow
-def test_when_the_first_rank_is_frozen_another_one_tells(start) -> None:
+def test_when_rank_0_is_frozen_another_one_reports(start) -> None:
     run = start("untouched", train__steps=100_000)
     while not any(isinstance(event, StepEvent) for event in events_of(run)):
         time.sleep(0.1)
@@ -157,8 +157,8 @@ def test_a_rank_that_runs_out_of_memory_has_all_start_again_with_less(start) -> 
         r"gathered blocks and the rest \S+ GiB \(.*can't allocate memory",
         log.read_text(),
     )
-    told = [event.message for event in events if isinstance(event, StatusEvent)]
-    assert any("train.checkpointing: none -> full" in message for message in told)
+    notes = [event.message for event in events if isinstance(event, StatusEvent)]
+    assert any("train.checkpointing: none -> full" in message for message in notes)
 
 
 @pytest.mark.slow
@@ -172,10 +172,8 @@ def test_a_signal_to_torchrun_saves_and_leaves(start, number: signal.Signals) ->
     events = events_of(run)
     last = latest_steps(events)[-1].step
     assert [event.step for event in events if isinstance(event, CheckpointEvent)] == [last]
-    assert any(
-        isinstance(event, StatusEvent) and "a signal asked to leave; saved, continue with --resume" in event.message
-        for event in events
-    )
+    notes = [event.message for event in events if isinstance(event, StatusEvent)]
+    assert "stopped by a signal; checkpoint saved, continue with --resume" in notes
     assert steps_in(complete(run.checkpoints)[-1]) == last
 
 
@@ -196,7 +194,7 @@ class Ended(threading.Event):
 
 def watch(tmp_path: Path, limit_s: float) -> tuple[Watchdog, Ended, Heartbeat]:
     cfg: RunConfig = run_config(tmp_path)
-    # What one test left on the board is nothing to the next.
+    # What one test left in the store is nothing to the next.
     ended, world = Ended(), replace(alone(), store=KeyValueStore(dist.HashStore()), heartbeat=Heartbeat())
     run = make_run(tmp_path, cfg, "watched")
     return Watchdog(world, run, limit_s, Preemption(), end=ended), ended, world.heartbeat
@@ -221,7 +219,7 @@ def test_a_rank_that_is_to_leave_and_whose_torchrun_is_gone_waits_for_no_other(
 ) -> None:
     monkeypatch.setattr(watchdog, "LEAVE_WITHIN_S", 0.5)
     one, ended, heartbeat = watch(tmp_path, 60)
-    one._told._by = "SIGTERM"
+    one._preemption._by = "SIGTERM"
     heartbeat.enter("forward of blocks.0")
     with one:
         assert not ended.wait(3)
@@ -246,20 +244,20 @@ def test_a_rank_that_is_long_in_one_thing_shows_that_it_lives(tmp_path: Path, mo
 
 def test_a_signal_is_known_while_the_main_thread_is_in_torch(tmp_path: Path) -> None:
     heard = []
-    with noted() as told:
-        listener = threading.Thread(target=lambda: heard.append((time.sleep(0.3), told.by)))
+    with noted() as preemption:
+        listener = threading.Thread(target=lambda: heard.append((time.sleep(0.3), preemption.by)))
         listener.start()
         os.kill(os.getpid(), signal.SIGUSR1)
         listener.join()
     assert heard == [(None, "SIGUSR1")]
 
 
-def test_ranks_that_stand_at_the_same_place_are_told_together() -> None:
+def test_ranks_that_wait_in_the_same_collective_are_named_together() -> None:
     def report(rank: int, waits_in: str, where: str) -> Report:
         return Report(rank, "node-a", where, waits_in, 60.0, "")
 
     together = [report(rank, "all_reduce, called by train.py:7 _agree", "optimizer") for rank in (0, 1, 2, 4)]
-    assert stand_still([*together, report(3, "", "forward of blocks.1")], ["node-a"] * 5 + ["node-b"]) == (
+    assert describe_hang([*together, report(3, "", "forward of blocks.1")], ["node-a"] * 5 + ["node-b"]) == (
         "nothing moved for 60 s: each of ranks 0, 1, 2, 4 waits in all_reduce, called by train.py:7 _agree "
         "(optimizer); rank 3 is busy with forward of blocks.1; rank 5 on node-b does not answer"
     )

@@ -277,7 +277,7 @@ def test_a_run_that_is_resumed_goes_on_from_its_checkpoint_and_not_from_the_file
     first.close()
     file.rename(tmp_path / "elsewhere.safetensors")
     said: list[Any] = []
-    again = Trainer(cfg, first.run_dir, alone(), finished.cache, said.append)
+    again = Trainer(cfg, first.run, alone(), finished.cache, said.append)
     again.close()
     assert difference(again.trained_weights(), first.trained_weights()) == 0
     assert not any("continue from" in event.message for event in said if isinstance(event, StatusEvent))

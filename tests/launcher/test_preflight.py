@@ -184,7 +184,7 @@ OTHER_WEIGHTS = pytest.mark.parametrize(
         (
             of_another_shape,
             "{model}/transformer/diffusion_pytorch_model.safetensors: 'x_embedder.weight' has shape [63, 16], "
-            "the model needs [64, 16]; the weights and the config.json beside them belong to different models: "
+            "the model needs [64, 16]; the weights and the config.json next to them belong to different models: "
             "download the folder again",
         ),
     ],

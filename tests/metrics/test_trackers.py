@@ -1,4 +1,4 @@
-"""What TensorBoard, wandb and trackio show of a run, read back with their own readers; and that none costs a run."""
+"""TensorBoard, wandb and trackio show a run, read back with their own readers; and none of them costs a run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from trainer.config.errors import InputError
 from trainer.config.load import load_config
 from trainer.config.sections import TrackersConfig
 from trainer.launcher import preflight, torchrun
-from trainer.metrics.trackers import WATCH_SECONDS, Files, Signs, following, short, shown_config
-from trainer.metrics.trackers.feed import Feed, Note, Picture, Place
+from trainer.metrics.trackers import WATCH_SECONDS, Files, IdleTimer, following, short, shown_config
+from trainer.metrics.trackers.feed import Feed, Note, Picture, Position
 from trainer.run import process as processes
 from trainer.run.events import (
     AnyEvent,
@@ -298,13 +298,13 @@ def test_a_tracker_that_raises_leaves_no_secret_in_its_log_either(run: RunDir) -
 def test_a_clock_that_is_set_is_no_sign_of_death(tmp_path: Path) -> None:
     file = tmp_path / "lock"
     file.touch()
-    signs = Signs(file)
+    timer = IdleTimer(file)
     os.utime(file, (0, 0))
-    assert signs.idle_s() < 1
+    assert timer.idle_s() < 1
     time.sleep(0.2)
-    assert signs.idle_s() >= 0.2
+    assert timer.idle_s() >= 0.2
     file.touch()
-    assert signs.idle_s() < 0.1
+    assert timer.idle_s() < 0.1
 
 
 def test_trackers_are_not_given_what_a_site_calls_its_things(tmp_path: Path) -> None:
@@ -393,7 +393,7 @@ def test_a_tracker_shows_what_the_launcher_writes_of_a_rank_that_died(run: RunDi
 
 def test_two_processes_never_send_the_same_run_at_once(run: RunDir) -> None:
     with rank_0(run, "tensorboard"):
-        until(Files(run, "tensorboard").place.exists)
+        until(Files(run, "tensorboard").position.exists)
         with rank_0(run, "tensorboard"):
             write(run, step(1, 3.0))
             until(lambda: len(trackers(run)) == 2)
@@ -408,7 +408,8 @@ def test_a_tracker_that_is_killed_is_one_warning_and_the_rest_can_be_sent(run: R
     with rank_0(run, name):
         write(run, step(1, 3.0))
         process = tracker_of(run, name)
-        until(lambda: '"step": 1' in Files(run, name).place.read_text() if Files(run, name).place.exists() else False)
+        position = Files(run, name).position
+        until(lambda: position.exists() and '"step": 1' in position.read_text())
         children = process.children(recursive=True)
         process.send_signal(signal.SIGKILL)
         [said] = until(lambda: [said for said in warnings(run) if "stopped" in said])
@@ -447,7 +448,7 @@ def test_a_tracker_that_hangs_ends_with_one_warning(run: RunDir, is_over: bool) 
         if not is_over:
             until(lambda: warnings(run))
     [said] = until(lambda: warnings(run))
-    assert said.startswith("trackers.tensorboard stopped: it did not get on for 3 s; see ")
+    assert said.startswith("trackers.tensorboard stopped: it made no progress for 3 s; see ")
     until(lambda: not trackers(run))
 
 
@@ -455,7 +456,7 @@ def test_a_tracker_that_hangs_ends_with_one_warning(run: RunDir, is_over: bool) 
 def test_a_tracker_that_is_frozen_is_ended_by_rank_0(run: RunDir) -> None:
     with rank_0(run, "tensorboard", patience_s=5):
         process = tracker_of(run, "tensorboard")
-        until(Files(run, "tensorboard").place.exists)
+        until(Files(run, "tensorboard").position.exists)
         process.send_signal(signal.SIGSTOP)
         [said] = until(lambda: warnings(run))
         assert said.startswith("trackers.tensorboard stopped: it did nothing for ")
@@ -465,7 +466,7 @@ def test_a_tracker_that_is_frozen_is_ended_by_rank_0(run: RunDir) -> None:
 def test_what_asks_the_ranks_to_leave_does_not_end_a_tracker(run: RunDir) -> None:
     with rank_0(run, "tensorboard"):
         process = tracker_of(run, "tensorboard")
-        until(Files(run, "tensorboard").place.exists)
+        until(Files(run, "tensorboard").position.exists)
         for number in LEAVE:
             process.send_signal(number)
         write(run, step(1, 3.0), status("stopped", 1))
@@ -518,7 +519,7 @@ def test_a_picture_outside_of_a_run_and_what_is_not_a_png_are_sent_nowhere(tmp_p
     with EventWriter(run.events_file) as events:
         for index, path in enumerate(("../photos/00.png", "samples/ps.png")):
             events.write(SampleEvent(step=1, index=index, prompt="a fox", path=path))
-    place = Place(tmp_path / "place.json")
+    place = Position(tmp_path / "place.json")
     outside, postscript = Feed(run, place).items()
     assert isinstance(outside, Note) and outside.text == "../photos/00.png: no picture"
     assert isinstance(postscript, Picture)

@@ -45,7 +45,7 @@ def test_copies_hold_everything(pictures: Path) -> None:
 
 
 def strategy_for(parallel: ParallelConfig, size: int, local_size: int, state_gib: float) -> str:
-    """What is chosen on ranks of 100 GiB."""
+    """The strategy that is chosen on ranks of 100 GiB."""
     world = World(0, size, 0, local_size, torch.device("cpu"), alone().background, alone().store)
     return resolve_strategy(parallel, world, int(state_gib * GIB), 100 * GIB)
 

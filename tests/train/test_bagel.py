@@ -40,7 +40,7 @@ ANSWERS = ("red", "green", "a blue one")
 
 
 def make_questions(pictures: Path, count: int = 9) -> Path:
-    """A .jsonl beside the pictures."""
+    """A .jsonl next to the pictures."""
     names = sorted(file.name for file in pictures.glob("*.png"))
     rows = [
         {"image": names[i % len(names)], "question": f"What is {i}?", "answer": ANSWERS[i % len(ANSWERS)]}
@@ -165,7 +165,7 @@ def test_pictures_and_answers_are_samples_on_every_number_of_ranks(bench: Bench)
         "data__validation": 2,
         "data__validation_every": 2,
     }
-    told: list[list[tuple[int, str, str]]] = []
+    answers: list[list[tuple[int, str, str]]] = []
     for ranks in (1, 2):
         cfg, run = bench.run(f"samples-{ranks}", parallel__devices=ranks, **changes)
         events = run_ranks(ranks, train, cfg, run)[0].events
@@ -175,10 +175,10 @@ def test_pictures_and_answers_are_samples_on_every_number_of_ranks(bench: Bench)
             assert image.size == (64, 48)
         assert Path(samples[2].path).suffix == ".txt"
         assert (run.path / samples[2].path).read_text() == samples[2].text
-        told.append([(event.step, event.prompt, event.text) for event in samples])
+        answers.append([(event.step, event.prompt, event.text) for event in samples])
         (held_out,) = [event for event in events if isinstance(event, ValidationEvent)]
         assert held_out.loss == pytest.approx((held_out.losses["images"] + 0.25 * held_out.losses["text"]) / 2)
-    assert told[0] == told[1]
+    assert answers[0] == answers[1]
 
 
 def trained_parameters(bench: Bench, **changes: Any) -> set[str]:

@@ -1,4 +1,4 @@
-"""What masks, regularization images and reference images do to a run."""
+"""The effects of masks, regularization images and reference images on a run."""
 
 from __future__ import annotations
 

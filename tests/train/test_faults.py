@@ -61,7 +61,7 @@ def assert_intact(checkpoint: Path) -> None:
 
 
 def limit_files(started: Started, num_bytes: int) -> None:
-    """What the ranks write to a file beyond this fails, as on a full disk."""
+    """Let writes of the ranks beyond this size of a file fail, as on a full disk."""
     for number in range(2):
         started.rank(number).rlimit(psutil.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 

@@ -163,7 +163,7 @@ def test_perplexity_and_speed_are_those_of_tokens_and_samples_are_texts(bench: B
     held = make_text(tmp_path / "held", count=9)
     changes = {"data__validation": str(held), "data__validation_every": 2, "train__steps": 2}
     samples = {"sample__every": 2, "sample__prompts": ["All the ", ""], "sample__tokens": 12}
-    cfg, run = bench.run("told", **changes, **samples)
+    cfg, run = bench.run("logged", **changes, **samples)
     found = train(alone(), cfg, run)
     validation = next(event for event in found.events if isinstance(event, ValidationEvent))
     assert validation.perplexity == math.exp(validation.loss)
@@ -196,7 +196,7 @@ def logits(model: Any) -> Tensor:
 
 
 def trained_logits(cfg: RunConfig, run: RunDir) -> Tensor:
-    """Of the live model at the end of its run."""
+    """The logits of the live model at the end of its run."""
     trainer = Trainer(cfg, run, alone(), run.path.parent / "cache", lambda event: None)
     try:
         trainer.train()

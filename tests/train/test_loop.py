@@ -139,8 +139,10 @@ def test_a_run_that_goes_on_with_another_batch_size_takes_the_next_images_and_no
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=False))
     saved = progress_of(run.checkpoints / "step-000007")
     assert (saved.batch_sizes, saved.samples_seen) == (((4, 3), (8, 2), (2, 2)), 32)
-    told = [event.message for event in events if isinstance(event, StatusEvent) and "train.batch_size" in event.message]
-    assert [message.partition(" (")[0] for message in told] == [
+    notes = [
+        event.message for event in events if isinstance(event, StatusEvent) and "train.batch_size" in event.message
+    ]
+    assert [message.partition(" (")[0] for message in notes] == [
         "changed since it was saved: train.steps: 3 -> 5; train.batch_size: 4 -> 8",
         "changed since it was saved: train.steps: 5 -> 7; train.batch_size: 8 -> 2",
     ]
@@ -186,7 +188,7 @@ def train_on_nan(world: World, cfg: RunConfig, run: RunDir) -> tuple[str, float]
     return "trained on", 0.0
 
 
-def test_a_step_that_is_not_finite_is_passed_over_and_counted_where_that_is_allowed(
+def test_a_step_that_is_not_finite_is_skipped_and_counted_where_that_is_allowed(
     pictures: Path,
 ) -> None:
     changes = {"parallel__devices": 2, "parallel__strategy": "full", "train__non_finite": "skip", "train__steps": 30}
@@ -196,7 +198,7 @@ def test_a_step_that_is_not_finite_is_passed_over_and_counted_where_that_is_allo
         assert moved == [True, False, True]
         assert saved == (1, 3 * 4)
         assert [math.isnan(loss) for loss in losses[:3]] == [False, True, False]
-        assert warnings[0] == "step 2: the loss is not finite on 1 of 2 ranks; passed over, 1 in this run so far"
+        assert warnings[0] == "step 2: the loss is not finite on 1 of 2 ranks; step skipped, 1 in this run so far"
         assert end == "step 23: the loss is not finite on 1 of 2 ranks, as in the 19 steps before"
 
 
@@ -371,7 +373,7 @@ def test_training_waits_until_what_it_changes_is_copied(
     change(trainer)
     trainer.checkpointer.wait()
     trainer.close()
-    again = make_trainer(cfg, trainer.run_dir)
+    again = make_trainer(cfg, trainer.run)
     assert again.step == 1
     assert difference(state_of(again), saved) == 0.0
     again.close()

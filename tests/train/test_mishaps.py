@@ -1,4 +1,4 @@
-"""What goes wrong around a run: each mishap has its message, and nothing that was saved is lost."""
+"""Mishaps around a run: each has its message, and nothing that was saved is lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.run.folder import RunDir
 from trainer.train.loop import Trainer
 
 FOLDERS = ("ranks", "logs", "samples", "requests", "export")
-"""What git, archives and hubs leave out of a run where they are empty."""
+"""Folders of a run that git, archives and hubs leave out where they are empty."""
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def load(name: str, *overrides: str) -> RunConfig:
 
 
 def small(name: str, root: Path, *overrides: str) -> tuple[str, ...]:
-    asks = bool(load(name).data.questions)  # and a picture besides, for all that is trained to be used
+    asks = bool(load(name).data.questions)  # and a picture in addition, so that all that is trained is used
     questions = (f"data.questions={root / 'questions.jsonl'}", "train.batch_size=2") if asks else ()
     return (*SMALL, f"data.path={root / 'pictures'}", *questions, *overrides)
 
@@ -210,7 +210,7 @@ def test_the_preset_for_two_machines_trains_with_the_command_it_prints_for_the_o
 
 @pytest.fixture
 def text_root(tmp_path: Path) -> Path:
-    """What the presets of language models name beside the folder they lie in."""
+    """The folders that the presets of language models name, next to that of the presets."""
     (tmp_path / "presets").mkdir()
     for folder in ("my-text", "my-held-out-text", "my-instructions"):
         make_text(tmp_path / folder, count=6)

@@ -233,13 +233,13 @@ def test_a_cache_that_was_cut_short_is_written_again_and_one_without_a_place_is_
     file.parent.write_text("in the way")
     nowhere = train(alone(), cfg, make_run(tmp_path, cfg, "nowhere"))
     assert again.losses == nowhere.losses == plain.losses
-    (told,) = [event.message for event in nowhere.events if isinstance(event, WarningEvent)]
-    assert told.startswith("quantize.cache: the base could not be kept (")
-    assert told.endswith("; the next run converts it again")
+    (warning,) = [event.message for event in nowhere.events if isinstance(event, WarningEvent)]
+    assert warning.startswith("quantize.cache: the base could not be kept (")
+    assert warning.endswith("; the next run converts it again")
 
 
 def embeddings(world: World, cfg: RunConfig, cache: Path) -> Tensor:
-    """Of the empty caption, (tokens, channels). cache: folder of its own."""
+    """The embeddings of the empty caption, (tokens, channels). cache: a folder of its own."""
     context = RankContext(cfg, world, cache, lambda event: None)
     data = encode_data(families.make(cfg, cache), encoder_loader(cfg, world, cache), context)
     found: Tensor = data.cache.read(data.empty)["prompt_embeds"]
@@ -261,7 +261,7 @@ def test_the_reading_of_a_large_model_is_told(root: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("trainer.train.log.SMALL_MODEL_BYTES", 0)
     monkeypatch.setattr("trainer.train.log.HEARTBEAT_SECONDS", 0.0)
     cfg = config(root, train__steps=1)
-    events = train(alone(), cfg, make_run(tmp_path, cfg, "told")).events
-    told = [event for event in events if isinstance(event, StatusEvent) and event.message == "MiB of weights"]
-    assert {event.state for event in told} == {"encoding", "loading"}
-    assert all(event.done <= event.total for event in told)
+    events = train(alone(), cfg, make_run(tmp_path, cfg, "logged")).events
+    progress = [event for event in events if isinstance(event, StatusEvent) and event.message == "MiB of weights"]
+    assert {event.state for event in progress} == {"encoding", "loading"}
+    assert all(event.done <= event.total for event in progress)

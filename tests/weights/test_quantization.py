@@ -20,7 +20,7 @@ from trainer.weights import quantization
 from trainer.weights.quantization import FORMATS, QuantLinear, decoded, quantize_layers, quantized_layers
 
 ERROR = {"nf4": 0.094, "int8": 0.0065, "fp8": 0.027}
-"""Of N(0, 1), relative to the norm."""
+"""Error for weights of N(0, 1), relative to the norm."""
 BYTES = {"nf4": 0.27, "int8": 0.52, "fp8": 0.52}
 """Relative to bf16."""
 DTYPES = (torch.float32, torch.bfloat16)
@@ -143,7 +143,7 @@ def test_the_gradient_of_the_input_is_the_derivative() -> None:
 
 
 def saved(run: Callable[[], Tensor]) -> list[Tensor]:
-    """What a forward pass keeps for backward."""
+    """The tensors that a forward pass keeps for backward."""
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:

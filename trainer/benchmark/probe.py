@@ -1,4 +1,4 @@
-"""A step seen from inside: the bytes each rank sends, what it keeps for backward, and what it has gathered."""
+"""Measures one step from inside: bytes that a rank sends, keeps for backward, and gathers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from trainer.parallel.strategy import ring_share
 
 
 class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered it watches every operation of a step.
+    """Inside its context it watches every operation of a step.
 
-    sent: bytes this rank gives to others, by ring algorithms.  activations: bytes that the module's forward left for
-    backward, in the pass that left most.  gathered: most bytes of weights that were whole at once in forward, beside
-    the held shards.  gradients: bytes that the optimizer was given.
+    Attributes:
+        sent: Bytes that this rank sends to others, by ring algorithms.
+        activations: Bytes that the module's forward left for backward, in the pass that left most.
+        gathered: Most bytes of weights that were whole at once in forward, in addition to the held shards.
+        gradients: Bytes that the optimizer got.
     """
 
     def __init__(self, module: nn.Module, units: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
@@ -57,7 +59,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "c10d":
             self.sent += sent_bytes(func._schema.name, args)
             for storage in _storages(args):
-                self._new.pop(id(storage), None)  # no activation, though its backend's thread may hold it for a while
+                self._new.pop(id(storage), None)  # not an activation, though the backend's thread may hold it
         given = {storage.data_ptr() for storage in _storages((args, kwargs))}
         for storage in _storages(result):
             if storage.data_ptr() not in given:  # else a view, or changed in place
@@ -66,14 +68,14 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _before_unit(self, unit: nn.Module, inputs: Any) -> None:
         if unit is self._module:
-            self._new.clear()  # what the passes before left are gradients
+            self._new.clear()  # what earlier passes left are gradients
         self.gathered = max(self.gathered, sum(storage.nbytes() for storage in self._whole()))
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         weights = {storage.data_ptr() for storage in self._whole()}
         alive = [storage for reference in self._new.values() if (storage := reference()) is not None]
         sizes = {storage.data_ptr(): storage.nbytes() for storage in alive}
-        kept = sum(size for place, size in sizes.items() if place not in weights)
+        kept = sum(size for address, size in sizes.items() if address not in weights)
         self.activations = max(self.activations, kept)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -81,13 +83,13 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.gradients = local_bytes(p.grad for p in parameters if p.grad is not None)
 
     def _whole(self) -> list[torch.UntypedStorage]:
-        """Storages of the weights that are gathered now; a copy that lies there anyway is none of them."""
+        """Storages of the weights that are gathered now, without those that are held anyway."""
         storages = [_local_storage(p) for p in self._module.parameters()]
         return list({s.data_ptr(): s for s in storages if s.data_ptr() not in self._held}.values())
 
 
 def sent_bytes(operation: str, arguments: Iterable[Any]) -> float:
-    """Bytes this rank sends in a collective of `c10d`, by ring algorithms; 0 for what is none."""
+    """Bytes this rank sends in an operation of `c10d`, by ring algorithms; 0 unless it is a known collective."""
     first, *rest = arguments
     groups = [_group_size(item) for item in rest if isinstance(item, torch.ScriptObject)]
     share = ring_share(max(groups, default=1))
@@ -115,7 +117,7 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
 def _group_size(item: torch.ScriptObject) -> int:
     try:
         return dist.ProcessGroup.unbox(item).size()
-    except RuntimeError:  # the kind of reduction: another object of torch
+    except RuntimeError:  # another object of torch, the kind of reduction
         return 1
 
 

@@ -1,6 +1,6 @@
-"""Variants of one run, trained one after the other by the same ranks, to compare what they cost.
+"""Variants of one run, trained one after the other by the same ranks, to compare their costs.
 
-Each is a run folder of its own below `trials/` of the run that holds them. torchrun starts `benchmark.worker`.
+Each has a run folder of its own, below `trials/` of the run that holds them. torchrun starts `benchmark.worker`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,22 @@ from trainer.run.folder import RunDir
 
 MODULE = "trainer.benchmark.worker"
 WARM_UP_STEPS = 2
-"""Steps at the start of a trial that its step time leaves out: the first allocates, the second is watched."""
+"""Steps at the start of a trial that its step time leaves out: the first allocates, the second is probed."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one trial took. ranks, activations: bytes of each rank.  model: bytes of the whole.
+    """The measured cost of one trial.
 
-    activations: what forward left for backward.  shard_size: ranks that share one copy.  images: per rank and pass.
-    num_trained: parameters that are trained.  is_offloaded: whether what is held lies in the host's memory.
-    formula: what `trainer.parallel.strategy` expects.
+    Attributes:
+        shard_size: Ranks that share one copy of the model.
+        images: Per rank and pass.
+        num_trained: Number of trained parameters.
+        is_offloaded: Whether the shards lie in the host's memory.
+        model: Bytes of the whole model.
+        ranks: Bytes of each rank.
+        activations: Bytes of each rank that forward left for backward.
+        formula: What `trainer.parallel.strategy` expects for a rank.
     """
 
     strategy: str
@@ -50,7 +56,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class Trial:
-    """A trained variant. seconds: median of a step.  losses: of each step.  validation: loss on the held-out images."""
+    """A trained variant.
+
+    Attributes:
+        seconds: Median of a step.
+        losses: One per step.
+        validation: Losses on the held-out images.
+    """
 
     label: str
     run: RunDir
@@ -61,9 +73,13 @@ class Trial:
 
 
 def create(config: ConfigFile, variants: Mapping[str, Sequence[str]], runs: Path) -> RunDir:
-    """A run folder with one of its own for each variant: {label: overrides as `key=value`}. Nothing is started.
+    """Create a run folder that holds one for each variant. Nothing is started.
 
-    Raises InputError as `preflight.new_run` does, and for variants that need another number of ranks.
+    Args:
+        variants: {label: overrides as `key=value`}.
+
+    Raises:
+        InputError: As `preflight.new_run` raises it, and for variants that need different numbers of ranks.
     """
     size = config.config.parallel.world_size
     if config.config.train.steps <= WARM_UP_STEPS:
@@ -71,7 +87,7 @@ def create(config: ConfigFile, variants: Mapping[str, Sequence[str]], runs: Path
             f"{config.where('train.steps')}: train.steps: {config.config.train.steps} steps are too few to compare; "
             f"set {WARM_UP_STEPS + 1} or more"
         )
-    # All are checked before a folder is made: a wrong one must leave nothing behind.
+    # All are checked before a folder is made: a wrong variant must leave nothing behind.
     checked = {label: _variant(config, overrides) for label, overrides in variants.items()}
     for label, variant in checked.items():
         if variant.parallel.world_size != size:
@@ -93,7 +109,7 @@ def _variant(config: ConfigFile, overrides: Sequence[str]) -> RunConfig:
 
 
 def start(run: RunDir) -> None:
-    """Train what `create` made, in the background."""
+    """Train the variants of a run that `create` made, in the background."""
     torchrun.start(run.config(), run, MODULE)
 
 
@@ -105,7 +121,7 @@ def folders(run: RunDir) -> dict[str, RunDir]:
 
 
 def read(run: RunDir) -> list[Trial]:
-    """The trials that are over, in their order."""
+    """Read the trials that are finished, in their order."""
     return [_read(label, trial) for label, trial in folders(run).items() if cost_file(trial).is_file()]
 
 
@@ -114,7 +130,7 @@ def cost_file(trial: RunDir) -> Path:
 
 
 def write(cost: Cost, trial: RunDir) -> None:
-    """Keep what a trial took."""
+    """Write the cost of a trial into its folder."""
     files.replace(cost_file(trial), _COST.dump_json(cost, indent=1))
 
 

@@ -1,4 +1,4 @@
-"""What torchrun starts on every rank to compare variants of a run: `python -m trainer.benchmark.worker RUN_DIR`."""
+"""One rank of a comparison of variants, started by torchrun: `python -m trainer.benchmark.worker RUN_DIR`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from trainer.__main__ import on_every_rank
 from trainer.benchmark import variants as trials
 from trainer.benchmark.probe import Probe
 from trainer.benchmark.variants import Cost
-from trainer.distributed.attach import cache_folder
 from trainer.distributed.world import World, connect, find_rendezvous
 from trainer.metrics.memory import full_bytes, local_bytes
 from trainer.metrics.out_of_memory import explain_out_of_memory
@@ -22,14 +21,14 @@ from trainer.optim import state_tensors
 from trainer.parallel.parallelize import COMPUTE_DTYPE, blocks_of
 from trainer.parallel.strategy import ModelBytes, RankBytes, expected
 from trainer.run.events import StatusEvent
-from trainer.run.folder import RunDir
+from trainer.run.folder import RunDir, shared_cache
 from trainer.run.report import write_report
 from trainer.train.log import emitter
 from trainer.train.loop import Trainer
 
 
 def main() -> int:
-    """Exit codes as of `python -m trainer`."""
+    """Exit codes are those of `python -m trainer`."""
     return on_every_rank(RunDir.open(Path(sys.argv[1])), _measure_all)
 
 
@@ -40,14 +39,14 @@ def _measure_all(run: RunDir) -> None:
         variants = trials.folders(run)
         for number, (label, trial) in enumerate(variants.items()):
             emit(StatusEvent(state="training", message=label, done=number, total=len(variants)))
-            cost = measure(trial, world, cache_folder(run.config(), run))
+            cost = measure(trial, world, shared_cache(run.config(), run.path.parent))
             if world.rank == 0:
                 trials.write(cost, trial)
         emit(StatusEvent(state="finished", done=len(variants), total=len(variants)))
 
 
 def measure(run: RunDir, world: World, cache: Path) -> Cost:
-    """Train a run to its end and say what it took; no checkpoint is kept. Collective."""
+    """Train a run to its end and return what it cost; no checkpoint is kept. Collective."""
     emit = emitter(run, world)
     trainer = Trainer(run.config(), run, world, cache, emit)
     try:
@@ -56,7 +55,7 @@ def measure(run: RunDir, world: World, cache: Path) -> Cost:
         emit(StatusEvent(state="finished", step=trainer.step))
     finally:
         trainer.close()
-        gc.collect()  # hooks and the modules they belong to point at each other: the next trial needs the room
+        gc.collect()  # hooks and their modules refer to each other: the next trial needs the memory
     if world.rank == 0:
         write_report(run)
     return cost
@@ -108,7 +107,7 @@ def _watched_step(trainer: Trainer) -> Cost:
 
 
 def _whole(trainer: Trainer) -> ModelBytes:
-    """The whole model in numbers, from its shapes alone."""
+    """Bytes of the whole model, from its shapes alone."""
     module = trainer.loaded.module
     dtype = COMPUTE_DTYPE[trainer.cfg.train.precision]
     blocks = blocks_of(module, trainer.family.shard.blocks)

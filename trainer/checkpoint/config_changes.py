@@ -1,4 +1,4 @@
-"""What may be changed when a run continues: every change is told, and some are refused with the reason."""
+"""Changes of the config when a run continues: every change is logged, and some are refused with the reason."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ FIXED = {
     "model.options": "the model that is trained would be another one; start a new run",
     "optim.type": "the checkpoint holds the state of that optimizer; start a new run",
 }
-"""{field or section: why a checkpoint does not go with another value}, the first that fits counts; "" = it does."""
+"""{field or section: why a checkpoint does not fit another value}; the first match counts, "" means that it fits."""
 
 EFFECTS = {
     "train.batch_size": "the data go on at the next sample, and none is skipped or repeated; "
     "optim.lr and train.steps stay as they are",
 }
-"""{field: what another value does, where its help does not say it}"""
+"""{field: the effect of another value, where the field's help does not say it}"""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A field of the config that is not what it was. was_there: whether the former config had such a field."""
+    """A field of the config whose value changed. was_there: whether the former config had such a field."""
 
     field: str
     before: Any
@@ -42,9 +42,9 @@ class Change:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """The fields that differ between two configs, as `RunConfig.model_dump(mode="json")` gives them."""
+    """The fields that differ between two configs, given as `RunConfig.model_dump(mode="json")`."""
     former, now = dict(_leaves(before)), dict(_leaves(after))
-    # A field that one of them lacks is of another version, or of another kind of adapter.
+    # A field that one of them lacks belongs to another version, or to another kind of adapter.
     return [
         Change(field, former.get(field), now.get(field), any(f"{field}.".startswith(f"{known}.") for known in former))
         for field in dict.fromkeys([*former, *now])
@@ -53,12 +53,12 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
 
 
 def refused(changed: Iterable[Change], step: int) -> Iterator[Problem]:
-    """Why some of the changes cannot be made after `step` steps."""
+    """A problem for each change that cannot be made after `step` steps."""
     for change in changed:
         why = next((FIXED[field] for field in FIXED if f"{change.field}.".startswith(f"{field}.")), "")
         if change.field == "optim.ema" and not (change.before and change.after):
             why = "the checkpoint holds an average or it does not; start a new run"
-        # What a version before this one did not have says nothing, or belongs to another kind of adapter.
+        # A field that the former config lacks was new in a later version, or belongs to another kind of adapter.
         if why and change.was_there:
             yield Problem(
                 change.field,
@@ -71,7 +71,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{key}.")
         else:
-            # Nothing is one thing, however a version writes it.
+            # Versions write an empty value in different ways.
             yield f"{prefix}{key}", None if value in ({}, []) else value
 
 

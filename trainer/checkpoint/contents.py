@@ -1,8 +1,8 @@
 """A checkpoint's table of contents: where its tensors lie in its files. Reading it executes nothing. No torch here.
 
-`contents.json` is ours. torch's own table, `.metadata`, is a pickle, which may run any program when it is opened as
-torch opens it. It is still written, for torch's tools and earlier versions of this program, but read only of
-checkpoints of those versions, and then by `_Unpickler`, which knows no class and no function but its own records.
+`contents.json` is ours. torch's own table, `.metadata`, is a pickle, which can run any program when torch opens it. It
+is still written, for torch's tools and earlier versions of this program. It is read only in checkpoints of those
+versions, by `_Unpickler`, which knows no class and no function but its own records.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from trainer.run.manifest import REMEDY, part
 CONTENTS, TORCH_CONTENTS = "contents.json", ".metadata"
 ATTACK = "it may be made to run a program: remove this checkpoint"
 MOST_BYTES = 2**30
-"""A piece takes about 150 bytes: this is for all tensors and moments of a large model on some thousand ranks."""
+"""Largest table that is read. A piece takes about 150 bytes: enough for a large model on some thousand ranks."""
 
 _OTHER_CONTAINERS = pickle.SETITEM + pickle.DICT + pickle.EMPTY_SET + pickle.ADDITEMS + pickle.FROZENSET
 _NUMBERS_AS_TEXT = pickle.PUT + pickle.GET + pickle.INT + pickle.LONG
 UNUSED = frozenset(_OTHER_CONTAINERS + _NUMBERS_AS_TEXT)
-"""Instructions of pickles that torch's table has no use for."""
+"""Pickle instructions that torch's table does not use."""
 
 Count = Annotated[int, Field(ge=0, strict=True)]
 Shape = Annotated[tuple[Count, ...], Field(max_length=16)]
@@ -45,7 +45,7 @@ Dtype = Literal[
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes of a file. file: its name in the checkpoint's folder.  start, length: in bytes."""
+    """A range of bytes in a file of the checkpoint's folder."""
 
     file: str
     start: Count
@@ -54,7 +54,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A block of a tensor, which a rank wrote. offsets: where in the tensor it begins.  shape: its own."""
+    """A block of a tensor that one rank wrote. offsets: where it begins in the tensor, per dim."""
 
     offsets: Shape
     shape: Shape
@@ -63,7 +63,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A whole tensor. dtype: torch's name of it, as `bfloat16`."""
+    """A whole tensor. dtype: by torch's name, for example `bfloat16`."""
 
     dtype: Dtype
     shape: Shape
@@ -72,8 +72,12 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Contents:
-    """{name: where it lies}. tensors: as `trainables.a.weight`.  values: settings of the optimizer, which are numbers
-    and names, as `optimizer.param_groups.0.lr`."""
+    """Where everything in a checkpoint lies, by name.
+
+    Attributes:
+        tensors: For example `trainables.a.weight`.
+        values: Settings of the optimizer, which are numbers and names, for example `optimizer.param_groups.0.lr`.
+    """
 
     tensors: Mapping[Name, StoredTensor]
     values: Mapping[Name, Piece]
@@ -83,27 +87,32 @@ _CONTENTS = TypeAdapter(Contents)
 
 
 def write(contents: Contents) -> bytes:
-    """The file `contents.json`."""
+    """The bytes of the file `contents.json`."""
     return _CONTENTS.dump_json(contents)
 
 
 def from_torch(table: Any) -> Contents:
-    """The contents that torch's table tells. table: its `Metadata`, or a record of one.
+    """Convert torch's table.
 
-    Raises ValidationError for an entry that lies nowhere or has other values, and others for what is not such a table.
+    Args:
+        table: torch's `Metadata`, or a record of one.
+
+    Raises:
+        ValidationError: An entry has no place in a file, or values of another kind. Anything that is not such a table
+            may raise other errors.
     """
     pieces = {
-        _place(index.fqn, index.offset): {"file": info.relative_path, "start": info.offset, "length": info.length}
+        _key(index.fqn, index.offset): {"file": info.relative_path, "start": info.offset, "length": info.length}
         for index, info in table.storage_data.items()
     }
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}
     for name, entry in table.state_dict_metadata.items():
         if not hasattr(entry, "chunks"):
-            values[name] = pieces.get(_place(name, None))
+            values[name] = pieces.get(_key(name, None))
             continue
         chunks = [
-            {"offsets": chunk.offsets, "shape": chunk.sizes, "stored": pieces.get(_place(name, chunk.offsets))}
+            {"offsets": chunk.offsets, "shape": chunk.sizes, "stored": pieces.get(_key(name, chunk.offsets))}
             for chunk in entry.chunks
         ]
         dtype = str(entry.properties.dtype).removeprefix("torch.")
@@ -111,16 +120,16 @@ def from_torch(table: Any) -> Contents:
     return _CONTENTS.validate_python({"tensors": tensors, "values": values})
 
 
-def _place(name: str, offsets: Iterable[int] | None) -> str:
-    """A key for a dictionary: a text, since a stranger can choose any number of tuples of integers with one hash."""
+def _key(name: str, offsets: Iterable[int] | None) -> str:
+    """A dictionary key as text: an attacker can choose any number of tuples of integers with the same hash."""
     return name if offsets is None else f"{name} {','.join(str(operator.index(offset)) for offset in offsets)}"
 
 
 def read(checkpoint: Path) -> Contents:
-    """The table of contents of a checkpoint of this or an earlier version.
+    """Read the table of contents of a checkpoint of this or an earlier version.
 
-    Raises InputError, naming the file, where it is missing, damaged, asks for a program to be run or does not agree
-    with the files of the checkpoint.
+    Raises:
+        InputError: The table is missing, damaged, would run a program, or does not agree with the checkpoint's files.
     """
     file = checkpoint / CONTENTS
     try:
@@ -138,12 +147,12 @@ def read(checkpoint: Path) -> Contents:
 
 
 def damaged(file: Path, what: str) -> InputError:
-    """The error about a file of a checkpoint whose content is wrong."""
+    """The error for a file of a checkpoint whose content is wrong."""
     return InputError(f"{file}: damaged ({what}); {REMEDY}")
 
 
 def _contradictions(checkpoint: Path, contents: Contents) -> Iterator[str]:
-    """What cannot be true of the files that are there."""
+    """Yield each statement of the table that the files contradict."""
     sizes: dict[str, int] = {}
     for name, piece in _pieces(contents):
         if piece.file not in sizes:
@@ -164,7 +173,7 @@ def _contradictions(checkpoint: Path, contents: Contents) -> Iterator[str]:
         if not _is_whole(tensor):
             yield f"the pieces of '{name}' do not make up its shape"
         for chunk in tensor.chunks:
-            # Numbers of 8 bits are the smallest: what a table claims must not take more memory than its files explain.
+            # Numbers take at least 8 bits: a table must not claim more memory than its files explain.
             if math.prod(chunk.shape) > chunk.stored.length:
                 yield f"'{name}' has more numbers than bytes in {chunk.stored.file}"
 
@@ -176,7 +185,7 @@ def _pieces(contents: Contents) -> Iterator[tuple[str, Piece]]:
 
 
 def _is_whole(tensor: StoredTensor) -> bool:
-    """Whether each chunk lies in the tensor, and all have as many numbers as it has."""
+    """Whether each chunk lies inside the tensor, and together they have as many numbers as it."""
     for chunk in tensor.chunks:
         if not len(chunk.offsets) == len(chunk.shape) == len(tensor.shape):
             return False
@@ -187,7 +196,7 @@ def _is_whole(tensor: StoredTensor) -> bool:
 
 
 def _from_pickle(file: Path) -> Contents:
-    """The contents of a `.metadata`. Raises OSError, and InputError as `read` does."""
+    """Read a `.metadata`. Raises OSError, and InputError as `read` does."""
     content = files.read(file, MOST_BYTES)
     try:
         return from_torch(_Unpickler(file, content).load())
@@ -195,12 +204,12 @@ def _from_pickle(file: Path) -> Contents:
         raise
     except ValidationError as error:
         raise damaged(file, files.first_problem(error)) from error
-    except Exception as error:  # the bytes of a stranger may be wrong in any way
+    except Exception as error:  # bytes from elsewhere may be wrong in any way
         raise damaged(file, "it is not a table of contents") from error
 
 
 class _Record:
-    """Stands for an object in torch's table: holds what was stored of it, and does nothing."""
+    """Stands for an object in torch's table: holds its stored attributes and does nothing."""
 
     offset: Any = None  # torch leaves out what is None
 
@@ -209,14 +218,14 @@ class _Record:
 
 
 class _Properties(_Record):
-    """torch's TensorProperties, which are stored as a tuple that begins with the type of the numbers."""
+    """torch's TensorProperties, stored as a tuple that begins with the dtype."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.dtype, *_ = state
 
 
 def _records() -> dict[tuple[str, str], Any]:
-    """{(module, name) in a pickle: what is made in its place}, new for each file, which may change them."""
+    """{(module, name) in a pickle: the class to make instead}, new for each file, as a file may change them."""
     record, properties = type("Record", (_Record,), {}), type("Properties", (_Properties,), {})
     classes = {
         "torch.distributed.checkpoint.metadata": (
@@ -236,10 +245,11 @@ def _records() -> dict[tuple[str, str], Any]:
 
 
 class _Unpickler(pickle._Unpickler):
-    """Makes records of what a pickle asks for: it reaches no class or function outside of this file.
+    """Makes records in place of the objects in a pickle: it reaches no class or function outside of this file.
 
-    The one in Python, not in C: six bytes can make that one fill 34 GB. Dictionaries have texts and records for keys,
-    as torch's do, and there are no sets: a stranger can choose keys with one hash, of which 20,000 take half a minute.
+    It is Python's unpickler in Python, not in C, which six bytes can make fill 34 GB. Keys of dictionaries are texts or
+    records, as in torch's, and sets are refused: an attacker can choose keys with the same hash, of which 20,000 take
+    half a minute.
     """
 
     dispatch: ClassVar[dict[int, Any]] = {
@@ -248,11 +258,11 @@ class _Unpickler(pickle._Unpickler):
 
     def __init__(self, file: Path, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
-        self._asked, self._records = file, _records()
+        self._file, self._records = file, _records()
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self._records:
-            raise InputError(f"{self._asked}: asks for {f'{module}.{name}'!r}, which no checkpoint needs; {ATTACK}")
+            raise InputError(f"{self._file}: asks for {f'{module}.{name}'!r}, which no checkpoint needs; {ATTACK}")
         return self._records[module, name]
 
     def _load_items(self) -> None:

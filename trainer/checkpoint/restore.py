@@ -1,4 +1,4 @@
-"""Resume: each rank reads its shards of the newest checkpoint that is intact. Nothing in it is executed."""
+"""Resume: each rank reads its shards of the newest intact checkpoint. Nothing in its files is executed."""
 
 from __future__ import annotations
 
@@ -48,26 +48,33 @@ from trainer.run.manifest import (
 
 
 def newest_intact(folder: Path, world: World) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint whose files are what was written, and what is wrong with newer ones. Collective.
+    """Find the newest checkpoint whose files are as they were written. Collective.
 
-    The damaged ones are put aside as `damaged-step-000100`, so that a new one can take their place. None without one.
+    Damaged ones are renamed to `damaged-step-000100`, so that a new one can take their name.
+
+    Returns:
+        The checkpoint, or None; and a sentence about each newer one that is damaged.
     """
     problems: list[str] = []
-    # A network file system may show a node what is already gone, or not yet what is there: rank 0's list counts.
+    # The ranks that see the files divide them among each other.
+    readers = [rank for rank in range(world.size) if rank not in world.guests]
+    # A network file system may still show a removed folder, or not yet show a new one: the list of rank 0 counts.
     for name in world.gather([path.name for path in named(folder)[::-1]])[0]:
         checkpoint = folder / name
-        defects = world.gather(None if world.rank in world.guests else _damage(checkpoint, world))
-        found = next(filter(None, defects), None)
+        mine = None
+        if world.rank in readers:
+            mine = defect(checkpoint) or _wrong_sum(checkpoint, readers.index(world.rank), len(readers))
+        found = next(filter(None, world.gather(mine)), None)
         if found is None:
-            _hand_out(checkpoint, world)
+            _send_to_guests(checkpoint, world)
             return checkpoint, problems
-        where = world.gather(_put_aside(checkpoint) if world.rank == 0 else None)[0]
-        problems.append(f"{checkpoint.name} is damaged and {where}: {found}")
+        outcome = world.gather(_put_aside(checkpoint) if world.rank == 0 else None)[0]
+        problems.append(f"{checkpoint.name} is damaged and {outcome}: {found}")
     return None, problems
 
 
 def _put_aside(checkpoint: Path) -> str:
-    """Give its name free for a new one. Returns what became of it."""
+    """Free its name for a new checkpoint. Returns the outcome in words."""
     numbers = itertools.count(2)
     aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
     while aside.exists():
@@ -79,14 +86,8 @@ def _put_aside(checkpoint: Path) -> str:
     return f"was put aside as {aside.name}"
 
 
-def _damage(checkpoint: Path, world: World) -> str | None:
-    """What this rank finds wrong: the ranks that see the files share their reading."""
-    readers = [rank for rank in range(world.size) if rank not in world.guests]
-    return defect(checkpoint) or _wrong_sum(checkpoint, readers.index(world.rank), len(readers))
-
-
-def _hand_out(checkpoint: Path, world: World) -> None:
-    """Send a checkpoint to each machine that does not see it, where it lies until `restore` has read it. Collective."""
+def _send_to_guests(checkpoint: Path, world: World) -> None:
+    """Send a checkpoint to each machine that does not see it, where it stays until `restore` read it. Collective."""
     here = sorted(checkpoint.iterdir()) if world.rank == 0 else []
     own = [path.name for path in here if path.is_file() and not path.is_symlink()]
     names = world.gather(own)[0]
@@ -101,10 +102,13 @@ def _hand_out(checkpoint: Path, world: World) -> None:
 
 
 def restore(checkpoint: Path, state: TrainState) -> Progress:
-    """Load a checkpoint into the state, resharding as needed. Returns how far it is. Collective.
+    """Load a checkpoint into the state, resharding as needed. Returns its progress. Collective.
 
-    Nothing in the files is executed. Raises InputError when the checkpoint holds other tensors than the run trains,
-    another optimizer's state, or what is not a checkpoint's.
+    Nothing in the files is executed.
+
+    Raises:
+        InputError: The checkpoint holds other tensors than the run trains, the state of another optimizer, or data
+            that no checkpoint holds.
     """
     tensors = tensors_of(state)
     stored = contents.read(checkpoint)
@@ -122,9 +126,9 @@ def restore(checkpoint: Path, state: TrainState) -> Progress:
 
 
 class StoredWeights(Mapping[str, Tensor]):
-    """The trained weights of a checkpoint that are to be exported, by name: each read whole when it is asked for.
+    """The trained weights of a checkpoint for export, by name: each is read whole when it is looked up.
 
-    One process, no collectives; nothing is kept, so that a model larger than memory can be walked through.
+    One process, no collectives. Nothing is kept, so a model larger than memory can be iterated over.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -153,12 +157,12 @@ class StoredWeights(Mapping[str, Tensor]):
         return len(self._entries)
 
 
-# Of an optimizer's group, what the config decides: a changed setting must win over the stored one on resume.
+# The settings of an optimizer that the config decides: on resume they win over the stored ones.
 _CONFIGURED = frozenset({"lr", "betas", "eps", "weight_decay"})
 
 
 class _Reader(dcp.FileSystemReader):
-    """Gives torch's loader what our table of contents names. Of the base class, only what has no part in reading."""
+    """Reads for torch's loader by our own table of contents; the base class reads nothing."""
 
     def __init__(self, checkpoint: Path, stored: Contents) -> None:
         super().__init__(checkpoint)
@@ -198,28 +202,30 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _Planner(dcp.DefaultLoadPlanner):
-    """torch's own would unpickle settings of the optimizer with whatever program is in them."""
+    """Sets the optimizer's settings. torch's own planner would unpickle them and run any program that is in them."""
 
     def __init__(self, checkpoint: Path) -> None:
         super().__init__()
         self._checkpoint = checkpoint
 
     def take(self, item: ReadItem, value: object) -> None:
-        """Put a setting where the state has it. Raises InputError for one of another kind."""
+        """Put a setting in its place in the state. Raises InputError for one of another kind."""
         name = item.dest_index.fqn
         present = self.state_dict[name]
         if not _may_replace(value, present):
             raise InputError(f"{self._checkpoint}: '{name}' is {value!r:.80}, not like {present!r:.80}; {REMEDY}")
-        place: Any = self.original_state_dict
+        parent: Any = self.original_state_dict
         *above, last = self.mappings[name]
         for key in above:
-            place = place[key]
-        place[last] = value
+            parent = parent[key]
+        parent[last] = value
 
 
 def _may_replace(value: object, present: object) -> bool:
-    """Whether a stored setting is of the kind of the present one. A switch may be on, off or left to torch; names are
-    those of the parameters."""
+    """Whether a stored setting is of the kind of the present one.
+
+    A switch may be on, off or left to torch; a list must hold the same names of parameters.
+    """
     if isinstance(present, list):
         return isinstance(value, list) and sorted(map(repr, value)) == sorted(map(repr, present))
     if isinstance(present, tuple):
@@ -230,7 +236,7 @@ def _may_replace(value: object, present: object) -> bool:
 
 
 def _loaded_chunk(checkpoint: Path, name: str, entry: StoredTensor, chunk: Chunk) -> Tensor:
-    """A block of a tensor, on the CPU. Raises InputError where it is not what the table of contents says."""
+    """Read a block of a tensor, on the CPU. Raises InputError where it differs from the table of contents."""
     found = _loaded(checkpoint, name, chunk.stored)
     if not isinstance(found, Tensor) or found.layout != torch.strided or found.device.type != "cpu":
         raise _wrong(checkpoint, name, chunk.stored, "is not a tensor")
@@ -243,7 +249,10 @@ def _loaded_chunk(checkpoint: Path, name: str, entry: StoredTensor, chunk: Chunk
 
 
 def _loaded(checkpoint: Path, name: str, piece: Piece) -> object:
-    """What `torch.save` wrote as a piece of a file. Raises InputError for anything but tensors, numbers and names."""
+    """Read an object that `torch.save` wrote into a piece of a file.
+
+    Raises InputError for anything but tensors, numbers and names.
+    """
     with files.opened(part(checkpoint, piece.file)) as stream:
         window: Any = io.BufferedReader(_Window(stream, piece.start, piece.length))
         try:
@@ -258,12 +267,12 @@ def _loaded(checkpoint: Path, name: str, piece: Piece) -> object:
         except pickle.UnpicklingError as error:
             what = f"'{name}' holds more than numbers, names and tensors"
             raise InputError(f"{checkpoint / piece.file}: {what}; {ATTACK}") from error
-        except Exception as error:  # the bytes of a stranger may be wrong in any way
+        except Exception as error:  # bytes from elsewhere may be wrong in any way
             raise _wrong(checkpoint, name, piece, "is not a file of torch") from error
 
 
 class _Window(io.RawIOBase):
-    """Some bytes of an open file, as a file of their own."""
+    """A range of bytes of an open file, as a file of its own."""
 
     def __init__(self, stream: io.BufferedReader, start: int, length: int) -> None:
         self._stream, self._start, self._length = stream, start, length
@@ -294,7 +303,7 @@ def _wrong(checkpoint: Path, name: str, piece: Piece, what: str) -> InputError:
 
 
 def _refusal(checkpoint: Path, error: CheckpointException) -> str:
-    """What the ranks could not read."""
+    """The message for an error that some rank met while it read."""
     first, _ = next(iter(error.failures.values()))
     if isinstance(first, InputError):
         return str(first)
@@ -304,7 +313,7 @@ def _refusal(checkpoint: Path, error: CheckpointException) -> str:
 
 
 def _part(tensors: Mapping[str, StoredTensor], prefix: str) -> dict[str, StoredTensor]:
-    """Those of a part of the state, by their names in it."""
+    """The tensors of one part of the state, by their names inside it."""
     return {name.removeprefix(prefix): entry for name, entry in tensors.items() if name.startswith(prefix)}
 
 
@@ -331,13 +340,13 @@ def _check_same_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
 
 
 def _wrong_sum(checkpoint: Path, rank: int, num_ranks: int) -> str | None:
-    """A file of this rank's part of a checkpoint that is not what was written, however long it is."""
+    """Compare the checksums of this rank's share of the files. Returns what is wrong, or None."""
     sums = sorted(manifest_of(checkpoint)["checksums"].items())
     for name, digest in sums[rank::num_ranks]:
         try:
             with files.opened(part(checkpoint, name)) as stream:
                 if hashlib.file_digest(stream, checksum).hexdigest() != digest:
-                    return f"{name} is not what was written: its checksum differs"
+                    return f"{name} has changed since it was written: its checksum differs"
         except InputError as error:
             return str(error)
         except OSError as error:

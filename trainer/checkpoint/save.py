@@ -60,11 +60,14 @@ TRAINABLE_ONLY = StateDictOptions(ignore_frozen_params=True)
 
 @dataclass(frozen=True)
 class TrainState:
-    """What a run needs to go on as if it had never stopped.
+    """Everything that a run needs to continue as if it had never stopped.
 
-    trainables: sharded parameters by name.  evaluation: the weights to sample and export with, where they are not
-    the trainables themselves (moving average, schedule-free).  The data position and all random numbers follow from
-    the steps and their batch sizes.
+    The position in the data and all random numbers follow from the steps and their batch sizes.
+
+    Attributes:
+        trainables: Sharded parameters by name.
+        evaluation: Weights to sample and export with, where they are not the trainables themselves (moving average,
+            schedule-free).
     """
 
     model: nn.Module
@@ -74,10 +77,13 @@ class TrainState:
 
 
 class Checkpointer:
-    """Saves the checkpoints of one run, and removes what a run that was killed left half written.
+    """Saves the checkpoints of one run, and removes those that a killed run left half written.
 
-    keep: how many of the newest stay.  keep_best: how many stay besides, of those with the lowest validation loss.
-    `save` and `wait` are called by all ranks.
+    `save` and `wait` are collective.
+
+    Args:
+        keep: Number of the newest checkpoints that stay.
+        keep_best: Number that also stay, of those with the lowest validation loss.
     """
 
     def __init__(self, folder: Path, world: World, keep: int, keep_best: int = 0) -> None:
@@ -87,21 +93,21 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[Path] | None = None
         self._copied: Future[dict[str, Any]] | None = None
-        self._snapshots = Stager()
+        self._stager = Stager()
         if world.rank == 0 or world.rank in world.guest_leaders:
             for left in folder.glob(".step-*"):
                 shutil.rmtree(left, ignore_errors=True)
 
     def save(self, progress: Progress, state: TrainState) -> None:
-        """Begin to write the state; `wait_for_copy` before it changes. The checkpoint before was waited for."""
+        """Begin to write the state. Call `wait` before, for the previous one, and `wait_for_copy` before it changes."""
         assert self._pending is None
         draft = self._folder / f".{name_of(progress.step)}"
-        self._copied = self._snapshots.take(tensors_of(state))
+        self._copied = self._stager.take(tensors_of(state))
         facts = {**asdict(progress), "optimizer": type(state.optimizer).__name__, "world_size": self._world.size}
         self._pending = self._thread.submit(self._write, draft, facts, self._copied)
 
     def wait_for_copy(self) -> None:
-        """Wait until the state may change: what was to be saved of it is copied."""
+        """Wait until the state is copied and may change."""
         if self._copied is None:
             return
         began = time.perf_counter()
@@ -110,7 +116,7 @@ class Checkpointer:
         log.debug("waited %.3f s for the copy of the state", time.perf_counter() - began)
 
     def wait(self) -> Path | None:
-        """Wait for the checkpoint being written and return it, None if there was none.
+        """Wait for the checkpoint that is being written and return it, or None if there was none.
 
         Raises OSError on every rank, naming the folder, when a rank could not write (disk full).
         """
@@ -131,21 +137,21 @@ class Checkpointer:
         return self._pending is not None
 
     def _write(self, draft: Path, facts: dict[str, Any], copied: Future[dict[str, Any]]) -> Path:
-        """On a thread of every rank: when all have written, rank 0 gives the checkpoint its name."""
-        tensors = copied.result()  # no room for the copy ends the rank; the others wait within the writing
+        """Write this rank's part, on a thread; when all ranks have written, rank 0 gives the checkpoint its name."""
+        tensors = copied.result()  # without room for the copy this rank ends, and the others wait while they write
         files = _SumsFileSystem()
         writer = dcp.FileSystemWriter(draft)
         writer.fs = files
         failure, table = None, None
         try:
             table = dcp.save(tensors, storage_writer=writer, process_group=self._world.background)
-        except (Exception, CheckpointException) as error:  # noqa: BLE001 - the other ranks wait to hear of it
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 - the other ranks wait for the outcome
             failure = described(error)
         outcomes = self._gather((failure, files.sums))
         failures = [failure for failure, _ in outcomes if failure]
         if self._world.guests and not failures:
-            brought = self._bring(draft, [part for _, part in outcomes])
-            failures = [failure for failure in self._gather(brought) if failure]
+            failed = self._collect_from_guests(draft, [part for _, part in outcomes])
+            failures = [failure for failure in self._gather(failed) if failure]
         if not failures:
             facts["checksums"] = {name: digest for _, part in outcomes for name, digest in part.items()}
             # The manifest may not fit on the disk either: rank 0 alone would know.
@@ -153,7 +159,7 @@ class Checkpointer:
         if failures:
             if self._world.rank == 0:
                 shutil.rmtree(draft, ignore_errors=True)
-            self._gather(None)  # now there is room for what the ranks write about the failure
+            self._gather(None)  # the draft is gone: there is room for the events about the failure
             raise OSError(
                 f"{draft}: checkpoint of step {facts['step']} could not be written "
                 f"({failures[0]}); {_remedy(failures[0])}; the checkpoints before it are untouched"
@@ -161,8 +167,8 @@ class Checkpointer:
         log.debug("checkpoint of step %d: complete", facts["step"])
         return draft.with_name(name_of(facts["step"]))
 
-    def _bring(self, draft: Path, sums: list[dict[str, str]]) -> str | None:
-        """Have rank 0 write what others wrote on machines that do not see its folder. Returns what failed."""
+    def _collect_from_guests(self, draft: Path, sums: list[dict[str, str]]) -> str | None:
+        """Have rank 0 write the files of ranks that do not see its folder. Returns the failure, if there was one."""
         failure, group = None, self._world.background
         for rank in self._world.guests:
             for name in sorted(sums[rank]):
@@ -174,14 +180,14 @@ class Checkpointer:
                 except OSError as error:
                     failure = described(error)
         if self._world.rank in self._world.guests:
-            for name in sums[self._world.rank]:  # and not the folder: another rank of this machine may still send
+            for name in sums[self._world.rank]:  # not the whole folder: another rank of this machine may still send
                 (draft / name).unlink(missing_ok=True)
             with suppress(OSError):
                 draft.rmdir()
         return failure
 
     def _gather(self, value: Any) -> list[Any]:
-        """`value` of every rank, beside what the ranks tell each other about the step they train."""
+        """Gather `value` of every rank, in a group apart from that of the step that is being trained."""
         if self._world.size == 1:
             return [value]
         values: list[Any] = [None] * self._world.size
@@ -189,26 +195,27 @@ class Checkpointer:
         return values
 
     def _name_draft(self, draft: Path, facts: dict[str, Any], table: Any) -> str | None:
-        """On rank 0: give what all ranks have written its name, and remove what is too old. Returns what failed.
+        """Give the complete checkpoint its name and remove old ones, on rank 0. Returns the failure, if there was one.
 
-        table: torch's table of contents.
+        Args:
+            table: torch's table of contents.
         """
         if self._world.rank:
             return None
         try:
             _finish(draft, facts, table)
-        except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
             return described(error)
         try:
             for old in _too_old(complete(self._folder), self._keep, self._keep_best):
                 _remove(old)
-        except OSError as error:  # the new one is there all the same, and the next one tries again
+        except OSError as error:  # the new one exists all the same, and the next one tries again
             log.warning("an old checkpoint could not be removed: %s", error)
         return None
 
 
 def tensors_of(state: TrainState) -> dict[str, Any]:
-    """What a checkpoint holds, by torch's names for it."""
+    """The tensors of a checkpoint, by torch's names."""
     return {
         "trainables": {name: parameter.detach() for name, parameter in state.trainables.items()},
         "evaluation": dict(state.evaluation),
@@ -217,12 +224,12 @@ def tensors_of(state: TrainState) -> dict[str, Any]:
 
 
 def checksum(data: bytes = b"") -> hashlib.blake2b:
-    """The running checksum that the manifest holds of each file."""
+    """A running checksum, of the kind that the manifest holds for each file."""
     return hashlib.blake2b(data, digest_size=16)
 
 
 class _SumsFileSystem(FileSystem):
-    """Files whose checksums are known when they are written. sums: {file name: digest}."""
+    """Files whose checksums are computed while they are written. sums: {file name: digest}."""
 
     def __init__(self) -> None:
         self.sums: dict[str, str] = {}
@@ -236,7 +243,7 @@ class _SumsFileSystem(FileSystem):
 
 
 class _SummedStream(io.BufferedIOBase):
-    """Writes to a file and sums up what it writes, in its order."""
+    """Writes to a file and updates a checksum with everything it writes, in order."""
 
     def __init__(self, stream: io.IOBase) -> None:
         self._stream: Any = stream
@@ -268,11 +275,11 @@ def _remedy(failure: str) -> str:
     found = re.search(r"\[Errno (\d+)\]", failure)
     remedies = {errno.ENOSPC: "free disk space", errno.EDQUOT: "free disk space", errno.EFBIG: "free disk space"}
     remedies |= {errno.EROFS: "make the folder writable", errno.EACCES: "make the folder writable"}
-    return remedies.get(int(found[1]) if found else 0, "see to that")
+    return remedies.get(int(found[1]) if found else 0, "fix its cause")
 
 
 def described(error: BaseException) -> str:
-    """An error of any rank in one line; torch hides it in a CheckpointException."""
+    """An error of any rank in one line. torch wraps it in a CheckpointException."""
     if isinstance(error, CheckpointException) and error.failures:
         error, _ = next(iter(error.failures.values()))
     return f"{type(error).__name__}: {error}"
@@ -281,7 +288,7 @@ def described(error: BaseException) -> str:
 def _finish(draft: Path, facts: dict[str, Any], table: Metadata) -> None:
     final = draft.with_name(name_of(facts["step"]))
     if (final / MANIFEST).is_file():
-        # Saved at this step before: the state is the same, and replacing it would leave a moment without any.
+        # Saved at this step before: the state is the same, and replacing it would leave a moment without a checkpoint.
         shutil.rmtree(draft)
         return
     ours = contents.write(contents.from_torch(table))
@@ -296,7 +303,7 @@ def _finish(draft: Path, facts: dict[str, Any], table: Metadata) -> None:
 
 
 def _too_old(checkpoints: list[Path], keep: int, keep_best: int) -> list[Path]:
-    """Those to remove, oldest first: neither among the newest nor among those of lowest validation loss."""
+    """The checkpoints to remove, oldest first: neither among the newest nor among those of lowest validation loss."""
     losses = {checkpoint: progress_of(checkpoint).validation_loss for checkpoint in checkpoints}
     measured = [checkpoint for checkpoint in checkpoints if math.isfinite(losses[checkpoint])]
     best = sorted(measured, key=losses.__getitem__)[:keep_best]
@@ -304,8 +311,8 @@ def _too_old(checkpoints: list[Path], keep: int, keep_best: int) -> list[Path]:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Without its name first: killed half way, the rest must not pass for a complete checkpoint.
+    """Remove a checkpoint, its name first: if the run is killed half way, the rest must not pass for a complete one.
 
-    What cannot go because an export still reads it on a network file system goes when the run starts again.
+    Files that an export still reads on a network file system are removed when the run starts again.
     """
     shutil.rmtree(checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}")), ignore_errors=True)

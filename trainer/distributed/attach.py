@@ -1,7 +1,7 @@
-"""Where a rank finds its run: in the folder of rank 0, or in a folder of its own where its machine does not see that.
+"""Attach a rank to its run: to rank 0's folder, or to a folder of its own where its machine does not see that one.
 
-Every rank trains by rank 0's config, which comes through the store they meet at: what a network file system still
-shows of an older one, and what a rank asked to be changed before a restart, is the same for all.
+Every rank trains by rank 0's config, which it gets through the rendezvous store. A network file system that still shows
+an older config, or a change that a rank requested before a restart, therefore means the same for all.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ from trainer.run.stages import Stage
 
 @dataclass(frozen=True)
 class RankRun:
-    """What a rank works with. cache: for encoded data.  is_guest: no other machine sees the files of `run`.
+    """The run as one rank sees it.
 
-    stage: the one that is trained, or the whole of a run without stages.
+    Attributes:
+        stage: The stage that is trained, or the whole of a run without stages.
+        cache: Folder for encoded data.
+        is_guest: No other machine sees the files of `run`.
     """
 
     run: RunDir
@@ -36,19 +39,18 @@ class RankRun:
 
     @property
     def config(self) -> RunConfig:
-        """What this rank trains by."""
+        """The config that this rank trains by."""
         return self.stage.config
 
 
-def cache_folder(cfg: RunConfig, run: RunDir) -> Path:
-    """Where encoded data and tiny models are shared by runs: `data.cache`, or `cache` beside the run folders."""
-    return shared_cache(cfg, run.path.parent)
-
-
 def attach(path: Path, rendezvous: Rendezvous) -> RankRun:
-    """The run folder and the config of this rank. path: the run folder of rank 0.
+    """Find the run folder and the config of this rank.
 
-    Raises InputError when there is none, or its config was damaged.
+    Args:
+        path: The run folder of rank 0.
+
+    Raises:
+        InputError: The run folder does not exist, or its config is damaged.
     """
     if rendezvous.rank == 0:
         run = RunDir.open(path)
@@ -56,10 +58,10 @@ def attach(path: Path, rendezvous: Rendezvous) -> RankRun:
         rendezvous.store.set("config", dump_config(stage.config))
         rendezvous.store.set("stage", json.dumps([stage.number, stage.count, stage.name, stage.before]))
         rendezvous.store.set("folder", _identity(run))
-        return RankRun(run, stage, cache_folder(stage.config, run), False)
+        return RankRun(run, stage, shared_cache(stage.config, run.path.parent), False)
     run = RunDir(path.absolute())
     cfg = load_config_text(rendezvous.store.get("config").decode(), (), run.config_file).config
-    cache = cache_folder(cfg, run)
+    cache = shared_cache(cfg, run.path.parent)
     number, count, name, before = json.loads(rendezvous.store.get("stage"))
     if run.identity_file.is_file() and files.read(run.identity_file) == rendezvous.store.get("folder"):
         folder = run.stage_folder(number, name) if name else run.path
@@ -69,14 +71,14 @@ def attach(path: Path, rendezvous: Rendezvous) -> RankRun:
             f"stages: {socket.gethostname()} does not see {run.path}, through which a stage gets the weights of "
             "the one before; put the run folder where all machines see it"
         )
-    # Named after the machine: should the folder be shared after all, and only be slow to show, nothing is overwritten.
+    # Named after the machine: if the folder is shared after all and only slow to appear, nothing is overwritten.
     guest = RunDir(run.path / f"guest-{socket.gethostname()}")
     guest.make_folders()
     return RankRun(guest, Stage(1, 1, "", cfg, 0, guest.path), cache, True)
 
 
 def _identity(run: RunDir) -> str:
-    """A word that only those find who see this very folder."""
+    """A random word in the folder: only a rank that sees this very folder finds it."""
     if not run.identity_file.exists():
         files.replace(run.identity_file, secrets.token_hex(16))
     return files.read(run.identity_file).decode()

@@ -1,4 +1,4 @@
-"""What each part of a rank's work is given."""
+"""The arguments that every part of a rank's work takes."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ from trainer.distributed.world import World
 from trainer.run.events import Emit
 
 
-def _never() -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class RankContext:
-    """A run as one rank works on it.
+    """A run and the rank that works on it.
 
-    cache: folder shared by runs, for encoded data and tiny models.  emit: takes events; only rank 0's reach a reader.
-    is_stopping: whether this rank is asked to stop.
+    Attributes:
+        cache: Folder shared by runs, for encoded data and tiny models.
+        emit: Takes events; only rank 0's reach a reader.
+        is_stopping: Whether this rank should stop.
     """
 
     cfg: RunConfig
     world: World
     cache: Path
     emit: Emit
-    is_stopping: Callable[[], bool] = _never
+    is_stopping: Callable[[], bool] = lambda: False

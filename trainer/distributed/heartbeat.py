@@ -1,4 +1,4 @@
-"""When a rank last moved on, and where it was then."""
+"""When a rank last moved on, and what it did then."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import Any
 
 
 class Heartbeat:
-    """Set by the thread that trains, a few hundred nanoseconds each time; read by the one that watches.
+    """Set by the thread that trains, a few hundred nanoseconds each time; read by the watchdog's thread.
 
-    step: of the run.  where: as "forward of transformer_blocks.0".  moves: whether that part moves on at every block,
-    so that standing still means something is wrong; False for reading weights, encoding, saving.  line: the last
-    heartbeat, as it is written to the rank's file.  waits_in: a collective of all ranks that is under way, also while
-    only the accelerator works on it.
+    Attributes:
+        step: Optimizer steps so far.
+        where: Phase and block, for example "forward of transformer_blocks.0".
+        moves: Whether this phase moves on at every block, so that a standstill means a hang; False for reading weights,
+            encoding and saving.
+        at: When the rank last moved on, by `time.monotonic`.
+        line: The last heartbeat, as written to the rank's file.
+        waits_in: The collective of all ranks that is under way, also while only the accelerator works on it.
     """
 
     def __init__(self) -> None:
@@ -26,7 +30,7 @@ class Heartbeat:
         self.waits_in = ""
 
     def beat(self) -> None:
-        """Something was done."""
+        """Note that the rank moved on."""
         self.at = time.monotonic()
 
     @contextmanager
@@ -41,6 +45,6 @@ class Heartbeat:
             self.beat()
 
     def enter(self, where: str, moves: bool = True) -> None:
-        """Something else begins."""
+        """Note that another phase or block begins."""
         self.where, self.moves = where, moves
         self.beat()

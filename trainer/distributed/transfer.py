@@ -1,4 +1,4 @@
-"""Files carried between ranks, for machines that do not see the run folder of rank 0."""
+"""Send files between ranks, for machines that do not see the run folder of rank 0."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 CHUNK = 32 * 2**20
-"""Bytes per message, and the memory it takes on either side."""
+"""Bytes per message, and the memory that a transfer takes on either side."""
 
 
 def send(file: Path, target: int, group: dist.ProcessGroup) -> None:
-    """Send a file to another rank, which calls `receive`. Raises OSError when it cannot be read; so does the other."""
+    """Send a file to another rank, which calls `receive`. Both raise OSError when it cannot be read."""
     try:
         data = memoryview(_mapped(file))
     except OSError:
@@ -32,9 +32,10 @@ def _mapped(file: Path) -> mmap.mmap | bytes:
 
 
 def receive(file: Path, source: int, group: dist.ProcessGroup) -> None:
-    """Write a file that another rank sends, through to the disk.
+    """Write a file that another rank sends, and flush it to the disk.
 
-    Raises OSError when it cannot be written, after all of it has come: the sender must not wait for ever.
+    Raises OSError when it cannot be written, but only after the whole file was received: the sender must not wait for
+    ever.
     """
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, source, group)

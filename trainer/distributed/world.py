@@ -1,4 +1,4 @@
-"""The ranks of a run and how they talk."""
+"""The ranks of a run and how they communicate."""
 
 from __future__ import annotations
 
@@ -20,19 +20,23 @@ from trainer.distributed.heartbeat import Heartbeat
 from trainer.distributed.store import KeyValueStore
 from trainer.run.folder import RunDir
 
-BEYOND_THE_WATCH_S = 120
+BEYOND_THE_WATCHDOG_S = 120
 SLOW_STORAGE = datetime.timedelta(minutes=30)
 MEET_WITHIN = datetime.timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
 class World:
-    """This rank among the others. Every method that talks to other ranks must be called by all of them.
+    """This rank among the others. `gather`, `sum` and `barrier` are collective.
 
-    rank, size: of all ranks.  local_rank, local_size: of this machine.  background: a group of its own for
-    checkpoints that are written while training goes on.  store: notes that do not wait for collectives.  heartbeat: of
-    this rank.  guests: ranks on machines that do not see the run folder of rank 0.  guest_leaders: the first on each of
-    those.
+    Attributes:
+        rank, size: Among all ranks.
+        local_rank, local_size: Among the ranks of this machine.
+        background: Process group for checkpoints, which are written while training goes on.
+        store: Messages that do not wait for collectives.
+        heartbeat: That of this rank.
+        guests: Ranks on machines that do not see the run folder of rank 0.
+        guest_leaders: The first rank on each of those machines.
     """
 
     rank: int
@@ -47,7 +51,7 @@ class World:
     guest_leaders: tuple[int, ...] = ()
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` of every rank, in rank order."""
+        """Gather `value` of every rank, in rank order."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -56,7 +60,7 @@ class World:
         return values
 
     def sum(self, values: list[float]) -> list[float]:
-        """Element-wise sum over the ranks, computed in fp64."""
+        """Sum element-wise over the ranks, in fp64."""
         if self.size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -78,7 +82,7 @@ class World:
 
     @property
     def memory(self) -> int:
-        """Bytes this rank may fill: of its GPU, or its part of the host's memory."""
+        """Bytes this rank may fill: its GPU, or its share of the host's memory."""
         if self.device.type == "cuda":
             return int(torch.cuda.get_device_properties(self.device).total_memory)
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -88,7 +92,7 @@ class World:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of one attempt meet, before they can talk."""
+    """Where the ranks of one attempt meet, before they can communicate."""
 
     store: dist.Store
     rank: int
@@ -98,8 +102,9 @@ class Rendezvous:
 def find_rendezvous(run: RunDir | None = None) -> Rendezvous:
     """Find the store of the ranks that torchrun started; a process without torchrun is alone.
 
-    run: what they train. On one machine its folder holds the file at which torchrun itself meets, and no port is
-    opened. Ranks of a torchrun that somebody started by hand, and those of several machines, meet at its port.
+    Args:
+        run: The run they train. On one machine its folder holds the file through which torchrun itself meets, and no
+            port is opened. Ranks of a torchrun that was started by hand, or of several machines, meet at its port.
     """
     rank, size = _torchrun("RANK", 0), _torchrun("WORLD_SIZE", 1)
     if size == 1:
@@ -111,57 +116,61 @@ def find_rendezvous(run: RunDir | None = None) -> Rendezvous:
         store.set_timeout(MEET_WITHIN)
     else:
         store, _, _ = next(dist.rendezvous("env://", timeout=MEET_WITHIN))
-    # torchrun starts ranks again with the store of before, and gloo would call those that are gone.
+    # torchrun starts ranks again with the same store, in which gloo would still find the ranks that are gone.
     return Rendezvous(dist.PrefixStore(f"attempt_{_torchrun('TORCHELASTIC_RESTART_COUNT', 0)}", store), rank, size)
 
 
 @contextmanager
 def connect(cfg: ParallelConfig, rendezvous: Rendezvous | None = None, is_guest: bool = False) -> Iterator[World]:
-    """Join the ranks torchrun started, on the device `parallel.device` names; leave them at a good end.
+    """Join the ranks that torchrun started, on the device of `parallel.device`; leave them if no error is raised.
 
-    rendezvous: of the ranks, if it was found before.  is_guest: this machine does not see the run folder.
-    Raises InputError when CUDA is asked for and absent, or has fewer devices than ranks.
+    Args:
+        rendezvous: Where they meet, if it was found before.
+        is_guest: This machine does not see the run folder.
+
+    Raises:
+        InputError: CUDA is wanted and absent, or has fewer devices than ranks.
     """
     local_rank, local_size = _torchrun("LOCAL_RANK", 0), _torchrun("LOCAL_WORLD_SIZE", 1)
     device = _device(cfg, local_rank, local_size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    # The watch comes first, and knows more. This is for what it does not see.
-    timeout = datetime.timedelta(seconds=cfg.timeout + BEYOND_THE_WATCH_S)
-    place = rendezvous or find_rendezvous()
-    if place.size == local_size:
+    # The watchdog comes first and knows more; this timeout is for what it does not notice.
+    timeout = datetime.timedelta(seconds=cfg.timeout + BEYOND_THE_WATCHDOG_S)
+    meeting = rendezvous or find_rendezvous()
+    if meeting.size == local_size:
         _stay_on_loopback()
-    dist.init_process_group(backend, store=place.store, rank=place.rank, world_size=place.size, timeout=timeout)
-    yield _with_guests(joined(device, local_rank, local_size, timeout), is_guest)
-    # Not after an error: NCCL would wait for the other ranks, and torchrun would hear of it only after the timeout.
+    dist.init_process_group(backend, store=meeting.store, rank=meeting.rank, world_size=meeting.size, timeout=timeout)
+    world = joined(device, local_rank, local_size, timeout)
+    ranks = world.gather((is_guest, local_rank))
+    guests = tuple(rank for rank, (guest, _) in enumerate(ranks) if guest)
+    yield replace(world, guests=guests, guest_leaders=tuple(rank for rank in guests if ranks[rank][1] == 0))
+    # Not after an error: NCCL would wait for the other ranks, and torchrun would learn of it only after the timeout.
     dist.destroy_process_group()
 
 
 def _stay_on_loopback() -> None:
-    """Have gloo and NCCL listen where no other machine reaches them. They ask the environment alone.
+    """Have gloo and NCCL listen on localhost only. Both read only the environment.
 
-    What comes from another rank is unpickled (`all_gather_object`). By default gloo listens at the address of the
-    machine's own name and NCCL at that of its first network card; what others set for several machines is not meant
-    for one. Between GPUs of one machine data go through NVLink, PCIe or shared memory, and not through this.
+    Messages from another rank are unpickled (`all_gather_object`). By default gloo listens at the address of the
+    machine's own name and NCCL at that of its first network card; a setting for several machines is not meant for one.
+    Data between GPUs of one machine go through NVLink, PCIe or shared memory, not through this interface.
     """
     interfaces = psutil.net_if_addrs().items()
     loopback = next((name for name, at in interfaces if any(one.address == "127.0.0.1" for one in at)), "lo")
     os.environ["GLOO_SOCKET_IFNAME"] = loopback
-    os.environ["NCCL_SOCKET_IFNAME"] = f"={loopback}"  # without the sign it is the beginning of a name
+    os.environ["NCCL_SOCKET_IFNAME"] = f"={loopback}"  # without "=" it would match every name that begins so
 
 
 def joined(device: torch.device, local_rank: int, local_size: int, timeout: datetime.timedelta | None = None) -> World:
-    """The world of a default process group that exists already. timeout: longest wait for a checkpoint's other ranks;
-    storage may be slow for one of them only."""
+    """The world of a default process group that exists already.
+
+    Args:
+        timeout: Longest wait for the other ranks of a checkpoint; storage may be slow for only one of them.
+    """
     background = dist.new_group(backend="gloo", timeout=timeout and max(timeout, SLOW_STORAGE))
     assert background is not None
     store = KeyValueStore(dist.distributed_c10d._get_default_store())
     return World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, background, store)
-
-
-def _with_guests(world: World, is_guest: bool) -> World:
-    found = world.gather((is_guest, world.local_rank))
-    guests = tuple(rank for rank, (guest, _) in enumerate(found) if guest)
-    return replace(world, guests=guests, guest_leaders=tuple(rank for rank in guests if found[rank][1] == 0))
 
 
 def _torchrun(name: str, alone: int) -> int:

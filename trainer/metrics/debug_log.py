@@ -1,4 +1,4 @@
-"""What a rank does, line by line in a file of its own, for when something is to be found out."""
+"""A debug log per rank, for finding out what went wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEVELS = {"trainer": logging.DEBUG, "torch.distributed": logging.INFO}
 def debug_log(cfg: TrackersConfig, run: RunDir, rank: int) -> Iterator[None]:
     """Inside, with `trackers.debug`, our loggers and torch.distributed's also write to `logs/debug-rank<k>.log`.
 
-    What they write elsewhere, as on stderr, stays as it is. A resumed run appends.
+    Their other outputs, such as stderr, do not change. A resumed run appends.
     """
     if not cfg.debug:
         yield
@@ -32,7 +32,7 @@ def debug_log(cfg: TrackersConfig, run: RunDir, rank: int) -> Iterator[None]:
 
 
 class _LossyFile(logging.Handler):
-    """Appends each line by one write. A full disk costs lines: logging's own file would raise when it is closed."""
+    """Appends each line by one write. A full disk loses lines: logging's own file handler would raise on close."""
 
     def __init__(self, path: Path, rank: int) -> None:
         super().__init__()
@@ -50,11 +50,11 @@ class _LossyFile(logging.Handler):
 
 
 def _add(file: logging.Handler, name: str, level: int, undo: ExitStack) -> None:
-    """Let a logger and those below it write to the file from `level` on, until `undo`."""
+    """Have a logger and its descendants write to the file from `level` on, until `undo`."""
     logger = logging.getLogger(name)
     before = logger.getEffectiveLevel()
     for each in _endpoints(logger):
-        # What others' handlers did not get before they do not get now.
+        # Other handlers still do not get what was below their level before.
         for handler in _handlers(each):
             keep = _Keep(name, before)
             handler.addFilter(keep)
@@ -66,13 +66,13 @@ def _add(file: logging.Handler, name: str, level: int, undo: ExitStack) -> None:
 
 
 def _endpoints(logger: logging.Logger) -> list[logging.Logger]:
-    """The logger, and those below it that pass nothing on, as several of torch's."""
+    """The logger, and its descendants that do not propagate, as several of torch's."""
     known = (logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(f"{logger.name}."))
     return [logger, *(each for each in known if not each.propagate)]
 
 
 def _handlers(logger: logging.Logger) -> list[logging.Handler]:
-    """All that a record of this logger reaches."""
+    """All handlers that a record of this logger reaches."""
     handlers = list(logger.handlers)
     while logger.propagate and logger.parent:
         logger = logger.parent
@@ -81,7 +81,7 @@ def _handlers(logger: logging.Logger) -> list[logging.Handler]:
 
 
 class _Keep(logging.Filter):
-    """Lets pass what is not of the named loggers, or of at least this level."""
+    """Passes records of other loggers than the named one, and those of at least this level."""
 
     def __init__(self, name: str, level: int) -> None:
         super().__init__(name)

@@ -1,4 +1,4 @@
-"""What the machine's GPUs do now, as nvidia-smi tells it: no torch, no context on a GPU."""
+"""The state of the machine's GPUs, read from nvidia-smi: no torch, no context on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ FIELDS = ("name", "memory.total", "memory.used", "utilization.gpu", "temperature
 
 @dataclass(frozen=True)
 class Gpu:
-    """memory: MiB.  busy: percent of the last moment.  celsius: temperature. -1 for what the driver does not tell."""
+    """One GPU; a number the driver does not report is -1.
+
+    Attributes:
+        memory: MiB.
+        memory_used: MiB.
+        busy: Percent of the last moment.
+        celsius: Temperature.
+    """
 
     index: int
     name: str
@@ -30,7 +37,7 @@ def exist() -> bool:
 
 
 def read() -> list[Gpu]:
-    """The GPUs in nvidia-smi's order, none without a driver. Raises InputError with what nvidia-smi says is wrong."""
+    """The GPUs in nvidia-smi's order, none without a driver. Raises InputError with nvidia-smi's own message."""
     if not exist():
         return []
     return parse(ask(f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"))
@@ -39,13 +46,13 @@ def read() -> list[Gpu]:
 def links() -> str:
     """The slowest kind of link between two GPUs, as nvidia-smi abbreviates it (NV4, PIX, SYS); empty with fewer than 2.
 
-    Raises InputError with what nvidia-smi says is wrong.
+    Raises InputError with nvidia-smi's own message.
     """
     return slowest_link(ask("topo", "-m"))
 
 
 def ask(*arguments: str) -> str:
-    """What nvidia-smi prints. Raises InputError with the first line when it fails."""
+    """Run nvidia-smi and return its output. Raises InputError with the first line when it fails."""
     argv = ["nvidia-smi", *arguments]
     try:
         answer = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
@@ -58,13 +65,13 @@ def ask(*arguments: str) -> str:
 
 
 def parse(text: str) -> list[Gpu]:
-    """The GPUs of a CSV table of FIELDS."""
+    """Parse a CSV table of FIELDS."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.strip().splitlines()]
     return [Gpu(index, row[0], *(_number(cell) for cell in row[1:])) for index, row in enumerate(rows)]
 
 
 def _number(cell: str) -> int:
-    """-1 for [N/A] and its like."""
+    """The number, or -1 for [N/A] and the like."""
     return int(float(cell)) if cell.replace(".", "", 1).isdigit() else -1
 
 
@@ -72,10 +79,10 @@ LINKS_FROM_FAST_TO_SLOW = ("NV", "PIX", "PXB", "PHB", "NODE", "SYS")
 
 
 def slowest_link(matrix: str) -> str:
-    """Of the matrix of `nvidia-smi topo -m`."""
+    """The slowest link in the matrix of `nvidia-smi topo -m`; empty with fewer than 2 GPUs."""
     rows = [line.split() for line in matrix.splitlines() if line.startswith("GPU")]
-    found = [cell for row in rows for cell in row[1 : len(rows) + 1] if cell != "X"]
-    return max(found, key=_slowness, default="")
+    links = [cell for row in rows for cell in row[1 : len(rows) + 1] if cell != "X"]
+    return max(links, key=_slowness, default="")
 
 
 def _slowness(link: str) -> int:

@@ -1,4 +1,4 @@
-"""Bytes: what a model holds on this rank, and what the process has taken."""
+"""Bytes of tensors on this rank, and the memory that its process uses."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from trainer.distributed.world import World
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """Bytes on this rank. On CUDA the caching allocator's figures; on the CPU those of the process.
+    """Bytes on this rank: on CUDA by the caching allocator, on the CPU by the process.
 
-    allocated: live tensors (CPU: resident anonymous pages).  reserved: taken from the device (CPU: resident set).
-    peak: highest `allocated` since the start.  limit: what there is.
+    Attributes:
+        allocated: Live tensors (CPU: resident anonymous pages).
+        reserved: Taken from the device (CPU: resident set).
+        peak: Highest `allocated` since the start.
+        limit: What this rank may use, see `World.memory`.
     """
 
     allocated: int
@@ -28,7 +31,7 @@ class MemoryReading:
 
 
 class MemoryMeter:
-    """Reads this rank's memory; keeps the peak on the CPU, where nobody else does."""
+    """Reads this rank's memory; on the CPU it also tracks the peak, which no allocator does there."""
 
     def __init__(self, world: World) -> None:
         self._device = world.device
@@ -37,7 +40,7 @@ class MemoryMeter:
         self._peak = 0
 
     def read(self) -> MemoryReading:
-        """The figures of this moment."""
+        """Read the memory now."""
         if self._device.type == "cuda":
             return MemoryReading(
                 torch.cuda.memory_allocated(self._device),
@@ -46,21 +49,18 @@ class MemoryMeter:
                 self._limit,
             )
         memory = self._process.memory_info()
-        # resident minus file-backed and shared pages: safetensors files are mapped and would count as ours.
+        # Resident minus file-backed and shared pages: safetensors files are mapped and would count as ours.
         anonymous = int(memory.rss - memory.shared)
         self._peak = max(self._peak, anonymous)
         return MemoryReading(anonymous, int(memory.rss), self._peak, self._limit)
 
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors that lie on this rank."""
-    return sum(_local(tensor).numel() * tensor.element_size() for tensor in tensors)
+    """Bytes of the tensors on this rank; of a DTensor, those of `to_local()`."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
 def full_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the whole tensors, over all ranks that share them."""
+    """Bytes of the whole tensors; of a DTensor, those of `full_tensor()`."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Where a rank is in its step, told when its memory runs out."""
+"""Which block a rank is in, named when its memory runs out."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ GIB = 2**30
 
 
 class OutOfMemoryError(RuntimeError):
-    """Memory ran out on this rank: where, and how much there was."""
+    """Memory ran out on this rank. The message says where, and how much there was."""
 
 
 class OomContext:
-    """The block a pass is in. blocks: class names.  heartbeat: beats at every block.
+    """The phase and block a pass is in, for the message when memory runs out; also beats the heartbeat at every block.
 
-    Hooks on each block and on the gradient of its output, a few microseconds a pass. A compiled block has none: they
-    would become part of its graph.
+    Known by hooks on each block and on the gradient of its output, which take a few microseconds a pass. A compiled
+    block has no hooks: they would become part of its graph.
+
+    Args:
+        blocks: Class names.
     """
 
     def __init__(self, model: nn.Module, blocks: Collection[str], is_compiled: bool, heartbeat: Heartbeat) -> None:
-        self._what, self._block = "", ""
+        self._phase, self._block = "", ""
         self._heartbeat = heartbeat
         self._moves = not is_compiled
         for name, module in model.named_modules():
@@ -41,15 +44,15 @@ class OomContext:
                 module.register_forward_pre_hook(partial(self._enter, name), prepend=True)
                 module.register_forward_hook(partial(self._watch_gradient, name))
 
-    def enter(self, what: str) -> None:
-        """From now on the rank does something else, as "forward"; no block yet."""
-        self._what, self._block = what, ""
-        self._heartbeat.enter(what, self._moves)
-        if what == OPTIMIZER:
+    def enter(self, phase: str) -> None:
+        """Note that another phase begins, for example "forward"; it is in no block yet."""
+        self._phase, self._block = phase, ""
+        self._heartbeat.enter(phase, self._moves)
+        if phase == OPTIMIZER:
             self._moves = True  # compiled by now
 
     def __str__(self) -> str:
-        return f"{self._what} of {self._block}" if self._block else self._what
+        return f"{self._phase} of {self._block}" if self._block else self._phase
 
     def _enter(self, name: str, *_: Any) -> None:
         self._block = name
@@ -63,11 +66,12 @@ class OomContext:
 
 @contextmanager
 def explain_out_of_memory(
-    place: OomContext, meter: MemoryMeter, held: Callable[[], Mapping[str, int]] = dict
+    context: OomContext, meter: MemoryMeter, held: Callable[[], Mapping[str, int]] = dict
 ) -> Iterator[None]:
-    """Raises OutOfMemoryError, which tells place, peak and what held the memory, for any error that says it ran out.
+    """Inside, any error that says that memory ran out becomes an OutOfMemoryError with block, peak and shares.
 
-    held: bytes of what is known by name; the rest are activations, gathered blocks and what libraries take.
+    Args:
+        held: Bytes that are known by kind; the rest are activations, gathered blocks and memory of libraries.
     """
     try:
         yield
@@ -77,7 +81,7 @@ def explain_out_of_memory(
             raise
         memory = meter.read()
         raise OutOfMemoryError(
-            f"out of memory in {place}: peak {memory.peak / GIB:.2f} of {memory.limit / GIB:.2f} GiB"
+            f"out of memory in {context}: peak {memory.peak / GIB:.2f} of {memory.limit / GIB:.2f} GiB"
             f"{_shares(held(), memory.peak)} ({first})"
         ) from error
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""The time of a step, split into phases."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Mark = float | torch.cuda.Event
 
 
 class StepTimer:
-    """Splits the seconds of each step. On CUDA by events; reading them waits for the step's end.
+    """Splits the seconds of each step into phases. On CUDA by events; reading them waits for the end of the step.
 
-    `communication` is the time this rank's compute stood still for other ranks: exact where collectives block the
-    host (gloo). NaN with several ranks on CUDA, where the wait happens inside streams that torch does not expose, and
-    with copies of the model, whose all-reduce torch does not let us time. `own` is what this rank does by itself:
-    reading its examples, and forward of the blocks once their weights are there.
+    `communication` is the time that this rank's compute waited for other ranks: exact where collectives block the host
+    (gloo). NaN with several ranks on CUDA, where the wait happens inside streams that torch does not expose, and with
+    copies of the model, whose all-reduce torch does not let us time. `own` is the time that this rank worked by itself:
+    reading its examples, and forward of the blocks once their weights are gathered.
     """
 
     def __init__(self, world: World, mesh: DeviceMesh | None) -> None:
@@ -47,12 +47,12 @@ class StepTimer:
         self._start = self._now()
 
     def mark(self, phase: str) -> None:
-        """What happened since the last mark was `phase`."""
+        """End `phase`, which began at the last mark."""
         self._marks.append((phase, self._now()))
 
     @contextmanager
     def communication(self) -> Iterator[None]:
-        """What happens inside is waiting for other ranks."""
+        """Count the time inside as waiting for other ranks."""
         begin = time.perf_counter()
         try:
             yield
@@ -71,9 +71,9 @@ class StepTimer:
         return seconds
 
     def watch(self, model: nn.Module, blocks: Collection[str], is_compiled: bool) -> None:
-        """Time the forward of blocks, given by class names, and count the collectives of a sharded model.
+        """Time the forward of blocks, given by class names, and the collectives of a sharded model.
 
-        A compiled block is not timed, hooks would become part of its graph; collectives are not on CUDA.
+        A compiled block is not timed, as hooks would become part of its graph; on CUDA, collectives are not timed.
         """
         for module in model.modules():
             if type(module).__name__.removeprefix("FSDP") in blocks and not is_compiled:
@@ -103,7 +103,7 @@ class StepTimer:
 
 
 class _Timed:
-    """Before a collective's class: its calls count as communication."""
+    """Mixed into the class of a collective: its calls count as communication."""
 
     def __init__(self, clock: StepTimer) -> None:
         super().__init__()

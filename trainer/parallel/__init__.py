@@ -1,1 +1,1 @@
-"""Sharding: ranks and meshes, what is wrapped in which order, weights by slices, memory, and checks."""
+"""Sharding: strategies and meshes, sharding a model, loading its weights by slices, the quantized cache, and checks."""

@@ -28,11 +28,14 @@ Entry = tuple[nn.Module, str]
 
 
 def entries(model: nn.Module, units: Sequence[nn.Module], methods: Sequence[str]) -> list[Entry]:
-    """The modules' entry points besides `forward`.
+    """Find the modules' entry points other than `forward`.
 
-    methods: of the model by name, as `encode`; of the units of a class with it, as `Layer.encode`. Raises ValueError
-    for one that no module has, and for one that the module's own `forward` calls: its weights would be gathered and
-    freed twice, one inside the other, and backward finds them freed.
+    Args:
+        methods: Of the model by name, for example `encode`; of the units of a class, for example `Layer.encode`.
+
+    Raises:
+        ValueError: No module has the method, or the module's own `forward` calls it: its weights would be gathered and
+            freed twice, one inside the other, and backward would find them freed.
     """
     found = [entry for method in methods for entry in _modules_with(model, units, method)]
     for module, method in found:
@@ -110,7 +113,7 @@ def _nested(owner: str, method: str) -> str:
 
 
 def _calls(owner: type, caller: str, method: str) -> bool:
-    """Whether a method of a class calls another of its own, by way of others or not."""
+    """Whether a method of a class calls another method of that class, directly or through others."""
     reached: set[str] = set()
     left = [caller]
     while left:
@@ -123,7 +126,7 @@ def _calls(owner: type, caller: str, method: str) -> bool:
 
 
 def _own_attributes(code: CodeType) -> set[str]:
-    """Attributes that a method reads of its first argument, also by `getattr` with a constant."""
+    """The attributes of its first argument that a method reads, also by `getattr` with a constant."""
     this = code.co_varnames[:1]
     instructions = list(dis.get_instructions(code))
     read = {
@@ -136,7 +139,7 @@ def _own_attributes(code: CodeType) -> set[str]:
 
 
 def _loads(instruction: dis.Instruction, name: tuple[str, ...]) -> bool:
-    """Whether a variable is what the instruction leaves on top; some load two at once."""
+    """Whether the instruction leaves the variable on top of the stack; some instructions load two at once."""
     last = instruction.argval[-1:] if isinstance(instruction.argval, tuple) else (instruction.argval,)
     return instruction.opname.startswith("LOAD_FAST") and last == name
 
@@ -173,7 +176,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def doors(self, methods: Sequence[Entry]) -> Iterator[None]:
-        """Inside: notes when the model and its units are entered and left."""
+        """Inside, note when the model and its units are entered and left."""
         with ExitStack() as stack:
             for module in self._gathered:
                 stack.enter_context(self._door(module, "forward"))
@@ -183,7 +186,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _door(self, module: nn.Module, method: str) -> Iterator[None]:
-        """As an attribute of the module itself, before the class's own."""
+        """Wrap a method by an attribute of the module itself, which hides that of the class."""
         original, former = getattr(module, method), vars(module).get(method)
         setattr(module, method, wraps(original)(partial(self._enter, module, method, original)))
         try:
@@ -262,7 +265,7 @@ def _hidden(value: Any) -> Iterator[Any]:
 
 
 def _inside(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[Tensor]:
-    """Tensors in an object, to any depth; what can be called holds none."""
+    """Tensors in an object, at any depth; callables are not searched."""
     if isinstance(value, Tensor):
         yield value
         return

@@ -25,12 +25,14 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True)
 class Coded:
-    """A parameter of bytes that are made from a stored weight, row by row. stored, shape: its name and shape.
+    """A parameter of bytes that are made from a stored weight, row by row.
 
-    format: names what the bytes are, and changes when equal weights give other bytes.
-
-    encode: (some rows, the scale they are stored with if they are 8-bit floats) -> rows of the parameter. Raises
-    ValueError for numbers that cannot be encoded.
+    Attributes:
+        stored: Name of the stored weight.
+        shape: Shape of the stored weight.
+        format: Name of the encoding; it changes when equal weights give other bytes.
+        encode: (some rows, the scale they are stored with if they are 8-bit floats) -> rows of the parameter. Raises
+            ValueError for numbers that cannot be encoded.
     """
 
     stored: str
@@ -41,14 +43,17 @@ class Coded:
 
 @dataclass(frozen=True)
 class Loading:
-    """How weights are read. device: where they are encoded.  threads: how many read at a time.
+    """How weights are read.
 
-    told: (bytes read, bytes to read) by this rank, again and again.
+    Attributes:
+        device: Where they are encoded.
+        threads: How many read at a time.
+        on_progress: Called again and again with (bytes read, bytes to read) of this rank.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     threads: int = 1
-    told: Callable[[int, int], None] = lambda done, total: None
+    on_progress: Callable[[int, int], None] = lambda done, total: None
 
 
 def load_weights(
@@ -58,32 +63,41 @@ def load_weights(
     coded: Mapping[str, Coded] | None = None,
     loading: Loading | None = None,
 ) -> int:
-    """Fill parameters and persistent buffers from disk, cast to their types. Returns the bytes read on this rank.
+    """Fill parameters and persistent buffers from disk, cast to their types.
 
-    skip: names that are not in the files, as an adapter's. Names inside the model may carry `.base_layer`.
-    coded: parameters that are made from stored weights, by name.
-    Raises InputError for a tensor that is missing or has another shape, naming file, tensor and both shapes.
+    Args:
+        skip: Names that are not in the files, such as an adapter's. Names in the model may contain `.base_layer`.
+        coded: Parameters that are made from stored weights, by name.
+
+    Returns:
+        The bytes read on this rank.
+
+    Raises:
+        InputError: A tensor is missing or has another shape; names file, tensor and both shapes.
     """
     loading = loading or Loading()
     parts = [part for source in _sources(model, files, skip, coded).values() for part in source.parts()]
     opened = OpenFiles()
     done, total = 0, sum(part.num_bytes for part in parts)
-    # Reading and encoding leave Python's lock. A failure cancels what waits.
+    # Reading and encoding release the GIL. A failure cancels what is still queued.
     with ThreadPoolExecutor(loading.threads, "load") as pool:
         for part, _ in zip(parts, pool.map(lambda part: part.load(opened, loading.device), parts), strict=True):
             done += part.num_bytes
-            loading.told(done, total)
+            loading.on_progress(done, total)
     return done
 
 
 def check_same_weights(
     model: nn.Module, files: WeightFiles, skip: Iterable[str], coded: Mapping[str, Coded] | None, world: World
 ) -> None:
-    """Compare some rows of every tensor that each rank holds with what the next one finds in its files. Collective.
+    """Compare some rows of every tensor of each rank with the files that the next rank sees. Collective.
 
-    These are the first, the middle and the last one of each rank's. The arguments are those of `load_weights`. Raises
-    InputError on every rank where they differ: torch shards what each rank holds, and would train a model that is a
-    mixture of both. One rank by itself compares with its own files, where `coded` was read from elsewhere.
+    These are the first, middle and last row of each rank. Where machines hold different files, torch would shard and
+    train a mixture of both models. A single rank compares with its own files, as `coded` may come from the cache. The
+    arguments are those of `load_weights`.
+
+    Raises:
+        InputError: Rows differ; raised on every rank.
     """
     sources, opened = _sources(model, files, skip, coded), OpenFiles()
     held = {name: {row: tensor_digest(at) for row, at in _samples(source.tensor)} for name, source in sources.items()}
@@ -104,7 +118,7 @@ def check_same_weights(
 
 
 def _samples(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Some of the rows that this rank holds, by their numbers in the whole. A scalar is a row."""
+    """Yield (number in the whole tensor, row) for some of this rank's rows. A scalar counts as a row."""
     for rows, local in own_rows(tensor):
         if tensor.dim() == 0:
             yield 0, local
@@ -114,14 +128,14 @@ def _samples(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def tensor_digest(tensor: Tensor) -> bytes:
-    """Of a tensor's bytes."""
+    """A digest of the tensor's bytes."""
     raw = tensor.detach().cpu().flatten().view(torch.uint8)
     return hashlib.blake2b(raw.numpy().tobytes(), digest_size=16).digest()
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Some rows of a tensor that this rank holds. begin, end: rows of the whole.  into: their place."""
+    """Some rows of a tensor that this rank holds. begin, end: rows of the whole tensor.  into: where they go."""
 
     entry: TensorEntry
     begin: int
@@ -131,11 +145,11 @@ class _Part:
 
     @property
     def num_bytes(self) -> int:
-        """What is read."""
+        """Bytes that are read from the file."""
         return int(self.entry.stored_bytes(self.end - self.begin))
 
     def load(self, files: OpenFiles, device: torch.device) -> None:
-        """Raises InputError for a file that cannot be read, or numbers that cannot be encoded."""
+        """Read the rows. Raises InputError for a file that cannot be read, or numbers that cannot be encoded."""
         entry = self.entry
         try:
             with torch.no_grad():
@@ -149,14 +163,14 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Source:
-    """A tensor of the model and where it comes from."""
+    """A tensor of the model and its entry in the files."""
 
     tensor: Tensor
     entry: TensorEntry
     coded: Coded | None
 
     def parts(self) -> Iterator[_Part]:
-        """What this rank reads of it."""
+        """Split this rank's rows into pieces of about PIECE numbers."""
         step = max(1, PIECE // max(1, math.prod(self.entry.shape[1:])))
         for rows, local in own_rows(self.tensor):
             for begin in range(rows.start, rows.stop, step):
@@ -168,7 +182,7 @@ class _Source:
 def _sources(
     model: nn.Module, files: WeightFiles, skip: Iterable[str], coded: Mapping[str, Coded] | None
 ) -> dict[str, _Source]:
-    """By name without an adapter's `.base_layer`. Raises InputError as `load_weights` does."""
+    """{name without an adapter's `.base_layer`: source}. Raises InputError as `load_weights` does."""
     skipped, coded = set(skip), coded or {}
     held = stored_tensors(model)
     wanted = {name.replace(".base_layer.", "."): tensor for name, tensor in held.items() if name not in skipped}
@@ -179,7 +193,7 @@ def _sources(
 
 
 def check_weights(wanted: dict[str, tuple[int, ...]], files: WeightFiles) -> None:
-    """Raises InputError unless every wanted tensor is in the files with its shape."""
+    """Raise InputError unless every wanted tensor is in the files with its shape."""
     missing = sorted(wanted.keys() - files.entries.keys())
     if missing:
         where = next(iter(files.entries.values())).file.parent if len(files) else "the weight files"
@@ -192,7 +206,7 @@ def check_weights(wanted: dict[str, tuple[int, ...]], files: WeightFiles) -> Non
         if entry.shape != shape:
             raise InputError(
                 f"{entry.file}: '{entry.key}' has shape {list(entry.shape)}, the model needs {list(shape)}; "
-                "the weights and the config.json beside them belong to different models: download the folder again"
+                "the weights and the config.json next to them belong to different models: download the folder again"
             )
 
 
@@ -203,7 +217,7 @@ def fill_rows(target: Tensor, full: Tensor) -> None:
 
 
 def own_rows(target: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """The rows of dim 0 that this rank holds, with the local tensor; nothing for an empty shard."""
+    """Yield the rows of dim 0 that this rank holds, with the local tensor; nothing for an empty shard."""
     if not isinstance(target, DTensor):
         yield slice(0, len(target) if target.dim() else 1), target
         return

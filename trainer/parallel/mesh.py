@@ -1,4 +1,4 @@
-"""Which ranks share a copy of the model."""
+"""The device mesh: which ranks share a copy of the model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ REPLICATE, SHARD = "replicate", "shard"
 
 
 def resolve_strategy(cfg: ParallelConfig, world: World, state_bytes: int, memory: int) -> Strategy:
-    """`parallel.strategy` with `auto` decided for these ranks, as `choose_strategy` does."""
+    """Decide `parallel.strategy` for these ranks where it is `auto`, as `choose_strategy` does."""
     return choose_strategy(cfg, world.size, world.local_size, state_bytes, memory)
 
 
 def device_mesh(cfg: ParallelConfig, world: World, strategy: Strategy) -> DeviceMesh | None:
-    """None for `none`; (shard,) for full and grad_op; (replicate, shard) for hybrid and ddp.
+    """Make the mesh: None for `none`; (shard,) for full and grad_op; (replicate, shard) for hybrid and ddp.
 
-    `ddp` is a mesh of world x 1: every rank is a shard group of its own, gradients are all-reduced.
+    `ddp` is a mesh of world x 1: every rank is a shard group of its own, and gradients are all-reduced.
     """
     if strategy == "none":
         return None

@@ -1,4 +1,4 @@
-"""Wrap a model: activation checkpointing, then compile, then `fully_shard` block by block, then the root."""
+"""Shard a model: activation checkpointing, then compile, then `fully_shard` block by block, then the root."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def blocks_of(model: nn.Module, class_names: Sequence[str]) -> list[nn.Module]:
-    """The modules of the named classes, in the order they are defined, which is the order they run in.
+    """The modules of the named classes, in the order of definition, which is the order they run in.
 
-    A sharded module's class has another name: `fully_shard` puts FSDP before it.
+    `fully_shard` puts FSDP before the name of a module's class.
     """
     return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in class_names]
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How a kind of model is sharded.
+    """How the models of a family are sharded.
 
-    blocks: class names of the modules that are sharded one by one, of all components.
-    methods: entry points of the denoiser other than `forward`, as `encode`, and of its blocks, as `Layer.encode`; never
-    one that `forward` calls.
-    fp32_inputs: arguments of the denoiser's `forward` that bf16 would round and the model itself would not, as a
-    timestep whose sines it takes in fp32.
-    returns_views: class names of blocks and components, of code that is not ours, whose `forward` returns a view: FSDP2
-    cannot follow a view that is changed in place, and gets a copy.
+    Attributes:
+        blocks: Class names of the modules that are sharded one by one, in all components.
+        methods: Entry points other than `forward`: of the denoiser, for example `encode`, and of its blocks, for
+            example `Layer.encode`. Never one that `forward` calls.
+        fp32_inputs: Arguments of the denoiser's `forward` that must not be rounded to bf16, for example a timestep
+            whose sines the model computes in fp32.
+        returns_views: Class names of blocks and components in third-party code whose `forward` returns a view. FSDP2
+            cannot follow a view that is changed in place, and gets a copy.
     """
 
     blocks: tuple[str, ...]
@@ -62,10 +63,15 @@ def parallelize(
     strategy: Strategy,
     mesh: DeviceMesh | None,
 ) -> nn.Module:
-    """The model, ready to be materialized and loaded; changed in place. Without a mesh nothing is sharded.
+    """Make a model on the meta device ready to be materialized and loaded, in place.
 
-    Arguments of `forward` are cast to the compute type, but for `spec.fp32_inputs`.
-    Raises ValueError for a method that `forward` calls.
+    Floating arguments of `forward` are cast to the compute type, except `spec.fp32_inputs`.
+
+    Args:
+        mesh: None shards nothing.
+
+    Raises:
+        ValueError: `spec.methods` names a method that `forward` calls.
     """
     units = blocks_of(model, spec.blocks)
     registered = entries(model, units, spec.methods)
@@ -114,12 +120,12 @@ def shard_units(
 
 
 def _own_storage(unit: nn.Module, arguments: Any, output: Any) -> Any:
-    """FSDP2's backward hooks are lost when a view that has one is changed in place."""
+    """Return copies in place of views: FSDP2's backward hook on a view is lost when the view is changed in place."""
     return tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor._is_view() else tensor, output)
 
 
 def offload_policy(parallel: ParallelConfig) -> OffloadPolicy:
-    """Where shards live between uses. Pinned host memory needs an accelerator; without one torch refuses it."""
+    """The policy for where shards lie between uses. Pinned host memory needs an accelerator, or torch refuses it."""
     return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if parallel.cpu_offload else OffloadPolicy()
 
 
@@ -134,9 +140,10 @@ def prefetch(units: Sequence[nn.Module], forward: int, backward: int) -> None:
 
 
 def checkpoint_activations(units: Sequence[nn.Module], checkpointing: str | int) -> None:
-    """Recompute every n-th block in backward. Inside the sharded unit, so that a recompute gathers nothing again.
+    """Recompute every n-th block in backward, inside the sharded unit, so that a recompute gathers nothing again.
 
-    checkpointing: `train.checkpointing`.
+    Args:
+        checkpointing: The value of `train.checkpointing`.
     """
     if checkpointing == "none":
         return
@@ -149,15 +156,15 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # Nothing draws from torch's own generator here, whose state need not be kept: the base is in eval mode (see
-        # trainer.models.build), and the adapter's dropout has generators of its own (see trainer.adapters).
+        # The state of torch's own generator need not be kept, as nothing here draws from it: the base is in eval mode
+        # (see trainer.models.build), and the adapter's dropout has generators of its own (see trainer.adapters).
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return run
 
 
 def _on_cast_inputs(method: Callable[..., Any], dtype: torch.dtype, kept: Collection[str]) -> Callable[..., Any]:
-    """The method with its floating inputs cast to `dtype`, those aside that are named in `kept`."""
+    """Wrap a method: its floating inputs are cast to `dtype`, except those named in `kept`."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -170,10 +177,10 @@ def _on_cast_inputs(method: Callable[..., Any], dtype: torch.dtype, kept: Collec
 
 
 def _compute_in(model: nn.Module, units: Sequence[nn.Module], dtype: torch.dtype) -> None:
-    """What FSDP's mixed precision does, without FSDP: each unit runs on copies of its fp32 masters in `dtype`.
+    """Do mixed precision as FSDP does it, without FSDP: each unit runs on copies of its fp32 masters in `dtype`.
 
-    Every strategy thus rounds alike, and activations are `dtype` throughout: autocast would keep norms and adapter
-    inputs in fp32 besides.
+    Every strategy thus rounds alike, and activations are `dtype` throughout: autocast would also keep norms and adapter
+    inputs in fp32.
     """
     inside = {id(module) for unit in units for module in unit.modules()}
     for unit in units:
@@ -183,9 +190,9 @@ def _compute_in(model: nn.Module, units: Sequence[nn.Module], dtype: torch.dtype
 
 
 def _on_copies(forward: Callable[..., Any], modules: Sequence[nn.Module], dtype: torch.dtype) -> Callable[..., Any]:
-    """`forward` while the modules' fp32 parameters are replaced by copies, through which gradients flow back."""
-    # By place: the parameters themselves are replaced when the model leaves the meta device.
-    places = [
+    """Wrap `forward`: the modules' fp32 parameters are replaced by copies, through which gradients flow back."""
+    # Slots, not parameters: the parameters themselves are replaced when the model leaves the meta device.
+    slots = [
         (m._parameters, name)
         for m in modules
         for name, p in m._parameters.items()
@@ -193,19 +200,22 @@ def _on_copies(forward: Callable[..., Any], modules: Sequence[nn.Module], dtype:
     ]
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        masters = [parameters[name] for parameters, name in places]
-        for (parameters, name), master in zip(places, masters, strict=True):
+        masters = [parameters[name] for parameters, name in slots]
+        for (parameters, name), master in zip(slots, masters, strict=True):
             parameters[name] = master.to(dtype)  # type: ignore[assignment, union-attr]
         try:
             return forward(*_summed_alone(args), **_summed_alone(kwargs))
         finally:
-            for (parameters, name), master in zip(places, masters, strict=True):
+            for (parameters, name), master in zip(slots, masters, strict=True):
                 parameters[name] = master
 
     return run
 
 
 def _summed_alone(inputs: Any) -> Any:
-    """The inputs as nodes of their own in the graph: the unit's gradients of one input are summed before others are
-    added, as in FSDP, whose hooks are such nodes. In bf16 another order rounds otherwise."""
+    """Make the inputs nodes of their own in the graph.
+
+    The unit's gradients of one input are then summed before others are added, as in FSDP, whose hooks are such nodes.
+    In bf16 another order of the sum would round differently.
+    """
     return tree_map_only(Tensor, lambda tensor: tensor.view_as(tensor) if tensor.requires_grad else tensor, inputs)

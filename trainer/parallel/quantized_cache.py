@@ -1,4 +1,4 @@
-"""The quantized base on disk, beside the cached images: converted once, read by any number of ranks."""
+"""The quantized base on disk, next to the cached images: converted once, read by any number of ranks."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ from trainer.weights.files import WeightFiles, digest
 from trainer.weights.tensors import VERSION, Layout, TensorEntry, layout
 
 ABANDONED_S = 3600
-"""After so long without a write a draft is taken for what a killed run left."""
+"""A draft that was not written to for so long is treated as left by a killed run."""
 
 
 class QuantizedCache:
-    """Files of records, one per component, format and set of weight files. Every method is collective.
+    """Files of records, one per component, format and set of weight files. Every public method is collective.
 
-    folder: shared by runs; all ranks must see it.
+    Args:
+        folder: Shared by runs; all ranks must see it.
     """
 
     def __init__(self, folder: Path, world: World) -> None:
         self._folder, self._world = folder, world
 
     def find(self, files: WeightFiles, coded: Mapping[str, Coded]) -> WeightFiles | None:
-        """The records of all of `coded` by their own names, None where they are not cached yet."""
+        """Find the records of all of `coded`, by their own names; None if they are not cached yet."""
         file = self._file(files, coded)
         try:
             found = WeightFiles.read([file]) if file.is_file() else None
-        except (InputError, OSError):  # cut short by a full disk, or of another user; it is written again
+        except (InputError, OSError):  # cut short by a full disk, or owned by another user; it is written again
             found = None
         return found if all(self._world.gather(found is not None)) else None
 
     def keep(self, module: nn.Module, files: WeightFiles, coded: Mapping[str, Coded]) -> str:
-        """Write the records that the ranks hold. Returns what failed, empty when the file is there."""
+        """Write the records that the ranks hold. Returns the failure, empty when the file is complete."""
         tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in module.state_dict().items()}
         records = {name: tensors[name] for name in coded}
         plan = layout({name: ("U8", tuple(t.shape), t.numel()) for name, t in records.items()}, {})
@@ -60,18 +61,18 @@ class QuantizedCache:
 
     def _file(self, files: WeightFiles, coded: Mapping[str, Coded]) -> Path:
         sources = {files.entries[made.stored].file for made in coded.values()}
-        made = [(name, made.format, _reading(files.entries[made.stored])) for name, made in sorted(coded.items())]
+        made = [(name, made.format, _identity(files.entries[made.stored])) for name, made in sorted(coded.items())]
         key = hashlib.sha256(f"{digest(sorted(sources))} {VERSION} {made}".encode()).hexdigest()
         return self._folder / f"{key[:32]}.safetensors"
 
     def _begin(self, draft: Path, plan: Layout) -> None:
-        """On rank 0: make room, and a file of the right length."""
+        """Remove abandoned drafts and create a file of the right length, on rank 0."""
         if self._world.rank:
             return
         make_private_if_new(self._folder.parent)
         self._folder.mkdir(exist_ok=True)
         for left in self._folder.glob(".*"):
-            with suppress(FileNotFoundError):  # another run's, which has its name now
+            with suppress(FileNotFoundError):  # another run has renamed it meanwhile
                 if time.time() - left.stat().st_mtime > ABANDONED_S:
                     left.unlink()
         with draft.open("wb") as stream:
@@ -79,7 +80,7 @@ class QuantizedCache:
             stream.write(plan.head)
 
     def _failed(self, act: Callable[[], object]) -> str:
-        """What kept one of the ranks from acting."""
+        """Act on every rank. Returns the error of the first rank that failed, empty without one."""
         try:
             act()
             mine = ""
@@ -89,7 +90,7 @@ class QuantizedCache:
 
 
 def _write(draft: Path, plan: Layout, records: Mapping[str, Tensor]) -> None:
-    """Write this rank's rows to their places; several copies of the base take turns."""
+    """Write this rank's rows to their offsets; ranks that hold copies of the base divide the tensors."""
     with draft.open("r+b") as stream:
         for number, (name, tensor) in enumerate(records.items()):
             if not _is_its_turn(tensor, number):
@@ -102,7 +103,7 @@ def _write(draft: Path, plan: Layout, records: Mapping[str, Tensor]) -> None:
 
 
 def _is_its_turn(tensor: Tensor, number: int) -> bool:
-    """Whether it is this copy of the base that writes the tensor with this number."""
+    """Whether this copy of the base writes the tensor with this number."""
     mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
     if mesh is None or REPLICATE not in (mesh.mesh_dim_names or ()):
         return True
@@ -110,6 +111,6 @@ def _is_its_turn(tensor: Tensor, number: int) -> bool:
     return number % copies.size() == copies.get_local_rank()
 
 
-def _reading(entry: TensorEntry) -> tuple[object, ...]:
-    """Which numbers of its file a weight is."""
+def _identity(entry: TensorEntry) -> tuple[object, ...]:
+    """The fields of an entry that determine which numbers of its file a weight has."""
     return type(entry).__name__, entry.key, entry.shape, entry.dtype, entry.start, entry.transposed

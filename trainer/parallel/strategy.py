@@ -1,4 +1,4 @@
-"""What each way of sharding keeps on a rank and sends in a step: the arithmetic of ZeRO, as it is under FSDP2.
+"""Bytes that each sharding strategy keeps on a rank and sends in a step: the arithmetic of ZeRO, for FSDP2.
 
 Source of the stages: ZeRO (arXiv 1910.02054), sections 5 and 7. `ddp` keeps everything on every rank, `grad_op` is its
 P_os+g, `full` its P_os+g+p, `hybrid` is `full` inside groups of ranks that are copies of each other (MiCS, arXiv
@@ -14,18 +14,22 @@ from trainer.config.sections import ParallelConfig
 
 Strategy = Literal["full", "grad_op", "hybrid", "ddp", "none"]
 
-# What `auto` may fill with weights, gradients and optimizer state: the rest is for activations.
+# Share of memory that `auto` may fill with weights, gradients and optimizer state: the rest is for activations.
 RESIDENT_SHARE = 0.6
-# fp32 master, its gradient and two moments of AdamW.
+# Bytes per trained parameter: fp32 master, its gradient and two moments of AdamW.
 TRAINED_BYTES = 16
 
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """Bytes of one whole copy. weights: as they are kept.  gradients, optimizer_state: of what is trained.
+    """Bytes of one whole copy of a model.
 
-    computed: the weights as they are gathered, in the type of the compute.  root: of these what no block holds.
-    block: of these the largest block.
+    Attributes:
+        weights: In the types they are stored in.
+        gradients, optimizer_state: For the trained parameters.
+        computed: The weights in the compute type, in which they are gathered.
+        root: The part of `computed` outside of all blocks.
+        block: The part of `computed` in the largest block.
     """
 
     weights: int
@@ -37,7 +41,7 @@ class ModelBytes:
 
     @classmethod
     def of_parameters(cls, number: int) -> ModelBytes:
-        """A model trained whole by Adam in mixed precision, without regard to blocks.
+        """A model trained in full by Adam in mixed precision, without regard to blocks.
 
         2 bytes of weights, 2 of gradients, 12 of optimizer state (fp32 weights and two moments) per parameter, as in
         ZeRO, section 3.1.
@@ -47,10 +51,13 @@ class ModelBytes:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes of one rank. weights, optimizer_state: held from step to step.  gradients: held at the end of backward.
+    """Bytes of one rank.
 
-    gathered: most weights that are whole at once in forward, beside what is held.  sent: to other ranks in a step,
-    by ring algorithms.
+    Attributes:
+        weights, optimizer_state: Held from step to step.
+        gradients: Held at the end of backward.
+        gathered: Most weights that are whole at once in forward, in addition to the held ones.
+        sent: To other ranks in a step, by ring algorithms.
     """
 
     weights: float
@@ -61,20 +68,23 @@ class RankBytes:
 
     @property
     def held(self) -> float:
-        """Weights, gradients and optimizer state: what ZeRO divides."""
+        """Weights, gradients and optimizer state, which ZeRO shards."""
         return self.weights + self.gradients + self.optimizer_state
 
 
 def expected(
     model: ModelBytes, strategy: str, ranks: int, shard_size: int, passes: int = 1, reductions: int = 1
 ) -> RankBytes:
-    """What a strategy means for a rank. shard_size: ranks of a group of `hybrid`.
+    """Compute the bytes of one rank under a strategy.
 
-    passes: forward and backward passes of a step.  reductions: in how many of them gradients go to their shards.
+    Args:
+        shard_size: Ranks in a group of `hybrid`.
+        passes: Forward and backward passes of a step.
+        reductions: Number of passes that reduce gradients to their shards.
     """
     shards = {"ddp": 1, "none": 1, "grad_op": ranks, "full": ranks, "hybrid": shard_size}[strategy]
     frees_blocks = strategy != "grad_op"
-    # FSDP2 computes on copies also where a group is a single rank, as in ddp.
+    # FSDP2 also computes on copies where a group is a single rank, as in ddp.
     whole = model.root + model.block if frees_blocks else model.computed
     # Blocks freed after forward are gathered again in backward; the root is not freed.
     gathers = model.computed + (model.computed - model.root if frees_blocks else 0)
@@ -95,16 +105,21 @@ def ring_share(ranks: int) -> float:
 
 
 def choose_strategy(cfg: ParallelConfig, ranks: int, local_ranks: int, state_bytes: float, memory: float) -> Strategy:
-    """`parallel.strategy` with `auto` decided. ranks: of the run.  local_ranks: of each node.
+    """Decide `parallel.strategy` where it is `auto`.
 
-    state_bytes: weights, gradients and optimizer state of the whole model.  memory: bytes that the smallest rank may
-    fill; the same number on every rank, or each would decide for itself. On one node `auto` keeps a copy on every rank
-    where that fits (no gathers: fastest), and shards over all ranks otherwise.
+    On one node `auto` keeps a copy on every rank where that fits (no gathers: fastest), and shards over all ranks
+    otherwise.
 
-    On several nodes it shards inside each node where a copy fits there, even if it would fit on every rank: what is
-    sent between nodes decides, over a network that is many times slower than the links inside. With a copy per rank
-    all gradients cross it from every rank; with one per node each rank sends only those of its own shard, once per
-    step, and the weights never. Sharded over all nodes, the weights cross it in forward and in backward too.
+    On several nodes it shards inside each node where a copy fits there, even if it would fit on every rank: the network
+    between nodes is many times slower than the links inside. With a copy per rank, every rank sends all gradients over
+    it; with a copy per node, each rank sends only those of its own shard, once per step, and no weights. Sharded over
+    all nodes, the weights cross it in forward and in backward too.
+
+    Args:
+        ranks: Of the run.
+        local_ranks: Of each node.
+        state_bytes: Weights, gradients and optimizer state of the whole model.
+        memory: Bytes that the smallest rank may fill; must be equal on every rank, or their decisions may differ.
     """
     if cfg.strategy != "auto":
         return cfg.strategy
@@ -119,17 +134,17 @@ def choose_strategy(cfg: ParallelConfig, ranks: int, local_ranks: int, state_byt
 
 
 def shard_ranks(cfg: ParallelConfig, strategy: Strategy, ranks: int) -> int:
-    """Ranks that share one copy of the model. ranks: of the run."""
+    """Number of ranks that share one copy of the model. ranks: all ranks of the run."""
     if strategy in ("ddp", "none"):
         return 1
     return cfg.shard_size or cfg.devices if strategy == "hybrid" else ranks
 
 
 def reshard_after_forward(parallel: ParallelConfig, strategy: Strategy) -> bool | int:
-    """What `fully_shard` is told: the config's value, else what the strategy means.
+    """The argument of `fully_shard`: the config's value, else that of the strategy.
 
-    Under ddp too: torch computes on a copy of each block, in the compute type. Kept until backward, these copies would
-    take as much again as the model; made twice, each costs one pass over its bytes.
+    It is True under ddp too: torch computes on a copy of each block in the compute type. Kept until backward, the
+    copies would take as much memory as the model again; made twice, each costs one pass over its bytes.
     """
     if parallel.reshard_after_forward is not None:
         return parallel.reshard_after_forward

@@ -1,4 +1,4 @@
-"""What a run says of itself: events of rank 0, and a line per rank and second with its memory. Nothing here trains."""
+"""The log of a run: events of rank 0, and once per second each rank's memory. Nothing here trains."""
 
 from __future__ import annotations
 
@@ -39,13 +39,14 @@ log = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 1.0
 SMALL_MODEL_BYTES = 1 << 30
 MEASURED_STEPS = 10
-"""Steps after which the plan is compared with what the GPU takes."""
+"""Steps after which the planned memory is compared with what the GPU really uses."""
 
 
 def emitter(run: RunDir, world: World, before: int = 0) -> Emit:
-    """Rank 0's events go to the run folder, other ranks' nowhere: every rank emits the same.
+    """Where a rank sends its events: rank 0's go to the run folder, other ranks' are dropped, as all emit the same.
 
-    before: optimizer steps of the stages before, which are added to those of the events.
+    Args:
+        before: Optimizer steps of the stages before, which are added to the step of each event.
     """
     if world.rank:
         return lambda event: None
@@ -60,7 +61,9 @@ def emitter(run: RunDir, world: World, before: int = 0) -> Emit:
 class RunLog:
     """The events and heartbeats of one rank.
 
-    emit: takes events; only rank 0's reach a reader.  before: optimizer steps of the stages before, for the heartbeats.
+    Args:
+        emit: Takes events; only rank 0's reach a reader.
+        before: Optimizer steps of the stages before, which are added to the step of each heartbeat.
     """
 
     def __init__(self, run: RunDir, world: World, emit: Emit, before: int = 0) -> None:
@@ -77,40 +80,41 @@ class RunLog:
         self._lines.close()
 
     def enter(self, state: State, step: int) -> None:
-        """The run enters a phase."""
+        """Log that the run enters a phase."""
         self._world.heartbeat.enter(state, moves=False)
         log.debug("step %d: %s", step, state)
         self.emit(StatusEvent(state=state, step=step))
         self.heartbeat(state, step)
 
     def note(self, state: State, message: str, step: int = 0) -> None:
-        """A sentence within a phase."""
+        """Log a sentence within a phase."""
         self.emit(StatusEvent(state=state, step=step, message=message))
 
     def warn(self, message: str, step: int = 0) -> None:
-        """A sentence that the user should read."""
+        """Log a sentence that the user should read."""
         self.emit(WarningEvent(step=step, message=message))
 
     def listener(self, state: State) -> Listener:
-        """What a model that is being loaded reports to."""
+        """Receives the progress and the notes of a model that is being loaded."""
         return Listener(read=partial(self._weights_read, state), note=partial(self.note, state), warn=self.warn)
 
-    def model_loaded(self, loaded: LoadedModel, trained: Sequence[nn.Parameter], seconds: float, step: int) -> None:
-        """What was read and how much of it is trained."""
+    def model_loaded(self, loaded: LoadedModel, trainables: Sequence[nn.Parameter], seconds: float, step: int) -> None:
+        """Log how much was read and how much of it is trained."""
         ranks = "1 rank" if self._world.size == 1 else f"{self._world.size} ranks"
         self.note(
             "loading",
             f"rank 0 read {loaded.bytes_read / 2**20:,.1f} MiB in {seconds:.1f} s; "
-            f"{sum(parameter.numel() for parameter in trained):,} trained parameters in {len(trained)} tensors; "
+            f"{sum(parameter.numel() for parameter in trainables):,} trained parameters in {len(trainables)} tensors; "
             f"{ranks}, strategy {loaded.strategy}",
             step,
         )
         self.heartbeat("loading", step)
 
     def show_plan(self, cfg: RunConfig, cache: Path, step: int) -> None:
-        """The plan, before the first step. It needs a GPU and a model that was recorded.
+        """Log the memory plan before the first step. It needs a GPU and a model that was recorded.
 
-        cache: folder shared by runs, where `stepped` keeps what the run took, so that plans to come learn from it.
+        Args:
+            cache: Folder shared by runs, where `stepped` stores what the run used: later plans are calibrated by it.
         """
         if self._world.device.type != "cuda" or self._world.rank:
             return
@@ -122,10 +126,11 @@ class RunLog:
             warning = compare.warning(cfg, self._plan, cache)
             if warning:
                 self.warn(warning, step)
-        torch.cuda.reset_peak_memory_stats(self._world.device)  # of encoding: what follows is compared with training
+        # The peak so far is that of encoding; the plan is compared with that of training.
+        torch.cuda.reset_peak_memory_stats(self._world.device)
 
     def stepped(self, event: StepEvent) -> None:
-        """An optimizer step is done."""
+        """Log an optimizer step, and a heartbeat when one is due."""
         self.emit(event)
         if self._plan is not None and event.step == self._measure_at:
             self._compare_with_plan(self._plan, event)
@@ -133,12 +138,12 @@ class RunLog:
             self.heartbeat("training", event.step)
 
     def checkpoint_saved(self, path: Path | None) -> None:
-        """A checkpoint has its name; None for none."""
+        """Log a complete checkpoint; None is ignored."""
         if path and self._world.rank == 0:
             self.emit(CheckpointEvent(step=steps_in(path), path=str(path.relative_to(self._run.path))))
 
     def heartbeat(self, phase: State, step: int) -> None:
-        """The memory of this rank, now."""
+        """Write the memory of this rank, now."""
         self._beat_at = time.monotonic()
         memory = self.meter.read()
         line = RankLine(
@@ -155,7 +160,7 @@ class RunLog:
             self._lines.write(line)
 
     def _weights_read(self, state: State, done: int, total: int) -> None:
-        """How much of a large model is read, now and then."""
+        """Report how much of a large model is read, at most once per second."""
         self._world.heartbeat.beat()
         now = time.monotonic()
         if now - self._read_at >= HEARTBEAT_SECONDS and total > SMALL_MODEL_BYTES:

@@ -1,4 +1,4 @@
-"""The trainer: family, adapter, parallel and data meet here, and the loop reads top to bottom."""
+"""The trainer: model family, adapter, sharding and data meet here, and the loop reads top to bottom."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from trainer.checkpoint import config_changes
 from trainer.checkpoint.restore import newest_intact, restore
 from trainer.checkpoint.save import Checkpointer, TrainState
 from trainer.config.schema import RunConfig
-from trainer.data.loader import BatchSizes, Loader, MicroBatch
+from trainer.data.loader import BatchSizes, Loader
 from trainer.data.open import open_data
 from trainer.distributed.context import RankContext
 from trainer.distributed.straggler import Stragglers
@@ -41,7 +41,7 @@ from trainer.models.build import (
     reshard,
     sync_gradients,
 )
-from trainer.models.objectives import Batch, Loss, perplexity_of
+from trainer.models.objectives import Example, Loss, perplexity_of
 from trainer.optim import (
     Ema,
     HasEvaluationWeights,
@@ -69,21 +69,28 @@ from trainer.train.sampling import Sampler
 
 log = logging.getLogger(__name__)
 SKIPS_IN_A_ROW = 20
-"""A model that gives no finite number so often is broken, and no further step mends it."""
+"""A model without one finite number in so many steps is broken; further steps do not repair it."""
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know after the one small reduction of a step. loss: NaN where a rank's was not finite.
+    """The result of the one small reduction of a step, equal on all ranks.
 
-    losses: as `StepEvent` has them.
+    Attributes:
+        loss: Mean over the examples; NaN where it was not finite on some rank.
+        weight: Examples of all ranks, without padding.
+        non_finite: Ranks whose loss was not finite.
+        stop, save, sample: Whether the user requested this.
+        preempted: Whether some rank received a signal to leave soon.
+        saved: Whether every rank has written the checkpoint that was begun.
+        losses: By name, as in `StepEvent`.
     """
 
     loss: float
     weight: float
     non_finite: int
     stop: bool
-    told: bool
+    preempted: bool
     save: bool
     sample: bool
     saved: bool
@@ -93,8 +100,29 @@ class Agreed:
 class Trainer:
     """One run on one rank. Every public method is collective.
 
-    cache: folder shared by runs, for encoded data and tiny models.  say: takes events; only rank 0's is heard.
-    told: whether this process was told to leave.  before: optimizer steps of the stages before, for what is shown.
+    The order of construction matters:
+
+    1. The family refuses a config that its models cannot do.
+    2. The model is built on the meta device, its frozen layers are quantized, the adapter is injected. What does not
+       fit together is refused here, before a large set of captions is encoded for hours.
+    3. The data. Encoders are loaded, sharded, used for what the cache lacks, and freed before the model takes their
+       memory. Drawing samples loads the autoencoder again.
+    4. Strategy and mesh: `parallel.strategy: auto` needs the bytes of the built model.
+    5. Recompute, then compile, then `fully_shard` of each block and last the root. A recompute inside the sharded block
+       gathers nothing again.
+    6. `to_empty`, then every rank reads its own rows of the files: no rank ever holds the whole model.
+    7. The adapter's first values, drawn from (seed, name) and therefore equal on any number of ranks; in a new run they
+       are replaced by those of `adapter.start`.
+    8. The optimizer over the shards. Made earlier, it would hold parameters that sharding has replaced.
+    9. Hooks of the step timer and the out-of-memory context, ordered before or after those of FSDP.
+    10. Resume: the newest intact checkpoint is read into the objects of 7 and 8.
+    11. The loader, which begins at the position that was resumed.
+
+    Args:
+        cache: Folder shared by runs, for encoded data and tiny models.
+        emit: Takes events; only rank 0's reach a reader.
+        preemption: Whether this process received a signal to leave.
+        before: Optimizer steps of the stages before, added to the steps that the user sees.
     """
 
     def __init__(
@@ -104,34 +132,32 @@ class Trainer:
         world: World,
         cache: Path,
         emit: Emit,
-        told: Preemption | None = None,
+        preemption: Preemption | None = None,
         before: int = 0,
     ) -> None:
-        self.cfg, self.run_dir, self.world = cfg, run, world
-        self.told = Preemption() if told is None else told
-        # A rank whose torchrun was killed is adopted by another process. It would train on unseen.
+        self.cfg, self.run, self.world = cfg, run, world
+        self.preemption = Preemption() if preemption is None else preemption
+        # A rank whose torchrun was killed is adopted by another process and would train on unnoticed.
         self._parent = os.getppid()
         self.step = self.samples_seen = self.skipped = self._skipped_in_a_row = 0
         self.log = RunLog(run, world, emit, before)
         self.family = families.make(cfg, cache)
         for warning in self.family.warnings(cfg):
             self.log.warn(warning)
-        # First what can be refused without weights: captions of a large set take hours to encode.
         built = build_model(cfg, self.family)
-        exported = check_export(cfg, self.family, built.trainables)
+        export_notes = check_export(cfg, self.family, built.trainables)
         load = encoder_loader(cfg, world, cache, self.log.listener("encoding"))
-        context = RankContext(cfg, world, cache, emit, self._asked_to_stop)
+        context = RankContext(cfg, world, cache, emit, self._is_stopping)
         self.data, self.drawer = open_data(self.family, load, context)
         self.sampler = Sampler(self.drawer, cfg.sample.seed, run, world, self.log, before)
         emit(StatusEvent(state="loading"))
         started = time.perf_counter()
         self.loaded = load_model(built, cfg, self.family, world, cache, self.log.listener("loading"))
-        self.model = self.loaded.module
-        self.trainables = self.loaded.trainables
+        self.model, self.trainables = self.loaded.module, self.loaded.trainables
         self._shards_gradients = cfg.shards_gradients(self.loaded.strategy)
         newest = self._newest_checkpoint()
-        started_from = continue_adapter(self.loaded, cfg, self.family) if newest is None else ()
-        for note in (*self.loaded.adapter.notes, *started_from, *exported):
+        start_notes = continue_adapter(self.loaded, cfg, self.family) if newest is None else ()
+        for note in (*self.loaded.adapter.notes, *start_notes, *export_notes):
             self.log.note("loading", note)
         self._dropouts = adapters.dropouts(self.model)
         self.parameters = list(self.trainables.values())
@@ -142,62 +168,51 @@ class Trainer:
         self.checkpointer = Checkpointer(run.checkpoints, world, cfg.checkpoint.keep, cfg.checkpoint.keep_best)
         self.clock = StepTimer(world, self.loaded.mesh)
         self.clock.watch(self.model, self.family.shard.blocks, cfg.train.compile)
-        self._own_s = 0.0  # of the last step, what this rank did by itself
+        self._own_s = 0.0  # of the last step: the seconds that this rank worked by itself
         self.stragglers = Stragglers(world.gather(socket.gethostname()))
         self.oom_context = OomContext(self.model, self.family.shard.blocks, cfg.train.compile, world.heartbeat)
-        self._validated = (-1, math.nan)  # at which step, the loss
+        self._validated = (-1, math.nan)  # the step, its validation loss
         saved = None if newest is None else self._resume(newest)
         self._recipe = RECIPE if saved is None else saved.recipe
         self._batch_sizes = BatchSizes.after(saved, cfg.train.batch_size)
-        self.loader = self._make_loader(saved)
+        batches = self.data.batch_sampler(self._batch_sizes, saved)
+        self.loader: Loader[Any] = Loader(
+            batches, self.data.example, world.rank, world.size, cfg.train.micro_batch, self.data.loss_weight
+        )
         self.log.model_loaded(self.loaded, self.parameters, time.perf_counter() - started, self.step)
         self.log.show_plan(cfg, cache, self.step)
 
     def train(self) -> State:
-        """Run to the last step, or until asked to stop. Returns `finished` or `stopped`, with a checkpoint on disk.
+        """Run to the last step, or until a stop is requested.
 
-        Raises OutOfMemoryError with the block, and FloatingPointError for a loss or gradient that is not finite, at
-        once or when too many were passed over.
+        Returns:
+            `finished` or `stopped`, with a checkpoint on disk.
+
+        Raises:
+            OutOfMemoryError: Memory ran out; names the block.
+            FloatingPointError: A loss or gradient is not finite, at once or after too many skipped steps.
         """
         with explain_out_of_memory(self.oom_context, self.log.meter, self.held):
             return self._train()
 
-    def held(self) -> dict[str, int]:
-        """Bytes of this rank's device of what stays from step to step."""
-        average = self.ema.average.values() if self.ema else ()
-        kept: dict[str, Iterable[Tensor]] = {
-            "weights": self.model.parameters(),
-            "gradients": [p.grad for p in self.parameters if p.grad is not None],
-            "optimizer state": [*state_tensors(self.optimizer), *average],
-        }
-        device = self.world.device.type
-        return {
-            name: local_bytes(one for one in tensors if one.device.type == device) for name, tensors in kept.items()
-        }
-
     def _train(self) -> State:
         cfg = self.cfg
-        if (
-            cfg.sample.every
-            and self._due(cfg.sample.every)
-            and self.step < cfg.train.steps
-            and self.sampler.are_missing(self.step)
-        ):
+        if self._due(cfg.sample.every) and self.step < cfg.train.steps and self.sampler.are_missing(self.step):
             self.draw_samples()
         self.log.enter("training", self.step)
         while self.step < cfg.train.steps:
             agreed = self.train_step()
-            if agreed.told:  # by what will not wait long
+            if agreed.preempted:  # whoever sent the signal will not wait long: save and nothing else
                 self._save_last()
                 self.log.note("saving", "stopped by a signal; checkpoint saved, continue with --resume", self.step)
                 return "stopped"
             if agreed.saved:
                 self._finish_checkpoint()
-            if self._due(cfg.train.check_replicas):
-                self._check_replicas()
+            if self._due(cfg.train.check_replicas) and (name := diverged(self.trainables, self.world)):
+                raise RuntimeError(f"step {self.step}: {name} differs between ranks that must hold equal copies")
             if self.data.num_held_out and self._validation_due():
                 self.validate()
-            # Saved before drawn: pictures take memory of their own, and running out of it must cost no steps.
+            # Saved before samples are drawn: they take memory of their own, and running out of it must cost no steps.
             if agreed.stop:
                 self._save_last()
             elif agreed.save or (self._due(cfg.checkpoint.every) and self.step < cfg.train.steps):
@@ -212,26 +227,28 @@ class Trainer:
         return "finished"
 
     def train_step(self) -> Agreed:
-        """One optimizer step over `train.batch_size` examples of all ranks."""
+        """Do one optimizer step over `train.batch_size` examples of all ranks."""
+        world, batch_size = self.world, self.cfg.train.batch_size
         self.clock.start()
-        self.world.heartbeat.step = self.step
+        world.heartbeat.step = self.step
         # Storage may be slow, and the first step of a resumed run counts through the epochs before.
-        self.world.heartbeat.enter("data", moves=False)
+        world.heartbeat.enter("data", moves=False)
         began = time.perf_counter()
         micro_batches = self.loader.micro_batches(self.step)
         self.clock.mark(DATA)
-        total = torch.zeros((), device=self.world.device)
-        weight = torch.zeros((), device=self.world.device)
-        parts = torch.zeros(len(self.family.losses), 2, device=self.world.device)
+        total = torch.zeros((), device=world.device)
+        weight = torch.zeros((), device=world.device)
+        parts = torch.zeros(len(self.family.losses), 2, device=world.device)
         for i, micro_batch in enumerate(micro_batches):
             if len(micro_batches) > 1:  # it visits every module, and a single pass always reduces
                 sync_gradients(self.model, i == len(micro_batches) - 1, self._shards_gradients)
             self.oom_context.enter(FORWARD)
-            loss = self._forward(micro_batch)
+            rng = SampleRng(self.cfg.train.seed, micro_batch.indices, world.device)
+            loss = self._loss(micro_batch.examples, micro_batch.weights, rng)
             self.clock.mark(FORWARD)
             self.oom_context.enter(BACKWARD)
             # FSDP averages over ranks; the loss of the step is a sum over them.
-            (loss.total * (self.world.size / self.cfg.train.batch_size)).backward()  # type: ignore[no-untyped-call]
+            (loss.total * (world.size / batch_size)).backward()  # type: ignore[no-untyped-call]
             self.clock.mark(BACKWARD)
             total += loss.total.detach()
             weight += loss.weight
@@ -241,149 +258,69 @@ class Trainer:
         grad_norm, lr = self._update(agreed)
         self.clock.mark(OPTIMIZER)
         self.step += 1
-        self.samples_seen += self.cfg.train.batch_size
+        self.samples_seen += batch_size
         self._log_step(agreed, lr, grad_norm, began)
         self.oom_context.enter("the end of a step")
         return agreed
 
-    def validate(self) -> float:
-        """Mean loss on the held-out examples, with noise and timesteps that are the same every time."""
-        count, size = self.data.num_held_out, self.world.size
-        total = weight = 0.0
-        parts = torch.zeros(len(self.family.losses), 2)
-        with self._evaluating():
-            for first in range(0, count, size):
-                index = first + self.world.rank
-                example = self.data.held_out(index % count)
-                mine = 1.0 if index < count else 0.0
-                rng = SampleRng(derived_seed(self.cfg.train.seed, "validation"), (index % count,), self.world.device)
-                loss = self.family.loss(self.model, self._on_device(self._batch((example,), (mine,))), rng)
-                total += float(loss.total)
-                weight += float(loss.weight)
-                parts += 0 if loss.parts is None else loss.parts.cpu()
-        total, weight, *shares = self.world.sum([total, weight, *parts.flatten().tolist()])
-        mean = total / weight
-        self._validated = (self.step, mean)
-        perplexity = perplexity_of(mean) if self.data.unit == "tokens" else math.nan
-        self.log.emit(ValidationEvent(step=self.step, loss=mean, perplexity=perplexity, losses=self._losses(shares)))
-        return mean
-
-    def draw_samples(self) -> list[Path]:
-        """One picture or text per prompt, from the same noise at every step. Returns their paths on rank 0."""
-        if not self.drawer.prompts:
-            self.log.warn("no samples are drawn: sample.prompts is empty", self.step)
-            return []
-        self.log.enter("sampling", self.step)
-        with self._evaluating():
-            drawn = self.sampler.draw(self.model)
-        paths = self.sampler.write(drawn, self.step)
-        self.log.enter("training", self.step)
-        return paths
-
-    def save(self) -> None:
-        """Begin a checkpoint; it is written while training goes on."""
-        self.world.heartbeat.enter("waiting for the checkpoint before", moves=False)
-        self._finish_checkpoint()
-        self.checkpointer.save(self._progress(), self._state())
-        self.world.heartbeat.beat()
-
-    def trained_weights(self) -> dict[str, Tensor]:
-        """The trained weights as they are exported, whole, on the CPU of rank 0; empty on other ranks."""
-        weights = {}
-        with self._evaluating():
-            for name, parameter in self.trainables.items():
-                whole = parameter.detach()
-                whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-                if self.world.rank == 0:
-                    weights[name] = whole.to("cpu", copy=True)
-        return weights
-
-    def close(self) -> None:
-        """Stop reading ahead and close this rank's files."""
-        self.loader.close()
-        self.log.close()
-
-    def _make_loader(self, saved: Progress | None) -> Loader[Any]:
-        rank, size, data = self.world.rank, self.world.size, self.data
-        batch_sampler = data.batch_sampler(self._batch_sizes, saved)
-        return Loader(batch_sampler, data.example, rank, size, self.cfg.train.micro_batch, data.loss_weight)
-
-    def _forward(self, micro_batch: MicroBatch) -> Loss:
-        rng = SampleRng(self.cfg.train.seed, micro_batch.indices, self.world.device)
-        batch = self._batch(micro_batch.examples, micro_batch.weights)
+    def _loss(self, examples: Sequence[Example], weights: Sequence[float], rng: SampleRng) -> Loss:
+        """The loss of examples that share a batch key; the weight of padding is 0."""
+        batch = {**self.family.collate(examples), "weight": torch.tensor(weights)}
         if self._dropouts:
             rows = self.family.sample_rows(batch)
             adapters.set_samples(self._dropouts, rng.seed, rng.indices, rows, self.world.device)
-        return self.family.loss(self.model, self._on_device(batch), rng)
-
-    def _batch(self, examples: tuple[dict[str, Tensor], ...], weights: tuple[float, ...]) -> Batch:
-        return {**self.family.collate(examples), "weight": torch.tensor(weights)}
-
-    def _on_device(self, batch: Batch) -> Batch:
-        return {key: tensor.to(self.world.device, non_blocking=True) for key, tensor in batch.items()}
+        on_device = {key: tensor.to(self.world.device, non_blocking=True) for key, tensor in batch.items()}
+        return self.family.loss(self.model, on_device, rng)
 
     def _agree(self, total: float, weight: float, parts: Sequence[float]) -> Agreed:
-        """The one reduction of a step: loss, weight, and flags that all ranks must act on together.
+        """Reduce once per step: loss, weight, and the flags that all ranks must act on together.
 
-        parts: of `Loss`, one after the other.
+        Args:
+            parts: `Loss.parts` of this rank, flattened.
         """
-        rank0 = self.world.rank == 0
-        finite = math.isfinite(total)
+        world, is_rank0, is_finite = self.world, self.world.rank == 0, math.isfinite(total)
         mine = [
-            total if finite else 0.0,
+            total if is_finite else 0.0,
             weight,
-            float(not finite),
-            float(self._asked_to_stop()),
-            float(bool(self.told)),
-            *(float(rank0 and self.run_dir.requested(what)) for what in ("save", "sample")),
+            float(not is_finite),
+            float(self._is_stopping()),
+            float(bool(self.preemption)),
+            *(float(is_rank0 and self.run.requested(what)) for what in ("save", "sample")),
             float(self.checkpointer.writing and self.checkpointer.done),
-            *(self._own_s if rank == self.world.rank else 0.0 for rank in range(self.world.size)),
+            *(self._own_s if rank == world.rank else 0.0 for rank in range(world.size)),
             *parts,
         ]
         with self.clock.communication():
-            total, weight, non_finite, stop, told, save, sample, saved, *others = self.world.sum(mine)
-        own_s, shares = others[: self.world.size], others[self.world.size :]
-        if rank0:
-            self._clear_requests(stop=stop, save=save, sample=sample)
-            self._name_stragglers(own_s)
+            total, weight, non_finite, stop, preempted, save, sample, saved, *others = world.sum(mine)
+        own_s, parts = others[: world.size], others[world.size :]
+        if is_rank0:
+            # Cleared only where this step answers it: a request that came since waits for the next step.
+            answered: dict[Request, float] = {"stop": stop, "save": save, "sample": sample}
+            for request, is_answered in answered.items():
+                if is_answered:
+                    self.run.clear(request)
+            if self._own_s and (sentence := self.stragglers.add(own_s)):
+                self.log.warn(sentence, self.step)
         return Agreed(
             loss=math.nan if non_finite else total / weight,
             weight=weight,
             non_finite=int(non_finite),
             stop=bool(stop),
-            told=bool(told),
+            preempted=bool(preempted),
             save=bool(save),
             sample=bool(sample),
-            saved=saved == self.world.size,
-            losses=self._losses(shares),
+            saved=saved == world.size,
+            losses=self._means(parts),
         )
 
-    def _losses(self, parts: Sequence[float]) -> dict[str, float]:
-        """The means of those that there were items for. parts: of `Loss`, summed over the ranks."""
-        named = zip(self.family.losses, parts[::2], parts[1::2], strict=True)
-        return {name: total / count for name, total, count in named if count and math.isfinite(total)}
-
-    def _name_stragglers(self, own_s: Sequence[float]) -> None:
-        if self._own_s:
-            sentence = self.stragglers.add(own_s)
-            if sentence:
-                self.log.warn(sentence, self.step)
-
-    def _asked_to_stop(self) -> bool:
-        """By a request, by a signal, or by the death of torchrun. Of requests only rank 0 knows."""
-        requested = self.world.rank == 0 and self.run_dir.requested("stop")
-        return requested or bool(self.told) or os.getppid() != self._parent
-
-    def _clear_requests(self, **asked: float) -> None:
-        """Forget the requests that are answered now; one that came since stays."""
-        for what in get_args(Request):
-            if asked[what]:
-                self.run_dir.clear(what)
-
     def _update(self, agreed: Agreed) -> tuple[float, float]:
-        """Clip and move the weights, if all is finite. Returns the gradient norm before clipping and the learning rate.
+        """Clip the gradients and update the weights, if all numbers are finite.
 
-        Raises FloatingPointError where it is not, and may not be passed over.
+        Returns:
+            The gradient norm before clipping, and the learning rate.
+
+        Raises:
+            FloatingPointError: A number is not finite and the step may not be skipped.
         """
         cfg = self.cfg.optim
         gradients = [p.grad for p in self.parameters if p.grad is not None]
@@ -392,7 +329,7 @@ class Trainer:
         grad_norm = clip_gradients(self.parameters, cfg.clip_norm)
         lr = learning_rate(self.step, cfg, self.cfg.train.steps)
         if agreed.non_finite or not math.isfinite(grad_norm):
-            self._pass_over(agreed, grad_norm)
+            self._skip_update(agreed, grad_norm)
             return grad_norm, lr
         self._skipped_in_a_row = 0
         self.checkpointer.wait_for_copy()
@@ -403,114 +340,21 @@ class Trainer:
             self.ema.update(self.step)
         return grad_norm, lr
 
-    def _pass_over(self, agreed: Agreed, grad_norm: float) -> None:
-        """Leave the weights as they are, or end the run: all ranks see the same loss and norm."""
-        what = (
+    def _skip_update(self, agreed: Agreed, grad_norm: float) -> None:
+        """Leave the weights unchanged, or end the run: all ranks see the same loss and norm."""
+        reason = (
             f"step {self.step + 1}: the loss is not finite on {agreed.non_finite} of {self.world.size} ranks"
             if agreed.non_finite
             else f"step {self.step + 1}: the gradient norm is {grad_norm}, the loss {agreed.loss}"
         )
         if self.cfg.train.non_finite == "stop":
-            raise FloatingPointError(what)
+            raise FloatingPointError(reason)
         self.skipped += 1
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row == SKIPS_IN_A_ROW:
-            raise FloatingPointError(f"{what}, as in the {SKIPS_IN_A_ROW - 1} steps before")
-        self.log.warn(f"{what}; passed over, {self.skipped} in this run so far", self.step + 1)
+            raise FloatingPointError(f"{reason}, as in the {SKIPS_IN_A_ROW - 1} steps before")
+        self.log.warn(f"{reason}; step skipped, {self.skipped} in this run so far", self.step + 1)
         self.optimizer.zero_grad()
-
-    def _check_replicas(self) -> None:
-        name = diverged(self.trainables, self.world)
-        if name:
-            raise RuntimeError(f"step {self.step}: {name} differs between ranks that must hold equal copies")
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Inside: no dropout, no gradients, the weights to evaluate with, and nothing gathered from before."""
-        reshard(self.model)
-        self.oom_context.enter("evaluation")
-        self.checkpointer.wait_for_copy()
-        for dropout in self._dropouts:
-            dropout.eval()
-        with torch.no_grad(), evaluation_weights(self.optimizer, self.parameters, self.ema):
-            yield
-            reshard(self.model)
-        for dropout in self._dropouts:
-            dropout.train()
-
-    def _state(self) -> TrainState:
-        return TrainState(self.model, self.trainables, self.optimizer, self._evaluation_tensors())
-
-    def _evaluation_tensors(self) -> dict[str, Tensor]:
-        """Weights to evaluate with, where they are not the trained ones."""
-        if self.ema:
-            return self.ema.average
-        if not isinstance(self.optimizer, HasEvaluationWeights):
-            return {}
-        with evaluation_weights(self.optimizer, self.parameters, None):
-            return {name: parameter.detach().clone() for name, parameter in self.trainables.items()}
-
-    def _newest_checkpoint(self) -> Path | None:
-        newest, problems = newest_intact(self.run_dir.checkpoints, self.world)
-        for problem in problems:
-            self.log.warn(problem)
-        return newest
-
-    def _resume(self, newest: Path) -> Progress:
-        saved = restore(newest, self._state())
-        self.world.barrier()
-        if self.world.rank in self.world.guest_leaders:
-            shutil.rmtree(newest)  # a copy of rank 0's
-        adapters.follow_recipe(self.model, self.cfg.adapter, saved.recipe)
-        self.data.follow_recipe(saved.recipe)
-        self.drawer.follow_recipe(saved.recipe)
-        self.step, self.samples_seen, self.skipped = saved.step, saved.samples_seen, saved.skipped
-        self.log.note("loading", f"resumed from {newest.name}", self.step)
-        changed = config_changes.changes(saved.config, self._config()) if saved.config else []
-        if changed:
-            told = "; ".join(map(str, changed))
-            self.log.note("loading", f"changed since it was saved: {told}", self.step)
-        if saved.data and saved.data != self.data.digest:
-            self.log.warn(self.data.changed_message, self.step)
-        return saved
-
-    def _config(self) -> dict[str, Any]:
-        return self.cfg.model_dump(mode="json")
-
-    def _progress(self) -> Progress:
-        step, loss = self._validated
-        return Progress(
-            step=self.step,
-            samples_seen=self.samples_seen,
-            skipped=self.skipped,
-            validation_loss=loss if step == self.step else math.nan,
-            config=self._config(),
-            data=self.data.digest,
-            place=self.data.position(self.step),
-            recipe=self._recipe,
-            batch_sizes=self._batch_sizes.until(self.step),
-        )
-
-    def _save_last(self) -> None:
-        self.log.enter("saving", self.step)
-        self._finish_checkpoint()
-        self.checkpointer.save(self._progress(), self._state())
-        self.log.checkpoint_saved(self.checkpointer.wait())
-
-    def _finish_checkpoint(self) -> None:
-        """Name the checkpoint that is being written. One that failed is a warning: the ones before it remain."""
-        try:
-            self.log.checkpoint_saved(self.checkpointer.wait())
-        except OSError as error:
-            self.log.warn(str(error), self.step)
-
-    def _due(self, every: int) -> bool:
-        return every > 0 and self.step % every == 0
-
-    def _validation_due(self) -> bool:
-        """Also where a checkpoint is due: of each the loss is known, and the best can be kept."""
-        saves = self._due(self.cfg.checkpoint.every) or self.step == self.cfg.train.steps
-        return self._due(self.cfg.data.validation_every) or (saves and self.cfg.checkpoint.keep_best > 0)
 
     def _log_step(self, agreed: Agreed, lr: float, grad_norm: float, began: float) -> None:
         split = self.clock.read()
@@ -535,3 +379,166 @@ class Trainer:
                 losses=agreed.losses,
             )
         )
+
+    def _means(self, parts: Sequence[float]) -> dict[str, float]:
+        """The mean of each named loss that had items. parts: `Loss.parts`, flattened and summed over the ranks."""
+        named = zip(self.family.losses, parts[::2], parts[1::2], strict=True)
+        return {name: total / count for name, total, count in named if count and math.isfinite(total)}
+
+    def _is_stopping(self) -> bool:
+        """Whether a request, a signal or the death of torchrun stops the run. Only rank 0 sees requests."""
+        requested = self.world.rank == 0 and self.run.requested("stop")
+        return requested or bool(self.preemption) or os.getppid() != self._parent
+
+    def validate(self) -> float:
+        """Mean loss on the held-out examples, with noise and timesteps that are the same every time."""
+        count, size = self.data.num_held_out, self.world.size
+        total = weight = 0.0
+        parts = torch.zeros(len(self.family.losses), 2)
+        with self._evaluating():
+            for first in range(0, count, size):
+                index = first + self.world.rank
+                example = self.data.held_out(index % count)
+                mine = 1.0 if index < count else 0.0
+                rng = SampleRng(derived_seed(self.cfg.train.seed, "validation"), (index % count,), self.world.device)
+                loss = self._loss((example,), (mine,), rng)
+                total += float(loss.total)
+                weight += float(loss.weight)
+                parts += 0 if loss.parts is None else loss.parts.cpu()
+        total, weight, *sums = self.world.sum([total, weight, *parts.flatten().tolist()])
+        mean = total / weight
+        self._validated = (self.step, mean)
+        perplexity = perplexity_of(mean) if self.data.unit == "tokens" else math.nan
+        self.log.emit(ValidationEvent(step=self.step, loss=mean, perplexity=perplexity, losses=self._means(sums)))
+        return mean
+
+    def draw_samples(self) -> list[Path]:
+        """Draw one picture or text per prompt, from the same noise at every step. Returns their paths on rank 0."""
+        if not self.drawer.prompts:
+            self.log.warn("no samples are drawn: sample.prompts is empty", self.step)
+            return []
+        self.log.enter("sampling", self.step)
+        with self._evaluating():
+            drawn = self.sampler.draw(self.model)
+        paths = self.sampler.write(drawn, self.step)
+        self.log.enter("training", self.step)
+        return paths
+
+    def save(self) -> None:
+        """Begin a checkpoint; it is written while training goes on."""
+        self.world.heartbeat.enter("waiting for the previous checkpoint", moves=False)
+        self._finish_checkpoint()
+        self.checkpointer.save(self._progress(), self._state())
+        self.world.heartbeat.beat()
+
+    def trained_weights(self) -> dict[str, Tensor]:
+        """The trained weights in the form that is exported, whole, on the CPU of rank 0; empty on other ranks."""
+        weights = {}
+        with self._evaluating():
+            for name, parameter in self.trainables.items():
+                whole = parameter.detach()
+                whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+                if self.world.rank == 0:
+                    weights[name] = whole.to("cpu", copy=True)
+        return weights
+
+    def held(self) -> dict[str, int]:
+        """Bytes on this rank's device that stay from step to step, by kind."""
+        average = self.ema.average.values() if self.ema else ()
+        kept: dict[str, Iterable[Tensor]] = {
+            "weights": self.model.parameters(),
+            "gradients": [p.grad for p in self.parameters if p.grad is not None],
+            "optimizer state": [*state_tensors(self.optimizer), *average],
+        }
+        device = self.world.device.type
+        return {
+            name: local_bytes(tensor for tensor in tensors if tensor.device.type == device)
+            for name, tensors in kept.items()
+        }
+
+    def close(self) -> None:
+        """Stop reading ahead and close this rank's files."""
+        self.loader.close()
+        self.log.close()
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Inside: no dropout, no gradients, the weights to evaluate with, and nothing gathered from before."""
+        reshard(self.model)
+        self.oom_context.enter("evaluation")
+        self.checkpointer.wait_for_copy()
+        for dropout in self._dropouts:
+            dropout.eval()
+        with torch.no_grad(), evaluation_weights(self.optimizer, self.parameters, self.ema):
+            yield
+            reshard(self.model)
+        for dropout in self._dropouts:
+            dropout.train()
+
+    def _newest_checkpoint(self) -> Path | None:
+        newest, problems = newest_intact(self.run.checkpoints, self.world)
+        for problem in problems:
+            self.log.warn(problem)
+        return newest
+
+    def _resume(self, newest: Path) -> Progress:
+        saved = restore(newest, self._state())
+        self.world.barrier()
+        if self.world.rank in self.world.guest_leaders:
+            shutil.rmtree(newest)  # a copy of rank 0's
+        adapters.follow_recipe(self.model, self.cfg.adapter, saved.recipe)
+        self.data.follow_recipe(saved.recipe)
+        self.drawer.follow_recipe(saved.recipe)
+        self.step, self.samples_seen, self.skipped = saved.step, saved.samples_seen, saved.skipped
+        self.log.note("loading", f"resumed from {newest.name}", self.step)
+        changed = config_changes.changes(saved.config, self.cfg.model_dump(mode="json")) if saved.config else []
+        if changed:
+            self.log.note("loading", f"changed since it was saved: {'; '.join(map(str, changed))}", self.step)
+        if saved.data and saved.data != self.data.digest:
+            self.log.warn(self.data.changed_message, self.step)
+        return saved
+
+    def _state(self) -> TrainState:
+        """The state for a checkpoint; weights to evaluate with are added only where they are not the trained ones."""
+        evaluation: dict[str, Tensor] = {}
+        if self.ema:
+            evaluation = self.ema.average
+        elif isinstance(self.optimizer, HasEvaluationWeights):
+            with evaluation_weights(self.optimizer, self.parameters, None):
+                evaluation = {name: parameter.detach().clone() for name, parameter in self.trainables.items()}
+        return TrainState(self.model, self.trainables, self.optimizer, evaluation)
+
+    def _progress(self) -> Progress:
+        step, loss = self._validated
+        return Progress(
+            step=self.step,
+            samples_seen=self.samples_seen,
+            skipped=self.skipped,
+            validation_loss=loss if step == self.step else math.nan,
+            config=self.cfg.model_dump(mode="json"),
+            data=self.data.digest,
+            place=self.data.position(self.step),
+            recipe=self._recipe,
+            batch_sizes=self._batch_sizes.until(self.step),
+        )
+
+    def _save_last(self) -> None:
+        self.log.enter("saving", self.step)
+        self._finish_checkpoint()
+        self.checkpointer.save(self._progress(), self._state())
+        self.log.checkpoint_saved(self.checkpointer.wait())
+
+    def _finish_checkpoint(self) -> None:
+        """Name the checkpoint that is being written. One that failed is a warning: the ones before it remain."""
+        try:
+            self.log.checkpoint_saved(self.checkpointer.wait())
+        except OSError as error:
+            self.log.warn(str(error), self.step)
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def _validation_due(self) -> bool:
+        """Also where a checkpoint is due: the loss of each is then known, and the best can be kept."""
+        saves = self._due(self.cfg.checkpoint.every) or self.step == self.cfg.train.steps
+        return self._due(self.cfg.data.validation_every) or (saves and self.cfg.checkpoint.keep_best > 0)

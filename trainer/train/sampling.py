@@ -22,7 +22,9 @@ SHOWN_TEXT = 4000
 class Sampler:
     """Draws the prompts of a run, each from the same noise at every step.
 
-    seed: `sample.seed`.  before: optimizer steps of the stages before, for the files' names.
+    Args:
+        seed: `sample.seed`.
+        before: Optimizer steps of the stages before, which are added to the step in a file's name.
     """
 
     def __init__(self, drawer: SampleDrawer, seed: int, run: RunDir, world: World, log: RunLog, before: int) -> None:
@@ -30,13 +32,13 @@ class Sampler:
         self._before = before
 
     def are_missing(self, step: int) -> bool:
-        """Whether samples of this step are missing: before the first, and where a killed run had only saved."""
+        """Whether samples of this step are missing: before the first step, or where a run was killed after saving."""
         paths = [self._file(index, step) for index in range(len(self._drawer.prompts))]
         drawn: bool = self._world.gather(bool(paths) and all(path.exists() for path in paths))[0]
         return not drawn
 
     def draw(self, model: nn.ModuleDict) -> dict[int, bytes]:
-        """The files of all prompts, by number, on rank 0; nothing elsewhere. Collective."""
+        """{number of the prompt: content of its file} on rank 0, {} on other ranks. Collective."""
         draw_sample = self._drawer.prepare()
 
         def draw(index: int) -> bytes:
@@ -46,7 +48,7 @@ class Sampler:
         return {index: sample for group in groups for index, sample in sorted(group.items())}
 
     def write(self, samples: dict[int, bytes], step: int) -> list[Path]:
-        """Write what was drawn and emit its events. A full disk is a warning. Returns the paths."""
+        """Write the drawn samples and emit their events. A full disk is a warning. Returns the paths."""
         paths: list[Path] = []
         try:
             for index, content in samples.items():
@@ -65,18 +67,24 @@ class Sampler:
 
 
 def draw_all(numbers: Sequence[int], draw: Callable[[int], bytes], world: World) -> dict[int, bytes]:
-    """The files of some samples, by number, on rank 0; nothing elsewhere.
+    """Spread samples over the ranks. Collective.
 
-    draw(i): makes sample i; it may call a sharded model, so every rank calls it equally often: a rank without a
-    sample of its own draws one again and drops it. An error ends this rank at once, and torchrun the others: were it
-    agreed first, ranks inside the model would wait for this one in vain.
+    An error ends this rank at once, and torchrun the others: were it agreed first, ranks inside the model would wait
+    for this one in vain.
+
+    Args:
+        draw: (number) -> content of the sample's file. It may call a sharded model, so every rank calls it equally
+            often: a rank without a sample of its own draws one again and drops it.
+
+    Returns:
+        {number: content of the file} on rank 0, {} on other ranks.
     """
     samples: dict[int, bytes] = {}
     for first in range(0, len(numbers), world.size):
-        place = first + world.rank
-        number = numbers[place % len(numbers)]
+        position = first + world.rank
+        number = numbers[position % len(numbers)]
         drawn = draw(number)
-        mine = {number: drawn} if place < len(numbers) else {}
+        mine = {number: drawn} if position < len(numbers) else {}
         for others in world.gather(mine):
             samples |= others
     return samples if world.rank == 0 else {}

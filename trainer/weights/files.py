@@ -22,7 +22,7 @@ from trainer.weights.tensors import OpenFiles, TensorEntry, without_codings
 MAX_HEADER_BYTES = 100_000_000
 DIGEST_BYTES = 1 << 20
 ORIGINAL_PREFIX = "model.diffusion_model."
-"""Before the denoiser's names in original files that hold other parts besides."""
+"""Prefix of the denoiser's names in original files that also hold other parts."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,11 @@ class WeightFiles:
     def read(cls, files: Iterable[Path], rename: Callable[[str], str | None] = lambda key: key) -> WeightFiles:
         """Index the tensors of some safetensors files.
 
-        rename: key in the file -> name in the module, or None for a tensor the module does not have.
-        Raises InputError for a file that is missing, truncated or no safetensors file.
+        Args:
+            rename: Key in the file -> name in the module, or None for a tensor that the module does not have.
+
+        Raises:
+            InputError: A file is missing, truncated or not a safetensors file.
         """
         stored: dict[str, TensorEntry] = {}
         for file in files:
@@ -45,24 +48,24 @@ class WeightFiles:
         return cls({name: entry for name, entry in named if name is not None})
 
     def by_our_names(self, layout: Iterable[Fused], shapes: Mapping[str, tuple[int, ...]]) -> WeightFiles:
-        """The tensors of a file in its original layout by diffusers' names; files in diffusers' layout as they are.
+        """Give the tensors of a file in its original layout diffusers' names; files in diffusers' layout do not change.
 
-        shapes: those of the model's tensors, by diffusers' names.
-        Raises InputError for a tensor of another shape.
+        Args:
+            shapes: Those of the model's tensors, by diffusers' names.
+
+        Raises:
+            InputError: A tensor has another shape.
         """
         renamed = {fused.name.removeprefix(ORIGINAL_PREFIX): fused for fused in layout}
-        stored = {key.removeprefix(ORIGINAL_PREFIX): entry for key, entry in self._denoiser().items()}
+        # Some original files also hold encoders; then only the denoiser's tensors have the prefix.
+        denoiser = {key: entry for key, entry in self.entries.items() if key.startswith(ORIGINAL_PREFIX)}
+        stored = {key.removeprefix(ORIGINAL_PREFIX): entry for key, entry in (denoiser or self.entries).items()}
         if not stored.keys() & (renamed.keys() - shapes.keys()):
             return self
         entries = {name: entry for name, entry in stored.items() if name not in renamed}
         for name in stored.keys() & renamed.keys():
             entries |= _parts(renamed[name], stored[name], shapes)
         return WeightFiles(entries)
-
-    def _denoiser(self) -> Mapping[str, TensorEntry]:
-        """Without the encoders that some original files hold besides."""
-        denoiser = {key: entry for key, entry in self.entries.items() if key.startswith(ORIGINAL_PREFIX)}
-        return denoiser or self.entries
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -72,10 +75,12 @@ class WeightFiles:
 class Fused:
     """One tensor of a model's original layout, made of tensors of diffusers' layout.
 
-    name: in the original file.  parts: diffusers names, in the order of their rows; their rows stacked are the
-    tensor.  halves_swapped: the two halves of the rows change places (scale and shift of an output norm).
-    transposed: the original is a matrix that is multiplied from the other side.  pointwise: the original keeps a
-    linear layer as a convolution of one pixel, (out, in, 1, 1).
+    Attributes:
+        name: In the original file.
+        parts: Names in diffusers; their rows, stacked in this order, are the tensor.
+        halves_swapped: The two halves of the rows change places (scale and shift of an output norm).
+        transposed: The original is a matrix that is multiplied from the other side.
+        pointwise: The original stores a linear layer as a convolution of one pixel, (out, in, 1, 1).
     """
 
     name: str
@@ -85,7 +90,7 @@ class Fused:
     pointwise: bool = False
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The original tensor from its parts."""
+        """Make the original tensor from its parts."""
         whole = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
         if self.halves_swapped:
             whole = torch.cat(whole.chunk(2)[::-1])
@@ -94,7 +99,7 @@ class Fused:
         return whole.T if self.transposed else whole
 
     def split(self, whole: Tensor, rows: Sequence[int]) -> tuple[Tensor, ...]:
-        """The parts of an original tensor. rows: how many each has."""
+        """Split an original tensor into its parts. rows: number of rows of each."""
         stacked = whole.T if self.transposed else whole
         if self.pointwise:
             stacked = stacked[:, :, 0, 0]
@@ -111,10 +116,10 @@ class Fused:
 
 
 def give_storage(module: nn.Module, device: torch.device) -> None:
-    """Uninitialized storage for a module on the meta device.
+    """Give a module on the meta device uninitialized storage.
 
-    A parameter that several modules share, as an embedding and a head, stays one: `nn.Module.to_empty` gives each of
-    them its own.
+    A parameter that several modules share, such as an embedding and a head, stays one: `nn.Module.to_empty` would give
+    each of them its own.
     """
     holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for part in module.modules():
@@ -127,9 +132,9 @@ def give_storage(module: nn.Module, device: torch.device) -> None:
 
 
 def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """What a file of the module holds: parameters and persistent buffers by name, one that several share by the first.
+    """Parameters and persistent buffers by name, as a file of the module stores them.
 
-    Detached, as `state_dict` gives them.
+    A tensor with several names has only its first. All are detached, as in `state_dict`.
     """
     seen: set[int] = set()
     found: dict[str, Tensor] = {}
@@ -141,12 +146,12 @@ def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def read_tensor(entry: TensorEntry) -> Tensor:
-    """The whole tensor, on the CPU, in the type it is stored in."""
+    """Read the whole tensor, on the CPU, in the type it is stored in."""
     return entry.whole(OpenFiles())
 
 
 def _parts(fused: Fused, entry: TensorEntry, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorEntry]:
-    """Where the parts of an original tensor lie in it."""
+    """The entry of each part of an original tensor."""
     needed = fused.shape([shapes[part] for part in fused.parts])
     if entry.shape != needed:
         raise InputError(
@@ -162,9 +167,9 @@ def _parts(fused: Fused, entry: TensorEntry, shapes: Mapping[str, tuple[int, ...
 
 
 def safetensors_in(folder: Path, stem: str) -> list[Path]:
-    """The safetensors files of one component: those named in `stem.safetensors.index.json`, or `stem.safetensors`.
+    """Find the safetensors files of one component: those of `stem.safetensors.index.json`, or `stem.safetensors`.
 
-    Raises InputError naming the folder and what was looked for.
+    Raises InputError, naming the folder and the files that were looked for.
     """
     index = folder / f"{stem}.safetensors.index.json"
     if index.is_file():
@@ -175,7 +180,7 @@ def safetensors_in(folder: Path, stem: str) -> list[Path]:
             raise InputError(f"{index}: not a safetensors index; download the folder again") from error
         outside = next((name for name in names if Path(name).name != name), None)
         if outside is not None:
-            raise InputError(f"{index}: {outside!r} is not the name of a file beside it; download the folder again")
+            raise InputError(f"{index}: {outside!r} is not the name of a file next to it; download the folder again")
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise InputError(f"{folder}: {len(missing)} of {len(files)} weight files are missing, first {missing[0]}")
@@ -186,17 +191,16 @@ def safetensors_in(folder: Path, stem: str) -> list[Path]:
     raise InputError(f"{folder}: neither {stem}.safetensors nor {index.name}; expected the weights of this component")
 
 
-def digest(places: Iterable[Path]) -> str:
-    """Changes when one of the files, or of the folders' files, changes: hex digits from names, sizes, first and last
-    MiB of each.
+def digest(paths: Iterable[Path]) -> str:
+    """A digest of files, and of all files in folders, from the name, size, first and last MiB of each, in hex.
 
-    Reading 48 GB of weights takes minutes. Training changes all of a file, so its ends tell as much.
+    Reading 48 GB of weights takes minutes. Training changes all of a file, so its two ends are enough.
     """
     total = hashlib.sha256()
-    for place in places:
-        for file in sorted(path for path in (place, *place.rglob("*")) if path.is_file()):
+    for path in paths:
+        for file in sorted(inside for inside in (path, *path.rglob("*")) if inside.is_file()):
             size = file.stat().st_size
-            total.update(f"{file.relative_to(place.parent)} {size}\n".encode())
+            total.update(f"{file.relative_to(path.parent)} {size}\n".encode())
             with file.open("rb") as stream:
                 total.update(stream.read(DIGEST_BYTES))
                 stream.seek(max(0, size - DIGEST_BYTES))
@@ -205,7 +209,7 @@ def digest(places: Iterable[Path]) -> str:
 
 
 def _read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """{key: (shape, dtype)}, with the file's length checked against the header's offsets."""
+    """Read {key: (shape, dtype)}, and check the file's length against the header's offsets."""
     try:
         header, start, size = _read_json_header(file)
         tensors = {key: (tuple(value["shape"]), str(value["dtype"])) for key, value in header.items()}
@@ -229,7 +233,7 @@ def _read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def _read_json_header(file: Path) -> tuple[dict[str, Any], int, int]:
-    """The header's tensors, where the data begin, and the file's size in bytes."""
+    """Read the header's tensors, the offset at which the data begin, and the file's size in bytes."""
     with opened(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         (length,) = struct.unpack("<Q", stream.read(8))

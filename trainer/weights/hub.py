@@ -1,4 +1,4 @@
-"""Where a model's folder is: local, or in the Hugging Face cache. Imports no torch."""
+"""Find a model's folder: local, or in the Hugging Face cache. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from trainer.config.sections import HUB_ID
 
 
 def find_folder(field: str, path: str) -> Path:
-    """The folder that a config field names: a local one, or a hub id's snapshot in the local Hugging Face cache.
+    """Find the folder that a config field names: a local one, or a hub id's snapshot in the local Hugging Face cache.
 
-    Nothing is downloaded. Raises InputError with the download command for a hub id that is not cached; a local
-    folder that does not exist is left to `read_json`, which says what was expected in it.
+    Nothing is downloaded. Raises InputError with the download command for a hub id that is not cached. A local folder
+    that does not exist is left to `read_json`, whose error says what was expected in it.
     """
     if Path(path).exists() or not HUB_ID.fullmatch(path):
         return Path(path)

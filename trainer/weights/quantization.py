@@ -1,19 +1,19 @@
-"""A frozen base in 4 or 8 bits: linear layers whose weights are bytes, which FSDP2 shards and gathers as they are.
+"""A frozen base in 4 or 8 bits: linear layers whose weights are bytes, which FSDP2 shards and gathers unchanged.
 
 The format, version 1. A weight (out, in) is stored as one uint8 matrix (out, row bytes): a record per row, so that any
 rows can be written, read, sharded and gathered by themselves. A record is the codes of the row, then its scales:
 
   nf4   4 bits per weight: the index of the nearest of the 16 levels of NF4 (arXiv 2305.14314, appendix E); of two
         neighbours the first is in the upper half of their byte. A scale per block of 64 weights: the largest magnitude.
-        A row that ends within a block is filled up with zeros.
+        A row that ends within a block is padded with zeros.
   int8  8 bits per weight: a whole number from -127 to 127, two's complement. A scale per block of 64: the largest
         magnitude / 127. The last block may be shorter.
   fp8   8 bits per weight: a float of 4 bits exponent and 3 bits mantissa (e4m3fn). A scale per row: the largest
         magnitude / 448.
 
-Scales are bf16, the lower byte first. Codes are those of weight / scale, with the scale as it is stored, ties to even;
-of nf4 with the scale before it is rounded, ties to the lower level. The weight of a code is level * scale, multiplied
-in fp32 and rounded once to the type that is asked for.
+Scales are bf16, little-endian. A code encodes weight / scale, with the stored scale, ties to even; for nf4 with the
+scale before it is rounded, ties to the lower level. The weight of a code is level * scale, multiplied in fp32 and
+rounded once to the wanted type.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 VERSION = 1
-"""Of the format: raise it when equal weights are to give other bytes."""
+"""Version of the format: raise it when equal weights are to give other bytes."""
 BLOCK = 64
 SCALE = torch.bfloat16
 NF4_LEVELS = (
@@ -45,10 +45,11 @@ GPU would take as much again as the layer itself."""
 
 
 class Format(ABC):
-    """How a row of a weight becomes a record of bytes, and back. One instance per format, in FORMATS.
+    """Encodes a row of a weight as a record of bytes, and decodes it. One instance per format, in FORMATS.
 
-    largest: magnitude of the code that stands for the largest weight.  codes_by_exact_scale: whether codes are chosen
-    with the scale before it is rounded to bf16.
+    Attributes:
+        largest: Magnitude of the level that encodes the largest weight of a block.
+        codes_by_exact_scale: Whether codes are chosen with the scale before it is rounded to bf16.
     """
 
     name: ClassVar[str]
@@ -57,7 +58,7 @@ class Format(ABC):
 
     @abstractmethod
     def block(self, inputs: int) -> int:
-        """Weights that share a scale."""
+        """Number of weights that share a scale."""
 
     @abstractmethod
     def code_bytes(self, inputs: int) -> int:
@@ -65,14 +66,14 @@ class Format(ABC):
 
     @abstractmethod
     def to_codes(self, levels: Tensor) -> Tensor:
-        """levels: (rows, weights of whole blocks) in units of the scale, fp32.  Returns uint8, (rows, bytes)."""
+        """Encode levels, (rows, weights of whole blocks) in units of the scale, fp32, as uint8, (rows, bytes)."""
 
     @abstractmethod
     def to_levels(self, codes: Tensor, table: Tensor) -> Tensor:
-        """codes: (rows, bytes).  table: `table()`.  Returns the levels, (rows, weights), in a type that fp32 holds."""
+        """Decode codes, (rows, bytes), to levels, (rows, weights), in a type that fp32 holds. table: from `table()`."""
 
     def table(self) -> Tensor:
-        """What `to_levels` looks up, on the CPU."""
+        """The table that `to_levels` looks up, on the CPU; empty where it needs none."""
         return torch.empty(0, device="cpu")
 
     def num_blocks(self, inputs: int) -> int:
@@ -84,10 +85,13 @@ class Format(ABC):
         return self.code_bytes(inputs) + self.num_blocks(inputs) * SCALE.itemsize
 
     def encode(self, weight: Tensor, scale_of_fp8: float | None = None) -> Tensor:
-        """Records of some rows: (rows, inputs), any floating type -> (rows, row bytes), uint8.
+        """Encode some rows: (rows, inputs), any floating type -> records (rows, row bytes), uint8.
 
-        scale_of_fp8: with which the weight was stored, if it was stored in fp8: fp8 then keeps its codes.
-        Raises ValueError for a weight that is not finite.
+        Args:
+            scale_of_fp8: The scale that the weight was stored with, if it was stored in fp8: fp8 then keeps its codes.
+
+        Raises:
+            ValueError: A weight is not finite.
         """
         rows, inputs = weight.shape
         block, count = self.block(inputs), self.num_blocks(inputs)
@@ -101,23 +105,23 @@ class Format(ABC):
         return self.pack(self.to_codes(levels.view(rows, -1)), stored.view(rows, count), inputs)
 
     def scales(self, blocks: Tensor, scale_of_fp8: float | None) -> Tensor:
-        """Of blocks (rows, blocks, weights): (rows, blocks, 1), fp32."""
-        # Not by a number: a GPU would multiply by its reciprocal, which rounds otherwise than a CPU.
+        """The scales (rows, blocks, 1), fp32, of blocks (rows, blocks, weights)."""
+        # Not divided by a number: a GPU would multiply by its reciprocal, which rounds differently than a CPU.
         return blocks.abs().amax(dim=-1, keepdim=True) / torch.full_like(blocks[:1, :1, :1], self.largest)
 
     def pack(self, codes: Tensor, scales: Tensor, inputs: int) -> Tensor:
-        """Records from codes (rows, bytes of whole blocks) and stored scales (rows, blocks)."""
+        """Join codes (rows, bytes of whole blocks) and stored scales (rows, blocks) to records."""
         return torch.cat([codes[:, : self.code_bytes(inputs)], scales.view(torch.uint8)], dim=1)
 
     def decode(self, records: Tensor, inputs: int, dtype: torch.dtype, table: Tensor) -> Tensor:
-        """The weights of some rows: (rows, row bytes) -> (rows, inputs). Its temporaries take several times that."""
+        """Decode some rows: (rows, row bytes) -> (rows, inputs). Temporaries take several times as much memory."""
         end = self.code_bytes(inputs)
         codes, scales = records[:, :end], records[:, end:]
         levels = self.to_levels(codes.contiguous(), table)
         # A copy: a row by itself is contiguous, but may begin at an odd byte.
         scale = scales.clone(memory_format=torch.contiguous_format).view(SCALE).float()
         block, count = self.block(inputs), self.num_blocks(inputs)
-        if count * block != levels.shape[1]:  # codes of 8 bits are not filled up
+        if count * block != levels.shape[1]:  # codes of 8 bits are not padded
             levels = F.pad(levels.float(), (0, count * block - levels.shape[1]))
         weight = levels.view(-1, count, block) * scale.unsqueeze(-1)
         whole: Tensor = weight.view(-1, count * block)[:, :inputs].to(dtype)
@@ -182,7 +186,7 @@ class _Fp8(Format):
         return levels.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
 
     def to_levels(self, codes: Tensor, table: Tensor) -> Tensor:
-        return codes.view(torch.float8_e4m3fn).float()  # torch multiplies no fp8
+        return codes.view(torch.float8_e4m3fn).float()  # torch cannot multiply fp8
 
 
 FORMATS: Mapping[str, Format] = {kind.name: kind() for kind in (_Nf4, _Int8, _Fp8)}
@@ -190,9 +194,9 @@ FORMATS: Mapping[str, Format] = {kind.name: kind() for kind in (_Nf4, _Int8, _Fp
 
 @cache
 def _cells(device: torch.device) -> tuple[Tensor, Tensor]:
-    """NF4 codes by a grid of CELLS per unit: the code at the lower end of each cell, and where in it the next begins.
+    """A lookup grid of CELLS per unit for NF4: the code at the lower end of each cell, and where in it the next begins.
 
-    The next begins half way between two levels; no cell holds two such places. Five times as fast as a search.
+    A code begins half way between two levels, and no cell holds two such points. Five times as fast as a search.
     """
     levels = torch.tensor(NF4_LEVELS, dtype=torch.float64, device="cpu")
     bounds = ((levels[1:] + levels[:-1]) / 2).float()
@@ -205,8 +209,11 @@ def _cells(device: torch.device) -> tuple[Tensor, Tensor]:
 class QuantLinear(nn.Linear):
     """A frozen linear layer whose weight is stored as bytes: `qweight`, (out, row bytes).
 
-    It is an `nn.Linear` to whoever looks for one; `weight` is made when it is asked for. dtype: of `weight` and `bias`.
-    is_fused: whether one compiled kernel decodes it, as `choose_kernel` may find faster.
+    It is an `nn.Linear` for all code that looks for one; `weight` is decoded at each access.
+
+    Attributes:
+        dtype: Of `weight` and `bias`.
+        is_fused: Whether one compiled kernel decodes it, which `choose_kernel` may find faster.
     """
 
     qweight: nn.Parameter
@@ -222,7 +229,7 @@ class QuantLinear(nn.Linear):
 
     @classmethod
     def of(cls, layer: nn.Linear, format: Format) -> QuantLinear:
-        """The layer in this format; on the meta device without values.
+        """Convert a layer to this format; on the meta device without values.
 
         Raises ValueError for a weight that is not finite.
         """
@@ -238,7 +245,7 @@ class QuantLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The weight that `forward` multiplies with, (out, in), made anew: what is written to it is lost."""
+        """The weight that `forward` multiplies with, (out, in), decoded anew: writes to it are lost."""
         if self.qweight.is_meta:
             return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
         records = self.qweight.detach()
@@ -255,17 +262,17 @@ class QuantLinear(nn.Linear):
 
 @cache
 def _table(format: str, device: torch.device) -> Tensor:
-    """A format's table on a device. Not in the layers: what has a floating type is rounded by `model.to(dtype)`."""
+    """A format's table on a device. Kept outside the layers, where `model.to(dtype)` would round it."""
     return FORMATS[format].table().to(device)
 
 
-# Operators of our own, opaque to torch.compile: it would find the weight decoded twice, in forward and in backward, and
-# keep the first in between.
+# Operators of our own, opaque to torch.compile: it would see that forward and backward decode the same weight, and keep
+# it in between.
 
 
 @torch.library.custom_op("shardstudio::decoded", mutates_args=())
 def decoded(records: Tensor, format: str, inputs: int, dtype: torch.dtype, is_fused: bool = False) -> Tensor:
-    """The weight (rows, inputs) of records: by one kernel without temporaries, or some rows at a time."""
+    """Decode records to the weight (rows, inputs): by one kernel without temporaries, or some rows at a time."""
     records, table = records.detach(), _table(format, records.device)
     if is_fused:
         with torch.no_grad():  # else it is compiled once for each mode
@@ -289,9 +296,9 @@ def piece_rows(device: torch.device, inputs: int) -> int:
 
 @cache
 def _fused_kernel() -> Callable[[Tensor, Tensor, str, int, torch.dtype], Tensor]:
-    """Made when it is needed: torch.compile imports its compiler.
+    """Made at first use, as torch.compile imports its compiler.
 
-    One for all shapes: torch compiles eight for a function, and then leaves it uncompiled.
+    One kernel for all shapes: torch compiles a function for at most eight shapes and then leaves it uncompiled.
     """
 
     def decode(records: Tensor, table: Tensor, format: str, inputs: int, dtype: torch.dtype) -> Tensor:
@@ -302,7 +309,7 @@ def _fused_kernel() -> Callable[[Tensor, Tensor, str, int, torch.dtype], Tensor]
 
 @torch.library.custom_op("shardstudio::linear", mutates_args=())
 def _linear(x: Tensor, records: Tensor, bias: Tensor | None, format: str, inputs: int, is_fused: bool) -> Tensor:
-    """x @ weight.T + bias. Only the bytes are kept: backward decodes them again. The weight has no gradient."""
+    """Return x @ weight.T + bias. Only the bytes are kept: backward decodes them again. The weight has no gradient."""
     return F.linear(x, decoded(records, format, inputs, x.dtype, is_fused), bias)
 
 
@@ -339,7 +346,7 @@ _linear.register_autograd(_gradients, setup_context=_keep)
 
 
 def quantize_layers(model: nn.Module, formats: Mapping[str, Format]) -> None:
-    """Put a `QuantLinear` in the place of linear layers. formats: {name of a layer: its format}."""
+    """Replace linear layers by `QuantLinear`. formats: {name of a layer: its format}."""
     for name, format in formats.items():
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
@@ -355,7 +362,7 @@ TRIES = 5
 
 
 def choose_kernel(model: nn.Module, device: torch.device) -> str:
-    """Have quantized layers on a GPU decoded in the way that is faster there. Returns what was found, for the log.
+    """Choose the faster way to decode quantized layers on a GPU. Returns a sentence for the log, empty on a CPU.
 
     Compiling takes about ten seconds. Both ways give the same bits.
     """

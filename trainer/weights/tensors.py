@@ -1,4 +1,4 @@
-"""A tensor in a safetensors file, whatever form it is stored in: rows in, numbers out."""
+"""A tensor in a safetensors file, whatever form it is stored in: takes row numbers, returns numbers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ from trainer.config.errors import InputError
 from trainer.config.files import first_problem
 
 VERSION = 1
-"""Of the reading: raise it when equal files are to give other numbers."""
+"""Version of the reading: raise it when equal files are to give other numbers."""
 ALIGNMENT = 8
 PIECE = 1 << 20
-"""Numbers that are decoded at a time: their codes and scales take several times as much."""
+"""Numbers that are decoded at a time: their codes and scales take several times their memory."""
 
 
 def layout(tensors: Mapping[str, tuple[str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> Layout:
-    """How a safetensors file with these tensors begins, and where each of them lies in it.
+    """Lay out a safetensors file with these tensors.
 
-    tensors: {name: (type, as `BF16`, shape, bytes)}, in the order of the file.
     Source: the format's description in the safetensors repository (8 bytes of length, JSON header, bytes).
+
+    Args:
+        tensors: {name: (type such as `BF16`, shape, bytes)}, in the order of the file.
     """
     fields: dict[str, object] = {"__metadata__": dict(metadata)}
     starts: dict[str, int] = {}
@@ -46,7 +48,13 @@ def layout(tensors: Mapping[str, tuple[str, tuple[int, ...], int]], metadata: Ma
 
 @dataclass(frozen=True)
 class Layout:
-    """A safetensors file to be written. head: its first bytes.  places: where tensors begin.  size: of the file."""
+    """A safetensors file to be written.
+
+    Attributes:
+        head: Its first bytes, up to the tensors.
+        places: {name: offset at which the tensor begins}.
+        size: Of the whole file, in bytes.
+    """
 
     head: bytes
     places: Mapping[str, int]
@@ -61,7 +69,7 @@ class OpenFiles:
         self._lock = threading.Lock()
 
     def slice(self, file: Path, key: str) -> Any:
-        """safetensors' slice of the tensor `key`: nothing is read until it is indexed."""
+        """The tensor `key` as a slice of safetensors: nothing is read until it is indexed."""
         with self._lock:
             if file not in self._open:
                 self._open[file] = safe_open(file, "pt")
@@ -70,10 +78,13 @@ class OpenFiles:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor on disk. shape: its full shape.  dtype: safetensors' name, as `BF16`.
+    """One tensor on disk.
 
-    start: row of the stored tensor with which it begins; past the last one it goes on with the first.
-    transposed: its rows are the stored tensor's columns.
+    Attributes:
+        shape: Its full shape.
+        dtype: By safetensors' name, for example `BF16`.
+        start: Row of the stored tensor at which it begins; after the last row it continues with the first.
+        transposed: Its rows are the stored tensor's columns.
     """
 
     file: Path
@@ -84,7 +95,7 @@ class TensorEntry:
     transposed: bool = False
 
     def rows(self, files: OpenFiles, begin: int, end: int) -> Tensor:
-        """Some of its rows."""
+        """Read rows `begin` to `end`."""
         if self.transposed:
             columns: Tensor = files.slice(self.file, self.key)[:, self.start + begin : self.start + end]
             return columns.T
@@ -94,11 +105,11 @@ class TensorEntry:
         rows = self._stored_rows(files, first, min(last, total))
         if last > total:
             rows = torch.cat([rows, self._stored_rows(files, 0, last - total)])
-        # The original may keep a matrix as a convolution of one pixel.
+        # The original may store a matrix as a convolution of one pixel.
         return rows.reshape(-1, *self.shape[1:])
 
     def _num_rows(self, files: OpenFiles) -> int:
-        """Of the stored tensor."""
+        """Number of rows of the stored tensor."""
         return int(files.slice(self.file, self.key).get_shape()[0])
 
     def _stored_rows(self, files: OpenFiles, begin: int, end: int) -> Tensor:
@@ -106,18 +117,18 @@ class TensorEntry:
         return rows
 
     def whole(self, files: OpenFiles) -> Tensor:
-        """All of it."""
+        """Read the whole tensor."""
         if not self.shape:
             scalar: Tensor = files.slice(self.file, self.key)[()]
             return scalar
         return self.rows(files, 0, self.shape[0])
 
     def scale(self, files: OpenFiles) -> float | None:
-        """What the codes of 8-bit floats of the format e4m3 are multiplied by. None for what is stored otherwise."""
+        """The factor of the stored codes, for 8-bit floats of the format e4m3; None for other formats."""
         return 1.0 if self.dtype == "F8_E4M3" else None
 
     def stored_bytes(self, rows: int) -> float:
-        """What so many of its rows take on disk."""
+        """Bytes on disk of this number of rows."""
         return rows * math.prod(self.shape[1:]) * _ITEM_BYTES.get(self.dtype, 8)
 
 
@@ -139,11 +150,13 @@ class ScaledEntry(TensorEntry):
 
 @dataclass(frozen=True, kw_only=True)
 class FourBitEntry(TensorEntry):
-    """A weight as bitsandbytes stores it: 4-bit codes of all its numbers in a row, and a scale per block of them.
+    """A weight as bitsandbytes stores it: 4-bit codes of all its numbers in one sequence, and a scale per block.
 
-    num_rows: of the stored weight.  levels: of the codes.  scales: one per `block` numbers; codes of `scale_levels`
-    themselves where these are given, to be multiplied by `scale_scales`, one per `scale_block` of them, and added to
-    `offset`.
+    Attributes:
+        num_rows: Of the stored weight.
+        levels: The 16 values of the codes.
+        scales: One per `block` numbers. If `scale_levels` is given, they are codes themselves: the level of each is
+            multiplied by one of `scale_scales`, of which there is one per `scale_block` scales, and added to `offset`.
     """
 
     num_rows: int
@@ -179,7 +192,7 @@ class FourBitEntry(TensorEntry):
 
     def _codes(self, files: OpenFiles, first: int, last: int) -> Tensor:
         stored = files.slice(self.file, self.key)
-        per_item = _ITEM_BYTES[self.dtype] * 2  # whatever type the bytes pass for
+        per_item = _ITEM_BYTES[self.dtype] * 2  # whatever type the bytes are declared as
         begin, end = first // per_item, -(-last // per_item)
         packed = stored[begin:end].contiguous().view(-1).view(torch.uint8)
         codes = torch.stack([packed >> 4, packed & 15], dim=1).flatten()
@@ -198,13 +211,13 @@ _FP8 = ("F8_E4M3", "F8_E5M2")
 _BITSANDBYTES = re.compile(r"(?P<weight>.+)\.quant_state\.bitsandbytes__(?P<kind>nf4|fp4)")
 _SCALES = (".weight_scale", ".scale_weight")
 _NOT_READ = (".input_scale", ".scale_input", ".comfy_quant")
-"""Beside 8-bit weights: of the activations, which stay as they are here, and which format it is."""
+"""Stored with 8-bit weights: scales of the activations, which are not quantized here, and the name of the format."""
 
 
 def without_codings(stored: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """The tensors of a model, each as it is to be read: those that others are coded with are part of their entries.
+    """The tensors of a model, each as it is to be read: scales and tables become part of the entries that they decode.
 
-    Raises InputError for a coding that is not known here.
+    Raises InputError for an unknown coding.
     """
     parts: set[str] = {key for key in stored if key.endswith(_NOT_READ) or key.rpartition(".")[2] == "scaled_fp8"}
     coded: dict[str, TensorEntry] = {}
@@ -232,7 +245,7 @@ def without_codings(stored: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]
 
 
 def _is_unknown_scale(key: str, stored: Mapping[str, TensorEntry]) -> bool:
-    """Whether it stands beside a weight in 8-bit floats, which is not to be read without it."""
+    """Whether it scales a weight in 8-bit floats, which must not be read without it."""
     layer, _, name = key.rpartition(".")
     weight = stored.get(f"{layer}.weight")
     return "scale" in name and not key.endswith(_NOT_READ) and weight is not None and weight.dtype in _FP8
@@ -250,7 +263,7 @@ def _scaled(stored: Mapping[str, TensorEntry], weight: str, scale: TensorEntry) 
 
 
 class _State(BaseModel):
-    """What bitsandbytes writes about a weight; in JSON, as a tensor of bytes."""
+    """The state that bitsandbytes writes about a weight: JSON, stored as a tensor of bytes."""
 
     shape: tuple[PositiveInt, PositiveInt]
     blocksize: PositiveInt
@@ -259,29 +272,29 @@ class _State(BaseModel):
 
 
 def _four_bits(stored: Mapping[str, TensorEntry], weight: str, state: TensorEntry) -> TensorEntry:
-    """The entry of a weight from what bitsandbytes stores beside it."""
+    """Make the entry of a weight from the state that bitsandbytes stores with it."""
     if state.dtype != "U8":
         raise InputError(f"{state.file}: '{state.key}' is {state.dtype}, not bytes of JSON; download it again")
     try:
-        facts = _State.model_validate_json(state.whole(OpenFiles()).numpy().tobytes())
+        parsed = _State.model_validate_json(state.whole(OpenFiles()).numpy().tobytes())
         packed, levels, scales = (stored[key] for key in (weight, f"{weight}.quant_map", f"{weight}.absmax"))
         entry = FourBitEntry(
             packed.file,
             packed.key,
-            facts.shape,
+            parsed.shape,
             packed.dtype,
-            num_rows=facts.shape[0],
+            num_rows=parsed.shape[0],
             levels=levels,
             scales=scales,
-            block=facts.blocksize,
+            block=parsed.blocksize,
         )
-        if facts.nested_blocksize is not None:
+        if parsed.nested_blocksize is not None:
             entry = replace(
                 entry,
                 scale_levels=stored[f"{weight}.nested_quant_map"],
                 scale_scales=stored[f"{weight}.nested_absmax"],
-                scale_block=facts.nested_blocksize,
-                offset=facts.nested_offset,
+                scale_block=parsed.nested_blocksize,
+                offset=parsed.nested_offset,
             )
     except KeyError as error:
         raise InputError(
@@ -296,7 +309,7 @@ def _four_bits(stored: Mapping[str, TensorEntry], weight: str, state: TensorEntr
 
 
 def _check_sizes(entry: FourBitEntry, packed: TensorEntry) -> None:
-    """Raises InputError where codes or scales are fewer than the weight needs, or levels others than the codes name."""
+    """Raise InputError if codes or scales are fewer than the weight needs, or the levels do not fit the codes."""
     num_codes = 2 * _ITEM_BYTES.get(packed.dtype, 0) * math.prod(packed.shape)
     num_blocks = -(-math.prod(entry.shape) // entry.block)
     fits = num_codes >= math.prod(entry.shape) and entry.levels.shape == (16,) and _holds(entry.scales, num_blocks)
@@ -305,11 +318,11 @@ def _check_sizes(entry: FourBitEntry, packed: TensorEntry) -> None:
         fits = fits and entry.scale_levels.shape == (256,) and _holds(entry.scale_scales, num_outer)
     if not fits:
         raise InputError(
-            f"{entry.file}: '{entry.key}' in bitsandbytes' 4 bits has not the codes, scales and levels of a weight of "
-            f"{entry.shape[0]} x {entry.shape[1]}; download it again"
+            f"{entry.file}: '{entry.key}' in bitsandbytes' 4 bits does not have the codes, scales and levels of a "
+            f"weight of {entry.shape[0]} x {entry.shape[1]}; download it again"
         )
 
 
 def _holds(entry: TensorEntry, count: int) -> bool:
-    """Whether it is a vector of at least so many numbers."""
+    """Whether it is a vector of at least `count` numbers."""
     return len(entry.shape) == 1 and entry.shape[0] >= count

@@ -1,7 +1,7 @@
-"""Other programs' views of a run, each fed from the run folder by a process of its own beside rank 0.
+"""Experiment trackers (TensorBoard, wandb, trackio). Each reads the run folder in a process of its own, next to rank 0.
 
 Training starts these processes and never waits for one. `python -m trainer.metrics.trackers RUN_DIR NAME` is such a
-process; started by hand it sends what a tracker has not been given yet.
+process; started by hand, it sends what the tracker has not received yet.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from trainer.config.errors import InputError, Problem
 from trainer.config.schema import RunConfig
 from trainer.config.sections import TrackersConfig
-from trainer.run.events import WarningEvent
+from trainer.run.events import Emit, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.run.process import worker_environment
 
@@ -34,10 +34,10 @@ _IS_WANTED: dict[str, Callable[[TrackersConfig], bool]] = {
 }
 NAMES = tuple(_IS_WANTED)
 PATIENCE_S = 300
-"""How long one thing may take to send, and how long a tracker may finish after the run's end. wandb alone waits 90 s
-for its server before it gives up."""
-ALREADY_SAID = 3
-"""Exit code of a tracker's process that wrote into the events why it ended."""
+"""How long one item may take to send, and how long a tracker may take to finish after the run's end. wandb alone waits
+90 s for its server before it gives up."""
+ALREADY_REPORTED = 3
+"""Exit code of a tracker's process that already wrote into the events why it ended."""
 WATCH_SECONDS = 1.0
 _SECRET = re.compile(
     r"""(?ix)
@@ -52,24 +52,24 @@ _SECRET = re.compile(
 
 @dataclass(frozen=True)
 class Files:
-    """What one tracker keeps in the run folder."""
+    """The files of one tracker in the run folder."""
 
     run: RunDir
     name: str
 
     @property
-    def place(self) -> Path:
-        """How far it came, and the name its program gave the run."""
+    def position(self) -> Path:
+        """How far the tracker has read, and the name its program gave the run."""
         return self.run.path / "trackers" / f"{self.name}.json"
 
     @property
     def lock(self) -> Path:
-        """Held by the one process that sends; its time says when that was last at work."""
-        return self.place.with_suffix(".lock")
+        """Held by the one process that sends; its modification time says when that process was last at work."""
+        return self.position.with_suffix(".lock")
 
     @property
     def log(self) -> Path:
-        """What the process and the tracker's own code print."""
+        """The output of the process and of the tracker's own code."""
         return self.run.logs / f"tracker-{self.name}.log"
 
 
@@ -83,38 +83,36 @@ def missing(cfg: TrackersConfig) -> list[Problem]:
 
 
 def require(cfg: TrackersConfig) -> None:
-    """Raises InputError with the command that installs a tracker's package."""
+    """Raise InputError with the command that installs a tracker's package, if one is missing."""
     for problem in missing(cfg):
         raise InputError(str(problem))
 
 
 def without_secrets(text: str) -> str:
-    """What a library says, without what looks like a token, a key or a password."""
+    """A library's message with `***` in place of tokens, keys and passwords."""
     return _SECRET.sub(r"\1***", text)
 
 
 def short(text: str) -> str:
-    """One line of what a library says, without secrets."""
+    """A library's message in one line of at most 500 characters, without secrets."""
     return " ".join(without_secrets(text).split())[:500]
 
 
 def shown_config(cfg: RunConfig) -> dict[str, Any]:
-    """What trackers are given of a config. How it is scheduled names accounts, volumes and registries of a site."""
+    """The config as trackers get it: without `cluster`, which names accounts, volumes and registries of a site."""
     return cfg.model_dump(mode="json", exclude={"cluster"})
 
 
 def stopped(run: RunDir, name: str, reason: str) -> WarningEvent:
-    """What the user is told of a tracker that ended early."""
+    """The warning about a tracker that ended early."""
     log = Files(run, name).log.relative_to(run.path)
     rest = f"python -m trainer.metrics.trackers {run.path} {name}"
     return WarningEvent(message=f"trackers.{name} stopped: {reason}; see {log}, and send the rest with: {rest}")
 
 
 @contextmanager
-def following(
-    cfg: TrackersConfig, run: RunDir, say: Callable[[Any], None], patience_s: int = PATIENCE_S
-) -> Iterator[None]:
-    """From here on, the trackers of the config follow the run's events, until after this process has ended.
+def following(cfg: TrackersConfig, run: RunDir, emit: Emit, patience_s: int = PATIENCE_S) -> Iterator[None]:
+    """Start the trackers of the config: they follow the run's events until after this process has ended.
 
     A tracker that fails, hangs or is killed is a WarningEvent. Raises InputError when its package is not installed.
     """
@@ -124,9 +122,9 @@ def following(
         try:
             processes[name] = _start(run, name, patience_s)
         except OSError as error:
-            say(stopped(run, name, f"its process could not be started ({error.strerror})"))
+            emit(stopped(run, name, f"its process could not be started ({error.strerror})"))
     if processes:
-        watch = threading.Thread(target=_watch, args=(processes, run, say, patience_s), name="trackers", daemon=True)
+        watch = threading.Thread(target=_watch, args=(processes, run, emit, patience_s), name="trackers", daemon=True)
         watch.start()
     yield
 
@@ -136,7 +134,7 @@ def _wanted(cfg: TrackersConfig) -> list[str]:
 
 
 def _is_installed(package: str) -> bool:
-    """A folder of that name in the current one, as wandb makes, is found too: it has no origin."""
+    """Whether the package exists. A mere folder of that name, such as wandb makes, is found too but has no origin."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
@@ -146,7 +144,7 @@ def _start(run: RunDir, name: str, patience_s: int) -> subprocess.Popen[bytes]:
     files.lock.parent.mkdir(exist_ok=True)
     files.lock.touch()
     argv = [sys.executable, "-m", "trainer.metrics.trackers", str(run.path), name]
-    argv += ["--beside", str(os.getpid()), "--patience", str(patience_s)]
+    argv += ["--parent", str(os.getpid()), "--patience", str(patience_s)]
     with files.log.open("ab") as log:
         return subprocess.Popen(
             argv,
@@ -158,29 +156,28 @@ def _start(run: RunDir, name: str, patience_s: int) -> subprocess.Popen[bytes]:
         )
 
 
-def _watch(
-    processes: Mapping[str, subprocess.Popen[bytes]], run: RunDir, say: Callable[[Any], None], patience_s: int
-) -> None:
-    """Say why a tracker ended that could not say it itself; end one that does nothing any more."""
+def _watch(processes: Mapping[str, subprocess.Popen[bytes]], run: RunDir, emit: Emit, patience_s: int) -> None:
+    """Report a tracker that ended and could not report it itself; kill one that hangs."""
     running = dict(processes)
-    signs = {name: Signs(Files(run, name).lock) for name in running}
+    timers = {name: IdleTimer(Files(run, name).lock) for name in running}
     while running:
         time.sleep(WATCH_SECONDS)
         for name, process in list(running.items()):
             code = process.poll()
             # A process notices by itself that it hangs, unless it was stopped or hangs inside C.
-            hangs = code is None and signs[name].idle_s() > 1.2 * patience_s + 5
+            hangs = code is None and timers[name].idle_s() > 1.2 * patience_s + 5
             if hangs:
-                _end_session(process.pid)
-                say(stopped(run, name, f"it did nothing for {signs[name].idle_s():.0f} s"))
-            elif code not in (None, 0, ALREADY_SAID):
-                say(stopped(run, name, _ended_by(code)))
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                emit(stopped(run, name, f"it did nothing for {timers[name].idle_s():.0f} s"))
+            elif code not in (None, 0, ALREADY_REPORTED):
+                emit(stopped(run, name, _ended_by(code)))
             if hangs or code is not None:
                 del running[name]
 
 
-class Signs:
-    """Of life: how long ago a file was touched, by a clock that nobody sets."""
+class IdleTimer:
+    """Measures how long a file has not been touched, by the monotonic clock, which is never set."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -188,15 +185,11 @@ class Signs:
         self._seen = time.monotonic()
 
     def idle_s(self) -> float:
+        """Seconds since a touch was last seen."""
         touched = self._file.stat().st_mtime_ns
         if touched != self._touched:
             self._touched, self._seen = touched, time.monotonic()
         return time.monotonic() - self._seen
-
-
-def _end_session(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def _ended_by(code: int | None) -> str:

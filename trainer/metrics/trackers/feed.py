@@ -1,4 +1,4 @@
-"""What trackers are given, read from the run folder: everything once, also over resumed runs."""
+"""The items that trackers get, read from the run folder: each exactly once, also across resumed runs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from trainer.run.folder import RunDir
 
 FIGURES = tuple(each.name for each in fields(StepEvent) if each.name not in ("step", "time", "type", "losses"))
 SAMPLES = ("PNG",)
-"""What samples are stored as. A foreign run folder may hold anything under their names."""
-_UNTOLD = {"images": ("tokens_per_second",), "tokens": ("images_per_second",)}
+"""The format of samples. A run folder from elsewhere may hold anything under their names."""
+_OTHER_UNIT = {"images": ("tokens_per_second",), "tokens": ("images_per_second",)}
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Picture:
-    """A sample image. index: position of its prompt."""
+    """A sample image. index: number of its prompt."""
 
     step: int
     time: float
@@ -56,7 +56,7 @@ class Picture:
     path: Path
 
     def image(self) -> Image.Image:
-        """The picture. Raises OSError for a file of any other kind than samples are."""
+        """Read the picture. Raises OSError for a file that is not of the format of samples."""
         with Image.open(self.path, formats=SAMPLES) as image:
             image.load()
             return image
@@ -64,7 +64,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Note:
-    """Something in words: a new state of the run, a warning, an error, or a sample of a language model."""
+    """A text: a new state of the run, a warning, an error, or a sample of a language model."""
 
     step: int
     time: float
@@ -76,7 +76,7 @@ Item = Figures | Picture | Note
 
 
 class Tracker(Protocol):
-    """Another program's view of the run. Whatever a method raises ends the tracker, not the run."""
+    """A tracker that shows the run. Whatever a method raises ends the tracker, not the run."""
 
     def figures(self, item: Figures) -> None:
         """Show numbers."""
@@ -85,22 +85,27 @@ class Tracker(Protocol):
         """Show a sample image."""
 
     def note(self, item: Note) -> None:
-        """Show a sentence."""
+        """Show a text."""
 
     def flush(self) -> None:
-        """Nothing more comes for a moment."""
+        """Send what is buffered: nothing more comes for a moment."""
 
     def finish(self, failed: bool) -> None:
-        """Nothing more comes; return when everything is where it belongs."""
+        """Send everything and end: nothing more comes. failed: whether the run failed."""
 
 
 @dataclass
-class Place:
-    """How far a tracker came. Kept in a file, so that a resumed run goes on in the same place.
+class Position:
+    """How far a tracker has read the run folder. Kept in a file, from which a resumed run continues.
 
-    run: id or name its program gave the run, "" before the first time.  given: how many things were.  offset: bytes of
-    `events.jsonl` done with, and skip: events done with behind them.  ranks: bytes of each rank's file.  sent: the
-    latest step of each kind of thing.  state: of the run, as last told.
+    Attributes:
+        run: Id or name that the tracker's program gave the run; "" before the first time.
+        given: Number of items sent so far.
+        offset: Bytes of `events.jsonl` that are done.
+        skip: Events after `offset` that are done.
+        ranks: Bytes done of each rank's file.
+        sent: The latest step of each kind of item.
+        state: State of the run that was sent last.
     """
 
     file: Path
@@ -113,8 +118,8 @@ class Place:
     state: State = "created"
 
     @classmethod
-    def read(cls, file: Path) -> Place:
-        """The place as last saved, the beginning without a file."""
+    def read(cls, file: Path) -> Position:
+        """Read the position as last saved; without a file it is the beginning."""
         return cls(file, **json.loads(file.read_text(encoding="utf-8"))) if file.exists() else cls(file)
 
     def save(self) -> None:
@@ -123,7 +128,7 @@ class Place:
         files.replace(self.file, json.dumps(values))
 
     def is_new(self, kind: str, step: int) -> bool:
-        """Whether this step of this kind comes for the first time; a resumed run repeats steps."""
+        """Whether this step of this kind is sent for the first time, and note it; a resumed run repeats steps."""
         if step <= self.sent.get(kind, -1):
             return False
         self.sent[kind] = step
@@ -131,58 +136,63 @@ class Place:
 
 
 class Feed:
-    """The run folder as a stream of things to show, from where `place` is."""
+    """The run folder as a stream of items, from `position` on.
 
-    def __init__(self, run: RunDir, place: Place) -> None:
+    Attributes:
+        state: State of the run, as last read.
+        step: The highest step that was read.
+    """
+
+    def __init__(self, run: RunDir, position: Position) -> None:
         self._run = run
-        self._place = place
-        self._events = EventReader(run.events_file, place.offset)
+        self._position = position
+        self._events = EventReader(run.events_file, position.offset)
         self._ranks: dict[str, RankReader] = {}
-        self.state: State = place.state
+        self.state: State = position.state
         self.step = 0
 
     @property
     def ended(self) -> bool:
-        """Whether the last that was read of the run's state is an end."""
+        """Whether the last state that was read is an end."""
         return self.state in ENDS
 
     def items(self) -> Iterator[Item]:
-        """What is new since the last call.
+        """Yield what is new since the last call.
 
-        The place is saved before a thing is given out: what is interrupted then is lost rather than shown twice.
+        The position is saved before an item is yielded: one that is interrupted then is lost rather than sent twice.
         """
         yield from self._from_events()
         yield from self._memory()
 
     def _from_events(self) -> Iterator[Item]:
-        place = self._place
+        position = self._position
         events = self._events.read()
-        for event in events[place.skip :]:
-            place.skip += 1
+        for event in events[position.skip :]:
+            position.skip += 1
             self.step = max(self.step, event.step)
             item = self._item(event)
             if item:
-                self._will_give()
+                self._count_item()
                 yield item
         if events:
-            place.offset, place.skip = self._events.offset, 0
-            place.save()
+            position.offset, position.skip = self._events.offset, 0
+            position.save()
 
     def _item(self, event: AnyEvent) -> Item | None:
-        place, step, when = self._place, event.step, event.time
-        if isinstance(event, StepEvent) and place.is_new("step", step):
-            names = (name for name in FIGURES if name not in _UNTOLD[event.speed[1]])
+        position, step, when = self._position, event.step, event.time
+        if isinstance(event, StepEvent) and position.is_new("step", step):
+            names = (name for name in FIGURES if name not in _OTHER_UNIT[event.speed[1]])
             return Figures(step, when, {name: vars(event)[name] for name in names} | _named("loss", event.losses))
-        if isinstance(event, ValidationEvent) and place.is_new("validation", step):
+        if isinstance(event, ValidationEvent) and position.is_new("validation", step):
             perplexity = {} if math.isnan(event.perplexity) else {"validation_perplexity": event.perplexity}
             losses = _named("validation_loss", event.losses)
             return Figures(step, when, {"validation_loss": event.loss, **perplexity, **losses})
-        if isinstance(event, SampleEvent) and place.is_new(f"sample {event.index}", step):
+        if isinstance(event, SampleEvent) and position.is_new(f"sample {event.index}", step):
             if event.is_text:
                 return Note(step, when, "sample", event.text)
             try:
                 return Picture(step, when, event.index, event.prompt, self._run.own_file(event.path))
-            except (InputError, OSError, ValueError):  # a stranger's run folder
+            except (InputError, OSError, ValueError):  # a run folder from elsewhere
                 return Note(step, when, "sample", f"{event.path}: no picture")
         if isinstance(event, StatusEvent):
             self.state = event.state
@@ -194,32 +204,32 @@ class Feed:
         return None
 
     def _new_state(self, event: StatusEvent) -> Note | None:
-        """A state that counts its progress is told once."""
-        if event.state == self._place.state:
+        """A note for a new state; one that only counts its progress is sent once."""
+        if event.state == self._position.state:
             return None
-        self._place.state = event.state
+        self._position.state = event.state
         return Note(
             event.step, event.time, "state", f"{event.state}: {event.message}" if event.message else event.state
         )
 
     def _memory(self) -> Iterator[Figures]:
-        """`memory/rank<k>`: the most memory of each rank since its start, in bytes, once per step."""
-        place = self._place
+        """`memory/rank<k>`: the peak memory of each rank since its start, in bytes, once per step."""
+        position = self._position
         by_step: dict[int, dict[str, float]] = defaultdict(dict)
         for file in sorted(self._run.ranks.glob("rank*.jsonl")):
-            reader = self._ranks.setdefault(file.name, RankReader(file, place.ranks.get(file.name, 0)))
+            reader = self._ranks.setdefault(file.name, RankReader(file, position.ranks.get(file.name, 0)))
             for line in reader.read():
                 by_step[line.step][f"memory/rank{line.rank}"] = line.peak
-            place.ranks[file.name] = reader.offset
+            position.ranks[file.name] = reader.offset
         for step, values in sorted(by_step.items()):
-            new = {name: value for name, value in values.items() if place.is_new(name, step)}
+            new = {name: value for name, value in values.items() if position.is_new(name, step)}
             if new:
-                self._will_give()
+                self._count_item()
                 yield Figures(step, time.time(), new)
 
-    def _will_give(self) -> None:
-        self._place.given += 1
-        self._place.save()
+    def _count_item(self) -> None:
+        self._position.given += 1
+        self._position.save()
 
 
 def _named(what: str, losses: Mapping[str, float]) -> dict[str, float]:

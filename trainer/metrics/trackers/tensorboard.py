@@ -1,6 +1,6 @@
 """TensorBoard: event files in `tensorboard/` of the run folder, by the package's own writer.
 
-torch's SummaryWriter would do, but imports torch: seconds, and hundreds of MiB beside the ranks.
+torch's SummaryWriter would do, but it imports torch: seconds, and hundreds of MiB next to the ranks.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from trainer.config import yaml12
 from trainer.config.schema import RunConfig
 from trainer.metrics.trackers import shown_config
-from trainer.metrics.trackers.feed import Figures, Note, Picture, Place
+from trainer.metrics.trackers.feed import Figures, Note, Picture, Position
 from trainer.run.events import WarningEvent
 from trainer.run.folder import RunDir
 
 RGB = 3  # TensorBoard's number for the colour space
 
 
-def connect(run: RunDir, cfg: RunConfig, place: Place, say: Callable[[WarningEvent], None]) -> TensorBoard:
-    """A new event file; TensorBoard joins all of a folder. The config is shown once."""
+def connect(run: RunDir, cfg: RunConfig, position: Position, emit: Callable[[WarningEvent], None]) -> TensorBoard:
+    """Begin a new event file; TensorBoard joins all files of a folder. The config is sent once."""
     tracker = TensorBoard(EventFileWriter(str(run.path / "tensorboard")))
-    if not place.run:
-        place.run = run.path.name
+    if not position.run:
+        position.run = run.path.name
         tracker.text(
             "config", "\n".join(f"    {line}" for line in yaml12.dump(shown_config(cfg)).splitlines()), 0, None
         )
@@ -55,7 +55,7 @@ class TensorBoard:
         self.text("events", f"**{item.kind}** {item.text}", item.step, item.time)
 
     def text(self, tag: str, text: str, step: int, when: float | None) -> None:
-        """Markdown for the page of texts."""
+        """Add Markdown to the page of texts."""
         shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
         tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()], tensor_shape=shape)
         metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))

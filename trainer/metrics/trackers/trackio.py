@@ -1,4 +1,4 @@
-"""trackio: in its own folder on this machine, or at the server or Space its environment variables name."""
+"""trackio: in its own folder on this machine, or at the server or Space that its environment variables name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import trackio
 from trainer.config import terminal
 from trainer.config.schema import RunConfig
 from trainer.metrics.trackers import short, shown_config
-from trainer.metrics.trackers.feed import Figures, Note, Picture, Place
+from trainer.metrics.trackers.feed import Figures, Note, Picture, Position
 from trainer.run.events import WarningEvent
 from trainer.run.folder import RunDir
 
@@ -25,37 +25,37 @@ LEVELS = {
 }
 
 
-def connect(run: RunDir, cfg: RunConfig, place: Place, say: Callable[[WarningEvent], None]) -> Trackio:
-    """The run in the project, made or continued. What trackio cannot do it only warns of: the first is told."""
-    _tell_first_warning(say)
+def connect(run: RunDir, cfg: RunConfig, position: Position, emit: Callable[[WarningEvent], None]) -> Trackio:
+    """Create or continue the run in the project. trackio only warns of failures: the first becomes an event."""
+    _emit_first_warning(emit)
     opened = trackio.init(
         project=cfg.trackers.project,
-        name=place.run or _name(run),
-        resume="allow" if place.run else "never",
+        name=position.run or _name(run),
+        resume="allow" if position.run else "never",
         config=shown_config(cfg),
         embed=False,
         auto_log_gpu=False,
         auto_log_cpu=False,
     )
-    place.run = opened.name
+    position.run = opened.name
     return Trackio(opened)
 
 
 def _name(run: RunDir) -> str:
-    """trackio continues the latest run of a name: a folder that a person named gets something of its own behind it."""
+    """Name a new run. trackio continues the latest run of a name, so a name that a person chose gets a suffix."""
     is_unique = re.search(r"-\d{8}-\d{6}-[0-9a-f]{6}$", run.path.name)
     return run.path.name if is_unique else f"{run.path.name}-{secrets.token_hex(3)}"
 
 
-def _tell_first_warning(say: Callable[[WarningEvent], None]) -> None:
-    told: list[str] = []
+def _emit_first_warning(emit: Callable[[WarningEvent], None]) -> None:
+    emitted: list[str] = []
 
-    def show(message: Warning | str, *place: Any, **more: Any) -> None:
+    def show(message: Warning | str, *position: Any, **more: Any) -> None:
         text = short(str(message))
         terminal.say(text)
-        if "trackio" in text.lower() and not told:
-            told.append(text)
-            say(WarningEvent(message=f"trackers.trackio: {text}"))
+        if "trackio" in text.lower() and not emitted:
+            emitted.append(text)
+            emit(WarningEvent(message=f"trackers.trackio: {text}"))
 
     warnings.showwarning = show
 

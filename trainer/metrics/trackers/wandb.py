@@ -1,4 +1,4 @@
-"""Weights & Biases, online or offline as the user set it up (WANDB_MODE, `wandb login`); its files lie in the run
+"""Weights & Biases, online or offline as the user set it up (WANDB_MODE, `wandb login`). Its files lie in the run
 folder."""
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ import wandb
 
 from trainer.config.schema import RunConfig
 from trainer.metrics.trackers import short, shown_config
-from trainer.metrics.trackers.feed import Figures, Note, Picture, Place
+from trainer.metrics.trackers.feed import Figures, Note, Picture, Position
 from trainer.run.events import WarningEvent
 from trainer.run.folder import RunDir
 
 
-def connect(run: RunDir, cfg: RunConfig, place: Place, say: Callable[[WarningEvent], None]) -> Wandb:
-    """The run at wandb, made or continued. Without a login or a network it is written to files for `wandb sync`."""
-    place.run = place.run or secrets.token_hex(4)
+def connect(run: RunDir, cfg: RunConfig, position: Position, emit: Callable[[WarningEvent], None]) -> Wandb:
+    """Create or continue the run at wandb. Without a login or network it is written to files for `wandb sync`."""
+    position.run = position.run or secrets.token_hex(4)
     try:
-        opened = _open(run, cfg, place, None)
+        opened = _open(run, cfg, position, None)
     except wandb.Error as error:
         wandb.teardown()  # else the run that could not be opened still holds the id
-        opened = _open(run, cfg, place, "offline")
+        opened = _open(run, cfg, position, "offline")
         reason = short(str(error).partition("\n")[0])
-        command = f"wandb sync {run.path}/wandb/offline-run-*-{place.run}"
-        say(WarningEvent(message=f"trackers.wandb writes offline: {reason} Send it later with: {command}"))
-    # Rows are numbered by us, and drawn over the steps they are of: what ranks say of a step comes after it.
+        command = f"wandb sync {run.path}/wandb/offline-run-*-{position.run}"
+        emit(WarningEvent(message=f"trackers.wandb writes offline: {reason} Send it later with: {command}"))
+    # Rows have numbers of our own and are drawn over their steps: the memory of a step comes after the step itself.
     opened.define_metric("step", hidden=True)
     opened.define_metric("*", step_metric="step")
     opened.config.update(shown_config(cfg), allow_val_change=True)
-    return Wandb(opened, place)
+    return Wandb(opened, position)
 
 
-def _open(run: RunDir, cfg: RunConfig, place: Place, mode: Any) -> wandb.Run:
+def _open(run: RunDir, cfg: RunConfig, position: Position, mode: Any) -> wandb.Run:
     settings = wandb.Settings(
         console="off",
         disable_git=True,
@@ -44,7 +44,7 @@ def _open(run: RunDir, cfg: RunConfig, place: Place, mode: Any) -> wandb.Run:
     )
     return wandb.init(
         project=cfg.trackers.project,
-        id=place.run,
+        id=position.run,
         name=run.path.name,
         dir=str(run.path),
         resume="allow",
@@ -56,9 +56,9 @@ def _open(run: RunDir, cfg: RunConfig, place: Place, mode: Any) -> wandb.Run:
 class Wandb:
     """A Tracker."""
 
-    def __init__(self, run: wandb.Run, place: Place) -> None:
+    def __init__(self, run: wandb.Run, position: Position) -> None:
         self._run = run
-        self._place = place
+        self._position = position
 
     def figures(self, item: Figures) -> None:
         self._log({**item.values}, item.step)
@@ -76,4 +76,4 @@ class Wandb:
         self._run.finish(exit_code=int(failed))
 
     def _log(self, values: dict[str, Any], step: int) -> None:
-        self._run.log({"step": step, **values}, step=self._place.given, commit=True)
+        self._run.log({"step": step, **values}, step=self._position.given, commit=True)
