@@ -93,8 +93,8 @@ FAULTS = (
     _fault(
         "gradients are a mean over the ranks instead of a sum",
         "trainer/train/loop.py",
-        "(loss.total * (self.world.size / self.cfg.train.batch_size))",
-        "(loss.total / self.cfg.train.batch_size)",
+        "(loss.total * (world.size / batch_size))",
+        "(loss.total / batch_size)",
         "distributed/test_parity.py",
     ),
     _fault(
@@ -136,8 +136,8 @@ FAULTS = (
     _fault(
         "every rank draws its own noise",
         "trainer/train/loop.py",
-        "SampleRng(self.cfg.train.seed, micro_batch.indices, self.world.device)",
-        "SampleRng(self.cfg.train.seed + self.world.rank, micro_batch.indices, self.world.device)",
+        "SampleRng(self.cfg.train.seed, micro_batch.indices, world.device)",
+        "SampleRng(self.cfg.train.seed + world.rank, micro_batch.indices, world.device)",
         "distributed/test_parity.py",
     ),
     _fault(
@@ -325,8 +325,8 @@ FAULTS = (
     _fault(
         "the watchdog swallows what it found",
         "trainer/distributed/watchdog.py",
-        "if still_s > self._limit_s or self._channel.alarm:",
-        "if still_s > 1000 * self._limit_s:",
+        "if stalled_s > self._limit_s or self._channel.alarm:",
+        "if stalled_s > 1000 * self._limit_s:",
         "distributed/test_watchdog.py",
     ),
     _fault(
