@@ -14,7 +14,8 @@ from tests.adapters.consumers import CONSUMERS, diffusers, ourselves
 from tests.adapters.examples import KINDS, Example, cached_example, layer_adapter, saved
 from tests.models.common import IMAGES
 from trainer.adapters.files import read_adapter
-from trainer.adapters.formats import ROTATIONS, AdapterFile, adapter_files
+from trainer.adapters.formats import AdapterFile, adapter_files
+from trainer.adapters.kinds import ROTATIONS
 from trainer.adapters.layer import LayerAdapter
 from trainer.config.errors import InputError
 from trainer.models import families

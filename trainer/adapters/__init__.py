@@ -14,6 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from trainer.adapters.dropout import Rows, SampleDropout
+from trainer.adapters.kinds import ADAPTER
 from trainer.adapters.lowrank import dora_layer, lora_layer
 from trainer.adapters.orthogonal import Boft, DiagOft
 from trainer.adapters.products import Loha, Lokr, Split, whole_notes
@@ -29,7 +30,7 @@ from trainer.adapters.targets import (
     match_layers,
 )
 from trainer.adapters.targets import match as match_names
-from trainer.adapters.tuner import ADAPTER, Layer, Make, replace_layers
+from trainer.adapters.tuner import Layer, Make, replace_layers
 from trainer.config.sections import (
     AdapterSection,
     BoftAdapter,

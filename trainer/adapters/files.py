@@ -19,7 +19,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from trainer.adapters.formats import DORA_CONVENTION, Naming
-from trainer.adapters.layer import TENSORS, Kind, LayerAdapter
+from trainer.adapters.kinds import KINDS, Kind
+from trainer.adapters.layer import LayerAdapter
 from trainer.adapters.patterns import find_pattern
 from trainer.config.errors import InputError
 from trainer.config.files import first_problem, read_json
@@ -187,7 +188,7 @@ class _Group:
         return scale
 
     def _check_complete(self, kind: Kind, tensors: Mapping[str, Tensor]) -> None:
-        names = min(TENSORS[kind], key=lambda names: len(set(names) ^ tensors.keys()))
+        names = min(KINDS[kind].tensors, key=lambda names: len(set(names) ^ tensors.keys()))
         missing = set(names) - tensors.keys()
         if missing:
             ends = [end for end in self.tensors if end != "alpha"]

@@ -22,7 +22,8 @@ from peft.tuners.lokr.layer import factorization
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.adapters.layer import SHORTEST, Kind, LayerAdapter
+from trainer.adapters.kinds import KINDS, ROTATIONS
+from trainer.adapters.layer import SHORTEST, LayerAdapter
 from trainer.config.errors import InputError
 from trainer.weights.files import ORIGINAL_PREFIX, Fused
 
@@ -47,28 +48,6 @@ learned; each number of lokr's first factor is a factor of a block of the update
 MAX_EXACT_RANK = 256
 """Of a lora that is written in place of a loha or lokr. All linear layers of FLUX.1's blocks take 2.1 GB in bf16 then;
 a lokr of rank 16 with factors near to square, itself of 0.01 GB, would take 6.3 GB."""
-ROTATIONS: tuple[Kind, ...] = ("diag-oft", "boft")
-FOLDED: Mapping[Kind, tuple[str, ...]] = {
-    "lora": ("up",),
-    "dora": ("up",),
-    "loha": ("w1_a",),
-    "lokr": ("w1", "w1_a"),
-}
-"""Tensors that take the scale: the one of them that the adapter has."""
-LYCORIS_NAMES: Mapping[Kind, Mapping[str, str]] = {
-    "lora": {"down": "lora_down.weight", "up": "lora_up.weight"},
-    "dora": {"down": "lora_down.weight", "up": "lora_up.weight"},
-    "loha": {name: f"hada_{name}" for name in ("w1_a", "w1_b", "w2_a", "w2_b")},
-    "lokr": {name: f"lokr_{name}" for name in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b")},
-    "diag-oft": {"blocks": "oft_blocks"},
-    "boft": {"blocks": "oft_blocks"},
-}
-PEFT_NAMES: Mapping[Kind, Mapping[str, str]] = {
-    "lora": {"down": "lora_A.weight", "up": "lora_B.weight"},
-    "dora": {"down": "lora_A.weight", "up": "lora_B.weight"},
-    "loha": LYCORIS_NAMES["loha"],
-    "lokr": LYCORIS_NAMES["lokr"],
-}
 
 
 @dataclass(frozen=True)
@@ -256,7 +235,7 @@ class _Writer:
         return tensor.detach().to(dtype).clone(memory_format=torch.contiguous_format)
 
     def _peft_tensors(self, name: str, layer: LayerAdapter) -> dict[str, Tensor]:
-        tensors = _renamed(layer, PEFT_NAMES)
+        tensors = _renamed(layer, KINDS[layer.kind].peft)
         if layer.kind == "dora":
             convolves = layer.tensors["down"].dim() > 2
             magnitude = layer.tensors["magnitude"]
@@ -264,11 +243,11 @@ class _Writer:
         return tensors
 
     def _exact_tensors(self, name: str, layer: LayerAdapter) -> dict[str, Tensor]:
-        return _renamed(_exact_lora(layer, self._base(name).shape), PEFT_NAMES)
+        return _renamed(_exact_lora(layer, self._base(name).shape), KINDS["lora"].peft)
 
     def _lycoris_tensors(self, name: str, layer: LayerAdapter) -> dict[str, Tensor]:
         layer = _as_lycoris_builds_it(layer)
-        tensors = _renamed(layer, LYCORIS_NAMES) | {"alpha": torch.tensor(float(_alpha(layer)))}
+        tensors = _renamed(layer, KINDS[layer.kind].lycoris) | {"alpha": torch.tensor(float(_alpha(layer)))}
         if layer.kind == "dora":
             tensors["dora_scale"] = _as_column(layer.tensors["magnitude"], layer.tensors["down"])
         return tensors
@@ -277,7 +256,7 @@ class _Writer:
         """With the most common rank as alpha of all layers: diffusers 0.42 gives attention layers of kohya's files the
         most common alpha, whatever their own."""
         scaled = _at_scale_one(replace(layer, scale=_alpha(layer) / self._common_alpha))
-        return _renamed(scaled, LYCORIS_NAMES) | {"alpha": torch.tensor(float(self._common_alpha))}
+        return _renamed(scaled, KINDS[layer.kind].lycoris) | {"alpha": torch.tensor(float(self._common_alpha))}
 
     @cached_property
     def _common_alpha(self) -> int:
@@ -372,7 +351,7 @@ class _Writer:
             up = torch.cat(up.chunk(2)[::-1])
         down = torch.cat([layer.tensors["down"] for layer in layers.values()])
         joined = LayerAdapter("lora", {"down": down, "up": _as_kernel(up, down.dim())})
-        return _renamed(joined, LYCORIS_NAMES) | {"alpha": torch.tensor(float(_alpha(joined)))}
+        return _renamed(joined, KINDS["lora"].lycoris) | {"alpha": torch.tensor(float(_alpha(joined)))}
 
     def _others(self) -> str:
         """Formats that carry the adapter whatever the family."""
@@ -419,14 +398,14 @@ def _dotted(name: str) -> str:
     return f"{_component(name)}.{'text_model.' if shortened else ''}{path}"
 
 
-def _renamed(layer: LayerAdapter, names: Mapping[Kind, Mapping[str, str]]) -> dict[str, Tensor]:
-    return {names[layer.kind][name]: tensor for name, tensor in layer.tensors.items() if name != "magnitude"}
+def _renamed(layer: LayerAdapter, names: Mapping[str, str]) -> dict[str, Tensor]:
+    return {names[name]: tensor for name, tensor in layer.tensors.items() if name != "magnitude"}
 
 
 def _at_scale_one(layer: LayerAdapter) -> LayerAdapter:
     if layer.scale == 1:
         return layer
-    (factor,) = (name for name in FOLDED[layer.kind] if name in layer.tensors)
+    (factor,) = (name for name in KINDS[layer.kind].scaled if name in layer.tensors)
     scaled = layer.tensors[factor].float() * layer.scale
     return LayerAdapter(layer.kind, {**layer.tensors, factor: scaled})
 

@@ -10,8 +10,9 @@ from peft.tuners.lora import Conv2d, Linear, LoraLayer
 from peft.tuners.lora.layer import LoraVariant
 from torch import Tensor, nn
 
+from trainer.adapters.kinds import ADAPTER
 from trainer.adapters.layer import SHORTEST
-from trainer.adapters.tuner import ADAPTER, Layer
+from trainer.adapters.tuner import Layer
 
 
 def lora_layer(layer: Layer, rank: int, scale: float, dropout: nn.Module) -> LoraLayer:

@@ -12,7 +12,8 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from trainer.adapters.tuner import ADAPTER, Layer
+from trainer.adapters.kinds import ADAPTER
+from trainer.adapters.tuner import Layer
 
 MERGED_ROWS = 72
 """Stages of boft are multiplied together while the product's blocks are not wider: one pass over the activations, and

@@ -13,8 +13,9 @@ from peft.tuners.lycoris_utils import LycorisLayer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from trainer.adapters.kinds import ADAPTER
 from trainer.adapters.targets import counted
-from trainer.adapters.tuner import ADAPTER, Layer, apply, apply_pointwise, weight_shape
+from trainer.adapters.tuner import Layer, apply, apply_pointwise, weight_shape
 from trainer.config.sections import LokrAdapter
 
 
