@@ -76,14 +76,14 @@ def read_adapter(
         InputError: The file is incomplete, holds tensors that are not understood, or belongs to another model.
     """
     stored = _Stored.open(file / PEFT_FILE if file.is_dir() else file)
-    targets = _targets(shapes, naming)
+    known = _model_layers(shapes, naming)
     layers: dict[str, LayerAdapter] = {}
     for name, tensors in stored.groups().items():
         group = _Group(stored, name, tensors)
         whole = group.adapter()
-        if name not in targets:
-            raise InputError(_unknown_layer(group, whole, targets, shapes))
-        for layer, part in _parts(group, whole, targets[name], shapes):
+        if name not in known:
+            raise InputError(_unknown_layer(group, whole, known, shapes))
+        for layer, part in _parts(group, whole, known[name], shapes):
             fitted = _fitted(group, layer, part, shapes[layer])
             layers[layer] = _uncorrected(fitted, base(layer)) if group.is_corrected else fitted
     _check_one_kind(stored.file, layers)
@@ -110,7 +110,7 @@ class _Stored:
         return cls(file, tensors, metadata, _settings(file, metadata))
 
     def groups(self) -> dict[str, dict[str, Tensor]]:
-        """{layer as the file names it: {end of a key: tensor}}"""
+        """Return {layer's name in the file: {end of a key: tensor}}."""
         groups: dict[str, dict[str, Tensor]] = {}
         for key, tensor in self.tensors.items():
             found = KEY.fullmatch(key) if key.isprintable() and len(key) <= LONGEST_NAME else None
@@ -272,21 +272,21 @@ def _is_rotation(shape: torch.Size) -> bool:
 
 
 @dataclass(frozen=True)
-class _Target:
+class _ModelLayers:
     """The layers of the model that one layer of a file stands for: one layer, or several whose rows are stacked."""
 
     layers: tuple[str, ...]
     halves_swapped: bool = False
 
 
-def _targets(shapes: Mapping[str, tuple[int, ...]], naming: Naming) -> dict[str, _Target]:
+def _model_layers(shapes: Mapping[str, tuple[int, ...]], naming: Naming) -> dict[str, _ModelLayers]:
     """Return {name in a file: target} for all names that any program gives a layer of the model."""
-    targets: dict[str, _Target] = {}
+    known: dict[str, _ModelLayers] = {}
     # A text encoder's own paths before the older ones, which may be another encoder's own.
     for names_of in (_names, _older_names):
         for layer in shapes:
             for name in names_of(layer, naming):
-                targets.setdefault(name, _Target((layer,)))
+                known.setdefault(name, _ModelLayers((layer,)))
     for component, layout in naming.layouts.items():
         for fused in layout:
             layers = tuple(f"{component}.{part.removesuffix('.weight')}" for part in fused.parts)
@@ -297,8 +297,8 @@ def _targets(shapes: Mapping[str, tuple[int, ...]], naming: Naming) -> dict[str,
                     f"diffusion_model.{original}",
                     *_kohya_names(component, original, naming),
                 ):
-                    targets.setdefault(name, _Target(layers, fused.halves_swapped))
-    return targets
+                    known.setdefault(name, _ModelLayers(layers, fused.halves_swapped))
+    return known
 
 
 def _names(layer: str, naming: Naming) -> Iterator[str]:
@@ -322,14 +322,14 @@ def _kohya_names(component: str, path: str, naming: Naming) -> Iterator[str]:
 
 
 def _parts(
-    group: _Group, whole: LayerAdapter, target: _Target, shapes: Mapping[str, tuple[int, ...]]
+    group: _Group, whole: LayerAdapter, ours: _ModelLayers, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, LayerAdapter]]:
     """Yield the model's layers of a file's layer, each with its part of the adapter.
 
     All parts of a lora share `down`. Ranks that serve other parts only are left out, and so is a part without ranks.
     """
-    layers = target.layers
-    if len(layers) == 1 and not target.halves_swapped:
+    layers = ours.layers
+    if len(layers) == 1 and not ours.halves_swapped:
         yield layers[0], whole
         return
     if whole.kind not in BY_ROWS:
@@ -339,7 +339,7 @@ def _parts(
     if _size(whole) != expected:
         raise group.error(_mismatch(group.name, _size(whole), expected))
     stacked = {name: whole.tensors[name] for name in BY_ROWS[whole.kind]}
-    if target.halves_swapped:
+    if ours.halves_swapped:
         stacked = {name: torch.cat(tensor.chunk(2)[::-1]) for name, tensor in stacked.items()}
     by_rows = {name: torch.split(tensor, rows) for name, tensor in stacked.items()}
     for number, layer in enumerate(layers):
@@ -406,15 +406,15 @@ def _uncorrected(adapter: LayerAdapter, weight: Tensor) -> LayerAdapter:
 
 
 def _unknown_layer(
-    group: _Group, adapter: LayerAdapter, targets: Mapping[str, _Target], shapes: Mapping[str, tuple[int, ...]]
+    group: _Group, adapter: LayerAdapter, known: Mapping[str, _ModelLayers], shapes: Mapping[str, tuple[int, ...]]
 ) -> str:
     if group.name.startswith(ENCODER_PREFIXES) and not any(layer.startswith("text_encoder") for layer in shapes):
         return (
             f"{group.stored.file}: '{group.name}' is a layer of a text encoder, which this kind of model is not "
             "trained with; remove such tensors from the file"
         )
-    (near,) = difflib.get_close_matches(group.name, targets, 1, cutoff=0.0)
-    layer = targets[near].layers[0]
+    (near,) = difflib.get_close_matches(group.name, known, 1, cutoff=0.0)
+    layer = known[near].layers[0]
     theirs, ours = _text(_size(adapter)), _text((shapes[layer][0], math.prod(shapes[layer][1:])))
     return (
         f"{group.stored.file}: '{group.name}' ({theirs}) is not a layer of this model, nearest: '{layer}' ({ours}); "

@@ -144,7 +144,7 @@ class _Writer:
         (self._kind,) = {layer.kind for layer in layers.values()}
 
     def auto(self) -> list[AdapterFile]:
-        """Files for diffusers and ComfyUI: one that both load, or one for each."""
+        """Make files for diffusers and ComfyUI: one that both load, or one for each."""
         if self._naming.peft_fields is not None:
             return self.peft()
         same_names = not self._naming.kohya_by_path and not self._outside
@@ -157,7 +157,7 @@ class _Writer:
         return self.comfyui() + [replace(file, suffix="-diffusers") for file in self.diffusers()]
 
     def diffusers(self) -> list[AdapterFile]:
-        """peft's tensors under diffusers' paths, without alpha; an equal lora for kinds that diffusers lacks."""
+        """Write peft's tensors under diffusers' paths, without alpha; an equal lora for kinds that diffusers lacks."""
         if not self._fits_diffusers():
             why = ""
             if self._kind in ("loha", "lokr"):
@@ -172,7 +172,7 @@ class _Writer:
         return [AdapterFile("", _beginning_with_a_down(tensors), {}, readers)]
 
     def comfyui(self) -> list[AdapterFile]:
-        """A file that ComfyUI loads."""
+        """Make a file that ComfyUI loads."""
         if self._kind == "lora" and self._naming.kohya_by_path:
             return self.kohya()
         if self._kind == "lora" and not self._outside:
@@ -184,7 +184,7 @@ class _Writer:
         return [AdapterFile("", plain | corrected, {DORA_CONVENTION: "comfyui"}, ("comfyui",))]
 
     def kohya(self) -> list[AdapterFile]:
-        """kohya's tensors, with alpha, under its own names, which join layers where the original model does."""
+        """Write kohya's tensors, with alpha, under its own names, which join layers where the original model does."""
         if self._naming.kohya_by_path:
             readers = ("diffusers", "comfyui", "kohya") if self._kind == "lora" else ("kohya",)
             tensors_of = self._equal_alpha_tensors if self._kind == "lora" else self._lycoris_tensors
@@ -194,7 +194,7 @@ class _Writer:
         return [AdapterFile("", self._joined_tensors(), {}, ("comfyui", "kohya"))]
 
     def lycoris(self) -> list[AdapterFile]:
-        """LyCORIS's tensors under its own names."""
+        """Write LyCORIS' tensors under its own names."""
         readers = self._readers_by_name()
         if "lycoris" not in readers:
             why = " with larger blocks than it has blocks: LyCORIS takes the smaller of the two for the block size"
@@ -204,7 +204,7 @@ class _Writer:
         return [AdapterFile("", tensors, {}, ("lycoris",) if alone else readers)]
 
     def peft(self) -> list[AdapterFile]:
-        """Folders for `PeftModel.from_pretrained`, one per component."""
+        """Make folders for `PeftModel.from_pretrained`, one per component."""
         fields = self._naming.peft_fields
         if self._kind in ROTATIONS:
             raise self._refusal("peft", "", self._others() if fields is None else "export.what: merged")
@@ -229,7 +229,7 @@ class _Writer:
         return {parts[0]: original for original, parts, _ in self._originals()}
 
     def _dora_for_both(self) -> AdapterFile:
-        """One file: diffusers reads the magnitude and drops `dora_scale` with a warning; ComfyUI the reverse."""
+        """Make one file: diffusers reads the magnitude and drops `dora_scale` with a warning; ComfyUI the reverse."""
         magnitudes = self._each(self._layers, self._peft_tensors, _dotted)
         scales = self._each(self._layers, self._comfyui_dora_tensors, _dotted)
         tensors = _beginning_with_a_down(magnitudes | scales)
@@ -280,8 +280,10 @@ class _Writer:
         return {"dora_scale": _comfyui_dora_scale(layer, self._base(name))}
 
     def _readers_by_name(self) -> tuple[str, ...]:
-        """Programs that load LyCORIS' names. LyCORIS itself takes the smaller of a rotation's number and size of
-        blocks for the block size."""
+        """Return the programs that load LyCORIS' names.
+
+        LyCORIS itself takes the smaller of number and size of a rotation's blocks for the block size.
+        """
         blocks = [layer.tensors["blocks"].shape for layer in self._layers.values() if layer.kind == "diag-oft"]
         return ("comfyui",) if any(size > count for count, size, _ in blocks) else ("comfyui", "lycoris")
 
@@ -369,7 +371,7 @@ class _Writer:
         return _renamed(joined, KINDS["lora"].lycoris) | {"alpha": torch.tensor(float(_alpha(joined)))}
 
     def _others(self) -> str:
-        """Formats that carry the adapter for every family."""
+        """Name the formats that carry the adapter for every family."""
         return "auto, comfyui, lycoris" if self._kind in ROTATIONS else "auto, comfyui, lycoris, peft"
 
     def _refusal(self, format: str, why: str, others: str) -> InputError:
@@ -519,12 +521,12 @@ def _all_stages(blocks: Tensor) -> Tensor:
 
 
 def _as_kernel(up: Tensor, dim: int) -> Tensor:
-    """(out, r) -> (out, r[, 1, 1]), as many dimensions as the layer's weight."""
+    """Give (out, r) as many dimensions as the layer's weight: (out, r[, 1, 1])."""
     return up.view(*up.shape, *[1] * (dim - 2))
 
 
 def _as_column(magnitude: Tensor, down: Tensor) -> Tensor:
-    """(out,) -> (out, 1[, 1, 1]): ComfyUI would spread a vector over the columns."""
+    """Reshape (out,) to (out, 1[, 1, 1]): ComfyUI would broadcast a vector over the columns."""
     return magnitude.view(-1, *[1] * (down.dim() - 1))
 
 

@@ -35,7 +35,7 @@ class KindTable:
 
     @classmethod
     def of_product(cls, prefix: str, scaled: tuple[str, ...], *tensors: tuple[str, ...]) -> KindTable:
-        """A kind with the same names everywhere: `prefix` and the tensor's."""
+        """Make a kind whose names are `prefix` and the tensor's name everywhere."""
         names = {name: f"{prefix}_{name}" for names in tensors for name in names}
         return cls(tensors, scaled, {key: f"{name}.{ADAPTER}" for key, name in names.items()}, names, names)
 

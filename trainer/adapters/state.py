@@ -89,9 +89,10 @@ def parameters_of(
         raise InputError(f"adapter.start: '{layer}' has an adapter in the file only; name it in adapter.targets")
     there = {tensor: tuple(value.shape) for tensor, value in found.tensors.items()}
     if there != wanted:
+        fits_model = _weight_size(kind, there) == _weight_size(kind, wanted)
         raise InputError(
             f"adapter.start: '{layer}' has {_listed(there)} in the file, but {_listed(wanted)} in this run; "
-            f"{_remedy(kind, there, wanted)}"
+            + (f"set {_settings(kind, there)}" if fits_model else "the file belongs to another model")
         )
     tensors = {tensor: value.float() for tensor, value in found.tensors.items()}
     for tensor in KINDS[kind].scaled:
@@ -128,12 +129,6 @@ def row_lengths(weight: Tensor) -> Tensor:
 
 def _listed(shapes: Mapping[str, Shape]) -> str:
     return ", ".join(f"{name} {' x '.join(str(size) for size in shape)}" for name, shape in sorted(shapes.items()))
-
-
-def _remedy(kind: Kind, there: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> str:
-    if _weight_size(kind, there) != _weight_size(kind, wanted):
-        return "the file belongs to another model"
-    return f"set {_settings(kind, there)}"
 
 
 def _weight_size(kind: Kind, shapes: Mapping[str, Shape]) -> tuple[int, ...]:

@@ -144,16 +144,16 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _family_layers(layers: Iterable[str], cfg: AdapterSection, targets: Targets) -> list[str]:
-    layers = [name for name in layers if not _is_other(name, targets)]
     tables = [targets.linear]
     if isinstance(cfg, ConvAdapter) and _conv_rank(cfg) is not None:
         tables.append(targets.conv)
-    return [name for name in layers if any(_recommended(name, table) for table in tables)]
 
+    def is_recommended(name: str) -> bool:
+        component, _, inside = name.partition(".")
+        patterns = (pattern for table in tables for pattern in table.get(component, ()))
+        return any(re.fullmatch(pattern, inside) for pattern in patterns)
 
-def _recommended(name: str, table: Mapping[str, Sequence[str]]) -> bool:
-    component, _, inside = name.partition(".")
-    return any(re.fullmatch(pattern, inside) for pattern in table.get(component, ()))
+    return [name for name in layers if not _is_other(name, targets) and is_recommended(name)]
 
 
 def _is_other(name: str, targets: Targets) -> bool:

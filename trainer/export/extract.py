@@ -72,7 +72,9 @@ class Checkpoints:
         self._tuned = find_folder("--extract", tuned)
         self._base = find_folder("--base", base)
         self.family = self._family(family, cache)
-        self._entries = {component: self._pairs(component) for component in self._components()}
+        denoiser, *encoders = self.family.components
+        in_both = [name for name in encoders if all((path / name).is_dir() for path in (self._base, self._tuned))]
+        self._entries = {component: self._pairs(component) for component in (denoiser, *in_both)}
 
     def layers(self) -> list[str]:
         """Return the layers that adapters of the family change by default."""
@@ -125,11 +127,6 @@ class Checkpoints:
             "one of the two must be a diffusers folder, whose configs define the layers"
         )
 
-    def _components(self) -> list[str]:
-        """Return the denoiser, and the text encoders that both checkpoints have."""
-        denoiser, *encoders = self.family.components
-        return [denoiser, *(name for name in encoders if all((p / name).is_dir() for p in (self._base, self._tuned)))]
-
     def _pairs(self, component: str) -> dict[str, tuple[TensorEntry, TensorEntry]]:
         tuned, base = (self._read(path, component) for path in (self._tuned, self._base))
         for name in {**base, **tuned}:
@@ -167,7 +164,10 @@ def extract(checkpoints: Checkpoints, rank: int) -> Iterator[tuple[str, Extracte
         if norm:
             down, up = nearest(difference.flatten(1), rank, layer)
             kept = float((up @ down).norm()) / norm
-            yield layer, Extracted(_as_adapter(down, up, difference.shape), norm, kept)
+            shape = difference.shape
+            kernel = [1] * (len(shape) - 2)
+            tensors = {"down": down.view(-1, *shape[1:]), "up": up.view(*up.shape, *kernel)}
+            yield layer, Extracted(LayerAdapter("lora", tensors), norm, kept)
 
 
 def nearest(matrix: Tensor, rank: int, seed: str) -> tuple[Tensor, Tensor]:
@@ -197,11 +197,6 @@ def nearest(matrix: Tensor, rank: int, seed: str) -> tuple[Tensor, Tensor]:
         found = now
     roots = sizes[:rank].sqrt()
     return roots.unsqueeze(1) * right[:rank], basis @ left[:, :rank] * roots
-
-
-def _as_adapter(down: Tensor, up: Tensor, shape: torch.Size) -> LayerAdapter:
-    kernel = [1] * (len(shape) - 2)
-    return LayerAdapter("lora", {"down": down.view(-1, *shape[1:]), "up": up.view(*up.shape, *kernel)})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
