@@ -77,7 +77,7 @@ def test_a_peft_file_without_its_config_is_refused(flux2: Example, tmp_path: Pat
     file = folder / "adapter_model.safetensors"
     (folder / "adapter_config.json").unlink()
     assert refusal(flux2, file) == (
-        f"{file}: was saved by peft, but there is no adapter_config.json next to it, which holds its alpha"
+        f"{file}: was saved by peft, but adapter_config.json, which holds its alpha, is missing next to it"
     )
 
 

@@ -230,7 +230,7 @@ class _Group:
             if self.name.startswith(prefix):
                 return self._scale_in(settings, self.name.removeprefix(prefix))
         if self.name.startswith(PEFT_PREFIX):
-            raise self.error(f"was saved by peft, but there is no {PEFT_CONFIG} next to it, which holds its alpha")
+            raise self.error(f"was saved by peft, but {PEFT_CONFIG}, which holds its alpha, is missing next to it")
         return 1.0
 
     def _alpha(self) -> float:

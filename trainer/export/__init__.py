@@ -47,7 +47,7 @@ def export(
         The files and folders, the main one first.
 
     Raises:
-        InputError: There is no checkpoint, or the format does not fit the family.
+        InputError: The run has no checkpoint, or the format does not fit the family.
         RuntimeError: The reloaded result differs from the trained weights; no file is left.
     """
     saved = manifest.complete(run.checkpoints)

@@ -31,7 +31,7 @@ CACHED_PASSES = 256
 RANKS = (16, 32)
 """Ranks of the traced adapters, where they have one."""
 PassKind = Literal["kept", "recomputed", "drawn"]
-"""Blocks keep their activations for backward, or recompute them; or there is no backward, as when samples are drawn."""
+"""Blocks keep their activations for backward, or recompute them; or backward does not run, as in sampling."""
 PASS_KINDS: tuple[PassKind, ...] = ("kept", "drawn", "recomputed")
 """All kinds, in the order in which one model can run them."""
 Moments = tuple[tuple[Moment, int], ...]
