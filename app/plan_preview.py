@@ -14,7 +14,7 @@ from trainer.config.schema import RunConfig
 from trainer.metrics.gpus import Gpu
 from trainer.plan.fixes import Fix, fixes, planned
 from trainer.plan.hardware import CARDS, Card, of_machine
-from trainer.plan.memory import MemoryPlan, compared
+from trainer.plan.memory import MemoryPlan, describe_trace
 from trainer.plan.store import find_model, key_of, name_of, traced_peak
 from trainer.run.folder import shared_cache
 
@@ -84,7 +84,7 @@ class Preflights:
             return Preflight(found, ways, checked="the whole model is being traced, block by block", is_waiting=True)
         peak = self._traced.answer(at)
         if peak is not None:
-            return Preflight(found, ways, checked=compared(found, peak))
+            return Preflight(found, ways, checked=describe_trace(found, peak))
         return Preflight(found, ways, can_verify=True, checked=self._traced.failed(at))
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from trainer.adapters.files import read_adapter
 from trainer.adapters.formats import AdapterFile, Naming, adapter_files
-from trainer.adapters.layer import Kind, LayerAdapter
+from trainer.adapters.kinds import Kind
+from trainer.adapters.layer import LayerAdapter
 from trainer.config.sections import ModelConfig, ObjectiveConfig
 from trainer.models import families
 from trainer.models.base import ModelFamily

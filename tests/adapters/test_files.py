@@ -77,7 +77,7 @@ def test_a_peft_file_without_its_config_is_refused(flux2: Example, tmp_path: Pat
     file = folder / "adapter_model.safetensors"
     (folder / "adapter_config.json").unlink()
     assert refusal(flux2, file) == (
-        f"{file}: was saved by peft, but there is no adapter_config.json beside it, which holds its alpha"
+        f"{file}: was saved by peft, but adapter_config.json, which holds its alpha, is missing next to it"
     )
 
 
@@ -263,8 +263,8 @@ def test_a_tensor_without_its_partner_is_named(
 def test_what_is_not_understood_is_named(flux2: Example, tmp_path: Path) -> None:
     file = edited(flux2, "boft", tmp_path, lambda tensors: tensors.update({f"{LYCORIS}.rescale": torch.ones(64, 1)}))
     assert refusal(flux2, file) == (
-        f"{file}: '{LYCORIS}.rescale' is not understood; what is read is lora, locon, dora, loha and lokr without "
-        "tucker factors, diag-oft and boft without rescaling"
+        f"{file}: '{LYCORIS}.rescale' is not understood; supported are lora, locon, dora, loha and lokr without "
+        "tucker factors, and diag-oft and boft without rescaling"
     )
 
 
@@ -285,7 +285,7 @@ def test_a_file_for_another_model_is_told_by_the_nearest_layer_and_both_shapes(f
 
     file = edited(flux2, "lora", tmp_path, rename)
     assert refusal(flux2, file) == (
-        f"{file}: '{foreign}' (64 x 64) is no layer of this model, nearest: '{TO_K}' (64 x 64); "
+        f"{file}: '{foreign}' (64 x 64) is not a layer of this model, nearest: '{TO_K}' (64 x 64); "
         "the file was made for another model"
     )
 
@@ -295,7 +295,7 @@ def test_a_text_encoders_layer_in_a_file_for_a_model_without_is_called_that(flux
     tensors = {f"{name}.lora_down.weight": torch.ones(4, 768), f"{name}.lora_up.weight": torch.ones(3072, 4)}
     file = edited(flux2, "lora", tmp_path, lambda others: others.update(tensors))
     assert refusal(flux2, file) == (
-        f"{file}: '{name}' is a layer of a text encoder, and this kind of model is trained without; "
+        f"{file}: '{name}' is a layer of a text encoder, which this kind of model is not trained with; "
         "remove such tensors from the file"
     )
 
@@ -374,7 +374,7 @@ def test_a_kind_that_cannot_be_taken_apart_is_named_with_the_layers(flux2: Examp
     name = "lora_unet_double_blocks_0_img_attn_qkv"
     save_file({f"{name}.lokr_w1": torch.ones(4, 4), f"{name}.lokr_w2": torch.ones(48, 16)}, file)
     layers = " and ".join(TO_K.replace("to_k", end) for end in ("to_q", "to_k", "to_v"))
-    assert refusal(flux2, file) == f"{file}: '{name}' is {layers} of this model, and a lokr cannot be taken apart"
+    assert refusal(flux2, file) == f"{file}: '{name}' is {layers} of this model, and a lokr cannot be split"
 
 
 def test_a_dora_over_the_inputs_is_refused(flux2: Example, tmp_path: Path) -> None:

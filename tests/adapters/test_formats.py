@@ -14,7 +14,8 @@ from tests.adapters.consumers import CONSUMERS, diffusers, ourselves
 from tests.adapters.examples import KINDS, Example, cached_example, layer_adapter, saved
 from tests.models.common import IMAGES
 from trainer.adapters.files import read_adapter
-from trainer.adapters.formats import ROTATIONS, AdapterFile, adapter_files
+from trainer.adapters.formats import AdapterFile, adapter_files
+from trainer.adapters.kinds import ROTATIONS
 from trainer.adapters.layer import LayerAdapter
 from trainer.config.errors import InputError
 from trainer.models import families
@@ -345,8 +346,8 @@ def test_blocks_larger_than_their_number_are_not_given_to_lycoris(flux2: Example
     layers = {FLUX[0]: LayerAdapter("diag-oft", {"blocks": 0.1 * torch.randn(4, 16, 16)})}
     assert flux2.files(layers, "auto")[0].readers == ("comfyui",)
     assert refusal(flux2, layers, "lycoris") == (
-        "export.format: lycoris cannot carry a diag-oft adapter with blocks larger than their number: it takes the "
-        "smaller of the two for their size; use auto, comfyui, or a smaller adapter.block_size"
+        "export.format: lycoris cannot carry a diag-oft adapter with larger blocks than it has blocks: LyCORIS takes "
+        "the smaller of the two for the block size; use auto, comfyui, or a smaller adapter.block_size"
     )
 
 
@@ -377,6 +378,6 @@ def test_a_text_encoder_that_no_other_program_names_is_left_to_diffusers_and_pef
     with pytest.raises(InputError) as error:
         adapter_files(layers, "auto", unnamed, sdxl.weight, torch.float32)
     assert str(error.value) == (
-        "export.format: no other program has names for text_encoder of this kind of model; use diffusers or peft, or "
-        "leave it out of model.train"
+        "export.format: other programs have no names for text_encoder of this kind of model; use diffusers or peft, "
+        "or leave it out of model.train"
     )

@@ -33,7 +33,7 @@ from trainer.optim import make_optimizer
 from trainer.parallel.mesh import device_mesh
 from trainer.plan import fake_device
 from trainer.plan.steps import Size
-from trainer.plan.trace import batch_of, trace
+from trainer.plan.trace import batch_of, trace_step
 from trainer.rng import SampleRng
 
 BLOCKS = {"num_layers": 2, "num_single_layers": 6, "num_attention_heads": 8, "joint_attention_dim": 7680}
@@ -67,7 +67,7 @@ def config(method: str, checkpointing: str, cache: Path) -> RunConfig:
 
 def traced(cfg: RunConfig, cache: Path) -> int:
     """Bytes by the plan's tracer, as for a CPU: its attention, and the pieces in which it decodes."""
-    return trace(cfg, families.make(cfg, cache), torch.device("cpu"), SIZE).peak
+    return trace_step(cfg, families.make(cfg, cache), torch.device("cpu"), SIZE).peak
 
 
 def allocated(cfg: RunConfig, cache: Path, world: World) -> int:

@@ -28,7 +28,7 @@ from trainer.parallel.strategy import Strategy
 from trainer.plan import fake_device
 from trainer.plan.fixes import planned
 from trainer.plan.sizes import size_of
-from trainer.plan.trace import batch_of, on_this_machine, trace
+from trainer.plan.trace import batch_of, on_this_machine, trace_step
 from trainer.rng import SampleRng
 
 STEPS = 3
@@ -77,7 +77,7 @@ def measure(case: Case, device: str, cache: Path) -> dict[str, float]:
         assert plan is not None
         peak = plan.training.peak
     else:
-        peak = trace(cfg, families.make(cfg, cache), here, size_of(cfg)).peak
+        peak = trace_step(cfg, families.make(cfg, cache), here, size_of(cfg)).peak
     found: dict[str, float] = {"planned": peak}
     with _watched(here, found):
         found["seconds"] = _run(on_this_machine(cfg, cache), here, cache)

@@ -163,7 +163,7 @@ def _outcome(case: Case, cache: Path) -> Outcome:
     from trainer.models import families
     from trainer.plan import fake_device
     from trainer.plan.encoders import trace_captions
-    from trainer.plan.trace import on_this_machine, trace, trace_drawing
+    from trainer.plan.trace import on_this_machine, trace_sampling, trace_step
 
     cfg = case.config()
     model = find_model(cfg, cache)
@@ -174,10 +174,10 @@ def _outcome(case: Case, cache: Path) -> Outcome:
         outcome = Outcome(case, trace_captions(cfg, family, device), captions(model.encoders, over_all(cfg)).peak)
     elif case.part == SAMPLING:  # the denoiser, before anything was trained
         sharding = replace(sharding_of(cfg, planned.strategy), optimizer_bytes=0.0)
-        drawing = simulate_forward(model.table.drawing(size, rank_of(cfg)), sharding, {})
-        outcome = Outcome(case, trace_drawing(cfg, family, device, size), drawing.peak)
+        drawing = simulate_forward(model.table.sampling(size, rank_of(cfg)), sharding, {})
+        outcome = Outcome(case, trace_sampling(cfg, family, device, size), drawing.peak)
     else:
-        traced = trace(cfg, family, device, size)
+        traced = trace_step(cfg, family, device, size)
         outcome = Outcome(case, traced.peak, planned.training.peak, traced.flops, planned.flops)
     print(outcome, flush=True)
     return outcome

@@ -203,20 +203,23 @@ def test_bad_input_is_told_before_anything_is_written(
     assert failure(capsys, tuned, base, there) == f"--to {there}: exists; remove it or name another file"
     assert (
         failure(capsys, tuned, base, tmp_path / "x.pt")
-        == f"--to {tmp_path / 'x.pt'}: is no .safetensors file; name one"
+        == f"--to {tmp_path / 'x.pt'}: expected a name that ends in .safetensors"
     )
     nowhere = tmp_path / "no" / "x.safetensors"
-    assert failure(capsys, tuned, base, nowhere) == f"--to {nowhere}: there is no folder {tmp_path / 'no'}; make it"
+    assert (
+        failure(capsys, tuned, base, nowhere)
+        == f"--to {nowhere}: the folder {tmp_path / 'no'} does not exist; create it"
+    )
     assert failure(capsys, tuned, base, to, family="flux_1") == (
         f"--family: 'flux_1' is not one of {', '.join(family_names())}; did you mean 'flux1'?"
     )
-    assert failure(capsys, tuned, base, to, 0) == "--rank 0: is no rank; name a number from 1"
+    assert failure(capsys, tuned, base, to, 0) == "--rank 0: is not a rank; expected a number from 1"
     assert failure(capsys, base, base, to) == (
         f"--extract {base}: no layer differs from --base {base}; name a tuned model"
     )
     assert failure(capsys, single, single, to) == (
         f"--base {single}: no transformer/config.json, nor has {single}; "
-        "one of the two must be a diffusers folder, whose configs tell the layers"
+        "one of the two must be a diffusers folder, whose configs define the layers"
     )
     learned[TO_K] = torch.zeros(64, 32)
     save_file(learned, tuned / "transformer" / WEIGHTS)

@@ -8,14 +8,14 @@ from trainer.config.load import load_config_text
 from trainer.config.schema import RunConfig
 from trainer.plan.memory import MemoryPlan, plan_of
 from trainer.plan.store import SHIPPED, known_model
-from trainer.plan.tables import Table, decode
+from trainer.plan.tables import PassTable, decode
 
 NOWHERE = Path("nowhere")
 """A cache that does not exist: what is planned with it comes with the program."""
 MODELS = {file.name.removesuffix(".json.gz"): file for file in sorted(SHIPPED.glob("*.json.gz"))}
 
 
-def shipped() -> list[tuple[str, str, Table]]:
+def shipped() -> list[tuple[str, str, PassTable]]:
     """(model, key, table) of everything that comes with the program."""
     return [(name, key, table) for name, file in MODELS.items() for key, table in decode(file.read_bytes())[0].items()]
 

@@ -1,4 +1,4 @@
-"""Prints a line of JSON for each comparison: recorded steps against whole ones, and the shipped tables against today's.
+"""Prints a line of JSON for each comparison: simulated steps against whole ones, and shipped tables against today's.
 
 python -m tests.plan.shallow FOLDER
 """
@@ -21,15 +21,15 @@ from trainer.config.sections import ModelConfig
 from trainer.models import families
 from trainer.models.parts.published import published_folder
 from trainer.plan import fake_device
-from trainer.plan.encoders import record_encoders, trace_captions
+from trainer.plan.encoders import trace_captions, trace_encoders
 from trainer.plan.make_tables import FORMATS
 from trainer.plan.phases import captions, over_all
 from trainer.plan.sizes import sharding_of
-from trainer.plan.steps import Size, Step, lengthen
+from trainer.plan.steps import ModelPass, Size, lengthen
 from trainer.plan.store import key_of
-from trainer.plan.tables import KINDS, RANKS, Kind, Table, decode, recorded_sizes
+from trainer.plan.tables import PASS_KINDS, RANKS, PassKind, PassTable, decode, traced_sizes
 from trainer.plan.timeline import simulate, simulate_forward
-from trainer.plan.trace import on_this_machine, record, trace, trace_drawing
+from trainer.plan.trace import on_this_machine, trace_passes, trace_sampling, trace_step
 
 SIZE = Size(512 * 512, 1)
 BLOCKS = {"num_layers": 1, "num_single_layers": 5}
@@ -44,7 +44,7 @@ CASES: tuple[tuple[str, ...], ...] = (
 
 
 def main(cache: Path, models: Sequence[str]) -> None:
-    """Compare the tables of models, or without any the cases."""
+    """Compare the tables of models, or without models the cases."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     for model in models:
@@ -66,25 +66,27 @@ def _shallow(cache: Path) -> Path:
 
 
 def _compared(folder: Path, fields: tuple[str, ...], cache: Path) -> Iterator[tuple[str, float, float]]:
-    """(case, planned, traced): bytes at most in training, and for a lora where a sample is drawn."""
+    """Yield (case, planned, traced): most bytes in training, and for a lora when a sample is drawn."""
     given = (*fields, f"model.path={folder}", "model.options.architecture=null", "train.batch_size=4")
     cfg = run("flux2 klein-4b", *given)
     family, device = families.make(cfg, cache), fake_device.install()
-    trained: Kind = "recomputed" if cfg.train.checkpointing == "full" else "kept"
-    drawn: tuple[Kind, ...] = ("drawn",) if cfg.adapter.type == "lora" else ()
-    found = record(cfg, family, device, [SIZE], (*drawn, trained))
+    trained: PassKind = "recomputed" if cfg.train.checkpointing == "full" else "kept"
+    drawn: tuple[PassKind, ...] = ("drawn",) if cfg.adapter.type == "lora" else ()
+    found = trace_passes(cfg, family, device, [SIZE], (*drawn, trained))
 
-    def step(kind: Kind) -> Step:
+    def model_pass(kind: PassKind) -> ModelPass:
         units, marks = lengthen(found.units, found.marks[kind][0], found.runs)
         blocks = [number for number, unit in enumerate(units) if kind == "drawn" or not unit.is_root]
-        return Step(tuple(units), tuple(marks), found.buffers, frozenset() if kind == "kept" else frozenset(blocks))
+        return ModelPass(
+            tuple(units), tuple(marks), found.buffers, frozenset() if kind == "kept" else frozenset(blocks)
+        )
 
     sharding = sharding_of(cfg, cfg.parallel.strategy)  # type: ignore[arg-type]
-    training = simulate(step(trained), sharding)
-    yield f"training {' '.join(fields)}", training.peak, trace(cfg, family, device, SIZE).peak
+    training = simulate(model_pass(trained), sharding)
+    yield f"training {' '.join(fields)}", training.peak, trace_step(cfg, family, device, SIZE).peak
     if drawn:
-        drawing = simulate_forward(step("drawn"), replace(sharding, optimizer_bytes=0.0), {})
-        yield f"drawing {' '.join(fields)}", drawing.peak, trace_drawing(cfg, family, device, SIZE)
+        drawing = simulate_forward(model_pass("drawn"), replace(sharding, optimizer_bytes=0.0), {})
+        yield f"drawing {' '.join(fields)}", drawing.peak, trace_sampling(cfg, family, device, SIZE)
 
 
 def _captions(folder: Path, cache: Path) -> Iterator[tuple[str, float, float]]:
@@ -92,14 +94,14 @@ def _captions(folder: Path, cache: Path) -> Iterator[tuple[str, float, float]]:
     fields = (f"model.path={folder}", "model.options.architecture=null")
     cfgs = [run("flux2 klein-4b", *fields, f"parallel.devices={ranks}") for ranks in (1, 4)]
     family, device = families.make(cfgs[0], cache), fake_device.install()
-    found = record_encoders(cfgs[0], family, device)
+    found = trace_encoders(cfgs[0], family, device)
     for cfg in cfgs:
         planned = captions(found, over_all(cfg)).peak
         yield f"captions {cfg.parallel.devices}", planned, trace_captions(cfg, family, device)
 
 
 def _is_equal(model: str, file: Path, cache: Path) -> bool:
-    """Whether the smallest passes with a lora, on each format recorded, allocate what the shipped tables say."""
+    """Whether the smallest passes with a lora, on each traced format, allocate what the shipped tables say."""
     family, _, architecture = model.partition("-")
     fields = [f"adapter.rank={RANKS[0]}"]
     if architecture == "demo":
@@ -110,12 +112,12 @@ def _is_equal(model: str, file: Path, cache: Path) -> bool:
     return bool(known) and all(_is_equal_to(tables[key_of(cfg)], on_this_machine(cfg, cache), cache) for cfg in known)
 
 
-def _is_equal_to(table: Table, cfg: RunConfig, cache: Path) -> bool:
-    found = record(cfg, families.make(cfg, cache), fake_device.install(), recorded_sizes(table.sides)[:1])
+def _is_equal_to(table: PassTable, cfg: RunConfig, cache: Path) -> bool:
+    found = trace_passes(cfg, families.make(cfg, cache), fake_device.install(), traced_sizes(table.sides)[:1])
     return all(
         [(m.change, m.peak, m.flops) for m in found.marks[kind][0]]
-        == [(f.change[0], f.peak[0], f.flops[0]) for f in table.recorded[0].figures[kind]]
-        for kind in KINDS
+        == [(f.change[0], f.peak[0], f.flops[0]) for f in table.by_rank[0].figures[kind]]
+        for kind in PASS_KINDS
     )
 
 

@@ -1,4 +1,4 @@
-"""The plan beside a run, and what plans learn from runs."""
+"""The plan compared with a run, and what plans learn from runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.plan.common import run
 from trainer.metrics.gpus import Gpu
 from trainer.plan.calibration import Measured, keep, reserve_of
-from trainer.plan.compare import compared, plan_here, told, warning
+from trainer.plan.compare import describe_measured, describe_plan, plan_here, warning
 from trainer.plan.fixes import planned
 from trainer.plan.hardware import CARDS, GIB, like, of_machine
 from trainer.plan.phases import Reserve
@@ -24,7 +24,7 @@ def test_without_measurements_the_reserve_is_assumed(tmp_path: Path) -> None:
     assert reserve_of(tmp_path, None) == Reserve()
 
 
-def test_what_runs_took_beside_their_tensors_is_what_plans_reserve(tmp_path: Path) -> None:
+def test_what_runs_took_in_addition_to_their_tensors_is_what_plans_reserve(tmp_path: Path) -> None:
     for reserved in (11 * GIB, 12 * GIB, 15 * GIB):
         keep(tmp_path, replace(ONE, reserved=reserved, used=reserved + GIB))
     keep(tmp_path, replace(ONE, ranks=4, used=14 * GIB))
@@ -47,11 +47,11 @@ def test_a_line_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
     assert reserve_of(tmp_path, CARD).share == pytest.approx(0.2)
 
 
-def test_a_run_is_told_its_plan_and_warned_when_it_will_not_fit(tmp_path: Path) -> None:
+def test_a_run_logs_its_plan_and_is_warned_when_it_will_not_fit(tmp_path: Path) -> None:
     cfg = run("flux2 dev", "train.checkpointing=full")
     found = plan_here(cfg, tmp_path, "some GPU", 24 * GIB)
     assert found is not None
-    assert told(found) == (
+    assert describe_plan(found) == (
         "plan: 24.19 GiB of tensors on each GPU at most in training; at most 26.61 in all, in training, of 24.00"
     )
     assert warning(cfg, found, tmp_path) == (
@@ -63,13 +63,13 @@ def test_a_run_is_told_its_plan_and_warned_when_it_will_not_fit(tmp_path: Path) 
     assert warning(cfg, roomy, tmp_path) == ""
 
 
-def test_a_model_that_was_not_recorded_has_no_plan_and_stops_no_run(tmp_path: Path) -> None:
+def test_a_model_that_was_not_traced_has_no_plan_and_stops_no_run(tmp_path: Path) -> None:
     cfg = run("flux2 dev", "model.path=nobody/nothing", "model.options.architecture=null")
     assert plan_here(cfg, tmp_path, "some GPU", 24 * GIB) is None
 
 
-def test_after_some_steps_plan_and_measurement_stand_beside_each_other() -> None:
-    assert compared(replace(ONE, allocated=11 * GIB)) == (
+def test_after_some_steps_plan_and_measurement_are_in_one_line() -> None:
+    assert describe_measured(replace(ONE, allocated=11 * GIB)) == (
         "memory: 10.00 GiB planned, 11.00 allocated at most (+10.0%), 12.00 reserved; 1.50 s per step"
     )
 

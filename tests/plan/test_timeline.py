@@ -1,4 +1,4 @@
-"""The played step: what must hold of every model, and figures that were traced."""
+"""The simulated pass: what must hold for every model, and figures that were traced."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from tests.plan.common import planned, shipped
 from trainer.plan.hardware import GIB
-from trainer.plan.steps import Size, Step
-from trainer.plan.tables import Table
+from trainer.plan.steps import ModelPass, Size
+from trainer.plan.tables import PassTable
 from trainer.plan.timeline import Sharding, simulate
 
 EVERY = [pytest.param(table, id=f"{model} {key}") for model, key, table in shipped()]
@@ -18,49 +18,49 @@ SIZES = (Size(512 * 512, 1), Size(1024 * 1024, 1), Size(1024 * 1024, 4), Size(15
 FULL = Sharding(ranks=4)
 
 
-def peak(step: Step, sharding: Sharding = FULL) -> float:
-    return simulate(step, sharding).peak
+def peak(model_pass: ModelPass, sharding: Sharding = FULL) -> float:
+    return simulate(model_pass, sharding).peak
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("table", EVERY)
-def test_more_ranks_that_share_a_copy_never_need_more_memory_each(table: Table, checkpointing: str) -> None:
+def test_more_ranks_that_share_a_copy_never_need_more_memory_each(table: PassTable, checkpointing: str) -> None:
     for size in SIZES:
-        step = table.step(size, 16, checkpointing)
-        peaks = [peak(step, Sharding(ranks=ranks)) for ranks in (2, 4, 8)]
+        model_pass = table.training(size, 16, checkpointing)
+        peaks = [peak(model_pass, Sharding(ranks=ranks)) for ranks in (2, 4, 8)]
         assert peaks == sorted(peaks, reverse=True)
 
 
 @pytest.mark.parametrize("table", EVERY)
-def test_recomputing_never_needs_more_than_one_block_s_input_above_keeping(table: Table) -> None:
+def test_recomputing_never_needs_more_than_one_block_s_input_above_keeping(table: PassTable) -> None:
     for size in SIZES:
-        again = table.step(size, 16, "full")
+        again = table.training(size, 16, "full")
         largest_input = max(mark.change for mark in again.marks if mark.moment == "forward_end")
-        assert peak(again) <= peak(table.step(size, 16, "none")) + largest_input
+        assert peak(again) <= peak(table.training(size, 16, "none")) + largest_input
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", 2])
 @pytest.mark.parametrize("table", EVERY)
-def test_a_larger_batch_never_needs_less_memory(table: Table, checkpointing: str | int) -> None:
+def test_a_larger_batch_never_needs_less_memory(table: PassTable, checkpointing: str | int) -> None:
     for pixels in (256 * 256, 1024 * 1024):
-        peaks = [peak(table.step(Size(pixels, batch), 16, checkpointing)) for batch in (1, 2, 4, 8)]
-        # Every n-th block is put together from two recordings, which is about a thousandth off.
+        peaks = [peak(table.training(Size(pixels, batch), 16, checkpointing)) for batch in (1, 2, 4, 8)]
+        # Every n-th block is put together from two traces, which is about a thousandth off.
         room = 1e-3 if checkpointing == 2 else 0.0
         assert all(later >= earlier * (1 - room) for earlier, later in pairwise(peaks))
 
 
 @pytest.mark.parametrize("table", EVERY)
-def test_what_makes_up_the_peak_adds_up_to_it(table: Table) -> None:
-    memory = simulate(table.step(SIZES[1], 16, "full"), FULL)
+def test_what_makes_up_the_peak_adds_up_to_it(table: PassTable) -> None:
+    memory = simulate(table.training(SIZES[1], 16, "full"), FULL)
     assert sum(memory.items.values()) == pytest.approx(memory.peak)
 
 
 @pytest.mark.parametrize("table", EVERY)
-def test_a_pass_gives_back_all_that_it_took_but_the_gradients(table: Table) -> None:
-    step = table.step(SIZES[0], 16, "none")
-    twice = simulate(step, Sharding(ranks=2, passes=2, is_reduced_each_pass=True))
-    assert twice.flops == pytest.approx(2 * simulate(step, Sharding(ranks=2)).flops)
-    thrice = simulate(step, Sharding(ranks=2, passes=3, is_reduced_each_pass=True))
+def test_a_pass_gives_back_all_that_it_took_but_the_gradients(table: PassTable) -> None:
+    model_pass = table.training(SIZES[0], 16, "none")
+    twice = simulate(model_pass, Sharding(ranks=2, passes=2, is_reduced_each_pass=True))
+    assert twice.flops == pytest.approx(2 * simulate(model_pass, Sharding(ranks=2)).flops)
+    thrice = simulate(model_pass, Sharding(ranks=2, passes=3, is_reduced_each_pass=True))
     assert thrice.peak == pytest.approx(twice.peak)
 
 

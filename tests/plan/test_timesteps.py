@@ -12,7 +12,7 @@ import pytest
 from tests.runs import make_pictures, run_config
 from trainer.config.load import dump_config
 from trainer.models.objectives import empirical_mu
-from trainer.plan.timesteps import NUM_BINS, main, recipe
+from trainer.plan.timesteps import NUM_BINS, bucket_timesteps, main
 from trainer.run.process import worker_environment
 
 
@@ -22,14 +22,14 @@ def pictures(tmp_path: Path) -> Path:
 
 
 def test_each_bucket_has_its_images_and_the_shift_of_its_tokens(pictures: Path):
-    rows = recipe(run_config(pictures, objective__shift="empirical", data__resolution=64))
+    rows = bucket_timesteps(run_config(pictures, objective__shift="empirical", data__resolution=64))
     assert [(row.width, row.height, row.images) for row in rows] == [(48, 80, 2), (64, 64, 3), (80, 48, 3)]
     assert [row.shift for row in rows] == pytest.approx([2.718281828 ** empirical_mu(n, 50) for n in (15, 16, 15)])
 
 
 def test_the_shift_moves_the_drawn_timesteps_toward_noise(pictures: Path):
     plain, moved = (
-        recipe(run_config(pictures, objective__shift="constant", objective__shift_factor=factor))[0].timesteps
+        bucket_timesteps(run_config(pictures, objective__shift="constant", objective__shift_factor=factor))[0].timesteps
         for factor in (1.0, 5.0)
     )
     assert len(plain) == NUM_BINS
@@ -39,7 +39,7 @@ def test_the_shift_moves_the_drawn_timesteps_toward_noise(pictures: Path):
 
 
 def test_discrete_diffusion_draws_evenly(pictures: Path):
-    [row, *_] = recipe(run_config(pictures, model__family="sdxl"))
+    [row, *_] = bucket_timesteps(run_config(pictures, model__family="sdxl"))
     assert row.shift == 1
     assert row.timesteps == pytest.approx([1 / NUM_BINS] * NUM_BINS, abs=1e-3)
 

@@ -1,4 +1,4 @@
-"""What is recorded of a shortened model, played, against the whole model's own step."""
+"""The simulated trace of a shortened model against the whole model's own step."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ QUICK = ("flux2-demo",)
 
 
 def compared(folder: Path, *models: str) -> list[dict[str, Any]]:
-    """What `shallow` prints: in a process of its own, whose device cannot be taken back."""
+    """Return the lines of `shallow`, run in a process of its own since the fake device cannot be removed."""
     argv = [sys.executable, "-m", "tests.plan.shallow", str(folder), *models]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def test_a_recorded_step_played_again_is_what_the_whole_model_takes(tmp_path: Path) -> None:
+def test_a_simulated_step_of_a_shortened_model_takes_what_the_whole_model_takes(tmp_path: Path) -> None:
     errors = {line["case"]: line["planned"] / line["traced"] - 1 for line in compared(tmp_path)}
     assert Counter(case.split()[0] for case in errors) == {"training": 6, "drawing": 3, "captions": 2}
     assert max(map(abs, errors.values())) < USUAL, errors
@@ -38,11 +38,11 @@ def test_a_recorded_step_played_again_is_what_the_whole_model_takes(tmp_path: Pa
 @pytest.mark.parametrize(
     "models", [QUICK, pytest.param(tuple(sorted(MODELS.keys() - set(QUICK))), marks=pytest.mark.slow)]
 )
-def test_what_comes_with_the_program_is_what_is_recorded_today(models: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_shipped_tables_are_what_is_traced_today(models: tuple[str, ...], tmp_path: Path) -> None:
     found = compared(tmp_path, *models)
     assert [line["model"] for line in found] == list(models)
     stale = [line["model"] for line in found if not line["is_equal"]]
-    assert not stale, f"record again: python -m trainer.plan tables {' '.join(stale)}"
+    assert not stale, f"make them again: python -m trainer.plan tables {' '.join(stale)}"
 
 
 def test_files_are_written_alike_from_the_same_tables() -> None:

@@ -260,7 +260,7 @@ def test_a_merged_model_is_the_trained_one_in_transformers(bench: Bench, adapter
         ),
         (
             {"export__format": "comfyui"},
-            "export.format: comfyui is for programs that do not know this model; use auto or peft, which does",
+            "export.format: comfyui is for programs that do not support this model; use auto or peft, which does",
         ),
         (
             {"adapter__type": "none", "export__format": "single_file"},
@@ -297,7 +297,7 @@ def test_an_adapter_on_a_head_that_is_also_the_embedding_is_refused(bench: Bench
     cfg = bench.config(adapter__targets=["lm_head"])
     with pytest.raises(InputError) as caught:
         Trainer(cfg, make_run(tmp_path, cfg, "run"), alone(), bench.root / "cache", lambda event: None)
-    assert "also that of language_model.model.embed_tokens" in str(caught.value)
+    assert "language_model.model.embed_tokens shares its weight" in str(caught.value)
 
 
 # Folders and random weights

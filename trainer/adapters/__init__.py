@@ -1,6 +1,6 @@
-"""Adapters: layers added beside the layers they change, injected before the model is sharded.
+"""Adapters: layers that wrap the layers they change, injected before the model is sharded.
 
-peft is the engine. An adapter takes a module and name patterns; it knows no family.
+peft provides the layer classes. An adapter takes a module and name patterns and knows nothing about model families.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from trainer.adapters.dropout import Rows, SampleDropout
+from trainer.adapters.kinds import ADAPTER
 from trainer.adapters.lowrank import dora_layer, lora_layer
 from trainer.adapters.orthogonal import Boft, DiagOft
 from trainer.adapters.products import Loha, Lokr, Split, whole_notes
@@ -29,7 +30,7 @@ from trainer.adapters.targets import (
     match_layers,
 )
 from trainer.adapters.targets import match as match_names
-from trainer.adapters.tuner import ADAPTER, Layer, Make, replace_layers
+from trainer.adapters.tuner import Layer, Make, replace_layers
 from trainer.config.sections import (
     AdapterSection,
     BoftAdapter,
@@ -59,9 +60,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Injected:
-    """What an adapter changed. layers: names of the changed layers.  parameters: {name: shape} of the new parameters.
+    """The changes that an adapter made to a model.
 
-    notes: sentences for the log about choices made per layer.
+    Attributes:
+        layers: Names of the changed layers.
+        parameters: {name: shape} of the new parameters.
+        notes: Sentences for the log about choices made per layer.
     """
 
     layers: tuple[str, ...]
@@ -72,9 +76,17 @@ class Injected:
 def inject(model: nn.ModuleDict, cfg: AdapterSection, targets: Targets, family: str) -> Injected:
     """Add the adapter to the components of `model`, and freeze their own parameters.
 
-    family: for messages. New parameters are fp32 and on the meta device. Raises InputError, before anything is
-    changed, naming the layer and what would work: for a pattern that matches none, a rank or a block size that does
-    not fit one.
+    New parameters are fp32 and on the meta device.
+
+    Args:
+        model: {component: module}.
+        cfg: The adapter's section of the config.
+        targets: The layers that the family recommends.
+        family: The family's name, for messages.
+
+    Raises:
+        InputError: A pattern matches no layer, or a rank or block size does not fit a layer. The message names the
+            layer and what would work; the model is unchanged.
     """
     before = {name for name, _ in model.named_parameters()}
     chosen = choose_layers(model, cfg, targets, family)
@@ -86,12 +98,12 @@ def inject(model: nn.ModuleDict, cfg: AdapterSection, targets: Targets, family: 
 
 
 def adapted_layers(model: nn.Module) -> dict[str, BaseTunerLayer]:
-    """The layers that carry an adapter of any kind, by name."""
+    """Return {name: layer} of the layers that carry an adapter of any kind."""
     return {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
 
 
 def dropouts(model: nn.Module) -> list[SampleDropout]:
-    """The dropout layers of the adapter: `set_samples` tells them of each forward."""
+    """Return the dropout layers of the adapter; each forward needs `set_samples` before it."""
     return [module for module in model.modules() if isinstance(module, SampleDropout)]
 
 
@@ -102,26 +114,37 @@ def set_samples(
     owners: Mapping[str, Tensor],
     device: torch.device | str = "cpu",
 ) -> None:
-    """Choose the samples of the next forward, in the order of its batch, for the dropout layers.
+    """Set the samples of the next forward on the dropout layers.
 
-    owners: `ModelFamily.sample_rows` of that batch.  device: of the model.
+    Args:
+        dropouts: The layers.
+        seed: The run's seed.
+        indices: Global index of each sample, in the order of the batch.
+        owners: `ModelFamily.sample_rows` of the batch.
+        device: The model's device.
     """
     rows = {pattern: Rows.of(of_rows, len(indices), device) for pattern, of_rows in owners.items()}
     for dropout in dropouts:
         inside = dropout.name.partition(".")[2]
-        mine = (found for pattern, found in rows.items() if re.fullmatch(pattern, inside))
-        dropout.set_samples(seed, indices, next(mine, None))
+        matching = (found for pattern, found in rows.items() if re.fullmatch(pattern, inside))
+        dropout.set_samples(seed, indices, next(matching, None))
 
 
 def follow_recipe(model: nn.Module, cfg: AdapterSection | NoAdapter, recipe: int) -> None:
-    """Give the layers the scale of the recipe that a run began with (`manifest.RECIPE`). cfg: what was injected."""
+    """Give the layers the scale of the recipe that a run began with.
+
+    Args:
+        model: A model with the injected adapter.
+        cfg: The section that was injected.
+        recipe: The run's recipe (`manifest.RECIPE`).
+    """
     if recipe < 2 and isinstance(cfg, LokrAdapter):
         for layer in adapted_layers(model).values():
             layer.scaling[ADAPTER] = cfg.scale
 
 
 def _maker(cfg: AdapterSection, layers: Mapping[str, Layer]) -> tuple[Make, tuple[str, ...]]:
-    """How each layer is made, and notes about it."""
+    """Return the function that makes each layer, and notes for the log."""
     if isinstance(cfg, DiagOftAdapter):
         shapes = diag_oft_shapes(layers, cfg)
         return lambda name, layer: DiagOft(layer, shapes[name]), block_notes(shapes, cfg.block_size)

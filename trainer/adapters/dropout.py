@@ -1,4 +1,4 @@
-"""Dropout that belongs to a sample, not to a rank."""
+"""Dropout whose mask belongs to a sample, not to a rank."""
 
 from __future__ import annotations
 
@@ -13,20 +13,27 @@ from trainer.rng import derived_seed
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the rows of the samples stand in a matrix that holds the rows of all of them.
+    """Positions of the samples' rows in a matrix that holds the rows of all samples.
 
-    counts: rows of each sample.  place: (rows,) of each row among those of the first sample, then those of the second
-    and so on.
+    Attributes:
+        counts: Number of rows of each sample.
+        order: (rows,) index of each row of the matrix when the rows are sorted by sample.
     """
 
     counts: tuple[int, ...]
-    place: Tensor
+    order: Tensor
 
     @classmethod
     def of(cls, owners: Tensor, count: int, device: torch.device | str = "cpu") -> Rows:
-        """owners: (rows,) number of the sample of each row, on the CPU.  count: of the samples."""
-        place = owners.argsort(stable=True).argsort()
-        return cls(tuple(owners.bincount(minlength=count).tolist()), place.to(device, non_blocking=True))
+        """Compute the positions from the sample of each row.
+
+        Args:
+            owners: (rows,) number of the sample of each row, on the CPU.
+            count: Number of samples.
+            device: Device of `order`.
+        """
+        order = owners.argsort(stable=True).argsort()
+        return cls(tuple(owners.bincount(minlength=count).tolist()), order.to(device, non_blocking=True))
 
 
 class SampleDropout(nn.Module):
@@ -44,12 +51,18 @@ class SampleDropout(nn.Module):
         self._rows: Rows | None = None
 
     def set_samples(self, seed: int, indices: Sequence[int], rows: Rows | None = None) -> None:
-        """Choose the samples of the next forward, in the order of its batch. rows: theirs, if it gets a matrix."""
+        """Set the samples of the next forward.
+
+        Args:
+            seed: The run's seed.
+            indices: Global index of each sample, in the order of the batch.
+            rows: The samples' rows, if the layer receives a matrix with the rows of all samples.
+        """
         self._seeds = tuple(derived_seed(seed, index, "dropout", self.name) for index in indices)
         self._rows = rows
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (B, ...), one item per chosen sample, or (rows, features) with the rows of all of them."""
+        """Drop numbers of x: (B, ...), one item per sample, or (rows, features) with the rows of all samples."""
         if not self.training:
             return x
         draws = self._by_item(x) if self._rows is None or x.dim() != 2 else self._by_row(x, self._rows)
@@ -61,10 +74,10 @@ class SampleDropout(nn.Module):
         return torch.stack([_draw(seed, x, x.shape[1:]) for seed in self._seeds])
 
     def _by_row(self, x: Tensor, rows: Rows) -> Tensor:
-        if len(rows.place) != x.shape[0]:
-            raise RuntimeError(f"{self.name}: dropout of {x.shape[0]} rows, but the samples have {len(rows.place)}")
+        if len(rows.order) != x.shape[0]:
+            raise RuntimeError(f"{self.name}: dropout of {x.shape[0]} rows, but the samples have {len(rows.order)}")
         pairs = zip(self._seeds, rows.counts, strict=True)
-        return torch.cat([_draw(seed, x, (count, x.shape[1])) for seed, count in pairs])[rows.place]
+        return torch.cat([_draw(seed, x, (count, x.shape[1])) for seed, count in pairs])[rows.order]
 
 
 def _draw(seed: int, x: Tensor, shape: Sequence[int]) -> Tensor:

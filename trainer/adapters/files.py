@@ -1,6 +1,6 @@
-"""Adapter files of this and other programs, read by the names of their tensors.
+"""Reader of adapter files of this and other programs, by the names of their tensors.
 
-Shares no code with the writer: it is also the check of what was written.
+It shares no code and no table of names with the writer, because it also verifies what the writer wrote.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from trainer.adapters.formats import DORA_CONVENTION, Naming
-from trainer.adapters.layer import TENSORS, Kind, LayerAdapter
+from trainer.adapters.kinds import KINDS, Kind
+from trainer.adapters.layer import LayerAdapter
 from trainer.adapters.patterns import find_pattern
 from trainer.config.errors import InputError
 from trainer.config.files import first_problem, read_json
@@ -47,34 +48,42 @@ TENSOR_NAMES: Mapping[str, tuple[Kind, str]] = {
     **{f"lokr_{name}": ("lokr", name) for name in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b")},
     "oft_blocks": ("diag-oft", "blocks"),
 }
-"""{end of a key: (kind, tensor)}. A lora with a magnitude is a dora, a rotation in stages a boft."""
+"""{end of a key: (kind, tensor)}. A lora with a magnitude is a dora; a rotation in stages is a boft."""
 KEY = re.compile(rf"(?P<layer>.+)\.(?P<end>alpha|{'|'.join(map(re.escape, TENSOR_NAMES))})")
 PRODUCTS = (("up", "down"), ("w1_a", "w1_b"), ("w2_a", "w2_b"))
-"""Tensors that are multiplied: the columns of the first are the rows of the second."""
+"""Pairs of tensors that are multiplied: the first has as many columns as the second has rows."""
 KERNELS = ("down", "up", "w2")
-"""Tensors that may have more than two dims: those of a convolution."""
+"""Tensors that may have more than two dims, for a convolution."""
 BY_ROWS: Mapping[Kind, tuple[str, ...]] = {"lora": ("up",), "dora": ("up", "magnitude"), "loha": ("w1_a", "w2_a")}
-"""Tensors with a row per output of the layer, for kinds that can be taken apart by them."""
+"""Tensors with a row per output of the layer, for the kinds that can be split by rows."""
 
 
 def read_adapter(
     file: Path, shapes: Mapping[str, tuple[int, ...]], naming: Naming, base: Callable[[str], Tensor]
 ) -> dict[str, LayerAdapter]:
-    """{layer: its adapter} of a file of this program, diffusers, peft, ComfyUI, kohya or LyCORIS.
+    """Read an adapter file of this program, diffusers, peft, ComfyUI, kohya or LyCORIS.
 
-    file: also a folder of peft.  shapes: {layer with its component: shape of its weight} of all linear layers and
-    convolutions of the model.  base: the weight of a layer, asked for only where what is stored depends on it.
-    Raises InputError for a file that is incomplete, holds what is not understood, or belongs to another model.
+    Args:
+        file: The file, or a folder of peft.
+        shapes: {layer, component first: shape of its weight} of all linear layers and convolutions of the model.
+        naming: The family's names in files.
+        base: Returns the weight of a layer; called only where what is stored depends on the weight.
+
+    Returns:
+        {layer: its adapter}.
+
+    Raises:
+        InputError: The file is incomplete, holds tensors that are not understood, or belongs to another model.
     """
     stored = _Stored.open(file / PEFT_FILE if file.is_dir() else file)
-    places = _places(shapes, naming)
+    known = _model_layers(shapes, naming)
     layers: dict[str, LayerAdapter] = {}
     for name, tensors in stored.groups().items():
         group = _Group(stored, name, tensors)
         whole = group.adapter()
-        if name not in places:
-            raise InputError(_unknown_layer(group, whole, places, shapes))
-        for layer, part in _parts(group, whole, places[name], shapes):
+        if name not in known:
+            raise InputError(_unknown_layer(group, whole, known, shapes))
+        for layer, part in _parts(group, whole, known[name], shapes):
             fitted = _fitted(group, layer, part, shapes[layer])
             layers[layer] = _uncorrected(fitted, base(layer)) if group.is_corrected else fitted
     _check_one_kind(stored.file, layers)
@@ -83,7 +92,7 @@ def read_adapter(
 
 @dataclass(frozen=True)
 class _Stored:
-    """A file. settings: {what layers' names begin with: peft's config for them}."""
+    """The content of a file. settings: {prefix of layers' names: peft's config for these layers}."""
 
     file: Path
     tensors: Mapping[str, Tensor]
@@ -92,30 +101,30 @@ class _Stored:
 
     @classmethod
     def open(cls, file: Path) -> _Stored:
-        WeightFiles.read([file])  # refuses what is missing, truncated or no safetensors file
+        WeightFiles.read([file])  # refuses a file that is missing, truncated or not safetensors
         with safe_open(file, "pt") as stream:
-            tensors = {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118  it is no mapping
+            tensors = {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118  it is not a mapping
             metadata = stream.metadata() or {}
         if not tensors:
             raise InputError(f"{file}: holds no tensors; name an adapter file")
         return cls(file, tensors, metadata, _settings(file, metadata))
 
     def groups(self) -> dict[str, dict[str, Tensor]]:
-        """{layer as the file names it: {end of a key: tensor}}"""
+        """Return {layer's name in the file: {end of a key: tensor}}."""
         groups: dict[str, dict[str, Tensor]] = {}
         for key, tensor in self.tensors.items():
             found = KEY.fullmatch(key) if key.isprintable() and len(key) <= LONGEST_NAME else None
             if found is None:
                 raise InputError(
-                    f"{self.file}: {key!r:.80} is not understood; what is read is lora, locon, dora, loha and lokr "
-                    "without tucker factors, diag-oft and boft without rescaling"
+                    f"{self.file}: {key!r:.80} is not understood; supported are lora, locon, dora, loha and lokr "
+                    "without tucker factors, and diag-oft and boft without rescaling"
                 )
             groups.setdefault(found["layer"], {})[found["end"]] = tensor
         return groups
 
 
 def _settings(file: Path, metadata: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
-    """peft's configs: from the file beside peft's own, or from the metadata that diffusers writes."""
+    """Read peft's configs from the file next to peft's weights, or from the metadata that diffusers writes."""
     config = file.with_name(PEFT_CONFIG)
     settings: dict[str, Mapping[str, Any]] = {}
     if file.name == PEFT_FILE and config.exists():
@@ -136,7 +145,7 @@ def _settings(file: Path, metadata: Mapping[str, str]) -> dict[str, Mapping[str,
 
 @dataclass(frozen=True)
 class _Group:
-    """The tensors of one layer in a file, by the ends of their keys. name: the layer's in the file."""
+    """The tensors of one layer in a file, by the ends of their keys. name: the layer's name in the file."""
 
     stored: _Stored
     name: str
@@ -144,12 +153,12 @@ class _Group:
 
     @property
     def is_corrected(self) -> bool:
-        """Whether the length of rows is stored as ComfyUI needs it."""
+        """Whether the lengths of the rows are stored in ComfyUI's convention (`formats.DORA_CONVENTION`)."""
         only_scale = "dora_scale" in self.tensors and not any("magnitude" in end for end in self.tensors)
         return only_scale and self.stored.metadata.get(DORA_CONVENTION) == "comfyui"
 
     def adapter(self) -> LayerAdapter:
-        """The adapter of the file's layer, which may be several of the model's."""
+        """Return the adapter of the file's layer, which may stand for several layers of the model."""
         kind, tensors = self._named()
         self._check_complete(kind, tensors)
         self._check_dimensions(tensors)
@@ -161,7 +170,7 @@ class _Group:
         return InputError(f"{self.stored.file}: {what}")
 
     def _named(self) -> tuple[Kind, dict[str, Tensor]]:
-        """The kind, and the tensors by our names."""
+        """Return the kind, and the tensors by our names."""
         ends = [end for end in self.tensors if end != "alpha"]
         kinds = {TENSOR_NAMES[end][0] for end in ends}
         if len(kinds) != 1:
@@ -187,7 +196,7 @@ class _Group:
         return scale
 
     def _check_complete(self, kind: Kind, tensors: Mapping[str, Tensor]) -> None:
-        names = min(TENSORS[kind], key=lambda names: len(set(names) ^ tensors.keys()))
+        names = min(KINDS[kind].tensors, key=lambda names: len(set(names) ^ tensors.keys()))
         missing = set(names) - tensors.keys()
         if missing:
             ends = [end for end in self.tensors if end != "alpha"]
@@ -212,16 +221,16 @@ class _Group:
                 raise self.error(f"'{self.name}': {name} ({_sizes(tensor)}) has another form; the file is damaged")
 
     def _scale(self, kind: Kind, tensors: Mapping[str, Tensor]) -> float:
-        """alpha / rank, from wherever this file has it."""
+        """Return alpha / rank, from where this file stores it."""
         rank = next((tensors[name].shape[0] for name in ("down", "w2_b", "w1_b") if name in tensors), None)
         if "alpha" in self.tensors:
-            # LyCORIS knows no scale for a lokr of two whole factors.
+            # LyCORIS does not scale a lokr of two whole factors.
             return 1.0 if rank is None else self._alpha() / rank
         for prefix, settings in self.stored.settings.items():
             if self.name.startswith(prefix):
                 return self._scale_in(settings, self.name.removeprefix(prefix))
         if self.name.startswith(PEFT_PREFIX):
-            raise self.error(f"was saved by peft, but there is no {PEFT_CONFIG} beside it, which holds its alpha")
+            raise self.error(f"was saved by peft, but {PEFT_CONFIG}, which holds its alpha, is missing next to it")
         return 1.0
 
     def _alpha(self) -> float:
@@ -231,7 +240,7 @@ class _Group:
         return float(alpha)
 
     def _scale_in(self, settings: Mapping[str, Any], path: str) -> float:
-        """peft's scale of a layer."""
+        """Return a layer's scale from peft's config."""
         ranks, alphas = (settings.get(name) or {} for name in ("rank_pattern", "alpha_pattern"))
         try:
             rank = ranks.get(find_pattern(ranks, path), settings["r"])
@@ -246,7 +255,7 @@ class _Group:
         return scale
 
     def _constrained(self, blocks: Tensor) -> Tensor:
-        """LyCORIS bounds the norm of the skew matrices by alpha times the number of outputs."""
+        """Bound the norm of the skew matrices by alpha times the number of outputs, as LyCORIS does."""
         skew = (blocks - blocks.mT).float()
         limit = self._alpha() * blocks.shape[-3] * blocks.shape[-1]
         norm = float(skew.norm())
@@ -254,7 +263,7 @@ class _Group:
 
 
 def _is_rotation(shape: torch.Size) -> bool:
-    """Whether blocks are square, and a butterfly has as many as its stages can exchange rows between."""
+    """Whether blocks are square and, for a butterfly, the stages can exchange rows between so many blocks."""
     is_square = len(shape) in (3, 4) and shape[-1] == shape[-2]
     if not is_square or len(shape) == 3:
         return is_square
@@ -263,21 +272,21 @@ def _is_rotation(shape: torch.Size) -> bool:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """What a file's layer is in the model: one layer, or several whose rows are stacked."""
+class _ModelLayers:
+    """The layers of the model that one layer of a file stands for: one layer, or several whose rows are stacked."""
 
     layers: tuple[str, ...]
     halves_swapped: bool = False
 
 
-def _places(shapes: Mapping[str, tuple[int, ...]], naming: Naming) -> dict[str, _Place]:
-    """{name in a file: place} for all names that any program gives a layer of the model."""
-    places: dict[str, _Place] = {}
+def _model_layers(shapes: Mapping[str, tuple[int, ...]], naming: Naming) -> dict[str, _ModelLayers]:
+    """Return {name in a file: target} for all names that any program gives a layer of the model."""
+    known: dict[str, _ModelLayers] = {}
     # A text encoder's own paths before the older ones, which may be another encoder's own.
     for names_of in (_names, _older_names):
         for layer in shapes:
             for name in names_of(layer, naming):
-                places.setdefault(name, _Place((layer,)))
+                known.setdefault(name, _ModelLayers((layer,)))
     for component, layout in naming.layouts.items():
         for fused in layout:
             layers = tuple(f"{component}.{part.removesuffix('.weight')}" for part in fused.parts)
@@ -288,12 +297,12 @@ def _places(shapes: Mapping[str, tuple[int, ...]], naming: Naming) -> dict[str, 
                     f"diffusion_model.{original}",
                     *_kohya_names(component, original, naming),
                 ):
-                    places.setdefault(name, _Place(layers, fused.halves_swapped))
-    return places
+                    known.setdefault(name, _ModelLayers(layers, fused.halves_swapped))
+    return known
 
 
 def _names(layer: str, naming: Naming) -> Iterator[str]:
-    """What programs call a layer that they do not join with others."""
+    """Yield the names that programs give a layer which they do not join with others."""
     component, _, path = layer.partition(".")
     yield from (layer, f"{PEFT_PREFIX}{path}", path, *_kohya_names(component, path, naming))
     if not component.startswith("text_encoder"):
@@ -301,7 +310,7 @@ def _names(layer: str, naming: Naming) -> Iterator[str]:
 
 
 def _older_names(layer: str, naming: Naming) -> Iterator[str]:
-    """What a text encoder's layer was called before transformers 5 took `text_model` out of its path."""
+    """Yield a text encoder layer's names from before transformers 5 removed `text_model` from its path."""
     component, _, path = layer.partition(".")
     if component.startswith("text_encoder"):
         yield from (f"{prefix}text_model.{path}" for prefix in (f"{component}.", PEFT_PREFIX, ""))
@@ -313,38 +322,32 @@ def _kohya_names(component: str, path: str, naming: Naming) -> Iterator[str]:
 
 
 def _parts(
-    group: _Group, whole: LayerAdapter, place: _Place, shapes: Mapping[str, tuple[int, ...]]
+    group: _Group, whole: LayerAdapter, ours: _ModelLayers, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, LayerAdapter]]:
-    """The model's layers of a file's layer, each with its part of the adapter.
+    """Yield the model's layers of a file's layer, each with its part of the adapter.
 
-    All parts of a lora share `down`; rank that is for other parts alone is left out, and so is a part without any.
+    All parts of a lora share `down`. Ranks that serve other parts only are left out, and so is a part without ranks.
     """
-    if len(place.layers) == 1 and not place.halves_swapped:
-        yield place.layers[0], whole
+    layers = ours.layers
+    if len(layers) == 1 and not ours.halves_swapped:
+        yield layers[0], whole
         return
     if whole.kind not in BY_ROWS:
-        raise group.error(
-            f"'{group.name}' is {' and '.join(place.layers)} of this model, and a {whole.kind} cannot be taken apart"
-        )
-    rows = [shapes[layer][0] for layer in place.layers]
-    _check_rows(group, whole, rows, shapes[place.layers[0]])
-    by_rows = {name: torch.split(_ordered(whole.tensors[name], place), rows) for name in BY_ROWS[whole.kind]}
-    for number, layer in enumerate(place.layers):
+        raise group.error(f"'{group.name}' is {' and '.join(layers)} of this model, and a {whole.kind} cannot be split")
+    rows, shape = [shapes[layer][0] for layer in layers], shapes[layers[0]]
+    expected = (sum(rows), math.prod(shape[1:]))
+    if _size(whole) != expected:
+        raise group.error(_mismatch(group.name, _size(whole), expected))
+    stacked = {name: whole.tensors[name] for name in BY_ROWS[whole.kind]}
+    if ours.halves_swapped:
+        stacked = {name: torch.cat(tensor.chunk(2)[::-1]) for name, tensor in stacked.items()}
+    by_rows = {name: torch.split(tensor, rows) for name, tensor in stacked.items()}
+    for number, layer in enumerate(layers):
         part = replace(whole, tensors={**whole.tensors, **{name: split[number] for name, split in by_rows.items()}})
         if whole.kind != "lora" or len(rows) == 1:
             yield layer, part
         elif part.tensors["up"].any():
             yield layer, _without_idle_rank(part)
-
-
-def _check_rows(group: _Group, whole: LayerAdapter, rows: list[int], shape: tuple[int, ...]) -> None:
-    expected = (sum(rows), math.prod(shape[1:]))
-    if _size(whole) != expected:
-        raise group.error(_mismatch(group.name, _size(whole), expected))
-
-
-def _ordered(tensor: Tensor, place: _Place) -> Tensor:
-    return torch.cat(tensor.chunk(2)[::-1]) if place.halves_swapped else tensor
 
 
 def _without_idle_rank(part: LayerAdapter) -> LayerAdapter:
@@ -353,7 +356,7 @@ def _without_idle_rank(part: LayerAdapter) -> LayerAdapter:
 
 
 def _fitted(group: _Group, layer: str, adapter: LayerAdapter, shape: tuple[int, ...]) -> LayerAdapter:
-    """The adapter with as many dimensions as the layer's weight: some files have kernels of 1 x 1 for linear layers."""
+    """Give the adapter as many dimensions as the layer's weight: some files have 1 x 1 kernels for linear layers."""
     tensors = dict(adapter.tensors)
     for left, right in PRODUCTS:
         if left in tensors and tensors[left][0].numel() != tensors[right].shape[0]:
@@ -375,7 +378,7 @@ def _fitted(group: _Group, layer: str, adapter: LayerAdapter, shape: tuple[int, 
 
 
 def _size(adapter: LayerAdapter) -> tuple[int, int | None]:
-    """Rows and columns of the weight that the adapter is for; a rotation does for any number of columns."""
+    """Return rows and columns of the weight that the adapter fits; a rotation fits any number of columns (None)."""
     tensors = adapter.tensors
     match adapter.kind:
         case "lora" | "dora":
@@ -394,7 +397,7 @@ def _size(adapter: LayerAdapter) -> tuple[int, int | None]:
 
 
 def _uncorrected(adapter: LayerAdapter, weight: Tensor) -> LayerAdapter:
-    """The dora whose magnitude was stored as m (||W|| + eps) / ||W + dW||."""
+    """Return the dora whose magnitude m was stored as m (||W|| + eps) / ||W + dW||."""
     rows = weight.float().flatten(1)
     turned = rows + adapter.update().flatten(1)
     length = rows.norm(dim=1) + torch.finfo(torch.float32).eps
@@ -403,18 +406,18 @@ def _uncorrected(adapter: LayerAdapter, weight: Tensor) -> LayerAdapter:
 
 
 def _unknown_layer(
-    group: _Group, adapter: LayerAdapter, places: Mapping[str, _Place], shapes: Mapping[str, tuple[int, ...]]
+    group: _Group, adapter: LayerAdapter, known: Mapping[str, _ModelLayers], shapes: Mapping[str, tuple[int, ...]]
 ) -> str:
     if group.name.startswith(ENCODER_PREFIXES) and not any(layer.startswith("text_encoder") for layer in shapes):
         return (
-            f"{group.stored.file}: '{group.name}' is a layer of a text encoder, and this kind of model is trained "
-            "without; remove such tensors from the file"
+            f"{group.stored.file}: '{group.name}' is a layer of a text encoder, which this kind of model is not "
+            "trained with; remove such tensors from the file"
         )
-    (near,) = difflib.get_close_matches(group.name, places, 1, cutoff=0.0)
-    layer = places[near].layers[0]
+    (near,) = difflib.get_close_matches(group.name, known, 1, cutoff=0.0)
+    layer = known[near].layers[0]
     theirs, ours = _text(_size(adapter)), _text((shapes[layer][0], math.prod(shapes[layer][1:])))
     return (
-        f"{group.stored.file}: '{group.name}' ({theirs}) is no layer of this model, nearest: '{layer}' ({ours}); "
+        f"{group.stored.file}: '{group.name}' ({theirs}) is not a layer of this model, nearest: '{layer}' ({ours}); "
         "the file was made for another model"
     )
 

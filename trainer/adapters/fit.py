@@ -1,4 +1,4 @@
-"""What an adapter can express: how close it comes to a given change of one linear layer."""
+"""Measures what an adapter can express: how close it comes to a given change of one linear layer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,18 @@ LEARNING_RATE = 0.02
 
 
 def remaining(adapter: AdapterSection, weight: Tensor, change: Tensor) -> float:
-    """Share of a change that the adapter cannot make: 0 makes it exactly, 1 is no better than doing nothing.
+    """Return the share of a change that the adapter cannot make.
 
-    weight, change: (out, in) of one linear layer.  The adapter is fitted by Adam to the layer with `weight + change`;
-    the distance that is left is relative to the Frobenius norm of the change.
+    The adapter is fitted by Adam to the layer with `weight + change`.
+
+    Args:
+        adapter: The adapter's section of a config.
+        weight: (out, in) of one linear layer.
+        change: (out, in).
+
+    Returns:
+        The remaining distance relative to the Frobenius norm of the change: 0 is exact, 1 is not better than doing
+        nothing.
     """
     out, into = weight.shape
     layer = nn.Linear(into, out, bias=False)
@@ -40,7 +48,7 @@ def remaining(adapter: AdapterSection, weight: Tensor, change: Tensor) -> float:
 
 
 def _drawn(model: nn.Module, added: Mapping[str, tuple[int, ...]]) -> list[nn.Parameter]:
-    """The adapter's parameters, on the CPU, with the values that training begins with."""
+    """Return the adapter's parameters, on the CPU, with the values that training begins with."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:

@@ -1,4 +1,4 @@
-"""Adapters as the names and tensors that other programs read, always at scale 1.
+"""Writer of adapter files with the names and tensors that other programs read, always at scale 1.
 
 alpha / rank is folded into the tensors, because the readers look for it in different places: ComfyUI ignores the
 metadata that diffusers reads, diffusers refuses the dotted alpha keys that ComfyUI reads, and each of the two would
@@ -22,7 +22,8 @@ from peft.tuners.lokr.layer import factorization
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.adapters.layer import SHORTEST, Kind, LayerAdapter
+from trainer.adapters.kinds import KINDS, ROTATIONS
+from trainer.adapters.layer import SHORTEST, LayerAdapter
 from trainer.config.errors import InputError
 from trainer.weights.files import ORIGINAL_PREFIX, Fused
 
@@ -32,9 +33,9 @@ Base = Callable[[str], Tensor]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Number types of adapter files, by their names in `export.dtype`."""
 COMFYUI_EPS = torch.finfo(torch.float32).eps
-"""What ComfyUI adds to the length of a row before it divides by it."""
+"""Added by ComfyUI to the length of a row before it divides by that length."""
 DORA_CONVENTION = "dora_scale_convention"
-"""Metadata key of ours. `comfyui`: `dora_scale` is corrected for ComfyUI, see `_comfyui_dora_scale`."""
+"""Our own metadata key. `comfyui`: `dora_scale` is corrected for ComfyUI, see `_comfyui_dora_scale`."""
 
 TensorsOf = Callable[[str, LayerAdapter], Mapping[str, Tensor]]
 """(layer, its adapter at scale 1) -> {end of the name in the file: tensor}"""
@@ -43,39 +44,18 @@ NameOf = Callable[[str], str]
 
 KEPT_EXACT = ("alpha", "dora_scale", "lora_magnitude_vector", "lokr_w1")
 """Small tensors that are written in fp32. bf16 rounds the length of a row by up to 0.2 %, which may be more than was
-learned; each number of lokr's first factor is a factor of a block of the update; an alpha above 256 is a rank."""
+learned; each number of lokr's first factor scales a block of the update; an alpha above 256 is a rank."""
 MAX_EXACT_RANK = 256
-"""Of a lora that is written in place of a loha or lokr. All linear layers of FLUX.1's blocks take 2.1 GB in bf16 then;
-a lokr of rank 16 with factors near to square, itself of 0.01 GB, would take 6.3 GB."""
-ROTATIONS: tuple[Kind, ...] = ("diag-oft", "boft")
-FOLDED: Mapping[Kind, tuple[str, ...]] = {
-    "lora": ("up",),
-    "dora": ("up",),
-    "loha": ("w1_a",),
-    "lokr": ("w1", "w1_a"),
-}
-"""Tensors that take the scale: the one of them that the adapter has."""
-LYCORIS_NAMES: Mapping[Kind, Mapping[str, str]] = {
-    "lora": {"down": "lora_down.weight", "up": "lora_up.weight"},
-    "dora": {"down": "lora_down.weight", "up": "lora_up.weight"},
-    "loha": {name: f"hada_{name}" for name in ("w1_a", "w1_b", "w2_a", "w2_b")},
-    "lokr": {name: f"lokr_{name}" for name in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b")},
-    "diag-oft": {"blocks": "oft_blocks"},
-    "boft": {"blocks": "oft_blocks"},
-}
-PEFT_NAMES: Mapping[Kind, Mapping[str, str]] = {
-    "lora": {"down": "lora_A.weight", "up": "lora_B.weight"},
-    "dora": {"down": "lora_A.weight", "up": "lora_B.weight"},
-    "loha": LYCORIS_NAMES["loha"],
-    "lokr": LYCORIS_NAMES["lokr"],
-}
+"""Largest rank of a lora that is written instead of a loha or lokr. At this rank the linear layers of FLUX.1's blocks
+take 2.1 GB in bf16; a lokr of rank 16 with nearly square factors, itself of 0.01 GB, would take 6.3 GB."""
 
 
 @dataclass(frozen=True)
 class Naming:
-    """What writing and reading adapter files takes of a family; the fields are those of the family.
+    """The part of a family that writing and reading adapter files needs; the fields are those of the family.
 
-    layouts: {component: its original layout, empty where it has none}.
+    Attributes:
+        layouts: {component: its original layout, empty where it has none}.
     """
 
     kohya_prefixes: Mapping[str, str]
@@ -89,10 +69,13 @@ class Naming:
 class AdapterFile:
     """One file to be written.
 
-    suffix: what follows the run's name, empty for the main file.  metadata: pairs that readers need.
-    readers: which programs load it: diffusers, comfyui, kohya, lycoris, peft.
-    peft_config: for a folder of peft, which holds the file and this config.
-    component: the one whose layers it holds, where a file holds no more than one; empty for all.
+    Attributes:
+        suffix: Follows the run's name; empty for the main file.
+        tensors: {name in the file: tensor}.
+        metadata: Pairs that readers need.
+        readers: Programs that load the file: diffusers, comfyui, kohya, lycoris, peft.
+        peft_config: For a folder of peft, which holds the file and this config.
+        component: The component whose layers the file holds; empty for a file that holds all components.
     """
 
     suffix: str
@@ -103,11 +86,11 @@ class AdapterFile:
     component: str = ""
 
     def path(self, folder: Path, name: str) -> Path:
-        """Where it lies below `folder`. name: the run's."""
+        """Return the path of the file, or of peft's folder, in `folder`. name: the run's name."""
         return folder / f"{name}{self.suffix}{'' if self.peft_config else '.safetensors'}"
 
     def write(self, path: Path, metadata: Mapping[str, str]) -> None:
-        """Write the file, or peft's folder. metadata: pairs to show, beside those that readers need."""
+        """Write the file, or peft's folder. metadata: pairs in addition to those that readers need."""
         file = path
         if self.peft_config:
             path.mkdir()
@@ -119,10 +102,20 @@ class AdapterFile:
 def adapter_files(
     layers: Mapping[str, LayerAdapter], format: str, naming: Naming, base: Base, dtype: torch.dtype
 ) -> list[AdapterFile]:
-    """The adapter in a format of `export.format`, the main file first.
+    """Convert the adapter to a format of `export.format`.
 
-    layers: by names with the component, all of one kind.  base: called only where tensors depend on the weight.
-    Raises InputError when the format cannot carry the adapter, with what can.
+    Args:
+        layers: {layer, component first: its adapter}, all of one kind.
+        format: A value of `export.format`.
+        naming: The family's names in files.
+        base: Returns the weight of a layer; called only where tensors depend on the weight.
+        dtype: Number type of the file.
+
+    Returns:
+        The files, the main one first.
+
+    Raises:
+        InputError: The format cannot carry the adapter; the message names formats that can.
     """
     writer = _Writer(layers, naming, base, dtype)
     write: Mapping[str, Callable[[], list[AdapterFile]]] = {
@@ -135,7 +128,7 @@ def adapter_files(
     }
     if naming.peft_fields is not None and format not in ("auto", "peft"):
         raise InputError(
-            f"export.format: {format} is for programs that do not know this model; use auto or peft, which does"
+            f"export.format: {format} is for programs that do not support this model; use auto or peft, which does"
         )
     return write[format]()
 
@@ -151,7 +144,7 @@ class _Writer:
         (self._kind,) = {layer.kind for layer in layers.values()}
 
     def auto(self) -> list[AdapterFile]:
-        """What diffusers and ComfyUI both load, in two files where one cannot do."""
+        """Make files for diffusers and ComfyUI: one that both load, or one for each."""
         if self._naming.peft_fields is not None:
             return self.peft()
         same_names = not self._naming.kohya_by_path and not self._outside
@@ -164,7 +157,7 @@ class _Writer:
         return self.comfyui() + [replace(file, suffix="-diffusers") for file in self.diffusers()]
 
     def diffusers(self) -> list[AdapterFile]:
-        """peft's tensors under diffusers' paths, without alpha; an equal lora for what it does not know."""
+        """Write peft's tensors under diffusers' paths, without alpha; an equal lora for kinds that diffusers lacks."""
         if not self._fits_diffusers():
             why = ""
             if self._kind in ("loha", "lokr"):
@@ -179,7 +172,7 @@ class _Writer:
         return [AdapterFile("", _beginning_with_a_down(tensors), {}, readers)]
 
     def comfyui(self) -> list[AdapterFile]:
-        """What ComfyUI loads."""
+        """Make a file that ComfyUI loads."""
         if self._kind == "lora" and self._naming.kohya_by_path:
             return self.kohya()
         if self._kind == "lora" and not self._outside:
@@ -191,7 +184,7 @@ class _Writer:
         return [AdapterFile("", plain | corrected, {DORA_CONVENTION: "comfyui"}, ("comfyui",))]
 
     def kohya(self) -> list[AdapterFile]:
-        """kohya's tensors, with alpha, under its own names, which join layers where the original model does."""
+        """Write kohya's tensors, with alpha, under its own names, which join layers where the original model does."""
         if self._naming.kohya_by_path:
             readers = ("diffusers", "comfyui", "kohya") if self._kind == "lora" else ("kohya",)
             tensors_of = self._equal_alpha_tensors if self._kind == "lora" else self._lycoris_tensors
@@ -201,17 +194,17 @@ class _Writer:
         return [AdapterFile("", self._joined_tensors(), {}, ("comfyui", "kohya"))]
 
     def lycoris(self) -> list[AdapterFile]:
-        """LyCORIS's tensors under its own names."""
+        """Write LyCORIS' tensors under its own names."""
         readers = self._readers_by_name()
         if "lycoris" not in readers:
-            why = " with blocks larger than their number: it takes the smaller of the two for their size"
+            why = " with larger blocks than it has blocks: LyCORIS takes the smaller of the two for the block size"
             raise self._refusal("lycoris", why, "auto, comfyui, or a smaller adapter.block_size")
         alone = self._kind == "dora" or self._outside
         tensors = self._each(self._layers, self._lycoris_tensors, self._lycoris_name)
         return [AdapterFile("", tensors, {}, ("lycoris",) if alone else readers)]
 
     def peft(self) -> list[AdapterFile]:
-        """Folders for `PeftModel.from_pretrained`, one per component."""
+        """Make folders for `PeftModel.from_pretrained`, one per component."""
         fields = self._naming.peft_fields
         if self._kind in ROTATIONS:
             raise self._refusal("peft", "", self._others() if fields is None else "export.what: merged")
@@ -226,7 +219,7 @@ class _Writer:
         return files
 
     def _peft_path(self, name: str) -> str:
-        """A layer's path in the model that peft is given: the published one, where peft alone reads adapters."""
+        """Return a layer's path in the model that peft loads: the published one, where only peft reads adapters."""
         return self._published.get(name, _path(name))
 
     @cached_property
@@ -236,14 +229,14 @@ class _Writer:
         return {parts[0]: original for original, parts, _ in self._originals()}
 
     def _dora_for_both(self) -> AdapterFile:
-        """diffusers takes the magnitude and drops `dora_scale` with a warning; ComfyUI the other way round."""
+        """Make one file: diffusers reads the magnitude and drops `dora_scale` with a warning; ComfyUI the reverse."""
         magnitudes = self._each(self._layers, self._peft_tensors, _dotted)
         scales = self._each(self._layers, self._comfyui_dora_tensors, _dotted)
         tensors = _beginning_with_a_down(magnitudes | scales)
         return AdapterFile("", tensors, {DORA_CONVENTION: "comfyui"}, ("diffusers", "comfyui"))
 
     def _each(self, layers: Mapping[str, LayerAdapter], tensors_of: TensorsOf, name_of: NameOf) -> dict[str, Tensor]:
-        """{name in the file: tensor} of all layers, in the file's type."""
+        """Return {name in the file: tensor} of all layers, in the file's type."""
         return {
             f"{name_of(name)}.{suffix}": self._cast(suffix, tensor)
             for name, layer in layers.items()
@@ -256,7 +249,7 @@ class _Writer:
         return tensor.detach().to(dtype).clone(memory_format=torch.contiguous_format)
 
     def _peft_tensors(self, name: str, layer: LayerAdapter) -> dict[str, Tensor]:
-        tensors = _renamed(layer, PEFT_NAMES)
+        tensors = _renamed(layer, KINDS[layer.kind].peft)
         if layer.kind == "dora":
             convolves = layer.tensors["down"].dim() > 2
             magnitude = layer.tensors["magnitude"]
@@ -264,20 +257,20 @@ class _Writer:
         return tensors
 
     def _exact_tensors(self, name: str, layer: LayerAdapter) -> dict[str, Tensor]:
-        return _renamed(_exact_lora(layer, self._base(name).shape), PEFT_NAMES)
+        return _renamed(_exact_lora(layer, self._base(name).shape), KINDS["lora"].peft)
 
     def _lycoris_tensors(self, name: str, layer: LayerAdapter) -> dict[str, Tensor]:
         layer = _as_lycoris_builds_it(layer)
-        tensors = _renamed(layer, LYCORIS_NAMES) | {"alpha": torch.tensor(float(_alpha(layer)))}
+        tensors = _renamed(layer, KINDS[layer.kind].lycoris) | {"alpha": torch.tensor(float(_alpha(layer)))}
         if layer.kind == "dora":
             tensors["dora_scale"] = _as_column(layer.tensors["magnitude"], layer.tensors["down"])
         return tensors
 
     def _equal_alpha_tensors(self, name: str, layer: LayerAdapter) -> dict[str, Tensor]:
-        """With the most common rank as alpha of all layers: diffusers 0.42 gives attention layers of kohya's files the
-        most common alpha, whatever their own."""
+        """Use the most common rank as alpha of all layers: diffusers 0.42 gives attention layers of kohya's files the
+        most common alpha, ignoring their own."""
         scaled = _at_scale_one(replace(layer, scale=_alpha(layer) / self._common_alpha))
-        return _renamed(scaled, LYCORIS_NAMES) | {"alpha": torch.tensor(float(self._common_alpha))}
+        return _renamed(scaled, KINDS[layer.kind].lycoris) | {"alpha": torch.tensor(float(self._common_alpha))}
 
     @cached_property
     def _common_alpha(self) -> int:
@@ -287,7 +280,10 @@ class _Writer:
         return {"dora_scale": _comfyui_dora_scale(layer, self._base(name))}
 
     def _readers_by_name(self) -> tuple[str, ...]:
-        """Who loads LyCORIS's names: LyCORIS only where it finds the block size, the smaller of two factors."""
+        """Return the programs that load LyCORIS' names.
+
+        LyCORIS itself takes the smaller of number and size of a rotation's blocks for the block size.
+        """
         blocks = [layer.tensors["blocks"].shape for layer in self._layers.values() if layer.kind == "diag-oft"]
         return ("comfyui",) if any(size > count for count, size, _ in blocks) else ("comfyui", "lycoris")
 
@@ -295,7 +291,7 @@ class _Writer:
         return self._kind in self._naming.diffusers_adapters
 
     def _fits_diffusers(self) -> bool:
-        """Whether diffusers can be given this adapter, and in a file that is worth it."""
+        """Whether diffusers can load this adapter, from a file that is not larger than the weights themselves."""
         if self._native_in_diffusers() or self._kind not in ("loha", "lokr"):
             return self._native_in_diffusers()
         rank = max(map(_exact_rank, self._layers.values()))
@@ -309,8 +305,8 @@ class _Writer:
 
     @cached_property
     def _outside(self) -> dict[str, str]:
-        """{layer outside of the blocks: its original name}. ComfyUI has diffusers' names of all layers in blocks, but
-        passes over some outside, as FLUX.2's modulations."""
+        """{layer outside of the blocks: its original name}. ComfyUI knows diffusers' names of all layers in blocks, but
+        skips some layers outside, such as FLUX.2's modulations."""
         if self._naming.kohya_by_path:
             return {}
         return {
@@ -329,13 +325,13 @@ class _Writer:
         component = _component(name)
         if component not in self._naming.kohya_prefixes:
             raise InputError(
-                f"export.format: no other program has names for {component} of this kind of model; "
+                f"export.format: other programs have no names for {component} of this kind of model; "
                 "use diffusers or peft, or leave it out of model.train"
             )
         return f"{self._naming.kohya_prefixes[component]}_{_underscored(_path(name))}"
 
     def _joined_tensors(self) -> dict[str, Tensor]:
-        """The denoiser's layers joined as the original model joins them; text encoders by their paths."""
+        """Join the denoiser's layers as the original model joins them; name text encoders' layers by their paths."""
         encoders = {name: layer for name, layer in self._layers.items() if _is_text_encoder(name)}
         tensors = self._each(encoders, self._lycoris_tensors, self._kohya_name)
         waiting = {name: layer for name, layer in self._layers.items() if name not in encoders}
@@ -353,7 +349,7 @@ class _Writer:
         return tensors
 
     def _originals(self) -> Iterator[tuple[str, list[str], Fused]]:
-        """(original name, our layers, entry) of the original weights that are multiplied from the usual side."""
+        """Yield (original name, our layers, entry) of the original weights that are not transposed."""
         for component, layout in self._naming.layouts.items():
             for fused in layout if not _is_text_encoder(component) else ():
                 if fused.name.endswith(".weight") and not fused.transposed:
@@ -362,7 +358,7 @@ class _Writer:
                     yield stem, parts, fused
 
     def _joined(self, parts: list[str], layers: Mapping[str, LayerAdapter], swapped: bool) -> dict[str, Tensor]:
-        """One lora for stacked layers: their downs stacked, their ups along the diagonal, zeros for parts without."""
+        """Make one lora for stacked layers: downs stacked, ups along the diagonal, zeros for layers without one."""
         ups = [
             layers[part].tensors["up"].flatten(1) if part in layers else torch.zeros(self._base(part).shape[0], 0)
             for part in parts
@@ -372,10 +368,10 @@ class _Writer:
             up = torch.cat(up.chunk(2)[::-1])
         down = torch.cat([layer.tensors["down"] for layer in layers.values()])
         joined = LayerAdapter("lora", {"down": down, "up": _as_kernel(up, down.dim())})
-        return _renamed(joined, LYCORIS_NAMES) | {"alpha": torch.tensor(float(_alpha(joined)))}
+        return _renamed(joined, KINDS["lora"].lycoris) | {"alpha": torch.tensor(float(_alpha(joined)))}
 
     def _others(self) -> str:
-        """Formats that carry the adapter whatever the family."""
+        """Name the formats that carry the adapter for every family."""
         return "auto, comfyui, lycoris" if self._kind in ROTATIONS else "auto, comfyui, lycoris, peft"
 
     def _refusal(self, format: str, why: str, others: str) -> InputError:
@@ -383,8 +379,10 @@ class _Writer:
 
 
 def _beginning_with_a_down(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """diffusers renames layers (`to_out` to `to_out.0`) in a file whose first name has no `lora_A`. safetensors puts
-    wider types first, then sorts by name: the first `lora_A` must be as wide as dora's magnitudes."""
+    """Make a `lora_A` the first tensor of the file: in others diffusers renames layers (`to_out` to `to_out.0`).
+
+    safetensors puts wider types first, then sorts by name: the first `lora_A` must be as wide as dora's magnitudes.
+    """
     first = min((name for name in tensors if name.endswith("lora_A.weight")), default=None)
     if first is None or not any("magnitude" in name for name in tensors):
         return tensors
@@ -404,7 +402,7 @@ def _is_text_encoder(name: str) -> bool:
 
 
 def _is_in_block(name: str) -> bool:
-    """Blocks are numbered."""
+    """Whether a layer is in a block; blocks are numbered."""
     return re.search(r"\.\d+\.", name) is not None
 
 
@@ -413,26 +411,27 @@ def _underscored(path: str) -> str:
 
 
 def _dotted(name: str) -> str:
-    """diffusers' name. transformers 5 took `text_model` out of CLIP paths; older programs need it, newer accept it."""
+    """Return diffusers' name. transformers 5 removed `text_model` from CLIP paths; older programs need it, newer ones
+    accept it."""
     path = _path(name)
     shortened = _is_text_encoder(name) and path.startswith("encoder.layers.")
     return f"{_component(name)}.{'text_model.' if shortened else ''}{path}"
 
 
-def _renamed(layer: LayerAdapter, names: Mapping[Kind, Mapping[str, str]]) -> dict[str, Tensor]:
-    return {names[layer.kind][name]: tensor for name, tensor in layer.tensors.items() if name != "magnitude"}
+def _renamed(layer: LayerAdapter, names: Mapping[str, str]) -> dict[str, Tensor]:
+    return {names[name]: tensor for name, tensor in layer.tensors.items() if name != "magnitude"}
 
 
 def _at_scale_one(layer: LayerAdapter) -> LayerAdapter:
     if layer.scale == 1:
         return layer
-    (factor,) = (name for name in FOLDED[layer.kind] if name in layer.tensors)
+    (factor,) = (name for name in KINDS[layer.kind].scaled if name in layer.tensors)
     scaled = layer.tensors[factor].float() * layer.scale
     return LayerAdapter(layer.kind, {**layer.tensors, factor: scaled})
 
 
 def _alpha(layer: LayerAdapter) -> int:
-    """The alpha that means scale 1: the rank; 0 is no constraint of a rotation, whose key may not be left out."""
+    """Return the alpha that means scale 1: the rank; for a rotation 0, no constraint, as its key is required."""
     match layer.kind:
         case "lora" | "dora":
             return layer.tensors["down"].shape[0]
@@ -444,12 +443,12 @@ def _alpha(layer: LayerAdapter) -> int:
 
 
 def _lokr_rank(layer: LayerAdapter) -> int | None:
-    """None when both factors are whole."""
+    """Return the rank; None when both factors are whole."""
     return next((layer.tensors[name].shape[0] for name in ("w2_b", "w1_b") if name in layer.tensors), None)
 
 
 def _size(layer: LayerAdapter) -> tuple[int, int]:
-    """Rows and columns of the weight it changes, the kernel of a convolution flattened."""
+    """Return rows and columns of the layer's weight, the kernel of a convolution flattened. layer: loha or lokr."""
     tensors = layer.tensors
     if layer.kind == "loha":
         return tensors["w1_a"].shape[0], tensors["w1_b"].shape[1]
@@ -458,7 +457,7 @@ def _size(layer: LayerAdapter) -> tuple[int, int]:
 
 
 def _factor_shapes(layer: LayerAdapter) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of lokr's two factors, the kernel flattened into the second."""
+    """Return the shapes of lokr's two factors, the kernel flattened into the second."""
 
     def shape(name: str) -> tuple[int, int]:
         if name in layer.tensors:
@@ -470,7 +469,7 @@ def _factor_shapes(layer: LayerAdapter) -> tuple[tuple[int, int], tuple[int, int
 
 
 def _exact_rank(layer: LayerAdapter) -> int:
-    """Rank of the lora that is the same as a loha or lokr."""
+    """Return the rank of the lora that equals a loha or lokr."""
     if layer.kind == "loha":
         return layer.tensors["w1_b"].shape[0] * layer.tensors["w2_b"].shape[0]
     return math.prod(
@@ -480,7 +479,7 @@ def _exact_rank(layer: LayerAdapter) -> int:
 
 
 def _exact_lora(layer: LayerAdapter, shape: torch.Size) -> LayerAdapter:
-    """The lora with the same update. shape: of the layer's weight."""
+    """Return the lora with the same update. shape: of the layer's weight."""
     factors = {name: tensor.float() for name, tensor in layer.tensors.items()}
     if layer.kind == "loha":
         # (w1_a w1_b) * (w2_a w2_b) is a sum over pairs of ranks, each an outer product.
@@ -494,7 +493,7 @@ def _exact_lora(layer: LayerAdapter, shape: torch.Size) -> LayerAdapter:
 
 
 def _as_product(factors: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
-    """A factor of lokr as a product of two matrices with as few numbers between them as can be."""
+    """Write a factor of lokr as a product of two matrices with the smallest possible inner dimension."""
     if f"{name}_a" in factors:
         return factors[f"{name}_a"], factors[f"{name}_b"]
     whole = factors[name].flatten(1)
@@ -503,10 +502,10 @@ def _as_product(factors: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tenso
 
 
 def _as_lycoris_builds_it(layer: LayerAdapter) -> LayerAdapter:
-    """The same adapter in the shapes that LyCORIS makes of a file before it copies the tensors."""
+    """Return the same adapter in the shapes that LyCORIS builds from a file before it copies the tensors."""
     tensors = dict(layer.tensors)
     if layer.kind == "lokr" and "w2" in tensors and "w1_a" in tensors:
-        # It knows no low-rank first factor beside a whole second one.
+        # It does not support a low-rank first factor with a whole second one.
         tensors["w1"] = tensors.pop("w1_a").float() @ tensors.pop("w1_b").float()
     if layer.kind == "boft":
         tensors["blocks"] = _all_stages(tensors["blocks"])
@@ -514,29 +513,29 @@ def _as_lycoris_builds_it(layer: LayerAdapter) -> LayerAdapter:
 
 
 def _all_stages(blocks: Tensor) -> Tensor:
-    """Zeros, which rotate by nothing, for the stages that were not trained: LyCORIS computes their number, log2(n) + 1
-    for n blocks, and ignores what the file has."""
+    """Append zeros, which do not rotate, for the stages that were not trained: LyCORIS computes the number of stages,
+    log2(n) + 1 for n blocks, and ignores the file's."""
     stages, n, b, _ = blocks.shape
     missing = n.bit_length() - stages
     return torch.cat([blocks, blocks.new_zeros(missing, n, b, b)])
 
 
 def _as_kernel(up: Tensor, dim: int) -> Tensor:
-    """(out, r) -> (out, r[, 1, 1]), as many dimensions as the layer's weight."""
+    """Give (out, r) as many dimensions as the layer's weight: (out, r[, 1, 1])."""
     return up.view(*up.shape, *[1] * (dim - 2))
 
 
 def _as_column(magnitude: Tensor, down: Tensor) -> Tensor:
-    """(out,) -> (out, 1[, 1, 1]): ComfyUI would spread a vector over the columns."""
+    """Reshape (out,) to (out, 1[, 1, 1]): ComfyUI would broadcast a vector over the columns."""
     return magnitude.view(-1, *[1] * (down.dim() - 1))
 
 
 def _comfyui_dora_scale(layer: LayerAdapter, weight: Tensor) -> Tensor:
-    """m (||W|| + eps) / ||W + dW|| by rows, shape (out, 1[, 1, 1]): ComfyUI divides by ||W|| + eps where the
-    definition, peft and LyCORIS divide by ||W + dW||. So it is right for a row of zeros in W too.
+    """Return m (||W|| + eps) / ||W + dW|| by rows, shape (out, 1[, 1, 1]).
 
-    The only place that knows. Comfy-Org/ComfyUI pull request 15458 corrects it there: then this file's `dora_scale` is
-    wrong, which DORA_CONVENTION in its metadata tells.
+    ComfyUI divides by ||W|| + eps where the definition, peft and LyCORIS divide by ||W + dW||. The correction is right
+    for a row of zeros in W too. No other code depends on this. Comfy-Org/ComfyUI pull request 15458 fixes ComfyUI: then
+    this file's `dora_scale` is wrong, and DORA_CONVENTION in its metadata says which files are affected.
     """
     rows = weight.float().flatten(1)
     turned = rows + layer.update().flatten(1)
@@ -546,9 +545,9 @@ def _comfyui_dora_scale(layer: LayerAdapter, weight: Tensor) -> Tensor:
 
 
 def _peft_config(layers: Mapping[str, LayerAdapter], base: Base, path: NameOf) -> PeftConfig:
-    """The config with which peft builds the layers in the shapes of their tensors, at scale 1.
+    """Return the config with which peft builds the layers in the shapes of their tensors, at scale 1.
 
-    path: a layer's name to peft.
+    path: returns a layer's name in peft's model.
     """
     kind = next(iter(layers.values())).kind
     ranks = {path(name): _peft_rank(layer) for name, layer in layers.items()}
@@ -577,16 +576,16 @@ def _most_common(numbers: Iterable[int]) -> int:
 
 
 def _peft_rank(layer: LayerAdapter) -> int:
-    """peft keeps a factor of lokr whole when the rank is at least half its size: so large where both are."""
+    """Return the rank for peft, which keeps a factor of lokr whole when the rank is at least half its size."""
     if layer.kind == "lokr":
         return _lokr_rank(layer) or max(_factor_shapes(layer)[1])
     return _alpha(layer)
 
 
 def _peft_factor(layers: Mapping[str, LayerAdapter], base: Base) -> int:
-    """The one factor from which peft computes how all layers are split.
+    """Return the single factor from which peft computes the split of all layers.
 
-    It is the first size of the layers whose sizes it divides. Raises InputError when there is none.
+    It is the first factor's size in the layers whose sizes it divides. Raises InputError when there is none.
     """
     splits: set[tuple[int, int]] = set()
     for name, layer in layers.items():

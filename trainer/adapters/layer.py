@@ -1,7 +1,7 @@
-"""The adapter of one layer as tensors, and the one formula per kind for what it makes of the layer's weight.
+"""The adapter of one layer as tensors, and the single formula per kind that applies it to the layer's weight.
 
 Merging, exporting, reading files and verifying all go through `LayerAdapter`; the modules that train are elsewhere in
-this package, and are compared with it by tests.
+this package, and tests compare them with it.
 """
 
 from __future__ import annotations
@@ -9,26 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Kind = Literal["lora", "dora", "loha", "lokr", "diag-oft", "boft"]
-
-TENSORS: Mapping[Kind, tuple[tuple[str, ...], ...]] = {
-    "lora": (("down", "up"),),
-    "dora": (("down", "up", "magnitude"),),
-    "loha": (("w1_a", "w1_b", "w2_a", "w2_b"),),
-    "lokr": (("w1", "w2"), ("w1", "w2_a", "w2_b"), ("w1_a", "w1_b", "w2"), ("w1_a", "w1_b", "w2_a", "w2_b")),
-    "diag-oft": (("blocks",),),
-    "boft": (("blocks",),),
-}
-"""Names of the tensors of each kind; several sets where factors may be whole or written as a product."""
-
+from trainer.adapters.kinds import Kind
 
 SHORTEST = math.sqrt(torch.finfo(torch.float32).tiny)
-"""Divisor for rows that are shorter: the factor of a row of zeros is finite, and the row stays zero."""
+"""Smallest length of a row that is divided by: the factor of a row of zeros is finite, and the row stays zero."""
 COLUMNS = 512
 """Columns of a weight that are rotated at a time: each stage makes copies, and small ones stay in the cache."""
 
@@ -37,14 +25,18 @@ COLUMNS = 512
 class LayerAdapter:
     """One layer's adapter, whole, on the CPU, in any floating type.
 
-    kind: `lora` also for locon.  scale: factor of the update (alpha / rank); 1 for rotations and whole lokr factors.
-    tensors, for a weight of shape (out, in) or (out, in, kh, kw), r the rank:
-      lora, dora  down (r, in[, kh, kw]), up (out, r[, 1, 1]); magnitude (out,), the length of each row of the result
-      loha        w1_a, w2_a (out, r), w1_b, w2_b (r, in * kh * kw)
-      lokr        w1 (a, b) or w1_a @ w1_b; w2 (c, d[, kh, kw]) or w2_a @ w2_b with shape (c, d * kh * kw);
-                  a * c = out, b * d = in
-      diag-oft    blocks (n, b, b), n * b = out
-      boft        blocks (stages, n, b, b), n * b = out
+    Attributes:
+        kind: `lora` also for locon.
+        tensors: For a weight of shape (out, in) or (out, in, kh, kw), r the rank:
+
+            lora, dora: down (r, in[, kh, kw]), up (out, r[, 1, 1]); magnitude (out,), the length of each row of the
+                adapted weight.
+            loha: w1_a, w2_a (out, r), w1_b, w2_b (r, in * kh * kw).
+            lokr: w1 (a, b) or w1_a @ w1_b; w2 (c, d[, kh, kw]) or w2_a @ w2_b with shape (c, d * kh * kw);
+                a * c = out, b * d = in.
+            diag-oft: blocks (n, b, b), n * b = out.
+            boft: blocks (stages, n, b, b), n * b = out.
+        scale: Factor of the update (alpha / rank); 1 for rotations and whole lokr factors.
     """
 
     kind: Kind
@@ -52,8 +44,8 @@ class LayerAdapter:
     scale: float = 1.0
 
     def merged(self, weight: Tensor) -> Tensor:
-        """The layer's weight with the adapter in it, fp32, of the shape of `weight`."""
-        # In place where it can be: a layer of the largest models has 1.4 GB of fp32 weights.
+        """Return the layer's weight with the adapter in it, fp32, of the shape of `weight`."""
+        # In place where possible: a layer of the largest models has 1.4 GB of fp32 weights.
         new = weight.detach().to(torch.float32, copy=True).flatten(1)
         match self.kind:
             case "lora" | "loha" | "lokr":
@@ -69,7 +61,14 @@ class LayerAdapter:
         return new.view(weight.shape)
 
     def update(self) -> Tensor:
-        """What a lora, loha or lokr adds to the weight, and a dora before it scales the rows: (out, ...), fp32."""
+        """Return what a lora, loha or lokr adds to the weight, and a dora adds before it scales the rows.
+
+        Returns:
+            (out, ...), fp32.
+
+        Raises:
+            ValueError: The kind is a rotation.
+        """
         match self.kind:
             case "lora" | "dora":
                 return (self.scale * self._fp32("up").flatten(1)) @ self._fp32("down").flatten(1)
@@ -90,38 +89,47 @@ class LayerAdapter:
 
 
 def kronecker(w1: Tensor, w2: Tensor) -> Tensor:
-    """(a, b) and (c, d[, kh, kw]) -> (a * c, b * d * kh * kw): the weight of lokr, its kernel flattened."""
+    """Return lokr's weight, its kernel flattened: (a, b) and (c, d[, kh, kw]) -> (a * c, b * d * kh * kw)."""
     return torch.kron(w1, w2.flatten(1))
 
 
 def rotation(blocks: Tensor) -> Tensor:
-    """Orthogonal matrices (..., b, b) by the Cayley transform of the skew parts of `blocks`.
+    """Return orthogonal matrices (..., b, b), the Cayley transform of the skew parts of `blocks`.
 
-    R = (I + Q) (I - Q)^-1 with Q = blocks - blocks^T, as in LyCORIS. In fp32: the solver knows no other type.
+    R = (I + Q) (I - Q)^-1 with Q = blocks - blocks^T, as in LyCORIS. In fp32: the solver supports no 16-bit type.
     """
     skew = (blocks - blocks.mT).float()
     identity = torch.eye(blocks.shape[-1], device=blocks.device)
-    # The two factors commute, so that the inverse may stand first.
+    # The two factors commute, so the inverse may come first.
     turns: Tensor = torch.linalg.solve(identity - skew, identity + skew)
     return turns
 
 
 def rotated(rows: Tensor, turns: Tensor) -> Tensor:
-    """Each block of b rows turned by its matrix, transposed. rows: (n * b, ...).  turns: (n, b, b)."""
+    """Rotate each block of b rows by its transposed matrix.
+
+    Args:
+        rows: (n * b, ...).
+        turns: (n, b, b).
+    """
     n, b, _ = turns.shape
     return torch.einsum("nkm,nk...->nm...", turns, rows.reshape(n, b, *rows.shape[1:])).flatten(0, 1)
 
 
 def butterfly(rows: Tensor, turns: Tensor) -> Tensor:
-    """Stages of block rotations, each over rows that lie further apart. rows: (n * b, ...).  turns: (stages, n, b, b).
+    """Apply stages of block rotations, each over rows that lie further apart.
 
     Stage i takes b / 2 rows from each of two neighbouring groups of 2^i * b / 2 rows.
     Source: BOFT (arXiv 2311.06243), in the order of LyCORIS.
+
+    Args:
+        rows: (n * b, ...).
+        turns: (stages, n, b, b).
     """
     _, n, b, _ = turns.shape
     for stage, turn in enumerate(turns):
         spread = 2**stage * b // 2
-        # (groups, two halves, their rows) -> the rows of one rotation side by side
+        # (groups, two halves, their rows) -> the rows of one rotation next to each other
         grouped = rows.reshape(-1, 2, spread, *rows.shape[1:]).transpose(1, 2).reshape(n, b, *rows.shape[1:])
         turned = torch.einsum("nmk,nk...->nm...", turn, grouped).flatten(0, 1)
         rows = turned.reshape(-1, spread, 2, *rows.shape[1:]).transpose(1, 2).flatten(0, 2)

@@ -1,4 +1,4 @@
-"""lora, locon and dora: a low-rank update beside each layer."""
+"""lora, locon and dora: a low-rank update added to each layer's output."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from peft.tuners.lora import Conv2d, Linear, LoraLayer
 from peft.tuners.lora.layer import LoraVariant
 from torch import Tensor, nn
 
+from trainer.adapters.kinds import ADAPTER
 from trainer.adapters.layer import SHORTEST
-from trainer.adapters.tuner import ADAPTER, Layer
+from trainer.adapters.tuner import Layer
 
 
 def lora_layer(layer: Layer, rank: int, scale: float, dropout: nn.Module) -> LoraLayer:
-    """peft's own layer. The factors of a convolution are two convolutions: its kernel, and 1 x 1."""
+    """Make peft's own layer. The factors of a convolution are two convolutions: one with its kernel, and 1 x 1."""
     kind = Linear if isinstance(layer, nn.Linear) else Conv2d
     return _with(kind(layer, ADAPTER, LoraConfig(), r=rank), scale, dropout)
 
 
 def dora_layer(layer: Layer, rank: int, scale: float, dropout: nn.Module) -> LoraLayer:
-    """peft's layer with the magnitudes of `RowLengths`. layer: a linear one."""
+    """Make peft's layer with the magnitudes of `RowLengths`. layer: a linear layer."""
     return _with(_DoraLinear(layer, ADAPTER, LoraConfig(use_dora=True), r=rank), scale, dropout)
 
 
@@ -32,10 +33,13 @@ def _with(layer: LoraLayer, scale: float, dropout: nn.Module) -> LoraLayer:
 
 
 class RowLengths(nn.Module):
-    """The trained row lengths of dora, as differences from those of the base's weight.
+    """The trained row lengths of dora, as differences from the row lengths of the base's weight.
 
     Under bf16 compute parameters are rounded to bf16: whole lengths would be off by up to 0.4 %, and the adapter would
-    not start as a no-op. weight: (out,).
+    not start as a no-op.
+
+    Attributes:
+        weight: (out,).
     """
 
     def __init__(self, outputs: int) -> None:
@@ -43,11 +47,19 @@ class RowLengths(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs))
 
     def forward(self, base: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-        """g - 1 for the factor g of each row of V = W + scale * up @ down that gives it its trained length, fp32.
+        """Return g - 1, where g scales each row of V = W + scale * up @ down to its trained length.
 
-        base: W (out, in).  down: (r, in).  up: (out, r).  The length of V is a constant in backward (DoRA, arXiv
-        2402.09353, sec. 4.3). V itself is never built: |V|^2 = |W|^2 + 2 scale <up, W down^T> + scale^2 <up, up G>
-        row by row, with G = down down^T.
+        The length of V is a constant in backward (DoRA, arXiv 2402.09353, sec. 4.3). V itself is never built:
+        |V|^2 = |W|^2 + 2 scale <up, W down^T> + scale^2 <up, up G> row by row, with G = down down^T.
+
+        Args:
+            base: W, (out, in).
+            down: (r, in).
+            up: (out, r).
+            scale: Factor of the update.
+
+        Returns:
+            (out,), fp32.
         """
         with torch.no_grad():
             length = torch.linalg.vector_norm(base, dim=1, dtype=torch.float32)
@@ -74,7 +86,7 @@ class _Dora(LoraVariant):  # type: ignore[misc]
         update: Tensor = scale * up(down(module.lora_dropout[active_adapter](x)))
         result = result + update.to(result.dtype)
         unbiased = result if base.bias is None else result - base.bias
-        # g * y as y + (g - 1) * y: a factor near 1 has only 8 bits in bf16, its difference from 1 as many of its own.
+        # g * y as y + (g - 1) * y: bf16 keeps 8 significant bits, and those of g - 1 are finer than those of g near 1.
         stretched: Tensor = result + excess.to(result.dtype) * unbiased
         return stretched
 

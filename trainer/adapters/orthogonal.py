@@ -1,6 +1,6 @@
-"""diag-oft and boft: the outputs of a layer rotated, as LyCORIS writes it, on peft's tuner layers.
+"""diag-oft and boft: rotations of a layer's outputs, as in LyCORIS, on peft's tuner layers.
 
-peft's own OFT and BOFT rotate the inputs, which no program that makes pictures can load. Rotated is W x without the
+peft's own OFT and BOFT rotate the inputs, which no image generator can load. The rotation applies to W x without the
 bias, since only W can be exported. Parameters are LyCORIS' `oft_blocks`; zero means no rotation.
 """
 
@@ -12,28 +12,29 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from trainer.adapters.tuner import ADAPTER, Layer
+from trainer.adapters.kinds import ADAPTER
+from trainer.adapters.tuner import Layer
 
 MERGED_ROWS = 72
-"""Stages of boft are multiplied together while the product's blocks are not wider: one pass over the activations, and
-one copy of them kept for backward, does for three or four. Measured on layers of 512 to 4608 outputs and 512 tokens:
-forward and backward in 0.36 to 0.7 of the time of going stage by stage."""
+"""Widest blocks of a product of boft's stages: one pass over the activations, and one copy of them kept for backward,
+replaces three or four. Measured on layers of 512 to 4608 outputs and 512 tokens: forward and backward take 0.36 to 0.7
+of the time of going stage by stage."""
 
 
 def cayley_excess(blocks: Tensor) -> Tensor:
-    """R - I for the rotations R = (I + Q) (I - Q)^-1 with Q = blocks - blocks^T, (..., b, b), in fp32.
+    """Return R - I for the rotations R = (I + Q) (I - Q)^-1 with Q = blocks - blocks^T, (..., b, b), in fp32.
 
-    R - I = 2 Q (I - Q)^-1 is exact for small Q, where R itself loses digits: rounded to bf16, R would be no rotation.
+    R - I = 2 Q (I - Q)^-1 is exact for small Q, where R itself loses digits: rounded to bf16, R is not orthogonal.
     """
     skew = (blocks - blocks.mT).float()
     identity = torch.eye(blocks.shape[-1], device=blocks.device)
-    # The two factors commute, so that the inverse may stand first.
+    # The two factors commute, so the inverse may come first.
     excess: Tensor = torch.linalg.solve(identity - skew, 2 * skew)
     return excess
 
 
 class _Rotated(nn.Module, BaseTunerLayer):  # type: ignore[misc]
-    """shape: of `oft_blocks`."""
+    """A layer with rotated outputs. shape: of `oft_blocks`."""
 
     base_layer: Layer
     oft_blocks: nn.ParameterDict
@@ -62,12 +63,17 @@ class _Rotated(nn.Module, BaseTunerLayer):  # type: ignore[misc]
         return turned.view(features_first.shape).movedim(0, dim).contiguous()
 
     def turn_rows(self, rows: Tensor, excess: Tensor) -> Tensor:
-        """rows: (out, items).  excess: of `cayley_excess`."""
+        """Rotate the outputs.
+
+        Args:
+            rows: (out, items).
+            excess: From `cayley_excess`.
+        """
         raise NotImplementedError
 
 
 class DiagOft(_Rotated):
-    """Each block of b outputs is turned by its matrix, transposed. oft_blocks: (n, b, b), n * b = out."""
+    """Each block of b outputs is rotated by its transposed matrix. oft_blocks: (n, b, b), n * b = out."""
 
     def turn_rows(self, rows: Tensor, excess: Tensor) -> Tensor:
         return turn_groups(rows.view(*excess.shape[:2], -1), excess.mT).flatten(0, 1)
@@ -91,21 +97,32 @@ class Boft(_Rotated):
 
 
 def turn_groups(rows: Tensor, excess: Tensor) -> Tensor:
-    """rows + excess @ rows, group by group. rows: (groups, k, items).  excess: (groups, k, k)."""
+    """Return rows + excess @ rows, group by group.
+
+    Args:
+        rows: (groups, k, items).
+        excess: (groups, k, k).
+    """
     return torch.baddbmm(rows, excess.to(rows.dtype), rows)
 
 
 def merged_runs(stages: int, b: int) -> list[int]:
-    """How many stages are merged at a time, in order: as many as MERGED_ROWS allows, in runs of about equal length."""
+    """Return how many stages to merge at a time, in order: as many as MERGED_ROWS allows, in about equal runs."""
     longest = max(run for run in range(1, stages + 1) if run == 1 or 2**run * b // 2 <= MERGED_ROWS)
     runs = -(-stages // longest)
     return [stages // runs + (i < stages % runs) for i in range(runs)]
 
 
 def merged_excess(excess: Tensor, first: int, run: int) -> Tensor:
-    """Product of the stages from `first` on, minus I, as one matrix per group of rows that they mix.
+    """Return the product of `run` stages from `first` on, minus I, as one matrix per group of rows that they mix.
 
-    excess: (stages, n, b, b) of the single rotations.  Returns (groups, 2^run * b / 2, same).
+    Args:
+        excess: (stages, n, b, b) of the single rotations.
+        first: Number of the first stage.
+        run: Number of stages.
+
+    Returns:
+        (groups, 2^run * b / 2, 2^run * b / 2).
     """
     _, n, b, _ = excess.shape
     size = 2**run * b // 2
@@ -113,7 +130,7 @@ def merged_excess(excess: Tensor, first: int, run: int) -> Tensor:
     identity = torch.eye(size, device=excess.device)
     rows = identity.expand(groups, size, size)
     for stage in range(run):
-        # Rotations of a stage are numbered by all of a block's binary digits but the stage's own.
+        # A rotation's number within its stage has all binary digits of a block's number except the stage's own.
         numbers = (-1, 2 ** (run - 1 - stage), 2**stage, 2**first)
         turns = excess[first + stage].view(*numbers, b, b).movedim(3, 1).reshape(groups, -1, b, b)
         spread = 2**stage * b // 2

@@ -1,8 +1,8 @@
-"""The patterns of a stranger's adapter file, matched in bounded time.
+"""Matches the patterns of an untrusted adapter file in bounded time.
 
-peft gives layers their rank and alpha by regular expressions that stand in the file. Python's own matcher tries
-every way to match, of which `(a|a|a|aa)+$` has more than a second can hold for a name of 40 letters. This one keeps the
-set of positions that can be reached, so that each of them is gone on from only once.
+peft gives layers their rank and alpha by regular expressions that are stored in the file. Python's own matcher
+backtracks: `(a|a|a|aa)+$` on a name of 40 letters takes more than a second. This matcher keeps the set of positions
+that can be reached and continues from each of them only once.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
 LONGEST = 1000
-"""Letters of a pattern, which may name a layer with every dot escaped."""
+"""Most letters of a pattern, which may name a layer with every dot escaped."""
 DEEPEST = 2
-"""Repetitions within repetitions; each multiplies the time by the letters of the name."""
+"""Deepest nesting of repetitions; each level multiplies the time by the letters of the name."""
 
 _CATEGORIES: dict[Any, Callable[[str], object]] = {
     codes.CATEGORY_DIGIT: re.compile(r"\d").match,
@@ -30,12 +30,13 @@ _CATEGORIES: dict[Any, Callable[[str], object]] = {
 
 
 def find_pattern(patterns: Iterable[str], name: str) -> str | None:
-    """The first pattern that matches a layer's name, or the end of it after a dot; None without one.
+    """Return the first pattern that matches a layer's name or the part of the name after a dot, or None.
 
-    Raises ValueError for a pattern that is no regular expression, or has what is not read here: more than LONGEST
-    letters, references, looking ahead or behind, or repetitions more than DEEPEST deep.
+    Raises:
+        ValueError: A pattern is not a regular expression, or is not supported here: it has more than LONGEST letters,
+            references, lookaheads or lookbehinds, or repetitions nested more than DEEPEST deep.
     """
-    begins = {0} | {place + 1 for place, letter in enumerate(name) if letter == "."}
+    begins = {0} | {position + 1 for position, letter in enumerate(name) if letter == "."}
     return next((one for one in patterns if len(name) in _ends(_parsed(one), name, begins)), None)
 
 
@@ -54,7 +55,7 @@ def _parsed(pattern: str) -> Sequence[Any]:
 
 
 def _check(nodes: Iterable[Any], depth: int) -> None:
-    """Raises re.error for what `_ends` does not know."""
+    """Raise re.error for nodes that `_ends` does not support."""
     for code, argument in nodes:
         if code in (codes.MAX_REPEAT, codes.MIN_REPEAT):
             if depth == DEEPEST:
@@ -67,21 +68,21 @@ def _check(nodes: Iterable[Any], depth: int) -> None:
                 _check(branch, depth)
         elif code is codes.AT:
             if argument not in _ANCHORS:
-                raise re.error("it looks at what is beside a letter")
+                raise re.error("it looks at the neighbours of a letter")
         elif code not in (codes.LITERAL, codes.NOT_LITERAL, codes.ANY, codes.IN):
             raise re.error("it refers to other parts of itself or of the name")
 
 
 _ANCHORS: dict[Any, Callable[[int, str], bool]] = {
-    codes.AT_BEGINNING: lambda place, name: place == 0,
-    codes.AT_BEGINNING_STRING: lambda place, name: place == 0,
-    codes.AT_END: lambda place, name: place == len(name),
-    codes.AT_END_STRING: lambda place, name: place == len(name),
+    codes.AT_BEGINNING: lambda position, name: position == 0,
+    codes.AT_BEGINNING_STRING: lambda position, name: position == 0,
+    codes.AT_END: lambda position, name: position == len(name),
+    codes.AT_END_STRING: lambda position, name: position == len(name),
 }
 
 
 def _ends(nodes: Iterable[Any], name: str, begins: Set[int]) -> Set[int]:
-    """Where a match may end that begins at one of these places."""
+    """Return the positions where a match may end that begins at one of these positions."""
     for code, argument in nodes:
         if not begins:
             break
@@ -93,18 +94,18 @@ def _ends(nodes: Iterable[Any], name: str, begins: Set[int]) -> Set[int]:
             least, most, repeated = argument
             begins = _repeated(least, most, repeated, name, begins)
         elif code is codes.AT:
-            begins = {place for place in begins if _ANCHORS[argument](place, name)}
+            begins = {position for position in begins if _ANCHORS[argument](position, name)}
         else:
-            begins = {place + 1 for place in begins if place < len(name) and _fits(code, argument, name[place])}
+            begins = {at + 1 for at in begins if at < len(name) and _fits(code, argument, name[at])}
     return begins
 
 
 def _repeated(least: int, most: int, nodes: Iterable[Any], name: str, begins: Set[int]) -> Set[int]:
-    """`_ends` of something that is repeated."""
+    """Return `_ends` of nodes that are repeated."""
     count = 0
     while count < least and begins:
         after = _ends(nodes, name, begins)
-        if after == begins:  # nor will more change anything
+        if after == begins:  # more repetitions change nothing either
             break
         begins, count = after, count + 1
     found, new, count = set(begins), begins, least
@@ -116,7 +117,7 @@ def _repeated(least: int, most: int, nodes: Iterable[Any], name: str, begins: Se
 
 
 def _fits(code: Any, argument: Any, letter: str) -> bool:
-    """Whether a part of a pattern that stands for one letter stands for this one."""
+    """Whether a node of a pattern that matches one letter matches this one."""
     if code is codes.ANY:
         return letter != "\n"
     if code is codes.LITERAL:

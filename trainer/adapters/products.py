@@ -13,13 +13,14 @@ from peft.tuners.lycoris_utils import LycorisLayer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from trainer.adapters.kinds import ADAPTER
 from trainer.adapters.targets import counted
-from trainer.adapters.tuner import ADAPTER, Layer, apply, apply_pointwise, weight_shape
+from trainer.adapters.tuner import Layer, apply, apply_pointwise, weight_shape
 from trainer.config.sections import LokrAdapter
 
 
 class _Product(LycorisLayer):  # type: ignore[misc]
-    """What the layer returns, plus an update. dropout: on the update's input only."""
+    """A layer whose output gets an update added. dropout: on the update's input only."""
 
     base_layer: Layer
     scaling: dict[str, float]
@@ -29,7 +30,7 @@ class _Product(LycorisLayer):  # type: ignore[misc]
         return result + self._get_delta_activations(ADAPTER, x).to(result.dtype)
 
     def _get_delta_activations(self, adapter_name: str, x: Tensor) -> Tensor:
-        """The update, in the type of the parameters."""
+        """Return the update, in the type of the parameters."""
         raise NotImplementedError
 
 
@@ -59,20 +60,20 @@ class Loha(_Product, LoHaLayer):  # type: ignore[misc]
 
 
 def low_rank_product(layer: Layer, x: Tensor, w1_a: Tensor, w1_b: Tensor, w2_a: Tensor, w2_b: Tensor) -> Tensor:
-    """The product of two matrices of rank r is one of rank r^2, whose factors are products of columns and of rows."""
+    """Compute loha's update as a matrix of rank r^2, whose factors are products of columns and of rows."""
     up = (w1_a.unsqueeze(2) * w2_a.unsqueeze(1)).flatten(1)
     down = (w1_b.unsqueeze(1) * w2_b.unsqueeze(0)).flatten(0, 1)
     return apply_pointwise(layer, up, apply(layer, down, x))
 
 
 def dense_product(layer: Layer, x: Tensor, w1_a: Tensor, w1_b: Tensor, w2_a: Tensor, w2_b: Tensor) -> Tensor:
-    """The same by the whole matrix: less work where r^2 is near the layer's own width."""
+    """Compute loha's update by the whole matrix: less work where r^2 is near the layer's own width."""
     return apply(layer, (w1_a @ w1_b) * (w2_a @ w2_b), x)
 
 
 @dataclass(frozen=True)
 class Split:
-    """How lokr writes one weight (a * c, b * d * kernel): w1 (a, b), w2 (c, d * kernel), each whole or a product."""
+    """lokr's factors of one weight (a * c, b * d * kernel): w1 (a, b), w2 (c, d * kernel), each whole or a product."""
 
     a: int
     b: int
@@ -83,12 +84,12 @@ class Split:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is no rank: the update is then not scaled."""
+        """Whether both factors are whole: the update has no rank and is not scaled."""
         return self.first_whole and self.second_whole
 
     @classmethod
     def of(cls, layer: Layer, cfg: LokrAdapter, rank: int) -> Split:
-        """Sizes as LyCORIS chooses them: a factor stays whole where its rank would be half its size or more."""
+        """Choose sizes as LyCORIS does: a factor stays whole where its rank would be half its size or more."""
         outputs, inputs = weight_shape(layer)
         if isinstance(layer, nn.Conv2d):
             inputs = layer.in_channels
@@ -99,7 +100,7 @@ class Split:
 
 
 def whole_notes(layers: Mapping[str, Layer], cfg: LokrAdapter, ranks: Mapping[str, int]) -> tuple[str, ...]:
-    """What the log says of layers in which a rank was asked for and has no effect."""
+    """Return the note for the log about layers in which the requested rank has no effect."""
     whole = [name for name, layer in layers.items() if Split.of(layer, cfg, ranks[name]).second_whole]
     if cfg.full_matrix or not whole:
         return ()
@@ -107,7 +108,7 @@ def whole_notes(layers: Mapping[str, Layer], cfg: LokrAdapter, ranks: Mapping[st
 
 
 def small_factor(width: int, largest: int) -> int:
-    """The largest divisor of `width` that is at most its square root, and at most `largest` where that is above 0."""
+    """Return the largest divisor of `width` up to its square root, and up to `largest` where that is above 0."""
     bound = math.isqrt(width) if largest < 1 else min(largest, math.isqrt(width))
     return next(size for size in range(bound, 0, -1) if width % size == 0)
 
@@ -115,7 +116,7 @@ def small_factor(width: int, largest: int) -> int:
 class Lokr(_Product, LoKrLayer):  # type: ignore[misc]
     """The update is scale * kron(w1, w2) x, factor by factor: the dense matrix is never built.
 
-    scale: 1 where `split.is_whole`, as in LyCORIS.
+    scale: must be 1 where `split.is_whole`, as in LyCORIS.
     """
 
     def __init__(self, layer: Layer, split: Split, rank: int, scale: float, dropout: nn.Module) -> None:
@@ -132,7 +133,7 @@ class Lokr(_Product, LoKrLayer):  # type: ignore[misc]
         first = self._first(adapter_name)
         inner = self.lokr_w2[adapter_name].flatten(1) if split.second_whole else self.lokr_w2_b[adapter_name]
         x = self.dropout(x.to(first.dtype))
-        # To w2 each of the b groups of d features is an item of its own.
+        # For w2 each of the b groups of d features is an item of its own.
         linear = isinstance(layer, nn.Linear)
         items = x.reshape(-1, split.d) if linear else x.reshape(-1, split.d, *x.shape[2:])
         items = apply(layer, inner, items)
@@ -143,7 +144,7 @@ class Lokr(_Product, LoKrLayer):  # type: ignore[misc]
         return items.reshape(*x.shape[:-1], -1) if linear else items.reshape(x.shape[0], -1, *items.shape[-2:])
 
     def _first(self, adapter_name: str) -> Tensor:
-        """scale * w1, (a, b)."""
+        """Return scale * w1, (a, b)."""
         if self._split.first_whole:
             first: Tensor = self.lokr_w1[adapter_name]
         else:

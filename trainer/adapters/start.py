@@ -1,4 +1,4 @@
-"""What an adapter's parameters start from."""
+"""Start values of an adapter's parameters."""
 
 from __future__ import annotations
 
@@ -15,11 +15,19 @@ ZERO = {"lora_B", "lora_magnitude_vector", "hada_w2_b", "lokr_w2", "lokr_w2_b", 
 
 
 def initial_value(name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """Start value of one adapter parameter: the whole tensor, fp32, the same on every rank and for any world size.
+    """Return the start value of one adapter parameter.
 
-    Zero for those of `ZERO`. The others as in peft, Kaiming-uniform with a = sqrt(5): uniform within 1 / sqrt(fan_in).
-    LyCORIS has the same for lora and lokr; its loha draws w1_b and w2_a from N(0, 1) and w1_a from N(0, 0.1^2), with
-    which a small alpha, the usual one there, learns no faster than this.
+    Zero for the names in `ZERO`. The others start as in peft, Kaiming-uniform with a = sqrt(5): uniform within
+    1 / sqrt(fan_in). LyCORIS does the same for lora and lokr; its loha draws w1_b and w2_a from N(0, 1) and w1_a from
+    N(0, 0.1^2), which with a small alpha, as is usual there, learns no faster than this.
+
+    Args:
+        name: The parameter's name in the model.
+        shape: The parameter's shape.
+        seed: The run's seed.
+
+    Returns:
+        The whole tensor, fp32, the same on every rank and for any world size.
     """
     if not ZERO.isdisjoint(name.split(".")):
         return torch.zeros(*shape)

@@ -1,4 +1,4 @@
-"""Between the parameters of a model in training and `LayerAdapter`, which everything else works with."""
+"""Conversion between the parameters of a model in training and `LayerAdapter`, which everything else works with."""
 
 from __future__ import annotations
 
@@ -8,35 +8,25 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from trainer.adapters.layer import Kind, LayerAdapter
-from trainer.adapters.tuner import ADAPTER
+from trainer.adapters.kinds import KINDS, Kind
+from trainer.adapters.layer import LayerAdapter
 from trainer.config.errors import InputError
 from trainer.config.sections import AdapterSection, RankAdapter
 from trainer.run.manifest import RECIPE
 
 BaseWeight = Callable[[str], Tensor]
-"""A layer's name -> its weight without the adapter, (out, in). Asked for by dora only."""
+"""A layer's name -> its weight without the adapter, (out, in). Called for dora only."""
 Shape = Sequence[int]
-
-_LOW_RANK = {"down": f"lora_A.{ADAPTER}.weight", "up": f"lora_B.{ADAPTER}.weight"}
-_BLOCKS = {"blocks": f"oft_blocks.{ADAPTER}"}
-PARAMETERS: Mapping[Kind, Mapping[str, str]] = {
-    "lora": _LOW_RANK,
-    "dora": _LOW_RANK | {"magnitude": f"lora_magnitude_vector.{ADAPTER}.weight"},
-    "loha": {name: f"hada_{name}.{ADAPTER}" for name in ("w1_a", "w1_b", "w2_a", "w2_b")},
-    "lokr": {name: f"lokr_{name}.{ADAPTER}" for name in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b")},
-    "diag-oft": _BLOCKS,
-    "boft": _BLOCKS,
-}
-"""{tensor of a LayerAdapter: the parameter's name below its layer}."""
-SCALED: Mapping[Kind, tuple[str, ...]] = {"lora": ("up",), "dora": ("up",), "loha": ("w1_a",), "lokr": ("w1", "w1_a")}
-"""The tensor, whichever there is, that takes up a factor of the update."""
 
 
 class TrainedAdapter(Mapping[str, LayerAdapter]):
-    """The adapter that trained parameters hold: {layer, component first: its tensors}, read when asked for.
+    """The adapter in trained parameters: {layer, component first: its tensors}, read on access.
 
-    weights: by parameter name; those of no adapter are ignored.  recipe: of the run that trained them.
+    Args:
+        weights: By parameter name; parameters of other parts of the model are ignored.
+        cfg: The adapter's section of the config.
+        base: Returns a layer's weight.
+        recipe: Recipe of the run that trained them (`manifest.RECIPE`).
     """
 
     def __init__(
@@ -45,7 +35,7 @@ class TrainedAdapter(Mapping[str, LayerAdapter]):
         self._weights, self._cfg, self._base, self._recipe = weights, cfg, base, recipe
         self._names: dict[str, dict[str, str]] = defaultdict(dict)
         for parameter in weights:
-            for tensor, ending in PARAMETERS[kind_of(cfg)].items():
+            for tensor, ending in KINDS[kind_of(cfg)].parameters.items():
                 if parameter.endswith(f".{ending}"):
                     self._names[parameter.removesuffix(f".{ending}")][tensor] = parameter
 
@@ -71,13 +61,24 @@ class TrainedAdapter(Mapping[str, LayerAdapter]):
 def parameters_of(
     layer: str, found: LayerAdapter, cfg: AdapterSection, shapes: Mapping[str, Shape], base: BaseWeight
 ) -> dict[str, Tensor]:
-    """The parameters, by name, that make a layer's adapter what was read from a file.
+    """Convert a layer's adapter that was read from a file to this run's parameters.
 
-    shapes: of all parameters of this run's adapter, by name.  Raises InputError naming the layer, both shapes and the
-    setting that fits when the file's adapter is of another kind or size, or this run's does not change the layer.
+    Args:
+        layer: The layer's name, component first.
+        found: The adapter in the file.
+        cfg: This run's adapter.
+        shapes: {name: shape} of all parameters of this run's adapter.
+        base: Returns a layer's weight.
+
+    Returns:
+        {parameter: value}.
+
+    Raises:
+        InputError: The file's adapter is of another kind or size, or this run's adapter does not change the layer. The
+            message names the layer, both shapes and the setting that fits.
     """
     kind = kind_of(cfg)
-    names = {tensor: f"{layer}.{ending}" for tensor, ending in PARAMETERS[kind].items()}
+    names = {tensor: f"{layer}.{ending}" for tensor, ending in KINDS[kind].parameters.items()}
     wanted = {tensor: tuple(shapes[name]) for tensor, name in names.items() if name in shapes}
     if found.kind != kind:
         raise InputError(
@@ -88,12 +89,13 @@ def parameters_of(
         raise InputError(f"adapter.start: '{layer}' has an adapter in the file only; name it in adapter.targets")
     there = {tensor: tuple(value.shape) for tensor, value in found.tensors.items()}
     if there != wanted:
+        fits_model = _weight_size(kind, there) == _weight_size(kind, wanted)
         raise InputError(
             f"adapter.start: '{layer}' has {_listed(there)} in the file, but {_listed(wanted)} in this run; "
-            f"{_remedy(kind, there, wanted)}"
+            + (f"set {_settings(kind, there)}" if fits_model else "the file belongs to another model")
         )
     tensors = {tensor: value.float() for tensor, value in found.tensors.items()}
-    for tensor in SCALED.get(kind, ()):
+    for tensor in KINDS[kind].scaled:
         if tensor in tensors:
             tensors[tensor] = tensors[tensor] * (found.scale / scale_of(cfg, tensors))
     if kind == "dora":
@@ -102,21 +104,25 @@ def parameters_of(
 
 
 def kind_of(cfg: AdapterSection) -> Kind:
-    """What the adapter is of one layer; locon is lora."""
+    """Return the kind of one layer's adapter; locon is lora."""
     return "lora" if cfg.type == "locon" else cfg.type  # type: ignore[return-value]
 
 
 def scale_of(cfg: AdapterSection, tensors: Container[str], recipe: int = RECIPE) -> float:
-    """Factor of a layer's update: alpha / rank; 1 for rotations and for a lokr of two whole matrices, as in LyCORIS.
+    """Return the factor of a layer's update: alpha / rank; 1 for rotations and, as in LyCORIS, for a lokr of two
+    whole matrices.
 
-    tensors: names of the layer's.  recipe: of the run.
+    Args:
+        cfg: The adapter's section of the config.
+        tensors: Names of the layer's tensors.
+        recipe: Recipe of the run (`manifest.RECIPE`).
     """
     is_whole = "w1" in tensors and "w2" in tensors and recipe > 1
     return cfg.scale if isinstance(cfg, RankAdapter) and not is_whole else 1.0
 
 
 def row_lengths(weight: Tensor) -> Tensor:
-    """Length of each row, (out,), fp32."""
+    """Return the length of each row, (out,), fp32."""
     lengths: Tensor = weight.detach().float().norm(dim=1)
     return lengths
 
@@ -125,14 +131,8 @@ def _listed(shapes: Mapping[str, Shape]) -> str:
     return ", ".join(f"{name} {' x '.join(str(size) for size in shape)}" for name, shape in sorted(shapes.items()))
 
 
-def _remedy(kind: Kind, there: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> str:
-    if _weight_size(kind, there) != _weight_size(kind, wanted):
-        return "the file belongs to another model"
-    return f"set {_settings(kind, there)}"
-
-
 def _weight_size(kind: Kind, shapes: Mapping[str, Shape]) -> tuple[int, ...]:
-    """(out, in * kernel) of the layer that tensors of these shapes fit; (out,) of a rotated one."""
+    """Return (out, in * kernel) of the layer that tensors of these shapes fit; (out,) of a rotated layer."""
     match kind:
         case "lora" | "dora":
             return shapes["up"][0], math.prod(shapes["down"][1:])
@@ -152,7 +152,7 @@ def _factor_size(shapes: Mapping[str, Shape], name: str) -> tuple[int, int]:
 
 
 def _settings(kind: Kind, there: Mapping[str, Shape]) -> str:
-    """What gives a run an adapter of these shapes."""
+    """Return the settings that give a run an adapter of these shapes."""
     match kind:
         case "lora" | "dora":
             return _rank_setting(there["down"][0], len(there["down"]) == 4)

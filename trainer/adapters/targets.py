@@ -1,4 +1,4 @@
-"""Which layers an adapter changes, with which rank or blocks: what is decided before anything is built."""
+"""Chooses the layers that an adapter changes, and their ranks or blocks, before anything is built."""
 
 from __future__ import annotations
 
@@ -27,15 +27,19 @@ from trainer.config.sections import (
 )
 
 WHOLE_ROWS = (DoraAdapter, DiagOftAdapter, BoftAdapter)
-"""Adapters whose effect on a row of a weight depends on the row: they cannot follow rows that change places."""
+"""Adapters whose effect on a row of a weight depends on the whole row: they cannot follow rows that are swapped."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What a family recommends to change. linear, conv: {component: patterns of layers}.
+    """The layers that a family recommends to change.
 
-    halves_swapped: patterns of layers that adapters of whole rows must leave alone.  never_trained: patterns of
-    parameters that would get no gradient.  others: patterns of modules that are trained in another way, or not.
+    Attributes:
+        linear: {component: patterns of linear layers}.
+        conv: {component: patterns of convolutions}.
+        halves_swapped: Patterns of layers that adapters of whole rows must leave alone.
+        never_trained: Patterns of parameters that would get no gradient.
+        others: Patterns of modules that are trained in another way, or not at all.
     """
 
     linear: Mapping[str, Sequence[str]]
@@ -47,16 +51,22 @@ class Targets:
 
 @dataclass(frozen=True)
 class Chosen:
-    """layers: those to change, by name, in model order.  notes: which of those that were asked for are left out."""
+    """The chosen layers.
+
+    Attributes:
+        layers: {name: layer} to change, in model order.
+        notes: Sentences about requested layers that are left out.
+    """
 
     layers: dict[str, Layer]
     notes: tuple[str, ...]
 
 
 def choose_layers(model: nn.ModuleDict, cfg: AdapterSection, targets: Targets, family: str) -> Chosen:
-    """The layers that `adapter.targets` names, or else the family's own.
+    """Choose the layers that `adapter.targets` names, or else those that the family recommends.
 
-    Raises InputError for a pattern that matches nothing, or when there is no layer that the adapter can change.
+    Raises:
+        InputError: A pattern matches nothing, or the adapter cannot change any layer.
     """
     layers = _layers(model)
     named = match(layers, cfg.targets, "adapter.targets", family)
@@ -86,16 +96,19 @@ def choose_layers(model: nn.ModuleDict, cfg: AdapterSection, targets: Targets, f
 
 
 def match_layers(model: nn.Module, patterns: Sequence[str], field: str, family: str) -> list[str]:
-    """Names of the linear and convolution layers that a pattern matches: as a regular expression on the whole name,
-    with or without the component before it, or as the end of it (`attn.to_q`).
+    """Return the names of the linear layers and convolutions that match a pattern.
 
-    Raises InputError for a pattern that is no regular expression or matches nothing.
+    A pattern is a regular expression for the whole name, with or without the component, or the end of a name
+    (`attn.to_q`).
+
+    Raises:
+        InputError: A pattern is not a regular expression or matches nothing.
     """
     return match(_layers(model), patterns, field, family)
 
 
 def match(names: Iterable[str], patterns: Sequence[str], field: str, family: str) -> list[str]:
-    """`match_layers` on names of layers, in their order."""
+    """Do the same as `match_layers` on names of layers; keep their order."""
     layers = list(names)
     matched: set[str] = set()
     for pattern in patterns:
@@ -107,7 +120,7 @@ def match(names: Iterable[str], patterns: Sequence[str], field: str, family: str
 
 
 def _layers(model: nn.Module) -> dict[str, Layer]:
-    """Linear layers and convolutions, by name. Not grouped convolutions: no family has them in its blocks."""
+    """Return linear layers and convolutions, by name. Not grouped convolutions: no family has them in its blocks."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -116,11 +129,11 @@ def _layers(model: nn.Module) -> dict[str, Layer]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it returns what its weight makes of its input. A router of experts may be a `Linear` that chooses too."""
+    """Whether a module only multiplies by its weight. A router of experts may be a `Linear` that also selects."""
     if not isinstance(module, nn.Linear):
         return False
     weights = dict(module.named_parameters(recurse=False))
-    if type(module).forward is nn.Linear.forward or "weight" not in weights:  # one that is stored in fewer bits
+    if type(module).forward is nn.Linear.forward or "weight" not in weights:  # a layer stored in fewer bits
         return True
     empty = {name: torch.empty_like(weight, device="meta") for name, weight in weights.items()}
     try:
@@ -131,16 +144,16 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _family_layers(layers: Iterable[str], cfg: AdapterSection, targets: Targets) -> list[str]:
-    layers = [name for name in layers if not _is_other(name, targets)]
     tables = [targets.linear]
     if isinstance(cfg, ConvAdapter) and _conv_rank(cfg) is not None:
         tables.append(targets.conv)
-    return [name for name in layers if any(_recommended(name, table) for table in tables)]
 
+    def is_recommended(name: str) -> bool:
+        component, _, inside = name.partition(".")
+        patterns = (pattern for table in tables for pattern in table.get(component, ()))
+        return any(re.fullmatch(pattern, inside) for pattern in patterns)
 
-def _recommended(name: str, table: Mapping[str, Sequence[str]]) -> bool:
-    component, _, inside = name.partition(".")
-    return any(re.fullmatch(pattern, inside) for pattern in table.get(component, ()))
+    return [name for name in layers if not _is_other(name, targets) and is_recommended(name)]
 
 
 def _is_other(name: str, targets: Targets) -> bool:
@@ -166,7 +179,7 @@ def _reason_against(name: str, layer: Layer, cfg: AdapterSection, targets: Targe
 
 
 def _fits(name: str, layer: Layer, cfg: AdapterSection) -> bool:
-    """False for a layer of one output, such as the gate of a shared expert, that no field speaks of."""
+    """Return False for a layer of one output, such as the gate of a shared expert, that no field names."""
     if weight_shape(layer)[0] > 1 or isinstance(cfg, LokrAdapter):
         return True
     return isinstance(cfg, RankAdapter) and (
@@ -175,7 +188,7 @@ def _fits(name: str, layer: Layer, cfg: AdapterSection) -> bool:
 
 
 def _owners(model: nn.Module) -> dict[Tensor, list[str]]:
-    """{parameter: names of the modules that have it}."""
+    """Return {parameter: names of the modules that have it}."""
     owners: dict[Tensor, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -185,14 +198,15 @@ def _owners(model: nn.Module) -> dict[Tensor, list[str]]:
 
 def _reason_if_shared(name: str, layer: Layer, owners: Mapping[Tensor, Sequence[str]]) -> str:
     others = [owner for owner in owners[layer.weight] if owner != name]
-    return f"its weight is also that of {others[0]}, which would change with it" if others else ""
+    return f"{others[0]} shares its weight and would change with it" if others else ""
 
 
 def layer_ranks(layers: Mapping[str, Layer], cfg: RankAdapter) -> dict[str, int]:
-    """Each layer's rank: by `adapter.rank_pattern`, else that for convolutions or for linear layers.
+    """Return each layer's rank: by `adapter.rank_pattern`, else the rank for convolutions or for linear layers.
 
-    Raises InputError for a pattern that matches none of the layers, or a rank that is larger than a layer; of lokr,
-    whose factors are then whole, any rank will do.
+    Raises:
+        InputError: A pattern matches none of the layers, or a rank is larger than a layer. lokr accepts any rank: its
+            factors are then whole.
     """
     ranks = {name: _own_rank(layer, cfg) for name, layer in layers.items()}
     for pattern, rank in cfg.rank_pattern.items():
@@ -204,7 +218,7 @@ def layer_ranks(layers: Mapping[str, Layer], cfg: RankAdapter) -> dict[str, int]
 
 
 def _own_rank(layer: Layer, cfg: RankAdapter) -> tuple[str, int]:
-    """(the field it stands in, the rank)."""
+    """Return (field of the config, rank)."""
     if isinstance(layer, nn.Linear) or not isinstance(cfg, ConvAdapter) or cfg.conv_rank is None:
         return "adapter.rank", cfg.rank
     return "adapter.conv_rank", cfg.conv_rank
@@ -230,9 +244,12 @@ def _check_ranks(layers: Mapping[str, Layer], ranks: Mapping[str, tuple[str, int
 
 
 def diag_oft_shapes(layers: Mapping[str, Layer], cfg: DiagOftAdapter) -> dict[str, tuple[int, ...]]:
-    """Shape (n, b, b) of each layer's blocks: b the smallest divisor of its outputs that is at least the requested.
+    """Return the shape (n, b, b) of each layer's blocks.
 
-    Raises InputError where that is wider than the layer.
+    b is the smallest divisor of the layer's outputs that is at least the requested block size.
+
+    Raises:
+        InputError: The requested block size is larger than the layer.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, layer in layers.items():
@@ -243,10 +260,13 @@ def diag_oft_shapes(layers: Mapping[str, Layer], cfg: DiagOftAdapter) -> dict[st
 
 
 def boft_shapes(layers: Mapping[str, Layer], cfg: BoftAdapter) -> dict[str, tuple[int, ...]]:
-    """Shape (stages, n, b, b) of each layer's blocks: b the smallest even number, at least the requested, for which n
-    is a power of two; as many stages as requested, or else as let every output reach every other: log2(n) + 1.
+    """Return the shape (stages, n, b, b) of each layer's blocks.
 
-    Raises InputError where no b fits a layer, or it has fewer stages than requested.
+    b is the smallest even number, at least the requested block size, for which n is a power of two. There are as many
+    stages as requested, or else as many as connect every output with every other: log2(n) + 1.
+
+    Raises:
+        InputError: No b fits a layer, or a layer has fewer stages than requested.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, layer in layers.items():
@@ -266,7 +286,7 @@ def boft_shapes(layers: Mapping[str, Layer], cfg: BoftAdapter) -> dict[str, tupl
 
 
 def block_notes(shapes: Mapping[str, tuple[int, ...]], requested: int) -> tuple[str, ...]:
-    """What the log says of layers with larger blocks than requested."""
+    """Return notes for the log about layers with larger blocks than requested."""
     other: dict[tuple[int, int], list[str]] = defaultdict(list)
     for name, shape in shapes.items():
         size = shape[-1]
@@ -279,12 +299,12 @@ def block_notes(shapes: Mapping[str, tuple[int, ...]], requested: int) -> tuple[
 
 
 def counted(names: Collection[str]) -> str:
-    """'1 layer' or '3 layers'."""
+    """Return '1 layer' or '3 layers'."""
     return f"{len(names)} layer{'s' if len(names) > 1 else ''}"
 
 
 def _block_size(name: str, outputs: int, sizes: Sequence[int], requested: int) -> int:
-    """The smallest of the sizes that is at least the requested one."""
+    """Return the smallest of the sizes that is at least the requested one."""
     fitting = [size for size in sizes if size >= requested]
     if fitting:
         return fitting[0]
@@ -309,7 +329,7 @@ def _matches(name: str, pattern: str, field: str) -> bool:
 
 
 def _nearest(pattern: str, layers: Sequence[str]) -> str:
-    """The layer name nearest to a pattern, at the pattern's depth: 'attn.to_q' for 'attn.to_qq'."""
+    """Name the layer nearest to a pattern, at the pattern's depth: 'attn.to_q' for 'attn.to_qq'."""
     depth = pattern.count(".") + 1
     endings = [".".join(name.split(".")[-depth:]) for name in layers]
     near = difflib.get_close_matches(pattern, sorted(set(endings)), 1, cutoff=0.0)

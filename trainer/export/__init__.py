@@ -1,8 +1,8 @@
-"""The end of a run as files that other programs load: an adapter, or a whole model.
+"""Exports a run as files that other programs load: an adapter, or a whole model.
 
-The worker's last act and `launch.py --export` call the same function. It reads the newest checkpoint and the base's
-files on one process without any rank, writes beside the final name, reads the result back with a reader that shares
-nothing with the writer, and only then gives it its name.
+The end of training and `launch.py --export` call the same function. It reads the newest checkpoint and the base's files
+in one process without ranks, writes under a temporary name, reads the result back with a reader that shares nothing
+with the writer, and only then renames it to its final name.
 """
 
 from __future__ import annotations
@@ -36,10 +36,19 @@ def export(
 ) -> list[Exported]:
     """Write and verify the trained weights of the newest checkpoint, as the section `export` says.
 
-    reference: the live model's trained weights, where there is one; else those of the checkpoint.  folder: where to;
-    None takes the run's. Returns the files and folders, the main one first. Raises InputError when there is no
-    checkpoint or the format does not fit the family; RuntimeError, and leaves no file, when what is read back differs
-    from the trained weights.
+    Args:
+        cfg: The run's config.
+        run: The run's folder.
+        cache: Folder shared by runs.
+        reference: Trained weights of the live model to compare with; None compares with the checkpoint's.
+        folder: Folder to write to; None is the run's export folder.
+
+    Returns:
+        The files and folders, the main one first.
+
+    Raises:
+        InputError: The run has no checkpoint, or the format does not fit the family.
+        RuntimeError: The reloaded result differs from the trained weights; no file is left.
     """
     saved = manifest.complete(run.checkpoints)
     if not saved:
@@ -53,15 +62,15 @@ def export(
 
 
 def hand_over(stage: Stage, run: RunDir, cache: Path, reference: Mapping[str, Tensor]) -> None:
-    """Write what a stage has learned where the next one begins with it, in fp32.
+    """Write the result of a stage in fp32 to where the next stage starts from it.
 
-    An adapter goes on where the next stage has the same one; else the next stage begins with a whole model.
+    The next stage continues the adapter if it has the same one; otherwise it starts from a whole model.
     """
     cfg = stage.config
     following = stage_config(run.config(), stage.number)
     family = families.make(cfg, cache)
     has_file = bool(family.layout(family.components[0]))
-    if _goes_on(cfg, following):
+    if _continues_adapter(cfg, following):
         cfg = cfg.exporting("adapter", "auto", "fp32")
     else:
         what = "full" if isinstance(cfg.adapter, NoAdapter) else "merged"
@@ -80,8 +89,8 @@ def hand_over(stage: Stage, run: RunDir, cache: Path, reference: Mapping[str, Te
         write_handover(folder, fields)
 
 
-def _goes_on(cfg: RunConfig, following: RunConfig) -> bool:
-    """Whether the adapter of a stage is that of the next one, and all that is trained."""
+def _continues_adapter(cfg: RunConfig, following: RunConfig) -> bool:
+    """Whether a stage trains an adapter and nothing else, and the next stage has the same adapter."""
     ours, theirs = (one.adapter.model_dump(exclude={"start", "dropout"}) for one in (cfg, following))
     is_alone = not isinstance(cfg.adapter, NoAdapter) and "full" not in cfg.model.train.values()
     return is_alone and ours == theirs and cfg.model.train == following.model.train

@@ -1,4 +1,4 @@
-"""The adapter as files, each read back before it gets its name."""
+"""Writes the adapter as files, and reads each back before it gets its final name."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from trainer.models.base import ImageFamily, ModelFamily
 from trainer.models.state_dict import BaseWeights, TrainedModel, component_of, naming
 from trainer.run.manifest import Progress
 
-# Rounding of up to four factors to the file's type, relative to the size of the update. One layer of few numbers may be
-# twice as far off as the whole adapter.
+# Rounding of up to four factors to the file's type, relative to the norm of the update. One small layer may differ by
+# twice as much as the whole adapter.
 TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3, "fp32": 1e-5}
 # Merging adds the update to a weight that may be 10^4 times as large: fp32 keeps that much of the weight's own size.
 ROUNDING = 2.0**-22
 ADDS = frozenset({"lora", "loha", "lokr"})
-"""Kinds whose update does not depend on the weight it is added to."""
+"""Kinds whose update does not depend on the weight to which it is added."""
 
 
 def export_adapter(
@@ -42,14 +42,24 @@ def export_adapter(
 ) -> list[Exported]:
     """Write the adapter in `export.format`, one file or several, and read each back with another program's code.
 
-    progress: after which it has these weights. Returns the files, the main one first.
+    Args:
+        cfg: The run's config.
+        folder: Folder to write to.
+        family: The run's family.
+        weights: {parameter: trained value} to write.
+        reference: {parameter: trained value} to compare with.
+        progress: The training progress at which the weights were saved.
+
+    Returns:
+        The files, the main one first.
     """
     base = BaseWeights(family)
-    # Whole in memory: an adapter is small, and the writer looks at a layer more than once.
+    # Whole in memory: an adapter is small, and the writer reads a layer more than once.
     trained, expected = (dict(TrainedModel(cfg, base, of, progress.recipe).layers) for of in (weights, reference))
     dtype = cfg.export.dtype
     files = adapter_files(trained, cfg.export.format, naming(family), base.layer, DTYPES[dtype])
-    paths = [file.path(folder, _stem(cfg)) for file in files]
+    stem = cfg.name if cfg.export.format == "auto" else f"{cfg.name}-{cfg.export.format}"
+    paths = [file.path(folder, stem) for file in files]
     differences = []
     with ExitStack() as drafts:
         for file, path in zip(files, paths, strict=True):
@@ -63,30 +73,44 @@ def export_adapter(
 def verify_adapter(
     file: Path, readers: tuple[str, ...], family: ModelFamily, expected: Mapping[str, LayerAdapter], dtype: str
 ) -> float:
-    """Load the file as its users do and compare what becomes of each layer's weight with the trained adapter.
+    """Load the file as its users do and compare each layer's merged weight with that of the trained adapter.
 
-    By diffusers or peft where they read the file, by our own reader of other programs' names elsewhere. One layer at a
-    time. Returns the distance relative to the size of the update. Raises RuntimeError naming the layer.
+    diffusers or peft load the file where they can; otherwise our own reader of other programs' names does. One layer at
+    a time.
+
+    Args:
+        file: The file, or a folder of peft.
+        readers: Programs that load the file.
+        family: The run's family.
+        expected: {layer: the trained adapter}.
+        dtype: A value of `export.dtype`.
+
+    Returns:
+        The distance relative to the norm of the update.
+
+    Raises:
+        RuntimeError: The file differs from the trained adapter; the message names the layer.
     """
     base = BaseWeights(family)
     found = _read(file, readers, family, base, {component_of(name) for name in expected})
     if found.keys() != expected.keys():
         differing = sorted(found.keys() ^ expected.keys())
         raise RuntimeError(
-            f"{file}: {len(found)} layers are read back, {len(expected)} were trained; first difference {differing[0]}"
+            f"{file}: has {len(found)} layers when reloaded, {len(expected)} were trained; first difference: "
+            f"{differing[0]}"
         )
     errors = [_error(file, name, found[name], layer, base, 2 * TOLERANCE[dtype]) for name, layer in expected.items()]
     error, size = (math.hypot(*parts) for parts in zip(*errors, strict=True))
     if not error <= TOLERANCE[dtype] * size + 1e-12:
         raise RuntimeError(
-            f"{file}: the adapter as it is read back differs from the trained one by {error:.3g}, "
-            f"the size of its update is {size:.3g}"
+            f"{file}: the reloaded adapter differs from the trained one by {error:.3g}; the norm of its update is "
+            f"{size:.3g}"
         )
     return error / size if size else error
 
 
 Merge = Callable[[Tensor], Tensor]
-"""A layer's weight -> the weight with the adapter of a file in it."""
+"""A layer's weight -> the weight merged with a file's adapter."""
 
 
 def _read(
@@ -102,8 +126,8 @@ def _read(
 
 
 def _read_by_diffusers(file: Path, family: ModelFamily) -> dict[str, Merge]:
-    """The base takes no memory: only the adapter's tensors are real."""
-    assert isinstance(family, ImageFamily), "other programs read adapters of other models"
+    """Load the file into a model whose base takes no memory: only the adapter's tensors are real."""
+    assert isinstance(family, ImageFamily), "diffusers reads adapters of image models only"
     model = nn.ModuleDict({name: _without_weights(family.build(name)) for name in family.live})
     family.load_adapter_file(model, file)
     return {name: _merge_of(layer) for name, layer in adapted_layers(model).items()}
@@ -131,29 +155,29 @@ def _read_by_peft(folder: Path, family: ModelFamily, component: str) -> dict[str
 
 
 def published_paths(family: ModelFamily, component: str) -> dict[str, str]:
-    """{path of a layer in the published model: in ours}, where peft alone reads adapters and is given that model."""
+    """Return {path of a layer in the published model: path in ours}, where only peft reads adapters of the family."""
     layout = family.layout(component) if family.peft_fields is not None else ()
     weights = [tensor for tensor in layout if tensor.name.endswith(".weight")]
     return {tensor.name.removesuffix(".weight"): tensor.parts[0].removesuffix(".weight") for tensor in weights}
 
 
 def under_paths(model: nn.Module, paths: Mapping[str, str]) -> nn.Module:
-    """Modules of a model under other paths. paths: {path: that in the model}."""
+    """Return a module with modules of the model under other paths. paths: {new path: path in the model}."""
     root = nn.Module()
     for path, own in paths.items():
         *parents, last = path.split(".")
-        place = root
+        module = root
         for parent in parents:
-            if parent not in dict(place.named_children()):
-                place.add_module(parent, nn.Module())
-            place = place.get_submodule(parent)
-        place.add_module(last, model.get_submodule(own))
+            if parent not in dict(module.named_children()):
+                module.add_module(parent, nn.Module())
+            module = module.get_submodule(parent)
+        module.add_module(last, model.get_submodule(own))
     return root
 
 
 def _without_weights(model: nn.Module) -> nn.Module:
-    """The meta model with parameters that lie on the CPU but share one zero: peft moves adapters to their layer's
-    device, where a meta tensor would swallow them."""
+    """Give a meta model parameters on the CPU that share one zero: peft moves adapters to their layer's device, and on
+    the meta device they would lose their values."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             nothing = torch.zeros(()).expand(parameter.shape)
@@ -164,19 +188,18 @@ def _without_weights(model: nn.Module) -> nn.Module:
 def _error(
     file: Path, name: str, merge: Merge, layer: LayerAdapter, base: BaseWeights, tolerance: float
 ) -> tuple[float, float]:
-    """(distance, size): of the layer's weight with the file's adapter from that with the trained one, beyond what
-    merging rounds; and of the trained update."""
+    """Compare a layer's weight merged with the file's adapter and with the trained one.
+
+    Returns:
+        (distance of the two beyond the rounding of merging, norm of the trained update).
+    """
     start = torch.zeros(base.layer_shape(name)) if layer.kind in ADDS else base.layer(name).float()
     trained = layer.merged(start)
     update = float((trained - start).norm())
     error = max(0.0, float((merge(start).float() - trained).norm()) - ROUNDING * float(start.norm()))
     if not error <= tolerance * update + 1e-12:
         raise RuntimeError(
-            f"{file}: the update of '{name}' as it is read back differs from the trained one by {error:.3g}, "
-            f"whose norm is {update:.3g}"
+            f"{file}: the reloaded update of '{name}' differs from the trained one by {error:.3g}, whose norm is "
+            f"{update:.3g}"
         )
     return error, update
-
-
-def _stem(cfg: RunConfig) -> str:
-    return cfg.name if cfg.export.format == "auto" else f"{cfg.name}-{cfg.export.format}"

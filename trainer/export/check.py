@@ -1,4 +1,4 @@
-"""Whether a run's export can be written, known before its first step."""
+"""Checks before the first step whether a run's export can be written."""
 
 from __future__ import annotations
 
@@ -17,10 +17,18 @@ from trainer.models.state_dict import BaseWeights, naming
 
 
 def check_export(cfg: RunConfig, family: ModelFamily, trainables: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
-    """What to tell of the adapter's files. Raises InputError when `export.format` does not fit the family or the
-    adapter's sizes.
+    """Build the adapter's files from tensors without data, so that the writer refuses what it would refuse later.
 
-    The files are made of tensors without data: what the writer refuses it refuses here.
+    Args:
+        cfg: The run's config.
+        family: The run's family.
+        trainables: {parameter: trained parameter}.
+
+    Returns:
+        Sentences for the log.
+
+    Raises:
+        InputError: `export.format` does not fit the family or the adapter's sizes.
     """
     if cfg.export_what != "adapter" and cfg.export.format in SINGLE_FILES and not family.layout(family.components[0]):
         raise InputError(f"export.format: models of {cfg.model.family} have no {cfg.export.format}; use auto")

@@ -1,4 +1,4 @@
-"""Files and folders that get their name only when they are complete and verified."""
+"""Files and folders that get their final name only when they are complete and verified."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from trainer.config import files
 
 @dataclass(frozen=True)
 class Exported:
-    """A file or folder that was read back. difference: from what was trained, relative to its norm.
+    """An exported file or folder that was reloaded and compared.
 
-    Of an adapter that is the norm of all updates together, of a model the one of its worst tensor.
+    Attributes:
+        path: The file or folder.
+        difference: Distance from the trained values, relative to their norm: for an adapter over all updates together,
+            for a model of its worst tensor.
     """
 
     path: Path
@@ -24,9 +27,9 @@ class Exported:
 
 @contextmanager
 def draft(final: Path) -> Iterator[Path]:
-    """A path to write to. It becomes `final` when the block ends well, and is removed when anything goes wrong in it.
+    """Yield a path to write to, which is renamed to `final` when the block succeeds and removed when it fails.
 
-    What an earlier process left of a draft is removed first. A file or folder at `final` is replaced only at the end.
+    A draft left by an earlier process is removed first. A file or folder at `final` is replaced only at the end.
     """
     path = final.with_name(f"draft-{final.name}")
     _remove(path)

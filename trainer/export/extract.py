@@ -1,4 +1,4 @@
-"""A lora from the difference of two checkpoints: `python -m trainer.export.extract`, started by `--extract`."""
+"""Extracts a lora from the difference of two checkpoints: `python -m trainer.export.extract`, run by `--extract`."""
 
 from __future__ import annotations
 
@@ -32,17 +32,23 @@ from trainer.weights.hub import find_folder
 from trainer.weights.tensors import TensorEntry
 
 TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3, "fp32": 1e-5}
-"""Rounding to the file's type, relative to the update of a layer."""
+"""Rounding to the file's type, relative to the norm of a layer's update."""
 DENOISER_STEM, ENCODER_STEM = "diffusion_pytorch_model", "model"
 FORMATS = ("auto", "diffusers", "comfyui", "kohya", "lycoris")
 GAIN = 1e-4
-"""The search for the nearest matrix ends when a round finds less than this share more of the difference."""
+"""The search for the nearest matrix ends when a round adds less than this share of the difference."""
 MAX_ROUNDS = 20
 
 
 @dataclass(frozen=True)
 class Extracted:
-    """One layer. kept: share of the norm of its difference that the lora has, 0 to 1."""
+    """The lora of one layer.
+
+    Attributes:
+        adapter: The lora.
+        difference: Norm of the difference of the two weights.
+        kept: Share of that norm which the lora has, 0 to 1.
+    """
 
     adapter: LayerAdapter
     difference: float
@@ -50,37 +56,46 @@ class Extracted:
 
 
 class Checkpoints:
-    """The tensors of both, by the names of the module, read one at a time.
+    """The tensors of both checkpoints, by the module's names, read one at a time.
 
-    Raises InputError when one is no checkpoint of the family, or they have different tensors.
+    Args:
+        tuned: Path or hub name of the tuned checkpoint.
+        base: Path or hub name of the checkpoint it was tuned from.
+        family: Name of the family.
+        cache: Folder for downloads and files shared by runs.
+
+    Raises:
+        InputError: One of them is not a checkpoint of the family, or their tensors differ in name or shape.
     """
 
     def __init__(self, tuned: str, base: str, family: str, cache: Path) -> None:
         self._tuned = find_folder("--extract", tuned)
         self._base = find_folder("--base", base)
         self.family = self._family(family, cache)
-        self._entries = {component: self._pairs(component) for component in self._components()}
+        denoiser, *encoders = self.family.components
+        in_both = [name for name in encoders if all((path / name).is_dir() for path in (self._base, self._tuned))]
+        self._entries = {component: self._pairs(component) for component in (denoiser, *in_both)}
 
     def layers(self) -> list[str]:
-        """The layers that adapters of the family change by default."""
+        """Return the layers that adapters of the family change by default."""
         return [layer for layer in self.layer_shapes() if self._is_target(layer)]
 
     def others(self) -> list[str]:
-        """All other tensors."""
+        """Return the names of all other tensors."""
         changed = {f"{layer}.weight" for layer in self.layers()}
         return [name for name in self._names() if name not in changed]
 
     def difference(self, name: str) -> Tensor:
-        """tuned - base, fp32."""
+        """Return tuned - base, fp32."""
         tuned, base = self._pair(name)
         return read_tensor(tuned).float() - read_tensor(base).float()
 
     def base_layer(self, layer: str) -> Tensor:
-        """The weight of a layer before tuning."""
+        """Return the weight of a layer before tuning."""
         return read_tensor(self._pair(f"{layer}.weight")[1])
 
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        """{layer: shape of its weight}"""
+        """Return {layer: shape of its weight}."""
         return {
             name.removesuffix(".weight"): self._pair(name)[1].shape
             for name in self._names()
@@ -101,7 +116,7 @@ class Checkpoints:
         return self._entries[component][inside]
 
     def _family(self, name: str, cache: Path) -> ModelFamily:
-        """Made from the one that is a diffusers folder: its configs tell the layers."""
+        """Make the family from the checkpoint that is a diffusers folder: its configs define the layers."""
         kind = families.get(name)
         denoiser = kind.components[0]
         for path in (self._base, self._tuned):
@@ -109,13 +124,8 @@ class Checkpoints:
                 return kind(ModelConfig(family=name, path=str(path)), ObjectiveConfig(), cache)
         raise InputError(
             f"--base {self._base}: no {denoiser}/config.json, nor has {self._tuned}; "
-            "one of the two must be a diffusers folder, whose configs tell the layers"
+            "one of the two must be a diffusers folder, whose configs define the layers"
         )
-
-    def _components(self) -> list[str]:
-        """The denoiser, and the text encoders that both have."""
-        denoiser, *encoders = self.family.components
-        return [denoiser, *(name for name in encoders if all((p / name).is_dir() for p in (self._base, self._tuned)))]
 
     def _pairs(self, component: str) -> dict[str, tuple[TensorEntry, TensorEntry]]:
         tuned, base = (self._read(path, component) for path in (self._tuned, self._base))
@@ -129,7 +139,7 @@ class Checkpoints:
         return {name: (tuned[name], base[name]) for name in base}
 
     def _read(self, path: Path, component: str) -> dict[str, TensorEntry]:
-        """A component's tensors: of a pipeline's folder, of a folder with the denoiser alone, or of a single file."""
+        """Read a component from a pipeline's folder, a folder with the denoiser alone, or a single file."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self.family.build(component).state_dict().items()}
         if component != self.family.components[0]:
             stored = WeightFiles.read(safetensors_in(path / component, ENCODER_STEM)).entries
@@ -147,22 +157,33 @@ def _shape(entry: TensorEntry | None) -> str:
 
 
 def extract(checkpoints: Checkpoints, rank: int) -> Iterator[tuple[str, Extracted]]:
-    """(layer, its lora) for each layer that adapters change by default and that differs. Memory: one layer."""
+    """Yield (layer, its lora) for each layer that adapters change by default and that differs. Memory: one layer."""
     for layer in checkpoints.layers():
         difference = checkpoints.difference(f"{layer}.weight")
         norm = float(difference.norm())
         if norm:
             down, up = nearest(difference.flatten(1), rank, layer)
             kept = float((up @ down).norm()) / norm
-            yield layer, Extracted(_as_adapter(down, up, difference.shape), norm, kept)
+            shape = difference.shape
+            kernel = [1] * (len(shape) - 2)
+            tensors = {"down": down.view(-1, *shape[1:]), "up": up.view(*up.shape, *kernel)}
+            yield layer, Extracted(LayerAdapter("lora", tensors), norm, kept)
 
 
 def nearest(matrix: Tensor, rank: int, seed: str) -> tuple[Tensor, Tensor]:
-    """(down, up) of the rank, whose product is nearest to an fp32 matrix, both of about the same size.
+    """Find the product of rank `rank` that is nearest to a matrix, by subspace iteration (arXiv 0909.4061, algorithm
+    4.4).
 
-    Subspace iteration from random columns (arXiv 0909.4061, algorithm 4.4), twice as many as the rank, until a round
-    adds less than GAIN: what is lost of the matrix is within 1e-3 of its norm of the best. Exact where the rank is at
-    least half the smaller side.
+    It starts from twice as many random columns as the rank and ends when a round adds less than GAIN. The distance is
+    within 1e-3 of the matrix's norm of the best one; exact where the rank is at least half the smaller side.
+
+    Args:
+        matrix: (out, in), fp32.
+        rank: Rank of the product.
+        seed: Seed of the random columns.
+
+    Returns:
+        (down (rank, in), up (out, rank)), with about the same norm.
     """
     width = min(2 * rank + 8, *matrix.shape)
     basis = matrix @ torch.randn(matrix.shape[1], width, generator=generator("extract", seed))
@@ -178,13 +199,8 @@ def nearest(matrix: Tensor, rank: int, seed: str) -> tuple[Tensor, Tensor]:
     return roots.unsqueeze(1) * right[:rank], basis @ left[:, :rank] * roots
 
 
-def _as_adapter(down: Tensor, up: Tensor, shape: torch.Size) -> LayerAdapter:
-    kernel = [1] * (len(shape) - 2)
-    return LayerAdapter("lora", {"down": down.view(-1, *shape[1:]), "up": up.view(*up.shape, *kernel)})
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0 done, 2 the user's mistake."""
+    """Run the command. Returns an exit code: 0 done, 2 the user's mistake."""
     options = _parser().parse_args(argv)
     try:
         return _run(options)
@@ -222,19 +238,20 @@ def _check(to: Path, rank: int, family: str) -> None:
     if family not in family_names():
         raise InputError(f"--family: {not_one_of(family, family_names())}")
     if rank < 1:
-        raise InputError(f"--rank {rank}: is no rank; name a number from 1")
+        raise InputError(f"--rank {rank}: is not a rank; expected a number from 1")
     if to.suffix != ".safetensors":
-        raise InputError(f"--to {to}: is no .safetensors file; name one")
+        raise InputError(f"--to {to}: expected a name that ends in .safetensors")
     if not to.parent.is_dir():
-        raise InputError(f"--to {to}: there is no folder {to.parent}; make it")
+        raise InputError(f"--to {to}: the folder {to.parent} does not exist; create it")
     if to.exists():
         raise InputError(f"--to {to}: exists; remove it or name another file")
 
 
 def _write(layers: Mapping[str, LayerAdapter], checkpoints: Checkpoints, options: argparse.Namespace) -> list[Path]:
-    """Write the files, read them back, and give them their names only then.
+    """Write the files, read them back, and only then give them their final names.
 
-    Raises RuntimeError naming the layer when one is read back differently.
+    Raises:
+        RuntimeError: A reloaded layer differs; the message names it.
     """
     family = checkpoints.family
     files = adapter_files(layers, options.format, naming(family), checkpoints.base_layer, DTYPES[options.dtype])
@@ -252,12 +269,12 @@ def _write(layers: Mapping[str, LayerAdapter], checkpoints: Checkpoints, options
 def _verify(file: Path, layers: Mapping[str, LayerAdapter], checkpoints: Checkpoints, tolerance: float) -> None:
     found = read_adapter(file, checkpoints.layer_shapes(), naming(checkpoints.family), checkpoints.base_layer)
     if found.keys() != layers.keys():
-        raise RuntimeError(f"{file}: {len(found)} layers are read back, {len(layers)} were written")
+        raise RuntimeError(f"{file}: has {len(found)} layers when reloaded, {len(layers)} were written")
     for layer, adapter in layers.items():
         update = adapter.update()
         error = float((found[layer].update() - update).norm() / update.norm())
         if not error <= tolerance:
-            raise RuntimeError(f"{file}: the update of '{layer}' is read back with an error of {error:.3g} of its norm")
+            raise RuntimeError(f"{file}: the reloaded update of '{layer}' differs by {error:.3g} of its norm")
 
 
 def _metadata(family: ModelFamily, rank: int, title: str) -> dict[str, str]:
@@ -287,6 +304,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    # The launcher gives each of its processes one thread, as ranks share the cores. This one has them for itself.
+    # The launcher gives each of its processes one thread, as ranks share the cores. This process has all cores.
     torch.set_num_threads(os.cpu_count() or 1)
     sys.exit(main())

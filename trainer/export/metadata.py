@@ -1,4 +1,4 @@
-"""Pairs of strings in a file's header that other programs show. Nothing a loader needs."""
+"""Pairs of strings in a file's header that other programs display. Loaders do not need them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NETWORK_MODULES = {"lora": "networks.lora", "locon": "lycoris.kohya", "dora": "n
 
 
 def model_metadata(cfg: RunConfig, family: ModelFamily) -> dict[str, str]:
-    """Of a whole model. Source of the names: the modelspec standard, version 1.0.1."""
+    """Return the pairs of a whole model. Source of the names: the modelspec standard, version 1.0.1."""
     return {
         "format": "pt",
         "modelspec.sai_model_spec": "1.0.1",
@@ -28,8 +28,10 @@ def model_metadata(cfg: RunConfig, family: ModelFamily) -> dict[str, str]:
 
 
 def adapter_metadata(cfg: RunConfig, family: ModelFamily, step: int) -> dict[str, str]:
-    """Of an adapter after so many steps: also kohya's `ss_` names, which most programs list. Captions are not among
-    them: they may be private."""
+    """Return the pairs of an adapter after `step` steps, with kohya's `ss_` names, which most programs list.
+
+    Captions are left out: they may be private.
+    """
     assert not isinstance(cfg.adapter, NoAdapter)
     adapter = cfg.adapter
     size = adapter.block_size if isinstance(adapter, DiagOftAdapter | BoftAdapter) else adapter.rank

@@ -1,4 +1,4 @@
-"""A whole model as files: diffusers' folder of shards, or the single file in the model's original layout."""
+"""Writes a whole model: diffusers' folder of shards, or the single file in the model's original layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.sections import SINGLE_FILES
 from trainer.export.drafts import Exported, draft
 from trainer.export.metadata import model_metadata
-from trainer.export.stream import Plan, Planned, num_bytes, write_stream
+from trainer.export.stream import FileSpec, TensorSpec, num_bytes, write_stream
 from trainer.models.base import ModelFamily
 from trainer.models.state_dict import BaseWeights, TrainedModel
 from trainer.weights.files import Fused, WeightFiles, read_tensor, stored_tensors
@@ -42,10 +42,20 @@ def export_model(
     reference: Mapping[str, Tensor],
     recipe: int,
 ) -> Exported:
-    """Write base + adapter, or all weights of a full fine-tune, and compare what was written with `reference`.
+    """Write base + adapter, or all weights of a full fine-tune, and compare the files with `reference`.
 
-    Returns a folder that diffusers loads (with one folder per component where several are trained), or a single file.
-    recipe: of the run. Memory: one tensor, as often as merging takes.
+    Memory: the few copies of one tensor that merging takes.
+
+    Args:
+        cfg: The run's config.
+        folder: Folder to write to.
+        family: The run's family.
+        weights: {parameter: trained value} to write.
+        reference: {parameter: trained value} to compare with.
+        recipe: The run's recipe (`manifest.RECIPE`).
+
+    Returns:
+        A folder that diffusers loads (with one folder per component where several are trained), or a single file.
     """
     base = BaseWeights(family)
     model, expected = (TrainedModel(cfg, base, of, recipe) for of in (weights, reference))
@@ -63,7 +73,7 @@ def export_model(
 
 
 def _original_tensors(family: ModelFamily) -> list[tuple[str, Fused]]:
-    """(component, tensor) of the family's original single file."""
+    """Return (component, tensor) of the family's original single file."""
     parts = family.single_file or family.components[:1]
     return [(component, fused) for component in parts for fused in family.layout(component)]
 
@@ -71,26 +81,26 @@ def _original_tensors(family: ModelFamily) -> list[tuple[str, Fused]]:
 def _write_folder(
     path: Path, cfg: RunConfig, family: ModelFamily, model: TrainedModel, base: BaseWeights, expected: TrainedModel
 ) -> float:
-    """Returns the largest relative difference of a tensor that is read back."""
+    """Write the folder. Returns the largest relative difference of a reloaded tensor."""
     differences = []
     trained = [component for component in family.live if family.modes(cfg, component) != {"frozen"}]
     for component in trained:
-        place = path if len(trained) == 1 else path / component
-        place.mkdir(parents=True)
+        folder = path if len(trained) == 1 else path / component
+        folder.mkdir(parents=True)
         source = family.component_folder(component)
-        _write_config(source / "config.json", place / "config.json", DTYPES[cfg.export.dtype])
+        _write_config(source / "config.json", folder / "config.json", DTYPES[cfg.export.dtype])
         for file in (source / name for name in family.companion_files):
             if file.is_file():
-                shutil.copyfile(file, place / file.name)
+                shutil.copyfile(file, folder / file.name)
         stem = family.weights_stem if component == family.components[0] else ENCODER_STEM
         if family.keeps_layout:
-            file, tensors = place / f"{stem}.safetensors", _original_tensors(family)
+            file, tensors = folder / f"{stem}.safetensors", _original_tensors(family)
             _write_single_file(file, cfg, family, model, base, tensors)
             differences.append(_verify_single_file(file, cfg, expected, tensors))
             continue
-        plan = {name: (DTYPES[cfg.export.dtype], shape) for name, shape in base.shapes(component).items()}
-        _write_shards(place, stem, plan, partial(model.tensor, component))
-        differences.append(_verify_component(place, component, cfg, family, expected))
+        specs = {name: (DTYPES[cfg.export.dtype], shape) for name, shape in base.shapes(component).items()}
+        _write_shards(folder, stem, specs, partial(model.tensor, component))
+        differences.append(_verify_component(folder, component, cfg, family, expected))
     for name, config in family.changed_configs.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
@@ -98,7 +108,7 @@ def _write_folder(
 
 
 def _write_config(source: Path, file: Path, dtype: torch.dtype) -> None:
-    """The component's config, with how its weights are written in place of how they were stored."""
+    """Write the component's config with the number type of the export in place of that of the base's files."""
     config = json.loads(source.read_text("utf-8"))
     written = {key: value for key, value in config.items() if key != "quantization_config"}
     written |= {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if written.get(key)}
@@ -108,9 +118,9 @@ def _write_config(source: Path, file: Path, dtype: torch.dtype) -> None:
         file.write_text(json.dumps(written, indent=2) + "\n", "utf-8")
 
 
-def _write_shards(folder: Path, stem: str, plan: Plan, tensor: Callable[[str], Tensor]) -> None:
-    """Files of at most MAX_SHARD_BYTES, with an index where there are several. tensor: by its name in the plan."""
-    shards = _shards(plan)
+def _write_shards(folder: Path, stem: str, specs: FileSpec, tensor: Callable[[str], Tensor]) -> None:
+    """Write files of at most MAX_SHARD_BYTES, with an index for several. tensor: returns one by its name."""
+    shards = _shards(specs)
     if len(shards) == 1:
         names = [f"{stem}.safetensors"]
     else:
@@ -120,21 +130,21 @@ def _write_shards(folder: Path, stem: str, plan: Plan, tensor: Callable[[str], T
         write_stream(folder / name, shard, map(tensor, shard), {"format": "pt"})
 
 
-def _shards(plan: Plan) -> list[dict[str, Planned]]:
-    shards: list[dict[str, Planned]] = [{}]
+def _shards(specs: FileSpec) -> list[dict[str, TensorSpec]]:
+    shards: list[dict[str, TensorSpec]] = [{}]
     size = 0
-    for name, planned in plan.items():
-        if shards[-1] and size + num_bytes(planned) > MAX_SHARD_BYTES:
+    for name, spec in specs.items():
+        if shards[-1] and size + num_bytes(spec) > MAX_SHARD_BYTES:
             shards.append({})
             size = 0
-        shards[-1][name] = planned
-        size += num_bytes(planned)
+        shards[-1][name] = spec
+        size += num_bytes(spec)
     return shards
 
 
-def _write_index(file: Path, shards: Mapping[str, Plan]) -> None:
-    """diffusers' table of contents. shards: {file: what it holds}."""
-    total = sum(num_bytes(planned) for shard in shards.values() for planned in shard.values())
+def _write_index(file: Path, shards: Mapping[str, FileSpec]) -> None:
+    """Write diffusers' index. shards: {file: its tensors}."""
+    total = sum(num_bytes(spec) for shard in shards.values() for spec in shard.values())
     weight_map = {tensor: name for name, shard in shards.items() for tensor in shard}
     file.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1), "utf-8")
 
@@ -142,9 +152,9 @@ def _write_index(file: Path, shards: Mapping[str, Plan]) -> None:
 def _verify_component(
     folder: Path, component: str, cfg: RunConfig, family: ModelFamily, expected: TrainedModel
 ) -> float:
-    """Compare the folder's tensors with the model its config.json describes, and each with the trained one.
+    """Compare the folder's tensors with the model of its config.json, and each with the trained tensor.
 
-    Tensor by tensor: a model that fills several GPUs need not fit into this host's memory.
+    Tensor by tensor: a model that fills several GPUs may not fit into this host's memory.
     """
     wanted = stored_tensors(family.build(component))
     written = WeightFiles.read(sorted(folder.glob("*.safetensors"))).entries
@@ -166,22 +176,23 @@ def _write_single_file(
     base: BaseWeights,
     tensors: list[tuple[str, Fused]],
 ) -> None:
-    plan = {fused.name: _planned(fused, base.shapes(component), cfg.export.dtype) for component, fused in tensors}
+    specs = {fused.name: _spec(fused, base.shapes(component), cfg.export.dtype) for component, fused in tensors}
     made = (fused.join([model.tensor(component, part) for part in fused.parts]) for component, fused in tensors)
     markers = dict.fromkeys(family.file_markers, torch.empty(0))
-    plan |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in markers.items()}
-    write_stream(file, plan, chain(made, markers.values()), model_metadata(cfg, family))
+    specs |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in markers.items()}
+    write_stream(file, specs, chain(made, markers.values()), model_metadata(cfg, family))
 
 
-def _planned(fused: Fused, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> Planned:
-    """Type and shape of a tensor in the file. fp8 is for the layers' weights: the rest is small, and would show."""
+def _spec(fused: Fused, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> TensorSpec:
+    """Return type and shape of a tensor in the file. fp8 is for the layers' weights only: other tensors are small, and
+    their rounding would be visible in the images."""
     shape = fused.shape([shapes[part] for part in fused.parts])
     kept = torch.bfloat16 if dtype == "fp8" and len(shape) not in (2, 4) else DTYPES[dtype]
     return kept, shape
 
 
 def _verify_single_file(file: Path, cfg: RunConfig, expected: TrainedModel, tensors: list[tuple[str, Fused]]) -> float:
-    """Take the stored tensors apart again, by the layout, and compare each part with the trained tensor."""
+    """Split the stored tensors by the layout and compare each part with the trained tensor."""
     written: Mapping[str, TensorEntry] = WeightFiles.read([file]).entries
     differences = []
     for component, fused in tensors:
@@ -193,7 +204,7 @@ def _verify_single_file(file: Path, cfg: RunConfig, expected: TrainedModel, tens
 
 
 def _compare(file: Path, name: str, found: Tensor, trained: Tensor, dtype: str) -> float:
-    """Returns the distance relative to the trained tensor's norm."""
+    """Return the distance relative to the trained tensor's norm. Raises RuntimeError beyond the tolerance."""
     size, error = _size_and_distance(trained, found)
     if not error <= TOLERANCE[dtype] * size + SMALLEST_STEP[dtype] * trained.numel() ** 0.5:
         raise RuntimeError(f"{file}: '{name}' differs from the trained tensor by {error:.3g}, whose norm is {size:.3g}")
@@ -201,7 +212,7 @@ def _compare(file: Path, name: str, found: Tensor, trained: Tensor, dtype: str) 
 
 
 def _size_and_distance(trained: Tensor, found: Tensor) -> tuple[float, float]:
-    """Norm of the trained tensor, and of the difference, in fp32: piece by piece, as both may fill a GPU."""
+    """Return the norms of the trained tensor and of the difference, in fp32: piece by piece, as both are large."""
     sizes, errors = [0.0], [0.0]
     pieces = (torch.split(tensor.flatten(), PIECE) for tensor in (trained, found))
     for one, other in zip(*pieces, strict=True):

@@ -16,7 +16,7 @@ from trainer.models import distilled
 from trainer.plan import plan
 from trainer.plan.fixes import Fix, fixes, largest
 from trainer.plan.hardware import GIB, Card, detected, named
-from trainer.plan.memory import MemoryPlan, compared, describe, verdict
+from trainer.plan.memory import MemoryPlan, describe, describe_trace, verdict
 from trainer.plan.phases import moment
 from trainer.plan.storage import amount
 from trainer.plan.store import traced_peak
@@ -75,7 +75,7 @@ def _look(cfg: RunConfig, card: Card | None, cache: Path, exactly: bool) -> _Loo
 
 
 def _told(cfg: RunConfig, look: _Look) -> list[str]:
-    traced = [compared(look.plan, look.traced)] if look.traced else []
+    traced = [describe_trace(look.plan, look.traced)] if look.traced else []
     warnings = [f"warning: {sentence}" for sentence in distilled.warnings(cfg)]
     return [*lines(cfg, look.plan), *_ways(look.ways), *_most(look.most), *traced, *warnings]
 

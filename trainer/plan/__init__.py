@@ -1,15 +1,22 @@
-"""What a run takes, before anything is launched: memory and time per rank, without weights, a GPU or torch.
+"""Plans a run before it is launched: memory and time per rank, without weights, a GPU or torch.
 
-record    runs the trainer's own step on a device that holds nothing, in a process of its own (with torch)
-tables    what was recorded of a model, for every size and rank of the adapter
-timeline  plays it with FSDP2's memory in it, for every way of sharding
-encoders  does the same with what encodes captions and images
-sizes     what a config asks of its model
-phases    what is held from the first caption to the export
-storage   host memory and files
-memory    adds up what a run takes, and says whether it fits
-hardware  the GPUs
-store     finds the table of a run
+trace           runs the trainer's own step on the fake device, in a process of its own (with torch)
+encoders        does the same with the encoders of captions and images
+fake_device     a device without memory (with torch)
+memory_tracker  counts the bytes of tensors by purpose (with torch)
+make_tables     turns traces into the tables of a model
+tables          the traced passes of a model, for every size and rank of the adapter
+store           finds the tables of a run
+timeline        simulates the memory of a pass under FSDP2, for every sharding
+sizes           derives input and sharding from a config
+phases          memory of each part of a run, from the first caption to the export
+storage         host memory and files
+hardware        the GPUs
+calibration     memory measured on this machine
+memory          adds up the plan, and says whether it fits
+fixes           changes that make a run fit
+compare         plan and measurement of a running training
+timesteps       noise levels of a config's images (with torch)
 """
 
 from __future__ import annotations
@@ -29,9 +36,15 @@ __all__ = ["MemoryPlan", "plan"]
 def plan(
     cfg: RunConfig, card: Card | None, cache: Path, say: Callable[[str], None] = lambda sentence: None
 ) -> MemoryPlan:
-    """What the run takes on each rank. card: the GPU of every rank.  cache: folder shared by runs.
+    """Plan the memory and time of a run on each rank.
 
-    say: told before the model must be recorded first, which takes minutes. Raises InputError for a model that is
-    neither known nor on this machine.
+    Args:
+        cfg: The run's config.
+        card: The GPU of every rank; None if unknown.
+        cache: Folder shared by runs.
+        say: Called with a sentence before a model must be traced, which takes minutes.
+
+    Raises:
+        InputError: The model is neither known nor on this machine.
     """
     return plan_of(cfg, find_model(cfg, cache, say), card, reserve_of(cache, card))

@@ -1,7 +1,7 @@
-"""What runs on this machine took, and what plans learn from it. No torch.
+"""Calibrates plans with the memory measured in runs on this machine. No torch.
 
 A run on GPUs adds a line to `plans/measured.jsonl` in the folder shared by runs. Plans for the same kind of GPU take
-the allocator's share and what the driver takes from the newest of these lines instead of assuming them.
+the memory of the allocator and the driver from the newest of these lines instead of assuming it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,21 @@ from trainer.plan.hardware import Card
 from trainer.plan.phases import Reserve
 
 NEWEST = 20
-"""Lines that count: the last of a kind of GPU."""
+"""Number of lines that count, the newest of a kind of GPU."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A rank after some steps. gpu: its name.  ranks: of the run.  planned: bytes of tensors.
+    """Measurements of a rank after some steps.
 
-    allocated, reserved: the most there were.  used: of the device, by everybody on it.  seconds: of a step.
+    Attributes:
+        gpu: Name of the GPU.
+        ranks: Number of ranks of the run.
+        planned: Planned bytes of tensors.
+        allocated: Most bytes of tensors.
+        reserved: Most bytes reserved by the allocator.
+        used: Bytes of the device in use by all processes.
+        seconds: Seconds of a step.
     """
 
     gpu: str
@@ -42,7 +49,7 @@ _MEASURED = TypeAdapter(Measured)
 
 
 def keep(cache: Path, measured: Measured) -> None:
-    """Write a measurement down, for plans to come."""
+    """Append a measurement, for later plans. cache: folder shared by runs."""
     file = _file(cache)
     make_private_if_new(cache)
     file.parent.mkdir(exist_ok=True)
@@ -51,7 +58,7 @@ def keep(cache: Path, measured: Measured) -> None:
 
 
 def reserve_of(cache: Path, card: Card | None) -> Reserve:
-    """What allocator and driver take on this kind of GPU, as measured; assumed where nothing was."""
+    """Return the memory of allocator and driver on this kind of GPU, measured or, without measurements, assumed."""
     lines = [one for one in _read(_file(cache)) if card and one.gpu == card.name][-NEWEST:]
     if not lines:
         return Reserve()
@@ -68,7 +75,7 @@ def _file(cache: Path) -> Path:
 
 
 def _read(file: Path) -> Iterator[Measured]:
-    """Whole lines; one that was cut off by the end of a process is passed over."""
+    """Yield whole lines; skip a line that was cut off by the end of a process."""
     if not file.is_file():
         return
     for line in file.read_bytes().splitlines():

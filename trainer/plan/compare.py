@@ -1,4 +1,4 @@
-"""The plan of a run that trains, told beside what it takes. No torch."""
+"""Compares the plan of a running training with what it measures. No torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from trainer.plan.memory import MemoryPlan
 
 
 def plan_here(cfg: RunConfig, cache: Path, gpu: str, memory: int) -> MemoryPlan | None:
-    """The plan for the GPU the run trains on, None where its model was not recorded.
+    """Return the plan for the GPU on which the run trains, or None if its model was not traced.
 
-    gpu: its name.  memory: its bytes.
+    Args:
+        cfg: The run's config.
+        cache: Folder shared by runs.
+        gpu: The GPU's name.
+        memory: The GPU's bytes.
     """
     try:
         return planned(cfg, like(gpu, memory), cache)
@@ -23,30 +27,30 @@ def plan_here(cfg: RunConfig, cache: Path, gpu: str, memory: int) -> MemoryPlan 
         return None
 
 
-def told(found: MemoryPlan) -> str:
-    """The plan in a line of the log."""
-    assert found.card is not None
+def describe_plan(plan: MemoryPlan) -> str:
+    """Return the plan as a line for the log."""
+    assert plan.card is not None
     return (
-        f"plan: {found.training.peak / GIB:.2f} GiB of tensors on each GPU at most in training; at most "
-        f"{found.need / GIB:.2f} in all, in {found.fullest.name}, of {found.card.memory / GIB:.2f}"
+        f"plan: {plan.training.peak / GIB:.2f} GiB of tensors on each GPU at most in training; at most "
+        f"{plan.need / GIB:.2f} in all, in {plan.fullest.name}, of {plan.card.memory / GIB:.2f}"
     )
 
 
-def warning(cfg: RunConfig, found: MemoryPlan, cache: Path) -> str:
-    """What to say before the first step where it will not fit; empty where it does."""
-    if found.verdict != "does not fit":
+def warning(cfg: RunConfig, plan: MemoryPlan, cache: Path) -> str:
+    """Return a warning before the first step if the run will not fit, else an empty text."""
+    if plan.verdict != "does not fit":
         return ""
-    assert found.card is not None
-    ways = fixes(cfg, found.card, cache)
+    assert plan.card is not None
+    ways = fixes(cfg, plan.card, cache)
     remedy = f"; it would fit with {ways[0]}" if ways else ""
     return (
-        f"the plan needs {found.need / GIB:.2f} GiB on each GPU, which has {found.card.memory / GIB:.2f}: memory will "
+        f"the plan needs {plan.need / GIB:.2f} GiB on each GPU, which has {plan.card.memory / GIB:.2f}: memory will "
         f"probably run out{remedy}"
     )
 
 
-def compared(measured: Measured) -> str:
-    """Plan and measurement in a line of the log."""
+def describe_measured(measured: Measured) -> str:
+    """Return plan and measurement as a line for the log."""
     return (
         f"memory: {measured.planned / GIB:.2f} GiB planned, {measured.allocated / GIB:.2f} allocated at most "
         f"({measured.allocated / measured.planned - 1:+.1%}), {measured.reserved / GIB:.2f} reserved; "

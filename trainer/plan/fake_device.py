@@ -1,9 +1,9 @@
-"""A device that holds nothing: torch computes shapes on it, FSDP2 shards over it, and nobody needs a GPU.
+"""A fake device without memory: torch computes shapes on it and FSDP2 shards over it, without a GPU.
 
 Tensors are torch's fake ones on a device of the backend that torch keeps for others ("privateuseone"), so that autograd
 and FSDP2 take the paths they take on CUDA. Ranks are those of torch's fake process group, of which this is rank 0.
 
-What is done here cannot be undone in a process: it is for one that traces and ends.
+The changes to torch made here cannot be undone in a process: use a process that traces and ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from trainer.distributed.world import World
 
-NAME = "virtual"
+NAME = "fakedevice"  # DeviceMesh accepts letters only
 
 
 class _Event:
@@ -55,7 +55,7 @@ class _Stream(_Event):
 
 
 class _Module:
-    """What torch asks of `torch.<device>`."""
+    """The functions that torch expects in `torch.<device>`."""
 
     Stream, Event = _Stream, _Event
 
@@ -107,17 +107,18 @@ class _Module:
 
 @cache
 def install() -> torch.device:
-    """Register the device with torch."""
+    """Register the device with torch and return it."""
     _setup_privateuseone_for_python_backend(rename=NAME, backend_module=_Module())
     dist.Backend.default_device_backend_map[NAME] = "fake"
-    # FSDP2 asks here where it gathered a block that no backward came to; torch's own streams are of real devices.
+    # FSDP2 calls it for a gathered block that backward did not reach; torch's own function returns streams of real
+    # devices.
     torch.accelerator.current_stream = lambda *_: _Stream()  # type: ignore[assignment]
     return torch.device(NAME, 0)
 
 
 @contextmanager
 def ranks(size: int, device: torch.device) -> Iterator[World]:
-    """A process group of `size` ranks on one machine, of which only this one exists. device: this rank's."""
+    """Make a process group of `size` ranks on one machine, of which only this one exists. device: this rank's."""
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     try:
         yield World(0, size, 0, size, device, dist.group.WORLD, None)  # type: ignore[arg-type]
@@ -126,12 +127,12 @@ def ranks(size: int, device: torch.device) -> Iterator[World]:
 
 
 Watch = Callable[[Any, Any, Any, Any], None]
-"""Told of each operation: its function, arguments, named arguments, and what came out."""
+"""Called with each operation: its function, arguments, keyword arguments, and result."""
 
 
 class _FakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     avoid_device_init = True
-    """Else it really copies tensors that have values to the device."""
+    """Otherwise the mode really copies tensors with values to the device."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -139,7 +140,7 @@ class _FakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._is_inside = False
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Of what an operation is computed by, in torch's own words, nobody is told: on a GPU it is one kernel."""
+        """Report an operation to `watch`, but not those that torch decomposes it into: a GPU runs one kernel."""
         if self._is_inside:
             return super().dispatch(func, types, args, kwargs or {})
         self._is_inside = True
@@ -147,17 +148,21 @@ class _FakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             out = super().dispatch(func, types, args, kwargs or {})
         finally:
             self._is_inside = False
-        if out is not NotImplemented:  # of a DTensor, which asks again for its part
+        if out is not NotImplemented:  # a DTensor dispatches again for its local part
             self._watch(func, args, kwargs or {}, out)
         return out
 
 
 @contextmanager
 def fake_tensors(device: torch.device, watch: Watch) -> Iterator[None]:
-    """Inside, tensors have no values, and on the virtual device attention is the kernel that CUDA takes.
+    """Inside, tensors have no values, and on the fake device attention is the kernel that CUDA uses.
 
-    Not by a mode of torch: modes are off in backward, where checkpointing computes forward again.
-    watch: in the mode of fake tensors itself, since a mode above it takes as long again for each operation.
+    Attention is replaced as a function because torch's modes are off in backward, where checkpointing recomputes
+    forward. `watch` is called in the mode of fake tensors itself, since a second mode doubles the time per operation.
+
+    Args:
+        device: The device of the model.
+        watch: Called with each operation.
     """
     mode = _FakeTensorMode(watch)
     attention = F.scaled_dot_product_attention
@@ -180,7 +185,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The fused kernels of CUDA: flash attention, with a mask the memory-efficient one."""
+    """Call CUDA's fused kernels: flash attention, or with a mask the memory-efficient one."""
     if enable_gqa:
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], dim=-3) for t in (key, value))
     if attn_mask is None:

@@ -1,4 +1,4 @@
-"""What would make a run fit: the changes that cost least time, and the largest run that fits. No torch."""
+"""Finds the changes that make a run fit with the least loss of time, and the largest run that fits. No torch."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from trainer.plan.phases import CAPTIONS, SAMPLING, Reserve
 from trainer.plan.store import known_model
 
 MOST = 3
-"""Changes of one fix, and fixes that are proposed."""
+"""Most changes of one fix, and most fixes that are proposed."""
 STEPS = {"data.resolution": 64, "data.length": 64, "train.micro_batch": 1, "adapter.rank": 4}
-"""What the largest values are multiples of."""
+"""{field: its largest values are multiples of this}."""
 SIDES = (1024, 768, 512)
-"""Of smaller pictures that are proposed."""
+"""Proposed sides of smaller pictures."""
 LENGTHS = (8192, 4096, 2048, 1024, 512)
-"""Of shorter rows of text."""
+"""Proposed lengths of shorter rows of text."""
 PICTURES = ("data.resolution", "data.length", "sample.size")
 LIMITS = {"data.resolution": 4096, "data.length": 1 << 17, "train.micro_batch": 512, "adapter.rank": 512}
 
 
 @dataclass(frozen=True)
 class Fix:
-    """Fields to change, and the plan with them."""
+    """Fields to change, and the plan with these changes."""
 
     changes: Mapping[str, Any]
     plan: MemoryPlan
@@ -44,16 +44,24 @@ class Fix:
 
 
 def fixes(cfg: RunConfig, card: Card, cache: Path) -> list[Fix]:
-    """The cheapest changes that make the run fit, fastest first; none when it fits, or nothing helps.
+    """Find the smallest changes that make the run fit.
 
-    What changes the result, as smaller pictures, is proposed only where nothing else helps. cache: as for `plan`; a
-    change to what was not recorded yet is not proposed.
+    Changes that alter the result, such as smaller pictures, are proposed only where nothing else helps. A change that
+    needs a table which does not exist yet is not proposed.
+
+    Args:
+        cfg: The run's config.
+        card: The GPU of each rank.
+        cache: Folder shared by runs.
+
+    Returns:
+        The changes, fastest first; empty if the run fits or nothing helps.
     """
     reserve = reserve_of(cache, card)
-    found = planned(cfg, card, cache, reserve)
-    if found is None or found.verdict == "fits":
+    now = planned(cfg, card, cache, reserve)
+    if now is None or now.verdict == "fits":
         return []
-    same, other = _same_result(cfg, found), _other_result(cfg)
+    same, other = _same_result(cfg, now), _other_result(cfg)
     for choices, needed in ((same, same), (same | other, other)):
         for count in range(1, MOST + 1):
             tried = (_fix(cfg, card, cache, reserve, changes) for changes in _combinations(choices, needed, count))
@@ -64,14 +72,16 @@ def fixes(cfg: RunConfig, card: Card, cache: Path) -> list[Fix]:
 
 
 def largest(cfg: RunConfig, card: Card, cache: Path) -> dict[str, int]:
-    """{field: the largest value with which the run fits, the others unchanged}; fields with none are left out."""
+    """Return {field: largest value with which the run fits, other fields unchanged}, without fields that have none."""
     fields = [size_field(cfg), "train.micro_batch"]
     fields += ["adapter.rank"] if isinstance(cfg.adapter, RankAdapter) else []
     reserve = reserve_of(cache, card)
 
     def fits(field: str) -> Callable[[int], bool]:
         def check(value: int) -> bool:
-            changed = _changed(cfg, {field: value} | _batch_of(cfg, field, value))
+            # A larger pass needs a larger batch.
+            batch = {"train.batch_size": value * cfg.parallel.world_size} if field == "train.micro_batch" else {}
+            changed = _changed(cfg, {field: value} | batch)
             plan = planned(changed, card, cache, reserve) if changed else None
             return plan is not None and plan.verdict == "fits"
 
@@ -84,43 +94,43 @@ def largest(cfg: RunConfig, card: Card, cache: Path) -> dict[str, int]:
 
 
 def planned(cfg: RunConfig, card: Card | None, cache: Path, reserve: Reserve | None = None) -> MemoryPlan | None:
-    """The plan, None where the model is not recorded yet. reserve: None for `reserve_of` the card."""
+    """Return the plan, or None where the model has no table yet. reserve: None for `reserve_of` the GPU."""
     model = known_model(cfg, cache)
     return plan_of(cfg, model, card, reserve_of(cache, card) if reserve is None else reserve) if model else None
 
 
-def _same_result(cfg: RunConfig, found: MemoryPlan) -> dict[str, tuple[Any, ...]]:
-    """{field: other values} that train the same, or nearly: a base in fewer bits is rounded."""
+def _same_result(cfg: RunConfig, plan: MemoryPlan) -> dict[str, tuple[Any, ...]]:
+    """Return {field: other values} with the same result, or nearly: a base in fewer bits is rounded."""
     choices: dict[str, tuple[Any, ...]] = {}
     if cfg.train.checkpointing != "full":
         choices["train.checkpointing"] = ("full",)
-    if found.strategy not in ("full", "none"):
+    if plan.strategy not in ("full", "none"):
         choices["parallel.strategy"] = ("full",)
     if cfg.quantize.format == "none" and not isinstance(cfg.adapter, NoAdapter):
         choices["quantize.format"] = ("int8", "nf4")
-    if not cfg.quantize.encoders and _is_too_much(found, CAPTIONS):
+    if not cfg.quantize.encoders and _is_too_much(plan, CAPTIONS):
         choices["quantize.encoders"] = (True,)
     if not cfg.parallel.cpu_offload:
         choices["parallel.cpu_offload"] = (True,)
     if cfg.train.micro_batch > 1:
         choices["train.micro_batch"] = (1,)
-    if _is_too_much(found, SAMPLING) and trains_on(cfg) == "images":
+    if _is_too_much(plan, SAMPLING) and trains_on(cfg) == "images":
         choices["sample.size"] = tuple((side, side) for side in SIDES if side**2 < math.prod(cfg.sample.size))
     return {field: values for field, values in choices.items() if values}
 
 
-def _largest_pictures(found: Sequence[Fix]) -> Iterable[Fix]:
-    """Of those that differ in the size of pictures only, the one with the largest, which was tried first."""
+def _largest_pictures(fitting: Sequence[Fix]) -> Iterable[Fix]:
+    """Keep, of fixes that differ only in the size of pictures, the one with the largest, which was tried first."""
     kept: dict[tuple[Any, ...], Fix] = {}
-    for fix in found:
+    for fix in fitting:
         kept.setdefault(tuple(item for item in fix.changes.items() if item[0] not in PICTURES), fix)
     return kept.values()
 
 
-def _is_too_much(found: MemoryPlan, name: str) -> bool:
+def _is_too_much(plan: MemoryPlan, name: str) -> bool:
     """Whether this part of the run does not fit."""
-    assert found.card is not None
-    return any(phase.name == name and phase.need > TIGHT * found.card.memory for phase in found.phases)
+    assert plan.card is not None
+    return any(phase.name == name and phase.need > TIGHT * plan.card.memory for phase in plan.phases)
 
 
 def _other_result(cfg: RunConfig) -> dict[str, tuple[Any, ...]]:
@@ -132,7 +142,7 @@ def _other_result(cfg: RunConfig) -> dict[str, tuple[Any, ...]]:
 def _combinations(
     choices: Mapping[str, tuple[Any, ...]], needed: Collection[str], count: int
 ) -> Iterator[dict[str, Any]]:
-    """Changes of so many fields, of which at least one is needed."""
+    """Yield changes of `count` fields, at least one of them in `needed`."""
     for fields in itertools.combinations(choices, count):
         if any(field in needed for field in fields):
             for values in itertools.product(*(choices[field] for field in fields)):
@@ -140,14 +150,14 @@ def _combinations(
 
 
 def _fix(cfg: RunConfig, card: Card, cache: Path, reserve: Reserve, changes: Mapping[str, Any]) -> Fix | None:
-    """None where they do not go together, do not fit, or were not recorded."""
+    """Return the fix; None where the changes are invalid together, do not fit, or have no table."""
     changed = _changed(cfg, changes)
     plan = planned(changed, card, cache, reserve) if changed else None
     return Fix(changes, plan) if plan and plan.verdict == "fits" else None
 
 
 def _changed(cfg: RunConfig, changes: Mapping[str, Any]) -> RunConfig | None:
-    """The config with other values; None where they do not go together."""
+    """Return the config with other values; None where they are invalid together."""
     tree = cfg.model_dump()
     for field, value in changes.items():
         section, name = field.split(".")
@@ -158,13 +168,11 @@ def _changed(cfg: RunConfig, changes: Mapping[str, Any]) -> RunConfig | None:
         return None
 
 
-def _batch_of(cfg: RunConfig, field: str, value: int) -> dict[str, int]:
-    """A larger pass is one only where the batch is."""
-    return {"train.batch_size": value * cfg.parallel.world_size} if field == "train.micro_batch" else {}
-
-
 def _last(count: int, step: int, fits: Callable[[int], bool]) -> int:
-    """The largest multiple of step, up to `count` of it, that fits; 0 for none. A larger one never needs less."""
+    """Return the largest multiple of step, up to `count` times step, that fits; 0 for none.
+
+    A binary search: a larger value never needs less memory.
+    """
     low, high = 0, count
     while low < high:
         middle = (low + high + 1) // 2
@@ -181,7 +189,7 @@ def _seconds(fix: Fix) -> float:
 
 
 def _written(value: Any) -> str:
-    """As it is typed behind a command."""
+    """Write a value as it is typed on a command line."""
     if isinstance(value, tuple):
         return f"[{','.join(map(str, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

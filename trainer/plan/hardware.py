@@ -1,7 +1,7 @@
-"""GPUs as the plan needs them: memory, speed, and how fast they talk. Detected, or named as `4x24gb`.
+"""GPUs for the plan: memory, speed and bandwidth. Detected, or named as `4x24gb`.
 
-Speeds are those of the makers' data sheets for bf16 with fp32 sums, without sparsity. What of them a training step
-reaches, and the links, are assumptions: no GPU was measured (see DECISIONS.md).
+Speeds are those of the makers' data sheets for bf16 with fp32 sums, without sparsity. The share that a training step
+reaches, and the speeds of links, are assumptions: no GPU was measured (see DECISIONS.md).
 """
 
 from __future__ import annotations
@@ -20,10 +20,16 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU. memory: bytes, as its driver tells.  tflops: bf16 matrix products, 10^12 per second.
+    """One GPU.
 
-    share: of them that training reaches.  bandwidth: bytes per second of its own memory.  link: bytes per second a rank
-    receives from others on the same machine.  host_link: to and from host memory.
+    Attributes:
+        name: Name to show.
+        memory: Bytes, as reported by the driver.
+        tflops: bf16 matrix products, 10^12 operations per second.
+        share: Share of `tflops` that training reaches.
+        bandwidth: Bytes per second of the GPU's own memory.
+        link: Bytes per second that a rank receives from other ranks on the same machine.
+        host_link: Bytes per second to and from host memory.
     """
 
     name: str
@@ -44,7 +50,7 @@ CARDS = {
     "80gb": Card("80 GB (H100)", 81559 * MIB, 989, 0.40, 3350 * GB, 360 * GB, 40 * GB),
     "141gb": Card("141 GB (H200)", 143771 * MIB, 989, 0.40, 4800 * GB, 360 * GB, 40 * GB),
 }
-"""By the names that `--gpus` takes. A laptop's or an older card of the same memory is slower."""
+"""{name for `--gpus`: GPU}. A laptop's or an older GPU of the same memory is slower."""
 NETWORK = 25 * GB
 """Bytes per second that a rank receives from another machine: 200 Gbit/s per GPU."""
 NAMED = re.compile(r"(?:(?P<count>\d{1,4})x)?(?P<card>\d+gb)", re.IGNORECASE)
@@ -52,14 +58,14 @@ NAMED = re.compile(r"(?:(?P<count>\d{1,4})x)?(?P<card>\d+gb)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Hardware:
-    """Equal GPUs. count: on each machine; None for as many as the config names."""
+    """Equal GPUs. count: number on each machine; None for as many as the config has."""
 
     card: Card
     count: int | None = None
 
 
 def named(text: str) -> Hardware:
-    """The hardware of a text like `4x24gb` or `80gb`. Raises InputError for one that is none."""
+    """Parse a text like `4x24gb` or `80gb`. Raises InputError for other texts."""
     found = NAMED.fullmatch(text.strip())
     if not found or found["count"] == "0":
         raise InputError(f"--gpus: '{text}' is not a number of GPUs and their memory, as 4x24gb or 1x80gb")
@@ -69,19 +75,19 @@ def named(text: str) -> Hardware:
 
 
 def detected() -> Hardware | None:
-    """This machine's GPUs; None without a driver. Raises InputError with what nvidia-smi says is wrong."""
+    """Return this machine's GPUs, or None without a driver. Raises InputError with nvidia-smi's error."""
     return of_machine(gpus.read())
 
 
-def of_machine(found: Sequence[Gpu]) -> Hardware | None:
-    """GPUs that nvidia-smi lists, as good as the one with the least memory. None for none."""
-    if not found:
+def of_machine(listed: Sequence[Gpu]) -> Hardware | None:
+    """Treat the GPUs that nvidia-smi lists as equal to the one with the least memory. Returns None without GPUs."""
+    if not listed:
         return None
-    smallest = min(found, key=lambda gpu: gpu.memory)
-    return Hardware(like(smallest.name, smallest.memory * MIB), len(found))
+    smallest = min(listed, key=lambda gpu: gpu.memory)
+    return Hardware(like(smallest.name, smallest.memory * MIB), len(listed))
 
 
 def like(name: str, memory: int) -> Card:
-    """A GPU by its name and bytes, as fast as the one of CARDS with the nearest memory."""
+    """Return a GPU of this name and memory in bytes, as fast as the one in CARDS with the nearest memory."""
     near = min(CARDS.values(), key=lambda card: abs(card.memory - memory))
     return replace(near, name=name, memory=memory)

@@ -1,4 +1,4 @@
-"""Records tables, for one run or for all models that come with the program."""
+"""Makes tables of traced passes, for one run or for all models whose tables come with the program."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from trainer.config.schema import RunConfig
 from trainer.config.sections import family_names
 from trainer.config.terminal import complain, say
 from trainer.plan.sizes import size_of
-from trainer.plan.store import SHIPPED, encoders_key_of, kept_file, key_of, known_parts, name_of
-from trainer.plan.tables import KINDS, Encoders, Kind, Table, encode, ranks_of
+from trainer.plan.store import SHIPPED, encoders_key_of, key_of, known_parts, name_of, table_file
+from trainer.plan.tables import PASS_KINDS, Encoders, PassKind, PassTable, encode, ranks_of
 
 if TYPE_CHECKING:
-    from trainer.plan.trace import Recording
+    from trainer.plan.trace import PassTraces
 
-HALVES: tuple[tuple[Kind, ...], ...] = (("kept", "drawn"), ("recomputed",))
-"""Kinds of passes that take about as long."""
+HALVES: tuple[tuple[PassKind, ...], ...] = (("kept", "drawn"), ("recomputed",))
+"""Two groups of kinds of passes that take about the same time to trace."""
 PARTS = 5
-"""Two halves of each rank of an adapter, and the encoders: as many are recorded at once where there are cores."""
+"""Most processes for one model: two halves for each rank of an adapter, and one for the encoders."""
 FORMATS = ("int8", "nf4")
 USUAL: tuple[dict[str, Any], ...] = (
     {},
@@ -38,98 +38,107 @@ USUAL: tuple[dict[str, Any], ...] = (
     *({"quantize": {"format": name}} for name in FORMATS),
     *({"quantize": {"format": name, "encoders": True}} for name in FORMATS),
 )
-"""A lora, a full fine-tune, and loras on a base in 8 and 4 bits, with and without encoders in them."""
+"""A lora, a full fine-tune, and loras on a base of 8 and 4 bits, with and without quantized encoders."""
 
 
-def record_model(cfg: RunConfig, cache: Path) -> None:
-    """Record what is not known yet of one run's model, and keep it."""
+def add_missing_tables(cfg: RunConfig, cache: Path) -> None:
+    """Trace one run's model and write its tables, unless they exist. cache: folder shared by runs."""
     table, encoders = known_parts(cfg, cache)
     jobs = min(PARTS, os.cpu_count() or 1)
     with _pool(jobs) as pool:
-        tables = {} if table else _tables([cfg], cache, pool, jobs > len(ranks_of(cfg)))
-        others = {} if encoders else _encoders([cfg], cache, pool)
+        tables = {} if table else _submit_tables([cfg], cache, pool, jobs > len(ranks_of(cfg)))
+        others = {} if encoders else _submit_encoders([cfg], cache, pool)
         for key, wait in tables.items():
-            write(kept_file(name_of(cfg), cache, key), {key: wait()}, {})
+            write(table_file(name_of(cfg), cache, key), {key: wait()}, {})
         for key, wait_for_encoders in others.items():
-            write(kept_file(name_of(cfg), cache, key), {}, {key: wait_for_encoders()})
+            write(table_file(name_of(cfg), cache, key), {}, {key: wait_for_encoders()})
 
 
-def _tables(cfgs: Sequence[RunConfig], cache: Path, pool: Executor, halve: bool) -> dict[str, Callable[[], Table]]:
-    """Have the denoiser of runs recorded: {key: waits for it}.
+def _submit_tables(
+    cfgs: Sequence[RunConfig], cache: Path, pool: Executor, halve: bool
+) -> dict[str, Callable[[], PassTable]]:
+    """Start to trace the denoisers of runs.
 
-    halve: each rank of an adapter in two processes, which is sooner done where a core is free, and else later, since
-    each makes the model.
+    Args:
+        cfgs: The runs.
+        cache: Folder shared by runs.
+        pool: Processes.
+        halve: Trace each rank of an adapter in two processes: faster where cores are free, slower elsewhere, since each
+            builds the model.
+
+    Returns:
+        {key: function that waits for the table}.
     """
     by_key = {key_of(cfg): cfg for cfg in reversed(cfgs)}
-    parts = HALVES if halve else (KINDS,)
+    parts = HALVES if halve else (PASS_KINDS,)
     ranks = {
-        key: [[pool.submit(_rank, cfg, rank, kinds, cache) for kinds in parts] for rank in ranks_of(cfg)]
+        key: [[pool.submit(_trace_rank, cfg, rank, kinds, cache) for kinds in parts] for rank in ranks_of(cfg)]
         for key, cfg in by_key.items()
     }
-    return {key: partial(_table, by_key[key], found) for key, found in ranks.items()}
+    return {key: partial(_wait_for_table, by_key[key], found) for key, found in ranks.items()}
 
 
-def _encoders(cfgs: Sequence[RunConfig], cache: Path, pool: Executor) -> dict[str, Callable[[], Encoders]]:
-    """Have their encoders recorded, likewise."""
+def _submit_encoders(cfgs: Sequence[RunConfig], cache: Path, pool: Executor) -> dict[str, Callable[[], Encoders]]:
+    """Start to trace the encoders of runs. Returns {key: function that waits for them}."""
     by_key = {encoders_key_of(cfg): cfg for cfg in reversed(cfgs)}
-    return {key: pool.submit(_encoders_of, cfg, cache).result for key, cfg in by_key.items()}
+    return {key: pool.submit(_trace_encoders, cfg, cache).result for key, cfg in by_key.items()}
 
 
-def _table(cfg: RunConfig, ranks: Sequence[Sequence[Future[Recording]]]) -> Table:
-    from trainer.plan.trace import joined, tabulated
+def _wait_for_table(cfg: RunConfig, ranks: Sequence[Sequence[Future[PassTraces]]]) -> PassTable:
+    from trainer.plan.trace import join_traces, make_table
 
-    return tabulated(cfg, [joined([part.result() for part in parts]) for parts in ranks])
+    return make_table(cfg, [join_traces([part.result() for part in parts]) for parts in ranks])
 
 
 def _pool(jobs: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(jobs, get_context("spawn"))
 
 
-def _rank(cfg: RunConfig, rank: int, kinds: Sequence[Kind], cache: Path) -> Recording:
-    _quieten()
+def _trace_rank(cfg: RunConfig, rank: int, kinds: Sequence[PassKind], cache: Path) -> PassTraces:
+    _silence_packages()
     from trainer.plan import fake_device
-    from trainer.plan.trace import on_this_machine, record_rank
+    from trainer.plan.trace import on_this_machine, trace_rank
 
-    return record_rank(on_this_machine(cfg, cache), rank, kinds, cache, fake_device.install())
+    return trace_rank(on_this_machine(cfg, cache), rank, kinds, cache, fake_device.install())
 
 
-def _encoders_of(cfg: RunConfig, cache: Path) -> Encoders:
-    _quieten()
+def _trace_encoders(cfg: RunConfig, cache: Path) -> Encoders:
+    _silence_packages()
     from trainer.models import families
     from trainer.plan import fake_device
-    from trainer.plan.encoders import record_encoders
+    from trainer.plan.encoders import trace_encoders
     from trainer.plan.trace import on_this_machine
 
     cfg = on_this_machine(cfg, cache)
-    return record_encoders(cfg, families.make(cfg, cache), fake_device.install())
+    return trace_encoders(cfg, families.make(cfg, cache), fake_device.install())
 
 
-def traced(cfg: RunConfig, cache: Path) -> int:
-    """Bytes on rank 0 at most in a step of the whole model. With torch. cfg: `parallel.strategy` decided."""
-    _quieten()
+def trace_peak(cfg: RunConfig, cache: Path) -> int:
+    """Return the most bytes on rank 0 in a step of the whole model. Imports torch. cfg: with a decided strategy."""
+    _silence_packages()
     from trainer.models import families
     from trainer.plan import fake_device
-    from trainer.plan.trace import on_this_machine, trace
+    from trainer.plan.trace import on_this_machine, trace_step
 
     cfg = on_this_machine(cfg, cache)
-    return trace(cfg, families.make(cfg, cache), fake_device.install(), size_of(cfg)).peak
+    return trace_step(cfg, families.make(cfg, cache), fake_device.install(), size_of(cfg)).peak
 
 
-def _quieten() -> None:
-    """Of what packages warn nobody who plans can change anything."""
+def _silence_packages() -> None:
+    """Silence warnings of packages: whoever plans cannot change anything about them."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 
 
-def write(file: Path, tables: Mapping[str, Table], encoders: Mapping[str, Encoders]) -> None:
-    """Others see the whole file or none. file: in a folder of the cache that runs share."""
+def write(file: Path, tables: Mapping[str, PassTable], encoders: Mapping[str, Encoders]) -> None:
+    """Write a file of tables atomically. file: in a folder of the cache that runs share."""
     make_private_if_new(file.parent.parent)
     file.parent.mkdir(exist_ok=True)
     files.replace(file, encode(tables, encoders))
 
 
-def record_published(names: Sequence[str], jobs: int) -> int:
-    """Record published models, all without names. Returns an exit code."""
+def make_published_tables(names: Sequence[str], jobs: int) -> int:
+    """Make the tables of published models, of all without names. Returns an exit code."""
     models = _published()
     unknown = sorted(set(names) - models.keys())
     if unknown:
@@ -139,7 +148,7 @@ def record_published(names: Sequence[str], jobs: int) -> int:
         cache = Path(folder)
         wanted = {name: models[name] for name in names or models}
         found = {
-            name: (_tables(cfgs, cache, pool, halve=False), _encoders(cfgs, cache, pool))
+            name: (_submit_tables(cfgs, cache, pool, halve=False), _submit_encoders(cfgs, cache, pool))
             for name, cfgs in wanted.items()
         }
         for name, (tables, encoders) in found.items():
@@ -153,7 +162,7 @@ def record_published(names: Sequence[str], jobs: int) -> int:
 
 
 def _published() -> dict[str, list[RunConfig]]:
-    """{model: runs} of what is recorded: what the presets do, and of each published model what is usual."""
+    """Return {model: runs to trace}: those of the presets, and the usual runs of each published model."""
     from trainer.models import families
 
     found: dict[str, list[RunConfig]] = {}

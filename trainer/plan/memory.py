@@ -1,4 +1,4 @@
-"""What a run takes: bytes per rank by what they are for, bytes through the links, operations and time. No torch."""
+"""Plans a run: bytes per rank by purpose, bytes through the links, operations and time. No torch."""
 
 from __future__ import annotations
 
@@ -12,23 +12,29 @@ from trainer.parallel.strategy import Strategy, ring_share
 from trainer.plan.hardware import CARDS, GIB, NETWORK, Card
 from trainer.plan.phases import ASSUMED, TRAINING, Item, Phase, Reserve, phases_of
 from trainer.plan.sizes import BITS, rank_of, sharding_of, size_of, strategy_of
-from trainer.plan.steps import Step
+from trainer.plan.steps import ModelPass
 from trainer.plan.storage import disk_of, host_of
 from trainer.plan.tables import Model
 from trainer.plan.timeline import Memory, Sharding, simulate
 
 Verdict = Literal["fits", "tight", "does not fit"]
 TIGHT = 0.92
-"""Above this share of a card's memory a plan is tight: what is not counted may be more on the day."""
+"""Above this share of a GPU's memory a plan is tight: memory that the plan does not count may exceed the rest."""
 DECODING_TRAFFIC = 4
-"""Bytes that go to and from a GPU's memory for each byte of bf16 that is decoded: codes, the weight and its pieces."""
+"""Bytes to and from a GPU's memory for each decoded byte of bf16: codes, the weight and its pieces."""
 FIXED_STEP_S = 0.4
-"""Seconds of a step that no operation explains, as launching kernels (read off published steps, see DECISIONS.md)."""
+"""Seconds of a step beyond its operations, such as kernel launches (from published step times, see DECISIONS.md)."""
 
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of an optimizer step, from everything at once to one after the other. bound_by: what takes longest."""
+    """Seconds of an optimizer step.
+
+    Attributes:
+        low: If everything overlaps.
+        high: If nothing overlaps.
+        bound_by: The part that takes longest.
+    """
 
     low: float
     high: float
@@ -37,10 +43,18 @@ class Time:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a run takes. Sizes in bytes.
+    """The resources that a run needs. Sizes in bytes.
 
-    phases: in their order.  host: host memory per rank.  disk: files.  received: through links per rank and optimizer
-    step.  flops: of a rank and step.  time: where the card is known.
+    Attributes:
+        strategy: The decided `parallel.strategy`.
+        ranks: Number of ranks.
+        phases: Parts of the run in their order.
+        host: Host memory per rank.
+        disk: Files.
+        received: Bytes through links per rank and optimizer step.
+        flops: Floating-point operations per rank and optimizer step.
+        card: The GPU of each rank, if known.
+        time: Time of an optimizer step, if the GPU is known.
     """
 
     strategy: Strategy
@@ -55,22 +69,22 @@ class MemoryPlan:
 
     @property
     def fullest(self) -> Phase:
-        """The phase that needs most."""
+        """The phase that needs the most memory."""
         return max(self.phases, key=lambda phase: phase.need)
 
     @property
     def training(self) -> Phase:
-        """The steps themselves."""
+        """The phase of the training steps."""
         return next(phase for phase in self.phases if phase.name == TRAINING)
 
     @property
     def need(self) -> float:
-        """Bytes on each GPU at the fullest moment of all."""
+        """Bytes on each GPU at the fullest moment of the run."""
         return self.fullest.need
 
     @property
     def verdict(self) -> Verdict | None:
-        """Whether it fits the card; None without one."""
+        """Whether the run fits the GPU; None without one."""
         if self.card is None:
             return None
         if self.need > self.card.memory:
@@ -79,67 +93,67 @@ class MemoryPlan:
 
 
 def plan_of(cfg: RunConfig, model: Model, card: Card | None, reserve: Reserve = ASSUMED) -> MemoryPlan:
-    """The plan of a run by what was recorded of its model.
+    """Make the plan of a run.
 
-    card: each rank's. None: not known; `parallel.strategy` auto is then decided as for 80 GB.
+    Args:
+        cfg: The run's config.
+        model: The tables of its model.
+        card: The GPU of each rank. None: unknown; `parallel.strategy: auto` is then decided as for 80 GB.
+        reserve: Memory of the allocator and the driver.
     """
-    step = model.table.step(size_of(cfg), rank_of(cfg), cfg.train.checkpointing)
-    strategy = strategy_of(cfg, step, card)
+    model_pass = model.table.training(size_of(cfg), rank_of(cfg), cfg.train.checkpointing)
+    strategy = strategy_of(cfg, model_pass, card)
     sharding = sharding_of(cfg, strategy)
-    memory = simulate(step, sharding)
+    memory = simulate(model_pass, sharding)
     received = _received(memory, sharding)
     return MemoryPlan(
         strategy=strategy,
         ranks=cfg.parallel.world_size,
-        phases=phases_of(cfg, model, step, sharding, memory, reserve),
-        host=host_of(cfg, step, memory, sharding),
-        disk=disk_of(cfg, model, step),
+        phases=phases_of(cfg, model, model_pass, sharding, memory, reserve),
+        host=host_of(cfg, model_pass, memory, sharding),
+        disk=disk_of(cfg, model, model_pass),
         received=received,
         flops=memory.flops,
         card=card,
-        time=_time(cfg, step, memory, sharding, card) if card else None,
+        time=_time(cfg, model_pass, memory, sharding, card) if card else None,
     )
 
 
 def _received(memory: Memory, sharding: Sharding) -> float:
-    """By ring algorithms (see `trainer.parallel.strategy`)."""
+    """Return the bytes that a rank receives, by ring algorithms (see `trainer.parallel.strategy`)."""
     inside = ring_share(sharding.ranks) * (memory.gathered + memory.scattered)
     return inside + 2 * ring_share(sharding.replicas) * memory.reduced
 
 
-def _time(cfg: RunConfig, step: Step, memory: Memory, sharding: Sharding, card: Card) -> Time:
-    """A roofline: from all at once, as when gathers hide behind computing, to one after the other."""
+def _time(cfg: RunConfig, model_pass: ModelPass, memory: Memory, sharding: Sharding, card: Card) -> Time:
+    """Return a roofline: from full overlap, as when gathers hide behind computing, to no overlap."""
     crosses = cfg.parallel.nodes > 1 and sharding.ranks > cfg.parallel.devices
     link = NETWORK if crosses else card.link
     gathers = ring_share(sharding.ranks) * (memory.gathered + memory.scattered) / link
     between = 2 * ring_share(sharding.replicas) * memory.reduced / (NETWORK if cfg.parallel.nodes > 1 else card.link)
     computing = memory.flops / (card.tflops * 1e12 * card.share)
     parts = {
-        "computing": computing + DECODING_TRAFFIC * _decoded(cfg, step) / card.bandwidth,
+        "computing": computing + DECODING_TRAFFIC * _decoded(cfg, model_pass) / card.bandwidth,
         "gathering weights": gathers + between,
-        "copies from host memory": _offloaded(memory, sharding) / card.host_link,
+        # The shard of this rank of all gathered bytes.
+        "copies from host memory": memory.gathered / sharding.ranks / card.host_link if sharding.offload else 0.0,
     }
     return Time(
         max(parts.values()) + FIXED_STEP_S, sum(parts.values()) + FIXED_STEP_S, max(parts, key=parts.__getitem__)
     )
 
 
-def _decoded(cfg: RunConfig, step: Step) -> float:
-    """Bytes of bf16 that a step makes of quantized weights: in forward and backward, and where forward is repeated."""
+def _decoded(cfg: RunConfig, model_pass: ModelPass) -> float:
+    """Return the bytes of bf16 that a step decodes: in forward and backward, and where forward is recomputed."""
     if cfg.quantize.format == "none":
         return 0.0
-    stored = [sum(p.numbers for p in unit.parameters if p.stored == 1) for unit in step.units]
-    passes = sum(size * (3 if number in step.recomputed else 2) for number, size in enumerate(stored))
+    stored = [sum(p.numbers for p in unit.parameters if p.stored == 1) for unit in model_pass.units]
+    passes = sum(size * (3 if number in model_pass.recomputed else 2) for number, size in enumerate(stored))
     return passes * 16 / BITS[cfg.quantize.format] * cfg.micro_steps
 
 
-def _offloaded(memory: Memory, sharding: Sharding) -> float:
-    """Bytes from the host in a step: this rank's shard of all that is gathered."""
-    return memory.gathered / sharding.ranks if sharding.offload else 0.0
-
-
 def describe(cfg: RunConfig) -> str:
-    """The run in a line: `lora rank 16, base in nf4, 1024 px, 1 per rank and pass, 2 ranks`."""
+    """Describe the run in a line: `lora rank 16, base in nf4, 1024 px, 1 per rank and pass, 2 ranks`."""
     what = "full fine-tune" if isinstance(cfg.adapter, NoAdapter) else cfg.adapter.type
     rank = f" rank {cfg.adapter.rank}" if isinstance(cfg.adapter, RankAdapter) else ""
     base = "bf16" if cfg.quantize.format == "none" else cfg.quantize.format
@@ -149,22 +163,24 @@ def describe(cfg: RunConfig) -> str:
     return f"{what}{rank}, base in {base}, {size}, {ranks} rank{'s' if ranks > 1 else ''}"
 
 
-def verdict(found: MemoryPlan) -> str:
-    """Whether the plan fits, in a sentence."""
-    if found.card is None:
-        fitting = [card.name for card in CARDS.values() if found.need <= card.memory]
-        return f"no GPU here; it fits {fitting[0]} and larger" if fitting else "no GPU here; it fits none that is known"
-    room = found.card.memory
-    difference = abs(room - found.need) / GIB
-    of = f"{room / GIB:.2f} GiB of {found.card.name}"
-    if found.verdict == "does not fit":
+def verdict(plan: MemoryPlan) -> str:
+    """Say in a sentence whether the plan fits."""
+    if plan.card is None:
+        fitting = [card.name for card in CARDS.values() if plan.need <= card.memory]
+        if not fitting:
+            return "no GPU here; does not fit on any known GPU"
+        return f"no GPU here; it fits {fitting[0]} and larger"
+    room = plan.card.memory
+    difference = abs(room - plan.need) / GIB
+    of = f"{room / GIB:.2f} GiB of {plan.card.name}"
+    if plan.verdict == "does not fit":
         return f"does not fit: {difference:.2f} GiB more than the {of}"
-    return f"{found.verdict}: leaves {difference:.2f} of the {of}"
+    return f"{plan.verdict}: leaves {difference:.2f} of the {of}"
 
 
-def compared(found: MemoryPlan, peak: int) -> str:
-    """The plan beside a trace of the whole model. peak: bytes of tensors that it took in training."""
-    planned = found.training.peak
+def describe_trace(plan: MemoryPlan, peak: int) -> str:
+    """Compare the plan with a trace of the whole model. peak: most bytes of tensors in the traced training step."""
+    planned = plan.training.peak
     return (
         f"training traced, block by block: {peak / GIB:.2f} GiB of tensors; planned {planned / GIB:.2f} "
         f"({planned / peak - 1:+.2%})"

@@ -1,4 +1,4 @@
-"""Who holds how many bytes: every tensor that is made on a device is written down until it is freed."""
+"""Counts bytes by purpose: every tensor that is made on a device is tracked until it is freed."""
 
 from __future__ import annotations
 
@@ -24,16 +24,25 @@ ACTIVATIONS, GATHERED, REDUCED = "activations", "gathered", "reduced"
 _SHAPE_ONLY = ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta")
 
 
-class _Entry:
+class _Allocation:
     def __init__(self, size: int, what: str) -> None:
         self.size, self.what = size, what
 
 
-class Ledger:
-    """Bytes on one kind of device, by what they are for; and the floating-point operations.
+class MemoryTracker:
+    """Bytes on one type of device, by purpose, and floating-point operations.
 
-    device: type of the device.  what: for what is made from now on.  peak: the most there was of all together since
-    `mark`, and peak_of: of each.  at_peak: what there was when `highest`, the most ever, was reached.
+    Attributes:
+        device: Type of the device.
+        what: Purpose of the tensors that are made from now on.
+        current: {purpose: bytes} now.
+        total: Bytes now.
+        peak: Most bytes since `reset_peak`.
+        peak_of: {purpose: most bytes since `reset_peak`}.
+        highest: Most bytes since `reset`.
+        at_peak: {purpose: bytes} when `highest` was reached.
+        flops: Floating-point operations since `reset`.
+        sent: {collective: bytes} since `reset`.
     """
 
     def __init__(self, device: str) -> None:
@@ -44,7 +53,7 @@ class Ledger:
         self.peak_of: Counter[str] = Counter()
         self.flops = 0
         self.sent: Counter[str] = Counter()
-        self._entries: dict[int, _Entry] = {}
+        self._allocations: dict[int, _Allocation] = {}
         self._is_off = False
         self._undo: list[Any] = []
 
@@ -62,42 +71,42 @@ class Ledger:
 
     @contextmanager
     def making(self, what: str) -> Iterator[None]:
-        """Inside, what is made is for `what`."""
+        """Inside, new tensors count for the purpose `what`."""
         before, self.what = self.what, what
         try:
             yield
         finally:
             self.what = before
 
-    def begin(self) -> None:
-        """Forget what was highest, computed and sent."""
+    def reset(self) -> None:
+        """Start `highest`, `flops` and `sent` anew."""
         self.highest, self.at_peak, self.flops = self.total, dict(self.current), 0
         self.sent.clear()
 
-    def mark(self) -> None:
-        """Measure peaks from here."""
+    def reset_peak(self) -> None:
+        """Measure `peak` and `peak_of` from here."""
         self.peak = self.total
         self.peak_of = Counter(self.current)
 
-    def hold(self, tensor: Tensor, what: str) -> None:
-        """Write down a tensor, or that it is for something else."""
+    def track(self, tensor: Tensor, what: str) -> None:
+        """Track a tensor, or change the purpose of a tracked one."""
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
         if tensor.device.type != self.device:
             return
         storage = tensor.untyped_storage()
-        entry = self._entries.get(storage._cdata)
-        if entry is None:
-            entry = self._entries[storage._cdata] = _Entry(0, what)
-            weakref.finalize(storage, self._free, storage._cdata, entry)
-        if entry.what != what:
-            self._add(entry.what, -entry.size)
-            self._add(what, entry.size)
-            entry.what = what
-        self._resize(entry, storage.nbytes())
+        allocation = self._allocations.get(storage._cdata)
+        if allocation is None:
+            allocation = self._allocations[storage._cdata] = _Allocation(0, what)
+            weakref.finalize(storage, self._free, storage._cdata, allocation)
+        if allocation.what != what:
+            self._add(allocation.what, -allocation.size)
+            self._add(what, allocation.size)
+            allocation.what = what
+        self._resize(allocation, storage.nbytes())
 
-    def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Write down what an operation made. For `fake_device.fake_tensors`."""
+    def observe(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Track the tensors that an operation made. For `fake_device.fake_tensors`."""
         if self._is_off or func.namespace == "prim":
             return
         packet = func._overloadpacket
@@ -106,32 +115,32 @@ class Ledger:
         self._count_sent(func, args)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
-                self._see(tensor)
+                self._track_output(tensor)
         if packet is torch.ops.aten._scaled_dot_product_flash_attention_backward:
-            self._use(args[1].numel() * 4)  # the gradient of the queries is summed in fp32
+            self._use_briefly(args[1].numel() * 4)  # the gradient of the queries is summed in fp32
         elif func.namespace == "shardstudio":
-            self._see_quantized(func._opname, args)
+            self._observe_quantized(func._opname, args)
 
-    def _see_quantized(self, name: str, args: Any) -> None:
-        """An operator of `weights.quantization`, in which torch sees nothing: the weight is decoded and multiplied."""
+    def _observe_quantized(self, name: str, args: Any) -> None:
+        """Count an operator of `weights.quantization`, opaque to torch: it decodes the weight and multiplies."""
         if name == "decoded":
             records, format, inputs, dtype = args[:4]
-            self._use(decoding_bytes(records, format, inputs, dtype))
+            self._use_briefly(decoding_bytes(records, format, inputs, dtype))
             return
         x, records = args[:2]
         format, inputs = (args[3], args[4]) if name == "linear" else (args[2], args[3])
         self.flops += 2 * x.numel() // x.shape[-1] * records.shape[0] * inputs
         weight = grains(records.shape[0] * inputs * x.dtype.itemsize)
-        self._use(weight + decoding_bytes(records, format, inputs, x.dtype))
+        self._use_briefly(weight + decoding_bytes(records, format, inputs, x.dtype))
 
-    def _use(self, num_bytes: int) -> None:
-        """Taken and given back within one operator."""
+    def _use_briefly(self, num_bytes: int) -> None:
+        """Count bytes that are allocated and freed within one operator."""
         self._add(self.what, grains(num_bytes))
         self._add(self.what, -grains(num_bytes))
 
-    def _see(self, tensor: Tensor) -> None:
-        if tensor.device.type == self.device and tensor.untyped_storage()._cdata not in self._entries:
-            self.hold(tensor, self.what)
+    def _track_output(self, tensor: Tensor) -> None:
+        if tensor.device.type == self.device and tensor.untyped_storage()._cdata not in self._allocations:
+            self.track(tensor, self.what)
 
     def _count_sent(self, func: Any, args: Any) -> None:
         if func.namespace != "c10d":
@@ -144,15 +153,15 @@ class Ledger:
         elif name.startswith("allreduce"):
             self.sent["reduced"] += sum(tensor.nbytes for tensor in args[0])
 
-    def _resize(self, entry: _Entry, num_bytes: int) -> None:
+    def _resize(self, allocation: _Allocation, num_bytes: int) -> None:
         size = grains(num_bytes)
-        self._add(entry.what, size - entry.size)
-        entry.size = size
+        self._add(allocation.what, size - allocation.size)
+        allocation.size = size
 
-    def _free(self, key: int, entry: _Entry) -> None:
-        self._add(entry.what, -entry.size)
-        if self._entries.get(key) is entry:
-            del self._entries[key]
+    def _free(self, key: int, allocation: _Allocation) -> None:
+        self._add(allocation.what, -allocation.size)
+        if self._allocations.get(key) is allocation:
+            del self._allocations[key]
 
     def _add(self, what: str, num_bytes: int) -> None:
         self.current[what] += num_bytes
@@ -164,20 +173,20 @@ class Ledger:
             self.highest, self.at_peak = self.total, dict(self.current)
 
     def _watch_resizes(self) -> None:
-        """FSDP frees and takes again the storage of what it gathers."""
+        """Follow FSDP, which frees and reallocates the storage of gathered tensors by resizing it."""
         original = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             out = original(storage, size)
-            entry = self._entries.get(storage._cdata)
-            if entry is not None:
-                self._resize(entry, storage.nbytes())
+            allocation = self._allocations.get(storage._cdata)
+            if allocation is not None:
+                self._resize(allocation, storage.nbytes())
             return out
 
         self._replace(torch.UntypedStorage, "resize_", resize)
 
     def _ignore_inside(self, name: str) -> None:
-        """DTensor finds shapes by running operators on whole tensors, which never exist."""
+        """Count nothing inside a method of DTensor, which finds shapes by running operators on whole tensors."""
         original = getattr(ShardingPropagator, name)
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -195,18 +204,18 @@ class Ledger:
 
 
 def decoding_bytes(records: Tensor, format: str, inputs: int, dtype: torch.dtype) -> int:
-    """Bytes taken at most while records are decoded, beside the weight."""
+    """Return the most bytes that decoding of records takes in addition to the weight."""
     rows = min(records.shape[0], piece_rows(records.device, inputs))
     return _decoding_bytes(rows, format, inputs, dtype, records.device)
 
 
 @cache
 def _decoding_bytes(rows: int, format: str, inputs: int, dtype: torch.dtype, device: torch.device) -> int:
-    kind, ledger = FORMATS[format], Ledger(device.type)
-    with fake_tensors(device, ledger.see):
+    kind, tracker = FORMATS[format], MemoryTracker(device.type)
+    with fake_tensors(device, tracker.observe):
         table = kind.table().to(device)
         piece = torch.empty(rows, kind.row_bytes(inputs), dtype=torch.uint8, device=device)
-        ledger.begin()
-        before = ledger.total
+        tracker.reset()
+        before = tracker.total
         kind.decode(piece, inputs, dtype, table)
-        return ledger.highest - before
+        return tracker.highest - before

@@ -1,4 +1,4 @@
-"""What a run holds on each GPU from its first caption to its export, part by part. No torch."""
+"""Computes the memory of each part of a run on each GPU, from the first caption to the export. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from trainer.config.schema import RunConfig
 from trainer.plan.sizes import rank_of, sample_size_of
-from trainer.plan.steps import Step
+from trainer.plan.steps import ModelPass
 from trainer.plan.tables import Encoders, Model
 from trainer.plan.timeline import Memory, Sharding, simulate_forward
 
@@ -18,10 +18,13 @@ CAPTIONS, IMAGES, TRAINING, SAMPLING, EXPORT = "encoding captions", "encoding im
 
 @dataclass(frozen=True)
 class Reserve:
-    """What the allocator and the driver take beside what is allocated.
+    """Memory that the allocator and the driver take in addition to tensors.
 
-    share: of it, for gaps between blocks of memory.  context: bytes of CUDA's context and libraries.
-    communication: bytes of NCCL's buffers, where there are several ranks.  is_measured: on such a GPU.
+    Attributes:
+        share: Share of the tensors' bytes, for gaps between allocations.
+        context: Bytes of CUDA's context and libraries.
+        communication: Bytes of NCCL's buffers, with several ranks.
+        is_measured: Whether the numbers were measured on this kind of GPU.
     """
 
     share: float = 0.06
@@ -30,7 +33,7 @@ class Reserve:
     is_measured: bool = False
 
     def of(self, allocated: float, ranks: int) -> float:
-        """Bytes beside `allocated`."""
+        """Return the bytes in addition to `allocated`."""
         return self.share * allocated + self.context + (self.communication if ranks > 1 else 0)
 
 
@@ -39,7 +42,13 @@ ASSUMED = Reserve()
 
 @dataclass(frozen=True)
 class Item:
-    """A part of the memory of one rank. size: bytes.  sentence: what it is."""
+    """A part of the memory of one rank, or of a run's files.
+
+    Attributes:
+        name: Name of the part.
+        size: Bytes.
+        sentence: Explains the part.
+    """
 
     name: str
     size: float
@@ -50,8 +59,12 @@ class Item:
 class Phase:
     """A part of a run, at its fullest moment on each rank. Sizes in bytes.
 
-    items: they add up to `need`.  peak: of tensors.  need: with what allocator and driver take besides.  when: the
-    moment.
+    Attributes:
+        name: Name of the part.
+        items: Parts of the memory, which add up to `need`.
+        peak: Bytes of tensors.
+        need: Bytes including those of the allocator and the driver.
+        when: The moment.
     """
 
     name: str
@@ -72,25 +85,34 @@ _SENTENCES = {
     "gathered blocks": "blocks whose weights are whole while they compute, and the next ones on their way",
     "gradients being reduced": "of the block whose gradients are summed over the ranks",
     "activations": "what a pass keeps for backward, and what the block at work needs",
-    "buffers": "tables of the model that are no weights, as positions",
+    "buffers": "tables of the model that are not weights, such as positions",
     "gathered weights": "the largest trained tensor, whole",
 }
 
 
 def phases_of(
-    cfg: RunConfig, model: Model, step: Step, sharding: Sharding, training: Memory, reserve: Reserve
+    cfg: RunConfig, model: Model, model_pass: ModelPass, sharding: Sharding, training: Memory, reserve: Reserve
 ) -> tuple[Phase, ...]:
-    """The parts of a run. step: of training.  training: it, played."""
+    """Compute the parts of a run.
+
+    Args:
+        cfg: The run's config.
+        model: The tables of its model.
+        model_pass: A training pass.
+        sharding: How it is spread.
+        training: The simulated memory of `model_pass`.
+        reserve: Memory of the allocator and the driver.
+    """
     return tuple(
         _phase(name, memory, shards, reserve, cfg.parallel.world_size)
-        for name, memory, shards in _memories(cfg, model, step, sharding, training)
+        for name, memory, shards in _memories(cfg, model, model_pass, sharding, training)
     )
 
 
 def _memories(
-    cfg: RunConfig, model: Model, step: Step, sharding: Sharding, training: Memory
+    cfg: RunConfig, model: Model, model_pass: ModelPass, sharding: Sharding, training: Memory
 ) -> Iterator[tuple[str, Memory, int]]:
-    """(name, what is held, over how many ranks it is sharded) of each part that there is."""
+    """Yield (name, memory, number of ranks over which it is sharded) of each part that the run has."""
     encoders, shards = model.encoders, sharding.ranks
     if encoders.text.units or encoders.whole:
         sharded = over_all(cfg)
@@ -98,26 +120,26 @@ def _memories(
     if encoders.image:
         yield IMAGES, _images(encoders, cfg.data.resolution**2), 1
     yield TRAINING, training, shards
-    held = _averaged(cfg, step, sharding)
+    held = _averaged(cfg, model_pass, sharding)
     if cfg.sample.every and cfg.sample.prompts:
         width, height = cfg.sample.size
-        drawing = model.table.drawing(sample_size_of(cfg), rank_of(cfg))
+        drawing = model.table.sampling(sample_size_of(cfg), rank_of(cfg))
         decoding = encoders.of_image(encoders.decoding, width * height)
-        beside = ({AUTOENCODER: encoders.image} if encoders.image else {}) | held
-        yield SAMPLING, simulate_forward(drawing, sharding, beside, decoding), shards
+        constant = ({AUTOENCODER: encoders.image} if encoders.image else {}) | held
+        yield SAMPLING, simulate_forward(drawing, sharding, constant, decoding), shards
     if cfg.export_what != "none":
-        yield EXPORT, _export(step, sharding, held), shards
+        yield EXPORT, _export(model_pass, sharding, held), shards
 
 
 def over_all(cfg: RunConfig) -> Sharding:
-    """How encoders are spread."""
+    """Return how encoders are spread: over all ranks."""
     ranks, offload = cfg.parallel.world_size, cfg.parallel.cpu_offload
     return Sharding(ranks, is_sharded=ranks > 1 or offload, offload=offload, optimizer_bytes=0.0)
 
 
 @lru_cache(64)
 def captions(encoders: Encoders, sharding: Sharding) -> Memory:
-    """What is held while captions are encoded."""
+    """Return the memory while captions are encoded."""
     memory = simulate_forward(encoders.text, sharding, {"text encoders": encoders.whole})
     weights = memory.items.pop("weights", 0.0)
     memory.items["text encoders"] = memory.items.get("text encoders", 0.0) + weights
@@ -130,19 +152,19 @@ def _images(encoders: Encoders, pixels: int) -> Memory:
     return Memory(peak=sum(items.values()), items=items)
 
 
-def _export(step: Step, sharding: Sharding, held: Mapping[str, float]) -> Memory:
-    """Each trained tensor is gathered, copied to the host and forgotten."""
-    sizes = [p.rows * p.row * 4 for unit in step.units for p in unit.parameters if p.is_trained]
+def _export(model_pass: ModelPass, sharding: Sharding, held: Mapping[str, float]) -> Memory:
+    """Return the memory of the export, in which each trained tensor is gathered, copied to the host and freed."""
+    sizes = [p.rows * p.row * 4 for unit in model_pass.units for p in unit.parameters if p.is_trained]
     gathered = max(sizes, default=0) if sharding.ranks > 1 else 0
-    return simulate_forward(step.at_rest, sharding, {**held, "gathered weights": gathered})
+    return simulate_forward(model_pass.at_rest, sharding, {**held, "gathered weights": gathered})
 
 
-def _averaged(cfg: RunConfig, step: Step, sharding: Sharding) -> dict[str, float]:
-    """What is put aside while the weights are those of a schedule-free optimizer's average."""
+def _averaged(cfg: RunConfig, model_pass: ModelPass, sharding: Sharding) -> dict[str, float]:
+    """Return the weights that are put aside while a schedule-free optimizer's average replaces them."""
     if cfg.optim.type != "schedulefree" or cfg.optim.ema:
         return {}
     numbers = sum(
-        p.count * p.shard_rows(sharding.ranks) * p.row for u in step.units for p in u.parameters if p.is_trained
+        p.count * p.shard_rows(sharding.ranks) * p.row for u in model_pass.units for p in u.parameters if p.is_trained
     )
     return {"averaged weights": 4.0 * numbers}
 
@@ -154,20 +176,20 @@ def _phase(name: str, memory: Memory, shards: int, reserve: Reserve, ranks: int)
         for what, sentence in _SENTENCES.items()
         if memory.items.get(what, 0) >= 1
     ]
-    beside = reserve.of(memory.peak, ranks)
+    reserved = reserve.of(memory.peak, ranks)
     what = "gaps of the allocator, CUDA's context" + (", NCCL's buffers" if ranks > 1 else "")
     origin = "as measured here" if reserve.is_measured else "an assumption"
-    items.append(Item("reserve", beside, f"{what}; {origin}"))
-    return Phase(name, tuple(items), memory.peak, memory.peak + beside, _when(name, memory))
+    items.append(Item("reserve", reserved, f"{what}; {origin}"))
+    return Phase(name, tuple(items), memory.peak, memory.peak + reserved, _when(name, memory))
 
 
 def moment(phase: Phase) -> str:
-    """When it is fullest: `training, forward of transformer.transformer_blocks.7`."""
+    """Name the fullest moment: `training, forward of transformer.transformer_blocks.7`."""
     return f"{phase.name}, {phase.when}" if phase.when else phase.name
 
 
 def _when(name: str, memory: Memory) -> str:
-    """The moment within the part; empty where it is all the same."""
+    """Name the moment within the part; empty where memory does not change."""
     moment, unit = memory.when
     if name == SAMPLING and moment == "end":
         return "decoding the picture"

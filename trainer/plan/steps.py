@@ -1,7 +1,7 @@
-"""A recorded training step: what a model allocates between the moments at which FSDP gathers and frees its blocks.
+"""A traced pass: what a model allocates between the moments at which FSDP gathers and frees its blocks.
 
-Measured once, without FSDP's own memory (see `record`), and played again for any number of ranks (see `timeline`). No
-torch: it is read by commands that must answer at once.
+It is measured once, without FSDP's own memory (see `trace`), and simulated for any number of ranks (see `timeline`). No
+torch: commands that must answer at once read it.
 """
 
 from __future__ import annotations
@@ -14,24 +14,30 @@ from functools import cached_property
 from typing import Literal
 
 GRAIN = 512
-"""CUDA's allocator gives multiples of so many bytes."""
+"""CUDA's allocator gives multiples of this number of bytes."""
 
 
 def grains(num_bytes: int) -> int:
-    """Bytes that an allocation takes."""
+    """Return the bytes that an allocation takes."""
     return -(-num_bytes // GRAIN) * GRAIN
 
 
 Moment = Literal["forward", "forward_end", "backward", "backward_end", "reduced", "end"]
-"""Before a unit's forward, after it, before its backward, when its gradients are there, when they are reduced; and the
-end of a pass."""
+"""Before a unit's forward, after it, before its backward, when its gradients are computed, when they are reduced; and
+the end of a pass."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """Parameters of one shape. rows: length of the dim that is sharded.  row: numbers per row.
+    """Parameters of one shape.
 
-    stored, gathered: bytes per number, at rest and while the unit computes.  count: how many there are.
+    Attributes:
+        rows: Length of the sharded dim.
+        row: Numbers per row.
+        stored: Bytes per number at rest.
+        gathered: Bytes per number while the unit computes.
+        is_trained: Whether they are trained.
+        count: Number of parameters of this shape.
     """
 
     rows: int
@@ -43,17 +49,17 @@ class Parameter:
 
     @property
     def numbers(self) -> int:
-        """Of all of them, whole."""
+        """Numbers of all parameters, unsharded."""
         return self.count * self.rows * self.row
 
     def shard_rows(self, ranks: int) -> int:
-        """Rows of rank 0, which has the most; FSDP fills up the others'."""
+        """Return the rows of rank 0, which has the most; FSDP pads those of the other ranks."""
         return -(-self.rows // ranks)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What is gathered together: a block, or the root with what no block holds."""
+    """Parameters that are gathered together: a block, or the root with all parameters outside of blocks."""
 
     name: str
     parameters: tuple[Parameter, ...]
@@ -62,10 +68,14 @@ class Unit:
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment, and what was allocated and freed since the one before: bytes of activations and of gradients.
+    """A moment, and the bytes of activations and gradients that were allocated and freed since the one before.
 
-    unit: its number; -1 for the end.  change: more than before.  peak: most there was, above what there was before.
-    flops: floating-point operations.
+    Attributes:
+        moment: The moment.
+        unit: Number of the unit; -1 for the end of the pass.
+        change: Bytes more than at the moment before.
+        peak: Most bytes in between, above those at the moment before.
+        flops: Floating-point operations in between.
     """
 
     moment: Moment
@@ -77,9 +87,12 @@ class Mark:
 
 @dataclass(frozen=True)
 class Size:
-    """What a pass is given. pixels: of each image.  batch: images.
+    """The input of a pass.
 
-    text_tokens: of captions, for families that do not pad them to a length of their own.
+    Attributes:
+        pixels: Pixels of each image; tokens for language models.
+        batch: Number of images.
+        text_tokens: Tokens of each caption, for families that do not pad captions to a fixed length.
     """
 
     pixels: int
@@ -89,10 +102,12 @@ class Size:
 
 @dataclass(frozen=True)
 class Run:
-    """Units that stand for more: a list of `count` equal blocks of which so many were kept. The last but one stands for
-    those left out.
+    """A list of `count` equal blocks of which `kept` were traced. The last but one stands for those left out.
 
-    first: number of the first unit.
+    Attributes:
+        first: Number of the first unit.
+        count: Blocks in the whole model.
+        kept: Blocks in the trace.
     """
 
     first: int
@@ -101,8 +116,15 @@ class Run:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
-    """One pass of a model. buffers: bytes of buffers on the device.  recomputed: units that compute forward again."""
+class ModelPass:
+    """One pass of a model: forward, or forward and backward.
+
+    Attributes:
+        units: The model's units.
+        marks: The moments in order.
+        buffers: Bytes of buffers on the device.
+        recomputed: Numbers of units that compute forward again in backward.
+    """
 
     units: tuple[Unit, ...]
     marks: tuple[Mark, ...]
@@ -110,13 +132,13 @@ class Step:
     recomputed: frozenset[int] = frozenset()
 
     @cached_property
-    def at_rest(self) -> Step:
-        """The model, and no pass."""
+    def at_rest(self) -> ModelPass:
+        """The model without a pass."""
         return replace(self, marks=())
 
 
 def lengthen(units: Sequence[Unit], marks: Sequence[Mark], runs: Sequence[Run]) -> tuple[list[Unit], list[Mark]]:
-    """Units and marks of the whole model: each run at its full length."""
+    """Return units and marks of the whole model, each run at its full length."""
     units, marks = list(units), list(marks)
     for run in sorted(runs, key=lambda run: -run.first):
         units, marks = _longer(units, marks, run)
@@ -132,14 +154,14 @@ def _longer(units: list[Unit], marks: list[Mark], run: Run) -> tuple[list[Unit],
             longer += [replace(mark, unit=unit + more) if unit > middle else mark for mark in found]
             continue
         numbers = range(middle, middle + more + 1)
-        # In forward the first comes first, in backward last.
+        # In forward the first unit comes first, in backward last.
         for number in numbers if found[0].moment == "forward" else reversed(numbers):
             longer += [replace(mark, unit=number) for mark in found]
     return units[: middle + 1] + [units[middle]] * more + units[middle + 1 :], longer
 
 
 def _numbered(units: Sequence[Unit]) -> list[Unit]:
-    """Units of one list with names by their place in it."""
+    """Number the units of each list by their position in it."""
     counts: Counter[str] = Counter()
     numbered = []
     for unit in units:

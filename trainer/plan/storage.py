@@ -1,4 +1,4 @@
-"""What a run takes beside its GPUs: host memory and files. No torch."""
+"""Plans a run's host memory and files. No torch."""
 
 from __future__ import annotations
 
@@ -8,23 +8,30 @@ from trainer.config.schema import RunConfig
 from trainer.plan.hardware import GIB, MIB
 from trainer.plan.phases import Item
 from trainer.plan.sizes import BITS, checkpoint_bytes, trained
-from trainer.plan.steps import Step, Unit
+from trainer.plan.steps import ModelPass, Unit
 from trainer.plan.tables import Model
 from trainer.plan.timeline import Memory, Sharding
 
 
 def amount(size: float) -> str:
-    """`1.12 GiB`, or `17.00 MiB` where it is little."""
+    """Format bytes: `1.12 GiB`, or `17.00 MiB` below a tenth of a GiB."""
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / MIB:.2f} MiB"
 
 
 EXPORTED_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
 
 
-def host_of(cfg: RunConfig, step: Step, memory: Memory, sharding: Sharding) -> tuple[Item, ...]:
-    """Host memory of a rank. step: of training.  memory: it, played."""
-    copied = checkpoint_bytes(cfg, step) / sharding.ranks
-    whole = trained(step) * 4
+def host_of(cfg: RunConfig, model_pass: ModelPass, memory: Memory, sharding: Sharding) -> tuple[Item, ...]:
+    """Return the host memory of a rank.
+
+    Args:
+        cfg: The run's config.
+        model_pass: A training pass.
+        memory: The simulated memory of `model_pass`.
+        sharding: How it is spread.
+    """
+    copied = checkpoint_bytes(cfg, model_pass) / sharding.ranks
+    whole = trained(model_pass) * 4
     items = [
         Item("offloaded", memory.host, "on each rank: weights and optimizer state, pinned"),
         Item("checkpoint", copied, "on each rank: a copy that is written while training goes on"),
@@ -33,30 +40,30 @@ def host_of(cfg: RunConfig, step: Step, memory: Memory, sharding: Sharding) -> t
     return tuple(item for item in items if item.size)
 
 
-def disk_of(cfg: RunConfig, model: Model, step: Step) -> tuple[Item, ...]:
-    """Files. step: of training."""
+def disk_of(cfg: RunConfig, model: Model, model_pass: ModelPass) -> tuple[Item, ...]:
+    """Return the files that a run writes. model_pass: a training pass."""
     encoders, pixels = model.encoders, cfg.data.resolution**2
     example = encoders.of_image(encoders.latents, pixels) + encoders.caption
     kept = f"the last {cfg.checkpoint.keep} are kept" if cfg.checkpoint.keep > 1 else "the last one is kept"
     items = [
-        Item("checkpoint", checkpoint_bytes(cfg, step), f"each; {kept}"),
+        Item("checkpoint", checkpoint_bytes(cfg, model_pass), f"each; {kept}"),
         Item("cached image", example, "each, with a caption of its own: latents and embeddings"),
     ]
     if cfg.quantize.cache:
-        base = sum(_stored(found.units) for found in (step, encoders.text))
+        base = sum(_stored(found.units) for found in (model_pass, encoders.text))
         items.append(Item("cached base", base, f"weights in {cfg.quantize.format}, for runs to come"))
     if cfg.export_what != "none":
-        numbers = trained(step) if cfg.export_what == "adapter" else _numbers(cfg, step)
+        numbers = trained(model_pass) if cfg.export_what == "adapter" else _numbers(cfg, model_pass)
         items.append(Item("export", numbers * EXPORTED_BYTES[cfg.export.dtype], f"in {cfg.export.dtype}"))
     return tuple(item for item in items if item.size)
 
 
 def _stored(units: Iterable[Unit]) -> int:
-    """Bytes of weights that are quantized."""
+    """Return the bytes of quantized weights."""
     return sum(p.numbers for unit in units for p in unit.parameters if p.stored == 1)
 
 
-def _numbers(cfg: RunConfig, step: Step) -> float:
-    """Weights of the base, quantized ones too; and of its adapter, which are few beside it."""
+def _numbers(cfg: RunConfig, model_pass: ModelPass) -> float:
+    """Count the weights of the base, including quantized ones, and of its adapter, which are comparatively few."""
     bits = BITS.get(cfg.quantize.format, 8.0)
-    return sum(p.numbers * (8 / bits if p.stored == 1 else 1) for unit in step.units for p in unit.parameters)
+    return sum(p.numbers * (8 / bits if p.stored == 1 else 1) for unit in model_pass.units for p in unit.parameters)

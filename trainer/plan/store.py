@@ -1,6 +1,6 @@
-"""Where recorded tables lie: those of published models come with the program, others are recorded once and kept.
+"""Finds the tables of a run's model: those of published models come with the program, others are traced once and kept.
 
-No torch: what must be recorded is recorded by a process of its own (`python -m trainer.plan record`).
+No torch: tracing runs in a process of its own (`python -m trainer.plan record`).
 """
 
 from __future__ import annotations
@@ -19,50 +19,56 @@ from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import RankAdapter
 from trainer.parallel.strategy import Strategy
-from trainer.plan.tables import Encoders, Model, Table, decode, has_rank
+from trainer.plan.tables import Encoders, Model, PassTable, decode, has_rank
 from trainer.run.process import worker_environment
 from trainer.weights.hub import find_folder
 
 SHIPPED = Path(__file__).parent / "recorded"
-RECORDING_S = 600
-RECORDED = 3
-"""Part of the names of files that are kept: raise it when other things are recorded."""
+TRACE_TIMEOUT_S = 600
+TABLE_VERSION = 3
+"""Part of the names of cached files: raise it when the content of tables changes."""
 
 
 def find_model(cfg: RunConfig, cache: Path, say: Callable[[str], None] = lambda sentence: None) -> Model:
-    """What was recorded of a run's model, adapter, format and encoders. cache: folder shared by runs.
+    """Return the tables of a run's model, adapter, format and encoders; trace them first if necessary.
 
-    say: told before something is recorded, which takes minutes. Raises InputError when the model is not known and not
-    on this machine, or cannot be built.
+    Args:
+        cfg: The run's config.
+        cache: Folder shared by runs.
+        say: Called with a sentence before tracing, which takes minutes.
+
+    Raises:
+        InputError: The model is neither known nor on this machine, or cannot be built.
     """
     known = known_model(cfg, cache)
     if known is None:
-        say(f"recording what {name_of(cfg)} allocates, once: half a minute to a few")
-        _asked("record", cfg, cache)
+        say(f"tracing once what {name_of(cfg)} allocates: takes half a minute to a few minutes")
+        _run_planner("record", cfg, cache)
         known = known_model(cfg, cache)
         assert known is not None
     return known
 
 
 def known_model(cfg: RunConfig, cache: Path) -> Model | None:
-    """The same if it is there already, in milliseconds. Raises InputError when the model is not known."""
+    """Return the tables if they exist, in milliseconds, else None. Raises InputError when the model is not known."""
     table, encoders = known_parts(cfg, cache)
     return Model(table, encoders) if table and encoders else None
 
 
-def known_parts(cfg: RunConfig, cache: Path) -> tuple[Table | None, Encoders | None]:
-    """What there is of it. Raises InputError when the model is not known."""
+def known_parts(cfg: RunConfig, cache: Path) -> tuple[PassTable | None, Encoders | None]:
+    """Return the table and the encoders, each if it exists. Raises InputError when the model is not known."""
     name, key, encoders_key = name_of(cfg), key_of(cfg), encoders_key_of(cfg)
     shipped = SHIPPED / f"{name}.json.gz"
-    tables = (_read(file)[0].get(key) for file in (shipped, kept_file(name, cache, key)))
-    encoders = (_read(file)[1].get(encoders_key) for file in (shipped, kept_file(name, cache, encoders_key)))
+    tables = (_read(file)[0].get(key) for file in (shipped, table_file(name, cache, key)))
+    encoders = (_read(file)[1].get(encoders_key) for file in (shipped, table_file(name, cache, encoders_key)))
     return next(filter(None, tables), None), next(filter(None, encoders), None)
 
 
 def name_of(cfg: RunConfig) -> str:
-    """Name of the model: of a published one its family and architecture, else what its configs are told apart by.
+    """Return the model's name: family and architecture of a published one, else the family and a hash of its configs.
 
-    Raises InputError for a model that is neither named by its architecture nor on this machine.
+    Raises:
+        InputError: The model is neither named by its architecture nor on this machine.
     """
     model = cfg.model
     if model.path == "demo":
@@ -83,7 +89,8 @@ def name_of(cfg: RunConfig) -> str:
 
 
 def key_of(cfg: RunConfig) -> str:
-    """What decides what is allocated, beside sizes, ranks and how the run is sharded: `lora nf4 bf16`."""
+    """Return the key of a run's table, from all settings that change allocations other than sizes, ranks and
+    sharding: `lora nf4 bf16`."""
     parts = [cfg.adapter.type, cfg.quantize.format, cfg.train.precision]
     adapter = cfg.adapter.model_dump(exclude_defaults=True, exclude={"type", "alpha", "start"})
     if has_rank(cfg):
@@ -91,65 +98,79 @@ def key_of(cfg: RunConfig) -> str:
     if isinstance(cfg.adapter, RankAdapter) and adapter.pop("dropout", 0):
         adapter["dropout"] = True
     quantize = cfg.quantize.model_dump(include={"keep", "formats"}, exclude_defaults=True)
-    options = _recorded_options(cfg)
+    options = _traced_options(cfg)
     more: dict[str, Any] = {"adapter": adapter, "quantize": quantize, "train": cfg.model.train, "options": options}
     rest = {name: value for name, value in more.items() if value}
     return " ".join([*parts, json.dumps(rest, sort_keys=True)] if rest else parts)
 
 
 def encoders_key_of(cfg: RunConfig) -> str:
-    """What decides what the encoders allocate, likewise: `nf4 bf16`."""
+    """Return the key of a run's encoders, likewise: `nf4 bf16`."""
     parts = [cfg.quantize.format if cfg.quantize.encoders else "none", cfg.train.precision]
-    options = _recorded_options(cfg)
+    options = _traced_options(cfg)
     more = {"train": cfg.model.train, "options": options}
     rest = {name: value for name, value in more.items() if value}
     return " ".join([*parts, json.dumps(rest, sort_keys=True)] if rest else parts)
 
 
-def _recorded_options(cfg: RunConfig) -> dict[str, Any]:
-    """Those that change what is allocated; the architecture is part of the model's name."""
+def _traced_options(cfg: RunConfig) -> dict[str, Any]:
+    """Return the model's options that change what is allocated; the architecture is part of the model's name."""
     return cfg.model.options.model_dump(exclude_defaults=True, exclude={"architecture", "distilled"})
 
 
-def kept_file(name: str, cache: Path, key: str) -> Path:
-    """Where something is kept that was recorded of a model. name: `name_of`.  key: `key_of` or `encoders_key_of`."""
-    return cache / "plans" / f"{name}-{RECORDED}-{_digest([key])}.json.gz"
+def table_file(name: str, cache: Path, key: str) -> Path:
+    """Return the cached file of a table or of encoders.
+
+    Args:
+        name: The model's name (`name_of`).
+        cache: Folder shared by runs.
+        key: The key of the table (`key_of`) or of the encoders (`encoders_key_of`).
+    """
+    return cache / "plans" / f"{name}-{TABLE_VERSION}-{_digest([key])}.json.gz"
 
 
 def traced_peak(cfg: RunConfig, strategy: Strategy, cache: Path) -> int:
-    """Bytes of tensors on rank 0 at most, from a step of the whole model as it is: no table, a process of its own.
+    """Return the most bytes of tensors on rank 0 in a step of the whole model, traced in a process of its own.
 
-    Takes half a minute, more for many blocks. strategy: `parallel.strategy` decided. Raises InputError as `find_model`.
+    Takes half a minute, more for many blocks.
+
+    Args:
+        cfg: The run's config.
+        strategy: The decided `parallel.strategy`.
+        cache: Folder shared by runs.
+
+    Raises:
+        InputError: As in `find_model`.
     """
     parallel = cfg.parallel.model_copy(update={"strategy": strategy})
-    answer = _asked("trace", cfg.model_copy(update={"parallel": parallel}), cache)
+    answer = _run_planner("trace", cfg.model_copy(update={"parallel": parallel}), cache)
     return int(json.loads(answer.splitlines()[-1]))
 
 
-def _asked(command: str, cfg: RunConfig, cache: Path) -> str:
-    """What `python -m trainer.plan` prints."""
+def _run_planner(command: str, cfg: RunConfig, cache: Path) -> str:
+    """Run `python -m trainer.plan` and return its output."""
     with TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"
         config.write_text(cfg.model_dump_json(), encoding="utf-8")
         argv = [sys.executable, "-m", "trainer.plan", command, str(config), str(cache)]
         try:
             done = subprocess.run(
-                argv, env=worker_environment(), capture_output=True, text=True, check=False, timeout=RECORDING_S
+                argv, env=worker_environment(), capture_output=True, text=True, check=False, timeout=TRACE_TIMEOUT_S
             )
         except subprocess.TimeoutExpired as error:
-            raise InputError(f"the plan: {name_of(cfg)} was not recorded within {RECORDING_S} s") from error
+            raise InputError(f"the plan: {name_of(cfg)} was not traced within {TRACE_TIMEOUT_S} s") from error
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise InputError(f"the plan: {name_of(cfg)} could not be recorded: {last}")
+        raise InputError(f"the plan: {name_of(cfg)} could not be traced: {last}")
     return done.stdout
 
 
-def _read(file: Path) -> tuple[dict[str, Table], dict[str, Encoders]]:
+def _read(file: Path) -> tuple[dict[str, PassTable], dict[str, Encoders]]:
     return _decoded(file) if file.is_file() else ({}, {})
 
 
 @remembered
-def _decoded(file: Path) -> tuple[dict[str, Table], dict[str, Encoders]]:
+def _decoded(file: Path) -> tuple[dict[str, PassTable], dict[str, Encoders]]:
     return decode(file.read_bytes())
 
 

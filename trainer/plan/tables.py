@@ -1,7 +1,7 @@
-"""What was recorded of a model with one adapter and format, for every size, rank and way of checkpointing. No torch.
+"""Tables of a model with one adapter and format, from traced passes, for every size, rank and checkpointing. No torch.
 
-Bytes of a pass grow with the images and with the pixels of each, as do those of an adapter with its rank: a few
-recorded passes give all others. Operations grow with the square of the pixels besides, where attention is.
+Bytes of a pass grow linearly with the number of images and the pixels of each, and those of an adapter with its rank: a
+few traced passes give all others. Operations also grow with the square of the pixels, because of attention.
 """
 
 from __future__ import annotations
@@ -16,55 +16,54 @@ from typing import Any, Literal
 from trainer.config.families import trains_on
 from trainer.config.schema import RunConfig
 from trainer.config.sections import LokrAdapter, RankAdapter
-from trainer.plan.steps import Mark, Moment, Parameter, Run, Size, Step, Unit, lengthen
+from trainer.plan.steps import Mark, ModelPass, Moment, Parameter, Run, Size, Unit, lengthen
 
 Sides = tuple[int, int, int]
-"""Of the square images that are recorded, one at a time; two at a time of the second."""
+"""Sides in pixels of the square images that are traced one at a time; the second is also traced two at a time."""
 SIDES: Sides = (256, 512, 1024)
 SMALL_SIDES: Sides = (32, 64, 128)
-"""For the demo and tiny models."""
+"""Sides for the demo and tiny models."""
 TEXT_SIDES: Sides = (16, 32, 64)
-"""For language models: 256, 1024 and 4096 tokens, where images have pixels."""
+"""Sides for language models, whose tokens count as pixels: 256, 1024 and 4096 tokens."""
 SMALL_TEXT_SIDES: Sides = (4, 8, 16)
-REMEMBERED = 256
-"""Steps that are kept: a search asks for the same again and again."""
+CACHED_PASSES = 256
+"""Passes that are cached: a search needs the same ones many times."""
 RANKS = (16, 32)
-"""Ranks of the adapters that are recorded, where they have one."""
-Kind = Literal["kept", "recomputed", "drawn"]
-"""Blocks keep their activations for backward, or compute them again; or there is no backward, as where samples are
-drawn."""
-KINDS: tuple[Kind, ...] = ("kept", "drawn", "recomputed")
-"""In the order in which one model can do them."""
+"""Ranks of the traced adapters, where they have one."""
+PassKind = Literal["kept", "recomputed", "drawn"]
+"""Blocks keep their activations for backward, or recompute them; or backward does not run, as in sampling."""
+PASS_KINDS: tuple[PassKind, ...] = ("kept", "drawn", "recomputed")
+"""All kinds, in the order in which one model can run them."""
 Moments = tuple[tuple[Moment, int], ...]
 """(moment, number of the unit) in order."""
 
 
 def has_rank(cfg: RunConfig) -> bool:
-    """Whether the adapter has a rank over which its sizes lie on a line."""
+    """Whether the adapter has a rank with which its sizes grow linearly."""
     return isinstance(cfg.adapter, RankAdapter) and not isinstance(cfg.adapter, LokrAdapter)
 
 
 def ranks_of(cfg: RunConfig) -> tuple[int, ...]:
-    """Ranks of the adapter that are recorded."""
+    """Return the ranks of the adapter that are traced."""
     return RANKS if has_rank(cfg) else RANKS[:1]
 
 
 def sides_of(cfg: RunConfig) -> Sides:
-    """Of the images that are recorded."""
+    """Return the sides of the images that are traced."""
     is_small = cfg.model.path in ("tiny", "demo")
     if trains_on(cfg) == "text":
         return SMALL_TEXT_SIDES if is_small else TEXT_SIDES
     return SMALL_SIDES if is_small else SIDES
 
 
-def recorded_sizes(sides: Sides) -> tuple[Size, ...]:
-    """What is recorded, in the order in which a `Table` has it."""
+def traced_sizes(sides: Sides) -> tuple[Size, ...]:
+    """Return the sizes that are traced, in the order of a `PassTable`."""
     return (*(Size(side * side, 1) for side in sides), Size(sides[1] ** 2, 2))
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Of one moment. change, peak, flops: for each recorded size, as `Mark` has them."""
+class MomentFigures:
+    """Figures of one moment. change, peak, flops: as in `Mark`, for each traced size."""
 
     change: tuple[float, ...]
     peak: tuple[float, ...]
@@ -72,18 +71,26 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """A model with an adapter of one rank. figures: {kind: of each moment}."""
+class RankTable:
+    """Units and figures of a model with an adapter of one rank. figures: {kind of pass: figures of each moment}."""
 
     units: tuple[Unit, ...]
-    figures: dict[str, tuple[Figures, ...]]
+    figures: dict[str, tuple[MomentFigures, ...]]
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
-    """versions: of the packages it was recorded with.  ranks: of the adapter; one of no meaning where it has none.
+class PassTable:
+    """The traced passes of a model with one adapter and format.
 
-    moments: of a pass with backward.  drawn: of one without.  buffers: bytes.  recorded: for each rank.
+    Attributes:
+        versions: {package: version} with which it was traced.
+        sides: Sides of the traced images.
+        ranks: Traced ranks of the adapter; a single meaningless one where it has no rank.
+        moments: Moments of a pass with backward.
+        drawn: Moments of a pass without backward.
+        runs: Lists of blocks that were shortened.
+        buffers: Bytes of the model's buffers.
+        by_rank: Units and figures for each rank.
     """
 
     versions: dict[str, str]
@@ -93,19 +100,19 @@ class Table:
     drawn: Moments
     runs: tuple[Run, ...]
     buffers: int
-    recorded: tuple[Recorded, ...]
+    by_rank: tuple[RankTable, ...]
 
-    def step(self, size: Size, rank: int, checkpointing: str | int) -> Step:
-        """A pass of the whole model. checkpointing: `train.checkpointing`."""
-        return _step(self, size, rank, checkpointing)
+    def training(self, size: Size, rank: int, checkpointing: str | int) -> ModelPass:
+        """Return a pass of the whole model with backward. checkpointing: `train.checkpointing`."""
+        return _training(self, size, rank, checkpointing)
 
-    def drawing(self, size: Size, rank: int) -> Step:
-        """A pass of the whole model without backward."""
-        return _drawing(self, size, rank)
+    def sampling(self, size: Size, rank: int) -> ModelPass:
+        """Return a pass of the whole model without backward."""
+        return _sampling(self, size, rank)
 
     @cached_property
     def _whole_units(self) -> list[Unit]:
-        return lengthen(self.recorded[0].units, (), self.runs)[0]
+        return lengthen(self.by_rank[0].units, (), self.runs)[0]
 
     def _units(self, rank: int) -> tuple[Unit, ...]:
         if rank not in self._units_of_rank:
@@ -118,16 +125,16 @@ class Table:
 
     def _units_between(self, rank: int) -> tuple[Unit, ...]:
         part = self._part(rank)
-        if len(self.recorded) == 1 or part == 0:
-            units: Iterable[Unit] = self.recorded[0].units
+        if len(self.by_rank) == 1 or part == 0:
+            units: Iterable[Unit] = self.by_rank[0].units
         else:
-            pairs = zip(self.recorded[0].units, self.recorded[1].units, strict=True)
+            pairs = zip(self.by_rank[0].units, self.by_rank[1].units, strict=True)
             units = [_unit_between(low, high, part) for low, high in pairs]
         return tuple(lengthen(tuple(units), (), self.runs)[0])
 
-    def _marks(self, size: Size, rank: int, kind: Kind) -> list[Mark]:
+    def _marks(self, size: Size, rank: int, kind: PassKind) -> list[Mark]:
         part = self._part(rank)
-        found = [_of_size(recorded.figures[kind], self.sides, size) for recorded in self.recorded]
+        found = [_of_size(of_rank.figures[kind], self.sides, size) for of_rank in self.by_rank]
         values = [
             [a + part * (b - a) for a, b in zip(*both, strict=True)] for both in zip(found[0], found[-1], strict=True)
         ]
@@ -136,7 +143,7 @@ class Table:
 
     @cached_property
     def _order(self) -> list[tuple[Moment, int, int]]:
-        """(moment, unit, number of the recorded moment) of the whole model."""
+        """(moment, unit, number of the traced moment) of the whole model."""
         return self._lengthened(self.moments)
 
     @cached_property
@@ -145,18 +152,18 @@ class Table:
 
     def _lengthened(self, moments: Moments) -> list[tuple[Moment, int, int]]:
         marks = [Mark(moment, unit, number, 0) for number, (moment, unit) in enumerate(moments)]
-        return [(m.moment, m.unit, int(m.change)) for m in lengthen(self.recorded[0].units, marks, self.runs)[1]]
+        return [(m.moment, m.unit, int(m.change)) for m in lengthen(self.by_rank[0].units, marks, self.runs)[1]]
 
     def _part(self, rank: int) -> float:
-        """How far the rank is from the first recorded one to the second."""
+        """Return how far the rank is from the first traced one to the second: 0 for the first, 1 for the second."""
         if len(self.ranks) == 1:
             return 0.0
         low, high = self.ranks
         return (rank - low) / (high - low)
 
 
-@lru_cache(REMEMBERED)
-def _step(table: Table, size: Size, rank: int, checkpointing: str | int) -> Step:
+@lru_cache(CACHED_PASSES)
+def _training(table: PassTable, size: Size, rank: int, checkpointing: str | int) -> ModelPass:
     blocks = [number for number, unit in enumerate(table._whole_units) if not unit.is_root]
     every = {"none": 0, "full": 1}.get(str(checkpointing), checkpointing)
     assert isinstance(every, int)
@@ -168,17 +175,17 @@ def _step(table: Table, size: Size, rank: int, checkpointing: str | int) -> Step
     else:
         pairs = zip(table._marks(size, rank, "kept"), table._marks(size, rank, "recomputed"), strict=True)
         marks = [again if again.unit in recomputed else kept for kept, again in pairs]
-    return Step(table._units(rank), tuple(marks), table.buffers, recomputed)
+    return ModelPass(table._units(rank), tuple(marks), table.buffers, recomputed)
 
 
-@lru_cache(REMEMBERED)
-def _drawing(table: Table, size: Size, rank: int) -> Step:
+@lru_cache(CACHED_PASSES)
+def _sampling(table: PassTable, size: Size, rank: int) -> ModelPass:
     units = table._units(rank)
-    return Step(units, tuple(table._marks(size, rank, "drawn")), table.buffers, frozenset(range(len(units))))
+    return ModelPass(units, tuple(table._marks(size, rank, "drawn")), table.buffers, frozenset(range(len(units))))
 
 
-def _of_size(figures: Sequence[Figures], sides: Sides, size: Size) -> list[tuple[float, float, float]]:
-    """(change, peak, flops) of each moment for a size."""
+def _of_size(figures: Sequence[MomentFigures], sides: Sides, size: Size) -> list[tuple[float, float, float]]:
+    """Return (change, peak, flops) of each moment for a size."""
     at = [side * side for side in sides]
     lower, upper, part = _between(at, size.pixels)
 
@@ -186,7 +193,7 @@ def _of_size(figures: Sequence[Figures], sides: Sides, size: Size) -> list[tuple
         single = values[lower] + part * (values[upper] - values[lower])
         if size.batch == 1:
             return single
-        fixed = 2 * values[1] - values[3]  # what does not grow with the batch
+        fixed = 2 * values[1] - values[3]  # the part that does not grow with the batch
         return fixed + size.batch * (single - fixed)
 
     weights = _through_three(at, size.pixels)
@@ -201,13 +208,16 @@ def _of_size(figures: Sequence[Figures], sides: Sides, size: Size) -> list[tuple
 
 
 def _between(at: Sequence[int], x: float) -> tuple[int, int, float]:
-    """The two of three places between which x lies, and how far from the first; beyond them, on the nearest's line."""
+    """Return the two of three points between which x lies, and how far x is from the first to the second.
+
+    Beyond the three points the nearest two are used, with a share below 0 or above 1.
+    """
     upper = 1 if x <= at[1] else 2
     return upper - 1, upper, (x - at[upper - 1]) / (at[upper] - at[upper - 1])
 
 
 def _through_three(at: Sequence[int], x: float) -> list[float]:
-    """Weights of the values at three places, for the parabola through them at x (Lagrange)."""
+    """Return weights of the values at three points, for the parabola through them at x (Lagrange)."""
     weights = []
     for i, own in enumerate(at):
         weight = 1.0
@@ -219,7 +229,7 @@ def _through_three(at: Sequence[int], x: float) -> list[float]:
 
 
 def _unit_between(low: Unit, high: Unit, part: float) -> Unit:
-    """A unit whose adapter has another rank: its parameters' sizes lie on the line through two others'."""
+    """Return a unit whose adapter has another rank: sizes of parameters grow linearly with it."""
     pairs = zip(low.parameters, high.parameters, strict=True)
     return Unit(low.name, tuple(_parameter_between(a, b, part) for a, b in pairs), low.is_root)
 
@@ -232,15 +242,20 @@ def _parameter_between(low: Parameter, high: Parameter, part: float) -> Paramete
 
 @dataclass(frozen=True, eq=False)
 class Encoders:
-    """What turns images and captions into what is trained on, and latents into images.
+    """The text encoders and the autoencoder.
 
-    text: a pass of the text encoders with the longest caption.  whole: bytes of those that are not sharded.  caption:
-    bytes of what it is encoded to.
-    image: bytes of the autoencoder.  sides: of the square images it was given; for each of them encoding, decoding:
-    bytes taken at most besides, and latents: bytes of what it is encoded to.
+    Attributes:
+        text: A pass of the text encoders with the longest caption.
+        whole: Bytes of text encoders that are not sharded.
+        caption: Bytes of an encoded caption.
+        image: Bytes of the autoencoder.
+        sides: Sides of the traced square images.
+        encoding: Most bytes of activations while an image is encoded, for each side.
+        decoding: Most bytes of activations while an image is decoded, for each side.
+        latents: Bytes of an encoded image, for each side.
     """
 
-    text: Step
+    text: ModelPass
     whole: int
     caption: int
     image: int
@@ -250,30 +265,30 @@ class Encoders:
     latents: tuple[float, ...]
 
     def of_image(self, values: Sequence[float], pixels: int) -> float:
-        """One of `encoding`, `decoding` and `latents` for an image of other sides."""
+        """Return one of `encoding`, `decoding` and `latents` for an image of another size."""
         low, high, part = _between([side * side for side in self.sides], pixels)
         return max(0.0, values[low] + part * (values[high] - values[low]))
 
 
 @dataclass(frozen=True)
 class Model:
-    """Everything that a plan knows of a model."""
+    """Everything that a plan knows about a model."""
 
-    table: Table
+    table: PassTable
     encoders: Encoders
 
 
-def encode(tables: Mapping[str, Table], encoders: Mapping[str, Encoders]) -> bytes:
-    """What was recorded of a model, by its keys, as a file. The same tables give the same bytes."""
+def encode(tables: Mapping[str, PassTable], encoders: Mapping[str, Encoders]) -> bytes:
+    """Serialize a model's tables and encoders, by their keys. The same tables give the same bytes."""
     content = {
         "tables": {name: _to_json(table) for name, table in sorted(tables.items())},
-        "encoders": {name: _encoders_to_json(found) for name, found in sorted(encoders.items())},
+        "encoders": {name: _encoders_to_json(value) for name, value in sorted(encoders.items())},
     }
     return gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0)
 
 
-def decode(content: bytes) -> tuple[dict[str, Table], dict[str, Encoders]]:
-    """What `encode` wrote."""
+def decode(content: bytes) -> tuple[dict[str, PassTable], dict[str, Encoders]]:
+    """Parse the bytes of `encode`."""
     found = json.loads(gzip.decompress(content))
     return (
         {name: _from_json(value) for name, value in found["tables"].items()},
@@ -281,9 +296,9 @@ def decode(content: bytes) -> tuple[dict[str, Table], dict[str, Encoders]]:
     )
 
 
-def _encoders_to_json(found: Encoders) -> dict[str, Any]:
-    text = found.text
-    return vars(found) | {
+def _encoders_to_json(encoders: Encoders) -> dict[str, Any]:
+    text = encoders.text
+    return vars(encoders) | {
         "text": {
             "units": _units_to_json(text.units),
             "marks": [list(vars(mark).values()) for mark in text.marks],
@@ -295,9 +310,11 @@ def _encoders_to_json(found: Encoders) -> dict[str, Any]:
 def _encoders_from_json(value: dict[str, Any]) -> Encoders:
     text = value.pop("text")
     units = _units_from_json(text["units"])
-    step = Step(units, tuple(Mark(*mark) for mark in text["marks"]), text["buffers"], frozenset(range(len(units))))
+    model_pass = ModelPass(
+        units, tuple(Mark(*mark) for mark in text["marks"]), text["buffers"], frozenset(range(len(units)))
+    )
     rest: dict[str, Any] = {name: tuple(of) if isinstance(of, list) else of for name, of in value.items()}
-    return Encoders(step, **rest)
+    return Encoders(model_pass, **rest)
 
 
 def _units_to_json(units: Sequence[Unit]) -> list[Any]:
@@ -308,7 +325,7 @@ def _units_from_json(value: list[Any]) -> tuple[Unit, ...]:
     return tuple(Unit(name, tuple(Parameter(*p) for p in parameters), root) for name, parameters, root in value)
 
 
-def _to_json(table: Table) -> dict[str, Any]:
+def _to_json(table: PassTable) -> dict[str, Any]:
     return {
         "versions": table.versions,
         "sides": table.sides,
@@ -322,20 +339,20 @@ def _to_json(table: Table) -> dict[str, Any]:
                 "units": _units_to_json(r.units),
                 "figures": {k: [[f.change, f.peak, f.flops] for f in found] for k, found in r.figures.items()},
             }
-            for r in table.recorded
+            for r in table.by_rank
         ],
     }
 
 
-def _from_json(value: dict[str, Any]) -> Table:
-    recorded = tuple(
-        Recorded(
+def _from_json(value: dict[str, Any]) -> PassTable:
+    by_rank = tuple(
+        RankTable(
             _units_from_json(r["units"]),
-            {kind: tuple(Figures(*map(tuple, f)) for f in found) for kind, found in r["figures"].items()},
+            {kind: tuple(MomentFigures(*map(tuple, f)) for f in found) for kind, found in r["figures"].items()},
         )
         for r in value["recorded"]
     )
     moments, drawn = (tuple((moment, unit) for moment, unit in value[name]) for name in ("moments", "drawn"))
     runs = tuple(Run(*run) for run in value["runs"])
     sides, ranks = tuple(value["sides"]), tuple(value["ranks"])
-    return Table(value["versions"], sides, ranks, moments, drawn, runs, value["buffers"], recorded)
+    return PassTable(value["versions"], sides, ranks, moments, drawn, runs, value["buffers"], by_rank)

@@ -1,8 +1,8 @@
-"""Plays a recorded step with FSDP2's memory in it, for any strategy and number of ranks: what is held when.
+"""Simulates the memory of a traced pass under FSDP2, for any strategy and number of ranks.
 
-The order of events is FSDP2's own (torch/distributed/fsdp/_fully_shard, torch 2.11 to 2.13): in forward what was
-gathered of a block is held until the next block's has been copied out; in backward the next block is gathered while one
-computes; the buffer in which a block's gradients are reduced is held until the next one's. No torch.
+The order of events is FSDP2's own (torch/distributed/fsdp/_fully_shard, torch 2.11 to 2.13): in forward the gathered
+buffer of a block is held until the next block's has been copied out; in backward the next block is gathered while one
+computes; the buffer in which a block's gradients are reduced is held until the next block's. No torch.
 """
 
 from __future__ import annotations
@@ -12,16 +12,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from trainer.plan.steps import Moment, Parameter, Step, Unit, grains
+from trainer.plan.steps import ModelPass, Moment, Parameter, Unit, grains
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a step is spread. ranks: that share a copy.  replicas: copies.  is_sharded: whether FSDP wraps the model.
+    """How a pass is spread over ranks.
 
-    reshard: free blocks after forward, or keep them on so many ranks.  prefetch: blocks gathered ahead in forward and
-    in backward; 0 is torch's own order.  passes: per optimizer step.  is_reduced_each_pass: no rank may hold the whole
-    gradient.  optimizer_bytes: state per trained number, the moving average included.
+    Attributes:
+        ranks: Ranks that share a copy of the model.
+        replicas: Copies of the model.
+        is_sharded: Whether FSDP wraps the model.
+        reshard: Whether blocks are freed after forward, or the number of ranks over which they are kept.
+        offload: Whether weights and optimizer state are in host memory.
+        prefetch: Blocks gathered ahead in forward and in backward; 0 is torch's own order.
+        passes: Passes per optimizer step.
+        is_reduced_each_pass: Whether gradients are reduced in each pass: no rank may hold the whole gradient.
+        optimizer_bytes: Bytes of state per trained number, including the moving average.
     """
 
     ranks: int = 1
@@ -37,10 +44,17 @@ class Sharding:
 
 @dataclass
 class Memory:
-    """Bytes on one rank. peak: the most at once.  items: what it was made of.  when: the moment and the unit.
+    """Bytes on one rank.
 
-    host: bytes of pinned memory of what is offloaded.  gathered, scattered, reduced: bytes through collectives in an
-    optimizer step, of the whole tensors.  flops: of an optimizer step.
+    Attributes:
+        peak: Most bytes at once.
+        items: {purpose: bytes} at the peak.
+        when: Moment and unit of the peak.
+        host: Bytes of pinned host memory for offloaded tensors.
+        gathered: Bytes through all-gathers in an optimizer step, of the whole tensors.
+        scattered: Bytes through reduce-scatters, likewise.
+        reduced: Bytes through all-reduces, likewise.
+        flops: Floating-point operations of an optimizer step.
     """
 
     peak: float = 0.0
@@ -55,11 +69,18 @@ class Memory:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Bytes of one unit. shard: at rest.  inputs: copies that the all-gather reads.  buffer: what it writes.
+    """Bytes of one unit.
 
-    whole: the parameters made of it.  copied: those of another type than the stored ones.  kept: what remains of it
-    after forward.  reduced: the gradients in fp32, whole, and reduced_shard this rank's part.  trained: numbers that
-    this rank trains.
+    Attributes:
+        shard: At rest.
+        inputs: Copies that the all-gather reads.
+        buffer: The buffer that the all-gather writes.
+        whole: The gathered parameters, copied out of the buffer.
+        copied: Copies of parameters that are computed in another type than they are stored in.
+        kept: The part that is kept after forward.
+        reduced: The whole gradients in fp32.
+        reduced_shard: This rank's part of the gradients in fp32.
+        trained: Numbers, not bytes, that this rank trains.
     """
 
     shard: int
@@ -77,33 +98,44 @@ REDUCED_BYTES = 4
 """Gradients are reduced in fp32."""
 
 
-def simulate(step: Step, sharding: Sharding) -> Memory:
-    """The memory of rank 0, which holds the most, in the second step and later. step: of the whole model."""
-    play = _Play(step, sharding)
-    for number in range(sharding.passes):
-        play.one_pass(is_last=number == sharding.passes - 1)
-    return play.memory
+def simulate(model_pass: ModelPass, sharding: Sharding) -> Memory:
+    """Return the memory of rank 0, which holds the most, in the second optimizer step and later.
 
-
-def simulate_forward(step: Step, sharding: Sharding, beside: Mapping[str, float], after: float = 0.0) -> Memory:
-    """The memory of rank 0 in passes without backward. step: of a forward.
-
-    beside: bytes that are held all the while, by what they are.  after: bytes taken and given back after the last pass.
+    Args:
+        model_pass: A pass of the whole model with backward.
+        sharding: How it is spread.
     """
-    play = _Play(step, sharding)
-    for what, size in beside.items():
-        play._add(what, size)
-    for _ in range(2):  # what the first gathered of the root is still there
-        play.one_pass(is_last=False)
-    play.when = ("end", "")
-    play._see("activations", after)
-    return play.memory
+    simulation = _Simulation(model_pass, sharding)
+    for number in range(sharding.passes):
+        simulation.one_pass(is_last=number == sharding.passes - 1)
+    return simulation.memory
 
 
-class _Play:
-    def __init__(self, step: Step, sharding: Sharding) -> None:
-        self.step, self.sharding = step, sharding
-        self.sizes = _all_sizes(step, sharding)
+def simulate_forward(
+    model_pass: ModelPass, sharding: Sharding, constant: Mapping[str, float], after: float = 0.0
+) -> Memory:
+    """Return the memory of rank 0 in passes without backward.
+
+    Args:
+        model_pass: A pass without backward.
+        sharding: How it is spread.
+        constant: {purpose: bytes} that are held all the time.
+        after: Bytes allocated and freed after the last pass.
+    """
+    simulation = _Simulation(model_pass, sharding)
+    for what, size in constant.items():
+        simulation._add(what, size)
+    for _ in range(2):  # in the second pass the root is still gathered from the first
+        simulation.one_pass(is_last=False)
+    simulation.when = ("end", "")
+    simulation._peak_with("activations", after)
+    return simulation.memory
+
+
+class _Simulation:
+    def __init__(self, model_pass: ModelPass, sharding: Sharding) -> None:
+        self.model_pass, self.sharding = model_pass, sharding
+        self.sizes = _sizes_of_units(model_pass, sharding)
         self.memory = Memory()
         self.held: defaultdict[str, float] = defaultdict(float)
         self.total = 0.0
@@ -118,8 +150,8 @@ class _Play:
         else:
             for what, size in resident.items():
                 self._add(what, size)
-        self._add("buffers", step.buffers)
-        self.whole: dict[int, int] = {}  # gathered units, and what they take
+        self._add("buffers", model_pass.buffers)
+        self.whole: dict[int, int] = {}  # bytes of gathered units
         self.buffers: dict[int, int] = {}  # gathered bytes that are not copied out yet
         self.kept: dict[int, int] = {}
         self.last_buffer = 0
@@ -130,11 +162,11 @@ class _Play:
 
     def one_pass(self, is_last: bool) -> None:
         self.order.clear()
-        units = [number for number, unit in enumerate(self.step.units) if not unit.is_root]
-        for mark in self.step.marks:
-            name = self.step.units[mark.unit].name if mark.unit >= 0 else ""
+        units = [number for number, unit in enumerate(self.model_pass.units) if not unit.is_root]
+        for mark in self.model_pass.marks:
+            name = self.model_pass.units[mark.unit].name if mark.unit >= 0 else ""
             self.when = (mark.moment, name)
-            self._see("activations", mark.peak)
+            self._peak_with("activations", mark.peak)
             self._add("activations", mark.change)
             self.memory.flops += mark.flops
             if mark.moment == "end":
@@ -157,12 +189,13 @@ class _Play:
         for unit in list(self.buffers):  # gathered ahead for a backward that came before, or never
             self._add("gathered blocks", -self.buffers.pop(unit))
         if is_last:
-            self._forget_gradients()
+            self._add("gradients", -self.held["gradients"])
+            self.has_gradients.clear()
 
     def _copy(self, moment: Moment, unit: int) -> None:
         """Without FSDP a unit computes on copies of its fp32 weights; a recomputed one makes them again."""
         copied = self.sizes[unit].copied
-        again = unit in self.step.recomputed
+        again = unit in self.model_pass.recomputed
         if moment == "forward" or (moment == "backward" and again):
             self._add("gathered blocks", copied)
         elif moment == "backward_end" or (moment == "forward_end" and again):
@@ -184,7 +217,7 @@ class _Play:
                 self._gather(other)
 
     def _forward_end(self, unit: int) -> None:
-        if self.step.units[unit].is_root:
+        if self.model_pass.units[unit].is_root:
             self._drop_last_buffer()
         elif self.sharding.reshard:
             kept = self.sizes[unit].kept
@@ -210,7 +243,7 @@ class _Play:
                 self._gather(self.order[at - 1])
 
     def _backward_end(self, unit: int, is_last: bool) -> None:
-        """The mark after it holds that the gradients were freed."""
+        """Reduce the gradients; the next mark's change contains that they are freed."""
         sizes = self.sizes[unit]
         self._free(unit)
         if not sizes.reduced:
@@ -233,14 +266,14 @@ class _Play:
             self.has_gradients.add(unit)
             self._add("gradients", sizes.reduced_shard)
         elif not self.sharding.offload:
-            self._see("gradients", sizes.reduced_shard)
+            self._peak_with("gradients", sizes.reduced_shard)
 
     def _gather(self, unit: int) -> None:
         if unit in self.whole or unit in self.buffers:
             return
         sizes = self.sizes[unit]
         kept = self.kept.pop(unit, 0)
-        self._see("gathered blocks", sizes.inputs + sizes.buffer)
+        self._peak_with("gathered blocks", sizes.inputs + sizes.buffer)
         self._add("gathered blocks", sizes.buffer)
         self.buffers[unit] = sizes.buffer
         if kept:
@@ -259,12 +292,8 @@ class _Play:
     def _free(self, unit: int) -> None:
         self._add("gathered blocks", -self.whole.pop(unit, 0))
 
-    def _forget_gradients(self) -> None:
-        self._add("gradients", -self.held["gradients"])
-        self.has_gradients.clear()
-
-    def _see(self, what: str, more: float) -> None:
-        """For a moment there is more."""
+    def _peak_with(self, what: str, more: float) -> None:
+        """Update the peak with bytes that are held for a moment only."""
         if self.total + more > self.memory.peak:
             self.memory.peak = self.total + more
             self.memory.items = dict(self.held) | {what: self.held[what] + more}
@@ -274,17 +303,17 @@ class _Play:
         self.held[what] += num_bytes
         self.total += num_bytes
         if num_bytes > 0:
-            self._see(what, 0)
+            self._peak_with(what, 0)
 
 
 @lru_cache(256)
-def _all_sizes(step: Step, sharding: Sharding) -> list[_Sizes]:
-    """Of its units, of which many are alike."""
+def _sizes_of_units(model_pass: ModelPass, sharding: Sharding) -> list[_Sizes]:
+    """Return the sizes of all units; equal units are computed once."""
     known: dict[tuple[Parameter, ...], _Sizes] = {}
-    for unit in step.units:
+    for unit in model_pass.units:
         if unit.parameters not in known:
             known[unit.parameters] = _sizes(unit, sharding)
-    return [known[unit.parameters] for unit in step.units]
+    return [known[unit.parameters] for unit in model_pass.units]
 
 
 def _sizes(unit: Unit, sharding: Sharding) -> _Sizes:
@@ -309,7 +338,7 @@ def _sizes(unit: Unit, sharding: Sharding) -> _Sizes:
             reduced_shard += p.count * numbers * REDUCED_BYTES
             trained += p.count * numbers
     if ranks == 1:
-        # Copied without a collective, one parameter after the other.
+        # Copied one parameter at a time, without a collective.
         biggest = max(
             (grains(p.rows * p.row * p.gathered) for p in unit.parameters if p.stored != p.gathered), default=0
         )

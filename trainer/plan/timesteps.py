@@ -1,6 +1,7 @@
-"""What noise the images of a config are trained at: `python -m trainer.plan.timesteps CONFIG` prints it as JSON.
+"""Computes the noise levels at which the images of a config are trained.
 
-A command of its own, since the densities are tensors: whoever only shows them imports no torch.
+`python -m trainer.plan.timesteps CONFIG` prints them as JSON: a command of its own, since the densities are tensors and
+the page, which shows them, does not import torch.
 """
 
 from __future__ import annotations
@@ -28,8 +29,16 @@ NUM_QUANTILES = 10_000
 
 
 @dataclass(frozen=True)
-class BucketRecipe:
-    """Of the images of one size. shift: effective, 1 for none.  timesteps: share in each of NUM_BINS, data to noise."""
+class BucketTimesteps:
+    """Timesteps of the images of one size.
+
+    Attributes:
+        width: Pixels.
+        height: Pixels.
+        images: Number of images.
+        shift: Effective shift, 1 for none.
+        timesteps: Share of timesteps in each of NUM_BINS, from data to noise.
+    """
 
     width: int
     height: int
@@ -38,11 +47,13 @@ class BucketRecipe:
     timesteps: tuple[float, ...]
 
 
-def recipe(cfg: RunConfig) -> list[BucketRecipe]:
-    """A row per bucket that has images; none for what is trained on text.
+def bucket_timesteps(cfg: RunConfig) -> list[BucketTimesteps]:
+    """Return a row per bucket that has images; none for families that train on text.
 
-    Raises InputError when the images or the family are wrong.
     A token is `size_multiple` pixels high and wide. Discrete diffusion draws its timesteps evenly.
+
+    Raises:
+        InputError: The images or the family are wrong.
     """
     family = families.get(cfg.model.family)
     if not issubclass(family, ImageFamily):
@@ -57,14 +68,14 @@ def recipe(cfg: RunConfig) -> list[BucketRecipe]:
         shift = shift_factor(cfg.objective, family.shift, num_tokens) if is_flow else 1.0
         sigma = shift_sigma(sigma_at(cfg.objective, even), shift) if is_flow else even
         shares = torch.histc(sigma, NUM_BINS, 0, 1) / NUM_QUANTILES
-        rows.append(BucketRecipe(width, height, num_images, shift, tuple(shares.tolist())))
+        rows.append(BucketTimesteps(width, height, num_images, shift, tuple(shares.tolist())))
     return rows
 
 
 def main() -> int:
-    """Print the rows of the config that is named. Exit code 2 with a sentence on stderr when it is wrong."""
+    """Print the rows of the config named on the command line. Exit code 2 with an error on stderr if it is wrong."""
     try:
-        rows = recipe(load_config(Path(sys.argv[1])).config)
+        rows = bucket_timesteps(load_config(Path(sys.argv[1])).config)
     except InputError as error:
         complain(error)
         return 2

@@ -1,7 +1,7 @@
-"""Runs the trainer's own step on a device that holds nothing, and writes down what it allocates.
+"""Runs the trainer's own step on the fake device and notes what it allocates.
 
-For a process of its own that loads torch (see `virtual`). `trace` runs the whole model and says what it held at most;
-`record` runs a shortened one and keeps what `timeline` needs to say the same for any number of ranks.
+For a process of its own that loads torch (see `fake_device`). `trace_step` runs the whole model and returns its peak;
+`trace_passes` runs a shortened model and returns what `timeline` needs to compute the peak for any number of ranks.
 """
 
 from __future__ import annotations
@@ -35,21 +35,35 @@ from trainer.parallel.mesh import device_mesh
 from trainer.parallel.parallelize import COMPUTE_DTYPE, blocks_of, checkpoint_activations
 from trainer.parallel.strategy import Strategy
 from trainer.plan import fake_device
-from trainer.plan.memory_tracker import ACTIVATIONS, GATHERED, REDUCED, Ledger
+from trainer.plan.memory_tracker import ACTIVATIONS, GATHERED, REDUCED, MemoryTracker
 from trainer.plan.steps import Mark, Moment, Parameter, Run, Size, Unit, grains
-from trainer.plan.tables import KINDS, Figures, Kind, Recorded, Table, has_rank, ranks_of, recorded_sizes, sides_of
+from trainer.plan.tables import (
+    PASS_KINDS,
+    MomentFigures,
+    PassKind,
+    PassTable,
+    RankTable,
+    has_rank,
+    ranks_of,
+    sides_of,
+    traced_sizes,
+)
 from trainer.rng import SampleRng
 
 KEPT = 4
-"""Of a list of equal blocks: the first, which may have no gradient to pass on, the second, before which the input of
-the first is freed, one in the middle, and the last."""
+"""Blocks traced of a list of equal ones: the first, which may have no gradient to pass on, the second, before which the
+input of the first is freed, one in the middle, and the last."""
 
 
 @dataclass(frozen=True)
-class Trace:
-    """What the step of a whole model held on rank 0 at most, in bytes. items: what it was made of.
+class StepTrace:
+    """An optimizer step of a whole model on rank 0.
 
-    gathered, scattered, reduced: bytes through collectives.  flops: of the step.
+    Attributes:
+        peak: Most bytes at once.
+        items: {purpose: bytes} at the peak.
+        sent: {collective: bytes}.
+        flops: Floating-point operations.
     """
 
     peak: int
@@ -58,50 +72,71 @@ class Trace:
     flops: int
 
 
-def trace(cfg: RunConfig, family: ModelFamily, device: torch.device, size: Size, steps: int = 2) -> Trace:
+def trace_step(cfg: RunConfig, family: ModelFamily, device: torch.device, size: Size, steps: int = 2) -> StepTrace:
     """Run `steps` optimizer steps of the whole model and return the last one's memory.
 
-    cfg: `parallel.strategy` must be decided.
+    Args:
+        cfg: The run's config, with `parallel.strategy` decided.
+        family: The run's family.
+        device: The fake device.
+        size: Input of each pass.
+        steps: Number of optimizer steps.
     """
     with sharded_model(build_model(cfg, family), cfg, family, device) as sharded:
         sharded.average()
         for _ in range(steps):
-            sharded.ledger.begin()
+            sharded.tracker.reset()
             for number in range(cfg.micro_steps):
                 sharded.one_pass(size, is_last=number == cfg.micro_steps - 1)
             sharded.update()
-        ledger = sharded.ledger
-        return Trace(ledger.highest, ledger.at_peak, dict(ledger.sent), ledger.flops)
+        tracker = sharded.tracker
+        return StepTrace(tracker.highest, tracker.at_peak, dict(tracker.sent), tracker.flops)
 
 
-def trace_drawing(cfg: RunConfig, family: ModelFamily, device: torch.device, size: Size) -> int:
-    """Bytes on rank 0 at most while the whole model is called as for a sample, before anything was trained.
+def trace_sampling(cfg: RunConfig, family: ModelFamily, device: torch.device, size: Size) -> int:
+    """Return the most bytes on rank 0 while the whole model draws a sample, before anything was trained.
 
     cfg: `parallel.strategy` must be decided.
     """
     with sharded_model(build_model(cfg, family), cfg, family, device) as sharded:
-        sharded.ledger.begin()
+        sharded.tracker.reset()
         for _ in range(2):
             sharded.draw(size)
-        return sharded.ledger.highest
+        return sharded.tracker.highest
 
 
 @dataclass(frozen=True)
-class Recording:
-    """Passes of a shortened model. runs: what was left out.  marks: {kind: of each size}."""
+class PassTraces:
+    """Passes of a shortened model.
+
+    Attributes:
+        units: The shortened model's units.
+        runs: Lists of blocks that were shortened.
+        buffers: Bytes of the model's buffers.
+        marks: {kind of pass: the marks for each size}.
+    """
 
     units: tuple[Unit, ...]
     runs: tuple[Run, ...]
     buffers: int
-    marks: dict[Kind, tuple[tuple[Mark, ...], ...]]
+    marks: dict[PassKind, tuple[tuple[Mark, ...], ...]]
 
 
-def record(
-    cfg: RunConfig, family: ModelFamily, device: torch.device, sizes: Sequence[Size], kinds: Sequence[Kind] = KINDS
-) -> Recording:
-    """Passes of the shortened model, of each kind and size, without FSDP's own memory.
+def trace_passes(
+    cfg: RunConfig,
+    family: ModelFamily,
+    device: torch.device,
+    sizes: Sequence[Size],
+    kinds: Sequence[PassKind] = PASS_KINDS,
+) -> PassTraces:
+    """Trace passes of the shortened model, of each kind and size, without FSDP's own memory.
 
-    cfg: how it is sharded, over how many ranks, and what is recomputed does not matter.  kinds: in the order of KINDS.
+    Args:
+        cfg: The run's config; its sharding, number of ranks and checkpointing do not matter.
+        family: The run's family.
+        device: The fake device.
+        sizes: Inputs of the passes.
+        kinds: Kinds of passes, in the order of PASS_KINDS.
     """
     cfg = _plain(cfg)
     built = build_model(cfg, family)
@@ -110,30 +145,31 @@ def record(
         units = sharded.units()
         sharded.keep_gathered()
         numbers = {unit.name: number for number, unit in enumerate(units)}
-        sharded.draw(sizes[0])  # what is made once only
+        sharded.draw(sizes[0])  # allocates the tensors that are made only once
 
         def passes(run: Callable[[Size], None]) -> tuple[tuple[Mark, ...], ...]:
             marks = []
             for size in sizes:
-                with sharded.moments.recorded(numbers) as found:
+                with sharded.moments.record(numbers) as found:
                     run(size)
                 sharded.optimizer.zero_grad()
                 marks.append(tuple(found))
             return tuple(marks)
 
-        marks: dict[Kind, tuple[tuple[Mark, ...], ...]] = {}
+        marks: dict[PassKind, tuple[tuple[Mark, ...], ...]] = {}
         for kind in kinds:
             if kind == "recomputed":
                 sharded.recompute()
             marks[kind] = passes(sharded.draw if kind == "drawn" else partial(sharded.one_pass, is_last=True))
         kept = tuple(Run(numbers[name], count, KEPT) for name, count in runs.items())
-        return Recording(units, kept, sharded.buffers(), marks)
+        return PassTraces(units, kept, sharded.buffers(), marks)
 
 
 def on_this_machine(cfg: RunConfig, cache: Path) -> RunConfig:
-    """The config with a folder of its model's configs: of a published one that is not here, one written from its sizes.
+    """Return the config with a local folder of its model's configs.
 
-    Its weights are never read, nor are random ones made.
+    For a published model that is not on this machine the folder is written from its known sizes. Weights are neither
+    read nor made.
     """
     model = cfg.model
     is_away, is_random = HUB_ID.fullmatch(model.path) and not Path(model.path).exists(), model.path == "random"
@@ -143,50 +179,52 @@ def on_this_machine(cfg: RunConfig, cache: Path) -> RunConfig:
         folder = model.base
     else:
         return cfg
-    # Without its files nothing is known of what the model was trained on; that allocates nothing.
+    # The model's own objective is unknown without its files; it does not change what is allocated.
     changes = {"model": model.model_copy(update={"path": folder, "base": None}), "objective": ObjectiveConfig()}
     return cfg.model_copy(update=changes)
 
 
-def record_rank(cfg: RunConfig, rank: int, kinds: Sequence[Kind], cache: Path, device: torch.device) -> Recording:
-    """All sizes of a model whose adapter has a rank, or another one than the config's. cache: shared by runs."""
+def trace_rank(cfg: RunConfig, rank: int, kinds: Sequence[PassKind], cache: Path, device: torch.device) -> PassTraces:
+    """Trace all sizes of a model with an adapter of this rank. cache: folder shared by runs."""
     adapter = cfg.adapter.model_copy(update={"rank": rank} if has_rank(cfg) else {})
     changed = cfg.model_copy(update={"adapter": adapter})
-    return record(changed, families.make(changed, cache), device, recorded_sizes(sides_of(cfg)), kinds)
+    return trace_passes(changed, families.make(changed, cache), device, traced_sizes(sides_of(cfg)), kinds)
 
 
-def joined(parts: Sequence[Recording]) -> Recording:
-    """One recording of what was recorded in parts."""
+def join_traces(parts: Sequence[PassTraces]) -> PassTraces:
+    """Join traces of the same model with different kinds of passes."""
     marks = {kind: marks for part in parts for kind, marks in part.marks.items()}
     return replace(parts[0], marks=marks)
 
 
-def tabulated(cfg: RunConfig, found: Sequence[Recording]) -> Table:
-    """The table of a model with the adapter's type and the base's format. found: `record_rank` of each rank."""
-    recorded = tuple(
-        Recorded(of.units, {kind: tuple(map(_figures, zip(*marks, strict=True))) for kind, marks in of.marks.items()})
-        for of in found
+def make_table(cfg: RunConfig, traces: Sequence[PassTraces]) -> PassTable:
+    """Make the table of a model with the adapter's type and the base's format. traces: `trace_rank` of each rank."""
+    by_rank = tuple(
+        RankTable(
+            of.units, {kind: tuple(map(_moment_figures, zip(*marks, strict=True))) for kind, marks in of.marks.items()}
+        )
+        for of in traces
     )
-    moments, drawn = (tuple((mark.moment, mark.unit) for mark in found[0].marks[kind][0]) for kind in ("kept", "drawn"))
-    of = found[0]
-    return Table(versions(), sides_of(cfg), ranks_of(cfg), moments, drawn, of.runs, of.buffers, recorded)
+    first = traces[0]
+    moments, drawn = (tuple((mark.moment, mark.unit) for mark in first.marks[kind][0]) for kind in ("kept", "drawn"))
+    return PassTable(versions(), sides_of(cfg), ranks_of(cfg), moments, drawn, first.runs, first.buffers, by_rank)
 
 
-def _figures(marks: Sequence[Mark]) -> Figures:
-    """Of one moment. marks: for each size."""
+def _moment_figures(marks: Sequence[Mark]) -> MomentFigures:
+    """Collect the figures of one moment. marks: the moment's mark for each size."""
     columns = zip(*((mark.change, mark.peak, mark.flops) for mark in marks), strict=True)
-    return Figures(*columns)
+    return MomentFigures(*columns)
 
 
 def _plain(cfg: RunConfig) -> RunConfig:
-    """Sharded over two ranks, one pass per step."""
+    """Return the config sharded over two ranks, with one pass per step."""
     parallel = ParallelConfig(devices=2, strategy="full")
     train = cfg.train.model_copy(update={"batch_size": 1, "micro_batch": 1, "compile": False, "checkpointing": "none"})
     return cfg.model_copy(update={"parallel": parallel, "train": train})
 
 
 def _shorten(model: nn.ModuleDict, family: ModelFamily) -> dict[str, int]:
-    """Leave a few of each row of equal blocks. Returns {name of the first: how many there were}."""
+    """Keep KEPT blocks of each sequence of equal ones. Returns {name of the first: original number}."""
     counts: dict[int, int] = {}
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and all(type(block).__name__ in family.shard.blocks for block in module):
@@ -202,18 +240,18 @@ def _shape(module: nn.Module) -> tuple[Any, ...]:
     return tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters())
 
 
-class Moments:
-    """Writes down what is allocated from one moment to the next. ledger: sees it."""
+class MomentRecorder:
+    """Records the bytes that are allocated between moments. tracker: counts them."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
+    def __init__(self, tracker: MemoryTracker) -> None:
+        self.tracker = tracker
         self._marks: list[Mark] | None = None
         self._numbers: dict[str, int] = {}
         self._start = self._flops = 0
 
     @contextmanager
-    def recorded(self, numbers: dict[str, int]) -> Iterator[list[Mark]]:
-        """Inside, marks are written down. numbers: of the units, by name."""
+    def record(self, numbers: dict[str, int]) -> Iterator[list[Mark]]:
+        """Inside, marks are appended to the yielded list. numbers: {name of a unit: its number}."""
         self._numbers, self._marks = numbers, []
         self._begin()
         try:
@@ -222,46 +260,51 @@ class Moments:
             self._marks = None
 
     def mark(self, moment: Moment, unit: str) -> None:
-        """A moment has come."""
+        """Append a mark for this moment. Does nothing outside of `record`."""
         if self._marks is None:
             return
-        ledger = self.ledger
+        tracker = self.tracker
         self._marks.append(
             Mark(
                 moment,
                 self._numbers.get(unit, -1),
-                ledger.current[ACTIVATIONS] - self._start,
-                ledger.peak_of[ACTIVATIONS] - self._start,
-                ledger.flops - self._flops,
+                tracker.current[ACTIVATIONS] - self._start,
+                tracker.peak_of[ACTIVATIONS] - self._start,
+                tracker.flops - self._flops,
             )
         )
         self._begin()
 
     def _begin(self) -> None:
-        self.ledger.mark()
-        self._start, self._flops = self.ledger.current[ACTIVATIONS], self.ledger.flops
+        self.tracker.reset_peak()
+        self._start, self._flops = self.tracker.current[ACTIVATIONS], self.tracker.flops
 
 
 class Sharded:
-    """A model on a device, ready for its passes. ledger: sees what they allocate, and moments when."""
+    """A model on a device, ready for its passes.
+
+    Attributes:
+        tracker: Counts bytes by purpose.
+        moments: Records bytes by moment.
+    """
 
     def __init__(
-        self, built: BuiltModel, cfg: RunConfig, family: ModelFamily, ledger: Ledger, device: torch.device
+        self, built: BuiltModel, cfg: RunConfig, family: ModelFamily, tracker: MemoryTracker, device: torch.device
     ) -> None:
-        self.module, self.cfg, self.family, self.ledger, self.device = built.module, cfg, family, ledger, device
+        self.module, self.cfg, self.family, self.tracker, self.device = built.module, cfg, family, tracker, device
         self.trainables = built.trainables
         self.ema: Ema | None = None
         self.optimizer = make_optimizer(list(self.trainables.values()), cfg.optim)
-        self.moments = Moments(ledger)
+        self.moments = MomentRecorder(tracker)
 
     def average(self) -> None:
-        """From now on there is the moving average of the weights, where the run has one."""
+        """Allocate the moving average of the weights, if the run has one."""
         if self.cfg.optim.ema:
-            with self.ledger.making("optimizer"):
+            with self.tracker.making("optimizer"):
                 self.ema = Ema(self.trainables, self.cfg.optim.ema)
 
     def one_pass(self, size: Size, is_last: bool) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         if self.cfg.micro_steps > 1:
             sync_gradients(self.module, is_last, self.cfg.shards_gradients(self.cfg.parallel.strategy))
         self._forward(size).backward()  # type: ignore[no-untyped-call]
@@ -269,35 +312,35 @@ class Sharded:
 
     @torch.no_grad()
     def draw(self, size: Size) -> None:
-        """Forward, as where samples are drawn."""
+        """Run forward without gradients, as when samples are drawn."""
         self._forward(size)
         self.moments.mark("end", "")
 
     def keep_gathered(self) -> None:
-        """From now on what was gathered stays so: it is not recorded, and to gather it takes a third of a pass."""
+        """Keep parameters gathered from now on: gathering is not traced here and takes a third of a pass."""
         for component in self.module.values():
             if isinstance(component, FSDPModule):
                 component.set_reshard_after_forward(False)
                 component.set_reshard_after_backward(False)
 
     def recompute(self) -> None:
-        """From now on blocks compute forward again in backward."""
+        """Recompute the forward of blocks in backward from now on."""
         for module in self.module.values():
             checkpoint_activations(blocks_of(module, self.family.shard.blocks), "full")
 
     def update(self) -> None:
-        """The optimizer's step."""
-        with self.ledger.making("optimizer"):
+        """Run the optimizer's step."""
+        with self.tracker.making("optimizer"):
             self.optimizer.step()
         self.optimizer.zero_grad()
 
     def units(self) -> tuple[Unit, ...]:
-        """Blocks and roots, in the order in which they are defined; a root comes after its blocks."""
+        """Return blocks and roots, in the order in which they are defined; a root comes after its blocks."""
         return units_of(self.module, self.family.shard.blocks, COMPUTE_DTYPE[self.cfg.train.precision])
 
     def buffers(self) -> int:
-        """Bytes of the buffers on the device."""
-        return held(self.module.buffers(), self.device)
+        """Return the bytes of the buffers on the device."""
+        return bytes_on(self.module.buffers(), self.device)
 
     def _forward(self, size: Size) -> Tensor:
         batch = batch_of(self.family, size, COMPUTE_DTYPE[self.cfg.train.precision], self.device)
@@ -307,7 +350,7 @@ class Sharded:
 
 
 def batch_of(family: ModelFamily, size: Size, dtype: torch.dtype, device: torch.device) -> Batch:
-    """Blank examples of a size, on the device. dtype: of the text encoders."""
+    """Make a batch of blank examples on the device. dtype: type of the text embeddings."""
     if isinstance(family, TextFamily):
         example = family.blank_row(round(size.pixels))
     else:
@@ -320,7 +363,13 @@ def batch_of(family: ModelFamily, size: Size, dtype: torch.dtype, device: torch.
 
 
 def units_of(model: nn.ModuleDict, blocks: Sequence[str], dtype: torch.dtype) -> tuple[Unit, ...]:
-    """What is gathered together of each component. blocks: names of classes.  dtype: in which floats are gathered."""
+    """Return the units of each component.
+
+    Args:
+        model: {component: module}.
+        blocks: Class names of the blocks.
+        dtype: Type in which floats are gathered.
+    """
     names = {id(part): name for name, part in model.named_modules()}
     found = []
     for component, module in model.items():
@@ -333,8 +382,8 @@ def units_of(model: nn.ModuleDict, blocks: Sequence[str], dtype: torch.dtype) ->
     return tuple(found)
 
 
-def held(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """Bytes of those that are on the device."""
+def bytes_on(tensors: Iterable[Tensor], device: torch.device) -> int:
+    """Return the bytes of the tensors that are on the device."""
     return sum(grains(tensor.nbytes) for tensor in tensors if tensor.device.type == device.type)
 
 
@@ -349,38 +398,38 @@ def _parameters(parameters: Iterable[nn.Parameter], compute: torch.dtype) -> tup
 
 @contextmanager
 def sharded_model(built: BuiltModel, cfg: RunConfig, family: ModelFamily, device: torch.device) -> Iterator[Sharded]:
-    """The model on the device, wrapped as the trainer wraps it, on rank 0 of a fake process group.
+    """Put the model on the device, wrapped as the trainer wraps it, on rank 0 of a fake process group.
 
-    On the virtual device, or any other, all tensors inside are fake.
+    On every device all tensors inside are fake.
     """
     with fake_device.ranks(cfg.parallel.world_size, device) as world, ExitStack() as stack:
         strategy: Strategy = cfg.parallel.strategy  # type: ignore[assignment]
         mesh = device_mesh(cfg.parallel, world, strategy)
-        ledger = stack.enter_context(Ledger(device.type))
-        stack.enter_context(fake_device.fake_tensors(device, ledger.see))
+        tracker = stack.enter_context(MemoryTracker(device.type))
+        stack.enter_context(fake_device.fake_tensors(device, tracker.observe))
         shard_model(built.module, cfg, family, strategy, mesh)
-        with ledger.making("weights"):
+        with tracker.making("weights"):
             materialize(built.module, cfg, device)
         for buffer in built.module.buffers():
-            ledger.hold(buffer, "buffers")
-        sharded = Sharded(built, cfg, family, ledger, device)
+            tracker.track(buffer, "buffers")
+        sharded = Sharded(built, cfg, family, tracker, device)
         stack.enter_context(watched_groups(built.module, sharded.moments))
         yield sharded
 
 
 @contextmanager
-def watched_groups(model: nn.Module, moments: Moments) -> Iterator[None]:
-    """What FSDP makes is written down as such, and its moments are marked."""
-    ledger = moments.ledger
+def watched_groups(model: nn.Module, moments: MomentRecorder) -> Iterator[None]:
+    """Patch FSDP: inside, its tensors are tracked under their purpose, and its moments are marked."""
+    tracker = moments.tracker
     names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
-    original = {name: getattr(FSDPParamGroup, name) for name in _MOMENTS}
+    original = {name: getattr(FSDPParamGroup, name) for name in _WATCHED_METHODS}
 
     def name_of(group: FSDPParamGroup) -> str:
         return names[id(group.modules[0])]
 
     def making(name: str, what: str) -> Callable[..., Any]:
         def run(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
-            with ledger.making(what):
+            with tracker.making(what):
                 return original[name](group, *args, **kwargs)
 
         return run
@@ -392,7 +441,7 @@ def watched_groups(model: nn.Module, moments: Moments) -> Iterator[None]:
 
     def post_backward(group: FSDPParamGroup, *args: Any) -> Any:
         moments.mark("backward_end", name_of(group))
-        with ledger.making(REDUCED):
+        with tracker.making(REDUCED):
             out = original["post_backward"](group, *args)
         moments.mark("reduced", name_of(group))
         return out
@@ -421,9 +470,9 @@ def watched_groups(model: nn.Module, moments: Moments) -> Iterator[None]:
             setattr(FSDPParamGroup, name, method)
 
 
-_MOMENTS = ("unshard", "wait_for_unshard", "pre_forward", "post_forward", "pre_backward", "post_backward")
+_WATCHED_METHODS = ("unshard", "wait_for_unshard", "pre_forward", "post_forward", "pre_backward", "post_backward")
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that decide what a model allocates."""
+    """Return the versions of the packages that decide what a model allocates."""
     return {name: version(name).partition("+")[0] for name in ("torch", "diffusers", "transformers", "peft")}

@@ -122,7 +122,7 @@ class RunLog:
         name = torch.cuda.get_device_name(self._world.device)
         self._plan = compare.plan_here(cfg, cache, name, self._world.memory)
         if self._plan is not None:
-            self.note("loading", compare.told(self._plan), step)
+            self.note("loading", compare.describe_plan(self._plan), step)
             warning = compare.warning(cfg, self._plan, cache)
             if warning:
                 self.warn(warning, step)
@@ -181,5 +181,5 @@ class RunLog:
             used=total - free,
             seconds=event.seconds,
         )
-        self.note("training", compare.compared(measured), event.step)
+        self.note("training", compare.describe_measured(measured), event.step)
         keep(self._cache, measured)
