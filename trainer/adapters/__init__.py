@@ -18,6 +18,7 @@ from trainer.adapters.kinds import ADAPTER
 from trainer.adapters.lowrank import dora_layer, lora_layer
 from trainer.adapters.orthogonal import Boft, DiagOft
 from trainer.adapters.products import Loha, Lokr, Split, whole_notes
+from trainer.adapters.replace import Layer, Make, replace_layers
 from trainer.adapters.start import initial_value
 from trainer.adapters.targets import (
     Targets,
@@ -30,7 +31,6 @@ from trainer.adapters.targets import (
     match_layers,
 )
 from trainer.adapters.targets import match as match_names
-from trainer.adapters.tuner import Layer, Make, replace_layers
 from trainer.config.sections import (
     AdapterSection,
     BoftAdapter,

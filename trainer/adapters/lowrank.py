@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainer.adapters.kinds import ADAPTER
 from trainer.adapters.layer import SHORTEST
-from trainer.adapters.tuner import Layer
+from trainer.adapters.replace import Layer
 
 
 def lora_layer(layer: Layer, rank: int, scale: float, dropout: nn.Module) -> LoraLayer:

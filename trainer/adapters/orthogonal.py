@@ -13,7 +13,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from trainer.adapters.kinds import ADAPTER
-from trainer.adapters.tuner import Layer
+from trainer.adapters.replace import Layer
 
 MERGED_ROWS = 72
 """Widest blocks of a product of boft's stages: one pass over the activations, and one copy of them kept for backward,

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.adapters.kinds import ADAPTER
+from trainer.adapters.replace import Layer, apply, apply_pointwise, weight_shape
 from trainer.adapters.targets import counted
-from trainer.adapters.tuner import Layer, apply, apply_pointwise, weight_shape
 from trainer.config.sections import LokrAdapter
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from trainer.adapters.tuner import Layer, weight_shape
+from trainer.adapters.replace import Layer, weight_shape
 from trainer.config.errors import InputError
 from trainer.config.sections import (
     AdapterSection,
