@@ -76,7 +76,8 @@ steps: 100
 sample: 3
 """
         assert refusal(text, "train.stps=5", "parallel.timeout=1", "sample.every=2", "trackers.tensorboard=1.5") == [
-            "preset.yaml:1: name: 'my run' is not 1 to 64 letters, digits, '_', '.' or '-', the first no '.' or '-'",
+            "preset.yaml:1: name: 'my run' is not 1 to 64 letters, digits, '_', '.' or '-', "
+            "not beginning with '.' or '-'",
             f"preset.yaml:3: model.family: 'flux22' is not one of {', '.join(family_names())}; did you mean 'flux2'?",
             "preset.yaml:4: model.options.text_layers[1]: needs a whole number, not true",
             "preset.yaml:6: adapter.rnk: unknown field; did you mean 'rank'?",
@@ -89,7 +90,7 @@ sample: 3
             "preset.yaml:15: train.precision: 'fp8' is not one of fp32, bf16",
             "preset.yaml:16: train.checkpointing: needs none, full or a whole number, not 'sometimes'",
             "preset.yaml:17: train.batch_size: is empty; give it a whole number, or remove it",
-            "preset.yaml:19: parallel.rendezvous: 2 nodes need host:port of the first one",
+            "preset.yaml:19: parallel.rendezvous: 2 nodes need host:port of the first node",
             "preset.yaml:20: parallel.cpu_offload: needs true or false, not a list",
             "preset.yaml:21: steps: unknown field; did you mean 'train.steps'?",
             "preset.yaml:22: sample: needs a section of fields, not 3",
@@ -156,7 +157,7 @@ sample: 3
     def test_a_rule_points_at_the_field_it_follows_from_when_its_own_is_not_given(self) -> None:
         assert refusal("train: {steps: 5}\nparallel:\n  devices: 2\n  nodes: 2\n") == [
             "preset.yaml: data.path: no images or text given; name a folder",
-            "preset.yaml:4: parallel.rendezvous: 2 nodes need host:port of the first one",
+            "preset.yaml:4: parallel.rendezvous: 2 nodes need host:port of the first node",
         ]
 
     @pytest.mark.parametrize(
@@ -171,7 +172,8 @@ sample: 3
             ),
             (
                 "parallel.strategy=none",
-                "parallel.strategy: none is for one rank, but there are 2; use full, or ddp for copies",
+                "parallel.strategy: none is for a single rank, but there are 2; "
+                "use full, or ddp for a copy on every rank",
             ),
             ("train=", "train: is empty; name a field of it, as train.steps, or leave it out"),
             ("adapter=null", "adapter: is empty; name a field of it, as adapter.type, or leave it out"),
@@ -303,7 +305,8 @@ class TestValues:
         assert loaded.notes == ("preset.yaml:4: adapter.rank is left out: adapter.type is boft",)
 
     def test_advice_is_noted_at_the_field_it_is_about_and_with_stages_for_what_they_set(self) -> None:
-        slow = "is a usual rate for lora, with which loha learns about ten times as slowly; try 10 times as much"
+        slow = "is a usual learning rate for lora, but loha learns about ten times more slowly with it; "
+        slow += "try 10 times as much"
         assert read(f"{DATA}adapter: {{type: loha}}\n").notes == (f"preset.yaml: optim.lr: 0.0001 {slow}",)
         given = f"{DATA}adapter: {{type: loha}}\noptim: {{lr: 1e-3}}\n"
         assert read(given).notes == ()

@@ -100,14 +100,15 @@ def test_an_option_of_sbatch_that_a_site_does_not_know_is_left_out(folder):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("nodes: null", "cluster.slurm.nodes: is written from parallel.nodes; set that"),
-        ("ntasks: 2", "cluster.slurm.ntasks: is one per node; set parallel.nodes"),
+        ("nodes: null", "cluster.slurm.nodes: is derived from parallel.nodes; set that instead"),
+        ("ntasks: 2", "cluster.slurm.ntasks: is one per node; set parallel.nodes instead"),
         ("array: 0-3", "cluster.slurm.array: would start one run several times at once; submit a job for each run"),
         (
             "ntasks-per-gpu: 1",
-            "cluster.slurm.ntasks-per-gpu: each node has one task, which starts its ranks; set parallel.devices",
+            "cluster.slurm.ntasks-per-gpu: each node has one task, which starts its ranks; "
+            "set parallel.devices instead",
         ),
-        ("p: gpu", "cluster.slurm: 'p' is no long option of sbatch; write it without dashes: partition"),
+        ("p: gpu", "cluster.slurm: 'p' is not a long sbatch option; write it without dashes: partition"),
     ],
 )
 def test_an_option_of_sbatch_that_would_make_another_run_is_refused(folder, option, message):

@@ -327,7 +327,7 @@ def test_a_run_on_a_file_with_markers_says_so_once_and_exports_what_is_read_and_
 
 
 def test_the_field_cannot_be_set_with_a_prediction_of_noise(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="on needs a model that predicts velocity: noise is all there is at the"):
+    with pytest.raises(ValueError, match="on needs a model that predicts velocity, because the last timestep is"):
         run_config(tmp_path, model={"family": "sdxl"}, objective={"prediction": "epsilon", "zero_terminal_snr": "on"})
 
 

@@ -122,7 +122,7 @@ def test_a_wrong_value_stays_as_typed_with_its_error_and_the_config_tells_all():
 def test_a_value_that_breaks_a_rule_elsewhere_is_told_where_it_is_broken():
     form = Form(QUICKSTART)
     form.inputs["train.steps"].value = "5"
-    assert "10 steps leave none of train.steps 5" in note(form, "optim.warmup")
+    assert "must be less than train.steps 5, not 10" in note(form, "optim.warmup")
 
 
 def test_a_setting_that_was_not_in_front_comes_there_when_it_is_wrong(tmp_path: Path):
@@ -131,7 +131,7 @@ def test_a_setting_that_was_not_in_front_comes_there_when_it_is_wrong(tmp_path: 
     form = Form(file)
     assert "sample.prompts" not in form.inputs
     form.inputs["sample.every"].value = "5"
-    assert "there is no prompt" in note(form, "sample.prompts")
+    assert "there are no prompts" in note(form, "sample.prompts")
     form.inputs["sample.prompts"].value = "a fox"
     assert "alert" not in note(form, "sample.prompts")
 
