@@ -24,7 +24,7 @@ from trainer.run import process, stages
 from trainer.run.events import Emit, EventWriter, ExportEvent, State, StatusEvent, WarningEvent
 from trainer.run.failure import less_memory
 from trainer.run.folder import RunDir
-from trainer.run.preemption import Preemption, noted
+from trainer.run.preemption import Preemption, catch_preemption
 from trainer.run.report import write_report
 from trainer.run.stages import Stage
 
@@ -73,7 +73,7 @@ def _train(run: RunDir) -> None:
     # Signals are noted from when the ranks have met: before, one that waits for a dead rank must simply end.
     with (
         connect(cfg.parallel, rendezvous, attached.is_guest) as world,
-        noted() as told,
+        catch_preemption() as told,
         debug_log(cfg.trackers, run, world.rank),
     ):
         emit = emitter(run, world, attached.stage.before)

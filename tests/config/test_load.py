@@ -197,17 +197,17 @@ class TestFiles:
             (b"# nothing yet\n", "preset.yaml: is empty; name at least data.path"),
             (b"- a\n- b\n", "preset.yaml:1: needs lines of field: value, not a list"),
             (b"steps\n", "preset.yaml:1: needs lines of field: value, not 'steps'"),
-            (b"train:\n\tsteps: 5\n", "preset.yaml:2: a tab where only spaces may stand; indent with spaces"),
+            (b"train:\n\tsteps: 5\n", "preset.yaml:2: tab in the indentation; indent with spaces"),
             (b"name: a\ntrain: b: c\n", "preset.yaml:2: not YAML: mapping values are not allowed here"),
             (
                 b"name: a\n---\nname: b\n",
                 "preset.yaml:2: not YAML: expected a single document in the stream, but found another document",
             ),
             (b"name: a\ntrigger: \xe9t\xe9\n", "preset.yaml:2: not UTF-8; save the file as UTF-8"),
-            (b"name: a\x00\n", "preset.yaml:1: a control character, which YAML does not allow; remove it"),
-            (b"a: &x {b: c}\nd: *x\n", "preset.yaml:2: an alias (*name) is not read here; write the value again"),
-            (b"{[a]: 3}\n", "preset.yaml:1: a key that is a list or a mapping; keys are words"),
-            (b"a:\n " + b"[" * 5000, "preset.yaml:2: nested deeper than 20 levels; a config is not, write it flatter"),
+            (b"name: a\x00\n", "preset.yaml:1: control character, which YAML does not allow; remove it"),
+            (b"a: &x {b: c}\nd: *x\n", "preset.yaml:2: aliases (*name) are not supported; write the value again"),
+            (b"{[a]: 3}\n", "preset.yaml:1: a list or mapping as a key; keys must be words"),
+            (b"a:\n " + b"[" * 5000, "preset.yaml:2: nested deeper than 20 levels; a config is flatter than that"),
         ],
     )
     def test_a_file_that_is_no_config_is_refused_with_its_line(self, folder: Path, content: bytes, text: str) -> None:
@@ -428,7 +428,7 @@ class TestForeignSpellings:
         [
             (
                 "parallel: {limit_all_gathers: true}",
-                "parallel.limit_all_gathers: FSDP2 limits its gathers by itself; remove it",
+                "parallel.limit_all_gathers: FSDP2 limits its all-gathers by itself; remove it",
             ),
             ("use_orig_params: true", "use_orig_params: FSDP2 always keeps the original parameters; remove it"),
             (
@@ -436,7 +436,7 @@ class TestForeignSpellings:
                 "fsdp.fsdp_use_orig_params: FSDP2 always keeps the original parameters; remove it",
             ),
             ("sync_module_states: true", "sync_module_states: every rank reads only its own slices; remove it"),
-            ("train: {sync_batchnorm: true}", "train.sync_batchnorm: no batch norm is trained; remove it"),
+            ("train: {sync_batchnorm: true}", "train.sync_batchnorm: no model here has batch norm to train; remove it"),
             (
                 "train: {precision: fp16}",
                 "train.precision: 'fp16' overflows above 65504 and needs loss scaling; use bf16",
@@ -445,11 +445,11 @@ class TestForeignSpellings:
             ("mixed_precision: fp16", "mixed_precision: 'fp16' overflows above 65504 and needs loss scaling; use bf16"),
             (
                 "optim: {type: Muon}",
-                "optim.type: 'Muon' differs by 1.5e-3 from one process when its weights are sharded; use adamw",
+                "optim.type: 'Muon' gives results that differ by 1.5e-3 from one process if sharded; use adamw",
             ),
             (
                 "optim: {type: adafactor}",
-                "optim.type: 'adafactor' raises on sharded weights (DTensors) in torch; use adamw8bit",
+                "optim.type: 'adafactor' raises an error on sharded weights (DTensors) in torch; use adamw8bit",
             ),
             (
                 "optim: {type: prodigy}",
@@ -475,7 +475,8 @@ class TestForeignSpellings:
     )
     def test_block_swapping_and_low_vram_switches_are_answered_with_what_to_use(self, key: str) -> None:
         answer = (
-            "not with FSDP; use parallel.cpu_offload: true with parallel.strategy: full, or train.checkpointing: full"
+            "does not work with FSDP; use parallel.cpu_offload: true with parallel.strategy: full, "
+            "or train.checkpointing: full"
         )
         assert refusal(f"{DATA}{key}: 20\n") == [f"preset.yaml:2: {key}: {answer}"]
         assert refusal(f"{DATA}model: {{{key}: true}}\n") == [f"preset.yaml:2: model.{key}: {answer}"]

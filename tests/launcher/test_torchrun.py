@@ -30,7 +30,7 @@ from trainer.run import process as processes
 from trainer.run.events import ErrorEvent, EventReader, EventWriter, StatusEvent
 from trainer.run.failure import OUT_OF_MEMORY
 from trainer.run.folder import RunDir
-from trainer.run.preemption import LEAVE
+from trainer.run.preemption import PREEMPTION_SIGNALS
 
 WORKER = '''
 """A rank that does what the run is named after. It imports no torch but for the decorator every rank has."""
@@ -201,7 +201,7 @@ def test_a_run_is_started_once_in_its_own_session_and_ctrl_c_stops_it(start, cap
     assert errors_and_end(run) == [vars(StatusEvent(time=0, step=5, state="stopped"))]
 
 
-@pytest.mark.parametrize("number", LEAVE)
+@pytest.mark.parametrize("number", PREEMPTION_SIGNALS)
 def test_a_scheduler_that_asks_to_leave_again_and_again_does_not_cost_the_checkpoint(start, capsys, number):
     cfg, run = start("patient")
     wait_for(lambda: processes.status(run) == "training")

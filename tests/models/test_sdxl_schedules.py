@@ -426,7 +426,7 @@ def test_a_sampler_that_cannot_be_used_is_replaced_by_eulers_method_and_the_reas
 def test_other_families_refuse_a_sampler(tmp_path: Path) -> None:
     with pytest.raises(RuleError) as caught:
         families.make(run_config(tmp_path, sample={"scheduler": "euler"}), tmp_path)
-    assert str(caught.value).startswith("sample.scheduler: means nothing to flux2")
+    assert str(caught.value).startswith("sample.scheduler: has no effect for flux2")
 
 
 # Sizes of images

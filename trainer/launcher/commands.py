@@ -30,7 +30,7 @@ from trainer.run.events import (
     StepEvent,
 )
 from trainer.run.folder import RunDir
-from trainer.run.preemption import LEAVE
+from trainer.run.preemption import PREEMPTION_SIGNALS
 
 if TYPE_CHECKING:
     pass
@@ -308,7 +308,7 @@ class _AskedToEnd:
         self.is_answered = False
 
     def __enter__(self) -> Self:
-        self._former = {number: signal.signal(number, self._add) for number in (signal.SIGINT, *LEAVE)}
+        self._former = {number: signal.signal(number, self._add) for number in (signal.SIGINT, *PREEMPTION_SIGNALS)}
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -18,7 +18,7 @@ from trainer.launcher import torchrun
 from trainer.run import process
 from trainer.run.events import EventWriter, StageEvent, StatusEvent
 from trainer.run.folder import RunDir, weights_of
-from trainer.run.preemption import LEAVE
+from trainer.run.preemption import PREEMPTION_SIGNALS
 from trainer.run.stages import current
 
 WAIT_S = 1.0
@@ -60,7 +60,7 @@ class _Supervisor:
     def __init__(self) -> None:
         self.is_asked = False
         self._torchrun: subprocess.Popen[bytes] | None = None
-        for number in (signal.SIGINT, *LEAVE):
+        for number in (signal.SIGINT, *PREEMPTION_SIGNALS):
             signal.signal(number, self._hand_on)
 
     def run(self, argv: Sequence[str]) -> int:

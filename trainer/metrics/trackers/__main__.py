@@ -28,7 +28,7 @@ from trainer.metrics.trackers import ALREADY_SAID, NAMES, PATIENCE_S, Files, req
 from trainer.metrics.trackers.feed import Feed, Figures, Item, Picture, Place, Tracker
 from trainer.run.events import LossyWriter, WarningEvent
 from trainer.run.folder import RunDir
-from trainer.run.preemption import LEAVE
+from trainer.run.preemption import PREEMPTION_SIGNALS
 
 FOLLOW_SECONDS = 1.0
 LATE_SECONDS = 30.0
@@ -93,7 +93,9 @@ class _Work:
         """Wait until no other process sends this run's events to this tracker. Gives a call that shows life."""
         if self._beside:
             signal.signal(signal.SIGALRM, self._give_up)
-            for number in LEAVE:  # a scheduler tells every process of a job; the ranks leave, and this one after them
+            for number in (
+                PREEMPTION_SIGNALS
+            ):  # a scheduler tells every process of a job; the ranks leave, and this one after them
                 signal.signal(number, signal.SIG_IGN)
         lock = os.open(self._files.lock, os.O_RDWR | os.O_CREAT, 0o600)
 
