@@ -33,9 +33,9 @@ from trainer.run.events import (
     StatusEvent,
     StepEvent,
     ValidationEvent,
+    format_speed,
     losses_by_name,
     smoothed,
-    told_speed,
 )
 from trainer.run.folder import RunDir, is_run
 from trainer.run.report import Line, thin
@@ -121,7 +121,7 @@ class RunView:
 def _training(view: RunView) -> str:
     left = "" if view.eta_s is None else f", about {_duration(view.eta_s)} left"
     stage = f"stage {view.stage.number} of {view.stage.count}, {view.stage.name}, " if view.stage else ""
-    return f"Training: {stage}step {view.step} of {view.num_steps}, {told_speed(*view.speed)}{left}"
+    return f"Training: {stage}step {view.step} of {view.num_steps}, {format_speed(*view.speed)}{left}"
 
 
 def _finished(view: RunView) -> str:

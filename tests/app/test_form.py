@@ -148,7 +148,7 @@ def test_a_rule_broken_by_a_change_elsewhere_is_reported_where_it_is_broken():
 
 def test_a_folder_that_does_not_exist_is_told_in_its_row(tmp_path: Path):
     checked = form.check_with_files(form.check(typed(("data.path", str(tmp_path / "none")))))
-    assert checked.errors == {"data.path": f"no folder '{tmp_path}/none'; name one that holds the images"}
+    assert checked.errors == {"data.path": f"no folder '{tmp_path}/none'; name the folder with the images"}
 
 
 @pytest.mark.parametrize(

@@ -37,10 +37,10 @@ def test_every_folder_and_model_that_does_not_exist_is_named_with_its_line(self,
         preflight.check_named(loaded)
     assert str(caught.value).splitlines() == [
         f"preset.yaml:3: data.path: no folder '{folder}/photo'; did you mean '{folder}/photos'?",
-        "preset.yaml:5: data.folders[1].path: no folder '/none'; name one that holds the images",
-        f"preset.yaml:4: data.validation: '{folder}/notes.txt' is a file; name the folder that holds the images",
+        "preset.yaml:5: data.folders[1].path: no folder '/none'; name the folder with the images",
+        f"preset.yaml:4: data.validation: '{folder}/notes.txt' is a file; name the folder with the images",
         "preset.yaml:1: model.path: no file or folder '/models/flux2'; "
-        "name a diffusers folder, a .safetensors file or a hub id as org/name",
+        "name a diffusers folder, a .safetensors file or a hub id (org/name)",
     ]
 
 
@@ -55,9 +55,9 @@ def test_what_goes_with_the_data_is_looked_for_beside_the_file_too(self, folder:
     with pytest.raises(ConfigError) as caught:
         preflight.check_named(loaded)
     assert str(caught.value).splitlines() == [
-        f"preset.yaml:3: data.masks: no folder '{folder}/mask'; name one that holds the images",
-        f"preset.yaml:4: data.regularization: no folder '{folder}/others'; name one that holds the images",
-        f"preset.yaml:5: data.references: '{folder}/fox.png' is a file; name the folder that holds the images",
+        f"preset.yaml:3: data.masks: no folder '{folder}/mask'; name the folder with the images",
+        f"preset.yaml:4: data.regularization: no folder '{folder}/others'; name the folder with the images",
+        f"preset.yaml:5: data.references: '{folder}/fox.png' is a file; name the folder with the images",
         f"preset.yaml:6: sample.references[1]: no file '{folder}/fix.png'; did you mean '{folder}/fox.png'?",
     ]
 

@@ -414,8 +414,8 @@ def test_a_second_ctrl_c_ends_a_node_that_joined_with_all_its_ranks(two_nodes, c
     assert not any(rank.is_running() for rank in ranks)
     assert first.process.poll() is None
     told = capsys.readouterr()
-    assert told.out == "stopping all nodes after this step; Ctrl-C again ends this one at once\n"
-    assert told.err == "ended this node; the others notice that it is gone\n"
+    assert told.out == "stopping all nodes after this step; Ctrl-C again stops this node at once\n"
+    assert told.err == "stopped this node; the other nodes will detect it and exit\n"
 
 
 def test_who_starts_a_run_of_several_nodes_is_told_once_what_to_type_on_the_others(two_nodes, monkeypatch):
@@ -440,10 +440,10 @@ def test_the_log_of_a_node_never_gets_the_name_of_another_one(make_run):
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("192.0.2.1:29400", "192.0.2.1:29400 is not this machine; start the run there, and --join here"),
+        ("192.0.2.1:29400", "192.0.2.1:29400 is not this machine; start the run there, and use --join here"),
         (
             "nobody.invalid:29400",
-            "nobody.invalid:29400: no machine of the name nobody.invalid is known here; give the name or address by "
+            "nobody.invalid:29400: the host name nobody.invalid cannot be resolved here; give the name or address by "
             "which the other nodes reach this one",
         ),
     ],
@@ -535,7 +535,7 @@ def test_the_end_of_a_run_elsewhere_is_seen_beside_lines_that_are_cut(make_run, 
 def test_a_scheduler_deals_the_numbers_of_the_nodes(monkeypatch, variables, number):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert network.dealt_node_rank() == number
+    assert network.scheduled_node_rank() == number
 
 
 def test_a_folder_of_the_same_name_in_the_current_one_is_not_taken_for_the_trainer(tmp_path):

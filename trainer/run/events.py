@@ -332,7 +332,7 @@ class RankReader(_Follower[RankLine]):
         super().__init__(path, _RANK_LINE, offset)
 
 
-def told_speed(rate: float, unit: str) -> str:
+def format_speed(rate: float, unit: str) -> str:
     """A speed in words. rate, unit: as `StepEvent.speed` has them."""
     return f"{rate:,.0f} {unit}/s" if rate >= 100 else f"{rate:.2f} {unit}/s"
 
@@ -355,7 +355,7 @@ def losses_by_name(steps: Iterable[StepEvent]) -> dict[str, list[float]]:
     return {name: [step.losses.get(name, math.nan) for step in steps] for name in names}
 
 
-def told_losses(losses: Mapping[str, float]) -> str:
+def format_losses(losses: Mapping[str, float]) -> str:
     """` (images 0.5000, text 1.2000)`, and nothing where there is only one loss."""
     return f" ({', '.join(f'{name} {loss:.4f}' for name, loss in losses.items())})" if losses else ""
 
