@@ -224,8 +224,8 @@ class Follower:
             self._unread[file] = explained(error)
 
     def _problems(self) -> tuple[str, ...]:
-        readers = {self.run.events_file: self._events.passed_over}
-        readers |= {self.run.rank_file(rank): reader.passed_over for rank, reader in self._ranks.items()}
+        readers = {self.run.events_file: self._events.num_skipped}
+        readers |= {self.run.rank_file(rank): reader.num_skipped for rank, reader in self._ranks.items()}
         passed = (
             f"{file}: {count} lines are damaged or of a later version, and are left out; remove them"
             for file, count in readers.items()
