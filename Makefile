@@ -96,13 +96,13 @@ proxies:
 	@command -v nginx > /dev/null && command -v caddy > /dev/null && command -v openssl > /dev/null || { \
 	$(AS_ROOT) apt-get update -qq && $(AS_ROOT) apt-get install -y -qq nginx-light caddy openssl > /dev/null; }
 
-# The pictures of the page in the README.
+# The pictures of the page in the READMEs.
 screenshots: .venv browser
 	$(BIN)/python -m tests.app.web.screenshots
 
-# 8-bit AdamW's package, which only the slow tests need.
+# 8-bit AdamW's package and bitsandbytes, which only the slow tests need.
 eightbit: .venv
-	$(BIN)/python -m pip install --quiet -e '.[test,eightbit]'
+	$(BIN)/python -m pip install --quiet -e '.[test,eightbit,reference]'
 
 # The model of `model.path: demo` again from nothing, a little over an hour on two cores.
 # Needs the font of Debian's fonts-noto-color-emoji; FONT=file takes another place.

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from trainer.config.terminal import complain, not_installed
-
-try:
-    from app.command_line import main
-except ModuleNotFoundError as missing:
-    complain(not_installed(missing))
-    sys.exit(2)
+from app.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

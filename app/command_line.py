@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import NoReturn, get_args
 
 from trainer.config.errors import InputError
+from trainer.config.installation import program
+from trainer.config.presets import preset_file
 from trainer.config.sections import ExportConfig
 from trainer.config.terminal import complain, not_installed, printable, say
 
@@ -45,14 +47,14 @@ MODES_WITH_VALUE = {
 """{mode: what it is given}"""
 EPILOG = """\
 examples:
-  python launch.py --headless presets/quickstart.yaml
-  python launch.py --headless presets/quickstart.yaml train.steps=200 optim.lr=2e-4 --run-dir runs/second
-  python launch.py --plan presets/quickstart.yaml train.micro_batch=8 --gpus 2x24gb
-  python launch.py --resume runs/second train.steps=400
-  python launch.py --join runs/big --node-rank 1
-  python launch.py --headless presets/quickstart.yaml --slurm
-  python launch.py --export runs/second --what merged
-  python launch.py --extract TUNED --base BASE --family FAMILY --rank 32 --to lora.safetensors
+  {program} --headless quickstart
+  {program} --headless quickstart train.steps=200 optim.lr=2e-4 --run-dir runs/second
+  {program} --plan quickstart train.micro_batch=8 --gpus 2x24gb
+  {program} --resume runs/second train.steps=400
+  {program} --join runs/big --node-rank 1
+  {program} --headless quickstart --slurm
+  {program} --export runs/second --what merged
+  {program} --extract TUNED --base BASE --family FAMILY --rank 32 --to lora.safetensors
 
 exit codes: 0 done, 1 the run failed, 2 the config or the input is wrong, 130 stopped
 """
@@ -81,9 +83,9 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="launch.py",
+        prog=program().removeprefix("python "),
         description="Fine-tune image and language models that do not fit on one GPU.",
-        epilog=EPILOG,
+        epilog=EPILOG.format(program=program()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -119,7 +121,13 @@ def _parser() -> argparse.ArgumentParser:
 def _add_modes(parser: argparse.ArgumentParser) -> None:
     # The modes' values may be missing for argparse, so that `--headless --help` is help and not an error.
     modes = parser.add_mutually_exclusive_group()
-    modes.add_argument("--headless", nargs="?", const="", metavar="PRESET", help="train a preset, export at the end")
+    modes.add_argument(
+        "--headless",
+        nargs="?",
+        const="",
+        metavar="PRESET",
+        help="train a preset, by its name or a file, export at the end",
+    )
     modes.add_argument(
         "--plan", nargs="?", const="", metavar="PRESET", help="what a preset takes on each GPU, and whether it fits"
     )
@@ -202,8 +210,9 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     if options.plan is not None:
         from trainer.launcher import plan_command
 
+        preset = preset_file(options.plan, options.runs / "presets")
         as_json, exactly = bool(options.json), bool(options.exactly)
-        return plan_command.show(Path(options.plan), options.overrides, options.runs, options.gpus, as_json, exactly)
+        return plan_command.show(preset, options.overrides, options.runs, options.gpus, as_json, exactly)
     if options.queue:
         from trainer.launcher import queue
 
@@ -218,7 +227,7 @@ def _is_page(options: argparse.Namespace) -> bool:
 
 def _page(options: argparse.Namespace) -> int:
     if importlib.util.find_spec("gradio") is None:
-        raise InputError("the page needs gradio: pip install 'gradio>=6.31,<7', or make ui; --headless needs none")
+        raise InputError("the page needs gradio: pip install 'gradio>=6.31,<7'; --headless needs none")
     from app.web import server
 
     host, port = options.host or "127.0.0.1", options.port or 7860
@@ -247,7 +256,8 @@ def _headless(options: argparse.Namespace) -> int:
         return commands.join(Path(options.join), options.overrides, options.node_rank)
     if options.export is not None:
         return commands.export(Path(options.export), options.what or "auto", options.format, options.dtype)
-    preset, scheduler = Path(options.headless), options.slurm or options.kubernetes
+    preset = preset_file(options.headless, options.runs / "presets")
+    scheduler = options.slurm or options.kubernetes
     if scheduler is not None:
         return commands.write_job(preset, options.overrides, options.runs, options.run_dir, scheduler)
     return commands.train(preset, options.overrides, options.runs, options.run_dir)

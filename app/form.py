@@ -15,6 +15,7 @@ from typing import Any, Literal, get_origin
 from trainer.config import families, files, yaml12
 from trainer.config.errors import Problem
 from trainer.config.fields import Slot, all_names, slot
+from trainer.config.installation import program
 from trainer.config.load import (
     COMMAND_LINE,
     ConfigError,
@@ -190,7 +191,7 @@ def changes(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
 
 def headless_command(draft: Draft) -> str:
     """What trains the draft without the page."""
-    return shlex.join(["python", "launch.py", "--headless", str(draft.preset), *draft.overrides])
+    return shlex.join([*program().split(), "--headless", str(draft.preset), *draft.overrides])
 
 
 def torchrun_command(config: RunConfig, runs: Path) -> str:

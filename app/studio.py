@@ -27,7 +27,9 @@ from app.scans import Scans
 from app.web.served_files import Downloads, Thumbnails
 from trainer.config import files
 from trainer.config.errors import InputError
+from trainer.config.installation import PRESETS
 from trainer.config.load import dump_config, load_config
+from trainer.config.presets import FIRST_PRESET, find_presets
 from trainer.config.sections import NAME_HELP, NAME_PATTERN
 from trainer.launcher import commands, preflight, torchrun
 from trainer.launcher.queue import POLL_S, Entry, Queue
@@ -36,8 +38,6 @@ from trainer.metrics.gpus import Gpu
 from trainer.run import process as processes
 from trainer.run.folder import RunDir, is_run
 
-PRESETS = Path(__file__).parents[1] / "presets"
-FIRST_PRESET = "quickstart"
 PRIVATE = ("drafts", "thumbnails", "downloads", "queue", "presets")
 """Folders of the runs folder that only their owner looks into: they hold copies of pictures, captions and configs."""
 GPUS_EVERY_S = 3.0
@@ -64,13 +64,6 @@ class _Kept:
 
 
 _KEPT = TypeAdapter(_Kept)
-
-
-def find_presets(own: Path, shipped: Path = PRESETS) -> dict[str, Path]:
-    """{name: file}: the quickstart first, then what was saved in the folder `own`, then the others."""
-    files = [*sorted(own.glob("*.yaml")), *sorted(shipped.glob("*.yaml"))]
-    named = {file.stem: file for file in reversed(files)}
-    return dict(sorted(named.items(), key=lambda item: (item[0] != FIRST_PRESET, item[1].parent != own, item)))
 
 
 class Studio:

@@ -213,5 +213,5 @@ notebook.dashboard(notebook.attach(runs=RUNS))
 # - `06_many_nodes`: several machines.
 # - `07_your_own_images`: your pictures instead of ours.
 #
-# This run without a notebook, in a terminal: `python launch.py --headless presets/quickstart.yaml`. With a page in the
-# browser: `make ui`.
+# This run without a notebook, in a terminal: `shardstudio --headless quickstart`. With a page in the browser:
+# `shardstudio`. In a checkout without an active environment, `.venv/bin/shardstudio` or `.venv/bin/python launch.py`.

@@ -218,6 +218,6 @@ print(f"base + adapter's file and merged folder differ by at most {apart:.1e}")
 #
 # - `checkpoint.every` and `checkpoint.keep` say how often one is written and how many stay. Writing goes on in the
 #   background while training continues.
-# - In a terminal: `python launch.py --resume RUN_DIR parallel.devices=1`, and
-#   `python launch.py --export RUN_DIR --what merged`.
+# - In a terminal: `shardstudio --resume RUN_DIR parallel.devices=1`, and
+#   `shardstudio --export RUN_DIR --what merged`.
 # - `06_many_nodes`: when one machine is not enough.

@@ -105,7 +105,7 @@ notebook.dashboard(run)
 # ## The second node
 #
 # It needs no config: it joins the run folder, which both nodes must see under the same path, and says its number. On a
-# second machine you would type `python launch.py --join RUN_DIR --node-rank 1`. Both start torchrun, and only the
+# second machine you would type `shardstudio --join RUN_DIR --node-rank 1`. Both start torchrun, and only the
 # number differs:
 
 # %%
@@ -218,7 +218,7 @@ notebook.exercise(
 # 1. All nodes see the same run folder, pictures and model under the same paths (a network file system), and each has
 #    ShardStudio.
 # 2. On the first node, with its name and a free port:
-#    `python launch.py --headless presets/flux2-dev-lora-2x8gpu.yaml parallel.rendezvous=node0:29400`. It prints the
+#    `shardstudio --headless flux2-dev-lora-2x8gpu parallel.rendezvous=node0:29400`. It prints the
 #    command for the others.
 # 3. On each other node: that command; or in a notebook there `notebook.join(notebook.attach("the run"), node_rank=1)`.
 #
@@ -228,5 +228,5 @@ notebook.exercise(
 # `full` shares it over all nodes and pays with the network. `parallel.shard_size` is in between: any number of ranks
 # that share a copy.
 #
-# When a node fails, the others cannot go on: the run ends, and says which rank failed. `launch.py --resume` continues
+# When a node fails, the others cannot go on: the run ends, and says which rank failed. `shardstudio --resume` continues
 # from the newest checkpoint, also on fewer nodes (`05_checkpoints`).

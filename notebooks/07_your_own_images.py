@@ -22,7 +22,7 @@ DEVICE = notebook.device(2)  # cuda where this machine has two GPUs
 # ## A folder
 #
 # A picture is a file of type png, jpg, webp, bmp or tif, of any size, in any depth of folders. Its *caption* is a text
-# file of the same name beside it. (Many captions also fit into one `metadata.jsonl`, see the README.)
+# file of the same name beside it. (Many captions also fit into one `metadata.jsonl`, see trainer/data/README.md.)
 
 # %%
 from PIL import Image

@@ -4,7 +4,7 @@
 # The same trainer, without a picture: a causal language model predicts the next token of a text. *QLoRA* is a LoRA on a
 # base that is stored in 4 bits, which is how a model of 8 billion parameters is trained on one card of 24 GB.
 #
-# Here it is done in small. A model of bytes first learns this project's README from nothing, so that there is a base
+# Here it is done in small. A model of bytes first learns this project's READMEs from nothing, so that there is a base
 # that knows something. Then that base is stored in 4 bits, and a LoRA teaches it to answer.
 
 # %% tags=["parameters"]
@@ -26,9 +26,10 @@ DEVICE = notebook.device(2)  # cuda where this machine has two GPUs
 # the completion is.
 
 # %%
-text = (Path(notebook.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+rooms = Path(notebook.__file__).parents[2] / "trainer"
+text = "\n".join(file.read_text(encoding="utf-8") for file in sorted(rooms.rglob("README.md")))
 cut = len(text) * 9 // 10
-for name, part in {"readme/train.txt": text[:cut], "held-out.txt": text[cut:]}.items():
+for name, part in {"readmes/train.txt": text[:cut], "held-out.txt": text[cut:]}.items():
     (RUNS / name).parent.mkdir(parents=True, exist_ok=True)
     (RUNS / name).write_text(part, encoding="utf-8")
 things = ("rat", "tiger", "rabbit", "cat", "dog", "owl", "ship", "train", "car", "bicycle", "apple", "banana")
@@ -57,12 +58,12 @@ from trainer.models import families
 from trainer.rng import SampleRng
 
 logging.disable_progress_bar()
-preset = RUNS / "readme.yaml"
+preset = RUNS / "base.yaml"
 preset.write_text(f"""
 name: base
 model: {{family: causal_lm, path: tiny}}
 adapter: {{type: none}}
-data: {{path: {RUNS / "readme"}, validation: {RUNS / "held-out.txt"}, validation_every: 40, length: 256}}
+data: {{path: {RUNS / "readmes"}, validation: {RUNS / "held-out.txt"}, validation_every: 40, length: 256}}
 optim: {{lr: 4.0e-3, beta2: 0.95}}
 train: {{steps: {STEPS}, batch_size: 8, micro_batch: 4, precision: fp32}}
 parallel: {{devices: 2, device: {DEVICE}, strategy: full}}
@@ -232,7 +233,7 @@ assert torch.allclose(ours, theirs, rtol=0, atol=1e-4)
 # ## The real thing
 #
 # Qwen3-8B on one card of 24 GB, as it is planned (nothing of it was measured on a GPU). In a terminal:
-# `python launch.py --plan presets/qwen3-8b-qlora-1x24gb.yaml --gpus 1x24gb`.
+# `shardstudio --plan qwen3-8b-qlora-1x24gb --gpus 1x24gb`.
 
 # %%
 notebook.plan(notebook.config("qwen3-8b-qlora-1x24gb"), "1x24gb")
@@ -242,6 +243,6 @@ notebook.plan(notebook.config("qwen3-8b-qlora-1x24gb"), "1x24gb")
 #
 # - Put your text into `data.path` of that preset, and some that is not trained on into `data.validation`. Where the
 #   validation loss rises while the loss falls, train shorter.
-# - `quantize.format: int8` takes about twice the bytes and rounds less: *A base in 4 or 8 bits* in the README.
-# - To pretrain and to tune in one run, see *Stages* there.
+# - `quantize.format: int8` takes about twice the bytes and rounds less: see `trainer/weights/README.md`.
+# - To pretrain and to tune in one run, see *Stages* in `trainer/run/README.md`.
 # - `05_checkpoints`: stop, continue on another number of ranks, export.

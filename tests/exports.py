@@ -1,6 +1,6 @@
-"""Trained adapters of every type on every family, and the formats that carry them: the table of the README.
+"""Trained adapters of every type on every family, and the formats that carry them.
 
-`python -m tests.exports` proves every cell and writes the table.
+`python -m tests.exports` proves every cell and writes the table of trainer/adapters/README.md.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def table(names: Iterable[str]) -> str:
 
 
 def main() -> int:
-    """Write the table into the README."""
-    write_section("formats", table(IMAGES))
+    """Write the table."""
+    write_section("trainer/adapters", "formats", table(IMAGES))
     return 0
 
 

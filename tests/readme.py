@@ -1,28 +1,35 @@
-"""Tables of the README that a command writes: each stands between `<!-- name -->` and `<!-- end of name -->`."""
+"""Tables of READMEs that a command writes: each stands between `<!-- name -->` and `<!-- end of name -->`."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
 
 
-def section(name: str) -> str:
+def readme(room: str) -> Path:
+    """The README of a room, as `trainer/adapters`."""
+    return ROOT / room / "README.md"
+
+
+def section(room: str, name: str) -> str:
     """What stands between the marks, without the line break at its end."""
-    return _place(name, README.read_text(encoding="utf-8"))[0].rstrip("\n")
+    return _place(readme(room), name)[0].rstrip("\n")
 
 
-def write_section(name: str, content: str) -> None:
+def write_section(room: str, name: str, content: str) -> None:
     """Replace what stands between the marks."""
-    text = README.read_text(encoding="utf-8")
-    place = _place(name, text)
+    file = readme(room)
+    place = _place(file, name)
+    text = place.string
     new = f"{text[: place.start()]}{content}\n{text[place.end() :]}"
-    README.write_text(new, encoding="utf-8")
-    print(f"{README}: {'unchanged' if new == text else 'written'}")
+    file.write_text(new, encoding="utf-8")
+    print(f"{file}: {'unchanged' if new == text else 'written'}")
 
 
-def _place(name: str, text: str) -> re.Match[str]:
+def _place(file: Path, name: str) -> re.Match[str]:
+    text = file.read_text(encoding="utf-8")
     found = list(re.finditer(rf"(?s)(?<=<!-- {name} -->\n).*?(?=<!-- end of {name} -->)", text))
-    assert len(found) == 1, f"{README}: {len(found)} tables between <!-- {name} --> and its end"
+    assert len(found) == 1, f"{file}: {len(found)} tables between <!-- {name} --> and its end"
     return found[0]

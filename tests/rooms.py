@@ -36,7 +36,7 @@ ROOMS = {
     "__main__": "config data distributed export metrics run train",
     "benchmark": "__main__ config distributed launcher metrics optim parallel run train",
     "app": "benchmark config data launcher metrics models parallel plan run",
-    "launch": "app config",
+    "launch": "app",
     "notebooks": "adapters app checkpoint config data models parallel rng run",
 }
 """{room: the rooms it imports}, from the ground up: a room imports only rooms above its own line."""

@@ -7,7 +7,6 @@ one is awaited, so that the buttons of its dashboard answer meanwhile.
 from __future__ import annotations
 
 import asyncio
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +20,13 @@ from app.notebook import dashboard_widget
 from app.notebook.dashboard_widget import Dashboard
 from app.notebook.form_widget import Form
 from app.notebook.lessons import Table, exercise, gallery
-from app.studio import find_presets
 from trainer import plan as plans
 from trainer.benchmark import variants as trials
 from trainer.benchmark.variants import Trial
 from trainer.config.errors import InputError
-from trainer.config.load import ConfigError, ConfigFile, load_config
+from trainer.config.installation import CHECKOUT
+from trainer.config.load import ConfigFile, load_config
+from trainer.config.presets import preset_file
 from trainer.config.terminal import say
 from trainer.launcher import commands, preflight, torchrun
 from trainer.launcher.torchrun import RunHandle
@@ -39,8 +39,11 @@ from trainer.run import process as processes
 from trainer.run.events import ENDS, EventReader, ExportEvent, SampleEvent, State, StatusEvent
 from trainer.run.folder import RunDir, shared_cache
 
-RUNS = Path(__file__).parents[2] / "runs"
-"""The folder of runs that the page shows too."""
+RUNS = (CHECKOUT or Path.cwd()) / "runs"
+"""The folder of runs that the page shows too: that of the checkout, or where ShardStudio is installed by pip, `runs` in
+the current folder."""
+LESSONS = CHECKOUT / "notebooks" if CHECKOUT else Path(__file__).parents[1] / "notebooks"
+"""The folder of the notebooks that come with the program; copy them before you change one that pip installed."""
 POLL_S = 0.2
 
 
@@ -55,25 +58,14 @@ def device(ranks: int) -> Literal["cuda", "cpu"]:
 def config(preset: str | Path, *overrides: str) -> ConfigFile:
     """The config of a preset, by its name, or of a file, with `key=value` overrides.
 
-    Raises ConfigError with every problem there is.
+    Raises ConfigError with every problem there is, and InputError for a word that is not the name of a preset.
     """
-    return load_config(preset_file(preset), overrides)
+    return load_config(preset_file(preset, RUNS / "presets"), overrides)
 
 
 def form(preset: str | Path = "quickstart", *overrides: str) -> Form:
     """The same as a form, whose `config` is what it shows: as the last line of a cell it is shown below it."""
-    return Form(preset_file(preset), overrides, named=str(preset))
-
-
-def preset_file(preset: str | Path) -> Path:
-    """The file of a preset, or the file that is named. Raises ConfigError for a word that is no preset's name."""
-    presets = find_presets(RUNS / "presets")
-    file = presets.get(str(preset), Path(preset))
-    if file.suffix or file.exists():
-        return file
-    near = difflib.get_close_matches(str(preset), presets, 1)
-    hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(presets)}"
-    raise ConfigError(f"no preset '{preset}'; {hint}")
+    return Form(preset_file(preset, RUNS / "presets"), overrides, named=str(preset))
 
 
 @dataclass(frozen=True)

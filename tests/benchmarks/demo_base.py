@@ -1,6 +1,6 @@
 """What the demo model draws: 24 names of training pictures drawn at random, and words put together in new ways.
 
-    python -m tests.benchmarks.demo_base [MODEL]      prints the figures and writes the contact sheet of the README
+    python -m tests.benchmarks.demo_base [MODEL]      prints the figures and writes the contact sheet of tests/README.md
 
 A drawing is recognised when its own picture is among the five nearest of all pictures, by the root mean square of the
 difference of pixels. diffusers' own pipeline draws, so the folder is what other programs see. Needs the font of
@@ -26,7 +26,7 @@ from tests.demo_model.pictures import Picture, glyphs, numbers_and_colours
 from trainer.config.sections import DEMO
 
 ROOT = Path(__file__).parents[2]
-SHEET = ROOT / "trainer" / "assets" / "readme" / "demo-base.png"
+SHEET = ROOT / "tests" / "pictures" / "demo-base.png"
 COUNT = 24
 NEAREST = 5
 LAYERS = (1, 2, 3)

@@ -1,6 +1,6 @@
 """What a base in fewer bits costs a LoRA: the demo model in each format, the same pictures, noise and order.
 
-    python -m tests.benchmarks.quantized_base       writes the table of the README; exit code 1 beyond a limit
+    python -m tests.benchmarks.quantized_base       writes the table of trainer/weights; exit code 1 beyond a limit
 
 Style is measured as in `tests.benchmarks.style_transfer`, with the adapter on the base it was trained on.
 """
@@ -78,7 +78,7 @@ def main() -> int:
             for name in ("none", *FORMATS)
         }
     print(table(found))
-    write_section("quantized", table(found))
+    write_section("trainer/weights", "quantized", table(found))
     plain = found["none"].losses
     return int(any(abs(excess(found[name].losses, plain)) > limit for name, limit in LIMITS.items()))
 

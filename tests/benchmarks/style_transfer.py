@@ -1,6 +1,6 @@
 """How much of a style each adapter learns: the demo model, 32 pictures, and subjects that are not among them.
 
-    python -m tests.benchmarks.style_transfer        writes the table and the picture of the README
+    python -m tests.benchmarks.style_transfer        writes the table and picture of tests/README.md
 
 Each method trains on the quickstart's pictures; then 24 other subjects are drawn from the same noise as before. Beside
 each stands the picture the font and the style make of it, so that it can be said how far the drawn one is from it.
@@ -29,7 +29,7 @@ from trainer.train.loop import Trainer
 ROOT = Path(__file__).parents[2]
 PRESET = ROOT / "presets" / "quickstart.yaml"
 HELD_OUT = Path(__file__).parent / "held_out"
-SHEET = ROOT / "trainer" / "assets" / "readme" / "style.png"
+SHEET = ROOT / "tests" / "pictures" / "style.png"
 METHODS: dict[str, tuple[str, ...]] = {
     "lora": (),
     "locon": ("adapter.type=locon",),
@@ -144,7 +144,7 @@ def main() -> int:
             found[name] = learn(Path(folder) / name, METHODS[name])
             print(table({name: found[name]}).splitlines()[-1], flush=True)
     if list(found) == list(METHODS):
-        write_section("styles", table(found))
+        write_section("tests", "styles", table(found))
         write_sheet(found)
     return 0
 

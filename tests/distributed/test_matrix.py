@@ -19,15 +19,17 @@ def check(matrix: Matrix, cells: list[Cell]) -> None:
     assert {str(cell): value for cell, value in found.items() if not value <= cell.tolerance} == {}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# One rule over all families: the others, whose many units two cores exchange one by one, are in `make test-all`.
+@pytest.mark.parametrize(
+    "family", ["flux2", *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family != "flux2")]
+)
 def test_every_method_trains_on_two_ranks_what_it_trains_on_one(matrix: Matrix, family: str) -> None:
     check(matrix, [Cell(method, family, "full", 2) for method in METHODS])
 
 
 @pytest.mark.parametrize(
     ("ranks", "family"),
-    # Four ranks of the U-Net, whose many small units two cores exchange one by one, take longer than all the others.
-    [(2, "flux2"), (2, "sdxl"), (4, "flux2"), pytest.param(4, "sdxl", marks=pytest.mark.slow)],
+    [(2, "flux2"), (4, "flux2"), *(pytest.param(ranks, "sdxl", marks=pytest.mark.slow) for ranks in (2, 4))],
 )
 def test_every_strategy_trains_what_one_process_trains(matrix: Matrix, ranks: int, family: str) -> None:
     check(matrix, [Cell(method, family, strategy, ranks) for method in THOROUGH for strategy in STRATEGIES[ranks]])

@@ -55,7 +55,13 @@ def interrupt(world: World, cfg: RunConfig, run: RunDir) -> None:
         trainer.close()
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "adamw8bit"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("lora", "lora_with_dropout_and_average", "full", "lora_on_nf4", "schedulefree"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dora", "boft")),
+    ],
+)
 def test_two_ranks_that_stop_and_go_on_end_bit_for_bit_where_they_would_have(pictures: Path, kind: str) -> None:
     compare_two_parts(pictures, kind)
 

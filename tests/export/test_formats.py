@@ -47,7 +47,7 @@ def test_the_default_files_give_the_merged_weights_of_the_live_model(runs: Runs,
 
 @pytest.mark.slow
 def test_the_table_of_the_readme_is_what_the_exporter_does() -> None:
-    assert section("formats") == table(IMAGES), "run python -m tests.exports"
+    assert section("trainer/adapters", "formats") == table(IMAGES), "run python -m tests.exports"
 
 
 Change = Callable[[dict[str, Tensor]], object]

@@ -1,4 +1,4 @@
-"""A sample of a run is drawn again in diffusers by what the README says."""
+"""A sample of a run is drawn again in diffusers by what trainer/export/README.md says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diffusers import Flux2KleinPipeline
 from PIL import Image
 
 from tests.models.common import assert_same_picture, without_bar
-from tests.readme import README
+from tests.readme import readme
 from tests.runs import alone, make_pictures, make_run, run_config
 from trainer.export import export
 from trainer.train.loop import Trainer
@@ -45,7 +45,8 @@ def test_the_readmes_lines_draw_the_last_sample_of_a_run_with_its_exported_lora(
         "torch": torch,
         "pipe": partial(pipeline, max_sequence_length=48, text_encoder_out_layers=(1, 2, 3)),
     }
-    (lines,) = re.findall(r"```python\n(import hashlib\n.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    text = readme("trainer/export").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"```python\n(import hashlib\n.*?)```", text, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     exec(lines, names)
     without = names["image"]

@@ -106,7 +106,9 @@ def test_one_run_at_a_time_unless_their_gpus_differ(queue, config, tmp_path):
     assert '"message": "2"' in seen[1]
 
 
-@pytest.mark.parametrize(("after_failure", "left"), [("go on", []), ("pause", ["b"])])
+@pytest.mark.parametrize(
+    ("after_failure", "left"), [pytest.param("go on", [], marks=pytest.mark.slow), ("pause", ["b"])]
+)
 def test_a_failure_lets_the_others_go_on_or_wait_as_is_wanted(queue, config, after_failure, left):
     queue.change(Settings(after_failure=after_failure))
     queue.add(config("a-fails"))

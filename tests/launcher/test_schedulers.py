@@ -308,6 +308,13 @@ def test_a_train_job_of_one_node_on_cpus_needs_no_meeting(folder):
     assert trainer["resourcesPerNode"] == {"limits": {"cpu": 8}}
 
 
+def test_a_train_job_of_an_image_that_pip_installed_into_starts_the_command(folder):
+    image = {"cluster__image": "i", "cluster__volume": "v", "cluster__program": None}
+    run = run_of(folder, cluster__mount=str(folder), **image)
+    trainer = yaml.safe_load(schedulers.train_job(run.config(), run))["spec"]["trainer"]
+    assert trainer["command"] == ["shardstudio", "--resume", str(run.path)]
+
+
 @pytest.mark.parametrize(
     ("run", "job"),
     [

@@ -201,7 +201,11 @@ def test_a_run_is_started_once_in_its_own_session_and_ctrl_c_stops_it(start, cap
     assert errors_and_end(run) == [vars(StatusEvent(time=0, step=5, state="stopped"))]
 
 
-@pytest.mark.parametrize("number", PREEMPTION_SIGNALS)
+# Both preemption signals are handled alike.
+@pytest.mark.parametrize(
+    "number",
+    [PREEMPTION_SIGNALS[0], *(pytest.param(other, marks=pytest.mark.slow) for other in PREEMPTION_SIGNALS[1:])],
+)
 def test_a_scheduler_that_asks_to_leave_again_and_again_does_not_cost_the_checkpoint(start, capsys, number):
     cfg, run = start("patient")
     wait_for(lambda: processes.status(run) == "training")
@@ -385,6 +389,7 @@ def test_the_first_node_is_the_one_that_starts_the_run_whatever_their_names(two_
     assert "Traceback" not in first
 
 
+@pytest.mark.slow
 def test_ranks_of_a_killed_torchrun_end_beside_another_node_that_is_left_alone(two_nodes):
     cfg, run = two_nodes("stubborn")
     argv = torchrun.torchrun_argv(cfg.parallel, run, "worker", 1)
@@ -401,6 +406,7 @@ def test_ranks_of_a_killed_torchrun_end_beside_another_node_that_is_left_alone(t
         second.kill()
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_a_node_that_joined_with_all_its_ranks(two_nodes, capsys):
     cfg, run = two_nodes("stubborn")
     first = torchrun.start(cfg, run, "worker")

@@ -451,6 +451,7 @@ def test_a_tracker_that_hangs_ends_with_one_warning(run: RunDir, is_over: bool) 
     until(lambda: not trackers(run))
 
 
+@pytest.mark.slow
 def test_a_tracker_that_is_frozen_is_ended_by_rank_0(run: RunDir) -> None:
     with rank_0(run, "tensorboard", patience_s=5):
         process = tracker_of(run, "tensorboard")

@@ -6,9 +6,8 @@ import pytest
 
 from tests.notebooks.lessons import check
 
-NAMES = ("07_your_own_images", pytest.param("06_many_nodes", marks=pytest.mark.slow))
 
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["07_your_own_images", "06_many_nodes"])
 def test_the_notebook_runs_and_shows_what_it_promises(name, tmp_path, record_property):
     check(name, tmp_path, record_property)

@@ -6,10 +6,8 @@ import pytest
 
 from tests.notebooks.lessons import check
 
-SLOW = ("02_sharding_lab", "04_adapters")
-NAMES = ("03_mixed_precision_and_checkpointing", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW))
 
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["02_sharding_lab", "03_mixed_precision_and_checkpointing", "04_adapters"])
 def test_the_notebook_runs_and_shows_what_it_promises(name, tmp_path, record_property):
     check(name, tmp_path, record_property)

@@ -14,7 +14,7 @@ from tests.distributed import run_ranks
 from tests.distributed.gradients import whole_gradients
 from trainer.config.sections import ParallelConfig, TrainConfig
 from trainer.distributed.world import World
-from trainer.parallel.fsdp_rules import check_calls, entries
+from trainer.parallel.fsdp_rules import check_calls, entries, weight_problems
 from trainer.parallel.mesh import device_mesh
 from trainer.parallel.parallelize import ShardSpec, blocks_of, parallelize
 
@@ -326,6 +326,33 @@ def first_layer(kind: type[Layer], *arguments: Any) -> tuple[Model, Callable[[Mo
 )
 def test_an_output_that_no_hook_finds_is_refused(kind: type[Layer], arguments: tuple[Any, ...], problem: str) -> None:
     assert problem in refusal(*first_layer(kind, *arguments))
+
+
+@pytest.mark.parametrize(("kind", "arguments"), [(View, ()), (Stashing, ()), (Caching, (Cache(),))])
+def test_of_an_unknown_model_an_output_that_may_do_no_harm_is_accepted(
+    kind: type[Layer], arguments: tuple[Any, ...]
+) -> None:
+    model, run = first_layer(kind, *arguments)
+    assert weight_problems(model, blocks_of(model, [kind.__name__]), lambda: run(model)) == []
+
+
+def test_of_an_unknown_model_a_weight_that_other_code_reads_is_found() -> None:
+    model = made()
+    layer: Any = model.layers[0]
+    found = weight_problems(model, list(model.layers), lambda: model(inputs()).sum() + layer.inner.weight.sum())
+    assert found == [f"layers.0.inner.weight {OUTSIDE.format('layers.0 (Layer)')}"]
+
+
+def test_of_an_unknown_model_blocks_inside_blocks_are_found() -> None:
+    model = made()
+    units = blocks_of(model, ["Layer", "Linear"])
+    assert weight_problems(model, units, lambda: model(inputs())) == ["a Linear is inside a Layer, and both are blocks"]
+
+
+def test_tensors_without_values_are_zeros_to_code_that_asks_for_them() -> None:
+    with torch.device("meta"):
+        model = made()
+        assert weight_problems(model, list(model.layers), lambda: model(inputs() * inputs().sum().item())) == []
 
 
 def test_tensors_in_dicts_and_lists_are_found() -> None:

@@ -1,4 +1,4 @@
-"""The README's table of what fits where: `python -m tests.plan.fits` writes it.
+"""The table of what fits where in presets/README.md: `python -m tests.plan.fits` writes it.
 
 For each model and machine a way to train a LoRA that the plan calls fitting: of those that are about the fastest the
 one that rounds the base least.
@@ -75,4 +75,4 @@ def _seconds(plan: MemoryPlan) -> float:
 
 
 if __name__ == "__main__":
-    write_section("fits", fits_table())
+    write_section("presets", "fits", fits_table())

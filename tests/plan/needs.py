@@ -1,4 +1,4 @@
-"""What presets and the README say that presets need: `python -m tests.plan.needs` writes it.
+"""What presets and presets/README.md say that presets need: `python -m tests.plan.needs` writes it.
 
 GiB of tensors on each GPU in the parts of a run, without the reserve.
 """
@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from tests.plan.common import NOWHERE
-from tests.readme import README
+from tests.readme import readme
 from trainer.config.load import load_config
 from trainer.plan.fixes import planned
 from trainer.plan.hardware import GIB
@@ -42,9 +42,9 @@ def said_by_readme(row: str) -> str:
     return f"|{' | '.join([*columns[:-3], *needs(name[1]).values()])} |"
 
 
-def rows(readme: str) -> list[str]:
+def rows(text: str) -> list[str]:
     """Those of the README's tables of presets."""
-    return [line for line in readme.splitlines() if line.startswith("| [") and "](presets/" in line]
+    return [line for line in text.splitlines() if line.startswith("| [") and ".yaml) |" in line]
 
 
 def main() -> None:
@@ -53,10 +53,10 @@ def main() -> None:
         text = file.read_text(encoding="utf-8")
         written = LINE.sub(lambda found, name=file.stem: said_by_preset(name, found["where"]), text)
         file.write_text(written, encoding="utf-8")
-    readme = README.read_text(encoding="utf-8")
-    for row in rows(readme):
-        readme = readme.replace(row, said_by_readme(row))
-    README.write_text(readme, encoding="utf-8")
+    text = readme("presets").read_text(encoding="utf-8")
+    for row in rows(text):
+        text = text.replace(row, said_by_readme(row))
+    readme("presets").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the README says of plans."""
+"""What the READMEs say of plans."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ import pytest
 from tests.plan.common import NOWHERE
 from tests.plan.fits import fits_table
 from tests.plan.needs import rows
-from tests.readme import README, section
+from tests.readme import readme, section
 from trainer.config.load import load_config
 from trainer.plan.fixes import planned
 from trainer.plan.hardware import CARDS
 
 ROOT = Path(__file__).parents[2]
+ROWS = rows(readme("presets").read_text(encoding="utf-8"))
 
 
 def test_the_table_of_what_fits_where_is_what_the_plan_says() -> None:
-    assert section("fits") == fits_table(), "write it again: python -m tests.plan.fits"
+    assert section("presets", "fits") == fits_table(), "write it again: python -m tests.plan.fits"
 
 
-@pytest.mark.parametrize("row", rows(README.read_text(encoding="utf-8")), ids=lambda row: row[3 : row.index("]")])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[3 : row.index("]")])
 def test_no_preset_is_too_large_for_the_gpus_that_the_readme_names(row: str) -> None:
     named = re.match(r"\| \[([\w-]+)\]\(.+?\) \| \d+ of (\d+) GB", row)
     assert named is not None
@@ -34,7 +35,8 @@ def test_no_preset_is_too_large_for_the_gpus_that_the_readme_names(row: str) -> 
 
 
 def test_the_plan_that_is_shown_is_what_the_command_prints() -> None:
-    shown = re.search(r"\$ \.venv/bin/python (launch\.py --plan .+)\n((?s:.+?))```", README.read_text(encoding="utf-8"))
+    text = readme("trainer/plan").read_text(encoding="utf-8")
+    shown = re.search(r"\$ \.venv/bin/python (launch\.py --plan .+)\n((?s:.+?))```", text)
     assert shown is not None
     done = subprocess.run(
         [sys.executable, *shown[1].split()], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60

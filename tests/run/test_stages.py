@@ -96,6 +96,7 @@ def test_each_stage_keeps_its_own_checkpoints_and_the_last_one_exports(straight:
     assert [path.name for path in straight.export.iterdir()] == ["two"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_in_its_second_stage_goes_on_to_the_same_end(straight: RunDir, tmp_path: Path) -> None:
     folder = staged_folder(tmp_path)
     started = Started(folder, "--headless", "preset.yaml", "--run-dir", "run", run=folder / "run")

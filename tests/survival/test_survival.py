@@ -24,6 +24,7 @@ def killed(tmp_path: Path) -> tuple[list[Kill], list[str]]:
     return outcome.kills, outcome.problems
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_three_times_ends_bit_for_bit_where_it_would_have(
     killed: tuple[list[Kill], list[str]],
 ) -> None:

@@ -79,7 +79,9 @@ SETUPS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize(
+    "setup", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("grad_op", "offload"))]
+)
 def test_any_number_of_ranks_trains_what_one_process_trains(bench: Bench, kind: str, setup: str) -> None:
     ranks, changes = SETUPS[setup]
     found = bench.trained(f"{kind}-{setup}", ranks, **{"parallel__strategy": "full"} | changes | KINDS[kind])

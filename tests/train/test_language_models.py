@@ -43,7 +43,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_any_number_of_ranks_trains_what_one_process_trains(bench: Bench, ranks: int, kind: str) -> None:
     changes = {"parallel__strategy": "full", "train__checkpointing": "full" if ranks == 2 else "none"}
     found = bench.trained(f"{kind}-{ranks}", ranks, **KINDS[kind] | changes)
@@ -343,7 +343,7 @@ def test_random_weights_need_sizes(bench: Bench) -> None:
 
 
 @pytest.mark.slow
-def test_a_tiny_model_learns_the_readme_to_less_than_half_of_its_bytes_entropy(tmp_path: Path) -> None:
+def test_a_tiny_model_learns_plain_text_to_less_than_half_of_its_bytes_entropy(tmp_path: Path) -> None:
     found = learn(tmp_path)
     assert found.loss < found.entropy / 2
     assert found.held_out < found.entropy

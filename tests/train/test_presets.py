@@ -17,7 +17,7 @@ import pytest
 from safetensors import safe_open
 
 from tests.plan.needs import LINE, rows, said_by_preset, said_by_readme
-from tests.readme import README
+from tests.readme import readme
 from tests.runs import alone, make_run, make_text, steps_of, train
 from trainer.config.load import ConfigError, load_config, stage_config
 from trainer.config.schema import RunConfig
@@ -153,7 +153,7 @@ def test_what_a_preset_and_the_readme_say_of_its_needs_is_what_the_plan_says(nam
     said = LINE.search((PRESETS / f"{name}.yaml").read_text(encoding="utf-8"))
     assert said is not None
     assert said[0] == said_by_preset(name, said["where"]), again
-    own = [row for row in rows(README.read_text(encoding="utf-8")) if row.startswith(f"| [{name}]")]
+    own = [row for row in rows(readme("presets").read_text(encoding="utf-8")) if row.startswith(f"| [{name}]")]
     assert own
     assert all(row == said_by_readme(row) for row in own), again
 

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from tests.distributed import run_ranks
 from tests.models.common import IMAGES
+from tests.readme import readme
 from tests.runs import Outcome, alone, difference, make_pictures, make_run, run_config, train
-from tests.weights.test_tensors import four_bits
+from tests.weights.recorded import four_bits
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data.encode import encode_data
@@ -123,6 +124,7 @@ def test_a_run_on_bytes_is_the_run_on_a_base_that_holds_the_decoded_weights(root
     assert difference(found.weights, expected.weights) == 0
 
 
+@pytest.mark.slow
 def test_a_folder_in_four_bits_of_bitsandbytes_trains_as_the_codes_in_it(root: Path) -> None:
     cfg = config(root)
     copy = shutil.copytree(families.make(cfg, root / "cache").folder, root / "bitsandbytes")
@@ -208,8 +210,8 @@ def test_compiled_and_recomputed_blocks_train_the_same_on_bytes(root: Path) -> N
 
 
 def test_the_config_in_the_readme_is_one_of_flux1(root: Path) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    (text,) = re.findall(r"```yaml\n(quantize:\n.*?)```", readme, re.DOTALL)
+    shown = readme("trainer/weights").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```yaml\n(quantize:\n.*?)```", shown, re.DOTALL)
     section = yaml.safe_load(text)["quantize"]
     assert set(stored(root, model__family="flux1", quantize=section).values()) == {"nf4", "int8"}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 
-import bitsandbytes.functional as bitsandbytes
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from tests.adapters.nets import CONFIGS
+from tests.weights import recorded
 from trainer import adapters
 from trainer.config.errors import InputError
 from trainer.config.sections import AdapterSection
@@ -57,11 +57,11 @@ def test_a_version_of_the_format_gives_the_same_bytes_for_ever() -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_nf4_codes_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
-    weight = (0.02 * torch.randn(256, 1024)).to(dtype)
-    codes, _ = bitsandbytes.quantize_4bit(weight, blocksize=64, quant_type="nf4")
-    assert torch.equal(FORMATS["nf4"].encode(weight)[:, :512], codes.view(256, 512))
+@pytest.mark.parametrize("case", ["nf4-64", "fused"])
+def test_nf4_codes_are_those_of_bitsandbytes(case: str) -> None:
+    """Of a weight in bf16, and of one in fp32."""
+    codes = recorded.stored(case, "a")["a.weight"]
+    assert torch.equal(FORMATS["nf4"].encode(recorded.original(case))[:, :64], codes.view(48, 64))
 
 
 @pytest.mark.parametrize("format", FORMATS)

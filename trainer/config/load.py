@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from trainer.config import aliases, files, yaml12
 from trainer.config.errors import InputError, Problem, RuleError
 from trainer.config.fields import ROOT, Slot, name, nearest, shown, slot
+from trainer.config.installation import CHECKOUT, PRESETS
 from trainer.config.schema import RunConfig, advice
 from trainer.config.sections import MODEL_WORDS, NAME_HELP, NAME_PATTERN, half_character
 from trainer.config.yaml12 import Loc
@@ -30,7 +31,7 @@ MOST_FINDINGS = 200
 """Values of a wrong type that are named at once."""
 MOST_STAGES = 32
 """Each is checked as a config of its own."""
-SCHEMA = Path(__file__).parents[2] / "presets" / "schema.json"
+SCHEMA = PRESETS / "schema.json"
 
 
 class ConfigError(InputError):
@@ -71,7 +72,8 @@ class ConfigFile:
 def load_config(path: Path, overrides: Sequence[str] = ()) -> ConfigFile:
     """Read a YAML file, apply `key=value` overrides (dotted keys, YAML values), validate.
 
-    Relative paths in the file are relative to its folder, those in overrides to the current folder.
+    Relative paths in the file are relative to its folder, those in overrides to the current folder; so are those of an
+    installed preset that lead out of its folder.
     Raises ConfigError with every problem there is.
     """
     return load_config_text(_read_text(path), overrides, path)
@@ -377,10 +379,21 @@ def _resolved(here: Slot | None, value: Any, folder: Path) -> Any:
         return {key: _resolved(here.child(key) if here else None, item, folder) for key, item in value.items()}
     if here is None or not here.path or not isinstance(value, str) or not value:
         return value
-    path = os.path.normpath(folder / os.path.expanduser(value))
+    path = _absolute(value, folder)
     if here.path == "model" and (value in MODEL_WORDS or not os.path.exists(path)):
         return value
     return path
+
+
+def _absolute(value: str, folder: Path) -> str:
+    """A path as a file in `folder` names it.
+
+    A shipped preset names the user's own data beside its folder, as `../my-images`. In a checkout that is its root; an
+    installation's neighbours are packages, and the data is in the current folder.
+    """
+    if CHECKOUT is None and folder == PRESETS and value.startswith("../"):
+        return os.path.abspath(value.removeprefix("../"))
+    return os.path.normpath(folder / os.path.expanduser(value))
 
 
 def _parsed(text: str, draft: _Draft) -> dict[str, Any]:

@@ -523,8 +523,8 @@ class ClusterConfig(Section):
     checkpoint must fit into this time."""
     image: str | None = None
     """Kubernetes: container image with ShardStudio."""
-    program: str = option("/opt/shardstudio", pattern=r"^/")
-    """Kubernetes: folder of ShardStudio in the image."""
+    program: str | None = option("/opt/shardstudio", pattern=r"^/")
+    """Kubernetes: folder of the ShardStudio checkout in the image. Empty: installed by pip in the image."""
     volume: str | None = None
     """Kubernetes: PersistentVolumeClaim that holds runs, data and models. All nodes must be able to write to it."""
     mount: str = option("/data", pattern=r"^/")

@@ -9,6 +9,8 @@ import re
 import sys
 from typing import TextIO
 
+from trainer.config.installation import CHECKOUT
+
 # C0 but tab and line feed, DEL and C1, which move the cursor, clear the screen and retitle the window; the controls of
 # writing direction, which show a line in another order than it is read (CVE-2021-42574); and surrogates, which are
 # bytes of a file's name that are not UTF-8.
@@ -39,6 +41,11 @@ def shortened(text: str, most: int = 200) -> str:
 
 def not_installed(error: ModuleNotFoundError) -> str:
     """The sentence for a Python that lacks a package of the project."""
+    if CHECKOUT is None:
+        return (
+            f"{sys.executable} has no module '{error.name}', which ShardStudio needs. "
+            f"Run {sys.executable} -m pip check: it names the packages to install"
+        )
     return (
         f"{sys.executable} has no module '{error.name}': it is not the Python ShardStudio is installed in. "
         "Run `make .venv`, then .venv/bin/python launch.py"

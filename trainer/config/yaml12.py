@@ -66,6 +66,11 @@ def dump(value: Any) -> str:
 def _compose(text: str) -> yaml.Node | None:
     if len(text) > MAX_LENGTH:
         raise YamlError(1, f"longer than {MAX_LENGTH} characters; a config is shorter, remove what is not part of it")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # a shell's argument may hold bytes that are not UTF-8
+        line = text.count("\n", 0, error.start) + 1
+        raise YamlError(line, f"not UTF-8: holds {text[error.start]!a}; write it as UTF-8, or remove it") from error
     if FAST is not yaml.SafeLoader:
         with suppress(yaml.YAMLError):  # the slow loader below has the better error messages
             return _composed(text, FAST)

@@ -1,4 +1,4 @@
-"""`launch.py --doctor`: checks of this machine, each with a verdict and a remedy. Fast, because it imports no torch."""
+"""`--doctor`: checks of this machine, each with a verdict and a remedy. Fast, because it imports no torch."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from trainer.config.errors import InputError
+from trainer.config.installation import CHECKOUT
 from trainer.config.terminal import say
 from trainer.metrics import gpus
 
@@ -82,15 +83,14 @@ def requirements(extra: str = "") -> list[Requirement]:
     Args:
         extra: Name of an extra: return only the additional packages it needs.
     """
-    project = Path(__file__).parents[2] / "pyproject.toml"
-    if project.is_file():
-        table = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
+    if CHECKOUT:
+        table = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         lines = table["optional-dependencies"][extra] if extra else table["dependencies"]
     else:
         lines = importlib.metadata.requires(DISTRIBUTION) or []
     wanted = map(Requirement, lines)
     # In a distribution, the packages of an extra have a marker that names it, and the always required ones have none.
-    return [one for one in wanted if _applies(one, extra if not project.is_file() else "")]
+    return [one for one in wanted if _applies(one, "" if CHECKOUT else extra)]
 
 
 def _applies(requirement: Requirement, extra: str) -> bool:

@@ -1,4 +1,4 @@
-"""`launch.py --plan`: the memory, time and disk space that a run needs, as text or JSON. Imports no torch."""
+"""`--plan`: the memory, time and disk space that a run needs, as text or JSON. Imports no torch."""
 
 from __future__ import annotations
 

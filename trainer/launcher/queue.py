@@ -1,7 +1,7 @@
 """The queue of runs, in the folder `runs/queue/`. It outlives the process that filled it.
 
 A waiting run is `waiting/<number>.json`, which holds its config. Once taken, it is `taken/<number>.json`, with its run
-folder or the reason why it could not be started. One process at a time starts runs, a page or `launch.py --queue`: it
+folder or the reason why it could not be started. One process at a time starts runs, a page or `--queue`: it
 holds the lock of the folder.
 """
 

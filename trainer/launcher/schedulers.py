@@ -1,6 +1,6 @@
 """A run as a job of a cluster: the file that SLURM or Kubernetes starts it by, in its run folder.
 
-Each node of a job runs the same `launch.py --resume`: the number that the scheduler gave the node says whether it
+Each node of a job runs the same `--resume`: the number that the scheduler gave the node says whether it
 starts the run or joins it. A job that starts again finds the newest checkpoint by itself.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +16,7 @@ import yaml
 
 from trainer.config import files
 from trainer.config.errors import InputError
+from trainer.config.installation import COMMAND, start_command
 from trainer.config.load import ConfigFile, load_config
 from trainer.config.schema import RunConfig
 from trainer.run.folder import RunDir
@@ -75,7 +75,7 @@ def sbatch(cfg: RunConfig, run: RunDir) -> str:
     options = "\n".join(
         f"#SBATCH --{name}{_value(value)}" for name, value in _options(cfg, run).items() if value is not None
     )
-    argv = [sys.executable, str(Path(__file__).parents[2] / "launch.py"), "--resume", str(run.path)]
+    argv = [*start_command(), "--resume", str(run.path)]
     meeting = ' "parallel.rendezvous=$first:$port"' if cfg.parallel.nodes > 1 else ""
     return _SBATCH.format(
         options=options, stop=shlex.quote(str(run.requests / "stop")), command=f"{shlex.join(argv)}{meeting}"
@@ -109,7 +109,7 @@ def _value(value: object) -> str:
 
 _SBATCH = """\
 #!/bin/bash
-# Written by launch.py --slurm. Each time this job starts, the run goes on from its newest checkpoint.
+# Written by ShardStudio (--slurm). Each time this job starts, the run goes on from its newest checkpoint.
 {options}
 
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -143,11 +143,12 @@ def train_job(cfg: RunConfig, run: RunDir) -> str:
     """The manifest of a TrainJob for Kubeflow Trainer 2.2 or newer and its runtime torch-distributed.
 
     That runtime gives every pod torchrun's options as variables: PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK,
-    PET_MASTER_ADDR and PET_MASTER_PORT. launch.py takes the number of the node from them and gives torchrun the rest
+    PET_MASTER_ADDR and PET_MASTER_PORT. The program takes the number of the node from them and gives torchrun the rest
     itself. Kubernetes puts the address of the first pod into the command, which it knows before they run.
     """
     cluster, parallel = cfg.cluster, cfg.parallel
-    command = ["python", f"{cluster.program}/launch.py", "--resume", str(run.path)]
+    program = [COMMAND] if cluster.program is None else ["python", f"{cluster.program}/launch.py"]
+    command = [*program, "--resume", str(run.path)]
     if parallel.nodes > 1:
         command.append("parallel.rendezvous=$(PET_MASTER_ADDR):$(PET_MASTER_PORT)")
     resource = "cpu" if parallel.device == "cpu" else "nvidia.com/gpu"
@@ -191,7 +192,7 @@ def _volumes(cfg: RunConfig) -> dict[str, Any]:
 
 
 _TRAIN_JOB = """\
-# Written by launch.py --kubernetes. Pods that are started again go on from the newest checkpoint.
+# Written by ShardStudio (--kubernetes). Pods that are started again go on from the newest checkpoint.
 # The user of the pods must be the owner of the run folder, or be allowed to write in it.
 # To end the run for good, delete this job: one that was only stopped is started again.
 """

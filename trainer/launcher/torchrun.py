@@ -20,8 +20,10 @@ import psutil
 
 from trainer.config import files
 from trainer.config.errors import InputError
+from trainer.config.installation import start_command
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ParallelConfig
+from trainer.config.terminal import not_installed
 from trainer.launcher.network import must_be_joined, node_environment
 from trainer.run.events import EventWriter, StatusEvent
 from trainer.run.failure import launches, output_file
@@ -99,7 +101,7 @@ def _torchrun_source() -> Path:
     """The file of torchrun, found without importing torch. Raises InputError when torch is not installed."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
-        raise InputError("torch is not installed in this Python; run make .venv and use .venv/bin/python")
+        raise InputError(not_installed(ModuleNotFoundError(name="torch")))
     return Path(torch.origin).parent / "distributed" / "run.py"
 
 
@@ -145,7 +147,7 @@ def _require_readable(written: Iterable[Path]) -> None:
 
 def joining(run: RunDir, nodes: int) -> str:
     """What is typed on the other nodes, with the number to fill in where they are several."""
-    argv = [sys.executable, str(Path(__file__).parents[2] / "launch.py"), "--join", str(run.path), "--node-rank"]
+    argv = [*start_command(), "--join", str(run.path), "--node-rank"]
     return f"{shlex.join(argv)} 1" if nodes == 2 else f"{shlex.join(argv)} K  # K = 1 to {nodes - 1}, another on each"
 
 

@@ -447,6 +447,9 @@ class TextFamily(ModelFamily):
     """
 
     trains_on = "text"
+    any_network: ClassVar[bool] = False
+    """Whether the config's model may be of any class of a library. What FSDP2 cannot follow of it is found when it is
+    built; of our own networks, in the tests."""
     data_fields = frozenset({"path", "validation", "validation_every", "cache"}) | TEXT_DATA
     sample_fields = frozenset({"every", "prompts", "seed"}) | TEXT_SAMPLE
 

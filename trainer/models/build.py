@@ -23,7 +23,8 @@ from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter
 from trainer.distributed.world import World
 from trainer.metrics.memory import full_bytes
-from trainer.models.base import LoadModule, ModelFamily
+from trainer.models.base import LoadModule, ModelFamily, TextFamily
+from trainer.models.sharding import check_sharding
 from trainer.models.state_dict import BaseWeights, naming
 from trainer.parallel.load import Coded, Loading, check_same_weights, fill_rows, load_weights
 from trainer.parallel.mesh import device_mesh, resolve_strategy
@@ -77,8 +78,11 @@ def build_model(cfg: RunConfig, family: ModelFamily) -> BuiltModel:
     (dropout, LayerDrop, jitter of a router) would depend on rank and pass, and differ in a recompute. The adapter's
     layers, `SampleDropout` among them, are in training mode.
 
-    Raises InputError for an adapter that does not fit the model, or patterns that match no layer.
+    Raises InputError for an adapter that does not fit the model, patterns that match no layer, and a network that FSDP2
+    cannot shard.
     """
+    if isinstance(family, TextFamily):
+        check_sharding(cfg, family)
     model = nn.ModuleDict({name: family.build(name) for name in family.live})
     _freeze_base(model, cfg, family)
     if cfg.quantize.format != "none":

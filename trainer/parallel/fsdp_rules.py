@@ -1,4 +1,6 @@
-"""Whether a model calls its parts in a way that FSDP2 can follow, told before it is sharded.
+"""Whether a model calls its parts in a way that FSDP2 can follow, found out before it is sharded.
+
+`check_calls` is for our own networks, in the tests; `weight_problems` for any, in every sharded run of one.
 
 FSDP2 gathers a module's weights when its `forward`, or a method registered beside it, is entered, frees them when it
 returns, and hooks itself to the tensors that come out. What passes by these doors fails in backward, far from its
@@ -16,6 +18,7 @@ from functools import partial, wraps
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -55,11 +58,38 @@ def check_calls(
     not run, as by an entry point that is not listed, or by code that reads it; an output that is a view, in which a
     change in place loses FSDP2's hook; and one that is kept on a module, or inside an object, where no hook finds it.
     """
-    watch = _Watch(model, units, copied)
+    watch = _OutputWatch(model, units, copied)
     with watch.doors(entries(model, units, methods)), watch:
         run()
     if watch.problems:
         raise ValueError("\n".join(watch.problems))
+
+
+def weight_problems(model: nn.Module, units: Sequence[nn.Module], run: Callable[[], object]) -> list[str]:
+    """Run a forward pass of any model and return what surely fails when it is sharded, and nothing that may train.
+
+    This is `check_calls` without its rules for outputs: whether a view or a kept tensor fails depends on what becomes
+    of it, and OPT, whose blocks return views, and Gemma 3n, whose layers share keys and values, train exactly.
+
+    Args:
+        model: On the meta device, in a copy of its own: what it keeps on itself in `run` has no values. It may ask
+            tensors for values, and is given zeros.
+        units: Modules that are to be sharded one by one.
+        run: Calls the model as training does.
+    """
+    sharded = set(units)
+    nested = [
+        f"a {type(inner).__name__} is inside a {type(outer).__name__}, and both are blocks"
+        for outer in units
+        for inner in outer.modules()
+        if inner is not outer and inner in sharded
+    ]
+    if nested:
+        return list(dict.fromkeys(nested))
+    watch = _Watch(model, units)
+    with watch.doors(()), watch:
+        run()
+    return watch.problems
 
 
 def _modules_with(model: nn.Module, units: Sequence[nn.Module], method: str) -> list[Entry]:
@@ -114,10 +144,9 @@ def _loads(instruction: dis.Instruction, name: tuple[str, ...]) -> bool:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees which parameters every operation uses while which modules run."""
 
-    def __init__(self, model: nn.Module, units: Sequence[nn.Module], copied: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.problems: list[str] = []
-        self._copied = copied
         self._names = {module: name for name, module in model.named_modules()}
         self._model = model
         self._gathered = list(dict.fromkeys((model, *units)))
@@ -136,8 +165,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._refuse(
                     f"{self._parameters[id(tensor)]} is used while {self._called(owner)}, whose weights are gathered "
                     "only then, does not run; use it inside, call the module itself, or list the method in "
-                    "forward_methods"
+                    "forward_methods",
                 )
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.zeros((), dtype=args[0].dtype).item()
         return func(*args, **(kwargs or {}))
 
     @contextmanager
@@ -168,34 +199,16 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif module is not self._model and self._model not in self._running:
             self._refuse(
                 f"{self._called(module)} is called past the model, which gathers its own weights first and sets FSDP2 "
-                "up; call the model, and the block inside its forward"
+                "up; call the model, and the block inside its forward",
             )
-        kept_before = {id(tensor) for tensor in _kept(module, args, kwargs)}
+        return self._run(module, method, original, args, kwargs)
+
+    def _run(self, module: nn.Module, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._running.append(module)
         try:
-            output = original(*args, **kwargs)
+            return original(*args, **kwargs)
         finally:
             self._running.pop()
-        self._check_output(module, method, output)
-        if any(tensor.requires_grad and id(tensor) not in kept_before for tensor in _kept(module, args, kwargs)):
-            self._refuse(
-                f"{self._called(module)} keeps a tensor it computed on itself or in an object it was given, as a cache "
-                "of keys and values does, where FSDP2's hooks do not find it; return it instead, or turn the cache off"
-            )
-        return output
-
-    def _check_output(self, module: nn.Module, method: str, output: Any) -> None:
-        is_copied = method == "forward" and type(module).__name__ in self._copied
-        if not is_copied and any(tensor._is_view() for tensor in _tensors(output)):
-            self._refuse(
-                f"{self._called(module)} returns a view from {method}: changed in place by its caller it loses "
-                "FSDP2's hook, and backward finds the weights freed; return a .clone() of it"
-            )
-        for hidden in _hidden(output):
-            self._refuse(
-                f"{self._called(module)} returns tensors inside a {type(hidden).__name__}, where FSDP2's hooks do "
-                "not find them; return tensors, tuples or dicts"
-            )
 
     def _called(self, module: nn.Module) -> str:
         kind = type(module).__name__
@@ -204,6 +217,38 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _refuse(self, problem: str) -> None:
         if problem not in self.problems:
             self.problems.append(problem)
+
+
+class _OutputWatch(_Watch):  # type: ignore[no-untyped-call]
+    """Sees besides what comes out of a unit, and what stays."""
+
+    def __init__(self, model: nn.Module, units: Sequence[nn.Module], copied: Sequence[str]) -> None:
+        super().__init__(model, units)
+        self._copied = copied
+
+    def _run(self, module: nn.Module, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        kept_before = {id(tensor) for tensor in _kept(module, args, kwargs)}
+        output = super()._run(module, method, original, args, kwargs)
+        self._check_output(module, method, output)
+        if any(tensor.requires_grad and id(tensor) not in kept_before for tensor in _kept(module, args, kwargs)):
+            self._refuse(
+                f"{self._called(module)} keeps a tensor it computed on itself or in an object it was given, as a cache "
+                "of keys and values does, where FSDP2's hooks do not find it; return it instead, or turn the cache off",
+            )
+        return output
+
+    def _check_output(self, module: nn.Module, method: str, output: Any) -> None:
+        is_copied = method == "forward" and type(module).__name__ in self._copied
+        if not is_copied and any(tensor._is_view() for tensor in _tensors(output)):
+            self._refuse(
+                f"{self._called(module)} returns a view from {method}: changed in place by its caller it loses "
+                "FSDP2's hook, and backward finds the weights freed; return a .clone() of it",
+            )
+        for hidden in _hidden(output):
+            self._refuse(
+                f"{self._called(module)} returns tensors inside a {type(hidden).__name__}, where FSDP2's hooks do "
+                "not find them; return tensors, tuples or dicts",
+            )
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import files
 from trainer.config.files import make_private_if_new
+from trainer.config.installation import PRESETS
 from trainer.config.load import load_config
 from trainer.config.schema import RunConfig
 from trainer.config.sections import family_names
@@ -26,7 +27,6 @@ from trainer.plan.tables import KINDS, Encoders, Kind, Table, encode, ranks_of
 if TYPE_CHECKING:
     from trainer.plan.trace import Recording
 
-PRESETS = Path(__file__).parents[2] / "presets"
 HALVES: tuple[tuple[Kind, ...], ...] = (("kept", "drawn"), ("recomputed",))
 """Kinds of passes that take about as long."""
 PARTS = 5

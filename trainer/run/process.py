@@ -25,6 +25,7 @@ from pydantic import TypeAdapter
 
 from trainer.config import files
 from trainer.config.errors import InputError
+from trainer.config.installation import CHECKOUT
 from trainer.run.events import ENDS, AnyEvent, ErrorEvent, EventReader, EventWriter, State, StatusEvent, last_state
 from trainer.run.failure import diagnose, launches, output_file
 from trainer.run.folder import RunDir
@@ -167,12 +168,13 @@ def require_ended(run: RunDir) -> None:
 
 def worker_environment() -> dict[str, str]:
     """Return the environment for processes that run `python -m trainer`, from an installation or from a checkout."""
-    checkout = str(Path(__file__).parents[2])
     inherited = os.environ.get("PYTHONPATH")
+    # An installation is found anyway, and its folder must not come before the standard library.
+    folders = [str(folder) for folder in (CHECKOUT, inherited) if folder]
     return {
         "OMP_NUM_THREADS": "1",  # ranks share the cores; without it each rank would use all of them
         **os.environ,
-        "PYTHONPATH": f"{checkout}{os.pathsep}{inherited}" if inherited else checkout,
+        **({"PYTHONPATH": os.pathsep.join(folders)} if folders else {}),
         "PYTHONUNBUFFERED": "1",
         "PYTHONSAFEPATH": "1",  # else Python would import a folder named trainer in the current folder
     }

@@ -77,9 +77,9 @@ def test_a_config_is_a_preset_by_name_or_a_file_with_overrides(tmp_path: Path):
 
 
 def test_a_config_that_is_wrong_says_everything_at_once(tmp_path: Path):
-    with pytest.raises(ConfigError, match="no preset 'quikstart'; did you mean 'quickstart'"):
+    with pytest.raises(InputError, match="no preset 'quikstart'; did you mean 'quickstart'"):
         notebook.config("quikstart")
-    with pytest.raises(ConfigError, match="no preset 'zzz'; there are quickstart, "):
+    with pytest.raises(InputError, match="no preset 'zzz'; there are quickstart, "):
         notebook.config("zzz")
     with pytest.raises(ConfigError, match="no such file"):
         notebook.config(tmp_path / "none.yaml")

@@ -1,4 +1,4 @@
-"""The pictures of the page in the README: `python -m tests.app.web.screenshots`, or `make screenshots`."""
+"""The pictures of the page in the READMEs: `python -m tests.app.web.screenshots`, or `make screenshots`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.app.notebook.lab import position_of, serving_lab
 from trainer.run import process
 from trainer.run.folder import RunDir
 
-PICTURES = ROOT / "trainer" / "assets" / "readme"
+PICTURES = ROOT / "tests" / "pictures"
 PAGES = ("Train", "Monitor", "Samples", "Dataset", "Queue", "Runs", "Export", "Doctor")
 COLOURS = 64
 
@@ -66,7 +66,7 @@ def _settle(page: Page, name: str) -> None:
 
 
 def _save(png: bytes, file: Path) -> Path:
-    """Few colours: the README is read over the network."""
+    """Few colours: READMEs are read over the network."""
     with Image.open(io.BytesIO(png)) as picture:
         picture.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(file, optimize=True)
     return file

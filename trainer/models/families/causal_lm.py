@@ -169,6 +169,7 @@ class CausalLM(TextFamily):
     """
 
     components = (COMPONENT,)
+    any_network = True
     objective_fields = frozenset()
     options_read = frozenset({"architecture", "blocks"})
     architectures = tuple(PUBLISHED)

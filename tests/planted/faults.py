@@ -1,0 +1,347 @@
+"""Faults that the tests must catch: one wrong line each, in code that matters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A line that is changed for the worse.
+
+    Attributes:
+        name: What is wrong then.
+        file: Path from the project's root.
+        right: Text that stands in the file once.
+        wrong: What takes its place.
+        near: Tests that are run first, since they should find it.
+    """
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    near: tuple[str, ...]
+
+    def plant(self, root: Path = ROOT) -> None:
+        """Change the file below `root`."""
+        path = root / self.file
+        path.write_text(self.in_text(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+    def in_text(self, text: str) -> str:
+        """The text of the file with the fault. Raises ValueError where `right` does not stand in it once."""
+        if text.count(self.right) != 1:
+            raise ValueError(f"{self.name}: {self.file} holds {self.right!r} {text.count(self.right)} times")
+        return text.replace(self.right, self.wrong)
+
+
+def _fault(name: str, file: str, right: str, wrong: str, *near: str) -> Fault:
+    return Fault(name, file, right, wrong, tuple(f"tests/{test}" for test in near))
+
+
+FAULTS = (
+    # What a step minimizes
+    _fault(
+        "the velocity points from noise to data",
+        "trainer/models/objectives.py",
+        "    return noise - latents\n",
+        "    return latents - noise\n",
+        "models/test_objectives.py",
+    ),
+    _fault(
+        "timesteps are shifted the wrong way",
+        "trainer/models/objectives.py",
+        "return factor * sigma / (1 + (factor - 1) * sigma)",
+        "return sigma / (factor + (1 - factor) * sigma)",
+        "models/test_objectives.py",
+    ),
+    _fault(
+        "min-SNR weighs by the larger of the two",
+        "trainer/models/objectives.py",
+        "return (gamma / snr).clamp(max=1)",
+        "return (gamma / snr).clamp(min=1)",
+        "models/test_objectives.py",
+    ),
+    _fault(
+        "the velocity of discrete diffusion adds the latents",
+        "trainer/models/objectives.py",
+        "return alpha_bar.sqrt() * noise - (1 - alpha_bar).sqrt() * latents",
+        "return alpha_bar.sqrt() * noise + (1 - alpha_bar).sqrt() * latents",
+        "models/test_objectives.py",
+        "models/test_sdxl_schedules.py",
+    ),
+    _fault(
+        "a language model predicts the token it was given",
+        "trainer/models/parts/next_token.py",
+        "tokens[:, 1:].flatten(), reduction",
+        "tokens[:, :-1].flatten(), reduction",
+        "train/test_language_models.py",
+        "models/test_causal_models.py",
+    ),
+    _fault(
+        "packed documents see each other",
+        "trainer/models/parts/next_token.py",
+        "begins[:, 1:] = documents[:, 1:] != documents[:, :-1]",
+        "begins[:, 1:] = False",
+        "train/test_language_models.py",
+        "models/test_causal_models.py",
+    ),
+    # The loop
+    _fault(
+        "gradients are a mean over the ranks instead of a sum",
+        "trainer/train/loop.py",
+        "(loss.total * (self.world.size / self.cfg.train.batch_size))",
+        "(loss.total / self.cfg.train.batch_size)",
+        "distributed/test_parity.py",
+    ),
+    _fault(
+        "gradients are reduced in the first pass of a step instead of the last",
+        "trainer/train/loop.py",
+        "i == len(micro_batches) - 1",
+        "i == 0",
+        "parallel/test_accumulation.py",
+    ),
+    _fault(
+        "weighted images count as whole ones",
+        "trainer/train/loop.py",
+        "if agreed.weight != self.cfg.train.batch_size:",
+        "if False:",
+        "train/test_data_options.py",
+    ),
+    _fault(
+        "padding of the validation counts",
+        "trainer/train/loop.py",
+        "mine = 1.0 if index < count else 0.0",
+        "mine = 1.0",
+        "train/test_loop.py",
+    ),
+    _fault(
+        "a loss that is not finite moves the weights",
+        "trainer/train/loop.py",
+        "if agreed.non_finite or not math.isfinite(grad_norm):",
+        "if agreed.non_finite and not math.isfinite(grad_norm):",
+        "train/test_loop.py",
+    ),
+    _fault(
+        "validation leaves dropout off for the rest of the run",
+        "trainer/train/loop.py",
+        "            dropout.train()\n",
+        "            dropout.eval()\n",
+        "train/test_loop.py",
+        "models/test_dropout.py",
+    ),
+    _fault(
+        "every rank draws its own noise",
+        "trainer/train/loop.py",
+        "SampleRng(self.cfg.train.seed, micro_batch.indices, self.world.device)",
+        "SampleRng(self.cfg.train.seed + self.world.rank, micro_batch.indices, self.world.device)",
+        "distributed/test_parity.py",
+    ),
+    _fault(
+        "a step's tokens are counted as its images",
+        "trainer/train/loop.py",
+        'tokens_per_second=agreed.weight / seconds if self.data.unit == "tokens"',
+        'tokens_per_second=self.cfg.train.batch_size / seconds if self.data.unit == "tokens"',
+        "train/test_language_models.py",
+    ),
+    # Optimizers
+    _fault(
+        "the learning rate warms up one step late",
+        "trainer/optim.py",
+        "cfg.lr * (step + 1) / cfg.warmup",
+        "cfg.lr * step / cfg.warmup",
+        "test_optim.py",
+    ),
+    _fault(
+        "each rank clips by its own norm",
+        "trainer/optim.py",
+        "norm = norm.full_tensor() if isinstance(norm, DTensor) else norm",
+        "norm = norm.to_local() if isinstance(norm, DTensor) else norm",
+        "test_optim.py",
+        "distributed/test_parity.py",
+    ),
+    _fault(
+        "the moving average keeps what it should take in",
+        "trainer/optim.py",
+        "current, 1 - decay)",
+        "current, decay)",
+        "test_optim.py",
+    ),
+    # Checkpoints
+    _fault(
+        "a resumed run forgets the optimizer's state",
+        "trainer/checkpoint/restore.py",
+        '    set_optimizer_state_dict(state.model, state.optimizer, tensors["optimizer"], options=TRAINABLE_ONLY)\n',
+        "",
+        "distributed/test_resume.py",
+    ),
+    _fault(
+        "a resumed run draws the batch before once more",
+        "trainer/data/loader.py",
+        "taken = min(steps, step - sum(steps for _, steps in parts))",
+        "taken = min(steps, max(0, step - 1 - sum(steps for _, steps in parts)))",
+        "distributed/test_resume.py",
+        "data/test_loader.py",
+    ),
+    _fault(
+        "a damaged checkpoint is taken for whole",
+        "trainer/checkpoint/restore.py",
+        "if hashlib.file_digest(stream, checksum).hexdigest() != digest:",
+        "if not hashlib.file_digest(stream, checksum).hexdigest():",
+        "checkpoint/test_save_and_restore.py",
+    ),
+    _fault(
+        "the newest checkpoint is the last of the alphabet",
+        "trainer/run/manifest.py",
+        'key=lambda path: int(path.name.removeprefix("step-")))',
+        "key=lambda path: path.name)",
+        "checkpoint/test_save_and_restore.py",
+    ),
+    _fault(
+        "a file that is replaced is not flushed before it gets its name",
+        "trainer/config/files.py",
+        "    flush(draft)\n    os.replace(draft, final)\n    flush(final.parent)\n",
+        "    os.replace(draft, final)\n    flush(final)\n    flush(final.parent)\n",
+        "config/test_power_cut.py",
+        "config/test_files.py",
+    ),
+    # Adapters and exports
+    _fault(
+        "a lora's file is scaled twice",
+        "trainer/adapters/layer.py",
+        'return (self.scale * self._fp32("up").flatten(1)) @ self._fp32("down").flatten(1)',
+        'return (self.scale**2 * self._fp32("up").flatten(1)) @ self._fp32("down").flatten(1)',
+        "adapters",
+    ),
+    _fault(
+        "a dora is merged by the norms of columns",
+        "trainer/adapters/layer.py",
+        "new.norm(dim=1).clamp_min(SHORTEST)).view(-1, 1)",
+        "new.norm().clamp_min(SHORTEST)).view(-1, 1)",
+        "adapters",
+    ),
+    _fault(
+        "a rotation turns the other way",
+        "trainer/adapters/orthogonal.py",
+        "torch.linalg.solve(identity - skew, 2 * skew)",
+        "torch.linalg.solve(identity + skew, -2 * skew)",
+        "adapters",
+    ),
+    # Bytes
+    _fault(
+        "4-bit codes take the nearest lower level",
+        "trainer/weights/quantization.py",
+        "cell = (levels * CELLS + CELLS).int()",
+        "cell = (levels * CELLS + CELLS - 1).int()",
+        "weights/test_quantization.py",
+    ),
+    _fault(
+        "8-bit codes are cut off instead of rounded",
+        "trainer/weights/quantization.py",
+        "return levels.round().clamp(-127, 127)",
+        "return levels.trunc().clamp(-127, 127)",
+        "weights/test_quantization.py",
+    ),
+    _fault(
+        "a rank reads the rows of its neighbour",
+        "trainer/parallel/load.py",
+        "yield slice(offset[0], offset[0] + local.shape[0]), local",
+        "yield slice(max(0, offset[0] - 1), max(0, offset[0] - 1) + local.shape[0]), local",
+        "parallel",
+        "distributed/test_parity.py",
+    ),
+    # Sharding
+    _fault(
+        "grad_op frees the weights after forward",
+        "trainer/parallel/strategy.py",
+        'return strategy in ("full", "hybrid", "ddp")',
+        'return strategy in ("full", "hybrid", "ddp", "grad_op")',
+        "benchmark",
+        "parallel",
+    ),
+    _fault(
+        "replicas that differ are not noticed",
+        "trainer/parallel/replicas.py",
+        "differing = [name for name in digests if any(copy[name] != digests[name] for copy in copies)]",
+        "differing = [name for name in digests if all(copy[name] != digests[name] for copy in copies)]",
+        "parallel",
+        "train",
+    ),
+    # Data
+    _fault(
+        "padding of the last pass is trained on",
+        "trainer/data/loader.py",
+        "weights=tuple(self._loss_weight(batch[p]) if p <= last else 0.0 for p in positions),",
+        "weights=tuple(self._loss_weight(batch[min(p, last)]) for p in positions),",
+        "data/test_loader.py",
+    ),
+    _fault(
+        "captions are dropped where they should be kept",
+        "trainer/data/loader.py",
+        'derived_seed(self._seed, "caption_dropout", epoch, photo, copy) < self._dropout_limit',
+        'derived_seed(self._seed, "caption_dropout", epoch, photo, copy) > self._dropout_limit',
+        "data/test_loader.py",
+    ),
+    _fault(
+        "an image goes into the bucket of the nearest difference, not ratio",
+        "trainer/data/buckets.py",
+        "abs(math.log(size[0] / size[1]) - aspect)",
+        "abs(size[0] / size[1] - math.exp(aspect))",
+        "data/test_buckets.py",
+    ),
+    _fault(
+        "all epochs have one order",
+        "trainer/data/loader.py",
+        'generator(self._seed, "order", epoch)',
+        'generator(self._seed, "order", 0)',
+        "data/test_loader.py",
+    ),
+    # Around a run
+    _fault(
+        "the last failure is named as the cause",
+        "trainer/run/failure.py",
+        "cause = min(failures, key=lambda failure: (failure.is_consequence, failure.when), default=torchrun_itself)",
+        "cause = max(failures, key=lambda failure: (failure.is_consequence, failure.when), default=torchrun_itself)",
+        "launcher/test_torchrun.py",
+    ),
+    _fault(
+        "an ended run is recorded as failed a second time",
+        "trainer/run/process.py",
+        'if end != "failed":',
+        "if True:",
+        "launcher/test_torchrun.py",
+    ),
+    _fault(
+        "a tracker whose package is missing is found by the ranks only",
+        "trainer/launcher/preflight.py",
+        "    _check_trackers(loaded)\n    network",
+        "    network",
+        "metrics/test_trackers.py",
+        "launcher",
+    ),
+    _fault(
+        "the watchdog swallows what it found",
+        "trainer/distributed/watchdog.py",
+        "if still_s > self._limit_s or self._channel.alarm:",
+        "if still_s > 1000 * self._limit_s:",
+        "distributed/test_watchdog.py",
+    ),
+    _fault(
+        "the plan counts one moment of AdamW",
+        "trainer/plan/sizes.py",
+        'STATE_BYTES = {"adamw": 8.0,',
+        'STATE_BYTES = {"adamw": 4.0,',
+        "plan",
+    ),
+    _fault(
+        "the page answers under any name",
+        "app/web/security.py",
+        "if name not in self._hosts:",
+        "if not name:",
+        "app/web/test_security.py",
+        "app/web/test_probes.py",
+    ),
+)
