@@ -126,7 +126,7 @@ sample: 3
             ),
             (
                 "adapter: {type: none, rank: 8}",
-                "adapter.rank: is no field of adapter.type none; remove it or change the type",
+                "adapter.rank: is not a field of adapter.type none; remove it or change the type",
             ),
             ("adapter: {lora: {rank: 8}}", "adapter.lora: unknown field"),
             ("trian: {steps: 5, seed: 1}", "trian: unknown field; did you mean 'train'?"),
@@ -163,8 +163,8 @@ sample: 3
     @pytest.mark.parametrize(
         ("override", "text"),
         [
-            ("train.steps", "'train.steps': is no override; write field=value, as train.steps=100"),
-            ("=5", "'=5': is no override; write field=value, as train.steps=100"),
+            ("train.steps", "'train.steps': is not an override; write field=value, for example train.steps=100"),
+            ("=5", "'=5': is not an override; write field=value, for example train.steps=100"),
             ("name.first=x", "name.first: unknown field"),
             (
                 "train.steps=[1",
@@ -175,8 +175,8 @@ sample: 3
                 "parallel.strategy: none is for a single rank, but there are 2; "
                 "use full, or ddp for a copy on every rank",
             ),
-            ("train=", "train: is empty; name a field of it, as train.steps, or leave it out"),
-            ("adapter=null", "adapter: is empty; name a field of it, as adapter.type, or leave it out"),
+            ("train=", "train: is empty; give one of its fields, for example train.steps, or leave it out"),
+            ("adapter=null", "adapter: is empty; give one of its fields, for example adapter.type, or leave it out"),
             ("train={seed: 1, seed: 2}", "train.seed: is given twice; remove one"),
             ("train={stps: 1}", "train.stps: unknown field; did you mean 'steps'?"),
             ("cluster.program=opt", "cluster.program: 'opt' is not a path from the root; begin with /"),
@@ -321,7 +321,7 @@ class TestValues:
 
     def test_one_key_of_a_field_that_the_new_type_lacks_is_refused_where_it_was_given(self) -> None:
         assert refusal(DATA, "adapter.rank_pattern.attn.to_q=4", "adapter={type: boft}") == [
-            "command line: adapter.rank_pattern: is no field of adapter.type boft; remove it or change the type"
+            "command line: adapter.rank_pattern: is not a field of adapter.type boft; remove it or change the type"
         ]
 
     def test_where_names_the_line_of_a_field_the_command_line_or_the_file(self) -> None:
@@ -420,7 +420,7 @@ class TestForeignSpellings:
 
     def test_two_spellings_of_one_field_in_one_file_are_refused(self) -> None:
         assert refusal(f"{DATA}optim: {{lr: 1e-4}}\nlearning_rate: 1e-3\n") == [
-            "preset.yaml:3: learning_rate: means optim.lr, which is given too; remove one of them"
+            "preset.yaml:3: learning_rate: means optim.lr, which is also given; remove one of them"
         ]
 
     @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The commands of the command line: check the config, start or join a run, show its progress, and report how it ended."""
+"""The commands of the command line: check a config, start or join a run, show its progress, report how it ended."""
 
 from __future__ import annotations
 

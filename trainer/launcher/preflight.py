@@ -127,7 +127,7 @@ def _check_stage(loaded: ConfigFile, index: int) -> None:
     """Raise InputError if files or data of a stage are wrong."""
     name = loaded.config.stages[index].name
     try:
-        stage = replace(loaded, config=stage_config(loaded.config, index), source=Path(f"stage {name}"), places={})
+        stage = replace(loaded, config=stage_config(loaded.config, index), source=Path(f"stage {name}"), origins={})
         stage.refuse(_missing_paths(stage.config))
         _check_data(stage.config)
         _check_model(stage)

@@ -210,7 +210,10 @@ def test_a_preset_that_was_broken_meanwhile_is_told(tmp_path: Path):
     [
         ("train.steps=many", "command line: train.steps: needs a whole number, not 'many'"),
         ("train.stepz=3", "command line: train.stepz: unknown field; did you mean 'steps'?"),
-        ("train.steps", "command line: 'train.steps': is no override; write field=value, as train.steps=100"),
+        (
+            "train.steps",
+            "command line: 'train.steps': is not an override; write field=value, for example train.steps=100",
+        ),
     ],
 )
 def test_a_wrong_override_is_refused(override: str, message: str):
