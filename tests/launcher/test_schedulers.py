@@ -335,7 +335,7 @@ def test_a_train_job_is_named_after_its_run_in_letters_that_kubernetes_takes(run
         (["cluster.image=i"], "preset.yaml: cluster.volume: is empty; --kubernetes needs it"),
         (
             ["cluster.image=i", "cluster.volume=v", "cluster.mount=/data"],
-            "{folder}/runs: is not on the volume of the pods, which is at /data there; mount it at the same path here "
+            "{folder}/runs: is not on the volume that the pods mount at /data; mount it at the same path here "
             "and add --runs /data/runs, or set cluster.mount",
         ),
     ],

@@ -352,7 +352,7 @@ def test_a_node_waits_for_the_first_one_and_joins_once(two_nodes):
     assert environment["GLOO_SOCKET_IFNAME"] == "lo"
     with pytest.raises(InputError) as error:
         torchrun.join(cfg.parallel, run, 1)
-    assert str(error.value) == f"{run.path}: node 1 of it runs on this machine already"
+    assert str(error.value) == f"{run.path}: node 1 of this run is already running on this machine"
     assert handle.process.poll() is None
     assert processes.status(run) == "created"
 
@@ -373,7 +373,7 @@ def test_a_node_that_is_none_of_the_others_cannot_join(two_nodes, node_rank, mes
 
 def test_a_run_on_one_node_waits_for_no_other(make_run):
     cfg, run = make_run("good")
-    with pytest.raises(InputError, match="waits for no other node"):
+    with pytest.raises(InputError, match="is a single-node run"):
         torchrun.join(cfg.parallel, run, 1)
 
 

@@ -75,7 +75,7 @@ class FamilyFacts:
 
 
 def trains_on(cfg: RunConfig) -> Literal["images", "text"]:
-    """What a run trains on: images or text. An unknown family counts as images."""
+    """Return whether a run trains on images or text. An unknown family counts as images."""
     known = of(cfg.model.family)
     return known.trains_on if known else "images"
 

@@ -334,7 +334,7 @@ class ObjectiveConfig(Section):
     shift_factor: Number = option(3.0, gt=0, le=100)
     """Multiplicative shift for `shift: constant`."""
     prediction: Literal["auto", "epsilon", "v_prediction"] = "auto"
-    """What a discrete diffusion model predicts: the noise (epsilon) or the velocity. auto: the marker `v_pred` in a
+    """Output of a discrete diffusion model: the noise (epsilon) or the velocity. auto: the marker `v_pred` in a
     single file decides, else the scheduler config in the model's folder."""
     zero_terminal_snr: Literal["auto", "on", "off"] = "auto"
     """Whether the noise schedule of a discrete diffusion model ends in pure noise (arXiv 2305.08891), as in many models
@@ -413,9 +413,9 @@ class ParallelConfig(Section):
     rendezvous: str | None = None
     """host:port of the first node. Required for more than one node."""
     strategy: Literal["auto", "full", "grad_op", "hybrid", "ddp", "none"] = "auto"
-    """What is sharded across ranks: parameters, gradients and optimizer state (full), gradients and optimizer state
-    only (grad_op), everything within groups of ranks (hybrid), or nothing (ddp: every rank holds a full copy). none: a
-    single rank. auto: the fastest of these in which the model fits."""
+    """Sharding strategy. Sharded across ranks are parameters, gradients and optimizer state (full), gradients and
+    optimizer state only (grad_op), everything within groups of ranks (hybrid), or nothing (ddp: every rank holds a full
+    copy). none: a single rank. auto: the fastest of these in which the model fits."""
     shard_size: Whole | None = option(None, ge=1, unit="ranks")
     """Number of ranks that share one copy of the model under `hybrid`. Empty: the ranks of one node."""
     cpu_offload: bool = False
@@ -491,7 +491,7 @@ class CheckpointConfig(Section):
 
 class ExportConfig(Section):
     what: Literal["auto", "none", "adapter", "merged", "full"] = "auto"
-    """What is exported at the end: the adapter alone, the base model merged with the adapter, or the fully trained
+    """Content of the export at the end: the adapter alone, the base model merged with the adapter, or the fully trained
     model. auto: adapter, or full without an adapter."""
     format: ExportFormat = "auto"
     """File layout. auto: files that both diffusers and ComfyUI load (two files if one does not work for both); for a
