@@ -77,9 +77,9 @@ def sbatch(cfg: RunConfig, run: RunDir) -> str:
         f"#SBATCH --{name}{_value(value)}" for name, value in _options(cfg, run).items() if value is not None
     )
     argv = [*start_command(), "--resume", str(run.path)]
-    meeting = ' "parallel.rendezvous=$first:$port"' if cfg.parallel.nodes > 1 else ""
+    rendezvous = ' "parallel.rendezvous=$first:$port"' if cfg.parallel.nodes > 1 else ""
     return _SBATCH.format(
-        options=options, stop=shlex.quote(str(run.requests / "stop")), command=f"{shlex.join(argv)}{meeting}"
+        options=options, stop=shlex.quote(str(run.requests / "stop")), command=f"{shlex.join(argv)}{rendezvous}"
     )
 
 

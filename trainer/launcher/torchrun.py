@@ -81,7 +81,7 @@ def torchrun_argv(parallel: ParallelConfig, run: RunDir, module: str = "trainer"
         sys.executable, "-m", TORCHRUN,
         "--nnodes", str(parallel.nodes),
         "--nproc-per-node", str(parallel.devices),
-        *_meeting_place(parallel, run, node_rank),
+        *_rendezvous_options(parallel, run, node_rank),
         "--max-restarts", str(parallel.max_restarts),
         *_known_options(_torchrun_source()),
         "--redirects", "3",
@@ -90,20 +90,20 @@ def torchrun_argv(parallel: ParallelConfig, run: RunDir, module: str = "trainer"
     ]  # fmt: skip
 
 
-def _meeting_place(parallel: ParallelConfig, run: RunDir, node_rank: int) -> list[str]:
+def _rendezvous_options(parallel: ParallelConfig, run: RunDir, node_rank: int) -> list[str]:
     if parallel.nodes > 1:
         # Rank 0 must be on the node that started the run, because it writes the run folder; c10d would number nodes by
         # their sorted addresses. The id does not count starts: another node may not see them, or see them late.
-        place = ["--rdzv-backend", "static", "--rdzv-endpoint", str(parallel.rendezvous)]
-        return [*place, "--node-rank", str(node_rank), "--rdzv-id", run.path.name]
+        options = ["--rdzv-backend", "static", "--rdzv-endpoint", str(parallel.rendezvous)]
+        return [*options, "--node-rank", str(node_rank), "--rdzv-id", run.path.name]
     # torchrun unpickles what it reads at the rendezvous. A port would be open to all networks of this machine; this
     # file, which `clear_stores` has removed before, is written by the owner of the run only. It grows with every
     # keep-alive, which only other nodes need, and there are none.
     name = f"{run.path.name}-{launches(run) + 1}"
-    place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(run.stores / name)]
-    place += ["--rdzv-conf", "store_type=file,keep_alive_interval=86400"]
+    options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(run.stores / name)]
+    options += ["--rdzv-conf", "store_type=file,keep_alive_interval=86400"]
     # localhost, so that the machine's own name is never looked up: many containers cannot resolve it.
-    return [*place, "--local-addr", "localhost", "--rdzv-id", name]
+    return [*options, "--local-addr", "localhost", "--rdzv-id", name]
 
 
 def _torchrun_source() -> Path:
@@ -132,7 +132,9 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
     Raises:
         InputError: The run is already running.
     """
-    environment = node_environment(cfg.parallel) | _seen(gpus)  # resolves names, so not while the lock is held
+    environment = node_environment(cfg.parallel)  # resolves names, so not while the lock is held
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     waits = f"waits for the other nodes: {joining(run, cfg.parallel.nodes)}" if must_be_joined(cfg.parallel) else ""
     with run.locked():
         require_ended(run)
@@ -147,7 +149,7 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
             events.write(StatusEvent(state="starting", message=waits))
         process = _spawn(argv, output_file(run, launches(run) + 1), environment)
         Launch.of(process, argv).write(run)
-    return _begun(run, process, argv)
+    return _handle(run, process, argv)
 
 
 def _require_readable(written: Iterable[Path]) -> None:
@@ -198,7 +200,7 @@ def join(parallel: ParallelConfig, run: RunDir, node_rank: int, module: str = "t
             raise InputError(f"{run.path}: node {node_rank} of this run is already running on this machine")
         end_orphans(run, argv[2])
         process = _spawn(argv, _free_node_log(run, node_rank), environment)
-    return _begun(run, process, argv)
+    return _handle(run, process, argv)
 
 
 def node_log(run: RunDir, node_rank: int) -> Path:
@@ -215,14 +217,10 @@ def _free_node_log(run: RunDir, node_rank: int) -> Path:
     return run.logs / f"node{node_rank}-{max(numbers, default=0) + 1}.log"
 
 
-def _begun(run: RunDir, process: subprocess.Popen[bytes], argv: list[str]) -> RunHandle:
+def _handle(run: RunDir, process: subprocess.Popen[bytes], argv: list[str]) -> RunHandle:
     # Somebody must wait for the process, or it stays as a zombie after its end.
     threading.Thread(target=process.wait, name=f"end of {run.path.name}", daemon=True).start()
     return RunHandle(run, process, argv)
-
-
-def _seen(gpus: Sequence[int]) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
 
 
 def _spawn(argv: Sequence[str], output: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
