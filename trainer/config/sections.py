@@ -516,8 +516,8 @@ class TrackersConfig(Section):
 
 class ClusterConfig(Section):
     slurm: dict[str, str | Whole | None] = option({})
-    """Long options of sbatch, for example {partition: gpu, time: 24:00:00}; use "" for an option without a value. They
-    override the options that are derived from other fields; null removes one: {gpus-per-node: null}."""
+    """Long options of sbatch, for example {partition: gpu, time: 24:00:00}; an empty text for an option without a
+    value. They override the options that are derived from other fields; null removes one: {gpus-per-node: null}."""
     warning: Whole = option(120, ge=1, le=65535, unit="seconds")
     """How long before the SLURM time limit the run saves a checkpoint, stops and is requeued. One step and one
     checkpoint must fit into this time."""

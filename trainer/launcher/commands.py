@@ -176,7 +176,7 @@ def write_job(preset: Path, overrides: Sequence[str], runs: Path, at: Path | Non
         InputError: As `train`, and if the job lacks something that the scheduler needs.
     """
     loaded = schedulers.load(preset, overrides, scheduler)
-    schedulers.check_place(loaded, at or runs, scheduler)
+    schedulers.check_run_folder_path(loaded, at or runs, scheduler)
     run = preflight.new_run(loaded, runs, at)
     file = schedulers.write(run, scheduler)
     say(f"run folder: {run.path}")

@@ -43,7 +43,7 @@ def load(preset: Path, overrides: Sequence[str], scheduler: Scheduler) -> Config
     return loaded
 
 
-def check_place(loaded: ConfigFile, runs: Path, scheduler: Scheduler) -> None:
+def check_run_folder_path(loaded: ConfigFile, runs: Path, scheduler: Scheduler) -> None:
     """Raise InputError if the pods of a job could not see a run folder in `runs`."""
     mount = loaded.config.cluster.mount
     if scheduler == "kubernetes" and not runs.absolute().is_relative_to(mount):
