@@ -216,7 +216,7 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     if options.queue:
         from trainer.launcher import queue
 
-        return queue.work_off(options.runs, say)
+        return queue.run_queue(options.runs, say)
     return _page(options) if _is_page(options) else _headless(options)
 
 

@@ -127,7 +127,7 @@ def from_overrides(preset: Path, overrides: Sequence[str]) -> Draft:
     """The draft that is a preset with `key=value` of the command line. Raises ConfigError with all that is wrong."""
     loaded = load_config(preset, overrides)
     values = loaded.config.model_dump(mode="json")
-    given = [_row_of(name) for name, place in loaded.places.items() if place == str(COMMAND_LINE)]
+    given = [_row_of(name) for name, origin in loaded.origins.items() if origin == str(COMMAND_LINE)]
     return Draft(preset, {name: value_at(values, name) for name in given if name})
 
 
@@ -214,7 +214,7 @@ def _row(name: str, checked: Checked, values: Mapping[str, Any]) -> Row:
         help=here.help,
         unit=here.unit,
         choices=choices,
-        in_front=name in checked.loaded.places,
+        in_front=name in checked.loaded.origins,
         is_visible=name in checked.errors or (_exists(name, config) and is_visible),
         error=checked.errors.get(name, ""),
     )

@@ -17,7 +17,7 @@ from trainer.plan.memory import MemoryPlan, verdict
 from trainer.plan.phases import Item, Phase, moment
 from trainer.plan.storage import amount
 from trainer.run import process
-from trainer.run.events import SampleEvent, told_speed
+from trainer.run.events import SampleEvent, format_speed
 from trainer.run.folder import Request, RunDir
 from trainer.run.report import CHART_STYLE, LINE_COLORS
 
@@ -83,7 +83,7 @@ def newest(figures: Iterable[Markup]) -> Markup:
 
 
 def _speed(view: RunView) -> tuple[str, str]:
-    rate, unit = told_speed(*view.speed).split()
+    rate, unit = format_speed(*view.speed).split()
     return unit, rate
 
 

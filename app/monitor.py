@@ -33,9 +33,9 @@ from trainer.run.events import (
     StatusEvent,
     StepEvent,
     ValidationEvent,
+    format_speed,
     losses_by_name,
     smoothed,
-    told_speed,
 )
 from trainer.run.folder import RunDir, is_run
 from trainer.run.report import Line, thin
@@ -121,7 +121,7 @@ class RunView:
 def _training(view: RunView) -> str:
     left = "" if view.eta_s is None else f", about {_duration(view.eta_s)} left"
     stage = f"stage {view.stage.number} of {view.stage.count}, {view.stage.name}, " if view.stage else ""
-    return f"Training: {stage}step {view.step} of {view.num_steps}, {told_speed(*view.speed)}{left}"
+    return f"Training: {stage}step {view.step} of {view.num_steps}, {format_speed(*view.speed)}{left}"
 
 
 def _finished(view: RunView) -> str:
@@ -224,8 +224,8 @@ class Follower:
             self._unread[file] = explained(error)
 
     def _problems(self) -> tuple[str, ...]:
-        readers = {self.run.events_file: self._events.passed_over}
-        readers |= {self.run.rank_file(rank): reader.passed_over for rank, reader in self._ranks.items()}
+        readers = {self.run.events_file: self._events.num_skipped}
+        readers |= {self.run.rank_file(rank): reader.num_skipped for rank, reader in self._ranks.items()}
         passed = (
             f"{file}: {count} lines are damaged or of a later version, and are left out; remove them"
             for file, count in readers.items()

@@ -266,7 +266,7 @@ class Studio:
         if code is None:
             return "Exporting; the file is read back before it gets its name."
         if code:
-            raise InputError(commands.export_said(run, code))
+            raise InputError(commands.export_output(run, code))
         return "Exported and read back."
 
     def gpus(self) -> list[Gpu]:

@@ -24,7 +24,7 @@ from trainer.run import process, stages
 from trainer.run.events import Emit, EventWriter, ExportEvent, State, StatusEvent, WarningEvent
 from trainer.run.failure import less_memory
 from trainer.run.folder import RunDir, shared_cache
-from trainer.run.preemption import Preemption, noted
+from trainer.run.preemption import Preemption, catch_preemption
 from trainer.run.report import write_report
 from trainer.run.stages import Stage
 
@@ -73,7 +73,7 @@ def _train(run: RunDir) -> None:
     # Signals are only noted once the ranks have met: before, a rank that waits for a dead one must simply end.
     with (
         connect(cfg.parallel, rendezvous, attached.is_guest) as world,
-        noted() as preemption,
+        catch_preemption() as preemption,
         debug_log(cfg.trackers, run, world.rank),
     ):
         emit = emitter(run, world, attached.stage.before)

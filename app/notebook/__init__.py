@@ -213,7 +213,7 @@ async def export(run: RunDir, what: str, format: str | None = None, dtype: str |
     while process.poll() is None:
         await asyncio.sleep(POLL_S)
     if process.returncode:
-        raise InputError(commands.export_said(run, process.returncode))
+        raise InputError(commands.export_output(run, process.returncode))
     return exported(run)
 
 

@@ -69,12 +69,13 @@ def test_help_names_every_mode_and_imports_neither_torch_nor_gradio():
         (["--export", "nowhere"], "nowhere: not a run folder (it has no config.yaml); name a folder below runs/\n"),
         (
             ["--join", "nowhere"],
-            f"{Path.cwd()}/nowhere: not a run folder (it has no config.yaml); where this machine does not see that of "
-            "the first node, add parallel.nodes=N parallel.devices=N parallel.rendezvous=HOST:PORT as they are there\n",
+            f"{Path.cwd()}/nowhere: not a run folder (it has no config.yaml); if this machine does not see the first "
+            "node's run folder, add parallel.nodes=N parallel.devices=N parallel.rendezvous=HOST:PORT with its "
+            "values\n",
         ),
         (
             ["--join", "nowhere", "train.steps=5"],
-            "train.steps=5: is not a field of parallel; --join takes only those, as parallel.nodes=2\n",
+            "train.steps=5: is not a field of parallel; --join takes only those, for example parallel.nodes=2\n",
         ),
         (
             ["--join", "nowhere", "parallel.nodes=[2", "devices=x"],
@@ -138,7 +139,7 @@ def run(tmp_path) -> RunDir:
 
 
 def test_a_node_is_asked_for_its_number_where_no_scheduler_gave_it_one(run, capsys):
-    message = "--join needs the number of this node: --node-rank 1, on the next one 2, and so on\n"
+    message = "--join needs the number of this node: --node-rank 1, --node-rank 2 on the next, and so on\n"
     assert run_command(["--join", str(run.path)], capsys) == (2, message)
 
 
@@ -149,7 +150,7 @@ def test_a_run_folder_is_made_on_the_first_node_alone(run, tmp_path, monkeypatch
     nodes = ["parallel.nodes=2", "parallel.rendezvous=node0:29400"]
     assert run_command(["--headless", str(preset), *nodes, "--runs", str(tmp_path / "runs")], capsys) == (
         2,
-        "this is node 1, and the run folder is made on node 0: start --headless there alone, and here --join RUN_DIR; "
+        "this is node 1, but the run folder is made on node 0: use --headless only there, and --join RUN_DIR here; "
         "or let --slurm write the job\n",
     )
     assert not (tmp_path / "runs").exists()
@@ -167,7 +168,7 @@ def test_a_run_that_is_to_export_nothing_is_exported_only_on_request(tmp_path, c
     run = RunDir.create(tmp_path, silent)
     assert run_command(["--export", str(run.path)], capsys) == (
         2,
-        f"{run.config_file}: export.what is none; say what to write with --what\n",
+        f"{run.config_file}: export.what is none; choose what to export with --what\n",
     )
 
 
@@ -232,8 +233,8 @@ STORY = (
 
 
 def test_a_log_file_gets_a_line_per_change_and_the_last_step_before_each_result(capsys):
-    with console.PlainFace(num_steps=10) as face:
-        face.figures.peaks.update({1: 300 * 2**20, 0: 200 * 2**20})
+    with console.LineDisplay(num_steps=10) as face:
+        face.summary.peaks.update({1: 300 * 2**20, 0: 200 * 2**20})
         for event in STORY:
             face.show(event)
     assert capsys.readouterr().out.splitlines() == [
@@ -251,7 +252,7 @@ def test_a_log_file_gets_a_line_per_change_and_the_last_step_before_each_result(
 
 def test_a_terminal_keeps_results_above_a_bar_with_the_figures(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
-    with console.BarFace(num_steps=10) as face:
+    with console.BarDisplay(num_steps=10) as face:
         for event in STORY:
             face.show(event)
     lines = capsys.readouterr().out.splitlines()
@@ -285,8 +286,8 @@ def test_the_doctor_reports_each_requirement_of_the_project_and_a_remedy():
             [
                 "ok    gpu 0: NVIDIA H200, 143771 MiB, 12 MiB in use",
                 "ok    gpu 1: NVIDIA H200, 143771 MiB, 9 MiB in use",
-                "warn  links: SYS: some GPUs reach each other across sockets only; sharded training waits for it: "
-                "prefer parallel.strategy ddp or hybrid where the model fits",
+                "warn  links: SYS: some GPUs are connected only across CPU sockets; this slows down sharded training: "
+                "prefer parallel.strategy ddp or hybrid if the model fits",
             ],
         ),
         (

@@ -122,9 +122,9 @@ def test_only_words_that_go_together_can_be_chosen():
         ("train.steps", "many", "needs a whole number, not 'many'"),
         ("train.steps", "0", "is 0, must be >= 1 and <= 10000000 steps"),
         ("optim.lr", "", "is empty; give it a number, or remove it"),
-        ("name", "a b", "'a b' is not 1 to 64 letters, digits, '_', '.' or '-', the first no '.' or '-'"),
+        ("name", "a b", "'a b' is not 1 to 64 letters, digits, '_', '.' or '-', not beginning with '.' or '-'"),
         ("sample.size", "[64", None),
-        ("optim.warmup", "400", "400 steps leave none of train.steps 100; lower it"),
+        ("optim.warmup", "400", "must be less than train.steps 100, not 400; lower it"),
     ],
 )
 def test_a_wrong_value_stands_in_its_row_with_the_reason(name: str, text: str, message: str | None):
@@ -148,7 +148,7 @@ def test_a_rule_broken_by_a_change_elsewhere_is_reported_where_it_is_broken():
 
 def test_a_folder_that_does_not_exist_is_told_in_its_row(tmp_path: Path):
     checked = form.check_with_files(form.check(typed(("data.path", str(tmp_path / "none")))))
-    assert checked.errors == {"data.path": f"no folder '{tmp_path}/none'; name one that holds the images"}
+    assert checked.errors == {"data.path": f"no folder '{tmp_path}/none'; name the folder with the images"}
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,8 @@ steps: 100
 sample: 3
 """
         assert refusal(text, "train.stps=5", "parallel.timeout=1", "sample.every=2", "trackers.tensorboard=1.5") == [
-            "preset.yaml:1: name: 'my run' is not 1 to 64 letters, digits, '_', '.' or '-', the first no '.' or '-'",
+            "preset.yaml:1: name: 'my run' is not 1 to 64 letters, digits, '_', '.' or '-', "
+            "not beginning with '.' or '-'",
             f"preset.yaml:3: model.family: 'flux22' is not one of {', '.join(family_names())}; did you mean 'flux2'?",
             "preset.yaml:4: model.options.text_layers[1]: needs a whole number, not true",
             "preset.yaml:6: adapter.rnk: unknown field; did you mean 'rank'?",
@@ -89,7 +90,7 @@ sample: 3
             "preset.yaml:15: train.precision: 'fp8' is not one of fp32, bf16",
             "preset.yaml:16: train.checkpointing: needs none, full or a whole number, not 'sometimes'",
             "preset.yaml:17: train.batch_size: is empty; give it a whole number, or remove it",
-            "preset.yaml:19: parallel.rendezvous: 2 nodes need host:port of the first one",
+            "preset.yaml:19: parallel.rendezvous: 2 nodes need host:port of the first node",
             "preset.yaml:20: parallel.cpu_offload: needs true or false, not a list",
             "preset.yaml:21: steps: unknown field; did you mean 'train.steps'?",
             "preset.yaml:22: sample: needs a section of fields, not 3",
@@ -125,7 +126,7 @@ sample: 3
             ),
             (
                 "adapter: {type: none, rank: 8}",
-                "adapter.rank: is no field of adapter.type none; remove it or change the type",
+                "adapter.rank: is not a field of adapter.type none; remove it or change the type",
             ),
             ("adapter: {lora: {rank: 8}}", "adapter.lora: unknown field"),
             ("trian: {steps: 5, seed: 1}", "trian: unknown field; did you mean 'train'?"),
@@ -156,14 +157,14 @@ sample: 3
     def test_a_rule_points_at_the_field_it_follows_from_when_its_own_is_not_given(self) -> None:
         assert refusal("train: {steps: 5}\nparallel:\n  devices: 2\n  nodes: 2\n") == [
             "preset.yaml: data.path: no images or text given; name a folder",
-            "preset.yaml:4: parallel.rendezvous: 2 nodes need host:port of the first one",
+            "preset.yaml:4: parallel.rendezvous: 2 nodes need host:port of the first node",
         ]
 
     @pytest.mark.parametrize(
         ("override", "text"),
         [
-            ("train.steps", "'train.steps': is no override; write field=value, as train.steps=100"),
-            ("=5", "'=5': is no override; write field=value, as train.steps=100"),
+            ("train.steps", "'train.steps': is not an override; write field=value, for example train.steps=100"),
+            ("=5", "'=5': is not an override; write field=value, for example train.steps=100"),
             ("name.first=x", "name.first: unknown field"),
             (
                 "train.steps=[1",
@@ -171,10 +172,11 @@ sample: 3
             ),
             (
                 "parallel.strategy=none",
-                "parallel.strategy: none is for one rank, but there are 2; use full, or ddp for copies",
+                "parallel.strategy: none is for a single rank, but there are 2; "
+                "use full, or ddp for a copy on every rank",
             ),
-            ("train=", "train: is empty; name a field of it, as train.steps, or leave it out"),
-            ("adapter=null", "adapter: is empty; name a field of it, as adapter.type, or leave it out"),
+            ("train=", "train: is empty; give one of its fields, for example train.steps, or leave it out"),
+            ("adapter=null", "adapter: is empty; give one of its fields, for example adapter.type, or leave it out"),
             ("train={seed: 1, seed: 2}", "train.seed: is given twice; remove one"),
             ("train={stps: 1}", "train.stps: unknown field; did you mean 'steps'?"),
             ("cluster.program=opt", "cluster.program: 'opt' is not a path from the root; begin with /"),
@@ -195,17 +197,17 @@ class TestFiles:
             (b"# nothing yet\n", "preset.yaml: is empty; name at least data.path"),
             (b"- a\n- b\n", "preset.yaml:1: needs lines of field: value, not a list"),
             (b"steps\n", "preset.yaml:1: needs lines of field: value, not 'steps'"),
-            (b"train:\n\tsteps: 5\n", "preset.yaml:2: a tab where only spaces may stand; indent with spaces"),
+            (b"train:\n\tsteps: 5\n", "preset.yaml:2: tab in the indentation; indent with spaces"),
             (b"name: a\ntrain: b: c\n", "preset.yaml:2: not YAML: mapping values are not allowed here"),
             (
                 b"name: a\n---\nname: b\n",
                 "preset.yaml:2: not YAML: expected a single document in the stream, but found another document",
             ),
             (b"name: a\ntrigger: \xe9t\xe9\n", "preset.yaml:2: not UTF-8; save the file as UTF-8"),
-            (b"name: a\x00\n", "preset.yaml:1: a control character, which YAML does not allow; remove it"),
-            (b"a: &x {b: c}\nd: *x\n", "preset.yaml:2: an alias (*name) is not read here; write the value again"),
-            (b"{[a]: 3}\n", "preset.yaml:1: a key that is a list or a mapping; keys are words"),
-            (b"a:\n " + b"[" * 5000, "preset.yaml:2: nested deeper than 20 levels; a config is not, write it flatter"),
+            (b"name: a\x00\n", "preset.yaml:1: control character, which YAML does not allow; remove it"),
+            (b"a: &x {b: c}\nd: *x\n", "preset.yaml:2: aliases (*name) are not supported; write the value again"),
+            (b"{[a]: 3}\n", "preset.yaml:1: a list or mapping as a key; keys must be words"),
+            (b"a:\n " + b"[" * 5000, "preset.yaml:2: nested deeper than 20 levels; a config is flatter than that"),
         ],
     )
     def test_a_file_that_is_no_config_is_refused_with_its_line(self, folder: Path, content: bytes, text: str) -> None:
@@ -303,7 +305,8 @@ class TestValues:
         assert loaded.notes == ("preset.yaml:4: adapter.rank is left out: adapter.type is boft",)
 
     def test_advice_is_noted_at_the_field_it_is_about_and_with_stages_for_what_they_set(self) -> None:
-        slow = "is a usual rate for lora, with which loha learns about ten times as slowly; try 10 times as much"
+        slow = "is a usual learning rate for lora, but loha learns about ten times more slowly with it; "
+        slow += "try 10 times as much"
         assert read(f"{DATA}adapter: {{type: loha}}\n").notes == (f"preset.yaml: optim.lr: 0.0001 {slow}",)
         given = f"{DATA}adapter: {{type: loha}}\noptim: {{lr: 1e-3}}\n"
         assert read(given).notes == ()
@@ -318,7 +321,7 @@ class TestValues:
 
     def test_one_key_of_a_field_that_the_new_type_lacks_is_refused_where_it_was_given(self) -> None:
         assert refusal(DATA, "adapter.rank_pattern.attn.to_q=4", "adapter={type: boft}") == [
-            "command line: adapter.rank_pattern: is no field of adapter.type boft; remove it or change the type"
+            "command line: adapter.rank_pattern: is not a field of adapter.type boft; remove it or change the type"
         ]
 
     def test_where_names_the_line_of_a_field_the_command_line_or_the_file(self) -> None:
@@ -417,7 +420,7 @@ class TestForeignSpellings:
 
     def test_two_spellings_of_one_field_in_one_file_are_refused(self) -> None:
         assert refusal(f"{DATA}optim: {{lr: 1e-4}}\nlearning_rate: 1e-3\n") == [
-            "preset.yaml:3: learning_rate: means optim.lr, which is given too; remove one of them"
+            "preset.yaml:3: learning_rate: means optim.lr, which is also given; remove one of them"
         ]
 
     @pytest.mark.parametrize(
@@ -425,7 +428,7 @@ class TestForeignSpellings:
         [
             (
                 "parallel: {limit_all_gathers: true}",
-                "parallel.limit_all_gathers: FSDP2 limits its gathers by itself; remove it",
+                "parallel.limit_all_gathers: FSDP2 limits its all-gathers by itself; remove it",
             ),
             ("use_orig_params: true", "use_orig_params: FSDP2 always keeps the original parameters; remove it"),
             (
@@ -433,7 +436,7 @@ class TestForeignSpellings:
                 "fsdp.fsdp_use_orig_params: FSDP2 always keeps the original parameters; remove it",
             ),
             ("sync_module_states: true", "sync_module_states: every rank reads only its own slices; remove it"),
-            ("train: {sync_batchnorm: true}", "train.sync_batchnorm: no batch norm is trained; remove it"),
+            ("train: {sync_batchnorm: true}", "train.sync_batchnorm: no model here has batch norm to train; remove it"),
             (
                 "train: {precision: fp16}",
                 "train.precision: 'fp16' overflows above 65504 and needs loss scaling; use bf16",
@@ -442,11 +445,11 @@ class TestForeignSpellings:
             ("mixed_precision: fp16", "mixed_precision: 'fp16' overflows above 65504 and needs loss scaling; use bf16"),
             (
                 "optim: {type: Muon}",
-                "optim.type: 'Muon' differs by 1.5e-3 from one process when its weights are sharded; use adamw",
+                "optim.type: 'Muon' gives results that differ by 1.5e-3 from one process if sharded; use adamw",
             ),
             (
                 "optim: {type: adafactor}",
-                "optim.type: 'adafactor' raises on sharded weights (DTensors) in torch; use adamw8bit",
+                "optim.type: 'adafactor' raises an error on sharded weights (DTensors) in torch; use adamw8bit",
             ),
             (
                 "optim: {type: prodigy}",
@@ -472,7 +475,8 @@ class TestForeignSpellings:
     )
     def test_block_swapping_and_low_vram_switches_are_answered_with_what_to_use(self, key: str) -> None:
         answer = (
-            "not with FSDP; use parallel.cpu_offload: true with parallel.strategy: full, or train.checkpointing: full"
+            "does not work with FSDP; use parallel.cpu_offload: true with parallel.strategy: full, "
+            "or train.checkpointing: full"
         )
         assert refusal(f"{DATA}{key}: 20\n") == [f"preset.yaml:2: {key}: {answer}"]
         assert refusal(f"{DATA}model: {{{key}: true}}\n") == [f"preset.yaml:2: model.{key}: {answer}"]

@@ -156,8 +156,11 @@ def test_another_type_of_adapter_leaves_out_what_only_the_file_s_type_has(tmp_pa
     ("override", "sentence"),
     [
         ("adapter=[1]", "command line: adapter: needs a section with type: "),
-        ("adapter=", "command line: adapter: is empty; name a field of it, as adapter.type, or leave it out"),
-        ("adapter={type: boft, rank: 4}", "command line: adapter.rank: is no field of adapter.type boft; "),
+        (
+            "adapter=",
+            "command line: adapter: is empty; give one of its fields, for example adapter.type, or leave it out",
+        ),
+        ("adapter={type: boft, rank: 4}", "command line: adapter.rank: is not a field of adapter.type boft; "),
         ("train={steps: 1, steps: 2}", "command line: train.steps: is given twice; remove one"),
         ("train=a: 1\nb: 2", "command line: train.a: unknown field"),
     ],

@@ -74,7 +74,7 @@ def test_the_command_line_takes_a_name(capsys):
     assert command_line.main(["--plan", "quickstart"]) == 0
     assert capsys.readouterr().out.startswith("quickstart: lora rank 16, ")
     assert command_line.main(["--headless", "quickstart", "train.steps=2"]) == 2
-    message = f"{QUICKSTART}:37: optim.warmup: 10 steps leave none of train.steps 2; lower it\n"
+    message = f"{QUICKSTART}:37: optim.warmup: must be less than train.steps 2, not 10; lower it\n"
     assert capsys.readouterr().err == message
 
 

@@ -73,7 +73,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"optim": {"schedule": "cosine", "warmup": 20}, "train": {"steps": 20}},
-        "optim.warmup: 20 steps leave none of train.steps 20; lower it",
+        "optim.warmup: must be less than train.steps 20, not 20; lower it",
     ),
     (
         {"optim": {"type": "schedulefree", "schedule": "linear"}},
@@ -89,28 +89,28 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"parallel": {"strategy": "none", "devices": 2}},
-        "parallel.strategy: none is for one rank, but there are 2; use full, or ddp for copies",
+        "parallel.strategy: none is for a single rank, but there are 2; use full, or ddp for a copy on every rank",
     ),
-    ({"parallel": {"nodes": 2}}, "parallel.rendezvous: 2 nodes need host:port of the first one"),
+    ({"parallel": {"nodes": 2}}, "parallel.rendezvous: 2 nodes need host:port of the first node"),
     (
         {"cluster": {"slurm": {"nodes": 4}}},
-        "cluster.slurm.nodes: is written from parallel.nodes; set that",
+        "cluster.slurm.nodes: is derived from parallel.nodes; set that instead",
     ),
     (
         {"cluster": {"slurm": {"--partition": "gpu"}}},
-        "cluster.slurm: '--partition' is no long option of sbatch; write it without dashes: partition",
+        "cluster.slurm: '--partition' is not a long sbatch option; write it without dashes: partition",
     ),
     (
         {"cluster": {"slurm": {"comment": "one\ntwo"}}},
-        "cluster.slurm.comment: holds a line break; write one line",
+        "cluster.slurm.comment: contains a line break; write one line",
     ),
     (
         {"parallel": {"nodes": 2, "rendezvous": "node0"}},
-        "parallel.rendezvous: 'node0' is not host:port, as node0:29400",
+        "parallel.rendezvous: 'node0' is not host:port, for example node0:29400",
     ),
     (
         {"parallel": {"nodes": 2, "rendezvous": "node0:70000"}},
-        "parallel.rendezvous: 'node0:70000' is not host:port, as node0:29400",
+        "parallel.rendezvous: 'node0:70000' is not host:port, for example node0:29400",
     ),
     (
         {"parallel": {"strategy": "hybrid", "devices": 4, "shard_size": 3}},
@@ -143,7 +143,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"sample": {"every": 10}},
-        "sample.prompts: sample.every is 10 but there is no prompt; add one or set every: 0",
+        "sample.prompts: sample.every is 10, but there are no prompts; add one or set sample.every: 0",
     ),
     (
         {"sample": {"prompts": ["a photo of [trigger]"]}},
@@ -151,11 +151,11 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"data": {"path": "photos", "masks": "photos"}},
-        "data.masks: photos is the folder of the data itself; name another",
+        "data.masks: photos is the folder of the training data itself; name another",
     ),
     (
         {"data": {"folders": [{"path": "photos"}], "regularization": "photos"}},
-        "data.regularization: photos is the folder of the data itself; name another",
+        "data.regularization: photos is the folder of the training data itself; name another",
     ),
     (
         {"data": {"path": "photos", "mask_background": 0.1}},
@@ -171,7 +171,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"adapter": {"type": "lokr", "factor": 0}},
-        "adapter.factor: 0 is no size; use 1 to 1024, or -1 for factors as near to square as can be",
+        "adapter.factor: 0 is not a size; use 1 to 1024, or -1 for factors as close to square as possible",
     ),
     (
         {"quantize": {"keep": ["attn"]}},
@@ -179,7 +179,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"quantize": {"format": "nf4"}, "adapter": ADAPTER_NONE},
-        "quantize.format: nf4 is for what is frozen, but the whole model is trained; train an adapter (adapter.type), "
+        "quantize.format: nf4 is for frozen layers, but the whole model is trained; train an adapter (adapter.type), "
         "or set none",
     ),
     (
@@ -189,7 +189,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"stages": [{"name": "warm"}, {"name": "warm"}]},
-        "stages[1].name: 'warm' is the name of two stages; give each its own",
+        "stages[1].name: 'warm' is the name of two stages; give each its own name",
     ),
 ]
 
@@ -219,9 +219,9 @@ def test_what_goes_together_is_accepted(sections: dict[str, Any]) -> None:
 
 def test_all_broken_rules_are_named_at_once() -> None:
     assert problems_of({"data": {}, "parallel": {"nodes": 2}, "sample": {"every": 1}}) == [
-        "parallel.rendezvous: 2 nodes need host:port of the first one",
+        "parallel.rendezvous: 2 nodes need host:port of the first node",
         "data.path: no images or text given; name a folder",
-        "sample.prompts: sample.every is 1 but there is no prompt; add one or set every: 0",
+        "sample.prompts: sample.every is 1, but there are no prompts; add one or set sample.every: 0",
     ]
 
 
@@ -231,7 +231,7 @@ def test_all_broken_rules_are_named_at_once() -> None:
 )
 def test_true_is_not_read_as_the_number_one(section: str, field: str) -> None:
     values = {field: True, **({"type": "lora"} if section == "adapter" else {})}
-    with pytest.raises(ValidationError, match="true and false are no numbers"):
+    with pytest.raises(ValidationError, match="expected a number, got true/false"):
         RunConfig.model_validate({"data": {"path": "photos"}, section: values})
 
 

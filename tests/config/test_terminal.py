@@ -13,7 +13,7 @@ from tests.commands import LAUNCH, preset_folder
 from trainer.config.schema import RunConfig
 from trainer.config.terminal import complain, printable, say, shortened
 from trainer.launcher.commands import explain
-from trainer.launcher.console import BarFace, PlainFace
+from trainer.launcher.console import BarDisplay, LineDisplay
 from trainer.run import failure
 from trainer.run.events import EventWriter, SampleEvent, StatusEvent, WarningEvent
 from trainer.run.folder import RunDir
@@ -108,11 +108,11 @@ def test_what_a_run_says_is_shown_by_escapes_in_lines_and_in_the_bar(
         StatusEvent(state="training", message=EVIL),
     )
     for event in events:
-        PlainFace(1).show(event)
+        LineDisplay(1).show(event)
     lines = capsys.readouterr().out
     assert is_harmless(lines) and lines.count(SHOWN) == 4
     monkeypatch.setenv("COLUMNS", "300")
-    with BarFace(1) as bar:
+    with BarDisplay(1) as bar:
         for event in events:
             bar.show(event)
     shown = capsys.readouterr().out

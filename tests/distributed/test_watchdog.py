@@ -37,7 +37,7 @@ from trainer.run.events import (
 )
 from trainer.run.folder import RunDir
 from trainer.run.manifest import complete, steps_in
-from trainer.run.preemption import Preemption, noted
+from trainer.run.preemption import Preemption, catch_preemption
 
 WORKER = '''
 """The trainer, but rank 1 goes its own way after the second step: as the run is named."""
@@ -244,7 +244,7 @@ def test_a_rank_that_is_long_in_one_thing_shows_that_it_lives(tmp_path: Path, mo
 
 def test_a_signal_is_known_while_the_main_thread_is_in_torch(tmp_path: Path) -> None:
     heard = []
-    with noted() as preemption:
+    with catch_preemption() as preemption:
         listener = threading.Thread(target=lambda: heard.append((time.sleep(0.3), preemption.by)))
         listener.start()
         os.kill(os.getpid(), signal.SIGUSR1)

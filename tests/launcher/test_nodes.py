@@ -109,7 +109,7 @@ def test_two_machines_come_to_the_weights_of_one(folder, machines):
     with Pair(folder, machines, *started) as pair:
         (code, out, err), (joined, said) = pair.end()
     assert (code, err) == (0, "")
-    assert (joined, said.splitlines()[-1]) == (0, "done; node 0 tells how the run ended")
+    assert (joined, said.splitlines()[-1]) == (0, "done; node 0 reports how the run ended")
     assert out.splitlines()[-1] == f"{pair.run.export}/fox.safetensors"
     weights = load_file(pair.run.export / "fox.safetensors")
     assert difference(weights, weights_of_one_machine(folder, *changes)) <= 1e-6

@@ -54,8 +54,8 @@ def test_a_plan_comes_with_the_advice_on_the_run() -> None:
     done = answer("presets/sdxl-loha-1gpu.yaml", "optim.lr=1e-4", "--gpus", "1x12gb")
     assert done.returncode == 0
     assert done.stderr == (
-        "note: command line: optim.lr: 0.0001 is a usual rate for lora, with which loha learns about ten times as "
-        "slowly; try 10 times as much\n"
+        "note: command line: optim.lr: 0.0001 is a usual learning rate for lora, but loha learns about ten times "
+        "more slowly with it; try 10 times as much\n"
     )
 
 

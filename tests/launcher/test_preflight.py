@@ -115,7 +115,7 @@ def test_a_rendezvous_port_that_another_program_holds_is_told_before_anybody_wai
         place = f"127.0.0.1:{other.getsockname()[1]}"
         done = launch_py(folder, "--headless", "preset.yaml", "parallel.nodes=2", f"parallel.rendezvous={place}")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"parallel.rendezvous: another program holds {place}; end it or name another port\n"
+    assert done.stderr == f"parallel.rendezvous: another program uses {place}; end it or choose another port\n"
     assert not (folder / "runs").exists()
 
 

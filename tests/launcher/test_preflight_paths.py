@@ -26,7 +26,7 @@ def read(text: str, *overrides: str) -> ConfigFile:
     return load_config(preset, (*overrides, "model.family=flux2"))
 
 
-def test_every_folder_and_model_that_does_not_exist_is_named_with_its_line(self, folder: Path) -> None:
+def test_every_folder_and_model_that_does_not_exist_is_named_with_its_line(folder: Path) -> None:
     (folder / "photos").mkdir()
     (folder / "notes.txt").touch()
     loaded = read(
@@ -37,14 +37,14 @@ def test_every_folder_and_model_that_does_not_exist_is_named_with_its_line(self,
         preflight.check_named(loaded)
     assert str(caught.value).splitlines() == [
         f"preset.yaml:3: data.path: no folder '{folder}/photo'; did you mean '{folder}/photos'?",
-        "preset.yaml:5: data.folders[1].path: no folder '/none'; name one that holds the images",
-        f"preset.yaml:4: data.validation: '{folder}/notes.txt' is a file; name the folder that holds the images",
+        "preset.yaml:5: data.folders[1].path: no folder '/none'; name the folder with the images",
+        f"preset.yaml:4: data.validation: '{folder}/notes.txt' is a file; name the folder with the images",
         "preset.yaml:1: model.path: no file or folder '/models/flux2'; "
-        "name a diffusers folder, a .safetensors file or a hub id as org/name",
+        "name a diffusers folder, a .safetensors file or a hub id (org/name)",
     ]
 
 
-def test_what_goes_with_the_data_is_looked_for_beside_the_file_too(self, folder: Path) -> None:
+def test_what_goes_with_the_data_is_looked_for_beside_the_file_too(folder: Path) -> None:
     (folder / "photos").mkdir()
     (folder / "fox.png").touch()
     loaded = read(
@@ -55,14 +55,15 @@ def test_what_goes_with_the_data_is_looked_for_beside_the_file_too(self, folder:
     with pytest.raises(ConfigError) as caught:
         preflight.check_named(loaded)
     assert str(caught.value).splitlines() == [
-        f"preset.yaml:3: data.masks: no folder '{folder}/mask'; name one that holds the images",
-        f"preset.yaml:4: data.regularization: no folder '{folder}/others'; name one that holds the images",
-        f"preset.yaml:5: data.references: '{folder}/fox.png' is a file; name the folder that holds the images",
+        f"preset.yaml:3: data.masks: no folder '{folder}/mask'; name the folder with the images",
+        f"preset.yaml:4: data.regularization: no folder '{folder}/others'; name the folder with the images",
+        f"preset.yaml:5: data.references: '{folder}/fox.png' is a file; name the folder with the images",
         f"preset.yaml:6: sample.references[1]: no file '{folder}/fix.png'; did you mean '{folder}/fox.png'?",
     ]
 
 
-def test_a_new_run_needs_the_file_that_its_adapter_starts_from(self, folder: Path) -> None:
+def test_a_new_run_needs_the_file_that_its_adapter_starts_from(folder: Path) -> None:
+    (folder / "photos").mkdir()
     (folder / "fox.safetensors").touch()
     (folder / "peft").mkdir()
     for start in ("fox.safetensors", "peft"):
@@ -74,7 +75,8 @@ def test_a_new_run_needs_the_file_that_its_adapter_starts_from(self, folder: Pat
     )
 
 
-def test_a_new_run_may_not_average_schedule_free_weights_again_but_an_older_one_is_read(self) -> None:
+def test_a_new_run_may_not_average_schedule_free_weights_again_but_an_older_one_is_read(folder: Path) -> None:
+    (folder / "photos").mkdir()
     refused = "optim.ema: 0.99 cannot be combined with optim.type schedulefree, which averages the weights itself"
     for text, place in (
         (f"{DATA}optim:\n  type: schedulefree\n  ema: 0.99\n", "preset.yaml:4"),
@@ -87,9 +89,10 @@ def test_a_new_run_may_not_average_schedule_free_weights_again_but_an_older_one_
         with pytest.raises(ConfigError) as caught:
             preflight.check_named(loaded)
         assert str(caught.value) == f"{place}: {refused}; set 0"
+        preflight.check_named(loaded, is_new=False)
 
 
-def test_a_config_whose_files_exist_passes(self, folder: Path) -> None:
+def test_a_config_whose_files_exist_passes(folder: Path) -> None:
     (folder / "photos").mkdir()
     for model in ("tiny", "demo", "org/name", str(folder)):
         preflight.check_named(read("data: {path: photos, validation: photos}\n", f"model.path={model}"))

@@ -14,7 +14,7 @@ from PIL import Image
 from tests.runs import run_config
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.launcher.queue import Queue, Settings, work_off
+from trainer.launcher.queue import Queue, Settings, run_queue
 from trainer.run import process
 
 # What the queue starts instead of the trainer: a run that does what its name says, once its file `go` is there.
@@ -160,11 +160,11 @@ def test_the_command_works_the_queue_off_and_tells_each_run(tmp_path, config, ca
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     queue.add(config("a"))
     queue.add(config("b-fails"))
-    assert work_off(tmp_path / "runs", print, module="queueworker") == 1
+    assert run_queue(tmp_path / "runs", print, module="queueworker") == 1
     said = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in said] == ["a", "b-fails"]
-    with queue.starting(), pytest.raises(InputError, match="starts its runs already"):
-        work_off(tmp_path / "runs", print)
+    with queue.starting(), pytest.raises(InputError, match="already starts runs from this queue"):
+        run_queue(tmp_path / "runs", print)
 
 
 def test_a_damaged_entry_is_put_aside_with_a_named_error_and_the_next_one_starts(queue: Queue, config):
@@ -190,7 +190,7 @@ def test_damaged_settings_start_nothing_until_they_are_changed(queue: Queue, con
     with queue.starting():
         assert queue.start_next() == []
     with pytest.raises(InputError, match=r"settings.json: damaged \(.*\); remove it, or change a setting in the page"):
-        work_off(queue.runs, print)
+        run_queue(queue.runs, print)
     queue.change(Settings())
     assert queue.problems() == [] and not queue.settings.is_paused
 

@@ -100,14 +100,15 @@ def test_an_option_of_sbatch_that_a_site_does_not_know_is_left_out(folder):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("nodes: null", "cluster.slurm.nodes: is written from parallel.nodes; set that"),
-        ("ntasks: 2", "cluster.slurm.ntasks: is one per node; set parallel.nodes"),
+        ("nodes: null", "cluster.slurm.nodes: is derived from parallel.nodes; set that instead"),
+        ("ntasks: 2", "cluster.slurm.ntasks: is one per node; set parallel.nodes instead"),
         ("array: 0-3", "cluster.slurm.array: would start one run several times at once; submit a job for each run"),
         (
             "ntasks-per-gpu: 1",
-            "cluster.slurm.ntasks-per-gpu: each node has one task, which starts its ranks; set parallel.devices",
+            "cluster.slurm.ntasks-per-gpu: each node has one task, which starts its ranks; "
+            "set parallel.devices instead",
         ),
-        ("p: gpu", "cluster.slurm: 'p' is no long option of sbatch; write it without dashes: partition"),
+        ("p: gpu", "cluster.slurm: 'p' is not a long sbatch option; write it without dashes: partition"),
     ],
 )
 def test_an_option_of_sbatch_that_would_make_another_run_is_refused(folder, option, message):
@@ -334,7 +335,7 @@ def test_a_train_job_is_named_after_its_run_in_letters_that_kubernetes_takes(run
         (["cluster.image=i"], "preset.yaml: cluster.volume: is empty; --kubernetes needs it"),
         (
             ["cluster.image=i", "cluster.volume=v", "cluster.mount=/data"],
-            "{folder}/runs: is not on the volume of the pods, which is at /data there; mount it at the same path here "
+            "{folder}/runs: is not on the volume that the pods mount at /data; mount it at the same path here "
             "and add --runs /data/runs, or set cluster.mount",
         ),
     ],

@@ -30,7 +30,7 @@ from trainer.run import process as processes
 from trainer.run.events import ErrorEvent, EventReader, EventWriter, StatusEvent
 from trainer.run.failure import OUT_OF_MEMORY
 from trainer.run.folder import RunDir
-from trainer.run.preemption import LEAVE
+from trainer.run.preemption import PREEMPTION_SIGNALS
 
 WORKER = '''
 """A rank that does what the run is named after. It imports no torch but for the decorator every rank has."""
@@ -172,8 +172,8 @@ def test_a_killed_rank_is_the_cause_although_another_rank_complained_first(start
     [log] = run.logs.glob("*/attempt_0/1/stderr.log")
     assert capsys.readouterr().err == (
         "error: rank 1, step 0: killed by SIGKILL\n"
-        "  what to do: probably the machine ran out of memory, or somebody killed it: use fewer ranks per machine, "
-        "lower train.micro_batch, or give it more memory; the system log tells\n"
+        "  what to do: the machine probably ran out of host memory, or the process was killed; the system log shows "
+        "which. Use fewer ranks per machine, lower train.micro_batch, or add memory\n"
         f"  log: {log}\n"
     )
 
@@ -184,7 +184,7 @@ def test_a_run_is_started_once_in_its_own_session_and_ctrl_c_stops_it(start, cap
     assert os.getsid(pid) == pid
     with pytest.raises(InputError) as error:
         torchrun.start(cfg, run, module="worker")
-    assert str(error.value) == f"{run.path}: is running already; stop it first, or start a new run"
+    assert str(error.value) == f"{run.path}: is already running; stop it first, or start a new run"
     wait_for(lambda: processes.status(run) == "training")
     processes.settle(run)  # a run under way is left alone
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -201,8 +201,11 @@ def test_a_run_is_started_once_in_its_own_session_and_ctrl_c_stops_it(start, cap
     assert errors_and_end(run) == [vars(StatusEvent(time=0, step=5, state="stopped"))]
 
 
-# SIGUSR1 and SIGTERM are noted alike.
-@pytest.mark.parametrize("number", [LEAVE[0], *(pytest.param(other, marks=pytest.mark.slow) for other in LEAVE[1:])])
+# Both preemption signals are handled alike.
+@pytest.mark.parametrize(
+    "number",
+    [PREEMPTION_SIGNALS[0], *(pytest.param(other, marks=pytest.mark.slow) for other in PREEMPTION_SIGNALS[1:])],
+)
 def test_a_scheduler_that_asks_to_leave_again_and_again_does_not_cost_the_checkpoint(start, capsys, number):
     cfg, run = start("patient")
     wait_for(lambda: processes.status(run) == "training")
@@ -235,7 +238,7 @@ def test_ranks_of_a_killed_torchrun_do_not_train_on(start):
     assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
     [error, _] = errors_and_end(run)
     assert (error["message"], error["remedy"]) == (
-        "torchrun ended without a message",
+        "torchrun exited without a message",
         "it was killed, or the machine ran out of memory: continue with --resume",
     )
 
@@ -349,7 +352,7 @@ def test_a_node_waits_for_the_first_one_and_joins_once(two_nodes):
     assert environment["GLOO_SOCKET_IFNAME"] == "lo"
     with pytest.raises(InputError) as error:
         torchrun.join(cfg.parallel, run, 1)
-    assert str(error.value) == f"{run.path}: node 1 of it runs on this machine already"
+    assert str(error.value) == f"{run.path}: node 1 of this run is already running on this machine"
     assert handle.process.poll() is None
     assert processes.status(run) == "created"
 
@@ -370,7 +373,7 @@ def test_a_node_that_is_none_of_the_others_cannot_join(two_nodes, node_rank, mes
 
 def test_a_run_on_one_node_waits_for_no_other(make_run):
     cfg, run = make_run("good")
-    with pytest.raises(InputError, match="waits for no other node"):
+    with pytest.raises(InputError, match="is a single-node run"):
         torchrun.join(cfg.parallel, run, 1)
 
 
@@ -417,8 +420,8 @@ def test_a_second_ctrl_c_ends_a_node_that_joined_with_all_its_ranks(two_nodes, c
     assert not any(rank.is_running() for rank in ranks)
     assert first.process.poll() is None
     told = capsys.readouterr()
-    assert told.out == "stopping all nodes after this step; Ctrl-C again ends this one at once\n"
-    assert told.err == "ended this node; the others notice that it is gone\n"
+    assert told.out == "stopping all nodes after this step; Ctrl-C again stops this node at once\n"
+    assert told.err == "stopped this node; the other nodes will detect it and exit\n"
 
 
 def test_who_starts_a_run_of_several_nodes_is_told_once_what_to_type_on_the_others(two_nodes, monkeypatch):
@@ -443,10 +446,10 @@ def test_the_log_of_a_node_never_gets_the_name_of_another_one(make_run):
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("192.0.2.1:29400", "192.0.2.1:29400 is not this machine; start the run there, and --join here"),
+        ("192.0.2.1:29400", "192.0.2.1:29400 is not this machine; start the run there, and use --join here"),
         (
             "nobody.invalid:29400",
-            "nobody.invalid:29400: no machine of the name nobody.invalid is known here; give the name or address by "
+            "nobody.invalid:29400: the host name nobody.invalid cannot be resolved here; give the name or address by "
             "which the other nodes reach this one",
         ),
     ],
@@ -485,7 +488,7 @@ def test_a_run_on_another_machine_lives_as_long_as_it_is_heard_of_and_is_never_j
         f"{run.path}: is running on gpu07; stop it first, or start a new run. If gpu07 is down, remove "
         f"{run.launch_file}"
     )
-    long_ago = time.time() - processes.UNHEARD_S
+    long_ago = time.time() - processes.MAX_SILENCE_S
     for file in (run.launch_file, run.events_file):
         os.utime(file, (long_ago, long_ago))
     assert processes.status(run) == "failed"
@@ -520,10 +523,10 @@ def test_the_end_of_a_run_elsewhere_is_seen_beside_lines_that_are_cut(make_run, 
     ran_on(run, "gpu07")
     end = json.dumps(vars(StatusEvent(state=state))).encode() + b"\n"
     half = b'{"step": 7, "type": "status", "sta'  # as a machine leaves it that lost its power
-    straddling = b'{"message": "' + b"x" * processes.LAST_WORDS + b'", "type": "status", "state": "training"}\n'
+    straddling = b'{"message": "' + b"x" * processes.TAIL_BYTES + b'", "type": "status", "state": "training"}\n'
     no_status = b'{"type": "status"}\n'  # as a stranger may write it
     for tail in (end, half + b"\n" + end, end + half, end + b'{"type": "step"}\n' * 9, end + no_status):
-        begin = len(straddling) - (processes.LAST_WORDS - len(tail))  # the window begins inside its line
+        begin = len(straddling) - (processes.TAIL_BYTES - len(tail))  # the window begins inside its line
         run.events_file.write_bytes(straddling + tail)
         assert begin > 0
         assert processes.alive(run) == (state == "training")
@@ -538,7 +541,7 @@ def test_the_end_of_a_run_elsewhere_is_seen_beside_lines_that_are_cut(make_run, 
 def test_a_scheduler_deals_the_numbers_of_the_nodes(monkeypatch, variables, number):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert network.dealt_node_rank() == number
+    assert network.scheduled_node_rank() == number
 
 
 def test_a_folder_of_the_same_name_in_the_current_one_is_not_taken_for_the_trainer(tmp_path):
@@ -591,8 +594,8 @@ def test_an_error_of_an_earlier_start_does_not_hide_that_of_the_latest(make_run)
 
 
 NO_MEETING = (
-    "the nodes did not meet: check that parallel.rendezvous is host:port of the first node, that --join was typed on "
-    "every other one within ten minutes, and that no firewall closes that port"
+    "the nodes did not connect: check that parallel.rendezvous is host:port of the first node, that --join was started "
+    "on every other node within ten minutes, and that no firewall blocks that port"
 )
 TABLE = """
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
@@ -745,7 +748,8 @@ def test_a_strangers_launch_file_that_names_another_process_ends_it_neither(make
         with pytest.raises(InputError) as error:
             processes.terminate(run)
         assert str(error.value) == (
-            f"{run.launch_file}: process {victim.pid} is not of this run folder and is left alone; remove the file"
+            f"{run.launch_file}: process {victim.pid} does not belong to this run folder and was not "
+            "stopped; remove the file"
         )
         assert victim.poll() is None
         victim.kill()
@@ -780,7 +784,7 @@ def test_a_run_is_neither_judged_nor_started_again_by_another_container_of_its_m
     before = run.events_file.read_bytes()
     assert seen_from_another_container(run) == (
         "True training",
-        f"{run.path}: is running on {socket.gethostname()} already, in another container; stop it first, or start a "
+        f"{run.path}: is already running on {socket.gethostname()}, in another container; stop it first, or start a "
         "new run",
     )
     assert (run.events_file.read_bytes(), processes.status(run)) == (before, "training")
@@ -878,11 +882,11 @@ def test_after_restarts_the_last_attempt_counts(make_run):
         ),
         (
             "DistNetworkError: The server socket has failed to listen: EADDRINUSE, Address already in use",
-            "another program holds the port: start again, or change parallel.rendezvous",
+            "another program uses the port: start again, or change parallel.rendezvous",
         ),
         (
             "FloatingPointError: step 7: the loss is not finite on 1 of 2 ranks",
-            "lower optim.lr, raise optim.warmup or set train.precision: fp32, and start again from the last checkpoint "
+            "lower optim.lr, raise optim.warmup or set train.precision: fp32, then continue from the last checkpoint "
             "with --resume",
         ),
         (

@@ -39,7 +39,7 @@ from trainer.run.events import (
     WarningEvent,
 )
 from trainer.run.folder import RunDir
-from trainer.run.preemption import LEAVE
+from trainer.run.preemption import PREEMPTION_SIGNALS
 
 NAMES = ("tensorboard", "wandb", "trackio")
 WANDB = Path(sys.executable).with_name("wandb")
@@ -467,7 +467,7 @@ def test_what_asks_the_ranks_to_leave_does_not_end_a_tracker(run: RunDir) -> Non
     with rank_0(run, "tensorboard"):
         process = tracker_of(run, "tensorboard")
         until(Files(run, "tensorboard").position.exists)
-        for number in LEAVE:
+        for number in PREEMPTION_SIGNALS:
             process.send_signal(number)
         write(run, step(1, 3.0), status("stopped", 1))
     until(lambda: not trackers(run))

@@ -217,5 +217,5 @@ def test_a_run_folder_of_an_earlier_version_keeps_what_it_held(tmp_path: Path) -
     assert list(family_facts.refused(cfg)) == []
     other = text_config(tmp_path, sample__steps=27)
     assert [str(problem) for problem in family_facts.refused(other)] == [
-        "sample.steps: means nothing to causal_lm, which is trained on text; leave it out"
+        "sample.steps: has no effect for causal_lm, which is trained on text; leave it out"
     ]

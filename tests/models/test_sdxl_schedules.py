@@ -327,7 +327,7 @@ def test_a_run_on_a_file_with_markers_says_so_once_and_exports_what_is_read_and_
 
 
 def test_the_field_cannot_be_set_with_a_prediction_of_noise(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="on needs a model that predicts velocity: noise is all there is at the"):
+    with pytest.raises(ValueError, match="on needs a model that predicts velocity, because the last timestep is"):
         run_config(tmp_path, model={"family": "sdxl"}, objective={"prediction": "epsilon", "zero_terminal_snr": "on"})
 
 
@@ -426,7 +426,7 @@ def test_a_sampler_that_cannot_be_used_is_replaced_by_eulers_method_and_the_reas
 def test_other_families_refuse_a_sampler(tmp_path: Path) -> None:
     with pytest.raises(RuleError) as caught:
         families.make(run_config(tmp_path, sample={"scheduler": "euler"}), tmp_path)
-    assert str(caught.value).startswith("sample.scheduler: means nothing to flux2")
+    assert str(caught.value).startswith("sample.scheduler: has no effect for flux2")
 
 
 # Sizes of images

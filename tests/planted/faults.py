@@ -203,8 +203,8 @@ FAULTS = (
     _fault(
         "a file that is replaced is not flushed before it gets its name",
         "trainer/config/files.py",
-        "    flush(draft)\n    os.replace(draft, final)\n    flush(final.parent)\n",
-        "    os.replace(draft, final)\n    flush(final)\n    flush(final.parent)\n",
+        "    flush(temporary)\n    os.replace(temporary, final)\n    flush(final.parent)\n",
+        "    os.replace(temporary, final)\n    flush(final)\n    flush(final.parent)\n",
         "config/test_power_cut.py",
         "config/test_files.py",
     ),

@@ -211,7 +211,7 @@ def test_a_run_goes_on_while_the_disk_is_full_and_says_how_many_events_were_lost
         writer.write(step_event(step))
     said = EventReader(file).read()
     assert [(event.type, event.step) for event in said] == [("warning", 0), ("warning", 6), ("step", 6), ("step", 7)]
-    assert said[1].message == "2 events before this found no room on the disk"
+    assert said[1].message == "2 events before this one were lost: disk full"
 
 
 def test_steps_repeated_after_a_resume_count_once_with_their_last_values():

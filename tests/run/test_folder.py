@@ -69,7 +69,7 @@ def test_a_folder_that_cannot_be_made_names_the_reason(tmp_path, cfg):
     with pytest.raises(InputError) as error:
         RunDir.create(tmp_path, cfg, at=tmp_path / "file" / "run")
     assert str(error.value) == (
-        f"{tmp_path}/file/run: cannot be made a run folder (Not a directory); name another place"
+        f"{tmp_path}/file/run: the run folder cannot be made (Not a directory); choose another path"
     )
 
 

@@ -95,7 +95,7 @@ def test_a_cache_that_cannot_be_a_folder_is_named_before_a_run_folder_is_made(tm
         preflight.new_run(load_config(preset), tmp_path / "runs")
     line = next(number for number, line in enumerate(preset.read_text().splitlines(), 1) if str(cache) in line)
     assert str(error.value) == (
-        f"{preset}:{line}: data.cache: {cache} cannot be made a folder (Not a directory); name another place, or "
+        f"{preset}:{line}: data.cache: the folder {cache} cannot be made (Not a directory); choose another path, or "
         "remove what is there"
     )
     assert not (tmp_path / "runs").exists()

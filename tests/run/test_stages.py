@@ -254,13 +254,17 @@ def test_a_config_with_stages_is_read_back_as_it_was_written(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ("name: tune", "name: pretrain", "23: stages[1].name: 'pretrain' is the name of two stages; give each its own"),
+        (
+            "name: tune",
+            "name: pretrain",
+            "23: stages[1].name: 'pretrain' is the name of two stages; give each its own name",
+        ),
         ("train.steps: 6", "train.steps: 0", "27: stages[1].set.train.steps: is 0, must be >= 1 and <= 10000000 steps"),
         ("train.steps: 6", "train.stepps: 6", "27: stages[1].set.train.stepps: unknown field; did you mean 'steps'?"),
         (
             "train.steps: 6",
             "parallel.devices: 2",
-            "27: stages[1].set.parallel.devices: is the same for all stages; set it outside of them",
+            "27: stages[1].set.parallel.devices: must be the same for all stages; set it outside of them",
         ),
         ("train.steps: 6", "model.path: tiny", "27: stages[1].set.model.path: comes from stage pretrain; leave it out"),
         (

@@ -323,7 +323,7 @@ def test_a_picture_is_looked_at_in_whole_patches_within_the_grid(
 def test_a_picture_larger_than_the_network_can_draw_is_refused(
     bench: Bench, changes: dict[str, Any], field: str
 ) -> None:
-    with pytest.raises(InputError, match=f"{field}: .* is more than the 1024 pixels bagel can draw; lower it"):
+    with pytest.raises(InputError, match=f"{field}: .* is more than the 1024 pixels that bagel supports; lower it"):
         families.make(bench.config(**changes), bench.root / "cache")
 
 
@@ -368,5 +368,5 @@ def test_a_folder_that_is_no_such_model_is_refused_with_what_is_missing(bench: B
 
 def test_other_models_refuse_questions(bench: Bench) -> None:
     cfg = run_config(bench.data, data__questions=str(bench.data / "questions.jsonl"))
-    with pytest.raises(InputError, match=r"data\.questions: means nothing to flux2"):
+    with pytest.raises(InputError, match=r"data\.questions: has no effect for flux2"):
         families.make(cfg, bench.root / "cache")

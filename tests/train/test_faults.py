@@ -76,8 +76,8 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_through_a_full_disk_until_ct
     assert (code, out[-1]) == (1, "failed")
     assert err == (
         f"error: rank 1, step {last_step(run)}: killed by SIGKILL\n"
-        "  what to do: probably the machine ran out of memory, or somebody killed it: use fewer ranks per machine, "
-        "lower train.micro_batch, or give it more memory; the system log tells\n"
+        "  what to do: the machine probably ran out of host memory, or the process was killed; the system log shows "
+        "which. Use fewer ranks per machine, lower train.micro_batch, or add memory\n"
         f"  log: {log}\n"
     )
     saved = complete(run.checkpoints)[-1]

@@ -272,7 +272,7 @@ def test_a_merged_model_is_the_trained_one_in_transformers(bench: Bench, adapter
         ),
         (
             {"data__resolution": 512},
-            "data.resolution: means nothing to causal_lm, which is trained on text; leave it out",
+            "data.resolution: has no effect for causal_lm, which is trained on text; leave it out",
         ),
         (
             {"data__validation": 3},

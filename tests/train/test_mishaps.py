@@ -163,7 +163,7 @@ def test_what_lies_where_a_folder_of_the_run_belongs_is_named_and_left_alone(
         with pytest.raises(InputError) as error:
             begin(cfg, run)
         assert str(error.value) == (
-            f"{run.path / name}: cannot be made a folder (File exists); move away what is there, or make {run.path} "
+            f"{run.path / name}: the folder cannot be made (File exists); move away what is there, or make {run.path} "
             "writable"
         )
     assert (run.path / name).read_text() == "mine"

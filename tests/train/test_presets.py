@@ -119,7 +119,7 @@ def test_a_preset_for_gpus_asks_for_the_user_s_pictures(name: str, tmp_path: Pat
     loaded = load_config(Path(shutil.copy(PRESETS / f"{name}.yaml", tmp_path / "presets")))
     with pytest.raises(ConfigError) as refused:
         preflight.check_named(loaded)
-    missing = {"data.path": f"no folder '{tmp_path / 'my-images'}'; name one that holds the images"}
+    missing = {"data.path": f"no folder '{tmp_path / 'my-images'}'; name the folder with the images"}
     if loaded.config.data.questions:
         missing["data.questions"] = f"no file '{tmp_path / 'my-questions.jsonl'}'; name a .jsonl file"
     assert str(refused.value) == "\n".join(f"{loaded.where(field)}: {field}: {why}" for field, why in missing.items())

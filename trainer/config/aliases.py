@@ -1,4 +1,4 @@
-"""Spellings of FSDP1 and of other trainers: what they mean here, or why they mean nothing here."""
+"""Names and values of FSDP1 and of other trainers: our equivalent, or why there is none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEYS = {
     "mixed_precision": "train.precision",
     "learning_rate": "optim.lr",
 }
-"""{key of another trainer, in any section: our field of the same meaning}"""
+"""{key of another trainer, in any section: our equivalent field}"""
 
 VALUES: Mapping[str, Mapping[str, str | int]] = {
     "parallel.strategy": {
@@ -41,48 +41,50 @@ VALUES: Mapping[str, Mapping[str, str | int]] = {
 """{our field: {value of another trainer, in lower case: our value}}"""
 
 ALSO = {("parallel.strategy", "_hybrid_shard_zero2"): ("parallel.reshard_after_forward", False)}
-"""What a foreign value says about a second field, which counts where that field is not given."""
+"""{(field, foreign value): (second field, value)}: a foreign value that also sets a second field, unless that field is
+given."""
 
 _FP16 = "overflows above 65504 and needs loss scaling; use bf16"
 
 REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
     "train.precision": dict.fromkeys(("fp16", "fp16-mixed", "16", "16-mixed", "16-true", "float16", "half"), _FP16),
     "optim.type": {
-        "muon": "differs by 1.5e-3 from one process when its weights are sharded; use adamw",
-        "adafactor": "raises on sharded weights (DTensors) in torch; use adamw8bit",
+        "muon": "gives results that differ by 1.5e-3 from one process if sharded; use adamw",
+        "adafactor": "raises an error on sharded weights (DTensors) in torch; use adamw8bit",
         "prodigy": "is not built in; use schedulefree, which needs no schedule either",
         "lion": "is not built in; use adamw, or adamw8bit for smaller state",
     },
 }
-"""{our field: {value of another trainer, in lower case: why it is refused, and what to use}}"""
+"""{our field: {value of another trainer, in lower case: why it is refused, and what to use instead}}"""
 
 REFUSED_KEYS = (
-    (r"limit_all_gathers", "FSDP2 limits its gathers by itself; remove it"),
+    (r"limit_all_gathers", "FSDP2 limits its all-gathers by itself; remove it"),
     (r"use_orig_params", "FSDP2 always keeps the original parameters; remove it"),
     (r"sync_module_states|cpu_ram_efficient_loading", "every rank reads only its own slices; remove it"),
-    (r"sync_batch_?norm", "no batch norm is trained; remove it"),
+    (r"sync_batch_?norm", "no model here has batch norm to train; remove it"),
     (
         r".*blocks?_(to_)?swap.*|swap_blocks|low_?vram|medvram|split_model_over_gpus|layer_offloading.*",
-        "not with FSDP; use parallel.cpu_offload: true with parallel.strategy: full, or train.checkpointing: full",
+        "does not work with FSDP; use parallel.cpu_offload: true with parallel.strategy: full, "
+        "or train.checkpointing: full",
     ),
 )
-"""(pattern of a key of another trainer, in any section; why it means nothing here)"""
+"""(pattern of a key of another trainer, in any section; why it is refused)"""
 
 
 def field_of(key: str) -> str | None:
-    """Our field for a key of another trainer, or None."""
+    """Return our field for a key of another trainer, or None."""
     return KEYS.get(_plain(key))
 
 
 def refused_key(key: str) -> str | None:
-    """Why a key of another trainer has no meaning here, or None when it is not known either."""
+    """Return why a key of another trainer is refused, or None for a key that is not in REFUSED_KEYS."""
     return next((answer for pattern, answer in REFUSED_KEYS if re.fullmatch(pattern, _plain(key))), None)
 
 
 def values_of(field: str, value: object) -> dict[str, str | int]:
-    """{our field: our value} for a foreign `value` of our `field`, empty when it is not foreign.
+    """Return {our field: our value} for a foreign `value` of our `field`; empty for a value that is not foreign.
 
-    The first is `field`; what follows counts where it is not given.
+    The first key is `field`. A second one, from ALSO, applies only if the config does not set it.
     """
     text = str(value).lower()
     if text not in VALUES.get(field, {}):
@@ -91,10 +93,10 @@ def values_of(field: str, value: object) -> dict[str, str | int]:
 
 
 def refused_value(field: str, value: object) -> str | None:
-    """Why a foreign `value` of our `field` is refused, or None."""
+    """Return why a foreign `value` of our `field` is refused, or None."""
     return REFUSED_VALUES.get(field, {}).get(str(value).lower())
 
 
 def _plain(key: str) -> str:
-    """Lower case, without the prefix that accelerate puts before FSDP's options."""
+    """Return the key in lower case, without accelerate's prefix for FSDP options."""
     return key.lower().removeprefix("fsdp_")

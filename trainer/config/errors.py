@@ -1,4 +1,4 @@
-"""What is wrong with a config or an input, in sentences for the user."""
+"""Errors about a config or an input, with messages for the user."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a config: the dotted field it concerns and a sentence with the remedy.
+    """One problem with a config.
 
-    depends_on: other fields that make it a problem. While one of them is invalid itself, nothing is known.
+    Attributes:
+        field: The dotted field it concerns.
+        message: What is wrong and the remedy, without the field.
+        depends_on: Other fields that make it a problem. While one of them is invalid itself, this problem is not
+            reported.
     """
 
     field: str
@@ -27,7 +31,7 @@ class InputError(ValueError):
 
 
 class RuleError(InputError):
-    """Fields that are each valid but do not go together. `problems` names every one of them."""
+    """Fields that are each valid but cannot be combined; `problems` holds one per combination."""
 
     def __init__(self, problems: tuple[Problem, ...]) -> None:
         super().__init__("\n".join(str(problem) for problem in problems))
@@ -35,7 +39,7 @@ class RuleError(InputError):
 
 
 def not_one_of(value: object, choices: Iterable[str]) -> str:
-    """Sentence for a value that is none of the choices, with the nearest one where there is one."""
+    """Return the message for a value that is not one of the choices; it names the most similar choice, if any."""
     names = tuple(choices)
     near = difflib.get_close_matches(str(value), names, 1)
     return f"'{value}' is not one of {', '.join(names)}" + (f"; did you mean '{near[0]}'?" if near else "")

@@ -1,6 +1,6 @@
-"""What is known of a model family without importing it, and torch with it.
+"""Static facts about the model families, available without importing them (and torch).
 
-`make schema` writes families.json from the families' own classes; a test compares the two.
+`make schema` writes families.json from the families' classes; a test compares the two.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ FACTS = Path(__file__).with_suffix(".json")
 
 @dataclass(frozen=True)
 class Distilled:
-    """A published model that was distilled to draw in few steps without guidance.
+    """A published model that was distilled to generate in few steps without guidance.
 
-    names: its own at the hub, and those of its single files.  base: hub id of the model to train in its place.  steps:
-    it draws in.  marks: {JSON file of its folder: {key: value}} that no base model of the family has; a key that is
-    not there counts as false.  architecture: its name in `model.options.architecture`, empty where it has none.
+    Attributes:
+        names: Its names on the hub and those of its single files.
+        base: Hub id of the model to train instead.
+        steps: Denoising steps it was made for.
+        marks: {JSON file of its folder: {key: value}} that no base model of the family has; a missing key counts as
+            false.
+        architecture: Its name in `model.options.architecture`; empty if it has none.
     """
 
     names: tuple[str, ...]
@@ -39,7 +43,7 @@ class Distilled:
 
 @dataclass(frozen=True)
 class FamilyFacts:
-    """The class attributes of the same names of a `ModelFamily`; components: names allowed in `model.train`."""
+    """The class attributes of a `ModelFamily` that have the same names. `components` are the keys of `model.train`."""
 
     trains_on: Literal["images", "text"]
     components: tuple[str, ...]
@@ -54,7 +58,7 @@ class FamilyFacts:
     distilled: tuple[Distilled, ...]
 
     def reads(self, field: str) -> bool:
-        """Whether a field of the config, as `objective.shift`, means something to models of this family."""
+        """Whether models of this family use a field of the config, for example `objective.shift`."""
         section, _, name = field.rpartition(".")
         if section == "objective":
             return name in self.objective_fields
@@ -71,19 +75,18 @@ class FamilyFacts:
 
 
 def trains_on(cfg: RunConfig) -> Literal["images", "text"]:
-    """What a run feeds to its model; images where the family is none."""
+    """Return whether a run trains on images or text. An unknown family counts as images."""
     known = of(cfg.model.family)
     return known.trains_on if known else "images"
 
 
 def size_field(cfg: RunConfig) -> str:
-    """The field that says how large an example is: pixels of an image's side, or tokens of a row."""
+    """The field with the size of an example: `data.resolution` in pixels, or `data.length` in tokens for text."""
     return {"images": "data.resolution", "text": "data.length"}[trains_on(cfg)]
 
 
 def refused(cfg: RunConfig) -> Iterator[Problem]:
-    """What is set in the sections `data` and `sample` and is more than the family can do, or means nothing to it and
-    would be ignored."""
+    """Yield values in the sections `data` and `sample` that the family does not support or would ignore."""
     known = of(cfg.model.family)
     if known is None:
         return
@@ -99,19 +102,19 @@ def refused(cfg: RunConfig) -> Iterator[Problem]:
             if name not in read and value not in unset:
                 yield Problem(
                     field,
-                    f"means nothing to {cfg.model.family}, which is trained on {known.trains_on}; leave it out",
+                    f"has no effect for {cfg.model.family}, which is trained on {known.trains_on}; leave it out",
                 )
 
 
 def _too_large(cfg: RunConfig, longest: int | None) -> Iterator[Problem]:
     for field, side in (("data.resolution", cfg.data.resolution), ("sample.size", max(cfg.sample.size))):
         if longest is not None and side > longest:
-            yield Problem(field, f"{side} is more than the {longest} pixels {cfg.model.family} can draw; lower it")
+            yield Problem(field, f"{side} is more than the {longest} pixels that {cfg.model.family} supports; lower it")
 
 
 @functools.cache
 def of(family: str) -> FamilyFacts | None:
-    """The facts of a family, None for a name that is none."""
+    """Return the facts of a family, or None for an unknown name."""
     values = json.loads(FACTS.read_text(encoding="utf-8")).get(family)
     if values is None:
         return None

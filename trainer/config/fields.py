@@ -1,7 +1,7 @@
-"""The schema of RunConfig by location: what may stand there, and a sentence for a value that may not.
+"""The schema of RunConfig by location: which values each location accepts, and messages for those it does not.
 
 A location is a tuple of keys and list positions, `("data", "folders", 0, "path")`; its name is
-`data.folders[0].path`. Nothing here knows of files.
+`data.folders[0].path`. This module does not deal with files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator
 
 @dataclass(frozen=True)
 class Limit:
-    """A bound of a number, as `>= 1`."""
+    """A bound of a number, for example `>= 1`."""
 
     symbol: str
     bound: Any
@@ -42,10 +42,14 @@ class Limit:
 
 @dataclass(frozen=True)
 class Slot:
-    """What may stand at one location.
+    """The values that one location accepts.
 
-    annotation: its type, without Annotated.  unit: of a number.  path: "file", "folder", "model" or nothing, as in
-    `sections.option`.  help: the field's description.
+    Attributes:
+        annotation: The type, without Annotated.
+        limits: Bounds of a number.
+        unit: Unit of a number.
+        path: "file", "folder", "model" or empty, as in `sections.option`.
+        help: The field's description.
     """
 
     annotation: Any
@@ -56,42 +60,42 @@ class Slot:
 
     @functools.cached_property
     def options(self) -> tuple[Any, ...]:
-        """The members of a union, None aside; of anything else the type itself."""
+        """The members of a union except None; for any other type, the type itself."""
         members = get_args(self.annotation) if get_origin(self.annotation) in (Union, types.UnionType) else ()
         return tuple(_bare(member) for member in members if member is not type(None)) or (self.annotation,)
 
     @property
     def is_text(self) -> bool:
-        """Whether text may stand here and nothing else."""
+        """Whether only text is accepted."""
         return self.options == (str,)
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether nothing (null) may stand here."""
+        """Whether null is accepted."""
         return type(None) in get_args(self.annotation)
 
     @property
     def sections(self) -> tuple[type[Section], ...]:
-        """The section that stands here, several where `type` selects one, none where a value stands."""
+        """The section at this location: several if `type` selects one of them, none if this is a value."""
         return tuple(kind for kind in self.options if isinstance(kind, type) and issubclass(kind, Section))
 
     @property
     def tags(self) -> dict[str, type[Section]]:
-        """{value of `type`: section} where `type` selects one of several sections."""
+        """{value of `type`: section} if `type` selects one of several sections, else empty."""
         return {kind.model_fields["type"].default: kind for kind in self.sections if len(self.sections) > 1}
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of the sections that may stand here."""
+        """The keys of all sections that are accepted here."""
         return tuple(dict.fromkeys(key for kind in self.sections for key in kind.model_fields))
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The words of a Literal."""
+        """The words that a Literal accepts."""
         return tuple(word for kind in self.options if get_origin(kind) is Literal for word in get_args(kind))
 
     def child(self, key: str | int) -> Slot | None:
-        """What may stand at `key` below this, or None when nothing may."""
+        """Return the slot at `key` below this one, or None if there is none."""
         if key == "type" and self.tags:
             return Slot(functools.reduce(operator.or_, (Literal[tag] for tag in self.tags)))
         for kind in self.sections:
@@ -104,7 +108,7 @@ class Slot:
         return None
 
     def reason(self, value: object) -> str:
-        """Why `value`, which may not stand here, may not."""
+        """Return why `value` is not accepted here, with the remedy. It must be a value that is not accepted."""
         if value is None:
             return f"is empty; give it {self.needs}, or remove it"
         if _is_number(value) and not all(limit.allows(value) for limit in self.limits):
@@ -116,7 +120,7 @@ class Slot:
 
     @property
     def needs(self) -> str:
-        """What a value is called here: `none, full or a whole number`."""
+        """The accepted values in words: `none, full or a whole number`."""
         if self.tags:
             return f"a section with type: {' or '.join(self.tags)}"
         kinds = [_kind(kind) for kind in self.options if get_origin(kind) is not Literal]
@@ -129,9 +133,9 @@ ROOT = Slot(RunConfig)
 
 @functools.lru_cache(maxsize=1024)
 def slot(loc: Loc) -> Slot | None:
-    """What may stand at `loc` in a config, or None when there is no such field.
+    """Return the slot at `loc` in a config, or None for a field that does not exist.
 
-    Where `type` selects a section, the fields of each of them are found.
+    Where `type` selects one of several sections, the fields of all of them exist.
     """
     here: Slot | None = ROOT
     for key in loc:
@@ -140,26 +144,26 @@ def slot(loc: Loc) -> Slot | None:
 
 
 def name(loc: Loc) -> str:
-    """The location as it is written: `data.folders[0].path`. A key that a terminal would not show is in quotes."""
+    """Return the location as text: `data.folders[0].path`. A key that a terminal would not show is quoted."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{_visible(key)}" for key in loc).removeprefix(".")
 
 
 def nearest(loc: Loc) -> Loc | None:
-    """The field that the unknown field `loc` was probably meant to be: of this name elsewhere, or spelled like it."""
+    """Return the field that an unknown `loc` probably means: one of the same name elsewhere, or of similar spelling."""
     above, key = slot(loc[:-1]), str(loc[-1])
     elsewhere = [tuple(field.split(".")) for field in all_names() if field.rpartition(".")[2] == key]
-    beside = [(*loc[:-1], near) for near in difflib.get_close_matches(key, above.keys if above else (), 1, cutoff=0.7)]
-    return next(iter([*elsewhere, *beside]), None)
+    similar = [(*loc[:-1], near) for near in difflib.get_close_matches(key, above.keys if above else (), 1, cutoff=0.7)]
+    return next(iter([*elsewhere, *similar]), None)
 
 
 @functools.cache
 def all_names() -> tuple[str, ...]:
-    """The name of every field that is not inside a list."""
+    """Return the name of every field that is not inside a list."""
     return tuple(_names_below(ROOT, ()))
 
 
 def shown(value: object) -> str:
-    """A value as a config file shows it, shortened."""
+    """Return a value as a config file shows it, shortened to 80 characters."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
@@ -181,7 +185,7 @@ def _slot_of(field: FieldInfo) -> Slot:
         limits=_limits(field.metadata),
         unit=str(extra.get("unit", "")),
         path=str(extra.get("path", "")),
-        help=" ".join((field.description or "").split()),  # breaks of the source's lines are no breaks of the text
+        help=" ".join((field.description or "").split()),  # line breaks of the source are not part of the text
     )
 
 
@@ -210,7 +214,7 @@ def _limits(metadata: Iterable[Any]) -> tuple[Limit, ...]:
 
 
 def _kind(annotation: Any) -> str:
-    """What a value of this type is called."""
+    """Return the name of a type in words."""
     arguments = get_args(annotation)
     if get_origin(annotation) is dict:
         return f"a section, each value {Slot(_bare(arguments[1])).needs}"

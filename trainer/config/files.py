@@ -1,6 +1,6 @@
-"""Files that a power cut, another process or a stranger may have had their hands on. No torch here.
+"""Read and write files safely against power cuts, other processes and untrusted content. Imports no torch.
 
-What is replaced is on the disk before it gets its name. What is read may be anything: a pipe that never ends, a
+A replaced file is on the disk before it gets its name. A file to read may be anything: a pipe that never ends, a
 device, a folder, a gigabyte, half a sentence.
 """
 
@@ -24,85 +24,101 @@ from trainer.config.errors import InputError
 
 MIB = 2**20
 MOST_BYTES = 64 * MIB
-"""Of a file that is read whole and that a person or this program wrote."""
+"""Largest size of a file that is read whole and that a person or this program wrote."""
 MOST_SHOWN = 200
-"""Letters of a place in a file that an error names."""
+"""Longest location within a file that an error shows, in characters."""
 NOT_REGULAR = "not a regular file; remove it, or put a file in its place"
 T = TypeVar("T")
 
 
 def replace(file: Path, content: str | bytes, mode: int | None = None) -> None:
-    """Write a whole file, or leave what was there. The folder must exist. An existing file keeps its permissions and,
-    where that is allowed, its group.
+    """Write a whole file atomically. The folder must exist.
 
-    mode: the permissions that it gets instead.
-    When this returns, the content is on the disk: after a power cut the file holds the former content or this one.
-    Raises OSError, as for a full disk.
+    When this returns, the content is on the disk: after a power cut the file holds either the former content or this
+    one. An existing file keeps its permissions and, if allowed, its group.
+
+    Args:
+        file: The file to write or replace.
+        content: Text is written as UTF-8.
+        mode: Permissions for the file, in place of those it had.
+
+    Raises:
+        OSError: It cannot be written, for example because the disk is full.
     """
-    with _draft(file, content) as draft:
+    with _temporary(file, content) as temporary:
         with suppress(FileNotFoundError):
             former = file.lstat()
             if stat.S_ISREG(former.st_mode):
                 mode = stat.S_IMODE(former.st_mode) if mode is None else mode
                 with suppress(PermissionError):  # a group that this user is not in
-                    os.chown(draft, -1, former.st_gid)
+                    os.chown(temporary, -1, former.st_gid)
         if mode is not None:
-            draft.chmod(mode)
-        rename(draft, file)
+            temporary.chmod(mode)
+        rename(temporary, file)
 
 
 def create(file: Path, content: str | bytes) -> None:
-    """Write a new file whole, or none, as `replace` does. Of several writers of one name the first one wins.
+    """Write a new file atomically, as `replace` does. If several writers use the same name, the first one wins.
 
-    Raises FileExistsError where there is one.
+    Raises:
+        FileExistsError: The file exists.
+        OSError: It cannot be written.
     """
-    with _draft(file, content) as draft:
-        flush(draft)
+    with _temporary(file, content) as temporary:
+        flush(temporary)
         try:
-            os.link(draft, file)
+            os.link(temporary, file)
         except FileExistsError:
             raise
-        except OSError:  # a file system without hard links, as exFAT: empty for a moment
+        except OSError:  # a file system without hard links, such as exFAT: the file is empty for a moment
             os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-            os.replace(draft, file)
-        draft.unlink(missing_ok=True)
+            os.replace(temporary, file)
+        temporary.unlink(missing_ok=True)
         flush(file.parent)
 
 
 @contextmanager
-def _draft(file: Path, content: str | bytes) -> Iterator[Path]:
-    """A file next to `file` that holds the content, and is removed when anything goes wrong in the block."""
-    draft = file.with_name(f".{os.getpid()}-{threading.get_ident()}.part")
+def _temporary(file: Path, content: str | bytes) -> Iterator[Path]:
+    """Yield a temporary file next to `file` with the content. It is removed if the block raises."""
+    temporary = file.with_name(f".{os.getpid()}-{threading.get_ident()}.part")
     try:
-        draft.write_bytes(content.encode() if isinstance(content, str) else content)
-        yield draft
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        yield temporary
     except BaseException:
-        draft.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def put_aside(path: Path, folder: Path | None = None) -> Path:
-    """Give the name of something damaged free, whatever it is. folder: where to, else where it lies. Returns where.
+    """Rename a damaged file or folder, so that its name is free again.
 
-    Raises OSError where it cannot be moved.
+    Args:
+        path: The damaged file or folder.
+        folder: Where to move it. None: it stays in its folder.
+
+    Returns:
+        Its new path.
+
+    Raises:
+        OSError: It cannot be moved.
     """
-    home = folder or path.parent
-    home.mkdir(parents=True, exist_ok=True)
-    aside = home / f"{path.name}.damaged-{time.time_ns()}"
+    target = folder or path.parent
+    target.mkdir(parents=True, exist_ok=True)
+    aside = target / f"{path.name}.damaged-{time.time_ns()}"
     os.replace(path, aside)
     flush(aside.parent)
     return aside
 
 
-def rename(draft: Path, final: Path) -> None:
-    """Give a file that is complete, or a folder of such, its name: what is on the disk is on it under that name."""
-    flush(draft)
-    os.replace(draft, final)
+def rename(temporary: Path, final: Path) -> None:
+    """Give a complete file or folder its final name. On return, both the content and the name are on the disk."""
+    flush(temporary)
+    os.replace(temporary, final)
     flush(final.parent)
 
 
 def flush_all(path: Path) -> None:
-    """Return when a file, or a folder with all that is in it, is on the disk."""
+    """Return when a file, or a folder with everything in it, is on the disk."""
     if path.is_dir():
         for inner in path.iterdir():
             flush_all(inner)
@@ -122,10 +138,11 @@ def flush(path: Path) -> None:
 
 
 def opened(file: Path) -> BufferedReader:
-    """A regular file, open for reading. Waits for nothing.
+    """Open a regular file for reading, without ever blocking.
 
-    Raises FileNotFoundError or another OSError, and InputError for a folder, a pipe, a socket, a device or links in a
-    loop.
+    Raises:
+        OSError: It does not exist or cannot be opened.
+        InputError: It is a folder, a pipe, a socket, a device or a loop of links.
     """
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
@@ -140,16 +157,21 @@ def opened(file: Path) -> BufferedReader:
 
 
 def unreadable(file: Path | str, error: OSError) -> InputError:
-    """The error about a file that is there and cannot be read."""
+    """Return the InputError for a file that exists but cannot be read."""
     return InputError(f"{file}: cannot be read ({error.strerror}); repair or remove it")
 
 
 def read(file: Path, at_most: int = MOST_BYTES) -> bytes:
-    """The content of a regular file. Raises as `opened` does, and InputError for one that is longer."""
+    """Return the content of a regular file.
+
+    Raises:
+        OSError: It does not exist or cannot be read.
+        InputError: It is not a regular file, or is longer than `at_most` bytes.
+    """
     with opened(file) as stream:
-        size = os.fstat(stream.fileno()).st_size  # room is made for all that is asked for, at once
+        size = os.fstat(stream.fileno()).st_size  # read() allocates as many bytes as it is asked for
         content = stream.read(min(size, at_most) + 1)
-        if size < len(content) <= at_most:  # one that grows, or of /proc, which have no size
+        if size < len(content) <= at_most:  # a growing file, or one in /proc, which has no size
             content += stream.read(at_most + 1 - len(content))
     if len(content) > at_most:
         raise InputError(f"{file}: longer than {at_most / MIB:g} MiB; remove it, or put a shorter one in its place")
@@ -157,9 +179,17 @@ def read(file: Path, at_most: int = MOST_BYTES) -> bytes:
 
 
 def read_json(file: Path, kind: TypeAdapter[T], remedy: str = "repair or remove it", at_most: int = MOST_BYTES) -> T:
-    """What a JSON file holds, checked. Raises OSError and InputError as `read` does, and InputError for a damaged one.
+    """Read a JSON file and validate it.
 
-    remedy: what the user may do about a damaged file.
+    Args:
+        file: The file to read.
+        kind: The type it must hold.
+        remedy: What the user can do about a damaged file.
+        at_most: Largest size in bytes.
+
+    Raises:
+        OSError: It does not exist or cannot be read.
+        InputError: It is damaged, too long or not a regular file.
     """
     content = read(file, at_most)
     try:
@@ -169,17 +199,16 @@ def read_json(file: Path, kind: TypeAdapter[T], remedy: str = "repair or remove 
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first thing that is wrong with some data, with its place in them, in one line."""
+    """Return the first problem of invalid data in one line, with its location in the data."""
     first = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(map(str, first["loc"]))
-    place = (place if place.isprintable() else ascii(place))[:MOST_SHOWN]
-    return f"{place}: {first['msg']}" if place else first["msg"]
+    location = ".".join(map(str, first["loc"]))
+    location = (location if location.isprintable() else ascii(location))[:MOST_SHOWN]
+    return f"{location}: {first['msg']}" if location else first["msg"]
 
 
 @contextmanager
 def locked(file: Path) -> Iterator[None]:
-    """Only one process and thread at a time is inside the block. file: made where it is missing; its content counts
-    for nothing."""
+    """Hold an exclusive lock on `file`, which is created if missing, across processes and threads."""
     lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -189,10 +218,13 @@ def locked(file: Path) -> Iterator[None]:
 
 
 def make_private(folder: Path) -> Path:
-    """Make a folder that only its owner may look into, or close one that others could. Returns it.
+    """Make a folder that only its owner can access, or remove the access of others to an existing one. Returns it.
 
-    One that is shared with a group (setgid, and writable by the group) stays so and is closed to all others. A link,
-    and a folder of another user, are left as they are. Raises OSError where nothing can be written.
+    A folder that is shared with a group (setgid and writable by the group) stays shared with it and is closed to all
+    others. A link and a folder of another user are not changed.
+
+    Raises:
+        OSError: The folder cannot be made or changed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     status = folder.lstat()
@@ -205,7 +237,7 @@ def make_private(folder: Path) -> Path:
 
 
 def private_mode(folder: Path) -> int:
-    """The permissions of a file in this folder that only its owner reads, and the group that shares the folder."""
+    """Return the permissions for a private file in this folder: for its owner, and the group that shares the folder."""
     return 0o660 if _is_shared(folder.stat().st_mode) else 0o600
 
 
@@ -214,9 +246,10 @@ def _is_shared(mode: int) -> bool:
 
 
 def make_private_if_new(folder: Path) -> None:
-    """Make a folder that only its owner may look into. One that exists keeps its permissions: a user may share it.
+    """Make a folder that only its owner can access. An existing one keeps its permissions: a user may share it.
 
-    Raises OSError where nothing can be written, or something else is there.
+    Raises:
+        OSError: The folder cannot be made, or the path is not a folder.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):

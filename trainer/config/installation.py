@@ -1,7 +1,7 @@
-"""Where the program's own files lie and how it is started: from a checkout, or installed by pip. Standard library only.
+"""Where the program's files are and how to start it: from a checkout, or installed by pip. Standard library only.
 
 The wheel holds the top-level folder `presets` as `trainer/presets` (`[tool.setuptools]` in pyproject.toml). An editable
-install is a checkout. What is installed may be read-only: nothing is written there.
+install counts as a checkout. An installation may be read-only, so nothing is written there.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ COMMAND = "shardstudio"
 """The console script."""
 _INSTALLED_PRESETS = Path(__file__).parents[1] / "presets"
 CHECKOUT = None if _INSTALLED_PRESETS.is_dir() else Path(__file__).parents[2]
-"""The root of the checkout, None where the program is installed from a wheel."""
+"""The root of the checkout; None if the program is installed from a wheel."""
 PRESETS = CHECKOUT / "presets" if CHECKOUT else _INSTALLED_PRESETS
 
 
 def program() -> str:
-    """What to type to start the program, for help and examples: as it was started, where that is known."""
+    """Return the command that starts the program, for help and examples: the one it was started with, if known."""
     return COMMAND if CHECKOUT is None or Path(sys.argv[0]).name == COMMAND else "python launch.py"
 
 
 def start_command() -> list[str]:
-    """What starts the program from any folder and by any shell, as a job or another machine has it."""
+    """Return the command that starts the program from any folder and shell, for example in a cluster job."""
     if CHECKOUT:
         return [sys.executable, str(CHECKOUT / "launch.py")]
     script = Path(sys.executable).with_name(COMMAND)  # pip puts it elsewhere for --user and --target

@@ -1,6 +1,6 @@
-"""A config file and `key=value` overrides, to a RunConfig, and back.
+"""Load a config file with `key=value` overrides into a RunConfig, and dump it.
 
-Everything that is wrong is reported at once, sorted by line, as `file:line: field: reason; did you mean 'x'?`.
+All problems are reported at once, sorted by line, as `file:line: field: reason; did you mean 'x'?`.
 `python -m trainer.config.load` writes presets/schema.json.
 """
 
@@ -26,18 +26,19 @@ from trainer.config.sections import MODEL_WORDS, NAME_HELP, NAME_PATTERN, half_c
 from trainer.config.yaml12 import Loc
 
 MOST_GUESSES = 20
-"""Unknown fields for which one that is spelled like it is looked for."""
+"""Number of unknown fields for which a field of similar spelling is searched."""
 MOST_FINDINGS = 200
-"""Values of a wrong type that are named at once."""
+"""Number of invalid values that are reported at once."""
 MOST_STAGES = 32
-"""Each is checked as a config of its own."""
+"""Largest number of stages. Each is checked as a separate config."""
 SCHEMA = PRESETS / "schema.json"
 
 
 class ConfigError(InputError):
-    """All that is wrong with a config file and its overrides, one problem per line.
+    """Every problem with a config file and its overrides, one per line.
 
-    problems: the same by field, none where the file as a whole is no config.
+    Attributes:
+        problems: The same problems by field; empty if the file as a whole is not a config.
     """
 
     def __init__(self, text: str, problems: Sequence[Problem] = ()) -> None:
@@ -47,63 +48,78 @@ class ConfigError(InputError):
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """A loaded config. source: the file as given.
+    """A loaded config.
 
-    notes: a sentence per foreign spelling that was understood, per field that was left out, and per piece of advice.
+    Attributes:
+        config: The config.
+        source: The file, as given.
+        notes: A sentence for each foreign spelling that was translated, each field that was left out, and each advice.
+        origins: {name of a field that was given: its file and line, or `command line`}.
     """
 
     config: RunConfig
     source: Path
     notes: tuple[str, ...]
-    places: Mapping[str, str] = dataclasses.field(repr=False)
-    """{name of a field that was given: where}"""
+    origins: Mapping[str, str] = dataclasses.field(repr=False)
 
     def where(self, field: str) -> str:
-        """`presets/x.yaml:6`, `command line` for an override, the file alone for a default."""
-        return self.places.get(field, str(self.source))
+        """Return where a field was given: `presets/x.yaml:6`, `command line`, or the file alone for a default."""
+        return self.origins.get(field, str(self.source))
 
     def refuse(self, problems: Sequence[Problem]) -> None:
-        """Raises ConfigError with the place of each of the problems, if there are any."""
+        """Raise ConfigError with the origin of each problem, if there are any."""
         if problems:
             text = "\n".join(_on_one_line(f"{self.where(problem.field)}: {problem}") for problem in problems)
             raise ConfigError(text, problems)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> ConfigFile:
-    """Read a YAML file, apply `key=value` overrides (dotted keys, YAML values), validate.
+    """Read a YAML file, apply overrides and validate.
 
-    Relative paths in the file are relative to its folder, those in overrides to the current folder; so are those of an
-    installed preset that lead out of its folder.
-    Raises ConfigError with every problem there is.
+    Relative paths in the file are relative to its folder. Those in overrides, and those in an installed preset that
+    lead out of its folder, are relative to the current folder.
+
+    Args:
+        path: The file.
+        overrides: `key=value` with dotted keys and YAML values.
+
+    Raises:
+        ConfigError: It holds every problem.
     """
     return load_config_text(_read_text(path), overrides, path)
 
 
 def load_config_text(text: str, overrides: Sequence[str], path: Path) -> ConfigFile:
-    """What `load_config` makes of a file that holds this text and lies at `path`, whether it does or not."""
-    draft = _Draft(str(path))
-    draft.add(_parsed(text, draft), Path(os.path.abspath(path)).parent)
+    """Do the same as `load_config` for a file at `path` with this text. The file need not exist."""
+    reader = _ConfigReader(str(path))
+    reader.add(_parsed(text, reader), Path(os.path.abspath(path)).parent)
     for override in overrides:
-        _add_override(override, draft)
-    draft.leave_out_other_types()
-    config = _validate(draft)
+        _add_override(override, reader)
+    reader.leave_out_other_types()
+    config = _validate(reader)
     if config is not None and len(config.stages) > MOST_STAGES:
-        draft.report(("stages",), f"has {len(config.stages)} stages, the most are {MOST_STAGES}; leave some out")
+        reader.report(("stages",), f"has {len(config.stages)} stages, at most {MOST_STAGES} are allowed; remove some")
     elif config is not None:
-        _report_stages(config, draft)
-    if draft.findings or config is None:
-        findings = sorted(draft.findings)
+        _report_stages(config, reader)
+    if reader.findings or config is None:
+        findings = sorted(reader.findings)
         problems = [Problem(finding.field, finding.message) for finding in findings]
         raise ConfigError("\n".join(map(str, findings)), problems)
-    draft.notes += _advice(config, draft)
-    places = {name(loc): str(place) for loc, place in draft.places.items()}
-    return ConfigFile(config, path, tuple(draft.notes), places)
+    reader.notes += _advice(config, reader)
+    origins = {name(loc): str(origin) for loc, origin in reader.origins.items()}
+    return ConfigFile(config, path, tuple(reader.notes), origins)
 
 
 def stage_config(cfg: RunConfig, index: int, given: Sequence[str] = ()) -> RunConfig:
-    """The config of one stage of a run, without stages. given: further fields, as `key=value`.
+    """Return the config of one stage of a run, itself without stages.
 
-    Raises ConfigError for what is wrong with it.
+    Args:
+        cfg: Config of the run.
+        index: Index of the stage.
+        given: Further fields, as `key=value`.
+
+    Raises:
+        ConfigError: It holds every problem of this stage.
     """
     overrides = [f"{field}={json.dumps(value)}" for field, value in cfg.stages[index].set.items()]
     text = yaml12.dump(cfg.model_dump(mode="json", exclude={"stages"}))
@@ -111,17 +127,17 @@ def stage_config(cfg: RunConfig, index: int, given: Sequence[str] = ()) -> RunCo
 
 
 def stage_configs(cfg: RunConfig) -> list[RunConfig]:
-    """The configs of the stages in their order, or the whole config of a run without stages."""
+    """Return the configs of all stages in order, or the config itself for a run without stages."""
     return [stage_config(cfg, index) for index in range(len(cfg.stages))] or [cfg]
 
 
 def _on_one_line(sentence: str) -> str:
-    """The sentence with what a terminal would not show, as line breaks in a value, written as in Python."""
+    """Return the sentence with unprintable characters, such as line breaks in a value, escaped as in Python."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in sentence)
 
 
 def dump_config(config: RunConfig) -> str:
-    """The config as YAML, complete with all defaults. `load_config` of it gives an equal config."""
+    """Return the config as YAML with all defaults. `load_config` reads it back as an equal config."""
     return yaml12.dump(config.model_dump(mode="json"))
 
 
@@ -131,8 +147,14 @@ def write_schema(path: Path) -> None:
     files.replace(path, json.dumps(schema, indent=1, ensure_ascii=False) + "\n")
 
 
-class Place(NamedTuple):
-    """Where something was given; line 0 for a source as a whole. The command line sorts after the file."""
+class Origin(NamedTuple):
+    """Where a value was given: a line of the file, or the command line, which sorts after the file.
+
+    Attributes:
+        override: Whether it was given on the command line.
+        line: Line in the file, from 1; 0 for the source as a whole.
+        source: The file, or "command line".
+    """
 
     override: bool
     line: int
@@ -142,72 +164,84 @@ class Place(NamedTuple):
         return f"{self.source}:{self.line}" if self.line else self.source
 
 
-COMMAND_LINE = Place(True, 0, "command line")
+COMMAND_LINE = Origin(True, 0, "command line")
 
 
 class Finding(NamedTuple):
-    """A problem and its place. Sorts by place."""
+    """A problem and its origin, by which findings are sorted."""
 
-    place: Place
+    origin: Origin
     field: str
     message: str
 
     def __str__(self) -> str:
-        return _on_one_line(f"{self.place}: {self.field}: {self.message}")
+        return _on_one_line(f"{self.origin}: {self.field}: {self.message}")
 
 
-class _Draft:
-    """A config while it is read: what was given, where, and what is wrong with it so far.
+class _ConfigReader:
+    """Collects the values of a config from its sources, their origins, and the problems found so far.
 
-    values: {field: value}; a list or mapping that is the value of one field is kept whole.
-    places: {location: place} of all that was written, sections and list items too.
-    broken: names of fields whose value is unknown: it is wrong, or a misspelt key was perhaps meant to give it.
+    Attributes:
+        file: Origin that stands for the file as a whole.
+        values: {location of a field: value}. A list or mapping that is the value of one field is one entry.
+        origins: {location: origin} of everything that was given, including sections and list items.
+        broken: Names of fields whose value is unknown: it is invalid, or a misspelt key may have been meant to set it.
+        findings: The problems.
+        notes: As in ConfigFile.
     """
 
     def __init__(self, source: str) -> None:
-        self.file = Place(False, 0, source)
+        self.file = Origin(False, 0, source)
         self.values: dict[Loc, Any] = {}
-        self.places: dict[Loc, Place] = {}
-        self._named: dict[str, Place] = {}
+        self.origins: dict[Loc, Origin] = {}
+        self._named: dict[str, Origin] = {}
         self._num_unknown = 0
         self.broken: set[str] = set()
         self.findings: list[Finding] = []
         self.notes: list[str] = []
 
     def add(self, tree: Mapping[str, Any], folder: Path) -> None:
-        """Take over what a source gives. folder: what its relative paths are relative to."""
+        """Add the values of a source. Its relative paths are relative to `folder`."""
         leaves = {loc: value for loc, value in _leaves(tree, self) if not self._is_unwritable(loc, value)}
         given: dict[Loc, Any] = {}
         implied: dict[Loc, Any] = {}
-        for loc in sorted(leaves, key=lambda loc: slot(loc) is None):  # ours first: a foreign key must not repeat one
+        for loc in sorted(
+            leaves, key=lambda loc: slot(loc) is None
+        ):  # our fields first, so that a foreign key that repeats one is found
             target = loc if slot(loc) else self._foreign_target(loc, given)
             meant = self._translated(loc, target, leaves[loc]) if target else {}
             implied.update(meant)
             given.update({key: value for key, value in meant.items() if key == target})
-            self.put({key: self.place(name(loc)) for key in meant if key not in leaves})
+            self.record_origins({key: self.origin_of(name(loc)) for key in meant if key not in leaves})
         for loc, value in (implied | given).items():
             if loc == ("stages",) and isinstance(value, list):
                 self.values[loc] = [_stage_resolved(stage, folder) for stage in value]
             else:
                 self.values[loc] = _resolved(slot(loc), value, folder)
 
-    def put(self, places: Mapping[Loc, Place]) -> None:
-        """Note where something was given."""
-        self.places.update(places)
-        self._named.update({name(loc): place for loc, place in places.items()})
+    def record_origins(self, origins: Mapping[Loc, Origin]) -> None:
+        """Record where locations were given."""
+        self.origins.update(origins)
+        self._named.update({name(loc): origin for loc, origin in origins.items()})
 
-    def forget_places(self, above: Loc) -> None:
-        """Forget where all that is at or below a location was given."""
-        self.places = {loc: place for loc, place in self.places.items() if loc[: len(above)] != above}
-        self._named = {name(loc): place for loc, place in self.places.items()}
+    def forget_origins(self, above: Loc) -> None:
+        """Remove the origins of a location and everything below it."""
+        self.origins = {loc: origin for loc, origin in self.origins.items() if loc[: len(above)] != above}
+        self._named = {name(loc): origin for loc, origin in self.origins.items()}
 
     def report(self, loc: Loc, message: str, below: Loc = ()) -> None:
-        """Note a problem at `loc`, and that its value is unknown. below: what was given of it, if it has no place."""
+        """Record a problem at `loc`, whose value is then unknown.
+
+        Args:
+            loc: The location.
+            message: What is wrong.
+            below: A location below it that was given, for the origin if `loc` itself has none.
+        """
         self.broken.add(name(loc))
-        self.findings.append(Finding(self.place(name(loc), name(below)), name(loc), message))
+        self.findings.append(Finding(self.origin_of(name(loc), name(below)), name(loc), message))
 
     def _is_unwritable(self, loc: Loc, value: Any) -> bool:
-        """Whether a text of the value is none that a file can hold; reports it."""
+        """Whether the value holds text that a file cannot hold; reports it."""
         for text in _texts(value):
             if fault := "holds a null byte; remove it" if "\0" in text else half_character(text):
                 self.report(loc, fault)
@@ -215,12 +249,12 @@ class _Draft:
         return False
 
     def report_unknown(self, loc: Loc) -> None:
-        """Note a field that does not exist, once for all that is below it."""
+        """Record a field that does not exist, once for everything below it."""
         first = next(loc[:end] for end in range(1, len(loc) + 1) if slot(loc[:end]) is None)
         if name(first) in self.broken:
             return
         self._num_unknown += 1
-        # A comparison with all fields takes milliseconds, and a file of thousands of them is not a config.
+        # A comparison with all fields takes milliseconds, and a file with thousands of unknown fields is not a config.
         meant = nearest(first) if self._num_unknown <= MOST_GUESSES else None
         hint = ""
         if meant:
@@ -228,18 +262,18 @@ class _Draft:
             hint = f"; did you mean '{meant[-1] if meant[:-1] == first[:-1] else name(meant)}'?"
         self.report(first, f"unknown field{hint}", loc)
 
-    def place(self, *fields: str) -> Place:
-        """Where the first of the fields that was given stands, else the nearest section above the first."""
-        places = self._named
-        given = next((places[field] for field in fields if field in places), None)
+    def origin_of(self, *fields: str) -> Origin:
+        """Return the origin of the first of the fields that was given, else of the nearest section above the first."""
+        origins = self._named
+        given = next((origins[field] for field in fields if field in origins), None)
         above = fields[0]
         while given is None and above:
             above = above[: max(above.rfind("."), above.rfind("["), 0)]
-            given = places.get(above)
+            given = origins.get(above)
         return given or self.file
 
     def tree(self) -> dict[str, Any]:
-        """The values as nested sections. A section whose `type` is not given gets that of the default."""
+        """Return the values as nested sections. A section without a `type` gets the default one."""
         root: dict[str, Any] = {}
         for (*above, key), value in self.values.items():
             section = root
@@ -252,25 +286,25 @@ class _Draft:
         return root
 
     def drop(self, loc: Loc) -> None:
-        """Forget the value at `loc`, or the field it is part of."""
+        """Remove the value at `loc`, or of the field that contains it."""
         for given in list(self.values):
             if given[: len(loc)] == loc or loc[: len(given)] == given:
                 del self.values[given]
 
     def leave_out_other_types(self) -> None:
-        """When the command line changes a section's `type`, the file's fields for the old type go with it."""
+        """If the command line changes a section's `type`, leave out the file's fields for the old type."""
         for key, tags in _typed_sections().items():
             tag = self.values.get((key, "type"))
-            if not isinstance(tag, str) or tag not in tags or not self.place(f"{key}.type").override:
+            if not isinstance(tag, str) or tag not in tags or not self.origin_of(f"{key}.type").override:
                 continue
             for loc in [loc for loc in self.values if loc[0] == key and loc[1] not in tags[tag].model_fields]:
-                place = self.place(name(loc))  # of a field of free keys perhaps only one key has a place
-                if not place.override:
-                    self.notes.append(f"{place}: {name(loc)} is left out: {key}.type is {tag}")
+                origin = self.origin_of(name(loc))  # in a field with free keys, only some keys may have an origin
+                if not origin.override:
+                    self.notes.append(f"{origin}: {name(loc)} is left out: {key}.type is {tag}")
                     del self.values[loc]
 
     def _foreign_target(self, loc: Loc, given: Mapping[Loc, Any]) -> Loc | None:
-        """The field that a key of another trainer means; reports a key that means nothing here."""
+        """Return our field for a key of another trainer, or None and report a key without one."""
         refusal = next((why for key in loc if (why := aliases.refused_key(str(key)))), None)
         meant = aliases.field_of(str(loc[-1]))
         if refusal:
@@ -278,13 +312,13 @@ class _Draft:
         elif not meant:
             self.report_unknown(loc)
         elif tuple(meant.split(".")) in given:
-            self.report(loc, f"means {meant}, which is given too; remove one of them")
+            self.report(loc, f"means {meant}, which is also given; remove one of them")
         else:
             return tuple(meant.split("."))
         return None
 
     def _translated(self, loc: Loc, target: Loc, value: Any) -> dict[Loc, Any]:
-        """{field: value}: what `value`, written at `loc` for the field `target`, means in our words."""
+        """Return {location: our value} for a `value` that was given at `loc` and is meant for the field `target`."""
         field = name(target)
         refusal = aliases.refused_value(field, value)
         if refusal:
@@ -294,26 +328,26 @@ class _Draft:
         if loc == target and meant == {field: value}:
             return {loc: value}
         words = " and ".join(f"{key} {shown(word)}" for key, word in meant.items())
-        self.notes.append(f"{self.place(name(loc))}: {name(loc)} {shown(value)} is read as {words}")
+        self.notes.append(f"{self.origin_of(name(loc))}: {name(loc)} {shown(value)} is read as {words}")
         return {tuple(key.split(".")): word for key, word in meant.items()}
 
 
 def _leaves(
-    tree: Mapping[str, Any], draft: _Draft, here: Slot | None = ROOT, loc: Loc = ()
+    tree: Mapping[str, Any], reader: _ConfigReader, here: Slot | None = ROOT, loc: Loc = ()
 ) -> Iterator[tuple[Loc, Any]]:
-    """(field, value) of all that is given below `loc`; reports what stands where a section belongs."""
+    """Yield (location, value) of every field given below `loc`; report values where a section is expected."""
     for key, value in tree.items():
         at, below = (*loc, key), here.child(key) if here else None
         if isinstance(value, dict) and (below.sections if below else value):
-            yield from _leaves(value, draft, below, at)
+            yield from _leaves(value, reader, below, at)
         elif below is None or not below.sections:
             yield at, value
         elif value is not None or below.tags:
-            draft.report(at, below.reason(value))
+            reader.report(at, below.reason(value))
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in a value."""
+    """Yield every text in a value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -322,37 +356,37 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _typed_sections() -> dict[str, dict[str, Any]]:
-    """{key of a section of which there are several types: {type: class}}"""
+    """Return {key of a section with several types: {type: class}}."""
     tags = {key: here.tags for key in RunConfig.model_fields if (here := slot((key,)))}
-    return {key: found for key, found in tags.items() if found}
+    return {key: types for key, types in tags.items() if types}
 
 
 def _same_word(here: Slot | None, value: Any) -> Any:
-    """The word that is written in other letter case where only some words may stand."""
+    """Return a word in lower case if only that is an accepted word here; else the value unchanged."""
     if here and isinstance(value, str) and value not in here.words and value.lower() in here.words:
         return value.lower()
     return value
 
 
-def _report_stages(cfg: RunConfig, draft: _Draft) -> None:
-    """Report what is wrong with the fields of a stage."""
+def _report_stages(cfg: RunConfig, reader: _ConfigReader) -> None:
+    """Report the problems of every stage."""
     for index in range(len(cfg.stages)):
         try:
             stage_config(cfg, index)
         except ConfigError as error:
             for problem in error.problems:
                 field = f"stages[{index}].set.{problem.field}"
-                draft.findings.append(Finding(draft.place(field), field, problem.message))
+                reader.findings.append(Finding(reader.origin_of(field), field, problem.message))
 
 
-def _advice(cfg: RunConfig, draft: _Draft) -> list[str]:
-    """A sentence per piece of advice on the run, or on its stages."""
-    found = dict.fromkeys(one for part in stage_configs(cfg) for one in advice(part))
-    return [f"{draft.place(one.field)}: {one}" for one in found]
+def _advice(cfg: RunConfig, reader: _ConfigReader) -> list[str]:
+    """Return one sentence for each advice on the run or its stages."""
+    problems = dict.fromkeys(problem for part in stage_configs(cfg) for problem in advice(part))
+    return [f"{reader.origin_of(problem.field)}: {problem}" for problem in problems]
 
 
 def _stage_resolved(stage: Any, folder: Path) -> Any:
-    """A stage with its fields in one mapping of dotted names, paths made absolute."""
+    """Return a stage with its fields as one mapping of dotted names, and with absolute paths."""
     if not isinstance(stage, dict) or not isinstance(stage.get("set"), dict):
         return stage
     fields = dict(_dotted(stage["set"]))
@@ -372,7 +406,7 @@ def _dotted(fields: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, A
 
 
 def _resolved(here: Slot | None, value: Any, folder: Path) -> Any:
-    """The value with its paths made absolute. What may also be a model's name stays when it is no path."""
+    """Return the value with absolute paths. The name of a model is kept unless it exists as a path."""
     if isinstance(value, list):
         return [_resolved(here.child(0) if here else None, item, folder) for item in value]
     if isinstance(value, dict):
@@ -386,19 +420,19 @@ def _resolved(here: Slot | None, value: Any, folder: Path) -> Any:
 
 
 def _absolute(value: str, folder: Path) -> str:
-    """A path as a file in `folder` names it.
+    """Return the absolute path of `value` in a file in `folder`.
 
-    A shipped preset names the user's own data beside its folder, as `../my-images`. In a checkout that is its root; an
-    installation's neighbours are packages, and the data is in the current folder.
+    A shipped preset names the user's data next to its folder, for example `../my-images`. In a checkout that is the
+    root; next to an installed preset are packages, and the data is looked for in the current folder.
     """
     if CHECKOUT is None and folder == PRESETS and value.startswith("../"):
         return os.path.abspath(value.removeprefix("../"))
     return os.path.normpath(folder / os.path.expanduser(value))
 
 
-def _parsed(text: str, draft: _Draft) -> dict[str, Any]:
-    """The text as nested mappings; its lines go into the draft. Raises ConfigError when it is no YAML mapping."""
-    path = draft.file.source
+def _parsed(text: str, reader: _ConfigReader) -> dict[str, Any]:
+    """Parse the text into nested mappings and record their lines. Raises ConfigError if it is not a YAML mapping."""
+    path = reader.file.source
     try:
         parsed = yaml12.parse(text)
     except yaml12.YamlError as error:
@@ -407,10 +441,10 @@ def _parsed(text: str, draft: _Draft) -> dict[str, Any]:
         raise ConfigError(f"{path}: is empty; name at least data.path")
     if not isinstance(parsed.value, dict):
         raise ConfigError(f"{path}:1: needs lines of field: value, not {shown(parsed.value)}")
-    draft.put({loc: draft.file._replace(line=line) for loc, line in parsed.lines.items()})
+    reader.record_origins({loc: reader.file._replace(line=line) for loc, line in parsed.lines.items()})
     for loc, line in parsed.repeated:
         message = f"is given twice, first in line {parsed.lines[loc]}; remove one"
-        draft.findings.append(Finding(draft.file._replace(line=line), name(loc), message))
+        reader.findings.append(Finding(reader.file._replace(line=line), name(loc), message))
     return parsed.value
 
 
@@ -433,39 +467,40 @@ def _read_text(path: Path) -> str:
 
 
 def similar_name(path: Path) -> str:
-    """Hint at the file or folder next to `path` whose name is nearest, empty where none is."""
+    """Return a hint at the file or folder next to `path` with the most similar name; empty if none is similar."""
     names = sorted(entry.name for entry in path.parent.glob("*"))
     near = difflib.get_close_matches(path.name, names, 1)
     return f"; did you mean '{path.with_name(near[0])}'?" if near else ""
 
 
-def _add_override(text: str, draft: _Draft) -> None:
+def _add_override(text: str, reader: _ConfigReader) -> None:
     key, equals, raw = text.partition("=")
     if not equals or not key.strip():
-        message = "is no override; write field=value, as train.steps=100"
-        draft.findings.append(Finding(COMMAND_LINE, shown(text), message))
+        message = "is not an override; write field=value, for example train.steps=100"
+        reader.findings.append(Finding(COMMAND_LINE, shown(text), message))
         return
     loc = _override_loc(key.strip())
     here, above = slot(loc), slot(loc[:-1])
-    if not (here and here.sections):  # the fields of a section that are not given stay as the file has them
-        draft.forget_places(loc)
-    draft.put({loc: COMMAND_LINE})
+    if not (here and here.sections):  # fields of a section that are not given keep the file's values
+        reader.forget_origins(loc)
+    reader.record_origins({loc: COMMAND_LINE})
     if above and not above.sections and not above.child(loc[-1]):
-        draft.report_unknown(loc)
+        reader.report_unknown(loc)
         return
     try:
-        value = _override_value(raw, loc, draft)
+        value = _override_value(raw, loc, reader)
     except yaml12.YamlError as error:
-        draft.report(loc, str(error))
+        reader.report(loc, str(error))
         return
     if value is None and here and here.sections:
-        draft.report(loc, f"is empty; name a field of it, as {name(loc)}.{here.keys[0]}, or leave it out")
+        reader.report(loc, f"is empty; give one of its fields, for example {name(loc)}.{here.keys[0]}, or leave it out")
         return
-    draft.add(_nested(loc, value, draft), Path.cwd())
+    reader.add(_nested(loc, value, reader), Path.cwd())
 
 
 def _override_loc(key: str) -> Loc:
-    """The dotted key as a location. What follows a field of free keys is one key: `adapter.rank_pattern.attn.to_q`."""
+    """Return the location of a dotted key. After a field with free keys, the rest is one key, as in
+    `adapter.rank_pattern.attn.to_q`."""
     parts = key.split(".")
     for end in range(1, len(parts)):
         here = slot(tuple(parts[:end]))
@@ -474,23 +509,23 @@ def _override_loc(key: str) -> Loc:
     return tuple(parts)
 
 
-def _override_value(raw: str, loc: Loc, draft: _Draft) -> Any:
-    """The YAML value. A field of text takes `2024` as it is: a shell removes the quotes that YAML would need."""
+def _override_value(raw: str, loc: Loc, reader: _ConfigReader) -> Any:
+    """Parse the YAML value. In a text field, `2024` stays text, because a shell removes the quotes YAML would need."""
     parsed = yaml12.parse(raw)
-    draft.put({(*loc, *below): COMMAND_LINE for below in parsed.lines})
+    reader.record_origins({(*loc, *below): COMMAND_LINE for below in parsed.lines})
     for below, _ in parsed.repeated:
-        draft.report((*loc, *below), "is given twice; remove one")
+        reader.report((*loc, *below), "is given twice; remove one")
     here, value = slot(loc), parsed.value
     if not here or not here.is_text or isinstance(value, str | list | dict) or (value is None and here.may_be_empty):
         return value
     return raw.strip()
 
 
-def _nested(loc: Loc, value: Any, draft: _Draft) -> dict[str, Any]:
-    """The value in the sections above it. One key of a field of free keys keeps the others."""
+def _nested(loc: Loc, value: Any, reader: _ConfigReader) -> dict[str, Any]:
+    """Return the value nested in its sections. A single key of a field with free keys keeps the other keys."""
     above = slot(loc[:-1])
     if above and not above.sections:
-        others = draft.values.get(loc[:-1])
+        others = reader.values.get(loc[:-1])
         loc, value = loc[:-1], {**(others if isinstance(others, dict) else {}), loc[-1]: value}
     for key in reversed(loc):
         value = {key: value}
@@ -498,31 +533,31 @@ def _nested(loc: Loc, value: Any, draft: _Draft) -> dict[str, Any]:
     return tree
 
 
-def _validate(draft: _Draft) -> RunConfig | None:
-    """The config, or None where it is wrong; the draft holds what is.
+def _validate(reader: _ConfigReader) -> RunConfig | None:
+    """Return the config, or None if it has problems, which are reported.
 
-    What is invalid is left out and the rest is tried again, so that one mistake hides no other.
+    Invalid values are left out and the rest is validated again, so that one mistake does not hide others.
     """
     while True:
         try:
-            return RunConfig.model_validate(draft.tree())
+            return RunConfig.model_validate(reader.tree())
         except ValidationError as error:
             errors = error.errors()[:MOST_FINDINGS]
         rule = errors[0].get("ctx", {}).get("error")
         if isinstance(rule, RuleError):
-            _report_rules(rule.problems, draft)
+            _report_rules(rule.problems, reader)
             return None
         problems = {_own_loc(error): error for error in errors}
         for loc, invalid in problems.items():
-            _report_invalid(loc, invalid, draft)
-        count = len(draft.values)
+            _report_invalid(loc, invalid, reader)
+        count = len(reader.values)
         for loc in problems:
-            draft.drop(loc)
-        assert len(draft.values) < count, "pydantic reports a field that was not given"
+            reader.drop(loc)
+        assert len(reader.values) < count, "pydantic reports a field that was not given"
 
 
 def _own_loc(error: Mapping[str, Any]) -> Loc:
-    """The location of what is wrong, without the types of sections and the members of unions that pydantic tried."""
+    """Return the location of a pydantic error, without the section types and union members that pydantic tried."""
     plain: Loc = ()
     for key in error["loc"]:
         here = slot(plain)
@@ -534,35 +569,37 @@ def _own_loc(error: Mapping[str, Any]) -> Loc:
     return (*plain, "type") if error["type"] == "union_tag_invalid" else plain
 
 
-def _report_invalid(loc: Loc, error: Mapping[str, Any], draft: _Draft) -> None:
+def _report_invalid(loc: Loc, error: Mapping[str, Any], reader: _ConfigReader) -> None:
     here, value = slot(loc), error["input"]
     match error["type"]:
         case "extra_forbidden" if here:
-            section, tag = str(loc[0]), draft.tree()[str(loc[0])]["type"]
-            draft.report(loc, f"is no field of {section}.type {tag}; remove it or change the type")
+            section, tag = str(loc[0]), reader.tree()[str(loc[0])]["type"]
+            reader.report(loc, f"is not a field of {section}.type {tag}; remove it or change the type")
         case "extra_forbidden":
-            draft.report_unknown(loc)
+            reader.report_unknown(loc)
         case "missing" if here:
-            draft.report(loc, f"is needed: {here.help}")
+            reader.report(loc, f"is needed: {here.help}")
         case "union_tag_invalid" if here:
-            draft.report(loc, here.reason(value["type"]))
+            reader.report(loc, here.reason(value["type"]))
         case "string_pattern_mismatch":
             is_name = error["ctx"]["pattern"] == NAME_PATTERN
-            draft.report(loc, f"{shown(value)} is not {NAME_HELP if is_name else 'a path from the root; begin with /'}")
+            reader.report(
+                loc, f"{shown(value)} is not {NAME_HELP if is_name else 'a path from the root; begin with /'}"
+            )
         case _ if here:
-            draft.report(loc, here.reason(value))
+            reader.report(loc, here.reason(value))
 
 
-def _report_rules(problems: Sequence[Problem], draft: _Draft) -> None:
-    """Report what does not go together, except where a field it depends on is itself unknown."""
+def _report_rules(problems: Sequence[Problem], reader: _ConfigReader) -> None:
+    """Report broken rules, except those that depend on a field whose value is unknown."""
     for problem in problems:
         fields = (problem.field, *problem.depends_on)
-        if not any(_overlap(one, other) for one in fields for other in draft.broken):
-            draft.findings.append(Finding(draft.place(*fields), problem.field, problem.message))
+        if not any(_overlap(one, other) for one in fields for other in reader.broken):
+            reader.findings.append(Finding(reader.origin_of(*fields), problem.field, problem.message))
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Whether two fields are the same, or one holds the other."""
+    """Whether two fields are the same, or one contains the other."""
     short, long = sorted((one, other), key=len)
     return long == short or long.startswith((f"{short}.", f"{short}["))
 

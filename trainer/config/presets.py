@@ -1,4 +1,4 @@
-"""Presets by name: those that come with the program and those saved beside the runs."""
+"""Presets by name: the built-in ones and those the user saved next to the runs."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from trainer.config.installation import PRESETS
 
 FIRST_PRESET = "quickstart"
 MOST_NEAR = 8
-"""Names that are suggested for an unknown one."""
+"""Largest number of names that are suggested for an unknown one."""
 
 
 def find_presets(own: Path, shipped: Path = PRESETS) -> dict[str, Path]:
-    """{name: file}: the quickstart first, then what was saved in the folder `own`, then the others."""
+    """Return {name: file}: the quickstart first, then the presets saved in the folder `own`, then the others."""
     files = [*sorted(own.glob("*.yaml")), *sorted(shipped.glob("*.yaml"))]
     named = {file.stem: file for file in reversed(files)}
     return dict(sorted(named.items(), key=lambda item: (item[0] != FIRST_PRESET, item[1].parent != own, item)))
 
 
 def preset_file(preset: str | Path, own: Path) -> Path:
-    """The file that is named, or the one of a preset of that name.
+    """Return the file of a preset, given as a file or by name.
 
-    A file that exists wins, also `NAME.yaml` in the current folder. What looks like a path is returned as it is.
+    An existing file wins, including `NAME.yaml` in the current folder. Anything that looks like a path is returned
+    unchanged.
 
     Args:
         preset: A file, or the name of a preset.
         own: The folder of saved presets.
 
     Raises:
-        InputError: For a word that is neither a file nor the name of a preset.
+        InputError: It is neither a file nor the name of a preset.
     """
     file, name = Path(preset), str(preset)
     if file.is_file() or len(file.parts) != 1 or file.suffix in (".yaml", ".yml"):

@@ -1,4 +1,4 @@
-"""RunConfig, and what must hold between its sections.
+"""RunConfig and the rules between its sections.
 
 Nothing here imports torch, and nothing assigns to a config after it was validated: a derived value is a property.
 """
@@ -47,7 +47,7 @@ from trainer.config.sections import (
 
 
 class RunConfig(Section):
-    """Everything that decides a run. Saved as `config.yaml` in the run folder, complete and resolved."""
+    """The complete configuration of a run. It is saved as `config.yaml` in the run folder, with all defaults."""
 
     name: str = option("run", pattern=NAME_PATTERN)
     """Name of the run and of the exported file."""
@@ -65,7 +65,8 @@ class RunConfig(Section):
     trackers: TrackersConfig = TrackersConfig()
     cluster: ClusterConfig = ClusterConfig()
     stages: tuple[StageConfig, ...] = ()
-    """Parts of the run that follow each other, each with its own torchrun and from the weights of the one before."""
+    """Consecutive parts of the run. Each is started by its own torchrun and continues from the weights of the one
+    before."""
 
     @model_validator(mode="after")
     def _check_rules(self) -> RunConfig:
@@ -76,7 +77,7 @@ class RunConfig(Section):
 
     @property
     def stage_steps(self) -> tuple[int, ...]:
-        """Optimizer steps of each stage; of a run without stages its own."""
+        """Optimizer steps of each stage; a run without stages counts as one stage."""
         return tuple(stage.set.get("train.steps", self.train.steps) for stage in self.stages) or (self.train.steps,)
 
     @property
@@ -89,8 +90,16 @@ class RunConfig(Section):
         return "merged" if "full" in self.model.train.values() else "adapter"
 
     def exporting(self, what: str, format: str | None, dtype: str | None) -> RunConfig:
-        """The config with another export. what: `auto` keeps the run's own.  format, dtype: None keeps the run's own
-        where it can carry `what`, else takes auto and bf16. Raises RuleError when the three do not go together."""
+        """Return the config with another export.
+
+        Args:
+            what: `export.what`; `auto` keeps the run's own.
+            format: `export.format`; None keeps the run's own if it can hold `what`, else takes auto.
+            dtype: `export.dtype`; None keeps the run's own if it can hold `what`, else takes bf16.
+
+        Raises:
+            RuleError: The three cannot be combined.
+        """
         wanted = self.export_what if what == "auto" else what
         if format is None:
             fits = self.export.format in export_formats(self.adapter.type, wanted)
@@ -106,27 +115,29 @@ class RunConfig(Section):
         return changed
 
     def mode(self, component: str) -> Literal["frozen", "adapter", "full"]:
-        """How a component of the model is trained: as `model.train` says, else by the adapter, or fully without one."""
+        """How a component of the model is trained: per `model.train`, else by the adapter, or fully without one."""
         if self.model.train:
             return self.model.train.get(component, "frozen")
         return "full" if isinstance(self.adapter, NoAdapter) else "adapter"
 
     def shards_gradients(self, strategy: str) -> bool:
-        """Whether no rank may hold the whole gradient, because it is as large as the sharded model.
+        """Whether gradients must stay sharded, because the whole gradient is as large as the sharded model.
 
-        strategy: `parallel.strategy` decided.
+        Args:
+            strategy: `parallel.strategy` with `auto` resolved.
         """
         trained = "full" in self.model.train.values() if self.model.train else isinstance(self.adapter, NoAdapter)
         return trained and strategy in ("full", "grad_op", "hybrid")
 
     @property
     def micro_steps(self) -> int:
-        """Passes per rank and optimizer step. The last may hold padding that carries no weight."""
+        """Forward passes per rank and optimizer step. The last one may hold padding, which has no weight in the
+        loss."""
         return math.ceil(self.train.batch_size / (self.parallel.world_size * self.train.micro_batch))
 
 
 def rules(cfg: RunConfig) -> Iterator[Problem]:
-    """Everything that is wrong although each field is valid by itself."""
+    """Yield every problem with a combination of fields that are each valid by themselves."""
     yield from _model_rules(cfg)
     yield from _adapter_rules(cfg)
     yield from _quantize_rules(cfg)
@@ -176,9 +187,10 @@ def _export_rules(cfg: RunConfig) -> Iterator[Problem]:
         )
     fitting = export_formats(adapter, cfg.export_what)
     if cfg.export.format not in fitting:
+        content = f"a {adapter} adapter" if cfg.export_what == "adapter" else "a whole model"
         yield Problem(
             "export.format",
-            f"{cfg.export.format} cannot carry {_carried(adapter, cfg.export_what)}; use {', '.join(fitting)}",
+            f"{cfg.export.format} cannot carry {content}; use {', '.join(fitting)}",
             depends_on=("adapter.type", "export.what", "model.train"),
         )
     if cfg.export.dtype == "fp8" and (cfg.export_what == "adapter" or cfg.export.format not in SINGLE_FILES):
@@ -191,9 +203,11 @@ def _export_rules(cfg: RunConfig) -> Iterator[Problem]:
 
 
 def export_formats(adapter: str, what: str) -> tuple[str, ...]:
-    """The formats that can carry what is exported; whether a family has a layout for each, the family knows.
+    """Return the formats that can hold an export. The model family decides which of them it has a layout for.
 
-    adapter: its type.  what: none, adapter, merged or full.
+    Args:
+        adapter: Type of the adapter.
+        what: none, adapter, merged or full.
     """
     if what == "none":
         return get_args(ExportFormat)
@@ -203,12 +217,8 @@ def export_formats(adapter: str, what: str) -> tuple[str, ...]:
     return ("auto", "comfyui", "lycoris") if adapter in ("diag-oft", "boft") else ADAPTER_FILES
 
 
-def _carried(adapter: str, what: str) -> str:
-    return f"a {adapter} adapter" if what == "adapter" else "a whole model"
-
-
 def _trained_rules(cfg: RunConfig) -> Iterator[Problem]:
-    """An adapter is trained somewhere when there is one, nowhere when there is none, and something is trained."""
+    """Check that something is trained, and that an adapter is trained if and only if the config has one."""
     modes, adapter = cfg.model.train, cfg.adapter.type
     if modes and set(modes.values()) == {"frozen"}:
         yield Problem("model.train", "freezes every component, so nothing is trained; set one to adapter or full")
@@ -229,7 +239,9 @@ def _trained_rules(cfg: RunConfig) -> Iterator[Problem]:
 
 def _adapter_rules(cfg: RunConfig) -> Iterator[Problem]:
     if isinstance(cfg.adapter, LokrAdapter) and cfg.adapter.factor == 0:
-        yield Problem("adapter.factor", "0 is no size; use 1 to 1024, or -1 for factors as near to square as can be")
+        yield Problem(
+            "adapter.factor", "0 is not a size; use 1 to 1024, or -1 for factors as close to square as possible"
+        )
     yield from _pattern_rules(cfg)
 
 
@@ -264,7 +276,7 @@ def _quantize_rules(cfg: RunConfig) -> Iterator[Problem]:
     ):
         yield Problem(
             "quantize.format",
-            f"{quantize.format} is for what is frozen, but the whole model is trained; train an adapter "
+            f"{quantize.format} is for frozen layers, but the whole model is trained; train an adapter "
             "(adapter.type), or set none",
             depends_on=("adapter.type", "model.train"),
         )
@@ -274,7 +286,7 @@ def _objective_rules(cfg: RunConfig) -> Iterator[Problem]:
     if cfg.objective.zero_terminal_snr == "on" and cfg.objective.prediction == "epsilon":
         yield Problem(
             "objective.zero_terminal_snr",
-            "on needs a model that predicts velocity: noise is all there is at the last timestep; set "
+            "on needs a model that predicts velocity, because the last timestep is pure noise; set "
             "objective.prediction: v_prediction, or set this to auto",
             depends_on=("objective.prediction",),
         )
@@ -287,13 +299,13 @@ def _optim_rules(cfg: RunConfig) -> Iterator[Problem]:
     if cfg.train.out_of_memory == "retry" and not cfg.parallel.max_restarts:
         yield Problem(
             "train.out_of_memory",
-            "retry starts the ranks again, but parallel.max_restarts is 0; set it to 2 or more",
+            "retry restarts the ranks, but parallel.max_restarts is 0; set it to 2 or more",
             depends_on=("parallel.max_restarts",),
         )
     if optim.schedule != "constant" and optim.warmup >= cfg.train.steps:
         yield Problem(
             "optim.warmup",
-            f"{optim.warmup} steps leave none of train.steps {cfg.train.steps}; lower it",
+            f"must be less than train.steps {cfg.train.steps}, not {optim.warmup}; lower it",
             depends_on=("optim.schedule", "train.steps"),
         )
     if optim.type == "schedulefree" and optim.schedule != "constant":
@@ -316,22 +328,22 @@ def _strategy_rules(cfg: RunConfig) -> Iterator[Problem]:
     if strategy == "none" and world > 1:
         yield Problem(
             "parallel.strategy",
-            f"none is for one rank, but there are {world}; use full, or ddp for copies",
+            f"none is for a single rank, but there are {world}; use full, or ddp for a copy on every rank",
             depends_on=("parallel.devices", "parallel.nodes"),
         )
     if parallel.nodes > 1 and not parallel.rendezvous:
         yield Problem(
             "parallel.rendezvous",
-            f"{parallel.nodes} nodes need host:port of the first one",
+            f"{parallel.nodes} nodes need host:port of the first node",
             depends_on=("parallel.nodes",),
         )
-    place = HOST_PORT.fullmatch(parallel.rendezvous) if parallel.rendezvous else None
-    if parallel.rendezvous and not (place and 0 < int(place["port"]) < 65536):
-        yield Problem("parallel.rendezvous", f"'{parallel.rendezvous}' is not host:port, as node0:29400")
+    endpoint = HOST_PORT.fullmatch(parallel.rendezvous) if parallel.rendezvous else None
+    if parallel.rendezvous and not (endpoint and 0 < int(endpoint["port"]) < 65536):
+        yield Problem("parallel.rendezvous", f"'{parallel.rendezvous}' is not host:port, for example node0:29400")
 
 
 def _group_rules(cfg: RunConfig) -> Iterator[Problem]:
-    """Which ranks share one copy of the parameters, and what of it is kept after forward."""
+    """Check which ranks share one copy of the parameters, and how much of it they keep after forward."""
     parallel, world = cfg.parallel, cfg.parallel.world_size
     strategy, reshard = parallel.strategy, parallel.reshard_after_forward
     sizes = ("parallel.strategy", "parallel.devices", "parallel.nodes")
@@ -381,10 +393,10 @@ def _data_rules(cfg: RunConfig) -> Iterator[Problem]:
 
 
 def _companion_rules(data: DataConfig) -> Iterator[Problem]:
-    """What goes with the images of the data lies in folders of its own, and is not weighted where there is none."""
+    """Check that masks, regularization images and references have their own folders, and no weight without a folder."""
     for name, folder in data.companions.items():
         if folder and folder in (data.path, *(one.path for one in data.folders)):
-            yield Problem(f"data.{name}", f"{folder} is the folder of the data itself; name another")
+            yield Problem(f"data.{name}", f"{folder} is the folder of the training data itself; name another")
     if data.mask_background and not data.masks:
         yield Problem("data.mask_background", "has no effect without data.masks; name the folder of masks")
     if data.regularization_weight != 1 and not data.regularization:
@@ -398,7 +410,7 @@ def _sample_rules(cfg: RunConfig) -> Iterator[Problem]:
     if sample.every and not sample.prompts and not sample.questions:
         yield Problem(
             "sample.prompts",
-            f"sample.every is {sample.every} but there is no prompt; add one or set every: 0",
+            f"sample.every is {sample.every}, but there are no prompts; add one or set sample.every: 0",
             depends_on=("sample.every",),
         )
     if sample.references and len(sample.references) != len(sample.prompts):
@@ -422,16 +434,17 @@ def _sample_rules(cfg: RunConfig) -> Iterator[Problem]:
 
 
 LOHA_RATE = 3e-4
-"""Learning rates below are usual for lora, where loha takes about ten times as many steps (see DECISIONS.md)."""
+"""Learning rates below this are usual for lora; with them, loha needs about ten times as many steps (DECISIONS.md)."""
 
 
 def advice(cfg: RunConfig) -> Iterator[Problem]:
-    """What is allowed but seldom meant, with what to do instead: for the person who starts a run, not for its log."""
+    """Yield settings that are allowed but rarely intended, each with a better one. They are shown at the start of a run
+    and not logged."""
     adapter = cfg.adapter
     if isinstance(adapter, LohaAdapter) and cfg.optim.lr < LOHA_RATE:
         yield Problem(
             "optim.lr",
-            f"{cfg.optim.lr:g} is a usual rate for lora, with which loha learns about ten times as slowly; "
+            f"{cfg.optim.lr:g} is a usual learning rate for lora, but loha learns about ten times more slowly with it; "
             "try 10 times as much",
         )
     if isinstance(adapter, LokrAdapter) and adapter.full_matrix and adapter.scale != 1:
@@ -439,7 +452,8 @@ def advice(cfg: RunConfig) -> Iterator[Problem]:
 
 
 def start_rules(cfg: RunConfig) -> Iterator[Problem]:
-    """What a new run may not combine; one that an earlier version started is still read, continued and exported."""
+    """Yield combinations that a new run may not have. A run that an earlier version started with one can still be read,
+    continued and exported."""
     if cfg.optim.type == "schedulefree" and cfg.optim.ema:
         yield Problem(
             "optim.ema",
@@ -449,12 +463,12 @@ def start_rules(cfg: RunConfig) -> Iterator[Problem]:
 
 
 SBATCH_OPTIONS = {
-    "nodes": "is written from parallel.nodes; set that",
-    "ntasks": "is one per node; set parallel.nodes",
-    "signal": "is written from cluster.warning; set that",
+    "nodes": "is derived from parallel.nodes; set that instead",
+    "ntasks": "is one per node; set parallel.nodes instead",
+    "signal": "is derived from cluster.warning; set that instead",
     "array": "would start one run several times at once; submit a job for each run",
 }
-"""{option of sbatch: why it is not taken}: with another value it would be another run."""
+"""{option of sbatch: why it is refused}: the run depends on its value."""
 
 
 def _cluster_rules(cfg: RunConfig) -> Iterator[Problem]:
@@ -463,12 +477,12 @@ def _cluster_rules(cfg: RunConfig) -> Iterator[Problem]:
             yield Problem(f"cluster.slurm.{name}", SBATCH_OPTIONS[name])
         elif name.startswith("ntasks-per-"):
             yield Problem(
-                f"cluster.slurm.{name}", "each node has one task, which starts its ranks; set parallel.devices"
+                f"cluster.slurm.{name}", "each node has one task, which starts its ranks; set parallel.devices instead"
             )
         elif not re.fullmatch(r"[a-z][a-z0-9-]+", name):
-            yield Problem("cluster.slurm", f"'{name}' is no long option of sbatch; write it without dashes: partition")
+            yield Problem("cluster.slurm", f"'{name}' is not a long sbatch option; write it without dashes: partition")
         elif not str(value).isprintable():
-            yield Problem(f"cluster.slurm.{name}", "holds a line break; write one line")
+            yield Problem(f"cluster.slurm.{name}", "contains a line break; write one line")
 
 
 OF_ALL_STAGES = (
@@ -483,19 +497,19 @@ OF_ALL_STAGES = (
     "cluster",
     "stages",
 )
-"""What cannot differ between the stages of a run."""
+"""Fields that all stages of a run share."""
 OF_THE_FIRST_STAGE = ("model.path", "model.base", "adapter.start")
-"""What the stages after the first have from the one before."""
+"""Fields that only the first stage may set: every later stage takes them from the one before."""
 
 
 def _stage_rules(cfg: RunConfig) -> Iterator[Problem]:
     names = [stage.name for stage in cfg.stages]
     for index, stage in enumerate(cfg.stages):
         if stage.name in names[:index]:
-            yield Problem(f"stages[{index}].name", f"'{stage.name}' is the name of two stages; give each its own")
+            yield Problem(f"stages[{index}].name", f"'{stage.name}' is the name of two stages; give each its own name")
         for field in stage.set:
-            place = f"stages[{index}].set.{field}"
+            set_field = f"stages[{index}].set.{field}"
             if any(f"{field}.".startswith(f"{fixed}.") for fixed in OF_ALL_STAGES):
-                yield Problem(place, "is the same for all stages; set it outside of them")
+                yield Problem(set_field, "must be the same for all stages; set it outside of them")
             elif index and any(f"{field}.".startswith(f"{first}.") for first in OF_THE_FIRST_STAGE):
-                yield Problem(place, f"comes from stage {names[index - 1]}; leave it out")
+                yield Problem(set_field, f"comes from stage {names[index - 1]}; leave it out")

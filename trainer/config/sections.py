@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
-NAME_HELP = "1 to 64 letters, digits, '_', '.' or '-', the first no '.' or '-'"
+NAME_HELP = "1 to 64 letters, digits, '_', '.' or '-', not beginning with '.' or '-'"
 MODEL_WORDS = ("tiny", "demo", "random")
 DEMO = Path(__file__).parents[1] / "assets" / "demo"
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.safetensors)", re.ASCII)
@@ -26,7 +26,7 @@ HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[^\s:\[\]]+):(?P<port>\d{1,5})")
 def _refuse_bool(value: object) -> object:
     """pydantic reads true as 1, so that `train.steps: true` would be a run of one step."""
     if isinstance(value, bool):
-        raise PydanticCustomError("bool_as_number", "true and false are no numbers")
+        raise PydanticCustomError("bool_as_number", "expected a number, got true/false")
     return value
 
 
@@ -42,7 +42,7 @@ ADAPTER_FILES = ("auto", "diffusers", "comfyui", "kohya", "lycoris", "peft")
 
 
 def half_character(text: str) -> str | None:
-    """The end of a sentence about a text that is not valid Unicode; None for any other text.
+    """Return what is wrong with a text that is not valid Unicode, as the end of a sentence; None for valid text.
 
     JSON and YAML can write half of a character (a lone surrogate), which tokenizers and files refuse.
     """
@@ -55,22 +55,26 @@ def half_character(text: str) -> str | None:
 
 @cache
 def family_names() -> tuple[str, ...]:
-    """Names of the model families: one per module in `families/`, `base` aside."""
+    """Names of the model families: one per module in `models/families/` whose name begins with a letter."""
     modules = (Path(__file__).parents[1] / "models" / "families").glob("[a-z]*.py")
     return tuple(sorted(module.stem for module in modules))
 
 
 @cache
 def demo_families() -> tuple[str, ...]:
-    """Families of which a demo model comes with the program: one per folder in `assets/demo/`."""
+    """Families that have a built-in demo model: one per folder in `assets/demo/`."""
     return tuple(sorted(folder.name for folder in DEMO.iterdir()))
 
 
 def option(default: Any, *, unit: str = "", path: Literal["", "file", "folder", "model"] = "", **limits: Any) -> Any:
-    """A field with its default, its unit and pydantic's limits (`ge`, `gt`, `le`, `lt`, `pattern`).
+    """Declare a field of a section.
 
-    `path` marks a file or folder: a relative one in a preset is relative to the preset. A "model" may also be a hub
-    id or one of MODEL_WORDS: it is taken for a path when it exists.
+    Args:
+        default: Its default; `...` for a required field.
+        unit: The unit shown in the form and in errors.
+        path: Marks a file or folder: a relative path in a preset is relative to the preset. A "model" may also be a hub
+            id or one of MODEL_WORDS; it is taken for a path when it exists.
+        limits: pydantic's limits (`ge`, `gt`, `le`, `lt`, `pattern`).
     """
     extra: dict[str, Any] = {key: value for key, value in (("unit", unit), ("path", path)) if value}
     return Field(default, json_schema_extra=extra or None, **limits)
@@ -88,35 +92,39 @@ MOST_TEXT_WINDOWS = 8
 
 class ModelOptions(Section):
     architecture: str | None = None
-    """Published variant that `model.path: tiny` imitates; for weights on disk it is compared with them."""
+    """Published variant whose architecture `model.path: tiny` imitates. Weights on disk are checked against it."""
     text_layers: tuple[Layer, ...] | None = None
-    """Hidden states of the text encoder that are stacked. Empty: evenly spaced ones, as in the published models."""
+    """Layers of the text encoder whose hidden states are concatenated. Empty: evenly spaced layers, as in the published
+    models."""
     max_tokens: Whole | None = option(None, ge=8, le=4096, unit="tokens")
-    """Length captions are padded or cut to. Empty: that of the published model, or of a tokenizer for shorter texts."""
+    """Captions are padded or truncated to this length. Empty: the length of the published model, or the tokenizer's
+    maximum if that is shorter."""
     text_windows: Whole = option(1, ge=1, le=MOST_TEXT_WINDOWS)
-    """Windows of 75 tokens in which CLIP reads a caption, as ComfyUI and A1111 read long prompts: 3 for 225 tokens."""
+    """Number of 75-token windows in which CLIP reads a caption, as ComfyUI and A1111 do with long prompts. For
+    example 3 for captions of up to 225 tokens."""
     without: tuple[str, ...] = ()
-    """Text encoders that are left out, where the model can do without: a large third one, as `text_encoder_3`."""
+    """Text encoders to leave out, if the model works without them: for example `text_encoder_3`, a large third one."""
     blocks: str | None = None
-    """Class names of the blocks that are sharded one by one, separated by commas. Empty: those that the model names
-    itself."""
+    """Class names of the blocks that are sharded one by one, comma-separated. Empty: the blocks the model itself
+    declares."""
     distilled: bool | None = None
-    """Whether the model was distilled to draw in few steps without guidance. Empty: what its folder says."""
+    """Whether the model was distilled to generate in few steps without guidance. Empty: detected from its folder."""
 
 
 class ModelConfig(Section):
     family: str = ""
-    """Kind of model: the name of a module in trainer/families. Needed."""
+    """Model family: the architecture of the base model. Required."""
     path: str = option("tiny", path="model")
-    """A diffusers folder, a single file, a cached hub id, `demo` (a small model that comes with the program and draws
-    pictograms of 64 x 64 pixels), or `tiny` (random weights, seconds on a CPU). Of a language model the folder of
-    transformers, or `random`: random weights in the full size of `model.options.architecture` or `model.base`."""
+    """Base model: a diffusers folder, a single .safetensors file, a downloaded Hugging Face id, `demo` (a small
+    built-in model that generates pictograms of 64 x 64 pixels), or `tiny` (random weights, trains in seconds on a CPU).
+    For a language model: a transformers folder, or `random` for random weights in the full size of
+    `model.options.architecture` or `model.base`."""
     base: str | None = option(None, path="model")
-    """Diffusers folder with the configs, and with what `model.path` does not hold when that is a single file. For
-    `random` a folder with config.json and tokenizer."""
+    """Needed if `model.path` is a single file: a diffusers folder with the configs and the components which that file
+    lacks. For `random`: a folder with config.json and tokenizer."""
     train: dict[str, Literal["frozen", "adapter", "full"]] = option({})
-    """What is trained, per component or part of the model; others are frozen. Empty: the denoiser, by the adapter or
-    fully without one."""
+    """How each component of the model is trained: by the adapter, fully, or not at all (frozen). Components not listed
+    are frozen. Empty: the denoiser is trained, by the adapter or, without an adapter, fully."""
     options: ModelOptions = ModelOptions()
 
 
@@ -126,31 +134,32 @@ class NoAdapter(Section):
 
 
 class AdapterSection(Section):
-    """What all adapters share."""
+    """Fields that all adapters share."""
 
     type: str
     """Kind of adapter."""
     targets: tuple[str, ...] = ()
-    """Layers by name or regular expression, as `attn.to_q`. Empty: all linear layers of the family's blocks."""
+    """Layers to adapt, by name or regular expression, for example `attn.to_q`. Empty: all linear layers in the model's
+    blocks."""
     start: str | None = option(None, path="file")
-    """Adapter file to continue from: this program's, or one for diffusers, peft, kohya or LyCORIS."""
+    """Existing adapter file to continue from, in the format of ShardStudio, diffusers, peft, kohya or LyCORIS."""
 
 
 class RankAdapter(AdapterSection):
     """Adapters whose size is a rank."""
 
     rank: Whole = option(16, ge=1, le=1024)
-    """Rank of the update: size and capacity of the adapter."""
+    """Rank of the update. A higher rank can learn more and makes a larger adapter."""
     alpha: Number | None = option(None, gt=0)
-    """Scale of the update is alpha / rank. Empty: alpha = rank."""
+    """The update is scaled by alpha / rank. Empty: alpha = rank, a scale of 1."""
     dropout: Number = option(0.0, ge=0, lt=1)
-    """Share of the adapter's inputs that is dropped while training."""
+    """Probability with which each input of the adapter is dropped during training."""
     rank_pattern: dict[str, Rank] = option({})
-    """Other ranks for some layers: {name or regular expression: rank}."""
+    """Different ranks for some layers: {name or regular expression: rank}."""
 
     @property
     def scale(self) -> float:
-        """alpha / rank, the factor of the update: one number for the whole adapter, whatever a layer's own rank."""
+        """alpha / rank, the factor of the update. It is the same for all layers, including those of another rank."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
 
@@ -158,7 +167,7 @@ class ConvAdapter(RankAdapter):
     """Adapters that also change convolutions."""
 
     conv_rank: Rank | None = None
-    """Rank for the convolutions of the family's blocks, where it has any. Empty: they are left alone."""
+    """Rank for the convolutions in the model's blocks, if it has any. Empty: convolutions are not adapted."""
 
 
 class LoraAdapter(RankAdapter):
@@ -172,11 +181,11 @@ class LoconAdapter(ConvAdapter):
 
     type: Literal["locon"] = "locon"
     conv_rank: Rank | None = None
-    """Rank for the convolutions of the family's blocks, where it has any. Empty: `adapter.rank`."""
+    """Rank for the convolutions in the model's blocks, if it has any. Empty: `adapter.rank`."""
 
 
 class DoraAdapter(RankAdapter):
-    """Low-rank update of the direction of each weight row, and its length by itself (arXiv 2402.09353)."""
+    """Low-rank update of the direction of each weight row, with a separately trained magnitude (arXiv 2402.09353)."""
 
     type: Literal["dora"] = "dora"
 
@@ -192,29 +201,31 @@ class LokrAdapter(ConvAdapter):
 
     type: Literal["lokr"] = "lokr"
     factor: Whole = option(-1, ge=-1, le=1024)
-    """Largest size of the small matrix; -1: as near to square as the layer's sizes allow."""
+    """Largest size of the small matrix. -1: split each layer as close to square as its sizes allow."""
     decompose_both: bool = False
-    """Also write the small matrix as a low-rank product."""
+    """Factor the small matrix into a low-rank product, too."""
     full_matrix: bool = False
-    """Keep both matrices whole. Neither rank nor alpha is used: the update is not scaled, as in LyCORIS."""
+    """Do not factor either matrix. Rank and alpha are then ignored: the update is not scaled, as in LyCORIS."""
 
 
 class DiagOftAdapter(AdapterSection):
-    """Rotation of each block of a layer's outputs (arXiv 2306.07280), as LyCORIS writes it."""
+    """Rotation of each block of a layer's outputs (arXiv 2306.07280), in LyCORIS' form."""
 
     type: Literal["diag-oft"] = "diag-oft"
     block_size: Whole = option(8, ge=2, le=1024, unit="outputs")
-    """Outputs that are rotated together; a layer whose width it does not divide takes the next larger that does."""
+    """Number of outputs that are rotated together. A layer whose width is not divisible by it uses the next larger
+    divisor."""
 
 
 class BoftAdapter(AdapterSection):
-    """Several stages of block rotations, interleaved like a butterfly (arXiv 2311.06243), as LyCORIS writes it."""
+    """Several stages of block rotations, interleaved like a butterfly (arXiv 2311.06243), in LyCORIS' form."""
 
     type: Literal["boft"] = "boft"
     block_size: Whole = option(8, ge=2, le=1024, unit="outputs")
-    """Outputs that are rotated together; a layer takes the smallest even size from here that leaves a power of two."""
+    """Number of outputs that are rotated together. Each layer uses the smallest even size, from this one up, that
+    splits its width into a power of two of blocks."""
     num_stages: Whole | None = option(None, ge=1, le=16)
-    """Butterfly stages. Empty: as many as let every output reach every other."""
+    """Number of butterfly stages. Empty: enough for every output to mix with every other."""
 
 
 Adapter = Annotated[
@@ -225,287 +236,303 @@ Adapter = Annotated[
 
 class QuantizeConfig(Section):
     format: BaseFormat = "none"
-    """How the layers of the frozen base are stored: in bf16 (`none`), in 8 bits (`int8`, or `fp8`, which keeps the
-    codes of what is stored in fp8 already), or in 4 bits (`nf4`). Norms, modulation, embedders and the output stay in
-    bf16."""
+    """How the linear layers of the frozen base model are stored: in bf16 (`none`), in 8 bits (`int8`, or `fp8`, which
+    keeps weights that are already stored in fp8 unchanged), or in 4 bits (`nf4`). Norms, modulation, embedders and the
+    output layer stay in bf16. Fewer bits need less GPU memory."""
     keep: tuple[str, ...] = ()
     """Layers that stay in bf16, by name or regular expression."""
     formats: dict[str, BaseFormat] = option({})
-    """Another format for some layers of the blocks, also of modulation, by name or regular expression."""
+    """A different format for some layers of the blocks, including modulation: {name or regular expression: format}."""
     encoders: bool = False
-    """Store the text encoders in the same format while captions are encoded; small ones stay as they are."""
+    """Also quantize the text encoders while captions are encoded; small ones are not quantized."""
     cache: bool = False
-    """Keep the base in this format on disk, beside the cached images, so that later runs need not convert it."""
+    """Keep the quantized base model on disk, in the cache folder, so that later runs load it without converting."""
 
 
 class DataFolder(Section):
     path: str = option(..., path="folder")
     """Folder of images with captions."""
     weight: Number = option(1.0, gt=0, le=1000)
-    """How often each of its images occurs per epoch, 1.5 = once, and every second one twice."""
+    """How often each of its images occurs per epoch. 1.5 = every image once, and every second one twice."""
 
 
 class DataConfig(Section):
     path: str | None = option(None, path="folder")
-    """Folder of images, each with a .txt caption of the same name, or with a metadata.jsonl. For a language model a
-    folder or file of text: a document per .txt, a line per document in a .jsonl (text, or prompt and completion), or
-    token ids in a .npy."""
+    """Folder of training images with their captions: a .txt file of the same name next to each image, or one
+    metadata.jsonl. For a language model: a folder or file of text, with one document per .txt file, one per line of a
+    .jsonl file (text, or prompt and completion), or token ids in a .npy file."""
     folders: tuple[DataFolder, ...] = ()
-    """More folders, each with a weight."""
+    """More folders of training data, each with a weight."""
     resolution: Whole = option(1024, ge=16, le=4096, unit="pixels")
-    """Images are scaled to about this width times this height, whatever their aspect ratio."""
+    """Training resolution: images are scaled to about this value squared in pixels, and keep their aspect ratio."""
     max_aspect: Number = option(2.0, ge=1, le=8)
-    """Longest side : shortest side of the widest bucket; what is longer is cropped. 1 = squares only."""
+    """Aspect ratio (longest : shortest side) of the most elongated bucket. Images beyond it are cropped. 1 = squares
+    only."""
     trigger: str = ""
-    """Word that stands for what is learned: replaces [trigger] in captions, or is put before them."""
+    """Trigger word for the learned subject or style. It replaces [trigger] in captions, or is prepended to captions
+    without it."""
     repeats: Whole = option(1, ge=1, le=10000)
     """How often each image occurs per epoch."""
     caption_dropout: Number = option(0.0, ge=0, le=1)
-    """Share of samples trained with an empty caption, so that guidance works afterwards. Captions of
-    `data.regularization` stay."""
+    """Share of samples that are trained with an empty caption, so that the model still works with classifier-free
+    guidance. Captions of `data.regularization` are never dropped."""
     missing_caption: Literal["stop", "empty"] = "stop"
-    """An image without caption: stop with its name, or train it with an empty caption."""
+    """When an image has no caption: stop and name the image, or train it with an empty caption."""
     bad_image: Literal["stop", "warn"] = "stop"
-    """An image that cannot be decoded: stop with its name, or leave it out and warn."""
+    """When an image cannot be decoded: stop and name the image, or leave it out with a warning."""
     validation: str | Whole = option(0, path="folder")
-    """Held-out images for the validation loss: a folder, or how many images to set aside from the data. For a language
-    model a folder or file of text."""
+    """Held-out images for the validation loss: a folder, or the number of images to hold out from the training data.
+    For a language model, the folder may also be a file of text."""
     validation_every: Whole = option(100, ge=1, unit="steps")
-    """Steps between two validation losses."""
+    """Steps between two measurements of the validation loss."""
     masks: str | None = option(None, path="folder")
-    """Folder of images named as those of the data, white where to learn and black where not, or cut out by
-    transparency. An image without one is learned whole."""
+    """Folder of masks with the file names of the training images: white (or opaque) where to learn, black (or
+    transparent) where not to. Images without a mask are learned entirely."""
     mask_background: Number = option(0.0, ge=0, le=1)
-    """Weight of the loss where a mask is black, beside 1 where it is white."""
+    """Loss weight of the black parts of a mask. White parts have weight 1."""
     regularization: str | None = option(None, path="folder")
-    """Folder of captioned images of the same kind without what is learned, so that the model keeps what it knows of
-    them. Together they occur as often as the data, each in its turn; without trigger, masks and references."""
+    """Folder of captioned images of the same class without the learned subject, so that the model keeps its knowledge
+    of the class. In total they occur as often as the training images, in rotation. Trigger, masks and references do not
+    apply to them."""
     regularization_weight: Number = option(1.0, gt=0, le=100)
-    """Weight of a regularization image's loss, beside 1 for an image of the data."""
+    """Loss weight of a regularization image. A training image has weight 1."""
     references: str | None = option(None, path="folder")
-    """Folder of images that those of the data are made from, for edit training: named as them, or with _0, _1 and so
-    on after the name. They are scaled to `data.resolution` in their own aspect ratio."""
+    """For edit training: folder of the images before the edit, with the file names of the training images, or with _0,
+    _1 and so on after the name for several. They are scaled to `data.resolution` and keep their aspect ratio."""
     cache: str | None = option(None, path="folder")
-    """Folder for encoded latents and captions, shared by all runs. Empty: `cache` beside the run folders."""
+    """Folder for encoded images and captions, shared by all runs. Empty: `cache` next to the run folders."""
     length: Whole = option(1024, ge=2, le=1048576, unit="tokens")
-    """Tokens of a row of text. Short documents share a row without seeing each other; long ones are cut."""
+    """Sequence length. Short documents are packed into one sequence without attending to each other; long ones are
+    split."""
     shuffle_window: Whole = option(1024, ge=1, le=1000000, unit="documents")
-    """Consecutive documents of a file that are shuffled among themselves; they are held in memory."""
+    """Number of consecutive documents that are shuffled among themselves; they are held in memory."""
     questions: str | None = option(None, path="file")
-    """Questions about images, for a model that answers them: a .jsonl with image (its path from the file), question
-    and answer in each line. Of `data.validation` images to set aside, as many questions are set aside too."""
+    """Questions about images, for a model that answers them: a .jsonl file whose lines have image (a path relative to
+    this file), question and answer. If `data.validation` is a number, as many questions are held out too."""
     question_share: Number = option(0.5, gt=0, lt=1)
-    """Share of the samples that are questions, where there are images with captions besides."""
+    """Share of the samples that are questions, if there are captioned images as well."""
 
     @property
     def companions(self) -> dict[str, str | None]:
-        """{field: folder} of what is trained beside the images of the data."""
+        """{field: folder} of the images that accompany those of the data."""
         return {"masks": self.masks, "regularization": self.regularization, "references": self.references}
 
 
 class ObjectiveConfig(Section):
     density: Literal["logit_normal", "uniform", "mode", "cosmap"] = "logit_normal"
-    """How timesteps of flow matching are drawn before the shift."""
+    """Distribution from which the timesteps of flow matching are drawn, before the shift."""
     logit_mean: Number = option(0.0, ge=-10, le=10)
-    """Mean of the logit-normal density. Positive: more noise, as in arXiv 2403.03206 and in kohya. diffusers' training
-    scripts have the opposite sign: negate a value that is copied from them."""
+    """Mean of the logit-normal density. Positive values train more on noisy timesteps, as in arXiv 2403.03206 and
+    kohya. diffusers' training scripts use the opposite sign: negate values copied from them."""
     logit_std: Number = option(1.0, gt=0, le=10)
     """Standard deviation of the logit-normal density."""
     mode_scale: Number = option(1.29, ge=-1, le=1.75)
     """Scale of the mode density."""
     shift: Literal["auto", "linear", "empirical", "constant", "none"] = "auto"
-    """Move timesteps toward noise: by image tokens, as in the 50-step sampler, by `shift_factor`, or not. auto: as the
-    family's recipe says."""
+    """How timesteps are shifted toward noise: `linear` in the number of image tokens, `empirical` as in the 50-step
+    sampler, `constant` by `shift_factor`, or `none`. auto: the model family's own recipe."""
     shift_factor: Number = option(3.0, gt=0, le=100)
     """Multiplicative shift for `shift: constant`."""
     prediction: Literal["auto", "epsilon", "v_prediction"] = "auto"
-    """What a model of discrete diffusion predicts: the noise (epsilon) or the velocity. auto: what the single file says
-    by its marker `v_pred`, else what the scheduler's config of the model's folder says."""
+    """Output of a discrete diffusion model: the noise (epsilon) or the velocity. auto: the marker `v_pred` in a
+    single file decides, else the scheduler config in the model's folder."""
     zero_terminal_snr: Literal["auto", "on", "off"] = "auto"
-    """Whether the noise schedule of discrete diffusion ends in pure noise (arXiv 2305.08891), as that of many models
-    that predict velocity, which can then draw very dark and very bright images. Samples begin at that end. auto: what
-    the single file says by its marker `ztsnr`, else what the scheduler's config of the model's folder says."""
+    """Whether the noise schedule of a discrete diffusion model ends in pure noise (arXiv 2305.08891), as in many models
+    that predict velocity; they can then generate very dark and very bright images. Sampling starts from that end. auto:
+    the marker `ztsnr` in a single file decides, else the scheduler config in the model's folder."""
     min_snr_gamma: Number | None = option(None, gt=0, le=100)
-    """Limit of the signal-to-noise weight in discrete diffusion (arXiv 2303.09556); 5 is usual. Empty: no weighting."""
+    """Upper limit of the signal-to-noise loss weight of discrete diffusion (arXiv 2303.09556); 5 is usual. Empty: no
+    weighting."""
     guidance: Number = option(1.0, ge=0, le=100)
-    """Guidance value the model is told while training, for guidance-distilled models."""
+    """Guidance value that a guidance-distilled model receives as input during training."""
     text_weight: Number = option(0.25, gt=0, le=100)
-    """Weight of the loss of an answer, beside 1 for that of an image, for models that learn both."""
+    """Loss weight of text answers, for models that learn both text and images. Images have weight 1."""
 
 
 class OptimConfig(Section):
     type: Literal["adamw", "adamw8bit", "schedulefree"] = "adamw"
     """AdamW, AdamW with 8-bit state (needs the extra `eightbit`), or schedule-free AdamW."""
     lr: Number = option(1e-4, gt=0, le=10)
-    """Learning rate after warm-up."""
+    """Learning rate, reached after warm-up."""
     beta1: Number = option(0.9, ge=0, lt=1)
     """Decay of the first moment."""
     beta2: Number = option(0.999, ge=0, lt=1)
     """Decay of the second moment."""
     eps: Number = option(1e-8, gt=0, le=1)
-    """Added to the denominator of the update."""
+    """Added to the denominator of the update, for numerical stability."""
     weight_decay: Number = option(0.01, ge=0, le=10)
     """Decoupled weight decay."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after warm-up: constant, or down to zero at the last step."""
+    """Learning rate after warm-up: constant, or decaying to zero at the last step, linearly or along a cosine."""
     warmup: Whole = option(0, ge=0, unit="steps")
     """Steps over which the learning rate rises linearly from zero."""
     clip_norm: Number | None = option(1.0, gt=0)
-    """Largest global gradient norm; empty: no clipping."""
+    """Gradients are clipped to this global norm. Empty: no clipping."""
     ema: Number = option(0.0, ge=0, lt=1)
-    """Decay of an exponential moving average of the trained weights, used for samples and export. 0 = off."""
+    """Decay of the exponential moving average (EMA) of the trained weights, which samples and the export then use.
+    0 = off."""
 
 
 class TrainConfig(Section):
     steps: Whole = option(1000, ge=1, le=10_000_000, unit="steps")
     """Optimizer steps."""
     batch_size: Whole = option(1, ge=1, le=65536, unit="samples")
-    """Images, or rows of text, per optimizer step, all ranks together."""
+    """Images, or sequences of text, per optimizer step, over all ranks."""
     micro_batch: Whole = option(1, ge=1, le=4096, unit="samples")
-    """Images, or rows of text, per rank and pass; the gradient is accumulated until `train.batch_size` is reached."""
+    """Images, or sequences of text, per rank and forward pass. Gradients are accumulated until `train.batch_size` is
+    reached."""
     seed: Whole = option(0, ge=0, le=2**31 - 1)
-    """Noise, timesteps, order and the adapter's start come from it, whatever the number of ranks."""
+    """Seed of the noise, the timesteps, the order of the data and the adapter's initialization. The number of ranks
+    does not change what is drawn."""
     precision: Literal["fp32", "bf16"] = "bf16"
-    """Compute type. Trained weights and their optimizer state are fp32 either way."""
+    """Number type of computation. Trained weights and their optimizer state are fp32 either way."""
     checkpointing: Literal["none", "full"] | Whole = "none"
-    """Recompute activations in backward: never, in every block, or in every n-th block."""
+    """Gradient checkpointing (activations are recomputed in backward, which saves memory and costs time): in no block
+    (none), in every block (full), or in every n-th block."""
     compile: bool = False
-    """torch.compile each block."""
+    """Compile each block with torch.compile."""
     compile_backend: str = "inductor"
     """Backend of torch.compile."""
     check_replicas: Whole = option(100, ge=0, unit="steps")
-    """Steps between two comparisons of replicated weights across ranks. 0 = never."""
+    """Steps between two checks that replicated weights are equal on all ranks. 0 = never."""
     non_finite: Literal["stop", "skip"] = "stop"
-    """A loss or gradient that is not finite: end the run, or pass over the step and count it; 20 in a row end it."""
+    """When a loss or gradient is not finite: end the run, or skip the step and count it. 20 skipped steps in a row end
+    the run."""
     out_of_memory: Literal["stop", "retry"] = "stop"
-    """When memory runs out: end the run, or start the ranks again with recomputed activations, and then with smaller
-    passes of the same batch. Each retry is one of `parallel.max_restarts`."""
+    """When memory runs out: end the run, or restart the ranks with gradient checkpointing, and then with a smaller
+    `train.micro_batch` at the same batch size. Each retry counts toward `parallel.max_restarts`."""
 
 
 class ParallelConfig(Section):
     devices: Whole = option(1, ge=1, le=1024, unit="ranks")
-    """Ranks (GPUs) per node."""
+    """Number of ranks (GPUs) per node."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where to train; auto takes CUDA where there is one."""
+    """Device to train on. auto: CUDA if there is a GPU, else the CPU."""
     nodes: Whole = option(1, ge=1, le=1024)
-    """Number of machines."""
+    """Number of nodes (machines)."""
     rendezvous: str | None = None
-    """host:port of the first node, needed for more than one node."""
+    """host:port of the first node. Required for more than one node."""
     strategy: Literal["auto", "full", "grad_op", "hybrid", "ddp", "none"] = "auto"
-    """What is sharded: everything, gradients and optimizer, everything inside groups, nothing (copies), one rank."""
+    """Sharding strategy. Sharded across ranks are parameters, gradients and optimizer state (full), gradients and
+    optimizer state only (grad_op), everything within groups of ranks (hybrid), or nothing (ddp: every rank holds a full
+    copy). none: a single rank. auto: the fastest of these in which the model fits."""
     shard_size: Whole | None = option(None, ge=1, unit="ranks")
-    """Ranks that share one copy under `hybrid`. Empty: the ranks of a node."""
+    """Number of ranks that share one copy of the model under `hybrid`. Empty: the ranks of one node."""
     cpu_offload: bool = False
-    """Keep shards and optimizer state in host memory between uses."""
+    """Keep shards and optimizer state in host memory while they are not used. Slower; needs less GPU memory."""
     reshard_after_forward: bool | Whole | None = None
-    """Free gathered blocks after forward: yes, no, or keep them on n ranks each. Empty: what the strategy means."""
+    """Free the gathered parameters of a block after forward: true, false, or a number n to keep them sharded over
+    groups of n ranks. Empty: decided by the strategy."""
     prefetch_forward: Whole = option(0, ge=0, le=16, unit="blocks")
-    """Blocks gathered ahead in forward. 0 = torch's own order."""
+    """Blocks that are gathered ahead in forward. 0 = torch's default order."""
     prefetch_backward: Whole = option(0, ge=0, le=16, unit="blocks")
-    """Blocks gathered ahead in backward. 0 = torch's own order (one)."""
+    """Blocks that are gathered ahead in backward. 0 = torch's default order (one)."""
     max_restarts: Whole = option(0, ge=0, le=100)
-    """How often torchrun starts the ranks again after a failure, from the newest checkpoint."""
+    """How often torchrun restarts the ranks from the newest checkpoint after a failure."""
     timeout: Whole = option(600, ge=10, le=86400, unit="seconds")
-    """Longest wait for another rank in a collective."""
+    """Longest time that a rank waits for the others in a collective operation."""
 
     @property
     def world_size(self) -> int:
-        """Ranks of all nodes together."""
+        """Total number of ranks on all nodes."""
         return self.devices * self.nodes
 
 
 class SampleConfig(Section):
     every: Whole = option(0, ge=0, unit="steps")
-    """Steps between two sets of samples: images, or text of a language model. 0 = none."""
+    """Steps between two sets of samples: images, or text from a language model. 0 = no samples."""
     prompts: tuple[str, ...] = ()
-    """Prompts of the sample images, in which [trigger] stands for `data.trigger`; beginnings of the sample texts."""
+    """Prompts of the samples; [trigger] is replaced by `data.trigger`. A language model continues them."""
     negative: str = ""
-    """What the sample should not show, for guidance above 1 on models without guidance embedding."""
+    """Negative prompt: what the samples should not show. Used with guidance above 1 by models without guidance
+    embedding."""
     size: tuple[Pixels, Pixels] = option((1024, 1024), unit="pixels")
     """Width and height of the samples."""
     steps: Whole | None = option(None, ge=1, le=1000)
-    """Denoising steps. Empty: 28, or those that a distilled model was made for."""
+    """Denoising steps. Empty: 28, or the number a distilled model was made for."""
     guidance: Number | None = option(None, ge=0, le=100)
-    """Guidance scale of the samples. Empty: 4. A distilled model is always drawn without."""
+    """Guidance scale of the samples. Empty: 4. A distilled model is always sampled without guidance."""
     seed: Whole = option(0, ge=0, le=2**31 - 1)
-    """Seed of the samples: the same noise at every step."""
+    """Seed of the samples. All sets start from the same noise, so that they can be compared."""
     scheduler: Literal["auto", "euler"] = "auto"
-    """Sampler of a model of discrete diffusion. auto: that of the model's folder, with which its pipeline in diffusers
-    draws, as DPM++ or Euler ancestral. euler: Euler's method, whatever the folder names."""
+    """Sampler of a discrete diffusion model. auto: the one its diffusers pipeline uses according to the model's folder,
+    for example DPM++ or Euler ancestral. euler: Euler's method, whatever the folder names."""
     references: tuple[str, ...] = option((), path="file")
-    """Image files to sample from, one per prompt in their order, for edit training."""
+    """For edit training: input images of the samples, one per prompt, in the same order."""
     tokens: Whole = option(100, ge=1, le=65536, unit="tokens")
-    """Most tokens of a sample text."""
+    """Maximum number of tokens of a sample text."""
     temperature: Number = option(0.8, ge=0, le=10)
-    """How freely the tokens of a sample text are drawn; 0 takes the likeliest."""
+    """Sampling temperature of text: higher values give more varied text; 0 always takes the most likely token."""
     questions: tuple[str, ...] = ()
-    """Questions about the images of `sample.images` that a model answers as further samples."""
+    """Questions about `sample.images` that the model answers as additional samples."""
     images: tuple[str, ...] = option((), path="file")
-    """Image files that `sample.questions` are about, one for each in their order."""
+    """Images that `sample.questions` are about, one per question, in the same order."""
 
 
 class CompleteSample(SampleConfig):
-    """The section with the model's own steps and guidance where they are empty."""
+    """The section with the model's own steps and guidance filled in where they are empty."""
 
     steps: Whole
     guidance: Number
 
 
 FORMER_DEFAULTS: Mapping[str, object] = {"sample.steps": 28, "sample.guidance": 4.0}
-"""{field: what it was when it was not set}, in configs that earlier versions wrote complete into run folders."""
+"""{field: its former default}: earlier versions wrote these values into run folders when the field was not set."""
 
 
 class CheckpointConfig(Section):
     every: Whole = option(500, ge=0, unit="steps")
-    """Steps between two checkpoints. 0 = only at the end and on stop."""
+    """Steps between two checkpoints. 0 = only at the end and when the run is stopped."""
     keep: Whole = option(3, ge=1, le=10000)
-    """How many of the newest checkpoints are kept."""
+    """Number of newest checkpoints to keep; older ones are deleted."""
     keep_best: Whole = option(1, ge=0, le=10000)
-    """How many are kept besides, of those with the lowest validation loss, which is measured before each is saved."""
+    """Number of checkpoints with the lowest validation loss to keep as well. The loss is measured before each save."""
 
 
 class ExportConfig(Section):
     what: Literal["auto", "none", "adapter", "merged", "full"] = "auto"
-    """What is written at the end: the adapter, base + adapter, or all weights. auto: adapter, or full without one."""
+    """Content of the export at the end: the adapter alone, the base model merged with the adapter, or the fully trained
+    model. auto: adapter, or full without an adapter."""
     format: ExportFormat = "auto"
-    """Layout and names of the files. auto: what diffusers and ComfyUI both load, in two files where one cannot do; of a
-    language model what peft and transformers load."""
+    """File layout. auto: files that both diffusers and ComfyUI load (two files if one does not work for both); for a
+    language model, files that peft and transformers load."""
     dtype: Literal["bf16", "fp16", "fp32", "fp8"] = "bf16"
-    """Number type of the file; fp8 (e4m3) for single files only."""
+    """Number type of the exported weights. fp8 (e4m3) works for single files only."""
 
 
 class TrackersConfig(Section):
     tensorboard: bool = False
-    """Also write the figures for TensorBoard into the run folder (needs tensorboard)."""
+    """Also write metrics and samples for TensorBoard into the run folder. Needs the package tensorboard."""
     wandb: bool = False
-    """Also send the figures to wandb; without login or network they are kept for `wandb sync` (needs wandb)."""
+    """Also log metrics and samples to wandb. Without login or network they are kept for `wandb sync`. Needs the package
+    wandb."""
     trackio: bool = False
-    """Also send the figures to trackio, which shows them on this machine (needs trackio)."""
+    """Also log metrics and samples to trackio, a dashboard on this machine. Needs the package trackio."""
     project: str = option("shardstudio", pattern=NAME_PATTERN)
-    """Name of the project at wandb and trackio."""
+    """Project name in wandb and trackio."""
     debug: bool = False
-    """Every rank also writes what it does, with times, to logs/debug-rank0.log and on."""
+    """Every rank also writes a timed debug log: logs/debug-rank0.log, logs/debug-rank1.log and so on."""
 
 
 class ClusterConfig(Section):
     slurm: dict[str, str | Whole | None] = option({})
-    """Options for sbatch by their long names, as {partition: gpu, time: 24:00:00}; an empty text for one without value.
-    They count more than those written from the other fields; null leaves one of those out: {gpus-per-node: null}."""
+    """Long options of sbatch, for example {partition: gpu, time: 24:00:00}; an empty text for an option without a
+    value. They override the options that are derived from other fields; null removes one: {gpus-per-node: null}."""
     warning: Whole = option(120, ge=1, le=65535, unit="seconds")
-    """How long before the end of a SLURM job's time its run stops with a checkpoint and queues again. A step and a
-    checkpoint must fit into it."""
+    """How long before the SLURM time limit the run saves a checkpoint, stops and is requeued. One step and one
+    checkpoint must fit into this time."""
     image: str | None = None
-    """Container image with this program, for Kubernetes."""
+    """Kubernetes: container image with ShardStudio."""
     program: str | None = option("/opt/shardstudio", pattern=r"^/")
-    """Folder of this program's checkout in the image; empty: pip installed it there."""
+    """Kubernetes: folder of the ShardStudio checkout in the image. Empty: installed by pip in the image."""
     volume: str | None = None
-    """PersistentVolumeClaim that holds runs, images and models, for Kubernetes. All nodes must be able to write it."""
+    """Kubernetes: PersistentVolumeClaim that holds runs, data and models. All nodes must be able to write to it."""
     mount: str = option("/data", pattern=r"^/")
-    """Where that volume is mounted: in the pods, and where the manifest is written."""
+    """Kubernetes: path at which the volume is mounted, both in the pods and on the machine that writes the manifest."""
 
 
 class StageConfig(Section):
     name: str = option(..., pattern=NAME_PATTERN)
-    """Name of the stage: its folder and its label."""
+    """Name of the stage, used for its folder and its label."""
     set: dict[str, Any] = option({})
-    """Fields that differ from the run's own in this stage, as {train.steps: 500, optim.lr: 1e-5}."""
+    """Fields with a different value in this stage, for example {train.steps: 500, optim.lr: 1e-5}."""

@@ -1,6 +1,6 @@
-"""YAML text to values with line numbers, and back, by the rules of YAML 1.2 for plain words.
+"""Read YAML text into values with line numbers, and write it, with YAML 1.2's rules for unquoted words.
 
-YAML 1.1, as PyYAML reads it, takes `1e-4` for text, `1:30` for 90 and `on` for true: none is what a config means.
+PyYAML follows YAML 1.1, which reads `1e-4` as text, `1:30` as 90 and `on` as true. A config means none of these.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ Loc = tuple[str | int, ...]
 
 MAX_DEPTH = 20
 MAX_LENGTH = 2**17
-"""In characters: some 1,500 prompts, or 5,000 folders."""
+"""Longest config in characters: room for some 1,500 prompts, or 5,000 folders."""
 FAST: type[Any] = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
-"""Ten times as fast where libyaml is there: a page reads the configs of all runs."""
+"""With libyaml parsing is ten times as fast, which counts because the page reads the configs of all runs."""
 INT = re.compile(r"[-+]?[0-9]{1,30}")
 FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
 class YamlError(ValueError):
-    """A text is no YAML. line: counted from 1."""
+    """A text is not valid YAML. `line` is counted from 1."""
 
     def __init__(self, line: int, message: str) -> None:
         super().__init__(message)
@@ -34,9 +34,12 @@ class YamlError(ValueError):
 
 @dataclass(frozen=True)
 class Parsed:
-    """value: of dict, list, str, int, float, bool and None; keys are text.  lines: of each key and list item, from 1.
+    """A parsed YAML document.
 
-    repeated: (location, line) of every key that was given before in the same mapping; the first one counts.
+    Attributes:
+        value: Nested dict, list, str, int, float, bool and None; keys are text.
+        lines: {location: line} of each key and list item, counted from 1.
+        repeated: (location, line) of every key that repeats one in the same mapping; the first one counts.
     """
 
     value: Any
@@ -56,7 +59,7 @@ def parse(text: str) -> Parsed:
 
 
 def dump(value: Any) -> str:
-    """The value as YAML, which `parse` reads as an equal value."""
+    """Return the value as YAML. `parse` reads it back as an equal value."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -69,7 +72,7 @@ def _compose(text: str) -> yaml.Node | None:
         line = text.count("\n", 0, error.start) + 1
         raise YamlError(line, f"not UTF-8: holds {text[error.start]!a}; write it as UTF-8, or remove it") from error
     if FAST is not yaml.SafeLoader:
-        with suppress(yaml.YAMLError):  # whose sentences are the worse ones
+        with suppress(yaml.YAMLError):  # the slow loader below has the better error messages
             return _composed(text, FAST)
     try:
         return _composed(text, yaml.SafeLoader)
@@ -77,11 +80,11 @@ def _compose(text: str) -> yaml.Node | None:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
         if "'\\t'" in str(error.problem):
-            raise YamlError(line, "a tab where only spaces may stand; indent with spaces") from error
+            raise YamlError(line, "tab in the indentation; indent with spaces") from error
         raise YamlError(line, f"not YAML: {', '.join(filter(None, [error.context, error.problem]))}") from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise YamlError(line, "a control character, which YAML does not allow; remove it") from error
+        raise YamlError(line, "control character, which YAML does not allow; remove it") from error
 
 
 def _composed(text: str, loader: type[Any]) -> yaml.Node | None:
@@ -90,15 +93,15 @@ def _composed(text: str, loader: type[Any]) -> yaml.Node | None:
 
 
 def _check_events(text: str, loader: type[Any]) -> None:
-    """Refuse what lets a small file grow or recurse without bound, before anything is built from it."""
+    """Refuse a file that would expand or recurse without bound, before any value is built from it."""
     depth = 0
     for event in yaml.parse(text, Loader=loader):
         line = event.start_mark.line + 1 if event.start_mark else 1
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
-            raise YamlError(line, f"nested deeper than {MAX_DEPTH} levels; a config is not, write it flatter")
+            raise YamlError(line, f"nested deeper than {MAX_DEPTH} levels; a config is flatter than that")
         if isinstance(event, yaml.AliasEvent):
-            raise YamlError(line, "an alias (*name) is not read here; write the value again")
+            raise YamlError(line, "aliases (*name) are not supported; write the value again")
 
 
 def _value(node: yaml.Node, loc: Loc, lines: dict[Loc, int], repeated: list[tuple[Loc, int]]) -> Any:
@@ -111,7 +114,7 @@ def _value(node: yaml.Node, loc: Loc, lines: dict[Loc, int], repeated: list[tupl
     for key, item in node.value:
         line = key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode):
-            raise YamlError(line, "a key that is a list or a mapping; keys are words")
+            raise YamlError(line, "a list or mapping as a key; keys must be words")
         at = (*loc, key.value)
         if at in lines:
             repeated.append((at, line))
@@ -122,7 +125,7 @@ def _value(node: yaml.Node, loc: Loc, lines: dict[Loc, int], repeated: list[tupl
 
 
 def _plain(word: str) -> str | int | float | bool | None:
-    """The value of a word without quotes."""
+    """Return the value of an unquoted word."""
     if word in ("", "~", "null", "Null", "NULL"):
         return None
     if word.lower() in ("true", "false"):
@@ -133,7 +136,7 @@ def _plain(word: str) -> str | int | float | bool | None:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts quotes around text that `_plain` would take for a number."""
+    """Quotes text that `_plain` would read as a number."""
 
 
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"({FLOAT.pattern})$"), list("-+.0123456789"))

@@ -1,4 +1,4 @@
-"""Train from the command line: check everything, start the run, show how it goes, say how it ended."""
+"""The commands of the command line: check a config, start or join a run, show its progress, report how it ended."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigFile, load_config, load_config_text
@@ -17,7 +17,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.sections import ParallelConfig, family_names
 from trainer.config.terminal import complain, say
 from trainer.launcher import network, preflight, schedulers, torchrun
-from trainer.launcher.console import Face, Told, choose_face
+from trainer.launcher.console import MessageEvent, ProgressDisplay, progress_display
 from trainer.launcher.schedulers import Scheduler
 from trainer.launcher.torchrun import RunHandle
 from trainer.run import failure, process
@@ -30,40 +30,56 @@ from trainer.run.events import (
     StepEvent,
 )
 from trainer.run.folder import RunDir
-from trainer.run.preemption import LEAVE
-
-if TYPE_CHECKING:
-    pass
+from trainer.run.preemption import PREEMPTION_SIGNALS
 
 EXIT_CODES: dict[State, int] = {"finished": 0, "failed": 1, "stopped": 130}
 POLL_S = 0.2
 
 
 def train(preset: Path, overrides: Sequence[str], runs: Path, at: Path | None) -> int:
-    """Train a preset in a new run folder below `runs`, or in `at`. Returns 0 done, 1 or 2 failed, or 130 stopped.
+    """Train a preset in a new run folder.
 
-    Raises InputError before anything is started or written when the config, its files or its images are wrong, and
-    on a node that a scheduler gave another number than 0.
+    Args:
+        preset: The config file.
+        overrides: `key=value` changes to it.
+        runs: Folder in which the run folder is made.
+        at: Exact path of the run folder, instead.
+
+    Returns:
+        The exit code: 0 finished, 1 failed, 2 failed by the user's mistake, 130 stopped.
+
+    Raises:
+        InputError: The config, its files or its images are wrong, or a scheduler gave this node another number than 0.
+            Nothing was started or written.
     """
     loaded = load_config(preset, overrides)
-    node_rank = network.dealt_node_rank() or 0
+    node_rank = network.scheduled_node_rank() or 0
     if loaded.config.parallel.nodes > 1 and node_rank:
         raise InputError(
-            f"this is node {node_rank}, and the run folder is made on node 0: start --headless there alone, "
-            f"and here --join RUN_DIR; or let --slurm write the job"
+            f"this is node {node_rank}, but the run folder is made on node 0: use --headless only there, "
+            f"and --join RUN_DIR here; or let --slurm write the job"
         )
     run = preflight.new_run(loaded, runs, at)
     return _run(loaded, run)
 
 
 def resume(path: Path, overrides: Sequence[str], node_rank: int | None = None) -> int:
-    """Continue a run from its newest checkpoint, with some fields changed. Returns what `train` returns.
+    """Continue a run from its newest checkpoint.
 
-    node_rank: None takes the number that a scheduler gave this node, 0 without one. So a scheduler may give the same
-    command to every node: those above 0 join. Raises InputError as `train` does, and when the run is running.
+    Args:
+        path: The run folder.
+        overrides: Fields to change, as `key=value`.
+        node_rank: Number of this node. None: the number that a scheduler gave it, or 0. A scheduler can therefore run
+            the same command on every node: those above 0 join.
+
+    Returns:
+        The exit code, as `train`.
+
+    Raises:
+        InputError: As `train`, and if the run is already running.
     """
     run = RunDir.open(path)
-    number = (network.dealt_node_rank() or 0) if node_rank is None else node_rank
+    number = (network.scheduled_node_rank() or 0) if node_rank is None else node_rank
     if number:
         cfg = load_config(run.config_file, overrides).config
         if cfg.parallel.nodes > 1 or node_rank:
@@ -72,34 +88,46 @@ def resume(path: Path, overrides: Sequence[str], node_rank: int | None = None) -
 
 
 def join(path: Path, overrides: Sequence[str], node_rank: int | None = None) -> int:
-    """Be one more node of a run that another one starts, until it ends. Returns what `attend` returns.
+    """Join a run that another node starts, and wait until it ends.
 
-    overrides: fields of `parallel`, where this machine does not see the run folder.  node_rank: None takes the number
-    that a scheduler gave this node.  Raises InputError as `torchrun.join` does.
+    Args:
+        path: The run folder.
+        overrides: Fields of `parallel`, needed only if this machine does not see the run folder.
+        node_rank: Number of this node. None: the number that a scheduler gave it.
+
+    Returns:
+        The exit code, as `attend`.
+
+    Raises:
+        InputError: As `torchrun.join`, and if the node has no number.
     """
     run = RunDir(path.absolute())
     parallel = _parallel(run, overrides)
-    number = network.dealt_node_rank() if node_rank is None else node_rank
+    number = network.scheduled_node_rank() if node_rank is None else node_rank
     if number is None:
-        raise InputError("--join needs the number of this node: --node-rank 1, on the next one 2, and so on")
+        raise InputError("--join needs the number of this node: --node-rank 1, --node-rank 2 on the next, and so on")
     return _join(parallel, run, number)
 
 
 def _parallel(run: RunDir, overrides: Sequence[str]) -> ParallelConfig:
-    """How the ranks are laid out: as the run folder says, or where this machine does not see it, as was typed."""
+    """The section `parallel` of a run: from the run folder, or from the overrides if this machine does not see it."""
     if run.config_file.is_file():
         if overrides:
-            raise InputError(f"{overrides[0]}: {run.path} has its config; leave it out, or change it on the first node")
+            raise InputError(
+                f"{overrides[0]}: {run.path} already has a config; leave it out, or change it on the first node"
+            )
         return run.config().parallel
     if not overrides:
         raise InputError(
-            f"{run.path}: not a run folder (it has no config.yaml); where this machine does not see that of the first "
-            "node, add parallel.nodes=N parallel.devices=N parallel.rendezvous=HOST:PORT as they are there"
+            f"{run.path}: not a run folder (it has no config.yaml); if this machine does not see the first node's run "
+            "folder, add parallel.nodes=N parallel.devices=N parallel.rendezvous=HOST:PORT with its values"
         )
     given = [text.removeprefix("parallel.") for text in overrides]
     for text, field in zip(overrides, given, strict=True):
         if field.partition("=")[0].strip() not in ParallelConfig.model_fields:
-            raise InputError(f"{text}: is not a field of parallel; --join takes only those, as parallel.nodes=2")
+            raise InputError(
+                f"{text}: is not a field of parallel; --join takes only those, for example parallel.nodes=2"
+            )
     # A config needs a family and data, which do not matter here.
     preset = f"model: {{family: {family_names()[0]}}}\ndata: {{path: /}}"
     return load_config_text(preset, [f"parallel.{field}" for field in given], Path("command line")).config.parallel
@@ -107,44 +135,48 @@ def _parallel(run: RunDir, overrides: Sequence[str]) -> ParallelConfig:
 
 def _join(parallel: ParallelConfig, run: RunDir, node_rank: int) -> int:
     handle = torchrun.join(parallel, run, node_rank)
-    say(f"node {node_rank} of {parallel.nodes} of {run.path}, meeting at {parallel.rendezvous}")
+    say(f"joining {run.path} as node {node_rank} of {parallel.nodes}, rendezvous at {parallel.rendezvous}")
     return attend(handle, torchrun.node_log(run, node_rank))
 
 
 def attend(handle: RunHandle, log: Path) -> int:
-    """Wait until a node that joined a run has ended; Ctrl-C stops all nodes, a second one ends this one.
+    """Wait until a node that joined a run has ended. Ctrl-C stops all nodes; a second Ctrl-C stops this one at once.
 
-    Returns 0, 1 when it failed here, or 130 when it was ended by that second one.
+    Returns:
+        The exit code: 0 finished, 1 failed on this node, 130 stopped by a second Ctrl-C.
     """
     run = handle.run
-    with _AskedToEnd() as asked:
+    with _StopRequests() as stops:
         while handle.process.poll() is None:
-            if asked.count >= 2:
+            if stops.count >= 2:
                 process.end_family(handle.process.pid)
-                complain("ended this node; the others notice that it is gone")
+                complain("stopped this node; the other nodes will detect it and exit")
                 return EXIT_CODES["stopped"]
-            if asked.count == 1 and not asked.is_answered:
-                asked.is_answered = True
+            if stops.count == 1 and not stops.is_handled:
+                stops.is_handled = True
                 if run.config_file.is_file():
                     run.request("stop")
-                else:  # the ranks tell each other
+                else:  # the signal reaches the ranks of this node, which agree with all others on a stop
                     handle.process.terminate()
-                say("stopping all nodes after this step; Ctrl-C again ends this one at once")
+                say("stopping all nodes after this step; Ctrl-C again stops this node at once")
             time.sleep(POLL_S)
     if handle.process.returncode:
         complain(f"error: {failure.last_line(log)}\n  log: {log}")
         return 1
-    say("done; node 0 tells how the run ended")
+    say("done; node 0 reports how the run ended")
     return 0
 
 
 def write_job(preset: Path, overrides: Sequence[str], runs: Path, at: Path | None, scheduler: Scheduler) -> int:
-    """Make the run folder of a preset and write the file that starts it in it. Returns 0.
+    """Make the run folder of a preset, with the job file that starts the run. Returns 0.
 
-    The last line on stdout is the command that submits the job. Raises InputError as `train` does.
+    The last line on stdout is the command that submits the job.
+
+    Raises:
+        InputError: As `train`, and if the job lacks something that the scheduler needs.
     """
     loaded = schedulers.load(preset, overrides, scheduler)
-    schedulers.check_place(loaded, at or runs, scheduler)
+    schedulers.check_run_folder_path(loaded, at or runs, scheduler)
     run = preflight.new_run(loaded, runs, at)
     file = schedulers.write(run, scheduler)
     say(f"run folder: {run.path}")
@@ -153,40 +185,55 @@ def write_job(preset: Path, overrides: Sequence[str], runs: Path, at: Path | Non
 
 
 def export(path: Path, what: str, format: str | None, dtype: str | None) -> int:
-    """Export the newest checkpoint of a run in a process of its own. Returns that process's exit code.
+    """Export the newest checkpoint of a run in a separate process.
 
-    what: `auto` writes what the run's config says.  format, dtype: None takes the run's own where they can carry that.
-    Raises InputError when that is nothing, or the three do not go together.
+    Args:
+        path: The run folder.
+        what: `export.what`; `auto` takes it from the run's config.
+        format: `export.format`; None takes the run's own if it can carry `what`.
+        dtype: `export.dtype`; None takes the run's own if it can carry `what`.
+
+    Returns:
+        The exit code: 0 exported, 1 failed, 2 failed by the user's mistake.
+
+    Raises:
+        InputError: There is nothing to export, or the three cannot be combined.
     """
     run = RunDir.open(path)
     cfg = run.config().exporting(what, format, dtype)
     if cfg.export_what == "none":
-        raise InputError(f"{run.config_file}: export.what is none; say what to write with --what")
+        raise InputError(f"{run.config_file}: export.what is none; choose what to export with --what")
     code = begin_export(run, cfg).wait()
-    say(export_said(run, code), sys.stderr if code else sys.stdout)
+    say(export_output(run, code), sys.stderr if code else sys.stdout)
     return code if code in (0, 2) else 1
 
 
-_EXPORT_LOG, _EXPORT_ANSWER = "export.log", "export-answer.txt"
+_EXPORT_LOG, _EXPORT_OUTPUT = "export.log", "export-answer.txt"
 
 
 def begin_export(run: RunDir, cfg: RunConfig) -> subprocess.Popen[bytes]:
-    """Export in a process of its own, as the config says. It ends with code 2 for a mistake of the user.
+    """Start an export, as `cfg.export` says, in a separate process. Its exit code is 2 for the user's mistake.
 
-    Raises InputError when a folder of the run is missing and cannot be made.
+    Raises:
+        InputError: A folder of the run is missing and cannot be made.
     """
     run.complete_folders(cfg)
     argv = [sys.executable, "-m", "trainer", str(run.path)]
     argv += ["--export", cfg.export_what, "--format", cfg.export.format, "--dtype", cfg.export.dtype]
-    # What libraries print while they load is of no use to a person.
-    with (run.logs / _EXPORT_LOG).open("ab") as libraries, (run.logs / _EXPORT_ANSWER).open("wb") as answer:
-        return subprocess.Popen(argv, env=process.worker_environment(), stdout=answer, stderr=libraries)
+    # Libraries print to stderr while they load, which is of no use to a person.
+    with (run.logs / _EXPORT_LOG).open("ab") as log, (run.logs / _EXPORT_OUTPUT).open("wb") as output:
+        return subprocess.Popen(argv, env=process.worker_environment(), stdout=output, stderr=log)
 
 
-def export_said(run: RunDir, code: int) -> str:
-    """What the last export of a run wrote, a file per line, or what went wrong. code: the exit code of its process."""
+def export_output(run: RunDir, code: int) -> str:
+    """Return what the last export of a run wrote, one file per line, or why it failed.
+
+    Args:
+        run: The run.
+        code: Exit code of the export's process.
+    """
     if code in (0, 2):
-        return (run.logs / _EXPORT_ANSWER).read_text(encoding="utf-8").strip()
+        return (run.logs / _EXPORT_OUTPUT).read_text(encoding="utf-8").strip()
     log = run.logs / _EXPORT_LOG
     return f"the export failed: {failure.last_line(log)}\nlog: {log}"
 
@@ -196,7 +243,7 @@ def _run(loaded: ConfigFile, run: RunDir) -> int:
     for note in loaded.notes:
         complain(f"note: {note}")
     events = EventReader(run.events_file)
-    events.read()  # a run that continues does not tell its past again
+    events.read()  # the events before this start are not shown again
     handle = torchrun.start(cfg, run)
     if network.must_be_joined(cfg.parallel):
         parallel = cfg.parallel
@@ -211,61 +258,67 @@ def _run(loaded: ConfigFile, run: RunDir) -> int:
 
 
 def watch(cfg: RunConfig, run: RunDir, events: EventReader) -> int:
-    """Show a started run until it ends; Ctrl-C stops it. Returns what `train` returns.
+    """Show the progress of a started run until it ends. Ctrl-C stops it.
 
-    The last line on stdout is the path of the export, or of the run folder when nothing was to be exported.
+    The last line on stdout is the path of the export, or of the run folder if nothing was exported.
+
+    Args:
+        cfg: Config of the run.
+        run: The run.
+        events: A reader that has read the events before this start.
+
+    Returns:
+        The exit code, as `train`.
     """
     say(f"run folder: {run.path}")
-    with _AskedToEnd() as asked, choose_face(sum(cfg.stage_steps)) as face:
-        told = _follow(cfg, run, events, face, asked)
-    return _conclude(run, told)
+    with _StopRequests() as stops, progress_display(sum(cfg.stage_steps)) as display:
+        shown = _follow(cfg, run, events, display, stops)
+    return _conclude(run, shown)
 
 
-def _follow(cfg: RunConfig, run: RunDir, events: EventReader, face: Face, asked: _AskedToEnd) -> list[Told]:
-    """Show what happens until the run has ended. Returns everything but the steps."""
+def _follow(
+    cfg: RunConfig, run: RunDir, events: EventReader, display: ProgressDisplay, stops: _StopRequests
+) -> list[MessageEvent]:
+    """Show events until the run has ended. Returns all of them but the steps."""
     ranks = [RankReader(run.rank_file(rank)) for rank in range(cfg.parallel.world_size)]
-    told: list[Told] = []
+    shown: list[MessageEvent] = []
     while process.alive(run):
-        told += _show_new(events, ranks, face)
-        _answer(asked, run, face)
+        shown += _show_new(events, ranks, display)
+        if stops.count >= 2:
+            process.terminate(run)
+        elif stops.count == 1 and not stops.is_handled:
+            stops.is_handled = True  # the trainer clears the request when it begins to stop: never request it again
+            run.request("stop")
+            display.say("stopping after this step, with a checkpoint; Ctrl-C again ends it at once, without one")
         time.sleep(POLL_S)
     _attempt(run.events_file, lambda: process.settle(run))
-    return told + _show_new(events, ranks, face)
+    return shown + _show_new(events, ranks, display)
 
 
-def _show_new(events: EventReader, ranks: Sequence[RankReader], face: Face) -> list[Told]:
-    told: list[Told] = []
+def _show_new(events: EventReader, ranks: Sequence[RankReader], display: ProgressDisplay) -> list[MessageEvent]:
+    new: list[MessageEvent] = []
     for reader in ranks:
         for line in reader.read()[-1:]:
-            face.figures.peaks[line.rank] = line.peak
+            display.summary.peaks[line.rank] = line.peak
     for event in events.read():
-        if not isinstance(event, ErrorEvent):  # told once, at the end
-            face.show(event)
+        if not isinstance(event, ErrorEvent):  # shown once, at the end
+            display.show(event)
         if not isinstance(event, StepEvent):
-            told.append(event)
-    return told
+            new.append(event)
+    return new
 
 
-def _answer(asked: _AskedToEnd, run: RunDir, face: Face) -> None:
-    if asked.count >= 2:
-        process.terminate(run)
-    elif asked.count == 1 and not asked.is_answered:
-        asked.is_answered = True  # the trainer forgets the request when it begins to stop: never ask again
-        run.request("stop")
-        face.say("stopping after this step, with a checkpoint; Ctrl-C again ends it at once, without one")
-
-
-def _conclude(run: RunDir, told: Sequence[Told]) -> int:
-    """Write the report, say how the run ended, and return the exit code."""
+def _conclude(run: RunDir, events: Sequence[MessageEvent]) -> int:
+    """Write the report, print how the run ended, and return the exit code. `events` are those since the start."""
     from trainer.run.report import write_report
 
     _attempt(run.report, lambda: write_report(run))
     state = process.status(run)
     if state == "failed":
-        errors = [event for event in told if isinstance(event, ErrorEvent)] or [failure.diagnose(run, told)]
+        errors = [event for event in events if isinstance(event, ErrorEvent)] or [failure.diagnose(run, events)]
         complain(explain(errors[-1], run))
         return errors[-1].exit_code
-    exports = [event for event in told if isinstance(event, ExportEvent)]
+    exports = [event for event in events if isinstance(event, ExportEvent)]
     if state == "stopped":
         complain(f"stopped; continue with --resume {run.path}")
     else:
@@ -274,7 +327,7 @@ def _conclude(run: RunDir, told: Sequence[Told]) -> int:
 
 
 def _attempt(file: Path, write: Callable[[], object]) -> None:
-    """Write a file that tells about the run. A full disk, or a damaged file, must not hide what follows."""
+    """Call `write`, which writes `file`; print a warning if it fails, so that how the run ended is still shown."""
     try:
         write()
     except OSError as error:
@@ -284,9 +337,9 @@ def _attempt(file: Path, write: Callable[[], object]) -> None:
 
 
 def explain(error: ErrorEvent, run: RunDir) -> str:
-    """The error as a person should read it: where, what, the remedy and the log.
+    """Return the error for a person: rank and step, message, remedy and log.
 
-    The user's mistake is the same on every rank, and its message says where it is.
+    The user's own mistake (exit code 2) shows no rank: it is the same on all, and its message names the place.
     """
     where = "" if error.rank is None or error.exit_code == 2 else f"rank {error.rank}, step {error.step}: "
     lines = [f"error: {where}{error.message}"]
@@ -297,18 +350,18 @@ def explain(error: ErrorEvent, run: RunDir) -> str:
     return "\n".join(lines)
 
 
-class _AskedToEnd:
-    """Counts Ctrl-C instead of raising KeyboardInterrupt in the middle of something.
+class _StopRequests:
+    """Counts Ctrl-C instead of raising KeyboardInterrupt at an arbitrary point.
 
-    What schedulers and containers ask to leave by counts once: it comes again shortly before SIGKILL.
+    Preemption signals of schedulers and containers count once only: they are sent again shortly before SIGKILL.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self.is_answered = False
+        self.is_handled = False
 
     def __enter__(self) -> Self:
-        self._former = {number: signal.signal(number, self._add) for number in (signal.SIGINT, *LEAVE)}
+        self._former = {number: signal.signal(number, self._add) for number in (signal.SIGINT, *PREEMPTION_SIGNALS)}
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -1,4 +1,4 @@
-"""How a run looks in a terminal: a line every few seconds, or a live bar."""
+"""Progress of a run in a terminal: a line every few seconds, or a live bar."""
 
 from __future__ import annotations
 
@@ -23,30 +23,35 @@ from trainer.run.events import (
     StepEvent,
     ValidationEvent,
     WarningEvent,
+    format_losses,
+    format_speed,
     losses_by_name,
     smoothed,
-    told_losses,
-    told_speed,
 )
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 LINE_EVERY_S = 5.0
-FIGURES_OVER_STEPS = 50
-Told = (
+AVERAGED_STEPS = 50
+MessageEvent = (
     StatusEvent | StageEvent | ValidationEvent | SampleEvent | CheckpointEvent | ExportEvent | WarningEvent | ErrorEvent
 )
-"""Every event but the steps, of which there are too many to tell each."""
+"""Every event but StepEvent. Steps are too many to print each."""
 
 
-class Figures:
-    """What one line says about the training: step, smoothed loss, speed, time left, memory per rank."""
+class StepSummary:
+    """The latest steps in one line: smoothed loss, speed, time left, memory per rank.
+
+    Attributes:
+        num_steps: Steps of the whole run.
+        peaks: {rank: peak of its device memory in bytes}.
+    """
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
         self.peaks: dict[int, int] = {}
-        self._recent: deque[StepEvent] = deque(maxlen=FIGURES_OVER_STEPS)
+        self._recent: deque[StepEvent] = deque(maxlen=AVERAGED_STEPS)
 
     def add(self, event: StepEvent) -> None:
         self._recent.append(event)
@@ -62,16 +67,16 @@ class Figures:
         seconds = statistics.fmean(event.seconds for event in self._recent)
         left = timedelta(seconds=round((self.num_steps - self.step) * seconds))
         means = {name: smoothed(losses)[-1] for name, losses in losses_by_name(self._recent).items()}
-        parts = [f"loss {loss:.4f}{told_losses(means)}", told_speed(*self._recent[-1].speed), f"ETA {left}"]
+        parts = [f"loss {loss:.4f}{format_losses(means)}", format_speed(*self._recent[-1].speed), f"ETA {left}"]
         if self.peaks:
             parts.append("peak " + " ".join(f"{peak / 2**20:.0f}" for _, peak in sorted(self.peaks.items())) + " MiB")
         return "  ".join(parts)
 
 
-class Face(Protocol):
-    """Shows events to a person."""
+class ProgressDisplay(Protocol):
+    """Shows the events of a run in a terminal."""
 
-    figures: Figures
+    summary: StepSummary
 
     def show(self, event: AnyEvent) -> None: ...
     def say(self, text: str) -> None: ...
@@ -79,18 +84,19 @@ class Face(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
 
-def choose_face(num_steps: int) -> Face:
-    return BarFace(num_steps) if sys.stdout.isatty() else PlainFace(num_steps)
+def progress_display(num_steps: int) -> ProgressDisplay:
+    """Return a live bar for a terminal, and lines for any other output."""
+    return BarDisplay(num_steps) if sys.stdout.isatty() else LineDisplay(num_steps)
 
 
-class PlainFace:
-    """Lines for a log file: every change of state and every result, steps and progress every few seconds."""
+class LineDisplay:
+    """Prints lines for a log file: every change of state and every result; steps and counts every few seconds."""
 
     def __init__(self, num_steps: int) -> None:
-        self.figures = Figures(num_steps)
+        self.summary = StepSummary(num_steps)
         self._state: State = "created"
         self._next_line = 0.0
-        self._untold_step = False
+        self._has_unshown_step = False
 
     def __enter__(self) -> Self:
         return self
@@ -103,29 +109,29 @@ class PlainFace:
 
     def show(self, event: AnyEvent) -> None:
         if isinstance(event, StepEvent):
-            self.figures.add(event)
-            self._untold_step = True
-            if self._is_time():
+            self.summary.add(event)
+            self._has_unshown_step = True
+            if self._is_line_due():
                 self._say_step()
             return
-        if isinstance(event, StatusEvent) and not self._is_news(event):
+        if isinstance(event, StatusEvent) and not self._is_worth_a_line(event):
             return
-        if self._untold_step:
+        if self._has_unshown_step:
             self._say_step()
         self.say(sentence(event))
 
-    def _is_news(self, event: StatusEvent) -> bool:
+    def _is_worth_a_line(self, event: StatusEvent) -> bool:
         is_new_state = event.state != self._state
         self._state = event.state
         if is_new_state or event.done < event.total:
-            return is_new_state or self._is_time()
+            return is_new_state or self._is_line_due()
         return bool(event.message or event.total)
 
     def _say_step(self) -> None:
-        self._untold_step = False
-        self.say(f"step {self.figures.step}/{self.figures.num_steps}  {self.figures}")
+        self._has_unshown_step = False
+        self.say(f"step {self.summary.step}/{self.summary.num_steps}  {self.summary}")
 
-    def _is_time(self) -> bool:
+    def _is_line_due(self) -> bool:
         now = time.monotonic()
         if now < self._next_line:
             return False
@@ -133,21 +139,21 @@ class PlainFace:
         return True
 
 
-class BarFace:
-    """A bar that stays at the bottom of the terminal; results scroll above it."""
+class BarDisplay:
+    """Draws a bar that stays at the bottom of the terminal; results scroll above it."""
 
     def __init__(self, num_steps: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
         from rich.table import Column
 
-        self.figures = Figures(num_steps)
+        self.summary = StepSummary(num_steps)
         self._bar: Progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}", markup=False, table_column=Column(no_wrap=False)),
+            TextColumn("{task.fields[details]}", markup=False, table_column=Column(no_wrap=False)),
         )
-        self._task: TaskID = self._bar.add_task("starting", total=num_steps, figures="")
+        self._task: TaskID = self._bar.add_task("starting", total=num_steps, details="")
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -161,7 +167,7 @@ class BarFace:
 
     def show(self, event: AnyEvent) -> None:
         if isinstance(event, StepEvent):
-            self.figures.add(event)
+            self.summary.add(event)
             self._show_steps("training")
             return
         if isinstance(event, StatusEvent) and event.total:
@@ -170,7 +176,7 @@ class BarFace:
                 description=event.state,
                 completed=event.done,
                 total=event.total,
-                figures=printable(event.message),
+                details=printable(event.message),
             )
             return
         if isinstance(event, StatusEvent):
@@ -182,14 +188,14 @@ class BarFace:
         self._bar.update(
             self._task,
             description=state,
-            completed=self.figures.step,
-            total=self.figures.num_steps,
-            figures=str(self.figures),
+            completed=self.summary.step,
+            total=self.summary.num_steps,
+            details=str(self.summary),
         )
 
 
-def sentence(event: Told) -> str:
-    """One event as a line of text."""
+def sentence(event: MessageEvent) -> str:
+    """Return an event as a line of text."""
     match event:
         case StatusEvent():
             progress = f"{event.done}/{event.total}" if event.total else ""
@@ -198,14 +204,15 @@ def sentence(event: Told) -> str:
             return f"stage {event.number} of {event.count}: {event.name}"
         case ValidationEvent():
             perplexity = f", perplexity {event.perplexity:.3f}" if math.isfinite(event.perplexity) else ""
-            return f"step {event.step}: validation loss {event.loss:.4f}{perplexity}{told_losses(event.losses)}"
+            return f"step {event.step}: validation loss {event.loss:.4f}{perplexity}{format_losses(event.losses)}"
         case SampleEvent():
             text = f": {' '.join(event.text.split())}" if event.is_text else ""
             return f"step {event.step}: sample {event.path}{text}"
         case CheckpointEvent():
             return f"step {event.step}: checkpoint {event.path}"
         case ExportEvent():
-            checked = f"; read back, it differs by {event.difference:.1e}" if math.isfinite(event.difference) else ""
+            is_verified = math.isfinite(event.difference)
+            checked = f"; verified: reloaded, relative difference {event.difference:.1e}" if is_verified else ""
             return f"exported {event.what} ({event.format}): {event.path}{checked}"
         case WarningEvent() | ErrorEvent():
             return f"{event.type}: {event.message}"

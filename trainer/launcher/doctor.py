@@ -1,4 +1,4 @@
-"""Is this machine fit to train? Facts about it, each with a verdict and a remedy. No torch: it answers at once."""
+"""`--doctor`: checks of this machine, each with a verdict and a remedy. Fast, because it imports no torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,14 @@ DISTRIBUTION = "shardstudio"
 
 @dataclass(frozen=True)
 class Check:
-    """One fact. remedy: what to do about it when the verdict is not ok."""
+    """The result of one check.
+
+    Attributes:
+        verdict: ok, warn or fail.
+        what: Name of the check.
+        fact: What was found.
+        remedy: What to do if the verdict is not ok.
+    """
 
     verdict: Literal["ok", "warn", "fail"]
     what: str
@@ -42,7 +49,11 @@ class Check:
 
 
 def examine(runs: Path) -> int:
-    """Print one line per check. runs: where run folders will lie. Returns 1 when something fails, else 0."""
+    """Print one line per check. Returns 1 if a check fails, else 0.
+
+    Args:
+        runs: Folder for run folders.
+    """
     failed = False
     for check in checks(runs):
         say(check)
@@ -51,7 +62,7 @@ def examine(runs: Path) -> int:
 
 
 def checks(runs: Path) -> Iterator[Check]:
-    """All checks, cheap ones first."""
+    """Yield the results of all checks, cheap ones first."""
     yield Check("ok", "python", platform.python_version())
     for requirement in requirements():
         yield package(requirement)
@@ -67,15 +78,18 @@ def checks(runs: Path) -> Iterator[Check]:
 
 
 def requirements(extra: str = "") -> list[Requirement]:
-    """What this version needs, or one of its extras besides: from the installed distribution, or from the checkout's
-    pyproject.toml."""
+    """Return the required packages, from the checkout's pyproject.toml or from the installed distribution.
+
+    Args:
+        extra: Name of an extra: return only the additional packages it needs.
+    """
     if CHECKOUT:
         table = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         lines = table["optional-dependencies"][extra] if extra else table["dependencies"]
     else:
         lines = importlib.metadata.requires(DISTRIBUTION) or []
     wanted = map(Requirement, lines)
-    # In a distribution what an extra needs says so in its marker, and what is always needed has none.
+    # In a distribution, the packages of an extra have a marker that names it, and the always required ones have none.
     return [one for one in wanted if _applies(one, "" if CHECKOUT else extra)]
 
 
@@ -86,7 +100,7 @@ def _applies(requirement: Requirement, extra: str) -> bool:
 
 
 def package(requirement: Requirement) -> Check:
-    """Whether the installed version is in the range."""
+    """Check that a package is installed in the required version."""
     remedy = f"pip install '{requirement}'"
     try:
         version = importlib.metadata.version(requirement.name)
@@ -98,7 +112,7 @@ def package(requirement: Requirement) -> Check:
 
 
 def graphics() -> Iterator[Check]:
-    """One check per GPU, and one of what joins them. None is fine: everything also runs on CPUs."""
+    """Check each GPU and the links between them. A machine without GPUs passes: everything also runs on CPUs."""
     if not gpus.exist():
         yield Check("ok", "gpu", "no NVIDIA driver found; training runs on the CPU")
         return
@@ -116,21 +130,21 @@ def graphics() -> Iterator[Check]:
 
 def _link(slowest: str) -> Check:
     if slowest in ("SYS", "NODE"):
-        remedy = "sharded training waits for it: prefer parallel.strategy ddp or hybrid where the model fits"
-        return Check("warn", "links", f"{slowest}: some GPUs reach each other across sockets only", remedy)
-    return Check("ok", "links", f"{slowest} at the slowest")
+        remedy = "this slows down sharded training: prefer parallel.strategy ddp or hybrid if the model fits"
+        return Check("warn", "links", f"{slowest}: some GPUs are connected only across CPU sockets", remedy)
+    return Check("ok", "links", f"{slowest} is the slowest link")
 
 
 def nccl() -> Check:
-    """The library GPUs talk through, which comes with torch."""
+    """Check for NCCL, the library for communication between GPUs, which comes with torch."""
     for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return Check("ok", "nccl", importlib.metadata.version(name))
-    return Check("warn", "nccl", "not installed beside torch", "install the CUDA build of torch")
+    return Check("warn", "nccl", "not installed along with torch", "install the CUDA build of torch")
 
 
 def notebooks(wanted: Sequence[Requirement]) -> Check:
-    """Whether JupyterLab here shows forms and dashboards: it and the widgets must be of one environment."""
+    """Check that JupyterLab can show forms and dashboards: it must be in the same environment as the widgets."""
     remedy = f"for the notebooks: pip install '{DISTRIBUTION}[notebook]'"
     found = [package(requirement) for requirement in wanted]
     if missing := [check for check in found if check.verdict != "ok"]:
@@ -142,28 +156,29 @@ def notebooks(wanted: Sequence[Requirement]) -> Check:
 
 
 def limits() -> Check:
-    """What the shell allows: each rank opens files of the model and of the data, and sockets to the others."""
+    """Check the shell's limits: each rank opens model files, data files and sockets to the other ranks."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     memory, _ = resource.getrlimit(resource.RLIMIT_AS)
     fact = f"{soft} open files" + ("" if memory == resource.RLIM_INFINITY else f", {memory / GIB:.1f} GiB memory")
     if soft < 1024:
         return Check("warn", "limits", fact, "ulimit -n 4096 before the start")
     if memory != resource.RLIM_INFINITY:
-        return Check("warn", "limits", fact, "ulimit -v unlimited, or every rank may run out of it")
+        return Check("warn", "limits", fact, "ulimit -v unlimited before the start, or a rank may run out of memory")
     return Check("ok", "limits", fact)
 
 
 def cores_and_memory() -> Check:
+    """Check the free host memory."""
     cores = len(os.sched_getaffinity(0))
     memory = psutil.virtual_memory()
     fact = f"{cores} cores, {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB memory free"
     if memory.available < 2 * GIB:
-        return Check("warn", "machine", fact, "close other programs: a run needs 2 GiB and more")
+        return Check("warn", "machine", fact, "close other programs: a run needs at least 2 GiB")
     return Check("ok", "machine", fact)
 
 
 def shared_memory(folder: Path) -> Check:
-    """NCCL and data loaders exchange data there; containers often have 64 MiB."""
+    """Check the shared memory, through which NCCL and data loaders exchange data. Containers often have 64 MiB."""
     if not folder.is_dir():
         return Check("warn", "shared memory", f"no {folder}", "mount it; in a container: --shm-size=8g")
     free = shutil.disk_usage(folder).free
@@ -174,21 +189,21 @@ def shared_memory(folder: Path) -> Check:
 
 
 def disk(runs: Path) -> Check:
-    """Room for checkpoints, where the run folders will lie."""
+    """Check the disk space for run folders and their checkpoints."""
     existing = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(existing).free
     fact = f"{free / GIB:.1f} GiB free for {runs}"
     if not os.access(existing, os.W_OK):
-        return Check("fail", "disk", f"{existing} is not writable", "name another place with --runs DIR")
+        return Check("fail", "disk", f"{existing} is not writable", "choose another folder with --runs DIR")
     if free < GIB:
-        return Check("fail", "disk", fact, "free some space, or name another place with --runs DIR")
+        return Check("fail", "disk", fact, "free some space, or choose another folder with --runs DIR")
     if free < 20 * GIB:
         return Check("warn", "disk", fact, "enough for adapters; a full model's checkpoint needs more")
     return Check("ok", "disk", fact)
 
 
 def port() -> Check:
-    """Whether ranks on this machine can find each other."""
+    """Check that ranks on this machine can connect to each other."""
     try:
         with socket.create_server(("localhost", 0)) as server:
             return Check("ok", "port", f"localhost:{server.getsockname()[1]} can be used")

@@ -1,4 +1,4 @@
-"""`--plan`: what a run takes, printed or as JSON. No torch."""
+"""`--plan`: the memory, time and disk space that a run needs, as text or JSON. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,14 +22,26 @@ from trainer.plan.storage import amount
 from trainer.plan.store import traced_peak
 from trainer.run.folder import shared_cache
 
-SHOWN = GIB / 100
-"""Bytes of an item that is printed."""
+SMALLEST_SHOWN = GIB / 100
+"""Smaller items of a plan are not printed. In bytes."""
 
 
 def show(preset: Path, overrides: Sequence[str], runs: Path, gpus: str | None, as_json: bool, exactly: bool) -> int:
-    """Print the plan of a preset. gpus: as `4x24gb`; None: this machine's, if it has any.  exactly: trace it too.
+    """Print the plan of a preset.
 
-    Returns 0 when it fits or no GPU is known, 1 when it does not.
+    Args:
+        preset: The config file.
+        overrides: `key=value` changes to it.
+        runs: Folder of the runs, for their shared cache.
+        gpus: For example `4x24gb`. None: the GPUs of this machine, if any.
+        as_json: Print JSON.
+        exactly: Also trace the run to measure its peak.
+
+    Returns:
+        1 if the run does not fit, 0 if it does or no GPU is known.
+
+    Raises:
+        InputError: The config or `gpus` is wrong.
     """
     hardware = named(gpus) if gpus else detected()
     if hardware and hardware.count and gpus:
@@ -42,49 +54,65 @@ def show(preset: Path, overrides: Sequence[str], runs: Path, gpus: str | None, a
     cache = shared_cache(cfg, runs)
     parts = stage_configs(cfg)
     loaded.refuse([problem for part in parts for problem in distilled.refused(part.model)])
-    looks = [_look(part, hardware.card if hardware else None, cache, exactly) for part in parts]
+    results = [_plan_part(part, hardware.card if hardware else None, cache, exactly) for part in parts]
     if as_json:
-        found = [
-            to_json(look.plan, look.ways, look.most)
-            | {"traced_peak": look.traced, "warnings": distilled.warnings(part)}
-            for part, look in zip(parts, looks, strict=True)
+        plans = [
+            to_json(result.plan, result.fixes, result.largest)
+            | {"traced_peak": result.traced, "warnings": distilled.warnings(part)}
+            for part, result in zip(parts, results, strict=True)
         ]
         names = [stage.name for stage in cfg.stages]
-        say(json.dumps({"stages": dict(zip(names, found, strict=True))} if names else found[0], indent=1))
+        say(json.dumps({"stages": dict(zip(names, plans, strict=True))} if names else plans[0], indent=1))
     else:
         titles = [f"stage {number} of {len(parts)}, {one.name}:\n" for number, one in enumerate(cfg.stages, 1)]
-        told = ["\n".join(_told(part, look)) for part, look in zip(parts, looks, strict=True)]
-        say("\n\n".join(f"{title}{text}" for title, text in zip(titles or [""], told, strict=True)))
-    return 1 if any(look.plan.verdict == "does not fit" for look in looks) else 0
+        texts = ["\n".join(_all_lines(part, result)) for part, result in zip(parts, results, strict=True)]
+        say("\n\n".join(f"{title}{text}" for title, text in zip(titles or [""], texts, strict=True)))
+    return 1 if any(result.plan.verdict == "does not fit" for result in results) else 0
 
 
 @dataclass(frozen=True)
-class _Look:
-    """The plan of a run or stage, what would make it fit, the largest values that fit, and the traced peak in bytes."""
+class _PartPlan:
+    """The plan of a run or stage.
+
+    Attributes:
+        plan: Its memory plan.
+        fixes: Changes that would make it fit.
+        largest: {field: largest value that fits}.
+        traced: Peak in bytes, if it was traced.
+    """
 
     plan: MemoryPlan
-    ways: list[Fix]
-    most: dict[str, int]
+    fixes: list[Fix]
+    largest: dict[str, int]
     traced: int | None
 
 
-def _look(cfg: RunConfig, card: Card | None, cache: Path, exactly: bool) -> _Look:
-    found = plan(cfg, card, cache, complain)
+def _plan_part(cfg: RunConfig, card: Card | None, cache: Path, exactly: bool) -> _PartPlan:
+    memory = plan(cfg, card, cache, complain)
     ways, most = (fixes(cfg, card, cache), largest(cfg, card, cache)) if card else ([], {})
-    return _Look(found, ways, most, traced_peak(cfg, found.strategy, cache) if exactly else None)
+    return _PartPlan(memory, ways, most, traced_peak(cfg, memory.strategy, cache) if exactly else None)
 
 
-def _told(cfg: RunConfig, look: _Look) -> list[str]:
-    traced = [describe_trace(look.plan, look.traced)] if look.traced else []
-    warnings = [f"warning: {sentence}" for sentence in distilled.warnings(cfg)]
-    return [*lines(cfg, look.plan), *_ways(look.ways), *_most(look.most), *traced, *warnings]
+def _all_lines(cfg: RunConfig, result: _PartPlan) -> list[str]:
+    text = lines(cfg, result.plan)
+    for fix in result.fixes:
+        assert fix.plan.time is not None
+        low, high = fix.plan.time.low, fix.plan.time.high
+        text.append(f"  fits with {fix}: {fix.plan.need / GIB:.2f} GiB, {low:.1f} to {high:.1f} s per step")
+    if result.largest:
+        values = ", ".join(f"{field}={value}" for field, value in result.largest.items())
+        text.append(f"largest that fit, each by itself: {values}")
+    if result.traced:
+        text.append(describe_trace(result.plan, result.traced))
+    return [*text, *(f"warning: {sentence}" for sentence in distilled.warnings(cfg))]
 
 
 def lines(cfg: RunConfig, found: MemoryPlan) -> list[str]:
-    """A plan for people."""
+    """Return a plan as lines of text."""
     text = [f"{cfg.name}: {describe(cfg)}, strategy {found.strategy}", ""]
     most = found.fullest
-    text += [f"  {item.size / GIB:8.2f} GiB  {item.name}: {item.sentence}" for item in most.items if item.size >= SHOWN]
+    shown = [item for item in most.items if item.size >= SMALLEST_SHOWN]
+    text += [f"  {item.size / GIB:8.2f} GiB  {item.name}: {item.sentence}" for item in shown]
     text += [f"  {most.need / GIB:8.2f} GiB  on each GPU at its fullest, in {moment(most)}", ""]
     text.append(f"parts of the run {', '.join(f'{part.name} {part.need / GIB:.2f}' for part in found.phases)} GiB")
     for where, items in (("on the host", found.host), ("on disk", found.disk)):
@@ -100,23 +128,14 @@ def lines(cfg: RunConfig, found: MemoryPlan) -> list[str]:
     return text
 
 
-def _ways(ways: Sequence[Fix]) -> list[str]:
-    """Each with what it needs and how long a step then takes."""
-    text = []
-    for way in ways:
-        assert way.plan.time is not None
-        low, high = way.plan.time.low, way.plan.time.high
-        text.append(f"  fits with {way}: {way.plan.need / GIB:.2f} GiB, {low:.1f} to {high:.1f} s per step")
-    return text
-
-
-def _most(most: Mapping[str, int]) -> list[str]:
-    found = ", ".join(f"{field}={value}" for field, value in most.items())
-    return [f"largest that fit, each by itself: {found}"] if found else []
-
-
 def to_json(found: MemoryPlan, ways: Sequence[Fix], most: Mapping[str, int]) -> dict[str, object]:
-    """A plan for programs: bytes, seconds, the verdict, what would make it fit, and the largest values that fit."""
+    """Return a plan as JSON data, in bytes and seconds.
+
+    Args:
+        found: The plan.
+        ways: Changes that would make it fit.
+        most: {field: largest value that fits}.
+    """
     return dataclasses.asdict(found) | {
         "fullest": found.fullest.name,
         "need": found.need,

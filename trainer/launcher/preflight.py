@@ -1,4 +1,4 @@
-"""Whether a run can start: the one place that says so, for the command line, the page, notebooks and the queue."""
+"""Preflight checks: the one place that decides if a run can start, for the command line, page, notebooks and queue."""
 
 from __future__ import annotations
 
@@ -24,21 +24,28 @@ from trainer.weights.hub import find_folder
 
 
 def new_run(loaded: ConfigFile, runs: Path, at: Path | None = None) -> RunDir:
-    """The folder of a new run below `runs`, or `at`. Nothing is started.
+    """Check a config and make the folder of a new run, without starting it.
 
-    Raises InputError before anything is written when the config, its files or its images are wrong.
+    Args:
+        loaded: The config.
+        runs: Folder in which the run folder is made.
+        at: Exact path of the run folder, instead.
+
+    Raises:
+        InputError: The config, its files or its images are wrong. Nothing was written.
     """
     check(loaded)
     _make_named_cache(loaded)
     run = RunDir.create(runs, loaded.config, at)
-    files.make_private_if_new(shared_cache(loaded.config, run.path.parent))  # of encoded pictures and captions
+    files.make_private_if_new(shared_cache(loaded.config, run.path.parent))  # it holds encoded images and captions
     return run
 
 
 def continued_run(run: RunDir, overrides: Sequence[str]) -> ConfigFile:
-    """The config an ended run is to be continued with, saved in its folder where fields were changed.
+    """Check that a run can continue, and return its config. Overrides are saved in the run folder.
 
-    Raises InputError as `new_run` does, when the run is running, and for a change that its checkpoint does not allow.
+    Raises:
+        InputError: As `new_run`; or the run is running; or its checkpoint does not allow a change.
     """
     process.require_ended(run)
     loaded = load_config(run.config_file, overrides)
@@ -53,7 +60,7 @@ def continued_run(run: RunDir, overrides: Sequence[str]) -> ConfigFile:
 
 
 def _make_named_cache(loaded: ConfigFile) -> None:
-    """Make the folder `data.cache`, where there is one. Raises InputError where it cannot be a folder."""
+    """Make the folder `data.cache`, if it is set. Raises InputError if that fails."""
     if loaded.config.data.cache is None:
         return
     cache = Path(loaded.config.data.cache)
@@ -61,23 +68,27 @@ def _make_named_cache(loaded: ConfigFile) -> None:
         files.make_private_if_new(cache)
     except OSError as error:
         raise InputError(
-            f"{loaded.where('data.cache')}: data.cache: {cache} cannot be made a folder ({error.strerror}); name "
-            "another place, or remove what is there"
+            f"{loaded.where('data.cache')}: data.cache: the folder {cache} cannot be made ({error.strerror}); choose "
+            "another path, or remove what is there"
         ) from error
 
 
 def _check_changes(loaded: ConfigFile, config: RunConfig, saved: Progress) -> None:
-    """Raises InputError for every field that must be what it was when the run was saved. config: of the stage."""
+    """Raise InputError for every changed field that must equal the saved one. `config` is that of the current stage."""
     changed = config_changes.changes(saved.config, config.model_dump(mode="json")) if saved.config else []
     loaded.refuse(list(config_changes.refused(changed, saved.step)))
 
 
 def check(loaded: ConfigFile, is_new: bool = True) -> None:
-    """Raises InputError for whatever keeps a run of this config from starting here.
+    """Check that a run of this config can start on this machine: its fields, files, images, model, trackers and port.
 
-    That is: fields that a new run may not combine, and each file, folder, image, model, tracker and port that is wrong.
+    Args:
+        loaded: The config.
+        is_new: False for a run that continues from a checkpoint. It no longer needs the file in `adapter.start`,
+            and may combine fields that a new run may not.
 
-    is_new: False for a run that goes on from a checkpoint, which holds what became of the file its adapter starts from.
+    Raises:
+        InputError: The run cannot start.
     """
     check_named(loaded, is_new)
     for index in range(len(loaded.config.stages)):
@@ -91,7 +102,12 @@ def check(loaded: ConfigFile, is_new: bool = True) -> None:
 def check_named(loaded: ConfigFile, is_new: bool = True) -> None:
     """The part of `check` that opens no file, so that a form can call it while its user types.
 
-    Raises ConfigError with every problem at once. is_new: as for `check`.
+    Args:
+        loaded: The config.
+        is_new: As for `check`.
+
+    Raises:
+        ConfigError: It holds every problem.
     """
     cfg = loaded.config
     problems = [*_new_run_rules(cfg), *_missing_start(cfg)] if is_new else []
@@ -99,7 +115,7 @@ def check_named(loaded: ConfigFile, is_new: bool = True) -> None:
 
 
 def check_rules(loaded: ConfigFile) -> None:
-    """The part of `check` that looks at nothing but the config: what a new run may not combine."""
+    """The part of `check` that needs the config only: fields that a new run may not combine."""
     loaded.refuse(_new_run_rules(loaded.config))
 
 
@@ -108,10 +124,10 @@ def _new_run_rules(cfg: RunConfig) -> list[Problem]:
 
 
 def _check_stage(loaded: ConfigFile, index: int) -> None:
-    """Raises InputError for files or data of a stage that are wrong."""
+    """Raise InputError if files or data of a stage are wrong."""
     name = loaded.config.stages[index].name
     try:
-        stage = replace(loaded, config=stage_config(loaded.config, index), source=Path(f"stage {name}"), places={})
+        stage = replace(loaded, config=stage_config(loaded.config, index), source=Path(f"stage {name}"), origins={})
         stage.refuse(_missing_paths(stage.config))
         _check_data(stage.config)
         _check_model(stage)
@@ -120,7 +136,7 @@ def _check_stage(loaded: ConfigFile, index: int) -> None:
 
 
 def _check_data(cfg: RunConfig) -> None:
-    """Raises InputError for images or text that cannot be trained on."""
+    """Raise InputError for images or text that cannot be trained on."""
     if families.trains_on(cfg) == "images":
         image_files.scan(cfg.data)
         question_files.of_config(cfg.data)
@@ -129,7 +145,7 @@ def _check_data(cfg: RunConfig) -> None:
 
 
 def _check_model(loaded: ConfigFile) -> None:
-    """Raises InputError with the download command for a hub id that is not in the local cache, and where
+    """Raise InputError if a hub id is not in the local cache (with the download command), or if
     `model.options.distilled` contradicts the model's folder."""
     model = loaded.config.model
     field, path = ("model.base", model.base) if model.base else ("model.path", model.path)
@@ -141,20 +157,20 @@ def _check_model(loaded: ConfigFile) -> None:
 
 
 def _check_trackers(loaded: ConfigFile) -> None:
-    """Raises InputError with the command that installs a tracker's package."""
+    """Raise InputError with the install command if a tracker's package is missing."""
     for problem in trackers.missing(loaded.config.trackers):
         raise InputError(f"{loaded.where(problem.field)}: {problem}")
 
 
 def _missing_paths(cfg: RunConfig) -> list[Problem]:
-    """Folders, files and models that are named and do not exist, or that the family cannot use."""
+    """Problems with the folders, files and models in a config: they do not exist, or the family cannot use them."""
     return [*families.refused(cfg), *_missing_folders(cfg), *_missing_files(cfg), *_missing_models(cfg)]
 
 
 def _missing_start(cfg: RunConfig) -> Iterator[Problem]:
     start = None if isinstance(cfg.adapter, NoAdapter) else cfg.adapter.start
     if start is not None and not os.path.exists(start):
-        hint = similar_name(Path(start)) or "; name an adapter's .safetensors file or a folder of peft"
+        hint = similar_name(Path(start)) or "; name the .safetensors file of an adapter, or a peft folder"
         yield Problem("adapter.start", f"no file '{start}'{hint}")
 
 
@@ -170,12 +186,12 @@ def _missing_folders(cfg: RunConfig) -> Iterator[Problem]:
         if families.trains_on(cfg) == "text":
             if not os.path.exists(folder):
                 yield Problem(
-                    field, f"no file or folder '{folder}'{similar_name(Path(folder)) or '; name one with text'}"
+                    field, f"no file or folder '{folder}'{similar_name(Path(folder)) or '; name one with text files'}"
                 )
         elif os.path.isfile(folder):
-            yield Problem(field, f"'{folder}' is a file; name the folder that holds the images")
+            yield Problem(field, f"'{folder}' is a file; name the folder with the images")
         elif not os.path.isdir(folder):
-            hint = similar_name(Path(folder)) or "; name one that holds the images"
+            hint = similar_name(Path(folder)) or "; name the folder with the images"
             yield Problem(field, f"no folder '{folder}'{hint}")
 
 
@@ -197,5 +213,5 @@ def _missing_models(cfg: RunConfig) -> Iterator[Problem]:
         models["model.base"] = cfg.model.base
     for field, model in models.items():
         if not os.path.exists(model) and not HUB_ID.fullmatch(model):
-            hint = similar_name(Path(model)) or "; name a diffusers folder, a .safetensors file or a hub id as org/name"
+            hint = similar_name(Path(model)) or "; name a diffusers folder, a .safetensors file or a hub id (org/name)"
             yield Problem(field, f"no file or folder '{model}'{hint}")

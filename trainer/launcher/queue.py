@@ -1,8 +1,8 @@
-"""Runs that wait for their turn, in a folder: `runs/queue/`. It outlives whoever filled it.
+"""The queue of runs, in the folder `runs/queue/`. It outlives the process that filled it.
 
-A waiting run is `waiting/<number>.json`, its config frozen in it; one that had its turn is `taken/<number>.json` with
-the folder of its run, or why it could not be started. One process at a time, a page or `launch.py --queue`, starts
-them: it holds the lock of the folder.
+A waiting run is `waiting/<number>.json`, which holds its config. Once taken, it is `taken/<number>.json`, with its run
+folder or the reason why it could not be started. One process at a time starts runs, a page or `--queue`: it
+holds the lock of the folder.
 """
 
 from __future__ import annotations
@@ -33,10 +33,15 @@ AfterFailure = Literal["go on", "pause"]
 
 @dataclass(frozen=True)
 class Entry:
-    """A run that waits or had its turn. number: its place.  config: YAML of the whole config.
+    """A run in the queue.
 
-    gpus: the GPUs it may use, by index; none for all of them.  run: name of its folder, once it was started.
-    error: why it could not be started.
+    Attributes:
+        number: Its place in the queue.
+        name: `name` of its config.
+        config: The whole config as YAML.
+        gpus: Indices of the GPUs it may use; empty for all.
+        run: Name of its run folder, once it was started.
+        error: Why it could not be started.
     """
 
     number: int
@@ -52,9 +57,12 @@ _ENTRY = TypeAdapter(Entry)
 
 @dataclass(frozen=True)
 class Settings:
-    """after_failure: what becomes of the others when a run fails.  is_paused: whether none is started now.
+    """Settings of the queue.
 
-    noted: the number of the latest entry that paused the queue by its failure.
+    Attributes:
+        after_failure: Whether the queue goes on or pauses when a run fails.
+        is_paused: Whether no runs are started now.
+        noted: Number of the latest failed entry that `after_failure` was applied to.
     """
 
     after_failure: AfterFailure = "go on"
@@ -66,9 +74,13 @@ _SETTINGS = TypeAdapter(Settings)
 
 
 class Queue:
-    """The queue of a folder of runs. Every change is on disk when the method returns. module: what torchrun starts.
+    """The queue of a folder of runs. When a method returns, its change is on disk.
 
-    A damaged file harms nothing but itself: `problems` names it, and all else is read past it.
+    A damaged file affects only its own entry: `problems` names it, and everything else works.
+
+    Args:
+        runs: Folder of the runs.
+        module: Python module that torchrun executes.
     """
 
     def __init__(self, runs: Path, module: str = "trainer") -> None:
@@ -79,7 +91,7 @@ class Queue:
         self._settings = self._folder / "settings.json"
 
     def add(self, config: RunConfig, gpus: Sequence[int] = ()) -> Entry:
-        """Put a run at the end. The config is kept as it is now. Raises InputError where nothing can be written."""
+        """Append a run, with a copy of its config. Raises InputError if the queue cannot be written."""
         with self._changing():
             numbers = [*_files(self._waiting), *_files(self._taken)]
             entry = Entry(max(numbers, default=0) + 1, config.name, dump_config(config), tuple(gpus))
@@ -87,38 +99,38 @@ class Queue:
         return entry
 
     def waiting(self) -> list[Entry]:
-        """In the order they will be started."""
+        """The waiting runs, in the order in which they will be started."""
         return _read_all(self._waiting)[0]
 
     def taken(self) -> list[Entry]:
-        """Those that had their turn, the oldest first."""
+        """The runs that were taken from the queue, oldest first."""
         return _read_all(self._taken)[0]
 
     def problems(self) -> list[str]:
-        """A sentence per file of the queue that is damaged."""
+        """One sentence for each damaged file of the queue."""
         damaged = (_read_all(self._waiting)[1] | _read_all(self._taken)[1]).values()
         return [problem for problem in (self._read_settings()[1], *damaged) if problem]
 
     def running(self) -> list[Entry]:
-        """Those whose run is under way. A run that cannot be read keeps no other from being started."""
+        """The taken runs that are running. A run folder that cannot be read counts as not running."""
         return [entry for entry in self.taken() if entry.run and self._is_alive(entry)]
 
     def _is_alive(self, entry: Entry) -> bool:
         try:
             return process.alive(self.run_of(entry))
-        except (InputError, OSError):  # its row and `has_failed` say so
+        except (InputError, OSError):  # `state_of` and `has_failed` report it
             return False
 
     def run_of(self, entry: Entry) -> RunDir:
         return RunDir(self.runs / entry.run)
 
     def remove(self, number: int) -> None:
-        """Take a waiting run out. Nothing happens when it had its turn meanwhile."""
+        """Remove a waiting run. Does nothing if it was taken in the meantime."""
         with self._changing():
             _file(self._waiting, number).unlink(missing_ok=True)
 
     def move(self, number: int, places: int) -> None:
-        """Move a waiting run so many places towards the end, or the front where negative."""
+        """Move a waiting run by `places` toward the end, or toward the front if negative."""
         with self._changing():
             entries = self.waiting()
             numbers = [entry.number for entry in entries]
@@ -131,23 +143,23 @@ class Queue:
 
     @property
     def settings(self) -> Settings:
-        """As they were last changed. Where their file is damaged nothing is started until they are changed."""
+        """The current settings. If their file is damaged, the queue is paused until they are changed."""
         return self._read_settings()[0]
 
     def change(self, settings: Settings) -> None:
-        """Keep other settings, in place of a file that is damaged too."""
+        """Save other settings. A damaged settings file is put aside."""
         with self._changing():
             if self._read_settings()[1]:
                 files.put_aside(self._settings)
             _replace(self._settings, asdict(settings))
 
     def require_settings(self) -> None:
-        """Raises InputError where their file is damaged."""
+        """Raise InputError if the settings file is damaged."""
         if problem := self._read_settings()[1]:
             raise InputError(problem)
 
     def _read_settings(self) -> tuple[Settings, str]:
-        """The settings, and what is wrong with their file."""
+        """Return the settings, and the problem with their file (empty if it is fine)."""
         try:
             return files.read_json(self._settings, _SETTINGS, "remove it, or change a setting in the page"), ""
         except FileNotFoundError:
@@ -157,7 +169,7 @@ class Queue:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[bool]:
-        """Whether this process is the one that starts runs; it stays so inside the block."""
+        """Yield whether this process may start runs. If so, no other process may while the block runs."""
         self._make_folders()
         lock = os.open(self._folder / "starter.lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -170,20 +182,23 @@ class Queue:
             os.close(lock)
 
     def start_next(self) -> list[Entry]:
-        """Start every waiting run whose GPUs are free, in order; one that does not fit holds up those behind it.
+        """Start every waiting run whose GPUs are free, in order. A run that must wait holds up all runs behind it.
 
-        To be called inside `starting`. Returns those that had their turn, also the ones that could not be started.
+        Call it inside `starting`.
+
+        Returns:
+            The runs that were taken, including those that could not be started.
         """
-        begun = self._put_damaged_aside()
+        taken = self._put_damaged_aside()
         self._put_back_interrupted()
         self._note_failures()
-        while (waiting := self.waiting()) and not self.settings.is_paused and self._has_room(waiting[0]):
-            begun.append(self._take(waiting[0]))
+        while (waiting := self.waiting()) and not self.settings.is_paused and self._has_free_gpus(waiting[0]):
+            taken.append(self._take(waiting[0]))
             self._note_failures()
-        return begun
+        return taken
 
-    def _has_room(self, entry: Entry) -> bool:
-        """Whether no run under way uses a GPU of this one; without a list it wants all of them."""
+    def _has_free_gpus(self, entry: Entry) -> bool:
+        """Whether no running run uses a GPU of this one. A run without a list of GPUs uses all."""
         others = self.running()
         return not others or (bool(entry.gpus) and all(o.gpus and not set(o.gpus) & set(entry.gpus) for o in others))
 
@@ -191,18 +206,18 @@ class Queue:
         with self._changing():
             self._write(self._taken, entry)
             _file(self._waiting, entry.number).unlink()
-        frozen = self._folder / "config.yaml"  # nothing lies there: what is wrong is named by the entry
+        path = self._folder / "config.yaml"  # does not exist: errors show the name of the entry instead
         try:
-            run = preflight.new_run(load_config_text(entry.config, (), frozen), self.runs)
+            run = preflight.new_run(load_config_text(entry.config, (), path), self.runs)
             torchrun.start(run.config(), run, self._module, entry.gpus)
             entry = replace(entry, run=run.path.name)
         except InputError as error:
-            entry = replace(entry, error=str(error).replace(f"{frozen}:", f"{entry.name}:"))
+            entry = replace(entry, error=str(error).replace(f"{path}:", f"{entry.name}:"))
         self._write(self._taken, entry)
         return entry
 
     def _put_damaged_aside(self) -> list[Entry]:
-        """What waits and cannot be read gives its place free. Returns it as entries that could not be started."""
+        """Move damaged waiting entries out of the way. Returns them as entries that could not be started."""
         entries: list[Entry] = []
         if not _read_all(self._waiting)[1]:
             return entries
@@ -215,7 +230,7 @@ class Queue:
         return entries
 
     def _put_back_interrupted(self) -> None:
-        """A starter that was killed at the wrong moment left an entry that had its turn and was not started."""
+        """Put back taken entries that were not started: the process that took them was killed before it could."""
         with self._changing():
             for entry in self.taken():
                 if not entry.run and not entry.error:
@@ -223,9 +238,9 @@ class Queue:
                     _file(self._taken, entry.number).unlink()
 
     def _note_failures(self) -> None:
-        """Pause after a failure where that is wanted, once for each."""
+        """Pause the queue after each new failure, if `after_failure` says so."""
         settings, problem = self._read_settings()
-        if problem:  # which of them were noted is not known
+        if problem:  # `noted` is unknown
             return
         failed = [entry.number for entry in self.taken() if entry.number > settings.noted and self.has_failed(entry)]
         if failed:
@@ -233,17 +248,17 @@ class Queue:
             self.change(replace(settings, is_paused=is_paused, noted=max(failed)))
 
     def has_failed(self, entry: Entry) -> bool:
-        """Whether a run that had its turn could not be started, or failed."""
+        """Whether a taken run could not be started, or failed."""
         if entry.error:
             return True
         try:
             process.settle(self.run_of(entry))
         except (InputError, OSError):
-            return is_run(self.run_of(entry).path)  # else it was deleted
+            return is_run(self.run_of(entry).path)  # a deleted run has not failed
         return self.state_of(entry) == "failed"
 
     def state_of(self, entry: Entry) -> str:
-        """What a run that had its turn does now, or why it cannot be told."""
+        """Return the state of a taken run, or why it is unknown."""
         if entry.error or not entry.run:
             return entry.error or "starting"
         run = self.run_of(entry)
@@ -256,7 +271,7 @@ class Queue:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Only one process at a time changes the queue."""
+        """Hold the lock for changes to the queue."""
         self._make_folders()
         with files.locked(self._folder / "changes.lock"):
             yield
@@ -266,31 +281,40 @@ class Queue:
             for folder in (self._folder, self._waiting, self._taken):
                 files.make_private(folder)
         except OSError as error:
-            raise InputError(f"{self._folder}: cannot be written ({error.strerror}); use another --runs") from error
+            raise InputError(f"{self._folder}: cannot be written ({error.strerror}); choose another --runs") from error
 
     def _write(self, folder: Path, entry: Entry) -> None:
         _replace(_file(folder, entry.number), asdict(entry))
 
 
-def work_off(runs: Path, say: Callable[[str], None], module: str = "trainer") -> int:
-    """Start what waits, one after the other, until nothing waits and nothing runs. Returns 1 when a run failed, else 0.
+def run_queue(runs: Path, say: Callable[[str], None], module: str = "trainer") -> int:
+    """Start all waiting runs in order, and wait until none is waiting or running.
 
-    Raises InputError when another process is doing it.
+    Args:
+        runs: Folder of the runs.
+        say: Prints a line.
+        module: Python module that torchrun executes.
+
+    Returns:
+        1 if a run failed, else 0.
+
+    Raises:
+        InputError: Another process already starts the runs of this queue.
     """
     queue = Queue(runs, module)
     with queue.starting() as may_start:
         if not may_start:
-            raise InputError(f"{runs}: another page or --queue starts its runs already; leave it to that one")
+            raise InputError(f"{runs}: another page or --queue already starts runs from this queue; let it finish")
         queue.require_settings()
-        begun: list[Entry] = []
+        taken: list[Entry] = []
         while not queue.settings.is_paused and (queue.waiting() or queue.running()):
             for entry in queue.start_next():
-                begun.append(entry)
+                taken.append(entry)
                 say(f"{entry.name}: {entry.error or queue.run_of(entry).path}")
             time.sleep(POLL_S)
         if queue.settings.is_paused:
-            say("the queue is paused; go on in the page, or set is_paused: false in queue/settings.json")
-        return int(any(queue.has_failed(entry) for entry in begun))
+            say("the queue is paused; resume it in the page, or set is_paused: false in queue/settings.json")
+        return int(any(queue.has_failed(entry) for entry in taken))
 
 
 def _file(folder: Path, number: int) -> Path:
@@ -303,12 +327,12 @@ def _files(folder: Path) -> dict[int, Path]:
 
 
 def _read_all(folder: Path) -> tuple[list[Entry], dict[Path, str]]:
-    """The entries in a folder, and of each damaged file what is wrong with it."""
+    """Return the entries in a folder, and {damaged file: what is wrong with it}."""
     entries, damaged = [], {}
     for number, file in _files(folder).items():
         try:
             entries.append(replace(files.read_json(file, _ENTRY, "remove it"), number=number))
-        except FileNotFoundError:  # it had its turn, or was taken out, a moment ago
+        except FileNotFoundError:  # it was taken or removed a moment ago
             continue
         except (InputError, OSError) as error:
             damaged[file] = _explained(error)

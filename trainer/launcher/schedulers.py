@@ -1,7 +1,7 @@
-"""A run as a job of a cluster: the file that SLURM or Kubernetes starts it by, in its run folder.
+"""Runs as cluster jobs: write the job file for SLURM or Kubernetes into the run folder.
 
-Each node of a job runs the same `--resume`: the number that the scheduler gave the node says whether it
-starts the run or joins it. A job that starts again finds the newest checkpoint by itself.
+Each node of a job runs the same `--resume`: the number that the scheduler gave the node decides whether it starts the
+run or joins it. A job that is restarted continues from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from trainer.run.folder import RunDir
 
 Scheduler = Literal["slurm", "kubernetes"]
 FIRST_NODE = "first-node.invalid:29400"
-"""`parallel.rendezvous` until the job knows its first node: a name that is no machine's (RFC 2606)."""
+"""`parallel.rendezvous` until the job knows its first node: a name that never belongs to a machine (RFC 2606)."""
 CPUS_PER_GPU = 4
-"""For a rank, its reader of images, its writer of checkpoints and NCCL's own thread."""
+"""For a rank, its image reader, its checkpoint writer and NCCL's thread."""
 POD_NAME = 50
-"""Most letters of a job's name: the names of its pods and of their addresses are longer, and end at 63."""
+"""Longest name of a Kubernetes job: names of its pods and their addresses are longer, and are limited to 63."""
 
 
 def load(preset: Path, overrides: Sequence[str], scheduler: Scheduler) -> ConfigFile:
-    """The config of a preset, as a scheduler is to start it. Raises InputError for what the job would lack."""
+    """Load a preset for a cluster job. Raises InputError if a field that the job needs is empty."""
     loaded = load_config(preset, [*overrides, f"parallel.rendezvous={FIRST_NODE}"])
     if loaded.config.parallel.nodes == 1:
         loaded = load_config(preset, overrides)
@@ -43,18 +43,18 @@ def load(preset: Path, overrides: Sequence[str], scheduler: Scheduler) -> Config
     return loaded
 
 
-def check_place(loaded: ConfigFile, runs: Path, scheduler: Scheduler) -> None:
-    """Raises InputError when the pods of a job could not see a run folder below `runs`."""
+def check_run_folder_path(loaded: ConfigFile, runs: Path, scheduler: Scheduler) -> None:
+    """Raise InputError if the pods of a job could not see a run folder in `runs`."""
     mount = loaded.config.cluster.mount
     if scheduler == "kubernetes" and not runs.absolute().is_relative_to(mount):
         raise InputError(
-            f"{runs}: is not on the volume of the pods, which is at {mount} there; mount it at the same path here and "
+            f"{runs}: is not on the volume that the pods mount at {mount}; mount it at the same path here and "
             f"add --runs {mount}/runs, or set cluster.mount"
         )
 
 
 def write(run: RunDir, scheduler: Scheduler) -> Path:
-    """Write the file of a job into its run folder. Returns it."""
+    """Write the job file into the run folder. Returns its path."""
     text, name = (sbatch, "job.sbatch") if scheduler == "slurm" else (train_job, "trainjob.yaml")
     file = run.path / name
     files.replace(file, text(run.config(), run))
@@ -62,28 +62,29 @@ def write(run: RunDir, scheduler: Scheduler) -> Path:
 
 
 def submission(file: Path, scheduler: Scheduler) -> str:
-    """The command that submits a job."""
+    """Return the command that submits a job."""
     return f"{'sbatch' if scheduler == 'slurm' else 'kubectl apply -f'} {shlex.quote(str(file))}"
 
 
 def sbatch(cfg: RunConfig, run: RunDir) -> str:
-    """The script that sbatch takes: one task per node, and what the run needs when its time is up.
+    """Return the script for sbatch: one task per node, with a checkpoint and a requeue when the time is up.
 
-    SLURM warns the script alone (`B:`), which asks the run to stop as any person does, and queues the job again when
-    it has stopped. Sent to the tasks the warning would not be told from scancel or pre-emption, which send SIGTERM.
+    SLURM sends its warning to the script only (`B:`). The script then requests a stop, as a user would, and requeues
+    the job when the run has stopped. A warning to the tasks could not be distinguished from the SIGTERM of scancel or
+    preemption.
     """
     options = "\n".join(
         f"#SBATCH --{name}{_value(value)}" for name, value in _options(cfg, run).items() if value is not None
     )
     argv = [*start_command(), "--resume", str(run.path)]
-    meeting = ' "parallel.rendezvous=$first:$port"' if cfg.parallel.nodes > 1 else ""
+    rendezvous = ' "parallel.rendezvous=$first:$port"' if cfg.parallel.nodes > 1 else ""
     return _SBATCH.format(
-        options=options, stop=shlex.quote(str(run.requests / "stop")), command=f"{shlex.join(argv)}{meeting}"
+        options=options, stop=shlex.quote(str(run.requests / "stop")), command=f"{shlex.join(argv)}{rendezvous}"
     )
 
 
 def _options(cfg: RunConfig, run: RunDir) -> dict[str, object]:
-    """{option of sbatch: its value, "" for one that takes none, None for one that is left out}; the config's count."""
+    """Return {sbatch option: value, "" for one without a value, None to leave it out}. The config's values win."""
     ranks = cfg.parallel.devices
     on_cpu = cfg.parallel.device == "cpu"
     return {
@@ -140,11 +141,11 @@ exit "$code"
 
 
 def train_job(cfg: RunConfig, run: RunDir) -> str:
-    """The manifest of a TrainJob for Kubeflow Trainer 2.2 or newer and its runtime torch-distributed.
+    """Return the manifest of a TrainJob for Kubeflow Trainer 2.2 or newer, with its runtime torch-distributed.
 
-    That runtime gives every pod torchrun's options as variables: PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK,
-    PET_MASTER_ADDR and PET_MASTER_PORT. The program takes the number of the node from them and gives torchrun the rest
-    itself. Kubernetes puts the address of the first pod into the command, which it knows before they run.
+    That runtime passes torchrun's options to every pod as variables: PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK,
+    PET_MASTER_ADDR and PET_MASTER_PORT. The program reads only the node's number from them and passes the other options
+    to torchrun itself. Kubernetes inserts the first pod's address into the command before the pods run.
     """
     cluster, parallel = cfg.cluster, cfg.parallel
     program = [COMMAND] if cluster.program is None else ["python", f"{cluster.program}/launch.py"]
@@ -171,16 +172,16 @@ def train_job(cfg: RunConfig, run: RunDir) -> str:
 
 
 def job_name(name: str) -> str:
-    """The name of a run as Kubernetes allows it: small letters, digits and `-`, a letter first.
+    """Return the name of a run as Kubernetes allows it: lower-case letters, digits and `-`, beginning with a letter.
 
-    Where it is too long its end is kept, which tells two runs apart.
+    Of a name that is too long the end is kept, because it differs between runs.
     """
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[-POD_NAME:].strip("-")
     return label if label[:1].isalpha() else f"run-{label}"[:POD_NAME].strip("-")
 
 
 def _volumes(cfg: RunConfig) -> dict[str, Any]:
-    """What is mounted into every pod: the claim, and shared memory, of which NCCL wants more than a pod's 64 MiB."""
+    """Return the volumes of every pod: the claim, and shared memory, because NCCL needs more than a pod's 64 MiB."""
     claim = {"name": "runs", "persistentVolumeClaim": {"claimName": cfg.cluster.volume}}
     mounts = [{"name": "runs", "mountPath": cfg.cluster.mount}, {"name": "shm", "mountPath": "/dev/shm"}]
     pod = {

@@ -1,6 +1,6 @@
-"""The process of a run in stages: it starts one torchrun after the other, and lives as long as the run does.
+"""The supervisor of a run in stages: it starts one torchrun after another, and lives as long as the run.
 
-`launcher.torchrun` starts it in place of torchrun, with what every rank executes: `python -m
+`launcher.torchrun` starts it in place of torchrun, with the module that every rank executes: `python -m
 trainer.launcher.supervisor NODE -m trainer RUN_DIR`.
 """
 
@@ -18,18 +18,18 @@ from trainer.launcher import torchrun
 from trainer.run import process
 from trainer.run.events import EventWriter, StageEvent, StatusEvent
 from trainer.run.folder import RunDir, weights_of
-from trainer.run.preemption import LEAVE
+from trainer.run.preemption import PREEMPTION_SIGNALS
 from trainer.run.stages import current
 
 WAIT_S = 1.0
 
 
 def main() -> int:
-    """Start a torchrun for each stage that is left. Returns the exit code of the last one."""
+    """Start a torchrun for each remaining stage. Returns the exit code of the last one."""
     node, command = int(sys.argv[1]), sys.argv[2:]
     run = RunDir(Path(command[-1]))
     supervisor = _Supervisor()
-    run.make_folders(run.config())  # one that was deleted, so that its stage is trained again
+    run.make_folders(run.config())  # the user may have deleted a stage's folder to train it again
     while True:
         cfg = run.config()
         stage = current(run, cfg)
@@ -45,31 +45,31 @@ def main() -> int:
         code = supervisor.run(torchrun.torchrun_argv(stage.config.parallel, run, command[1], node))
         if code or stage.is_last or not mark.exists():
             return code
-        # Rank 0 writes the weights after the others have gone.
+        # Rank 0 writes the weights after the other ranks have exited.
         while not weights_of(stage.folder).exists():
             if not process.alive(run):
                 return 1
             time.sleep(WAIT_S)
-        if supervisor.is_asked:
+        if supervisor.stop_requested:
             return 0
 
 
 class _Supervisor:
-    """Hands the signals that ask a run to leave on to the torchrun that is there."""
+    """Forwards stop signals to the current torchrun."""
 
     def __init__(self) -> None:
-        self.is_asked = False
+        self.stop_requested = False
         self._torchrun: subprocess.Popen[bytes] | None = None
-        for number in (signal.SIGINT, *LEAVE):
-            signal.signal(number, self._hand_on)
+        for number in (signal.SIGINT, *PREEMPTION_SIGNALS):
+            signal.signal(number, self._forward)
 
     def run(self, argv: Sequence[str]) -> int:
-        """Start a torchrun and wait for its end."""
+        """Start a torchrun and wait until it exits. Returns its exit code."""
         self._torchrun = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
         return self._torchrun.wait()
 
-    def _hand_on(self, number: int, _frame: FrameType | None) -> None:
-        self.is_asked = True
+    def _forward(self, number: int, _frame: FrameType | None) -> None:
+        self.stop_requested = True
         if self._torchrun is not None and self._torchrun.poll() is None:
             self._torchrun.send_signal(number)
 

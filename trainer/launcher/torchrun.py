@@ -1,7 +1,7 @@
-"""Start the torchrun process of a run, or of one more node. No torch here: it is only named on a command line.
+"""Start the torchrun process of a run, on its first node or on one that joins. Imports no torch.
 
-torchrun gets a session of its own and writes to files, so the training outlives the page, kernel or terminal that
-started it, and any of them can attach again through the run folder.
+torchrun runs in its own session and writes to files, so that training outlives the page, notebook kernel or terminal
+that started it. Any of them can attach again through the run folder.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ OPTIONS = {
     "--shutdown-timeout": "600",
     "--signals-to-handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
 }
-"""Of torchrun: seconds between SIGTERM and the end of a rank, enough to save a checkpoint of a large model; what it
-hands on to the ranks, SIGUSR1 too, which SLURM can be told to send before it takes the machine away."""
+"""{torchrun option: value}. Seconds between SIGTERM and SIGKILL of a rank: enough for a checkpoint of a large model.
+Signals forwarded to the ranks: also SIGUSR1, which SLURM can send before it takes the machine away."""
 
 
 @dataclass(frozen=True)
 class RunHandle:
-    """A run started by this process."""
+    """A run that was started by this process."""
 
     run: RunDir
     process: subprocess.Popen[bytes]
@@ -57,22 +57,31 @@ class RunHandle:
 
 
 def command(parallel: ParallelConfig, run: RunDir, module: str, node_rank: int, has_stages: bool) -> list[str]:
-    """The command of a run on one node: torchrun, or what starts one for each stage, and ends with the same words."""
+    """Return the command of a run on one node: torchrun, or a supervisor that starts one torchrun for each stage.
+
+    Both end with the same arguments.
+    """
     if not has_stages:
         return torchrun_argv(parallel, run, module, node_rank)
     return [sys.executable, "-m", SUPERVISORS[0], str(node_rank), "-m", module, str(run.path)]
 
 
 def torchrun_argv(parallel: ParallelConfig, run: RunDir, module: str = "trainer", node_rank: int = 0) -> list[str]:
-    """The command that starts the ranks of one node.
+    """Return the command that starts the ranks of one node.
 
-    One node rendezvouses at a file in its run folder, so runs never meet. module: what every rank executes.
+    A run on one node rendezvouses through a file in its run folder, so that runs cannot interfere.
+
+    Args:
+        parallel: The run's section `parallel`.
+        run: The run.
+        module: Python module that every rank executes.
+        node_rank: Number of the node.
     """
     return [
         sys.executable, "-m", TORCHRUN,
         "--nnodes", str(parallel.nodes),
         "--nproc-per-node", str(parallel.devices),
-        *_meeting_place(parallel, run, node_rank),
+        *_rendezvous_options(parallel, run, node_rank),
         "--max-restarts", str(parallel.max_restarts),
         *_known_options(_torchrun_source()),
         "--redirects", "3",
@@ -81,24 +90,24 @@ def torchrun_argv(parallel: ParallelConfig, run: RunDir, module: str = "trainer"
     ]  # fmt: skip
 
 
-def _meeting_place(parallel: ParallelConfig, run: RunDir, node_rank: int) -> list[str]:
+def _rendezvous_options(parallel: ParallelConfig, run: RunDir, node_rank: int) -> list[str]:
     if parallel.nodes > 1:
-        # Rank 0 must be where the run was started: it writes the run folder. c10d numbers nodes by their sorted
-        # addresses. The name of the meeting counts no starts, as another node may not see them, or see them late.
-        place = ["--rdzv-backend", "static", "--rdzv-endpoint", str(parallel.rendezvous)]
-        return [*place, "--node-rank", str(node_rank), "--rdzv-id", run.path.name]
-    # torchrun unpickles what it finds where it rendezvouses. A port would be open to all networks of this machine; into
-    # this file, which `clear_stores` has removed before, only the owner of the run writes. It grows with each sign of
-    # life, which another node would wait for, and there is none.
+        # Rank 0 must be on the node that started the run, because it writes the run folder; c10d would number nodes by
+        # their sorted addresses. The id does not count starts: another node may not see them, or see them late.
+        options = ["--rdzv-backend", "static", "--rdzv-endpoint", str(parallel.rendezvous)]
+        return [*options, "--node-rank", str(node_rank), "--rdzv-id", run.path.name]
+    # torchrun unpickles what it reads at the rendezvous. A port would be open to all networks of this machine; this
+    # file, which `clear_stores` has removed before, is written by the owner of the run only. It grows with every
+    # keep-alive, which only other nodes need, and there are none.
     name = f"{run.path.name}-{launches(run) + 1}"
-    place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(run.stores / name)]
-    place += ["--rdzv-conf", "store_type=file,keep_alive_interval=86400"]
-    # The machine's own name is never looked up: many containers cannot resolve it.
-    return [*place, "--local-addr", "localhost", "--rdzv-id", name]
+    options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(run.stores / name)]
+    options += ["--rdzv-conf", "store_type=file,keep_alive_interval=86400"]
+    # localhost, so that the machine's own name is never looked up: many containers cannot resolve it.
+    return [*options, "--local-addr", "localhost", "--rdzv-id", name]
 
 
 def _torchrun_source() -> Path:
-    """The file of torchrun, found without importing torch. Raises InputError when torch is not installed."""
+    """Return the source file of torchrun, without importing torch. Raises InputError if torch is not installed."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         raise InputError(not_installed(ModuleNotFoundError(name="torch")))
@@ -106,17 +115,26 @@ def _torchrun_source() -> Path:
 
 
 def _known_options(torchrun: Path) -> list[str]:
-    """Those of OPTIONS that this version has: it refuses what it does not know, and 2.11 kills after 30 s."""
+    """Return those of OPTIONS that this torchrun has. It refuses unknown ones, and 2.11 always kills after 30 s."""
     source = torchrun.read_text(encoding="utf-8")
     return [word for option, value in OPTIONS.items() if option in source for word in (option, value)]
 
 
 def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[int] = ()) -> RunHandle:
-    """Start the ranks in a session of their own and return at once. gpus: those they may see; none for all.
+    """Start the ranks of a run in their own session and return at once.
 
-    Raises InputError when this run is running already.
+    Args:
+        cfg: Config of the run.
+        run: The run.
+        module: Python module that every rank executes.
+        gpus: Indices of the GPUs that the ranks may use; empty for all.
+
+    Raises:
+        InputError: The run is already running.
     """
-    environment = node_environment(cfg.parallel) | _seen(gpus)  # looks names up: not while others wait for the lock
+    environment = node_environment(cfg.parallel)  # resolves names, so not while the lock is held
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     waits = f"waits for the other nodes: {joining(run, cfg.parallel.nodes)}" if must_be_joined(cfg.parallel) else ""
     with run.locked():
         require_ended(run)
@@ -131,11 +149,11 @@ def start(cfg: RunConfig, run: RunDir, module: str = "trainer", gpus: Sequence[i
             events.write(StatusEvent(state="starting", message=waits))
         process = _spawn(argv, output_file(run, launches(run) + 1), environment)
         Launch.of(process, argv).write(run)
-    return _begun(run, process, argv)
+    return _handle(run, process, argv)
 
 
 def _require_readable(written: Iterable[Path]) -> None:
-    """Raises InputError for what lies in the place of a file that the ranks write."""
+    """Raise InputError if a file that the ranks append to exists but is not a readable regular file."""
     for file in written:
         try:
             files.opened(file).close()
@@ -146,62 +164,68 @@ def _require_readable(written: Iterable[Path]) -> None:
 
 
 def joining(run: RunDir, nodes: int) -> str:
-    """What is typed on the other nodes, with the number to fill in where they are several."""
+    """Return the command to type on the other nodes, with a number to fill in if there are several."""
     argv = [*start_command(), "--join", str(run.path), "--node-rank"]
     return f"{shlex.join(argv)} 1" if nodes == 2 else f"{shlex.join(argv)} K  # K = 1 to {nodes - 1}, another on each"
 
 
 def join(parallel: ParallelConfig, run: RunDir, node_rank: int, module: str = "trainer") -> RunHandle:
-    """Start this machine's ranks of a run on several nodes, the first of which calls `start`, and return at once.
+    """Start this node's ranks of a run whose first node calls `start`, and return at once.
 
-    It may be called before that: the nodes wait for each other, for ten minutes. Where this machine does not see the
-    run folder, one of that path is made for the logs. Raises InputError when the run is for one node or has no node of
-    this number, and when that was begun on this machine already.
+    The order does not matter: the nodes wait ten minutes for each other. If this machine does not see the run folder,
+    one of the same path is made for the logs.
+
+    Args:
+        parallel: The run's section `parallel`.
+        run: The run.
+        node_rank: Number of this node, from 1.
+        module: Python module that every rank executes.
+
+    Raises:
+        InputError: The run has one node only, or no node of this number, or that node already runs on this machine.
     """
     nodes = parallel.nodes
     run.logs.mkdir(parents=True, exist_ok=True)
     if nodes == 1:
-        raise InputError(f"{run.path}: waits for no other node; start a run with parallel.nodes above 1 on the first")
+        raise InputError(f"{run.path}: is a single-node run; start a run with parallel.nodes above 1 on the first node")
     if not 1 <= node_rank < nodes:
         numbers = "1" if nodes == 2 else f"1 to {nodes - 1}"
         raise InputError(f"--node-rank {node_rank}: the nodes that join {run.path} have the numbers {numbers}")
     environment = node_environment(parallel)
-    # A machine that does not see the run folder cannot train in stages; its ranks say so.
+    # A machine that does not see the run folder cannot train in stages; its ranks report that.
     has_stages = run.config_file.is_file() and bool(run.config().stages)
     with run.locked():
         argv = command(parallel, run, module, node_rank, has_stages)
         if any(argv_of(process) == argv for process in psutil.process_iter()):
-            raise InputError(f"{run.path}: node {node_rank} of it runs on this machine already")
+            raise InputError(f"{run.path}: node {node_rank} of this run is already running on this machine")
         end_orphans(run, argv[2])
         process = _spawn(argv, _free_node_log(run, node_rank), environment)
-    return _begun(run, process, argv)
+    return _handle(run, process, argv)
 
 
 def node_log(run: RunDir, node_rank: int) -> Path:
-    """What torchrun of another node than the first printed at its latest start, where there was one."""
+    """Return the file with torchrun's output at the latest start of a node that joined."""
     logs = run.logs.glob(f"node{node_rank}-*.log")
     return max(logs, key=lambda file: file.stat().st_mtime, default=run.logs / f"node{node_rank}-1.log")
 
 
 def _free_node_log(run: RunDir, node_rank: int) -> Path:
     logs = run.logs.glob(f"node{node_rank}-*.log")
-    numbers = (int(log.stem.partition("-")[2]) for log in logs)  # counted they would repeat where one was removed
+    numbers = (
+        int(log.stem.partition("-")[2]) for log in logs
+    )  # counting files would reuse a number if one was removed
     return run.logs / f"node{node_rank}-{max(numbers, default=0) + 1}.log"
 
 
-def _begun(run: RunDir, process: subprocess.Popen[bytes], argv: list[str]) -> RunHandle:
-    # Whoever started it may not care for its end, and it would stay as a zombie.
+def _handle(run: RunDir, process: subprocess.Popen[bytes], argv: list[str]) -> RunHandle:
+    # Somebody must wait for the process, or it stays as a zombie after its end.
     threading.Thread(target=process.wait, name=f"end of {run.path.name}", daemon=True).start()
     return RunHandle(run, process, argv)
 
 
-def _seen(gpus: Sequence[int]) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
-
-
 def _spawn(argv: Sequence[str], output: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     with output.open("xb") as file:
-        # The process holds the lock as long as it lives, and who does not see the process sees that.
+        # The process holds this lock while it lives; other containers cannot see the process, but they see the lock.
         fcntl.flock(file, fcntl.LOCK_EX)
         return subprocess.Popen(
             argv,

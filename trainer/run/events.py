@@ -1,6 +1,6 @@
-"""What happens in a run, as lines of JSON that are appended by the trainer and followed by any number of readers.
+"""The events of a run, as lines of JSON that the trainer appends and any number of readers follow.
 
-`events.jsonl` holds the events below, written by rank 0 and by the launcher; `ranks/rank<k>.jsonl` holds RankLines.
+Rank 0 and the launcher write the events below to `events.jsonl`; each rank writes RankLines to `ranks/rank<k>.jsonl`.
 Paths in events are relative to the run folder. A number that is not finite is `null` in the file and NaN in Python.
 """
 
@@ -21,28 +21,33 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from trainer.config import files
 
 State = Literal[
-    "created",  # the folder exists, nothing was started
-    "starting",  # torchrun is on its way
+    "created",  # the run folder exists, nothing was started
+    "starting",  # torchrun is starting the ranks
     "encoding",  # captions and images go through the encoders; done / total count them
-    "loading",  # weights are read, adapters made, everything sharded
+    "loading",  # weights are loaded, adapters created, everything sharded
     "training",
     "sampling",
     "saving",
     "exporting",
-    "finished",  # all steps done, export written and read back
-    "stopped",  # asked to stop
+    "finished",  # all steps done, export written and verified
+    "stopped",  # stopped on request
     "failed",
 ]
 ENDS: frozenset[State] = frozenset({"finished", "stopped", "failed"})
 
 MOST_BYTES = 2**30
-"""That are read of a file at once. A million steps take 0.4 GiB."""
+"""Most bytes that one `read` takes from a file. A million steps take 0.4 GiB."""
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """step: optimizer steps finished so far.  time: unix seconds."""
+    """Base of all events.
+
+    Attributes:
+        step: Optimizer steps finished so far, over all stages.
+        time: Unix seconds.
+    """
 
     step: int = 0
     time: float = field(default_factory=time.time)
@@ -50,7 +55,14 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class StatusEvent(Event):
-    """The run enters a state, or moves on in it. done, total: progress of a state that can count."""
+    """The run enters a state, or makes progress in it.
+
+    Attributes:
+        state: The state.
+        message: A detail, in words.
+        done: Items done, in a state that counts them.
+        total: Items in total; 0 in a state that does not count.
+    """
 
     state: State
     message: str = ""
@@ -61,7 +73,13 @@ class StatusEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StageEvent(Event):
-    """A stage of the run begins. step: of all stages before it, as the steps of all events are.  number: from 1."""
+    """A stage of the run begins.
+
+    Attributes:
+        name: Name of the stage.
+        number: Its number, from 1.
+        count: Number of stages.
+    """
 
     name: str
     number: int
@@ -71,11 +89,17 @@ class StageEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepEvent(Event):
-    """One optimizer step. grad_norm: global norm before clipping.  seconds: whole step, then its split.
+    """One optimizer step.
 
-    seconds_communication: time the compute waited for other ranks.  images_per_second, tokens_per_second: of all
-    ranks together, the one that the model is trained on; tokens that are learned.  losses: of a model that is trained
-    with several, those that the step had, by name.
+    Attributes:
+        loss: Mean loss over the batch.
+        lr: Learning rate.
+        grad_norm: Global gradient norm before clipping.
+        seconds: Duration of the whole step; the next four are parts of it.
+        seconds_communication: Time that the computation waited for other ranks.
+        images_per_second: Throughput of all ranks together; NaN for a model that is trained on text.
+        tokens_per_second: Learned tokens per second of all ranks together; NaN for a model that is trained on images.
+        losses: {name: loss} of this step, for a model with several losses.
     """
 
     loss: Number
@@ -94,7 +118,7 @@ class StepEvent(Event):
 
     @property
     def speed(self) -> tuple[float, str]:
-        """How much is trained per second, and what: images or tokens."""
+        """The throughput and its unit: (per second, "images" or "tokens")."""
         if math.isnan(self.tokens_per_second):
             return self.images_per_second, "images"
         return self.tokens_per_second, "tokens"
@@ -102,9 +126,13 @@ class StepEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleEvent(Event):
-    """A sample was written. index: position of the prompt in `sample.prompts`.
+    """A sample was written.
 
-    text: what the file begins with, where it is text; empty for an image.
+    Attributes:
+        prompt: Its prompt.
+        index: Position of the prompt in `sample.prompts`.
+        path: The file.
+        text: Beginning of a text sample; empty for an image.
     """
 
     prompt: str
@@ -115,13 +143,19 @@ class SampleEvent(Event):
 
     @property
     def is_text(self) -> bool:
-        """Whether it was written and not drawn. A model may have written nothing."""
+        """Whether it is text and not an image. `text` can be empty either way."""
         return self.path.endswith(".txt")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationEvent(Event):
-    """Loss on the held-out examples. perplexity: of text.  losses: as of a step."""
+    """The loss on the held-out examples.
+
+    Attributes:
+        loss: Mean loss.
+        perplexity: Perplexity of text; NaN for images.
+        losses: {name: loss}, for a model with several losses.
+    """
 
     loss: Number
     perplexity: Number = math.nan
@@ -139,9 +173,14 @@ class CheckpointEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportEvent(Event):
-    """An export was written and read back. what: adapter, merged or full.
+    """An export was written and verified.
 
-    difference: of what was read from what was trained, relative to its norm; of an adapter, to that of its update.
+    Attributes:
+        path: The file or folder.
+        what: adapter, merged or full.
+        format: `export.format` of the file.
+        difference: Norm of the difference between the reloaded and the trained weights, relative to the norm of the
+            trained weights; for an adapter, of its update.
     """
 
     path: str
@@ -161,10 +200,15 @@ class WarningEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorEvent(Event):
-    """Why the run ended. rank: the first that failed, None when it was none of them.
+    """Why the run failed.
 
-    log: file with the details.  exit_code: 2 for the user's mistake, 1 for anything else.  retry: fields as
-    `key=value` with which another run may do better.
+    Attributes:
+        message: What went wrong.
+        remedy: What to do about it.
+        retry: Changes as `key=value` with which another run may succeed.
+        rank: The rank that failed first; None if it was not a rank.
+        log: File with the details.
+        exit_code: 2 for the user's mistake, 1 for anything else.
     """
 
     message: str
@@ -188,14 +232,19 @@ AnyEvent = (
     | ErrorEvent
 )
 Emit = Callable[[AnyEvent], None]
-"""Who takes an event: a run's file, or a list in a test."""
+"""A function that receives an event: it writes to the run's file, or to a list in a test."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankLine:
-    """Heartbeat of one rank. phase: what the run does.
+    """Heartbeat of one rank.
 
-    allocated, reserved, peak, limit: bytes of device memory (of the process on a CPU).
+    Attributes:
+        rank: The rank.
+        step: Optimizer steps finished so far, over all stages.
+        phase: State of the run.
+        allocated: Bytes of device memory; on a CPU, bytes of the process. The same holds for reserved, peak and limit.
+        time: Unix seconds.
     """
 
     rank: int
@@ -209,14 +258,14 @@ class RankLine:
 
 
 class EventWriter:
-    """Appends events or RankLines to a file, each by one write, so that lines of several processes never mix."""
+    """Appends events or RankLines to a file. Each line is one write, so that lines of several processes never mix."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         self._torn = self._ends_inside_a_line()
 
     def write(self, record: AnyEvent | RankLine) -> None:
-        """Append one line. Raises OSError when the disk is full; what was torn by that never spoils the next line."""
+        """Append one line. Raises OSError if the disk is full; a line torn by that never damages the next one."""
         line = (b"\n" if self._torn else b"") + _encode(record)
         self._torn = True
         if os.write(self._file, line) < len(line):
@@ -238,9 +287,9 @@ class EventWriter:
 
 
 class LossyWriter:
-    """Appends to a file as EventWriter does, but a full disk costs lines and not the run that writes them.
+    """Appends to a file as EventWriter does, but on a full disk it loses lines instead of failing the run.
 
-    Before the first line that finds room again stands a warning with the number of those that found none.
+    Before the first line that can be written again, it writes a warning with the number of lost events.
     """
 
     def __init__(self, path: Path) -> None:
@@ -251,7 +300,7 @@ class LossyWriter:
         """Append one line, or count it as lost."""
         try:
             if self._lost:
-                message = f"{self._lost} events before this found no room on the disk"
+                message = f"{self._lost} events before this one were lost: disk full"
                 self._writer.write(WarningEvent(step=event.step, message=message))
                 self._lost = 0
             self._writer.write(event)
@@ -271,30 +320,34 @@ T = TypeVar("T")
 
 
 class _Follower(Generic[T]):
-    """Yields each whole line of a growing file once, from where the last `read` ended.
+    """Reads each complete line of a growing file once, continuing where the last `read` ended.
 
-    A half-written last line waits for its end. A line that is damaged, or of a type this version does not know, is
-    passed over: one bad line must not take the view of the whole run away. offset: the byte up to which it has read.
-    passed_over: the number of such lines.
+    An incomplete last line is left for a later read. A line that is damaged or of an unknown type is skipped: one bad
+    line must not hide the whole run.
+
+    Attributes:
+        offset: Number of bytes read so far.
+        num_skipped: Number of skipped lines.
     """
 
     def __init__(self, path: Path, kind: TypeAdapter[T], offset: int) -> None:
         self._path = path
         self._kind = kind
         self.offset = offset
-        self.passed_over = 0
+        self.num_skipped = 0
 
     def read(self) -> list[T]:
-        """What was appended since the last call; nothing while the file does not exist.
+        """Return the records appended since the last call; none while the file does not exist.
 
-        Raises InputError for what is not a file, or cannot be read.
+        Raises:
+            InputError: The path is not a file, or cannot be read.
         """
         records = []
         for line in self._new_lines():
             try:
                 records.append(self._kind.validate_json(line))
             except ValidationError:
-                self.passed_over += bool(line)  # an empty one is what a full disk left of one
+                self.num_skipped += bool(line)  # a full disk can leave an empty line, which does not count
         return records
 
     def _new_lines(self) -> list[bytes]:
@@ -308,7 +361,7 @@ class _Follower(Generic[T]):
         except OSError as error:
             raise files.unreadable(self._path, error) from error
         whole = data[: data.rfind(b"\n") + 1]
-        if b"\0" in data[len(whole) :]:  # what a power cut leaves, which becomes no line
+        if b"\0" in data[len(whole) :]:  # left by a power cut; it will never become a complete line
             whole = data
         self.offset += len(whole)
         return whole.splitlines()
@@ -332,13 +385,13 @@ class RankReader(_Follower[RankLine]):
         super().__init__(path, _RANK_LINE, offset)
 
 
-def told_speed(rate: float, unit: str) -> str:
-    """A speed in words. rate, unit: as `StepEvent.speed` has them."""
+def format_speed(rate: float, unit: str) -> str:
+    """Return a throughput as text, for example `4.00 images/s`. The arguments are those of `StepEvent.speed`."""
     return f"{rate:,.0f} {unit}/s" if rate >= 100 else f"{rate:.2f} {unit}/s"
 
 
 def latest_steps(events: Iterable[AnyEvent]) -> list[StepEvent]:
-    """The steps in order, each once: a resumed run repeats steps, and what it did last is what counts."""
+    """Return the steps in order, each once. A resumed run repeats steps; the latest one counts."""
     steps: list[StepEvent] = []
     for event in events:
         if isinstance(event, StepEvent):
@@ -349,24 +402,24 @@ def latest_steps(events: Iterable[AnyEvent]) -> list[StepEvent]:
 
 
 def losses_by_name(steps: Iterable[StepEvent]) -> dict[str, list[float]]:
-    """{name: of each step, NaN where it had none} of a model that is trained with several losses; else nothing."""
+    """Return {name: losses of all steps} for a model with several losses, else {}. A missing loss is NaN."""
     steps = list(steps)
     names = dict.fromkeys(name for step in steps for name in step.losses)
     return {name: [step.losses.get(name, math.nan) for step in steps] for name in names}
 
 
-def told_losses(losses: Mapping[str, float]) -> str:
-    """` (images 0.5000, text 1.2000)`, and nothing where there is only one loss."""
+def format_losses(losses: Mapping[str, float]) -> str:
+    """Return for example ` (images 0.5000, text 1.2000)`, and nothing for a model with one loss."""
     return f" ({', '.join(f'{name} {loss:.4f}' for name, loss in losses.items())})" if losses else ""
 
 
 def last_state(events: Iterable[AnyEvent]) -> State:
-    """State of the last status event, `created` without one."""
+    """Return the state of the last status event, or `created` if there is none."""
     return next((event.state for event in reversed(list(events)) if isinstance(event, StatusEvent)), "created")
 
 
 def smoothed(values: Iterable[float], decay: float = 0.9) -> list[float]:
-    """Exponential moving average, corrected for its start (as in Adam, arXiv 1412.6980); NaN is left out of it."""
+    """Return the exponential moving average with bias correction (as in Adam, arXiv 1412.6980). NaN is skipped."""
     mean = weight = 0.0
     means = []
     for value in values:

@@ -1,4 +1,4 @@
-"""Why a run failed, read from what torchrun and its ranks left behind."""
+"""Diagnose why a run failed, from the output and error files of torchrun and its ranks."""
 
 from __future__ import annotations
 
@@ -20,30 +20,34 @@ from trainer.run.events import AnyEvent, ErrorEvent
 from trainer.run.folder import RunDir
 
 LAST_BYTES = 2**20
-"""Of a log: its last words stand there, and torchrun's table of failures."""
+"""How much of the end of a log is read. It holds the last message and torchrun's table of failures."""
 
 
 def launches(run: RunDir) -> int:
-    """How often this run was started."""
+    """Return how often this run was started."""
     return len(list(run.logs.glob("launch-*.log")))
 
 
 def output_file(run: RunDir, number: int) -> Path:
-    """What torchrun printed at the start of this number."""
+    """Return the file with torchrun's output of a start, numbered from 1."""
     return run.logs / f"launch-{number}.log"
 
 
 def diagnose(run: RunDir, events: Sequence[AnyEvent]) -> ErrorEvent:
-    """Why the latest start of a run failed, from torchrun's output and the ranks' error files.
+    """Return why the latest start of a run failed, from torchrun's output and the ranks' error files.
 
-    events: those since that start.  The earliest failing rank is named. Ranks that torchrun ended, or that only lost
-    another rank, come last: they are consequences, though they may be noticed first.
+    The rank that failed first is named. Ranks that torchrun ended, or that only lost their connection to another rank,
+    come last: they are consequences, even if they were recorded first.
+
+    Args:
+        run: The run.
+        events: The events since that start.
     """
     number = launches(run)
     output = output_file(run, number)
     attempts = _last_attempts(run, number)
     failures = [*_reported(output, attempts), *_recorded(attempts)]
-    torchrun_itself = _Failure(None, last_line(output) or "torchrun ended without a message", math.inf, output)
+    torchrun_itself = _Failure(None, last_line(output) or "torchrun exited without a message", math.inf, output)
     cause = min(failures, key=lambda failure: (failure.is_consequence, failure.when), default=torchrun_itself)
     return ErrorEvent(
         message=cause.message,
@@ -63,7 +67,14 @@ _LOST_ANOTHER_RANK = re.compile(
 
 @dataclass(frozen=True)
 class _Failure:
-    """How one rank ended. rank: None when only its node knows it.  when: unix seconds.  log: file with the details."""
+    """How one rank failed.
+
+    Attributes:
+        rank: The rank; None if only its number on its node is known.
+        message: Its error.
+        when: Unix seconds.
+        log: File with the details.
+    """
 
     rank: int | None
     message: str
@@ -76,9 +87,9 @@ class _Failure:
 
 
 def _last_attempts(run: RunDir, number: int) -> list[Path]:
-    """The folders with the ranks' logs, one per node: those of the last attempt where torchrun started ranks again.
+    """Return the folders with the ranks' logs, one per node: of the last attempt, if torchrun restarted the ranks.
 
-    Several nodes name them after the run alone: those of an earlier start were not touched since the latest one.
+    With several nodes, their names hold no number of the start: folders modified before the latest start are old.
     """
     name = glob.escape(run.path.name)
     nodes = [*run.logs.glob(f"{name}-{number}_*")]
@@ -100,7 +111,7 @@ _REPORT = re.compile(
 
 
 def _reported(output: Path, attempts: Sequence[Path]) -> Iterator[_Failure]:
-    """Failures of this node's ranks, from the table torchrun prints at its end."""
+    """Yield the failures of this node's ranks, from the table that torchrun prints when it exits."""
     if not output.exists():
         return
     for report in _REPORT.finditer(_end_of(output)):
@@ -110,16 +121,16 @@ def _reported(output: Path, attempts: Sequence[Path]) -> Iterator[_Failure]:
             continue
         logs = [attempt / report["local_rank"] / "stderr.log" for attempt in attempts]
         log = logs[0] if len(logs) == 1 else output
-        # The table's times are cut to seconds: counted up, so that a rank that left an error file comes first.
+        # The table truncates times to seconds: one is added, so that a rank that left an error file comes first.
         when = datetime.strptime(report["time"], "%Y-%m-%d_%H:%M:%S").timestamp() + 1
         yield _Failure(rank, _how_it_ended(int(report["code"]), log), when, log)
 
 
 def _recorded(attempts: Sequence[Path]) -> Iterator[_Failure]:
-    """Failures that left an error file, also those of other nodes that share the run folder.
+    """Yield the failures that left an error file, including those of other nodes that share the run folder.
 
-    torchrun's table may lack the first: it is written when any rank has ended. The folders are named by the rank on
-    its node, which is the rank of the run where there is only one.
+    torchrun's table may lack the first failure, because it is written as soon as any rank has exited. The folders are
+    named by the rank within its node, which is the rank of the run only if there is one node.
     """
     for attempt in attempts:
         for error_file in attempt.glob("*/error.json"):
@@ -130,7 +141,7 @@ def _from_error_file(file: Path, rank: int | None) -> _Failure:
     try:
         message = json.loads(_end_of(file))["message"]["message"]
     except (ValueError, KeyError, TypeError):  # cut short: the disk was full
-        message = last_line(file.with_name("stderr.log")) or "ended while writing its error file"
+        message = last_line(file.with_name("stderr.log")) or "exited while writing its error file"
     return _Failure(rank, message, file.stat().st_mtime, file.with_name("stderr.log"))
 
 
@@ -138,17 +149,17 @@ def _how_it_ended(code: int, log: Path) -> str:
     if code < 0:
         names = {known.value: known.name for known in signal.Signals}
         return f"killed by {names.get(-code, f'signal {-code}')}"
-    return last_line(log) or f"ended with exit code {code}"
+    return last_line(log) or f"exited with code {code}"
 
 
 def last_line(file: Path) -> str:
-    """The last line of a log that says something, empty without one."""
+    """Return the last line of a log that has text; empty if there is none."""
     lines = _end_of(file).split("\n") if file.exists() else []
     return next((line.strip() for line in reversed(lines) if line.strip(" =-")), "")
 
 
 def _end_of(log: Path) -> str:
-    """The end of a log, whose folder may come from a stranger. Raises InputError when it is not a regular file."""
+    """Return the end of a log. Raises InputError if it is not a regular file: run folders may come from strangers."""
     with opened(log) as stream:
         stream.seek(max(0, stream.seek(0, os.SEEK_END) - LAST_BYTES))
         return stream.read().decode(errors="replace")
@@ -159,7 +170,7 @@ OUT_OF_MEMORY = r"out of memory|OutOfMemoryError|can(?:'|no)t allocate memory|ba
 _REMEDIES = (
     (
         r"FloatingPointError",
-        "lower optim.lr, raise optim.warmup or set train.precision: fp32, and start again from the last checkpoint "
+        "lower optim.lr, raise optim.warmup or set train.precision: fp32, then continue from the last checkpoint "
         "with --resume",
     ),
     (
@@ -168,58 +179,61 @@ _REMEDIES = (
     ),
     (
         r"SIGKILL",
-        "probably the machine ran out of memory, or somebody killed it: use fewer ranks per machine, lower "
-        "train.micro_batch, or give it more memory; the system log tells",
+        "the machine probably ran out of host memory, or the process was killed; the system log shows which. Use fewer "
+        "ranks per machine, lower train.micro_batch, or add memory",
     ),
-    (r"torchrun ended without", "it was killed, or the machine ran out of memory: continue with --resume"),
-    (r"SIGTERM|SIGUSR1|SignalException", "it was ended from outside: continue with --resume"),
+    (r"torchrun exited without", "it was killed, or the machine ran out of memory: continue with --resume"),
+    (r"SIGTERM|SIGUSR1|SignalException", "it was stopped from outside: continue with --resume"),
     (
         r"Read-only file system",
-        "see the system log for why the disk turned read-only, make it writable, then continue with --resume; finished "
+        "see the system log for why the disk became read-only, make it writable, then continue with --resume; finished "
         "checkpoints are intact",
     ),
     (r"No space left on device", "free some disk space, then continue with --resume; finished checkpoints are intact"),
     (
         r"[Aa]ddress already in use|EADDRINUSE",
-        "another program holds the port: start again, or change parallel.rendezvous",
+        "another program uses the port: start again, or change parallel.rendezvous",
     ),
     (
         r"Rendezvous\w*Error|DistStoreError: Timed out .*waiting for clients|client socket has (timed out|failed)",
-        "the nodes did not meet: check that parallel.rendezvous is host:port of the first node, that --join was typed "
-        "on every other one within ten minutes, and that no firewall closes that port",
+        "the nodes did not connect: check that parallel.rendezvous is host:port of the first node, that --join was "
+        "started on every other node within ten minutes, and that no firewall blocks that port",
     ),
     (r"ModuleNotFoundError|ImportError", "the environment is incomplete: run --doctor"),
     (
         r"does not answer",
-        "that machine, its network or the process is gone or frozen: see to it, then continue with --resume",
+        "that machine, its network or the process is down or frozen: fix it, then continue with --resume",
     ),
     (
         r"nothing moved for",
-        "the log shows where every rank stands; if it was only slow, raise parallel.timeout; continue with --resume",
+        "the log shows the stack of every rank; if it was only slow, raise parallel.timeout; continue with --resume",
     ),
     (
         r"differs between ranks",
-        "copies of one weight drifted apart, which a faulty GPU or memory does: run --doctor, and continue with "
-        "--resume on other hardware",
+        "copies of one weight drifted apart, probably because of a faulty GPU or memory: run --doctor, and continue "
+        "with --resume on other hardware",
     ),
     (r"CUDA|NCCL", "run --doctor; if the GPUs are fine, set NCCL_DEBUG=INFO and continue with --resume"),
 )
 
 
 def remedy_for(message: str) -> str:
-    """What a person can do about an error with this message."""
+    """Return what a person can do about an error with this message."""
     return next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, message)), "read the end of the log")
 
 
 def less_memory(cfg: RunConfig) -> str | None:
-    """The change, as `key=value`, with which the same is learned in less memory: recomputing, then smaller passes."""
+    """Return a change as `key=value` that needs less memory and leaves the result equal, or None if none is left.
+
+    Gradient checkpointing comes first, then halving the micro batch.
+    """
     if cfg.train.checkpointing != "full":
         return "train.checkpointing=full"
     return f"train.micro_batch={cfg.train.micro_batch // 2}" if cfg.train.micro_batch > 1 else None
 
 
 def _retry(message: str, cfg: RunConfig) -> tuple[str, ...]:
-    """What to change first; of a lack of memory, fewer pixels last."""
+    """Return the change to try next, as `key=value`. Fewer pixels or tokens come last when memory runs out."""
     if re.search("FloatingPointError", message):
         return (f"optim.lr={cfg.optim.lr / 10:g}",)
     if not re.search(OUT_OF_MEMORY, message):

@@ -1,7 +1,6 @@
-"""The run folder: the only thing the trainer, page, notebooks and command line share.
+"""The run folder: the only thing that the trainer, page, notebooks and command line share.
 
-Readers follow its files and write nothing but requests. Whether a run is alive is
-derived (`run.process`), never stored.
+Readers follow its files and write only requests. Whether a run is alive is derived (`run.process`), never stored.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from trainer.config.load import dump_config, load_config
 from trainer.config.schema import RunConfig
 
 Request = Literal["stop", "save", "sample"]
-"""stop: leave after this step with a checkpoint.  save: a checkpoint now.  sample: sample images now."""
+"""stop: stop after this step, with a checkpoint.  save: save a checkpoint now.  sample: write samples now."""
 
 
 NOT_RUNS = frozenset({"cache", "downloads", "drafts", "presets", "queue", "thumbnails"})
-"""Names of folders next to those of the runs. None of them is ever taken for a run, whatever it holds."""
+"""Names of other folders next to the run folders. None of them is ever taken for a run, whatever it holds."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,15 @@ class RunDir:
 
     @classmethod
     def create(cls, root: Path, cfg: RunConfig, at: Path | None = None) -> RunDir:
-        """Make the folder of a new run, readable by its owner only, with `config.yaml` in it.
+        """Make the folder of a new run, accessible to its owner only, with `config.yaml` in it.
 
-        root: where the runs lie; the folder is named `<name>-<time>-<random>`.  at: this very folder instead.
-        Raises InputError when the folder holds something already or cannot be made.
+        Args:
+            root: Folder of the runs, in which `<name>-<time>-<random>` is made.
+            cfg: Config of the run.
+            at: Exact path of the run folder, instead.
+
+        Raises:
+            InputError: The folder is not empty or cannot be made.
         """
         path = at or root / f"{cfg.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         run = cls(path.absolute())
@@ -51,26 +55,30 @@ class RunDir:
                     f"{run.path}: exists and is not empty; name a new folder, or continue it with --resume"
                 )
             run.make_folders(cfg)
-            run.path.chmod(0o700)  # one that was there, and empty
+            run.path.chmod(0o700)  # the folder may have existed
             files.replace(run.config_file, dump_config(cfg))
         except OSError as error:
-            raise InputError(f"{path}: cannot be made a run folder ({error.strerror}); name another place") from error
+            raise InputError(
+                f"{path}: the run folder cannot be made ({error.strerror}); choose another path"
+            ) from error
         return run
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
-        """The run in an existing folder. Raises InputError when there is none."""
+        """Return the run in an existing folder. Raises InputError if the folder is not a run folder."""
         run = cls(path.absolute())
-        if not os.path.lexists(run.config_file):  # one that cannot be read is named by who reads it
+        if not os.path.lexists(run.config_file):  # an unreadable config is reported when it is read
             raise InputError(f"{path}: not a run folder (it has no config.yaml); name a folder below runs/")
         return run
 
     def make_folders(self, cfg: RunConfig | None = None) -> None:
-        """Make the folder, for its owner only, and those in it, where they are not there.
+        """Make those of the run's folders that are missing. Programs that copy a run often leave out empty folders.
 
-        cfg: a config whose stages have folders too.
+        Args:
+            cfg: The config; its stages have folders, too.
 
-        Whoever brings a run elsewhere often leaves the empty ones behind. Raises OSError where one cannot be made.
+        Raises:
+            OSError: A folder cannot be made.
         """
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for folder in (self.ranks, self.logs, self.samples, self.checkpoints, self.requests, self.export):
@@ -79,38 +87,38 @@ class RunDir:
             (self.stage_folder(number, stage.name) / "checkpoints").mkdir(parents=True, exist_ok=True)
 
     def complete_folders(self, cfg: RunConfig) -> None:
-        """As `make_folders`. Raises InputError where one cannot be made."""
+        """Do the same as `make_folders`, but raise InputError if a folder cannot be made."""
         try:
             self.make_folders(cfg)
         except OSError as error:
             raise InputError(
-                f"{error.filename}: cannot be made a folder ({error.strerror}); move away what is there, or make "
+                f"{error.filename}: the folder cannot be made ({error.strerror}); move away what is there, or make "
                 f"{self.path} writable"
             ) from error
 
     def stage_folder(self, number: int, name: str) -> Path:
-        """What one of its stages keeps. number: from 1."""
+        """Return the folder of a stage. `number` counts from 1."""
         return self.path / "stages" / f"{number}-{name}"
 
     @property
     def stage_folders(self) -> list[Path]:
-        """Those of all stages, in their order; none for a run without stages."""
+        """The folders of all stages, in order; empty for a run without stages."""
         folders = (self.path / "stages").glob("*-*")
         return sorted(folders, key=lambda folder: int(folder.name.partition("-")[0]))
 
     @property
     def current_stage(self) -> int:
-        """The stage that is under way, or that was the last, counted from 0; 0 without stages."""
+        """Index of the stage that is running, or of the last one; 0 without stages."""
         folders = self.stage_folders
         last = max(0, len(folders) - 1)
         return next((at for at, folder in enumerate(folders) if not weights_of(folder).exists()), last)
 
     def config(self) -> RunConfig:
-        """The config this run was last started with. Raises InputError when the file was damaged."""
+        """Read the config that this run was last started with. Raises InputError if the file is damaged."""
         return load_config(self.config_file, ()).config
 
     def replace_config(self, cfg: RunConfig) -> Path:
-        """Save another config as `config.yaml` and keep the former one as `config-<n>.yaml`, whose path is returned."""
+        """Save another config as `config.yaml`. The former one is kept as `config-<n>.yaml`; its path is returned."""
         number = 1 + len(list(self.path.glob("config-*.yaml")))
         former = self.path / f"config-{number}.yaml"
         files.replace(former, files.read(self.config_file))
@@ -124,7 +132,7 @@ class RunDir:
 
     @property
     def identity_file(self) -> Path:
-        """A word by which a machine knows whether it sees this very folder."""
+        """A random word, by which another node checks if it sees the same folder."""
         return self.path / ".identity"
 
     @property
@@ -134,12 +142,12 @@ class RunDir:
 
     @property
     def stores(self) -> Path:
-        """Where the ranks of one machine meet: a file for each torchrun of the latest start, gone after its end."""
+        """Rendezvous files of the ranks on one machine: one per torchrun of the latest start, removed when it ends."""
         return self.path / "stores"
 
     @property
     def events_file(self) -> Path:
-        """What happened, one JSON object per line (`trainer.run.events`)."""
+        """The events of the run, one JSON object per line (`trainer.run.events`)."""
         return self.path / "events.jsonl"
 
     @property
@@ -148,7 +156,7 @@ class RunDir:
         return self.path / "ranks"
 
     def rank_file(self, rank: int) -> Path:
-        """Memory and heartbeat of one rank."""
+        """The RankLines of one rank: memory and heartbeat."""
         return self.ranks / f"rank{rank}.jsonl"
 
     @property
@@ -158,18 +166,18 @@ class RunDir:
 
     @property
     def samples(self) -> Path:
-        """Sample images."""
+        """Samples: images or text."""
         return self.path / "samples"
 
     @property
     def checkpoints(self) -> Path:
-        """One folder per checkpoint, as `step-000100`; of the stage that is under way, where there are stages."""
+        """Folder of the checkpoints, such as `step-000100`; in a run with stages, those of the current stage."""
         folders = self.stage_folders
         return (folders[self.current_stage] if folders else self.path) / "checkpoints"
 
     @property
     def requests(self) -> Path:
-        """Files named after what is asked of the running trainer."""
+        """Requests to the running trainer: empty files, named as `Request`."""
         return self.path / "requests"
 
     @property
@@ -179,11 +187,11 @@ class RunDir:
 
     @property
     def report(self) -> Path:
-        """The self-contained page about the run."""
+        """The report: one self-contained HTML file."""
         return self.path / "report.html"
 
     def own_file(self, path: str) -> Path:
-        """A file that an event names, whether it is there or not. Raises InputError for one outside of the folder."""
+        """Return a file that an event names; it need not exist. Raises InputError if it is outside the run folder."""
         try:
             file = (self.path / path).resolve()
         except RuntimeError as error:  # links in a loop
@@ -193,22 +201,25 @@ class RunDir:
         return file
 
     def request(self, what: Request) -> None:
-        """Ask the running trainer for something; asking twice is asking once."""
+        """Send a request to the running trainer. Sending it twice is the same as once."""
         (self.requests / what).touch()
 
     def requested(self, what: Request) -> bool:
-        """Whether somebody asked for it and it was not cleared since."""
+        """Whether there is such a request that was not cleared."""
         return (self.requests / what).exists()
 
     def clear(self, what: Request) -> None:
-        """Forget a request: it was answered."""
+        """Remove a request, because it was handled."""
         (self.requests / what).unlink(missing_ok=True)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Only one process at a time starts this run, judges it or records its end. Never held for long.
+        """Hold the lock of this run: one process at a time starts it, derives its state or records its end.
 
-        Raises InputError for what is not a file in the place of `events.jsonl`.
+        It is never held for long.
+
+        Raises:
+            InputError: `events.jsonl` is not a regular file.
         """
         try:
             lock = os.open(self.events_file, os.O_RDWR | os.O_CREAT, 0o600)
@@ -217,7 +228,9 @@ class RunDir:
                 raise InputError(f"{self.events_file}: {files.NOT_REGULAR}") from error
             if error.errno != errno.EROFS:
                 raise
-            lock = os.open(self.events_file, os.O_RDONLY | os.O_NONBLOCK)  # nobody can start it, but it can be judged
+            lock = os.open(
+                self.events_file, os.O_RDONLY | os.O_NONBLOCK
+            )  # read-only: it cannot be started, but its state can be derived
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
@@ -226,18 +239,18 @@ class RunDir:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder below the runs is one, whatever state its files are in."""
+    """Whether a folder in the folder of runs is a run, whatever state its files are in."""
     if path.name in NOT_RUNS or path.name.startswith("."):
         return False
     has = {name: os.path.lexists(f"{path}/{name}") for name in ("config.yaml", "logs", "launch.json")}
-    return sum(has.values()) >= 2  # of three, so that one that was lost hides no run
+    return sum(has.values()) >= 2  # two of three, so that a run is found even if one file was lost
 
 
 def weights_of(stage: Path) -> Path:
-    """What a stage leaves to the next one; it is there when the stage is done."""
+    """Return the folder of weights that a stage hands to the next one. It exists once the stage is done."""
     return stage / "weights"
 
 
 def shared_cache(cfg: RunConfig, runs: Path) -> Path:
-    """Where runs share encoded data, tiny models and plans: `data.cache`, or `cache` beside the run folders."""
+    """Return the folder where runs share encoded data, tiny models and plans: `data.cache`, or `cache` in `runs`."""
     return Path(cfg.data.cache) if cfg.data.cache else runs / "cache"

@@ -1,4 +1,4 @@
-"""Being told to leave: by a person, by the job scheduler before it takes the machine away."""
+"""Preemption: signals with which a person or a job scheduler asks a run to save a checkpoint and exit."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-LEAVE = (signal.SIGTERM, signal.SIGUSR1)
-"""What asks a rank to save and leave. SLURM sends either before the time is up or the job is pre-empted."""
+PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals on which a rank saves and exits. SLURM sends either of them before the time limit or a preemption."""
 
 
 class Preemption:
-    """Whether this process was told to leave, and by which signal. Known at once, also while a collective waits."""
+    """Whether this process received a preemption signal, and which one. Known at once, even during a collective."""
 
     def __init__(self, pipe: socket.socket | None = None) -> None:
         self._pipe = pipe
@@ -24,24 +24,24 @@ class Preemption:
 
     @property
     def by(self) -> str:
-        """The name of the first such signal, empty without one."""
+        """Name of the first preemption signal, for example SIGTERM; empty if there was none."""
         with suppress(BlockingIOError):
             while self._pipe and not self._by:
                 for number in self._pipe.recv(16):
-                    if number in LEAVE:
+                    if number in PREEMPTION_SIGNALS:
                         self._by = signal.Signals(number).name
         return self._by
 
 
 @contextmanager
-def noted() -> Iterator[Preemption]:
-    """Inside, a signal of LEAVE ends nothing: it is noted, and the run leaves after the step with a checkpoint."""
+def catch_preemption() -> Iterator[Preemption]:
+    """Catch preemption signals inside the block, so that the run can end after its step, with a checkpoint."""
     reads, writes = socket.socketpair()
     for end in (reads, writes):
         end.setblocking(False)
-    # Python runs a handler only when the main thread is back from torch; the number is in the pipe at once.
+    # Python runs a handler only after torch has returned to the main thread; the number is in the pipe at once.
     former_pipe = signal.set_wakeup_fd(writes.fileno(), warn_on_full_buffer=False)
-    former = {number: signal.signal(number, _go_on) for number in LEAVE}
+    former = {number: signal.signal(number, _do_nothing) for number in PREEMPTION_SIGNALS}
     try:
         yield Preemption(reads)
     finally:
@@ -52,5 +52,5 @@ def noted() -> Iterator[Preemption]:
         writes.close()
 
 
-def _go_on(_number: int, _frame: FrameType | None) -> None:
-    pass
+def _do_nothing(_number: int, _frame: FrameType | None) -> None:
+    """Handle a signal in place of the default action, which would end the process."""

@@ -1,6 +1,7 @@
-"""Whether a run is alive, which nobody stores, and how one is ended. No torch: its process is looked at from outside.
+"""The process of a run: whether it is alive, what state the run is in, and how to stop it. Imports no torch.
 
-`settle` writes: a reader that finds the process gone without a word records the end of the run.
+Whether a run is alive is derived from its process and never stored. `settle` writes to the run folder: a reader that
+finds the process gone without a final status records the failure.
 """
 
 from __future__ import annotations
@@ -31,23 +32,29 @@ from trainer.run.folder import RunDir
 
 TORCHRUN = "torch.distributed.run"
 SUPERVISORS = ("trainer.launcher.supervisor", "trainer.stages")
-"""Modules that start a torchrun for each stage. The second is the name of 0.1: a run that it started may still live."""
-UNHEARD_S = 1800
-"""A run on another machine that wrote nothing for so long is taken for ended. Loading or exporting is silent too."""
-LAST_WORDS = 65536
-"""Bytes at the end of a run's events among which its end stands, where it has ended."""
+"""Modules that start a torchrun for each stage. The second is the name in 0.1: a run that it started may still run."""
+MAX_SILENCE_S = 1800
+"""After this long without a write, a run on another machine counts as ended. Loading and exporting write nothing."""
+TAIL_BYTES = 65536
+"""How much of the end of `events.jsonl` is read to find a final status."""
 HIGHEST_PID = 2**22
 """PID_MAX_LIMIT of Linux on 64 bits."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What `launch.json` holds. A process id alone may belong to another process by now; the create time tells.
+    """The contents of `launch.json`: the process of the latest start.
 
-    create_time: unix seconds.  since_boot: the same, which no clock that is set moves.
-    host: the machine it is a process of.  job: of SLURM, with the number of its restarts; empty without one.
-    pid_namespace, boot_id: where and since which start of the machine `pid` is that process. Containers may share the
-    name of their machine, but not their processes. Earlier versions wrote neither.
+    Attributes:
+        pid: Its process id. Another process may have the same id later; the create time distinguishes them.
+        create_time: Unix seconds.
+        argv: Its command line.
+        host: Name of its machine.
+        job: SLURM job with the number of its restarts; empty outside of SLURM.
+        since_boot: Create time in seconds since boot, which does not change when the clock is set.
+        pid_namespace: PID namespace in which `pid` is valid. Containers may share the name of their machine, but not
+            their processes. Earlier versions did not write it, nor boot_id.
+        boot_id: Boot of the machine during which `pid` is valid.
     """
 
     pid: Annotated[int, Interval(ge=1, le=HIGHEST_PID)]
@@ -61,32 +68,33 @@ class Launch:
 
     @classmethod
     def of(cls, process: subprocess.Popen[bytes], argv: list[str]) -> Launch:
-        """The launch of a process that was begun just now."""
+        """Return the launch of a process that was just started."""
         created = psutil.Process(process.pid).create_time()
         since_boot = created - psutil.boot_time()
         return cls(process.pid, created, argv, socket.gethostname(), _job(), since_boot, _pid_namespace(), _boot_id())
 
     @property
     def is_on_this_machine(self) -> bool:
-        """Whether it was begun on a machine of this name, in whatever container."""
+        """Whether it was started on a machine of this name, in any container."""
         return self.host == socket.gethostname()
 
     @property
     def is_of_this_boot(self) -> bool:
-        """Whether its machine was not started anew since. A process does not outlive that."""
+        """Whether its machine was not rebooted since. No process survives a reboot."""
         return self.boot_id in ("", _boot_id())
 
     @property
     def is_here(self) -> bool:
-        """Whether its process can be seen from here, or could until this machine was started anew."""
+        """Whether its process is visible from here, or was until this machine was rebooted."""
         is_seen = self.pid_namespace in (None, _pid_namespace())
         return self.is_on_this_machine and (is_seen or not self.is_of_this_boot)
 
     @classmethod
     def read(cls, run: RunDir) -> Launch | None:
-        """The latest start of a run, None when there was none. What a later version wrote besides is passed over.
+        """Read the latest start of a run, or None if it was never started. Fields of later versions are ignored.
 
-        Raises InputError when the file is damaged: whether the run is alive cannot be known then.
+        Raises:
+            InputError: The file is damaged, so that it is unknown whether the run is alive.
         """
         try:
             return files.read_json(run.launch_file, _LAUNCH, "remove it if the run has ended")
@@ -103,15 +111,16 @@ _LAUNCH = TypeAdapter(Launch)
 
 
 def clear_stores(run: RunDir) -> None:
-    """Remove what ranks of one machine met at, and make an empty folder for the next. None of the run may be alive.
+    """Empty the folder of rendezvous files for the next start. No process of the run may be alive.
 
-    What lies there comes from a start that was killed, or from whoever the folder came from.
+    Files in it are from a start that was killed, or came with a copied run folder and cannot be trusted.
     """
     remove_stores(run)
     run.stores.mkdir(mode=0o700)
 
 
 def remove_stores(run: RunDir) -> None:
+    """Remove the folder of rendezvous files, or whatever has its name."""
     if run.stores.is_symlink() or run.stores.is_file():
         run.stores.unlink()
     elif run.stores.exists():
@@ -119,13 +128,13 @@ def remove_stores(run: RunDir) -> None:
 
 
 def _job() -> str:
-    """The SLURM job this process belongs to, another one after each restart; empty outside of jobs."""
+    """Return the SLURM job of this process with the number of its restarts; empty outside of jobs."""
     job = os.environ.get("SLURM_JOB_ID", "")
     return f"{job}-{os.environ.get('SLURM_RESTART_COUNT', 0)}" if job else ""
 
 
 def _pid_namespace() -> int | None:
-    """The number of the PID namespace of this process, None where the system has none."""
+    """Return the number of this process's PID namespace, or None on a system without namespaces."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
@@ -133,7 +142,7 @@ def _pid_namespace() -> int | None:
 
 
 def _boot_id() -> str:
-    """Another word after each start of this machine, empty where the system has none."""
+    """Return a random id that changes with each boot of this machine; empty on a system without one."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -141,15 +150,15 @@ def _boot_id() -> str:
 
 
 def require_ended(run: RunDir) -> None:
-    """Raises InputError when the run is running, here or on another machine."""
+    """Raise InputError if the run is running, here or on another machine."""
     launch = Launch.read(run)
     if launch is None or not alive(run):
         return
     if _process(run) is not None:
-        raise InputError(f"{run.path}: is running already; stop it first, or start a new run")
+        raise InputError(f"{run.path}: is already running; stop it first, or start a new run")
     if launch.is_on_this_machine:
         raise InputError(
-            f"{run.path}: is running on {launch.host} already, in another container; stop it first, or start a new run"
+            f"{run.path}: is already running on {launch.host}, in another container; stop it first, or start a new run"
         )
     raise InputError(
         f"{run.path}: is running on {launch.host}; stop it first, or start a new run. If {launch.host} is down, "
@@ -158,40 +167,47 @@ def require_ended(run: RunDir) -> None:
 
 
 def worker_environment() -> dict[str, str]:
-    """The environment of processes that run `python -m trainer`, from an installation or from a checkout."""
+    """Return the environment for processes that run `python -m trainer`, from an installation or from a checkout."""
     inherited = os.environ.get("PYTHONPATH")
     # An installation is found anyway, and its folder must not come before the standard library.
     folders = [str(folder) for folder in (CHECKOUT, inherited) if folder]
     return {
-        "OMP_NUM_THREADS": "1",  # ranks share the cores; without it each would take all of them
+        "OMP_NUM_THREADS": "1",  # ranks share the cores; without it each rank would use all of them
         **os.environ,
         **({"PYTHONPATH": os.pathsep.join(folders)} if folders else {}),
         "PYTHONUNBUFFERED": "1",
-        "PYTHONSAFEPATH": "1",  # else a folder named trainer in the current one is taken for this package
+        "PYTHONSAFEPATH": "1",  # else Python would import a folder named trainer in the current folder
     }
 
 
 def alive(run: RunDir) -> bool:
-    """Whether the torchrun process of the latest start still runs. Raises InputError when launch.json is damaged.
+    """Whether the torchrun process of the latest start is still running.
 
-    In another container of this machine it is known by its lock. The processes of another machine cannot be seen. There
-    a run counts as alive until it says that it has ended, or says nothing for UNHEARD_S seconds, or its SLURM job was
-    started anew: that ends all it had begun.
+    In another container of this machine, it is recognized by its lock. Processes of another machine are not visible: a
+    run there counts as alive until its last status is an end, or it wrote nothing for MAX_SILENCE_S seconds, or its
+    SLURM job was restarted, which ends all of the job's processes.
+
+    Raises:
+        InputError: `launch.json` is damaged.
     """
     launch = Launch.read(run)
-    if launch is None or launch.is_here:  # ranks that outlive their torchrun hold its lock too
+    if launch is None or launch.is_here:  # not by the lock: ranks that outlive their torchrun hold it too
         return _process(run) is not None
     if launch.is_on_this_machine:
         return launch.boot_id != "" and _is_held(output_file(run, launches(run)))
     if launch.job and launch.job != _job() and launch.job.partition("-")[0] == _job().partition("-")[0]:
         return False
-    if _has_said_its_end(run):
+    if _has_recorded_its_end(run):
         return False
-    return time.time() - _last_heard(run) < UNHEARD_S
+    written = (run.launch_file, run.events_file, *run.ranks.glob("*.jsonl"))
+    return time.time() - max(file.stat().st_mtime for file in written) < MAX_SILENCE_S
 
 
 def _is_held(output: Path) -> bool:
-    """Whether a process lives to whose output `_spawn` gave this file, in whatever container of the machine."""
+    """Whether the process that writes its output to this file is alive, in any container of the machine.
+
+    `launcher.torchrun` locks the file for it.
+    """
     try:
         with files.opened(output) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -202,15 +218,10 @@ def _is_held(output: Path) -> bool:
     return False
 
 
-def _has_said_its_end(run: RunDir) -> bool:
-    """Whether the last status is an end. Only the end of the file is read: whoever watches asks every second."""
-    begin = max(0, run.events_file.stat().st_size - LAST_WORDS)
+def _has_recorded_its_end(run: RunDir) -> bool:
+    """Whether the last status is an end. Reads only the end of the file, because watchers call this every second."""
+    begin = max(0, run.events_file.stat().st_size - TAIL_BYTES)
     return last_state(EventReader(run.events_file, begin).read()) in ENDS
-
-
-def _last_heard(run: RunDir) -> float:
-    """When a rank wrote last, or somebody an event: unix seconds."""
-    return max(file.stat().st_mtime for file in (run.launch_file, run.events_file, *run.ranks.glob("*.jsonl")))
 
 
 def _process(run: RunDir) -> psutil.Process | None:
@@ -219,12 +230,12 @@ def _process(run: RunDir) -> psutil.Process | None:
         return None
     try:
         process = psutil.Process(launch.pid)
-        # The create time is derived from the boot time, and both move when the clock is set.
+        # The create time is derived from the boot time, and both change when the clock is set.
         created, known = process.create_time(), launch.create_time
         if launch.since_boot is not None:
             created, known = created - psutil.boot_time(), launch.since_boot
         same = abs(created - known) < 1.0
-        # Its arguments are empty for a moment while a process begins, and while it ends.
+        # The command line is empty for a moment while a process starts, and while it exits.
         same = same and process.cmdline() in (launch.argv, [])
         return process if same and process.status() != psutil.STATUS_ZOMBIE else None
     except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -232,25 +243,25 @@ def _process(run: RunDir) -> psutil.Process | None:
 
 
 def status(run: RunDir) -> State:
-    """What the run is doing now, derived from its process and its events."""
+    """Return the current state of a run, derived from its process and its events."""
     with run.locked():
         return derive_state(alive(run), last_state(EventReader(run.events_file).read()))
 
 
 def derive_state(is_alive: bool, last: State) -> State:
-    """State of a run whose last status event said `last`: without a process it cannot be under way."""
+    """Return the state of a run whose last status was `last`: if its process is gone before an end, it has failed."""
     return last if is_alive or last in ENDS or last == "created" else "failed"
 
 
 def stop(run: RunDir) -> None:
-    """Ask the run to end after the current step with a checkpoint. Raises InputError when it is not running."""
+    """Request a stop after the current step, with a checkpoint. Raises InputError if it is not running."""
     if not alive(run):
         raise InputError(f"{run.path}: is not running; continue it with --resume")
     run.request("stop")
 
 
 def wait(run: RunDir, timeout_s: float | None = None) -> State:
-    """Wait until the run has ended, or for `timeout_s` seconds, and return its state."""
+    """Wait until the run has ended, but at most `timeout_s` seconds, and return its state."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while alive(run) and (deadline is None or time.monotonic() < deadline):
         time.sleep(0.1)
@@ -259,9 +270,10 @@ def wait(run: RunDir, timeout_s: float | None = None) -> State:
 
 
 def terminate(run: RunDir) -> None:
-    """End the run now, without a checkpoint. No error is recorded; every checkpoint that is complete stays so.
+    """Stop the run at once, without a checkpoint. No error is recorded; complete checkpoints remain.
 
-    Raises InputError when the process that launch.json names is not one of this run folder.
+    Raises:
+        InputError: The process named in `launch.json` does not belong to this run folder.
     """
     with run.locked():
         process, launch = _process(run), Launch.read(run)
@@ -269,7 +281,8 @@ def terminate(run: RunDir) -> None:
             return
         if not _is_same(launch.argv[-1], run.path):
             raise InputError(
-                f"{run.launch_file}: process {launch.pid} is not of this run folder and is left alone; remove the file"
+                f"{run.launch_file}: process {launch.pid} does not belong to this run folder and was not stopped; "
+                "remove the file"
             )
         end_family(process.pid)
         step = max((event.step for event in EventReader(run.events_file).read()), default=0)
@@ -278,7 +291,7 @@ def terminate(run: RunDir) -> None:
 
 
 def end_family(pid: int) -> None:
-    """Kill a torchrun and its ranks: asked to leave they would save first. Trackers see it and end by themselves."""
+    """Kill a torchrun and its ranks. On SIGTERM they would save a checkpoint first. Trackers notice it and exit."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         family = [process, *process.children()]  # torchrun gives each rank a session of its own
@@ -290,7 +303,7 @@ def end_family(pid: int) -> None:
 
 
 def record_mistake(run: RunDir, rank: int, message: str) -> None:
-    """An ErrorEvent with exit code 2: a rank found the user's input wrong. All ranks find it, the first records it."""
+    """Record a mistake in the user's input: one ErrorEvent with exit code 2, from the first rank that finds it."""
     with run.locked():
         events = _since_start(EventReader(run.events_file).read())
         if not any(isinstance(event, ErrorEvent) for event in events):
@@ -299,17 +312,17 @@ def record_mistake(run: RunDir, rank: int, message: str) -> None:
 
 
 def settle(run: RunDir) -> None:
-    """Record the end of a run whose process is gone without having said so: one ErrorEvent, then `failed`.
+    """Record the failure of a run whose process is gone without a final status: one ErrorEvent, then `failed`.
 
-    Any number of readers may call it, at any time; only the first call after the end writes something. Only those on
-    the machine where it ran do: from elsewhere a run that is suspended or cut off looks like one that is gone.
+    Any number of readers may call this at any time; only the first call after the end writes something. It does nothing
+    on other machines than the one where the run was, because from there a suspended run looks like one that is gone.
     """
     with run.locked():
         launch = Launch.read(run)
         if launch is None or not launch.is_here or alive(run):
             return
         end_orphans(run, next((module for module in SUPERVISORS if module in launch.argv[:3]), TORCHRUN))
-        with contextlib.suppress(OSError):  # a disk that is read-only: the next start removes them, or says why not
+        with contextlib.suppress(OSError):  # read-only disk: the next start removes them, or reports why it cannot
             remove_stores(run)
         events = _since_start(EventReader(run.events_file).read())
         end = last_state(events)
@@ -323,11 +336,15 @@ def settle(run: RunDir) -> None:
 
 
 def end_orphans(run: RunDir, leader: str) -> None:
-    """Kill the ranks of a torchrun that was itself killed: they would train on, and write beside a continued run.
+    """Kill the ranks of a torchrun that was itself killed. Otherwise they would train on and write into a resumed run.
 
-    leader: the module of what was killed. Nothing but the run's own path tells what is killed, whatever the folder
-    says of itself. Those below a leader that lives are left alone: they belong to another node of the run on this
-    machine. In stages a torchrun is itself below the process that starts them.
+    Processes are recognized only by the path of the run in their command line; no file in the folder is trusted. Ranks
+    below a living leader are not killed: they belong to another node of the run on this machine. In a run with stages,
+    torchrun itself is below the supervisor.
+
+    Args:
+        run: The run.
+        leader: Module of the process that was killed: torchrun or a supervisor.
     """
     own = [process for process in psutil.process_iter() if _is_of(process, run)]
     leaders = {process for process in own if argv_of(process)[1:3] == ["-m", leader]}
@@ -338,7 +355,7 @@ def end_orphans(run: RunDir, leader: str) -> None:
 
 
 def _is_of(process: psutil.Process, run: RunDir) -> bool:
-    """Whether a process leads the ranks of a run or is one of them: torchrun has marked it."""
+    """Whether a process leads the ranks of a run, or is one of them, which torchrun marks in their environment."""
     argv = argv_of(process)
     if argv[-3:-2] != ["-m"] or not _is_same(argv[-1], run.path):
         return False
@@ -350,12 +367,12 @@ def _is_of(process: psutil.Process, run: RunDir) -> bool:
 
 
 def _is_same(path: str, folder: Path) -> bool:
-    """Whether a path leads to a folder, by whatever links."""
+    """Whether a path leads to a folder, through any links."""
     return os.path.realpath(path) == os.path.realpath(folder)
 
 
 def argv_of(process: psutil.Process) -> list[str]:
-    """The command line of a process, empty where it is gone or not ours to see."""
+    """Return the command line of a process; empty if it is gone or not accessible."""
     try:
         return process.cmdline()
     except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):

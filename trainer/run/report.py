@@ -1,6 +1,6 @@
-"""A page about one run that needs nothing but a browser: curves, samples, facts and config in a single HTML file.
+"""The report of a run: charts, samples, facts and config in one HTML file.
 
-Charts are inline SVG and pictures are embedded, so the file can be mailed or archived and asks no server for anything.
+Charts are inline SVG and images are embedded, so the file can be mailed or archived, and loads nothing from a server.
 """
 
 from __future__ import annotations
@@ -48,25 +48,30 @@ LINE_COLORS = (
     ("#be123c", "#fda4af"),
     ("#0e7490", "#67e8f9"),
 )
-"""By day and by night."""
+"""(in light mode, in dark mode)"""
 PICTURE_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""What a browser grants the file, wherever it is opened: its own style and pictures, no script and no address."""
+"""The Content-Security-Policy of the file: inline style and embedded images only, no scripts and no network."""
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart: (step, value) in order of the steps. A value that is NaN leaves a gap."""
+    """One line of a chart.
+
+    Attributes:
+        label: Its name in the legend.
+        points: (step, value) in order of the steps. A NaN value leaves a gap.
+    """
 
     label: str
     points: Sequence[Point]
 
 
 def write_report(run: RunDir) -> Path:
-    """Write `report.html` of a run in any state, replacing an earlier one. Returns its path."""
+    """Write `report.html` of a run in any state, replacing an earlier report. Returns its path."""
     events = EventReader(run.events_file).read()
     files.replace(run.report, _page(run, events))
     return run.report
@@ -109,7 +114,7 @@ def _facts(cfg: RunConfig, events: Sequence[AnyEvent]) -> Markup:
 
 
 def _duration_s(events: Sequence[AnyEvent]) -> float:
-    """Time under way, without the pauses before a run was continued."""
+    """Running time, without the pauses before the run was resumed."""
     return sum(
         later.time - earlier.time
         for earlier, later in pairwise(events)
@@ -169,7 +174,7 @@ def _step_time(steps: Sequence[StepEvent]) -> list[Line]:
 
 
 def _memory(run: RunDir, world_size: int) -> tuple[list[Line], list[str]]:
-    """(a line per rank, a sentence per rank whose file cannot be read)."""
+    """Return (a line per rank, a sentence per rank whose file cannot be read)."""
     lines, problems = [], []
     for rank in range(world_size):
         try:
@@ -183,7 +188,10 @@ def _memory(run: RunDir, world_size: int) -> tuple[list[Line], list[str]]:
 
 
 def chart(title: str, lines: Sequence[Line]) -> Markup:
-    """A line chart over steps as a figure with inline SVG, styled by CHART_STYLE; nothing when no line has a point."""
+    """Return a line chart over steps as a figure with inline SVG; nothing if no line has a finite value.
+
+    It is styled by CHART_STYLE.
+    """
     drawn = [Line(line.label, thin(line.points)) for line in lines if line.points]
     finite = [point for line in drawn for point in line.points if math.isfinite(point[1])]
     if not finite:
@@ -207,7 +215,7 @@ def chart(title: str, lines: Sequence[Line]) -> Markup:
 
 
 def thin(points: Sequence[Point], limit: int = POINTS_PER_LINE) -> Sequence[Point]:
-    """At most `limit` of the points: the lowest and the highest of each stretch, so that no spike is lost."""
+    """Return at most `limit` points: the lowest and the highest of each interval, so that no spike is lost."""
     if len(points) <= limit:
         return points
     num_buckets = limit // 2
@@ -224,7 +232,7 @@ def _extremes(points: Sequence[Point]) -> list[Point]:
 
 @dataclass(frozen=True)
 class _Axes:
-    """From (step, value) to places in the picture."""
+    """Maps (step, value) to coordinates in the SVG."""
 
     x_min: float
     x_max: float
@@ -233,46 +241,46 @@ class _Axes:
 
     @classmethod
     def around(cls, points: Sequence[Point]) -> _Axes:
-        """Axes that hold all points, with some room above and below."""
+        """Return axes that contain all points, with a margin above and below."""
         steps, values = [point[0] for point in points], [point[1] for point in points]
-        room = (max(values) - min(values)) * 0.05 or abs(values[0]) * 0.05 or 1.0
-        return cls(min(steps), max(max(steps), min(steps) + 1), min(values) - room, max(values) + room)
+        margin = (max(values) - min(values)) * 0.05 or abs(values[0]) * 0.05 or 1.0
+        return cls(min(steps), max(max(steps), min(steps) + 1), min(values) - margin, max(values) + margin)
 
-    def place(self, step: float, value: float) -> str:
+    def position(self, step: float, value: float) -> str:
         x = LEFT + (step - self.x_min) / (self.x_max - self.x_min) * (WIDTH - LEFT - RIGHT)
         y = HEIGHT - BOTTOM - (value - self.y_min) / (self.y_max - self.y_min) * (HEIGHT - TOP - BOTTOM)
         return f"{x:.1f} {y:.1f}"
 
     def path(self, points: Sequence[Point]) -> str:
-        """SVG path with a gap where a value is not finite. `h0` makes a lone point visible."""
+        """Return an SVG path with a gap where a value is not finite. `h0` makes an isolated point visible."""
         commands, pen = [], "M"
         for step, value in points:
             if not math.isfinite(value):
                 pen = "M"
                 continue
-            commands.append(f"{pen}{self.place(step, value)}" + ("h0" if pen == "M" else ""))
+            commands.append(f"{pen}{self.position(step, value)}" + ("h0" if pen == "M" else ""))
             pen = "L"
         return "".join(commands)
 
     def grid(self) -> Markup:
-        """Lines and labels at round values of both axes."""
+        """Return grid lines and labels at round values of both axes."""
         across = Markup().join(self._value_mark(value) for value in _round_values(self.y_min, self.y_max))
         steps = [step for step in _round_values(self.x_min, self.x_max) if step == round(step)]
         return across + Markup().join(self._step_mark(step) for step in steps)
 
     def _value_mark(self, value: float) -> Markup:
-        _, y = self.place(self.x_min, value).split()
+        _, y = self.position(self.x_min, value).split()
         line = Markup('<path class="grid" d="M{} {}H{}"/>').format(LEFT, y, WIDTH - RIGHT)
         label = Markup('<text x="{}" y="{}" dy="4" text-anchor="end">{}</text>').format(LEFT - 6, y, _short(value))
         return line + label
 
     def _step_mark(self, step: float) -> Markup:
-        x, _ = self.place(step, self.y_min).split()
+        x, _ = self.position(step, self.y_min).split()
         return Markup('<text x="{}" y="{}" text-anchor="middle">{:.0f}</text>').format(x, HEIGHT - 8, step)
 
 
 def _round_values(low: float, high: float) -> list[float]:
-    """About five multiples of 1, 2 or 5 times a power of ten between low and high."""
+    """Return about five multiples of 1, 2 or 5 times a power of ten between low and high."""
     raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
     distance = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)
@@ -284,7 +292,7 @@ def _short(value: float) -> str:
 
 
 def _samples(run: RunDir, events: Iterable[AnyEvent]) -> Markup:
-    """Prompts down, steps across: the same noise at every step, so each row shows one picture change."""
+    """Return a table of samples: one row per prompt, one column per step. All steps of a row start from equal noise."""
     samples = {(event.index, event.step): event for event in events if isinstance(event, SampleEvent)}
     if not samples:
         return Markup()
@@ -303,7 +311,7 @@ def _samples(run: RunDir, events: Iterable[AnyEvent]) -> Markup:
 
 
 def spread(steps: Sequence[int], limit: int) -> list[int]:
-    """At most `limit` steps, evenly chosen, with the first and the last."""
+    """Return at most `limit` steps, evenly spaced, including the first and the last."""
     if len(steps) <= limit:
         return list(steps)
     return [steps[round(at * (len(steps) - 1) / (limit - 1))] for at in range(limit)]
@@ -339,7 +347,7 @@ CHART_STYLE = f"""
 .chart ul {{ display: flex; flex-wrap: wrap; gap: 0 1.5rem; margin: 0; padding: 0 0 0 64px; }}
 .chart li::marker {{ content: "\\2014  "; }}
 """
-"""What a chart needs wherever it stands. Day or night is the `color-scheme` of what holds it."""
+"""Style that a chart needs on any page. The `color-scheme` of the surrounding element selects light or dark."""
 
 STYLE = f"""
 :root {{ color-scheme: light dark; --ink: light-dark(#1a1a1a, #ededed); --paper: light-dark(#fff, #161616);

@@ -1,4 +1,4 @@
-"""A run in stages: which one is under way, and what the next one begins with."""
+"""Runs in stages: which stage is current, and what it takes over from the one before."""
 
 from __future__ import annotations
 
@@ -19,10 +19,15 @@ _FIELDS: TypeAdapter[dict[str, str | None]] = TypeAdapter(dict[str, str | None])
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a run, or the whole of a run without stages.
+    """One stage of a run. A run without stages counts as one stage.
 
-    number, count: from 1.  name: empty without stages.  config: of the stage, which begins with the weights of the one
-    before.  before: optimizer steps of the stages before.  folder: what it keeps.
+    Attributes:
+        number: Number of the stage, from 1.
+        count: Number of stages.
+        name: Name of the stage; empty for a run without stages.
+        config: Config of the stage. It begins with the weights of the stage before.
+        before: Optimizer steps of all stages before.
+        folder: Folder of the stage.
     """
 
     number: int
@@ -37,15 +42,16 @@ class Stage:
         return self.number == self.count
 
     def mark(self, rank: int) -> Path:
-        """A file that says that the ranks from this one on, those of its machine, have finished the stage."""
+        """Return the file which marks that the ranks of a node have finished the stage. `rank` is the node's first."""
         return self.folder / f"ended-{rank}"
 
     def mark_ended(self, rank: int) -> None:
+        """Create that file."""
         self.mark(rank).touch()
 
 
 def current(run: RunDir, cfg: RunConfig) -> Stage:
-    """The stage that is under way, or was the last. cfg: of the run."""
+    """Return the current stage of a run, or its last one once all are done. `cfg` is the config of the run."""
     if not cfg.stages:
         return Stage(1, 1, "", cfg, 0, run.path)
     folders, at = run.stage_folders, run.current_stage
@@ -55,22 +61,28 @@ def current(run: RunDir, cfg: RunConfig) -> Stage:
 
 
 def changed(cfg: RunConfig, at: int, change: str) -> RunConfig:
-    """The config of a run with another value, in the stage `at` where it has stages. change: as `key=value`.
+    """Return the config of a run with one field changed.
 
-    Raises ConfigError where it does not go with the others.
+    Args:
+        cfg: Config of the run.
+        at: Index of the stage in which it changes; ignored for a run without stages.
+        change: `key=value`.
+
+    Raises:
+        ConfigError: The value cannot be combined with the other fields.
     """
     if not cfg.stages:
         return load_config_text(dump_config(cfg), (change,), Path("config.yaml")).config
     field, _, value = change.partition("=")
     stage = cfg.stages[at]
-    others = stage.model_copy(update={"set": stage.set | {field: yaml12.parse(value).value}})
-    with_it = cfg.model_copy(update={"stages": (*cfg.stages[:at], others, *cfg.stages[at + 1 :])})
-    stage_config(with_it, at)
-    return with_it
+    changed_stage = stage.model_copy(update={"set": stage.set | {field: yaml12.parse(value).value}})
+    changed_run = cfg.model_copy(update={"stages": (*cfg.stages[:at], changed_stage, *cfg.stages[at + 1 :])})
+    stage_config(changed_run, at)
+    return changed_run
 
 
 def write_handover(folder: Path, fields: dict[str, str | None]) -> None:
-    """What the next stage begins with. fields: of the config; paths within `folder` relative to it."""
+    """Write the config fields that the next stage takes over. Paths within `folder` are relative to it."""
     files.replace(folder / HANDOVER, json.dumps(fields, indent=1))
 
 

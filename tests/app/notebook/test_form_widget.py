@@ -122,7 +122,7 @@ def test_a_wrong_value_stays_as_typed_with_its_error_and_the_config_tells_all():
 def test_a_value_that_breaks_a_rule_elsewhere_is_told_where_it_is_broken():
     form = Form(QUICKSTART)
     form.inputs["train.steps"].value = "5"
-    assert "10 steps leave none of train.steps 5" in note(form, "optim.warmup")
+    assert "must be less than train.steps 5, not 10" in note(form, "optim.warmup")
 
 
 def test_a_setting_that_was_not_in_front_comes_there_when_it_is_wrong(tmp_path: Path):
@@ -131,7 +131,7 @@ def test_a_setting_that_was_not_in_front_comes_there_when_it_is_wrong(tmp_path: 
     form = Form(file)
     assert "sample.prompts" not in form.inputs
     form.inputs["sample.every"].value = "5"
-    assert "there is no prompt" in note(form, "sample.prompts")
+    assert "there are no prompts" in note(form, "sample.prompts")
     form.inputs["sample.prompts"].value = "a fox"
     assert "alert" not in note(form, "sample.prompts")
 
@@ -210,7 +210,10 @@ def test_a_preset_that_was_broken_meanwhile_is_told(tmp_path: Path):
     [
         ("train.steps=many", "command line: train.steps: needs a whole number, not 'many'"),
         ("train.stepz=3", "command line: train.stepz: unknown field; did you mean 'steps'?"),
-        ("train.steps", "command line: 'train.steps': is no override; write field=value, as train.steps=100"),
+        (
+            "train.steps",
+            "command line: 'train.steps': is not an override; write field=value, for example train.steps=100",
+        ),
     ],
 )
 def test_a_wrong_override_is_refused(override: str, message: str):

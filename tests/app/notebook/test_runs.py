@@ -75,5 +75,5 @@ def test_a_step_is_waited_for_no_longer_than_the_run_lasts(run, monkeypatch):
 
 
 def test_a_run_that_waits_for_no_other_node_cannot_be_joined(run):
-    with pytest.raises(InputError, match="waits for no other node"):
+    with pytest.raises(InputError, match="is a single-node run"):
         notebook.join(run)

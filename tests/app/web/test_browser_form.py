@@ -142,7 +142,7 @@ def test_a_full_disk_is_told_and_the_page_goes_on(page: Page, server: Server):
         write_over(page, "field-train-steps", "99")
         page.locator("#problems", has_text="cannot be kept for later").wait_for()
         page.locator("#start").click()
-        told = page.locator("#outcome [role=alert]", has_text="cannot be made a run folder")
+        told = page.locator("#outcome [role=alert]", has_text="the run folder cannot be made")
         told.wait_for()
         write_over(page, "field-train-steps", "98")  # no answer to what is typed takes it away
         page.locator("#changes", has_text="98").wait_for()

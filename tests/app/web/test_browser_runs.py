@@ -147,7 +147,7 @@ def test_two_pages_on_one_folder_see_the_same_and_one_resumes(page: Page, browse
         answers = [one.locator("#said [role]").inner_text() for one in (page, other)]
     second, first = sorted(answers, key=lambda answer: "already" not in answer)
     assert first == "Continuing from the newest checkpoint."
-    assert "is running already" in second
+    assert "is already running" in second
     assert [event.state for event in EventReader(run.events_file).read() if isinstance(event, StatusEvent)].count(
         "starting"
     ) == 1

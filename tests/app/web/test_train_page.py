@@ -153,8 +153,8 @@ def test_advice_on_what_is_typed_stands_under_the_status(browser: Shown):
     browser.values |= {"adapter.type": "loha", "optim.lr": "2e-4"}
     said = browser.ask()[browser.page.outputs.index(browser.page.problems)]
     assert said.endswith(
-        '</p><div class="slow"><p class="sentence">optim.lr: 0.0002 is a usual rate for lora, with which loha learns '
-        "about ten times as slowly; try 10 times as much.</p></div>"
+        '</p><div class="slow"><p class="sentence">optim.lr: 0.0002 is a usual learning rate for lora, but loha '
+        "learns about ten times more slowly with it; try 10 times as much.</p></div>"
     )
 
 

@@ -159,7 +159,7 @@ def lines(head: str, line: str, count: int) -> str:
         (lines("data:\n  folders:\n", "    - pathh: {}\n", 5000), "data.folders[0].path: is needed"),
         (lines("stages:\n", "  - {{name: a{}, set: {{train.steps: 3}}}}\n", 2500), "stages: has 2500 stages"),
         ("# " + "x" * 2**17, "longer than 131072 characters; a config is shorter, remove what is not part of it"),
-        ("a: " + "[" * 2000, "nested deeper than 20 levels; a config is not, write it flatter"),
+        ("a: " + "[" * 2000, "nested deeper than 20 levels; a config is flatter than that"),
     ],
     ids=["unknown fields", "in a section", "folders", "stages", "long", "deep"],
 )

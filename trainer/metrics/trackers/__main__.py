@@ -37,7 +37,7 @@ from trainer.metrics.trackers import (
 from trainer.metrics.trackers.feed import Feed, Figures, Item, Picture, Position, Tracker
 from trainer.run.events import LossyWriter, WarningEvent
 from trainer.run.folder import RunDir
-from trainer.run.preemption import LEAVE
+from trainer.run.preemption import PREEMPTION_SIGNALS
 
 FOLLOW_SECONDS = 1.0
 LATE_SECONDS = 30.0
@@ -107,7 +107,8 @@ class _Work:
         """Wait until no other process sends this run's events to this tracker. Yields a call that shows life."""
         if self._parent:
             signal.signal(signal.SIGALRM, self._give_up)
-            for number in LEAVE:  # a scheduler signals every process of a job; this one leaves after the ranks
+            # A scheduler signals every process of a job; this one leaves after the ranks.
+            for number in PREEMPTION_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
         lock = os.open(self._files.lock, os.O_RDWR | os.O_CREAT, 0o600)
 
