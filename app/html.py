@@ -14,7 +14,7 @@ from app.monitor import SILENT_S, RankState, RunView
 from trainer.config.errors import InputError
 from trainer.metrics.gpus import Gpu
 from trainer.plan.memory import MemoryPlan, verdict
-from trainer.plan.phases import Item, Phase, moment
+from trainer.plan.phases import Item, moment
 from trainer.plan.storage import amount
 from trainer.run import process
 from trainer.run.events import SampleEvent, told_speed
@@ -42,7 +42,8 @@ def request(run: RunDir, what: Request) -> str:
 def status(view: RunView, element_id: str = "") -> Markup:
     """Return the state as a sentence, a progress bar, and loss, speed and seconds of the last steps."""
     share = 100 * view.step / view.num_steps
-    facts = [("step", f"{view.step} / {view.num_steps}"), _speed(view)]
+    rate, unit = told_speed(*view.speed).split()
+    facts = [("step", f"{view.step} / {view.num_steps}"), (unit, rate)]
     if view.loss is not None:
         facts.insert(1, ("loss", f"{view.loss:.4f}"))
     facts += [(f"s {part}", f"{seconds:.3f}") for part, seconds in view.seconds.items() if not math.isnan(seconds)]
@@ -82,11 +83,6 @@ def newest(figures: Iterable[Markup]) -> Markup:
     return Markup('<h2>Newest samples</h2><div class="newest">{}</div>').format(Markup().join(figures))
 
 
-def _speed(view: RunView) -> tuple[str, str]:
-    rate, unit = told_speed(*view.speed).split()
-    return unit, rate
-
-
 def plan_bar(plan: MemoryPlan, checked: str = "") -> Markup:
     """Return the peak memory per GPU as a bar with its parts, and in sentences.
 
@@ -116,7 +112,7 @@ def plan_bar(plan: MemoryPlan, checked: str = "") -> Markup:
         fits=plan.verdict or "",
         need=plan.need / GIB,
         verdict=_sentence(verdict(plan)),
-        spoken=_spoken(most),
+        spoken=", ".join(f"{item.name} {item.size / GIB:.2f} GiB" for item in most.items),
         bars=Markup().join(bar.format(100 * item.size / whole, color) for item, color in colored),
         legend=Markup().join(named),
         moment=moment(most),
@@ -136,10 +132,6 @@ def _stored(items: Sequence[Item]) -> Markup:
 
 def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
-
-
-def _spoken(phase: Phase) -> str:
-    return ", ".join(f"{item.name} {item.size / GIB:.2f} GiB" for item in phase.items)
 
 
 def _mood(view: RunView) -> str:

@@ -123,49 +123,27 @@ class RunView:
             silent = [str(rank.rank) for rank in self.ranks if rank.age_s > SILENT_S]
             who = f"; silent: rank {', '.join(silent)}" if silent else ""
             return f"No step for {self.silent_s:.0f} s in state {self.state}{who}"
-        return _SENTENCES.get(self.state, _in_progress)(self)
+        match self.state:
+            case "created":
+                return "Not started yet"
+            case "training":
+                return self._training
+            case "finished":
+                exported = f"; exported {self.exports[-1].path}" if self.exports else ""
+                return f"Finished after {self.step} steps{exported}"
+            case "stopped":
+                return f"Stopped at step {self.step} of {self.num_steps}; resume continues it"
+            case "failed":
+                return f"Failed at step {self.step}"
+        counted = f" {self.done} of {self.total}" if self.total else ""
+        message = f": {self.message}" if self.message else ""
+        return f"{self.state.capitalize()}{counted}{message}"
 
-
-def _training(view: RunView) -> str:
-    left = "" if view.eta_s is None else f", about {_duration(view.eta_s)} left"
-    stage = f"stage {view.stage.number} of {view.stage.count}, {view.stage.name}, " if view.stage else ""
-    return f"Training: {stage}step {view.step} of {view.num_steps}, {told_speed(*view.speed)}{left}"
-
-
-def _finished(view: RunView) -> str:
-    exported = f"; exported {view.exports[-1].path}" if view.exports else ""
-    return f"Finished after {view.step} steps{exported}"
-
-
-def _stopped(view: RunView) -> str:
-    return f"Stopped at step {view.step} of {view.num_steps}; resume continues it"
-
-
-def _failed(view: RunView) -> str:
-    return f"Failed at step {view.step}"
-
-
-def _created(view: RunView) -> str:
-    return "Not started yet"
-
-
-def _in_progress(view: RunView) -> str:
-    counted = f" {view.done} of {view.total}" if view.total else ""
-    message = f": {view.message}" if view.message else ""
-    return f"{view.state.capitalize()}{counted}{message}"
-
-
-_SENTENCES: Mapping[State, Callable[[RunView], str]] = {
-    "created": _created,
-    "training": _training,
-    "finished": _finished,
-    "stopped": _stopped,
-    "failed": _failed,
-}
-
-
-def _duration(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
+    @property
+    def _training(self) -> str:
+        left = "" if self.eta_s is None else f", about {timedelta(seconds=round(self.eta_s))} left"
+        stage = f"stage {self.stage.number} of {self.stage.count}, {self.stage.name}, " if self.stage else ""
+        return f"Training: {stage}step {self.step} of {self.num_steps}, {told_speed(*self.speed)}{left}"
 
 
 class Follower:

@@ -27,7 +27,7 @@ def chart_json(title: str, lines: Sequence[Line], axis: str = "step", is_log: bo
             "axis": axis,
             "log": is_log,
             "summary": summary(title, lines, axis),
-            "lines": [{"label": line.label, "points": [_point(*point) for point in line.points]} for line in lines],
+            "lines": [{"label": line.label, "points": _rounded(line.points)} for line in lines],
         },
         separators=(",", ":"),
     )
@@ -42,8 +42,8 @@ def summary(title: str, lines: Sequence[Line], axis: str) -> str:
     return f"{title} up to {axis} {_short(drawn[0].points[-1][0])}. Last: {last}."
 
 
-def _point(x: float, y: float) -> tuple[float, float | None]:
-    return float(_short(x)), float(_short(y)) if math.isfinite(y) else None
+def _rounded(points: Sequence[tuple[float, float]]) -> list[tuple[float, float | None]]:
+    return [(float(_short(x)), float(_short(y)) if math.isfinite(y) else None) for x, y in points]
 
 
 def _short(value: float) -> str:

@@ -354,11 +354,8 @@ class _Page:
         self._body += message.get("body", b"")
         if message.get("more_body", False):
             return
-        hashes = " ".join(f"'sha256-{_digest(script)}'" for script in INLINE_SCRIPT.findall(self._body))
+        digests = (hashlib.sha256(script).digest() for script in INLINE_SCRIPT.findall(self._body))
+        hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
         MutableHeaders(scope=self._start)["content-security-policy"] = PAGE_POLICY.format(scripts=hashes)
         await self._send(self._start)
         await self._send({"type": "http.response.body", "body": self._body})
-
-
-def _digest(script: bytes) -> str:
-    return base64.b64encode(hashlib.sha256(script).digest()).decode()

@@ -166,9 +166,7 @@ def _secret(studio: Studio) -> str:
     except OSError:
         if not studio.unwritable:
             raise
-        return secrets.token_urlsafe(
-            32
-        )  # after a restart of the page, open browsers must open the printed address again
+        return secrets.token_urlsafe(32)  # not kept: after a restart, browsers must open the printed address again
 
 
 def _mounted(blocks: gr.Blocks, studio: Studio) -> FastAPI:

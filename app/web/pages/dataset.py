@@ -100,10 +100,7 @@ def _renewer(studio: Studio, is_fresh: bool = False) -> Callable[..., list[Any]]
         return [
             message,
             gr.Timer(active=False),
-            Markup("<p>{}</p>").format(text)
-            + _questions(found)
-            + _trigger(config.data.trigger)
-            + _buckets(found.buckets),
+            Markup("<p>{}</p>").format(text) + _notes(found, config.data.trigger) + _buckets(found.buckets),
             _problems(found),
             *(str(card.image) for card in shown),
             *[""] * empty,
@@ -187,9 +184,14 @@ def _with_problem(done: str, captions: Captions) -> str:
     return f"{done} {captions.problem}".rstrip()
 
 
-def _questions(found: ScanResult) -> Markup:
-    line = Markup("<p>{} questions about images to train on.</p>")
-    return line.format(found.num_questions) if found.num_questions else Markup()
+def _notes(found: ScanResult, trigger: str) -> Markup:
+    """The number of questions and the trigger, where there are any."""
+    notes = Markup()
+    if found.num_questions:
+        notes += Markup("<p>{} questions about images to train on.</p>").format(found.num_questions)
+    if trigger:
+        notes += Markup("<p>[trigger] in a caption becomes <b>{}</b>.</p>").format(trigger)
+    return notes
 
 
 def _others(found: ScanResult) -> str:
@@ -199,10 +201,6 @@ def _others(found: ScanResult) -> str:
         return "No images here."
     counted = "1 file" if len(files) == 1 else f"{len(files)} files"
     return f"{counted} of text, {amount(sum(files.values()))}, first {next(iter(files)).name}"
-
-
-def _trigger(word: str) -> Markup:
-    return Markup("<p>[trigger] in a caption becomes <b>{}</b>.</p>").format(word) if word else Markup()
 
 
 def _buckets(counts: Mapping[tuple[int, int], int]) -> Markup:

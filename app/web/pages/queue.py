@@ -15,7 +15,7 @@ from app.studio import Studio
 from app.web.pages.parts import QUIET, table
 from app.web.pages.renew import SKIP, Lazy, Tick, choices
 from trainer.config.errors import InputError
-from trainer.launcher.queue import AfterFailure, Entry, Queue, Settings
+from trainer.launcher.queue import AfterFailure, Entry, Settings
 
 AFTER: dict[str, AfterFailure] = {"start the next run": "go on", "pause": "pause"}
 WORDS = {kind: word for word, kind in AFTER.items()}
@@ -74,7 +74,8 @@ def _shown(studio: Studio, chosen: str | None) -> list[Any]:
     queue = studio.queue
     try:
         waiting, taken = queue.waiting(), queue.taken()
-        rows = [_row(queue, entry) for entry in reversed(taken)] + [_waiting_row(entry) for entry in waiting]
+        rows = [_row(entry, queue.state_of(entry), entry.run) for entry in reversed(taken)]
+        rows += [_row(entry, "waiting") for entry in waiting]
         shown = (
             table(("Number", "Name", "GPUs", "State", "Run"), rows) if rows else Markup("<p>The queue is empty.</p>")
         )
@@ -90,13 +91,5 @@ def _shown(studio: Studio, chosen: str | None) -> list[Any]:
         return [alert(f"{queue.runs}/queue: {error}"), SKIP, SKIP, SKIP]
 
 
-def _row(queue: Queue, entry: Entry) -> tuple[str, ...]:
-    return str(entry.number), entry.name, _gpus(entry), queue.state_of(entry), entry.run
-
-
-def _waiting_row(entry: Entry) -> tuple[str, ...]:
-    return str(entry.number), entry.name, _gpus(entry), "waiting", ""
-
-
-def _gpus(entry: Entry) -> str:
-    return ", ".join(map(str, entry.gpus)) or "all"
+def _row(entry: Entry, state: str, run: str = "") -> tuple[str, ...]:
+    return str(entry.number), entry.name, ", ".join(map(str, entry.gpus)) or "all", state, run

@@ -16,7 +16,6 @@ from app.web.pages.renew import SKIP, Lazy, Tick, choices
 from app.web.served_files import FULL
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.run.events import SampleEvent
 from trainer.run.report import spread
 
 COLUMNS = 8
@@ -74,11 +73,8 @@ def matrix(studio: Studio, view: RunView, config: RunConfig) -> Markup:
     steps = spread(sorted({step for _, step in at}), COLUMNS)
     rows = []
     for index in sorted({index for index, _ in at}):
-        cells = [_cell(studio, view, at.get((index, step)), config) for step in steps]
-        prompt = next(sample.prompt for (row, _), sample in at.items() if row == index)
+        row = [at.get((index, step)) for step in steps]
+        cells = [parts.sample(studio, view.path, sample, config) if sample else Markup() for sample in row]
+        prompt = next(sample.prompt for (number, _), sample in at.items() if number == index)
         rows.append((prompt, cells))
     return parts.matrix([f"step {step}" for step in steps], rows)
-
-
-def _cell(studio: Studio, view: RunView, sample: SampleEvent | None, config: RunConfig) -> Markup:
-    return parts.sample(studio, view.path, sample, config) if sample else Markup()

@@ -191,11 +191,10 @@ def build(studio: Studio) -> TrainPage:
     page = TrainPage(
         studio, Responses(view), inputs, token, new_token, waiting, preset, wants_all, refreshes, plan, *review, started
     )
-    inputs_of = [component.input for component in (preset, wants_all, plan.target, *inputs.values())]
-    one_for_all = partial(
-        gr.on, [*inputs_of, waiting.tick, refreshes.change], trigger_mode="always_last"
-    )  # in their order
-    connect(page, one_for_all, on_edit(page), page.sent)
+    edits = [component.input for component in (preset, wants_all, plan.target, *inputs.values())]
+    # One listener for all of them, so that their requests are sent in order.
+    any_edit = partial(gr.on, [*edits, waiting.tick, refreshes.change], trigger_mode="always_last")
+    connect(page, any_edit, on_edit(page), page.sent)
     connect(page, take.click, page_handler(page, _apply_yaml), [*page.sent, yaml])
     connect(page, keep.click, page_handler(page, _save_preset), [*page.sent, name])
     connect(page, plan.record.click, page_handler(page, _record), page.sent)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -118,7 +118,7 @@ def _contents(page: WatchPage, run: RunDir, axis: str, is_log: bool, source: str
         Markup("<pre>{}</pre>").format(log),
         _events(follower),
         choices(list(files) or ["torchrun"], source, "torchrun"),
-        *(gr.update(interactive=can) for can in _enabled(view, page.buttons)),
+        *(gr.update(interactive=not view.is_alive if name == "resume" else view.is_running) for name in page.buttons),
         *(Lazy(drawn, partial(chart, title)) for title in page.charts),
     ]
 
@@ -149,10 +149,6 @@ def _requester(studio: Studio, name: str) -> Callable[[str], Markup]:
         return "Continuing from the newest checkpoint."
 
     return lambda run_name: attempted(lambda: request(run_name))
-
-
-def _enabled(view: RunView, buttons: Sequence[str] | dict[str, gr.Button]) -> list[bool]:
-    return [not view.is_alive if name == "resume" else view.is_running for name in buttons]
 
 
 def _newest(studio: Studio, follower: Follower, view: RunView) -> Markup:
