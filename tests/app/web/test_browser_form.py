@@ -140,7 +140,7 @@ def test_a_full_disk_is_told_and_the_page_goes_on(page: Page, server: Server):
     try:
         form_step(page, "Hardware")
         write_over(page, "field-train-steps", "99")
-        page.locator("#problems", has_text="cannot be kept for later").wait_for()
+        page.locator("#problems", has_text="The form cannot be saved").wait_for()
         page.locator("#start").click()
         told = page.locator("#outcome [role=alert]", has_text="cannot be made a run folder")
         told.wait_for()
