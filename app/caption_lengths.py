@@ -44,13 +44,13 @@ class _Question:
 
     Attributes:
         is_open: Whether it must be sent to the process.
-        is_asked: Whether it was sent and has no answer yet.
+        is_sent: Whether it was sent and has no answer yet.
         answer: The last answer.
     """
 
     config: RunConfig
     is_open: bool = True
-    is_asked: bool = False
+    is_sent: bool = False
     answer: Answer = field(default_factory=Answer)
 
 
@@ -82,7 +82,7 @@ class Lengths:
                 threading.Thread(target=self._work, name="lengths", daemon=True).start()
             self._changed.notify()
             answer = question.answer
-            return LengthsResult(answer.measured, answer.failure, question.is_open or question.is_asked)
+            return LengthsResult(answer.measured, answer.failure, question.is_open or question.is_sent)
 
     def forget(self) -> None:
         """Drop all answers, because files may have changed."""
@@ -96,8 +96,8 @@ class Lengths:
             with self._changed:
                 self._is_working = False
                 for question in self._questions.values():
-                    if question.is_open or question.is_asked:
-                        question.answer, question.is_open, question.is_asked = Answer(failure=str(error)), False, False
+                    if question.is_open or question.is_sent:
+                        question.answer, question.is_open, question.is_sent = Answer(failure=str(error)), False, False
 
     def _ask_all(self) -> None:
         """Send every open question to one process, until it ends or none was open for IDLE_S."""
@@ -112,7 +112,7 @@ class Lengths:
             while question := self._next(process):
                 answer = _answer(process, question.config, folder)
                 with self._changed:
-                    question.answer, question.is_asked = answer, False
+                    question.answer, question.is_sent = answer, False
 
     def _next(self, process: subprocess.Popen[str]) -> _Question | None:
         """Wait for an open question and take the latest. Returns None when the process has ended or after IDLE_S."""
@@ -123,7 +123,7 @@ class Lengths:
             if question is None or process.poll() is not None:
                 self._is_working = False
                 return None
-            question.is_open, question.is_asked = False, True
+            question.is_open, question.is_sent = False, True
             return question
 
     def _open(self) -> _Question | None:

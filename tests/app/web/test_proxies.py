@@ -30,7 +30,7 @@ from tests.app.browser import (
 
 NAME = "studio.example"
 FLAGS = (f"--host-resolver-rules=MAP {NAME} 127.0.0.1", "--ignore-certificate-errors")
-PROXIES = ROOT / "app" / "proxy"
+PROXIES = ROOT / "app" / "web" / "proxy"
 
 pytestmark = pytest.mark.slow
 
