@@ -1,4 +1,4 @@
-"""Finds the captions of a draft that its model cuts, in the background, by a process that loads torch. No gradio."""
+"""Finds captions that a draft's model truncates, in the background in a process that loads torch. No gradio."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ from trainer.data.measured import Answer, Measured
 from trainer.run.process import worker_environment
 
 IDLE_S = 60.0
-"""How long the process stays when nothing is asked: it holds half a GiB, and takes seconds to start."""
+"""How long the process lives without a question: it holds half a GiB and takes seconds to start."""
 MOST_KEPT = 8
 
 _ANSWER = TypeAdapter(Answer)
 
 
 @dataclass(frozen=True)
-class Known:
-    """measured: None where nothing is known; failure may say why.  is_waiting: whether it is being measured."""
+class LengthsResult:
+    """The truncated captions of a config.
+
+    Attributes:
+        measured: None before the first measurement, or when it failed.
+        failure: Why the measurement failed; "" otherwise.
+        is_waiting: Whether a measurement is running.
+    """
 
     measured: Measured | None
     failure: str
@@ -34,16 +40,22 @@ class Known:
 
 @dataclass
 class _Question:
-    """is_open: still to be asked.  is_asked: waits for its answer.  answer: the last one."""
+    """A config whose captions are to be measured.
+
+    Attributes:
+        is_open: Whether it must be sent to the process.
+        is_sent: Whether it was sent and has no answer yet.
+        answer: The last answer.
+    """
 
     config: RunConfig
     is_open: bool = True
-    is_asked: bool = False
+    is_sent: bool = False
     answer: Answer = field(default_factory=Answer)
 
 
 class Lengths:
-    """Keeps the answers about the configs that were asked for last. runs: the folder of runs."""
+    """Measurements of the configs that were requested last."""
 
     def __init__(self, runs: Path) -> None:
         self._runs = runs
@@ -51,8 +63,12 @@ class Lengths:
         self._questions: dict[str, _Question] = {}
         self._is_working = False
 
-    def of(self, config: RunConfig, is_fresh: bool = False) -> Known:
-        """Return what is known of a config's captions, at first nothing. is_fresh: whether they may have changed."""
+    def of(self, config: RunConfig, is_fresh: bool = False) -> LengthsResult:
+        """Return what is known of a config's captions without waiting.
+
+        Args:
+            is_fresh: Measure again, because the captions may have changed.
+        """
         prompts = repr((config.sample.prompts, config.sample.negative))
         key = config.model.model_dump_json() + config.data.model_dump_json() + prompts
         with self._changed:
@@ -66,25 +82,25 @@ class Lengths:
                 threading.Thread(target=self._work, name="lengths", daemon=True).start()
             self._changed.notify()
             answer = question.answer
-            return Known(answer.measured, answer.failure, question.is_open or question.is_asked)
+            return LengthsResult(answer.measured, answer.failure, question.is_open or question.is_sent)
 
     def forget(self) -> None:
-        """Drop all answers: files may have changed."""
+        """Drop all answers, because files may have changed."""
         with self._changed:
             self._questions.clear()
 
     def _work(self) -> None:
         try:
             self._ask_all()
-        except OSError as error:  # no process, no room for its files, or it ended before it was asked
+        except OSError as error:  # no process, a full disk, or the process ended before the question
             with self._changed:
                 self._is_working = False
                 for question in self._questions.values():
-                    if question.is_open or question.is_asked:
-                        question.answer, question.is_open, question.is_asked = Answer(failure=str(error)), False, False
+                    if question.is_open or question.is_sent:
+                        question.answer, question.is_open, question.is_sent = Answer(failure=str(error)), False, False
 
     def _ask_all(self) -> None:
-        """Ask one process about every open question, as long as it lives and there is one."""
+        """Send every open question to one process, until it ends or none was open for IDLE_S."""
         folder = files.make_private(self._runs / "drafts")
         argv = [sys.executable, "-m", "trainer.data.captions", str(self._runs)]
         with (
@@ -94,12 +110,12 @@ class Lengths:
             ) as process,
         ):
             while question := self._next(process):
-                answer = _asked(process, question.config, folder)
+                answer = _answer(process, question.config, folder)
                 with self._changed:
-                    question.answer, question.is_asked = answer, False
+                    question.answer, question.is_sent = answer, False
 
     def _next(self, process: subprocess.Popen[str]) -> _Question | None:
-        """Wait for an open question, and take the latest. None when the process has ended, or after IDLE_S."""
+        """Wait for an open question and take the latest. Returns None when the process has ended or after IDLE_S."""
         with self._changed:
             if process.poll() is None:
                 self._changed.wait_for(self._open, IDLE_S)
@@ -107,15 +123,15 @@ class Lengths:
             if question is None or process.poll() is not None:
                 self._is_working = False
                 return None
-            question.is_open, question.is_asked = False, True
+            question.is_open, question.is_sent = False, True
             return question
 
     def _open(self) -> _Question | None:
         return next((question for question in reversed(self._questions.values()) if question.is_open), None)
 
 
-def _asked(process: subprocess.Popen[str], config: RunConfig, folder: Path) -> Answer:
-    """Let the process answer about a config, which is written into the folder for it."""
+def _answer(process: subprocess.Popen[str], config: RunConfig, folder: Path) -> Answer:
+    """Write a config into the folder and return the process's answer about it."""
     assert process.stdin and process.stdout
     file = folder / "captions.yaml"
     files.replace(file, dump_config(config))
@@ -124,4 +140,4 @@ def _asked(process: subprocess.Popen[str], config: RunConfig, folder: Path) -> A
     if line := process.stdout.readline():
         return _ANSWER.validate_json(line)
     process.wait()
-    return Answer(failure=f"captions cannot be measured: the process has ended, {folder / 'captions.log'} says why")
+    return Answer(failure=f"cannot measure captions: the process exited; see {folder / 'captions.log'}")

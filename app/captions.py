@@ -1,6 +1,6 @@
-"""The captions of a draft's images: read, edited, searched. Nothing here shows them.
+"""Reads, edits and searches the captions of a draft's images. The page displays them.
 
-Every change of a caption is noted in a log before it is made, so that it can be taken back, also after a restart.
+Every change is written to a log first, so that it can be undone, also after a restart.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from trainer.config.sections import half_character
 from trainer.data.image_files import MAX_CAPTION, too_long
 
 MOST_HISTORY = 16 * files.MIB
-"""Bytes of changes that can be taken back; of a longer log the older half is forgotten."""
+"""Bytes of the log of changes; the older half of a longer log is dropped."""
 MOST_LINE = 2 * files.MIB
-"""Bytes of a change: two captions of 64 KiB, each byte of which may be written as six."""
+"""Bytes of one change: two captions of 64 KiB, each byte of which JSON may escape as six."""
 BLOCK = 64 * 1024
-"""Bytes of the log that are read at a time, from its end."""
+"""Bytes of the log per read, from its end."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """One image. caption: as it stands in its file, empty without one."""
+    """An image with its caption, which is empty where the image has no caption file."""
 
     image: Path
     caption: str
@@ -43,7 +43,12 @@ class Card:
 
 @dataclass(frozen=True)
 class Change:
-    """One edit of one caption. before: None where there was no file.  batch: edits that were made together."""
+    """One edit of one caption.
+
+    Attributes:
+        before: None where there was no file.
+        batch: Number shared by the edits that were made together.
+    """
 
     file: str
     before: str | None
@@ -55,7 +60,7 @@ _CHANGE = TypeAdapter(Change)
 
 
 def cards(images: Iterable[Path]) -> list[Card]:
-    """The images with their captions. Raises InputError for a caption that cannot be read or is too long to show."""
+    """Return the images with their captions. Raises InputError for a caption that is unreadable or too long to show."""
     return [Card(image, _caption(image.with_suffix(".txt"))) for image in images]
 
 
@@ -67,22 +72,23 @@ def _caption(file: Path) -> str:
 
 
 class Captions:
-    """Changes captions and takes changes back. log: file the changes are noted in, one per line.
+    """Writes captions and undoes changes. Several pages may write at once.
 
-    Several pages may write at once. trouble: what is wrong with the log, as it was last read; captions are written all
-    the same.
+    Attributes:
+        problem: What is wrong with the log, as of its last read; captions are written anyway.
     """
 
     def __init__(self, log: Path) -> None:
+        """Create the editor. `log` is the file of changes, one per line."""
         self._log = log
-        self.trouble = ""
+        self.problem = ""
 
     def write(self, card: Card, caption: str) -> None:
-        """Give an image another caption."""
+        """Replace the caption of an image."""
         self._apply([(card, caption)])
 
     def replace(self, cards: Sequence[Card], search: str, replacement: str) -> int:
-        """Replace a text in all captions. Returns in how many it stood."""
+        """Replace a text in all captions. Returns the number of changed captions."""
         found = [
             (card, card.caption.replace(search, replacement)) for card in cards if search and search in card.caption
         ]
@@ -90,20 +96,24 @@ class Captions:
         return len(found)
 
     def undo(self) -> int:
-        """Take the latest change back, or all that were made together. Returns how many captions that were.
+        """Undo the latest batch of changes.
 
-        Raises InputError, naming the first, for captions that were changed elsewhere since: they stay as they are, and
-        the next call takes the change before back.
+        Returns:
+            The number of captions in the batch.
+
+        Raises:
+            InputError: Some captions were changed elsewhere since; names the first. They are left unchanged, and the
+                next call undoes the batch before.
         """
         with self._opened() as log:
             changes = self._latest(log)
-            kept = [change.file for change in reversed(changes) if not _take_back(change)]
+            kept = [change.file for change in reversed(changes) if not _undone(change)]
             if changes:
                 log.truncate(changes[0].at)
                 os.fsync(log.fileno())
         if kept:
             others = f" and {len(kept) - 1} more" if kept[1:] else ""
-            raise InputError(f"{kept[0]}{others}: changed by something else since, and left as it is")
+            raise InputError(f"{kept[0]}{others}: changed elsewhere since; left unchanged")
         return len(changes)
 
     def _apply(self, captions: Sequence[tuple[Card, str]]) -> None:
@@ -125,14 +135,14 @@ class Captions:
 
     @contextmanager
     def _opened(self) -> Iterator[BinaryIO]:
-        """The log, which nobody else changes meanwhile. One that cannot be a log is put aside."""
+        """Open the log under a lock. A file that cannot be a log is renamed first."""
         folder = files.make_private(self._log.parent)
-        self.trouble = ""
+        self.problem = ""
         with files.locked(folder / f"{self._log.name}.lock"):
             try:
                 if os.path.lexists(self._log) and not _is_log(self._log):
                     aside = files.put_aside(self._log)
-                    self.trouble = f"{self._log}: cannot be read; it was put aside as {aside.name}, remove it"
+                    self.problem = f"{self._log}: cannot be read; it was renamed to {aside.name}, remove it"
                 self._log.touch(0o600)
                 log = self._log.open("a+b")
             except OSError as error:
@@ -141,7 +151,7 @@ class Captions:
                 yield log
 
     def _latest(self, log: BinaryIO) -> list[_Noted]:
-        """The changes that were made together last. Only the end of the log is read, and as much as they take."""
+        """Return the latest batch of changes. Reads only as much of the log's end as the batch takes."""
         size, damaged = log.seek(0, os.SEEK_END), 0
         found: list[_Noted] = []
         for at, line in _lines_backwards(log, size):
@@ -159,11 +169,11 @@ class Captions:
             found.append(_Noted(**vars(change), at=at))
         if damaged:
             lines = "1 line is" if damaged == 1 else f"{damaged} lines are"
-            self.trouble = f"{self._log}: {lines} damaged and passed over; remove the file to forget the history"
+            self.problem = f"{self._log}: {lines} damaged and skipped; remove the file to clear the history"
         return found[::-1]
 
     def _shorten(self, log: BinaryIO) -> None:
-        """Forget the older half of a log that has grown too long, but never a change that was made last."""
+        """Drop the older half of a log that is too long, but never a change of the latest batch."""
         size = log.seek(0, os.SEEK_END)
         if size <= MOST_HISTORY:
             return
@@ -171,7 +181,7 @@ class Captions:
         if not latest or latest[0].at <= size // 2:
             return
         log.seek(size // 2)
-        log.readline()  # the rest of a line, and below those of changes that were made together with it
+        log.readline()  # the rest of a line; below, the rest of its batch
         begin = log.tell()
         batch = _batch(log.readline())
         while begin < latest[0].at and batch is not None:
@@ -184,13 +194,13 @@ class Captions:
 
 @dataclass(frozen=True)
 class _Noted(Change):
-    """at: the byte of the log where it begins."""
+    """A change with the byte of the log where its line begins."""
 
     at: int
 
 
-def _take_back(change: Change) -> bool:
-    """Whether a caption was still what the change had made of it, and is now what it was before."""
+def _undone(change: Change) -> bool:
+    """Restore a caption. Returns False when it is not what the change had made of it, and leaves it unchanged."""
     file = Path(change.file)
     try:
         if _read(file) != change.after.strip():
@@ -205,7 +215,7 @@ def _take_back(change: Change) -> bool:
 
 
 def _check(file: Path, caption: str) -> None:
-    """Raises InputError for a caption that could not be read again."""
+    """Raise InputError for a caption that could not be read again."""
     if (half := half_character(caption)) is not None:
         raise InputError(f"{file}: the caption {half}")
     if (size := len(caption.encode())) > MAX_CAPTION:
@@ -224,7 +234,7 @@ def _batch(line: bytes) -> int | None:
 
 
 def _lines_backwards(log: BinaryIO, size: int) -> Iterator[tuple[int, bytes]]:
-    """(byte where it begins, line) of each line, the last one first."""
+    """Yield (byte where it begins, line) of each line, the last one first."""
     tail, end = b"", size
     while end > 0:
         begin = max(0, end - BLOCK)

@@ -1,4 +1,4 @@
-"""ShardStudio's command line. It imports no torch: a run is checked and started in a fraction of a second."""
+"""ShardStudio's command line. It does not import torch, so it checks and starts a run in a fraction of a second."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TAKEN_BY = {
     "name": (),
     "auth_file": (),
 }
-"""{option: the modes that take it}; the page alone takes what none does."""
+"""{option: the modes that accept it}; () for options of the page only."""
 TAKE_OVERRIDES = ("headless", "plan", "resume", "join")
 MODES_WITH_VALUE = {
     "headless": "PRESET",
@@ -44,7 +44,7 @@ MODES_WITH_VALUE = {
     "export": "RUN_DIR",
     "extract": "TUNED",
 }
-"""{mode: what it is given}"""
+"""{mode: name of its value}"""
 EPILOG = """\
 examples:
   {program} --headless quickstart
@@ -93,33 +93,35 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields that replace those of the config")
     parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where run folders are made")
     _add_page_options(parser)
-    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="make this very run folder (--headless)")
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="use exactly this path as the run folder (--headless)"
+    )
     _add_node_options(parser)
-    parser.add_argument("--what", choices=_choices("what"), help="what is written (--export); default: the run's own")
+    parser.add_argument("--what", choices=_choices("what"), help="what to export (--export); default: the run's own")
     parser.add_argument(
         "--format",
         choices=_choices("format"),
-        help="its layout and names (--export, --extract); default: the run's own, or auto",
+        help="file format (--export, --extract); default: the run's own, or auto",
     )
     parser.add_argument(
-        "--dtype", choices=_choices("dtype"), help="its numbers (--export, --extract); default: the run's own, or bf16"
+        "--dtype", choices=_choices("dtype"), help="precision (--export, --extract); default: the run's own, or bf16"
     )
-    parser.add_argument("--base", metavar="BASE", help="the checkpoint that TUNED was made from (--extract)")
-    parser.add_argument("--family", metavar="FAMILY", help="their kind of model (--extract)")
-    parser.add_argument("--rank", metavar="RANK", help="rank of the lora (--extract)")
-    parser.add_argument("--to", metavar="FILE.safetensors", help="where it is written (--extract)")
+    parser.add_argument("--base", metavar="BASE", help="the base that TUNED was fine-tuned from (--extract)")
+    parser.add_argument("--family", metavar="FAMILY", help="model family of TUNED and BASE (--extract)")
+    parser.add_argument("--rank", metavar="RANK", help="rank of the LoRA (--extract)")
+    parser.add_argument("--to", metavar="FILE.safetensors", help="output file (--extract)")
     parser.add_argument(
-        "--gpus", metavar="NxCARD", help="GPUs to plan for, as 4x24gb (--plan); default: this machine's"
+        "--gpus", metavar="NxCARD", help="GPUs to plan for, for example 4x24gb (--plan); default: this machine's"
     )
-    parser.add_argument("--json", action="store_const", const=True, help="the plan for programs (--plan)")
+    parser.add_argument("--json", action="store_const", const=True, help="print the plan as JSON (--plan)")
     parser.add_argument(
-        "--exactly", action="store_const", const=True, help="trace the whole model besides: half a minute (--plan)"
+        "--exactly", action="store_const", const=True, help="also trace the whole model, half a minute (--plan)"
     )
     return parser
 
 
 def _add_modes(parser: argparse.ArgumentParser) -> None:
-    # The modes' values may be missing for argparse, so that `--headless --help` is help and not an error.
+    # For argparse the modes' values are optional, so that `--headless --help` prints help instead of an error.
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument(
         "--headless",
@@ -129,13 +131,13 @@ def _add_modes(parser: argparse.ArgumentParser) -> None:
         help="train a preset, by its name or a file, export at the end",
     )
     modes.add_argument(
-        "--plan", nargs="?", const="", metavar="PRESET", help="what a preset takes on each GPU, and whether it fits"
+        "--plan", nargs="?", const="", metavar="PRESET", help="memory of a preset per GPU, and whether it fits"
     )
     modes.add_argument(
         "--resume", nargs="?", const="", metavar="RUN_DIR", help="continue a run from its newest checkpoint"
     )
     modes.add_argument(
-        "--join", nargs="?", const="", metavar="RUN_DIR", help="be another node of a run that the first one starts"
+        "--join", nargs="?", const="", metavar="RUN_DIR", help="join a run on several nodes as a further node"
     )
     modes.add_argument("--export", nargs="?", const="", metavar="RUN_DIR", help="export a run's newest checkpoint")
     modes.add_argument(
@@ -143,31 +145,31 @@ def _add_modes(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         metavar="TUNED",
-        help="write a lora of what a checkpoint learned over its base",
+        help="extract a LoRA from the difference between a fine-tuned checkpoint and its base",
     )
-    modes.add_argument("--queue", action="store_true", help="start what waits in the queue, one after the other")
+    modes.add_argument("--queue", action="store_true", help="start the queued runs one after the other")
     modes.add_argument("--doctor", action="store_true", help="check Python, packages, GPUs, disk, memory and ports")
 
 
 def _add_page_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, metavar="N", help="port of the page; default: 7860")
-    parser.add_argument("--host", metavar="H", help="address of the page; default: this machine alone")
+    parser.add_argument("--host", metavar="H", help="address the page listens on; default: localhost only")
     parser.add_argument(
         "--name",
         action="append",
         metavar="HOST[:PORT]",
-        help="name by which others reach the page, as through a proxy with TLS (app/web/proxy); may be repeated",
+        help="name under which others reach the page, for example through a TLS proxy (app/web/proxy); may be repeated",
     )
     password = parser.add_mutually_exclusive_group()
     password.add_argument(
         "--auth-file",
         type=Path,
         metavar="FILE",
-        help="who may use the page: one line USER:PASS, readable by its owner only; or set SHARDSTUDIO_AUTH; "
-        "needed for another --host",
+        help="login of the page: one line USER:PASS, readable by its owner only; or set SHARDSTUDIO_AUTH; "
+        "required for another --host",
     )
     password.add_argument(
-        "--auth", metavar="USER:PASS", help="the same on the command line, where every user of this machine reads it"
+        "--auth", metavar="USER:PASS", help="the same on the command line, where every user of this machine can read it"
     )
 
 
@@ -186,7 +188,7 @@ def _add_node_options(parser: argparse.ArgumentParser) -> None:
         "--node-rank",
         type=int,
         metavar="K",
-        help="number of this node (--join, --resume); default: what SLURM or Kubeflow gave it",
+        help="rank of this node (--join, --resume); default: as set by SLURM or Kubeflow",
     )
 
 
@@ -221,7 +223,7 @@ def _dispatch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
 
 
 def _is_page(options: argparse.Namespace) -> bool:
-    """Whether no mode was asked for."""
+    """Whether no mode was chosen."""
     return not (options.doctor or options.queue) and all(getattr(options, mode) is None for mode in MODES_WITH_VALUE)
 
 
@@ -236,7 +238,7 @@ def _page(options: argparse.Namespace) -> int:
 
 
 def _refuse_unused(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """An option that another mode takes would be passed over."""
+    """Refuse options of other modes, which would be ignored."""
     for name, modes in TAKEN_BY.items():
         if getattr(options, name) is None or any(getattr(options, mode) is not None for mode in modes):
             continue
@@ -264,7 +266,7 @@ def _headless(options: argparse.Namespace) -> int:
 
 
 def _extract(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """In a process of its own, which loads torch."""
+    """Extract a LoRA in a separate process, which loads torch."""
     from trainer.run.process import worker_environment
 
     missing = [f"--{name}" for name in ("base", "family", "rank", "to") if getattr(options, name) is None]

@@ -1,6 +1,6 @@
-"""The form of a run: rows made from the config's schema, what was typed to a checked config, errors to their rows.
+"""The form of a run: builds rows from the config's schema, checks what was typed, and assigns errors to rows.
 
-A draft is a preset and the values that differ from it. Nothing here knows of the page that shows the rows.
+A draft is a preset and the values that differ from it. The page and the notebook show the rows.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from trainer.models import distilled
 from trainer.run.folder import RunDir
 
 Kind = Literal["choice", "switch", "text", "lines", "yaml"]
-"""choice: one of some words.  switch: on or off.  text: a word, a number, a path.  lines: a text per line.
-yaml: anything else, as YAML."""
+"""How a row is edited: `choice` from a list of words, `switch` on or off, `text` for a word, number or path, `lines`
+for one text per line, `yaml` for anything else."""
 
 STEPS: Mapping[str, tuple[str, ...]] = {
     "Model": ("model", "quantize"),
@@ -47,10 +47,13 @@ STEPS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One field. value: what the input shows.  choices: the words that go together with the other fields' values.
+    """One field of the config as an input.
 
-    in_front: whether the preset or the user gives it; the others stand behind "more".  own: what an empty input stands
-    for, where the model decides that.
+    Attributes:
+        value: Content of the input.
+        choices: The allowed words, given the other fields' values.
+        in_front: Whether the preset or the user sets the field; other rows are shown by "more".
+        placeholder: The model's own value, which an empty input selects; "" where the model has none.
     """
 
     field: str
@@ -62,7 +65,7 @@ class Row:
     in_front: bool = False
     is_visible: bool = True
     error: str = ""
-    own: str = ""
+    placeholder: str = ""
 
     @property
     def label(self) -> str:
@@ -71,18 +74,22 @@ class Row:
 
 @dataclass(frozen=True)
 class Draft:
-    """values: {field: YAML value} of what differs from the preset, in the order it was changed."""
+    """The state of a form.
+
+    Attributes:
+        values: {field: YAML value} of the fields that differ from the preset, in the order of their changes.
+    """
 
     preset: Path
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def typed(self, name: str, text: str | bool) -> Draft:
-        """The draft after `text` was typed into the row of a field.
+        """Return the draft after `text` was typed into the row of a field.
 
-        What was typed for fields that a section of another `type` does not have is gone with them.
+        When the `type` of a section changes, values of fields that the new type does not have are dropped.
         """
         value = _value(_slot(name), text)
-        values = {key: kept for key, kept in self.values.items() if key != name and not _leaves_out(name, value, key)}
+        values = {key: kept for key, kept in self.values.items() if key != name and not _drops(name, value, key)}
         return replace(self, values=values | {name: value})
 
     @property
@@ -93,9 +100,12 @@ class Draft:
 
 @dataclass(frozen=True)
 class Checked:
-    """A draft that was looked at. loaded: the config of what is valid in it.
+    """A draft with the result of its checks.
 
-    errors: {field: what is wrong with it}, the empty field for the whole.  waiting: what is not known yet.
+    Attributes:
+        loaded: The config of the draft's valid values.
+        errors: {field: error}; the empty field stands for the whole config.
+        waiting: A sentence about a check that is still running; "" when all are done.
     """
 
     draft: Draft
@@ -114,17 +124,17 @@ class Checked:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a user should read before the start, which it does not keep from starting."""
+        """Advice to read before the start. It does not prevent the start."""
         return distilled.warnings(self.config)
 
     @property
     def changes(self) -> dict[str, tuple[Any, Any]]:
-        """{field: (preset's value, value)} of what differs from the preset."""
-        return changes(self.preset.config, self.config)
+        """{field: (preset's value, value)} of the fields that differ from the preset."""
+        return changed_fields(self.preset.config, self.config)
 
 
 def from_overrides(preset: Path, overrides: Sequence[str]) -> Draft:
-    """The draft that is a preset with `key=value` of the command line. Raises ConfigError with all that is wrong."""
+    """Return the draft of a preset with `key=value` overrides. Raises ConfigError with every problem."""
     loaded = load_config(preset, overrides)
     values = loaded.config.model_dump(mode="json")
     given = [_row_of(name) for name, origin in loaded.origins.items() if origin == str(COMMAND_LINE)]
@@ -132,7 +142,7 @@ def from_overrides(preset: Path, overrides: Sequence[str]) -> Draft:
 
 
 def check(draft: Draft) -> Checked:
-    """Look at a draft. Raises ConfigError when the preset itself is wrong."""
+    """Check a draft against the schema and its rules. Raises ConfigError when the preset itself is wrong."""
     preset = load_config(draft.preset)
     errors: dict[str, str] = {}
     valid = dict(draft.values)
@@ -148,7 +158,7 @@ def check(draft: Draft) -> Checked:
 
 
 def check_with_files(checked: Checked) -> Checked:
-    """Also look for the dataset folders, files and models that are named."""
+    """Also check that the dataset folders, files and models named in the config exist."""
     try:
         preflight.check_named(checked.loaded)
     except ConfigError as error:
@@ -157,62 +167,71 @@ def check_with_files(checked: Checked) -> Checked:
 
 
 def rows(checked: Checked) -> tuple[Row, ...]:
-    """A row for every field of the config, `stages` aside, in the order of the schema."""
-    values, own = checked.config.model_dump(mode="json"), _own(checked.config)
+    """Return a row for every field of the config except `stages`, in the order of the schema."""
+    values, defaults = checked.config.model_dump(mode="json"), _model_defaults(checked.config)
     return tuple(
-        replace(_row(name, checked, values), own=own.get(name, "")) for name in all_names() if name != "stages"
+        replace(_row(name, checked, values), placeholder=defaults.get(name, ""))
+        for name in all_names()
+        if name != "stages"
     )
 
 
 def step_of(name: str) -> str:
-    """The step of the wizard a field belongs to."""
+    """Return the step of the wizard that a field belongs to."""
     section = name.partition(".")[0]
     return next(step for step, sections in STEPS.items() if section in sections)
 
 
-def from_yaml(checked: Checked, text: str, at: Path) -> Draft:
-    """The draft that is the YAML of a whole config. at: where the text is kept. Raises ConfigError naming the lines."""
-    files.replace(at, text)
-    differing = changes(checked.preset.config, load_config_text(text, (), at).config)
-    return Draft(checked.draft.preset, {name: value for name, (_, value) in differing.items()})
+def from_yaml(checked: Checked, text: str, file: Path) -> Draft:
+    """Return the draft of a whole config in YAML.
+
+    Args:
+        file: Where the text is saved.
+
+    Raises:
+        ConfigError: The text is not a valid config.
+    """
+    files.replace(file, text)
+    changed = changed_fields(checked.preset.config, load_config_text(text, (), file).config)
+    return Draft(checked.draft.preset, {name: value for name, (_, value) in changed.items()})
 
 
-def changes(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """{field: (value before, value after)} of the fields that differ and mean something in `after`."""
+def changed_fields(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Return {field: (value before, value after)} of the fields that differ and have an effect in `after`."""
     one, other = before.model_dump(mode="json"), after.model_dump(mode="json")
     values = {name: (value_at(one, name), value_at(other, name)) for name in all_names()}
-    told = _defaults(after)
+    defaults = _defaults(after)
     return {
         name: (old, new)
         for name, (old, new) in values.items()
-        if old != new and _exists(name, after) and not (old is None and new == told.get(name))
+        if old != new and _exists(name, after) and not (old is None and new == defaults.get(name))
     }
 
 
 def headless_command(draft: Draft) -> str:
-    """What trains the draft without the page."""
+    """Return the command that trains the draft without the page."""
     return shlex.join([*program().split(), "--headless", str(draft.preset), *draft.overrides])
 
 
 def torchrun_command(config: RunConfig, runs: Path) -> str:
-    """What the start of the run will execute."""
+    """Return the command that the start of the run executes."""
     run = RunDir(runs / f"{config.name}-<time>-<random>")
     return shlex.join(torchrun.command(config.parallel, run, "trainer", 0, bool(config.stages)))
 
 
 def _row(name: str, checked: Checked, values: Mapping[str, Any]) -> Row:
-    here, config = _slot(name), checked.config
-    kind = _kind(name, here)
+    spec, config = _slot(name), checked.config
+    kind = _kind(name, spec)
     value = value_at(values, name)
     typed = checked.draft.values.get(name, value) if name in checked.errors else value
-    choices = tuple(word for word in _words(name, here) if word == value or _fits(name, word, config))
-    is_visible = len(choices) > 1 if kind == "choice" else _fits(name, _other_value(here, value), config)
+    choices = tuple(word for word in _words(name, spec) if word == value or _fits(name, word, config))
+    is_visible = len(choices) > 1 if kind == "choice" else _fits(name, _other_value(spec, value), config)
     return Row(
         field=name,
         kind=kind,
         value=_text(kind, typed),
-        help=here.help,
-        unit=here.unit,
+        help=spec.help,
+        unit=spec.unit,
         choices=choices,
         in_front=name in checked.loaded.origins,
         is_visible=name in checked.errors or (_exists(name, config) and is_visible),
@@ -220,42 +239,42 @@ def _row(name: str, checked: Checked, values: Mapping[str, Any]) -> Row:
     )
 
 
-def _own(config: RunConfig) -> dict[str, str]:
-    """{field: the model's own value}, as an empty input shows it."""
+def _model_defaults(config: RunConfig) -> dict[str, str]:
+    """{field: the model's own value} as the placeholder of an empty input."""
     sample = distilled.complete_sample(config.model, config.sample.model_copy(update={"steps": None, "guidance": None}))
     return {"sample.steps": f"{sample.steps}", "sample.guidance": f"{sample.guidance:g}"}
 
 
 def _slot(name: str) -> Slot:
-    here = slot(tuple(name.split(".")))
-    assert here is not None, name
-    return here
+    spec = slot(tuple(name.split(".")))
+    assert spec is not None, name
+    return spec
 
 
-def _leaves_out(name: str, value: Any, key: str) -> bool:
-    """Whether the value of this field is the type of a section that has no field `key`."""
+def _drops(name: str, value: Any, key: str) -> bool:
+    """Whether `name` is the `type` of a section, and that type has no field `key`."""
     section, _, leaf = name.partition(".")
     kind = _slot(section).tags.get(value) if leaf == "type" and isinstance(value, str) else None
     above, _, inner = key.partition(".")
     return kind is not None and above == section and inner not in kind.model_fields
 
 
-def _words(name: str, here: Slot) -> tuple[str, ...]:
-    return family_names() if name == "model.family" else here.words
+def _words(name: str, spec: Slot) -> tuple[str, ...]:
+    return family_names() if name == "model.family" else spec.words
 
 
-def _kind(name: str, here: Slot) -> Kind:
-    if _words(name, here) and all(get_origin(kind) is Literal or name == "model.family" for kind in here.options):
+def _kind(name: str, spec: Slot) -> Kind:
+    if _words(name, spec) and all(get_origin(kind) is Literal or name == "model.family" for kind in spec.options):
         return "choice"
-    if here.options == (bool,) and not here.may_be_empty:
+    if spec.options == (bool,) and not spec.may_be_empty:
         return "switch"
-    if here.options == (tuple[str, ...],):
+    if spec.options == (tuple[str, ...],):
         return "lines"
-    return "yaml" if any(get_origin(kind) in (dict, tuple) for kind in here.options) else "text"
+    return "yaml" if any(get_origin(kind) in (dict, tuple) for kind in spec.options) else "text"
 
 
 def _exists(name: str, config: RunConfig) -> bool:
-    """Whether the adapter has such a field and the family reads it."""
+    """Whether the adapter has the field and the family reads it."""
     if name.startswith("adapter."):
         return name.partition(".")[2] in type(config.adapter).model_fields
     known = families.of(config.model.family)
@@ -263,7 +282,7 @@ def _exists(name: str, config: RunConfig) -> bool:
 
 
 def _fits(name: str, value: Any, config: RunConfig) -> bool:
-    """Whether no rule of the config refuses this value of the field beside the other fields' values."""
+    """Whether all rules of the config accept this value of the field together with the other fields' values."""
     if name == "adapter.type" or not _exists(name, config):
         return True
     changed = _with(config, name.split("."), value)
@@ -276,27 +295,27 @@ def _with(section: Section, keys: Sequence[str], value: Any) -> Any:
     return section.model_copy(update={first: inner})
 
 
-def _other_value(here: Slot, value: Any) -> Any:
-    """A value that is not the one that stands there, to find out whether the field means anything."""
-    if bool in here.options:
+def _other_value(spec: Slot, value: Any) -> Any:
+    """Another valid value, to find out whether any value of the field has an effect."""
+    if bool in spec.options:
         return not value
-    if {int, float} & set(here.options) and not here.words:
-        bounds = [limit.bound for limit in here.limits if limit.symbol in (">=", "<=")]
+    if {int, float} & set(spec.options) and not spec.words:
+        bounds = [limit.bound for limit in spec.limits if limit.symbol in (">=", "<=")]
         return next((bound for bound in bounds if bound != value), 1 if value != 1 else 2)
     return value
 
 
-def _value(here: Slot, text: str | bool) -> Any:
-    """What was typed, as the YAML value it stands for. What is no YAML stays text, which the schema refuses."""
+def _value(spec: Slot, text: str | bool) -> Any:
+    """The YAML value of typed text. Text that is not YAML stays text, which the schema then refuses."""
     if isinstance(text, bool):
         return text
-    if here.options == (tuple[str, ...],):
+    if spec.options == (tuple[str, ...],):
         return [line.strip() for line in text.splitlines() if line.strip()]
-    if here.is_text:
-        return text.strip() or (None if here.may_be_empty else "")
-    if not text.strip() and not here.may_be_empty:
+    if spec.is_text:
+        return text.strip() or (None if spec.may_be_empty else "")
+    if not text.strip() and not spec.may_be_empty:
         empty: dict[Any, Any] = {dict: {}, tuple: []}
-        return next((empty[get_origin(kind)] for kind in here.options if get_origin(kind) in empty), None)
+        return next((empty[get_origin(kind)] for kind in spec.options if get_origin(kind) in empty), None)
     try:
         return yaml12.parse(text).value
     except yaml12.YamlError:
@@ -304,7 +323,7 @@ def _value(here: Slot, text: str | bool) -> Any:
 
 
 def _text(kind: Kind, value: Any) -> str | bool:
-    """A value as its input shows it."""
+    """The content of the input for a value."""
     if kind == "switch" and (value is None or isinstance(value, bool)):
         return bool(value)
     if value is None or value == {} or value == []:
@@ -319,33 +338,33 @@ def _text(kind: Kind, value: Any) -> str | bool:
 
 
 def _as_override(value: Any) -> str:
-    """YAML of one line; a word without quotes where it stays one."""
+    """The value as YAML on one line, without quotes where they are not needed."""
     if isinstance(value, str) and value and value == value.strip() and _value(Slot(object), value) == value:
         return value
     return "" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def _defaults(config: RunConfig) -> dict[str, Any]:
-    """{field: default} of the adapter, whose fields depend on its type."""
+    """{field: default} of the adapter's fields, which depend on its type."""
     fields = type(config.adapter).model_fields
     return {f"adapter.{key}": field.get_default(call_default_factory=True) for key, field in fields.items()}
 
 
 def value_at(values: Mapping[str, Any], name: str) -> Any:
-    """The value of a field in a dumped config; None where the section has none."""
-    here: Any = values
+    """Return the value of a field in a dumped config, or None where the section does not have the field."""
+    node: Any = values
     for key in name.split("."):
-        here = here.get(key) if isinstance(here, Mapping) else None
-    return here
+        node = node.get(key) if isinstance(node, Mapping) else None
+    return node
 
 
 def _by_row(problems: Iterable[Problem]) -> dict[str, str]:
-    """{field of a row: what is wrong}, the first problem of each."""
+    """{field: message} with the first problem of each row."""
     return {_row_of(problem.field): problem.message for problem in reversed(list(problems))}
 
 
 def _row_of(part: str) -> str:
-    """The field whose row shows a part of it, as `model.train.transformer` or `data.folders[0].path`; none's is ''."""
+    """The field whose row shows `part`, such as `model.train.transformer` or `data.folders[0].path`; '' for none."""
     known = set(all_names())
     name = part.partition("[")[0]
     while name and name not in known:

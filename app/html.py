@@ -1,4 +1,4 @@
-"""What the page and notebooks show of a run, as HTML with its style, and what they ask of it.
+"""HTML and CSS of a run for the page and notebooks, and the requests that their buttons send to it.
 
 HTML is made by `Markup("...{}...").format(...)`, which escapes every value that is not Markup itself.
 """
@@ -14,35 +14,36 @@ from app.monitor import SILENT_S, RankState, RunView
 from trainer.config.errors import InputError
 from trainer.metrics.gpus import Gpu
 from trainer.plan.memory import MemoryPlan, verdict
-from trainer.plan.phases import Item, Phase, moment
+from trainer.plan.phases import Item, moment
 from trainer.plan.storage import amount
 from trainer.run import process
-from trainer.run.events import SampleEvent, format_speed
+from trainer.run.events import SampleEvent
 from trainer.run.folder import Request, RunDir
 from trainer.run.report import CHART_STYLE, LINE_COLORS
 
 GIB = 2**30
-ANSWERS: Mapping[Request, str] = {
+CONFIRMATIONS: Mapping[Request, str] = {
     "stop": "Stopping after this step, with a checkpoint.",
-    "save": "A checkpoint follows after this step.",
-    "sample": "Samples follow after this step.",
+    "save": "Saving a checkpoint after this step.",
+    "sample": "Drawing samples after this step.",
 }
-"""{request: what is said when it was made}"""
+"""{request: message after it was sent}"""
 
 
-def ask(run: RunDir, what: Request) -> str:
-    """Ask the trainer for something, and say what follows. Raises InputError when a run to be stopped has ended."""
+def request(run: RunDir, what: Request) -> str:
+    """Send a request to the trainer and return its confirmation. Raises InputError when a run to stop has ended."""
     if what == "stop":
         process.stop(run)
     else:
         run.request(what)
-    return ANSWERS[what]
+    return CONFIRMATIONS[what]
 
 
-def figures(view: RunView, element_id: str = "") -> Markup:
-    """The state in a sentence, the progress, and the figures of the last steps."""
+def status(view: RunView, element_id: str = "") -> Markup:
+    """Return the state as a sentence, a progress bar, and loss, speed and seconds of the last steps."""
     share = 100 * view.step / view.num_steps
-    facts = [("step", f"{view.step} / {view.num_steps}"), _speed(view)]
+    rate, unit = format_speed(*view.speed).split()
+    facts = [("step", f"{view.step} / {view.num_steps}"), (unit, rate)]
     if view.loss is not None:
         facts.insert(1, ("loss", f"{view.loss:.4f}"))
     facts += [(f"s {part}", f"{seconds:.3f}") for part, seconds in view.seconds.items() if not math.isnan(seconds)]
@@ -65,30 +66,29 @@ def figures(view: RunView, element_id: str = "") -> Markup:
     )
 
 
-def written(sample: SampleEvent) -> Markup:
-    """A sample that is text, which can be scrolled by keyboard too."""
+def text_sample(sample: SampleEvent) -> Markup:
+    """Return a sample that is text. It can be scrolled by keyboard."""
     return Markup('<pre class="written" tabindex="0" aria-label="Sample of step {}">{}</pre>').format(
         sample.step, sample.text
     )
 
 
 def figure(content: Markup, sample: SampleEvent) -> Markup:
-    """A sample with its prompt and step below it. content: what was drawn or written."""
+    """Return a sample's content with its prompt and step below."""
     return Markup("<figure>{}<figcaption>{}, step {}</figcaption></figure>").format(content, sample.prompt, sample.step)
 
 
 def newest(figures: Iterable[Markup]) -> Markup:
-    """The samples that were made last."""
+    """Return the section of the newest samples."""
     return Markup('<h2>Newest samples</h2><div class="newest">{}</div>').format(Markup().join(figures))
 
 
-def _speed(view: RunView) -> tuple[str, str]:
-    rate, unit = format_speed(*view.speed).split()
-    return unit, rate
-
-
 def plan_bar(plan: MemoryPlan, checked: str = "") -> Markup:
-    """What a run takes of each GPU at its fullest, as a bar with its parts, and in sentences. checked: by a trace."""
+    """Return the peak memory per GPU as a bar with its parts, and in sentences.
+
+    Args:
+        checked: Result of the comparison with a trace; "" without one.
+    """
     most = plan.fullest
     whole = max(most.need, plan.card.memory if plan.card else 0)
     parts = [item for item in most.items if item.size >= whole / 200]
@@ -104,7 +104,7 @@ def plan_bar(plan: MemoryPlan, checked: str = "") -> Markup:
         '<div class="plan run {mood}" data-verdict="{fits}"><p role="status" class="sentence">'
         "{need:.2f} GiB on each GPU. {verdict}</p>"
         '<div class="parts" role="img" aria-label="{spoken}">{bars}</div><ul>{legend}</ul>'
-        "<p>GiB at the fullest moment: {moment}; the other parts of the run: {others}. "
+        "<p>Peak, in GiB: {moment}; other phases of the run: {others}. "
         "Strategy {strategy}.{time} Reserve and time are estimates.</p>"
         "<p>On the host: {host}. On disk: {disk}.</p>{checked}</div>"
     ).format(
@@ -112,7 +112,7 @@ def plan_bar(plan: MemoryPlan, checked: str = "") -> Markup:
         fits=plan.verdict or "",
         need=plan.need / GIB,
         verdict=_sentence(verdict(plan)),
-        spoken=_spoken(most),
+        spoken=", ".join(f"{item.name} {item.size / GIB:.2f} GiB" for item in most.items),
         bars=Markup().join(bar.format(100 * item.size / whole, color) for item, color in colored),
         legend=Markup().join(named),
         moment=moment(most),
@@ -134,10 +134,6 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _spoken(phase: Phase) -> str:
-    return ", ".join(f"{item.name} {item.size / GIB:.2f} GiB" for item in phase.items)
-
-
 def _mood(view: RunView) -> str:
     if view.state == "failed":
         return "bad"
@@ -153,9 +149,13 @@ def _error(view: RunView) -> Markup:
 
 
 def ranks(view: RunView, gpus: Sequence[Gpu] = ()) -> Markup:
-    """A bar per rank: allocated, reserved and peak against the limit, and when it last spoke. Below them the GPUs."""
+    """Return a bar per rank (allocated, reserved and peak memory of its limit, age of its last line), and the GPUs."""
     rows = Markup().join(_rank(rank, view.is_running) for rank in view.ranks)
-    imbalance = Markup("<p>Largest peak to the mean: {:.2f}</p>").format(view.imbalance) if len(view.ranks) > 1 else ""
+    imbalance = (
+        Markup("<p>Largest peak, relative to the mean: {:.2f}</p>").format(view.imbalance)
+        if len(view.ranks) > 1
+        else ""
+    )
     cards = Markup().join(Markup("<li>{}</li>").format(gpu_line(gpu)) for gpu in gpus)
     machine = Markup('<h2>GPUs</h2><ul class="ranks">{}</ul>').format(cards) if cards else ""
     return Markup('<h2>Memory per rank</h2><ul class="ranks">{}</ul>{}{}').format(rows, imbalance, machine)
@@ -180,29 +180,29 @@ def _rank(rank: RankState, is_running: bool) -> Markup:
 
 
 def gpu_line(gpu: Gpu) -> str:
-    """What a GPU does, in words. What the driver does not tell is left out."""
-    told = [f"{gpu.memory_used / 1024:.1f} of {gpu.memory / 1024:.1f} GiB used"]
-    told += [f"{gpu.busy} % busy"] * (gpu.busy >= 0) + [f"{gpu.celsius} °C"] * (gpu.celsius >= 0)
-    return f"{gpu.index} {gpu.name}: {', '.join(told)}"
+    """Return a GPU's memory, load and temperature as text, without values that the driver does not report."""
+    facts = [f"{gpu.memory_used / 1024:.1f} of {gpu.memory / 1024:.1f} GiB used"]
+    facts += [f"{gpu.busy} % busy"] * (gpu.busy >= 0) + [f"{gpu.celsius} °C"] * (gpu.celsius >= 0)
+    return f"{gpu.index} {gpu.name}: {', '.join(facts)}"
 
 
 def alert(message: str) -> Markup:
-    """Something that went wrong, read aloud by a screen reader."""
+    """Return an error message, which screen readers read aloud."""
     return Markup('<div role="alert" class="alert"><pre>{}</pre></div>').format(message)
 
 
-def waits_for(lines: Markup) -> Markup:
-    """What keeps a run from being started. lines: items of a list."""
-    return Markup('<div role="alert" class="alert"><p>Start waits for:</p><ul>{}</ul></div>').format(lines)
+def blockers(lines: Markup) -> Markup:
+    """Return the errors that prevent the start. `lines` are the items of a list."""
+    return Markup('<div role="alert" class="alert"><p>Cannot start yet:</p><ul>{}</ul></div>').format(lines)
 
 
 def note(message: str) -> Markup:
-    """Something that went well."""
+    """Return a message that is not an error."""
     return Markup('<p role="status">{}</p>').format(message)
 
 
 def attempted(act: Callable[[], str]) -> Markup:
-    """What an action says, or what kept it from acting: the user's mistake, or a disk."""
+    """Run an action and return its message, or the InputError or OSError that it raised."""
     try:
         return note(act())
     except (InputError, OSError) as error:
@@ -214,7 +214,7 @@ COLORS: Mapping[str, tuple[str, str]] = {
     "--bad": ("#b91c1c", "#fca5a5"),
     "--slow": ("#92400e", "#fcd34d"),
 }
-"""{variable of CSS: by day and by night}"""
+"""{CSS variable: (light, dark)}"""
 
 PANELS = """
 .alert { border-left: 4px solid var(--bad); padding: .25rem .75rem; }
@@ -255,9 +255,9 @@ IN_NOTEBOOK = f"""
 [data-jp-theme-light="true"] .shardstudio {{ color-scheme: light; }}
 [data-jp-theme-light="false"] .shardstudio {{ color-scheme: dark; }}
 """
-"""For everything in an element of the class `shardstudio`, by JupyterLab's theme or, elsewhere, the browser's."""
+"""Style of elements of the class `shardstudio`, in JupyterLab's theme or, elsewhere, the browser's."""
 
 
 def in_notebook(content: Markup) -> Markup:
-    """HTML as the output of a cell, with the style it needs."""
+    """Return HTML as the output of a cell, with its style."""
     return Markup('<div class="shardstudio"><style>{}</style>{}</div>').format(Markup(IN_NOTEBOOK), content)

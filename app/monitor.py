@@ -1,6 +1,7 @@
-"""What a run does, followed from its folder: figures, curves, memory per rank, samples, logs. Nothing here shows it.
+"""The state of a run, read from its folder: step, losses, curves, memory per rank, samples, logs.
 
-A Follower reads only what was appended since it was last asked, so that a run of any length is cheap to watch.
+A Follower reads only what was appended since its last read, so that a run of any length is cheap to watch. The page and
+the notebook display what is read here.
 """
 
 from __future__ import annotations
@@ -41,12 +42,13 @@ from trainer.run.folder import RunDir, is_run
 from trainer.run.report import Line, thin
 
 SILENT_S = 180.0
-"""A running rank or run that says nothing for so long is shown as stuck."""
-FIGURES_OVER_STEPS = 50
-SEEN_STEPS = 1000
-"""Of a running run with more steps the curves are drawn anew only for a share of them: one alone is not seen."""
+"""A running rank or run that writes nothing for this long is shown as stuck."""
+AVERAGED_STEPS = 50
+"""Steps at the end of a run over which seconds and speed are averaged."""
+DRAWN_STEPS = 1000
+"""A running run with more steps has its curves redrawn every `steps // DRAWN_STEPS` steps: one step is not visible."""
 LOG_BYTES = 64 * 1024
-SPLIT = ("data", "forward", "backward", "communication", "optimizer")
+STEP_PARTS = ("data", "forward", "backward", "communication", "optimizer")
 """Parts of a step's time."""
 Axis = Literal["step", "time"]
 Level = Literal["all", "warnings", "errors"]
@@ -59,19 +61,25 @@ LEVELS: Mapping[Level, re.Pattern[str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RankState(RankLine):
-    """What one rank last said. age_s: seconds since."""
+    """The last line that one rank wrote, and its age in seconds."""
 
     age_s: float
 
 
 @dataclass(frozen=True)
 class RunView:
-    """A run at one moment. seconds: per step and by part, as the mean over the last steps.
+    """A run at one moment.
 
-    stage: the one that is under way, where there are stages.  speed: what is trained per second, and its unit.
-    eta_s: None while nothing can be said.  imbalance: largest peak of a rank to the mean of all.
-    is_alive: whether its processes are there, for a moment also after its end.  curves: differ when the lines do.
-    problems: a sentence per file, or part of one, that cannot be read and is left out.
+    Attributes:
+        stage: The current stage, where the config has stages.
+        speed: Images or tokens trained per second, and which of the two.
+        seconds: Mean seconds of the last steps: "step" for the whole step, and each of STEP_PARTS.
+        eta_s: Seconds until the last step; None before the first step.
+        imbalance: Largest peak memory of a rank, relative to the mean of all ranks.
+        silent_s: Seconds since the run last wrote anything.
+        is_alive: Whether processes of the run exist, which may hold for a moment after its end.
+        curves: Changes when the lines of the charts change.
+        problems: A sentence for each file, or part of one, that cannot be read and is left out.
     """
 
     path: Path
@@ -102,12 +110,12 @@ class RunView:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a running trainer has said nothing for too long."""
+        """Whether a running trainer has written nothing for SILENT_S."""
         return self.is_running and self.silent_s > SILENT_S
 
     @property
     def sentence(self) -> str:
-        """The state for a person, in one sentence."""
+        """The state as one sentence."""
         if self.error is not None and self.state == "failed":
             where = "" if self.error.rank is None else f" on rank {self.error.rank}"
             return f"Failed{where} at step {self.error.step}: {self.error.message}"
@@ -115,64 +123,42 @@ class RunView:
             silent = [str(rank.rank) for rank in self.ranks if rank.age_s > SILENT_S]
             who = f"; silent: rank {', '.join(silent)}" if silent else ""
             return f"No step for {self.silent_s:.0f} s in state {self.state}{who}"
-        return _SENTENCES.get(self.state, _in_progress)(self)
+        match self.state:
+            case "created":
+                return "Not started yet"
+            case "training":
+                return self._training
+            case "finished":
+                exported = f"; exported {self.exports[-1].path}" if self.exports else ""
+                return f"Finished after {self.step} steps{exported}"
+            case "stopped":
+                return f"Stopped at step {self.step} of {self.num_steps}; resume continues it"
+            case "failed":
+                return f"Failed at step {self.step}"
+        counted = f" {self.done} of {self.total}" if self.total else ""
+        message = f": {self.message}" if self.message else ""
+        return f"{self.state.capitalize()}{counted}{message}"
 
-
-def _training(view: RunView) -> str:
-    left = "" if view.eta_s is None else f", about {_duration(view.eta_s)} left"
-    stage = f"stage {view.stage.number} of {view.stage.count}, {view.stage.name}, " if view.stage else ""
-    return f"Training: {stage}step {view.step} of {view.num_steps}, {format_speed(*view.speed)}{left}"
-
-
-def _finished(view: RunView) -> str:
-    exported = f"; exported {view.exports[-1].path}" if view.exports else ""
-    return f"Finished after {view.step} steps{exported}"
-
-
-def _stopped(view: RunView) -> str:
-    return f"Stopped at step {view.step} of {view.num_steps}; resume continues it"
-
-
-def _failed(view: RunView) -> str:
-    return f"Failed at step {view.step}"
-
-
-def _created(view: RunView) -> str:
-    return "Not started yet"
-
-
-def _in_progress(view: RunView) -> str:
-    counted = f" {view.done} of {view.total}" if view.total else ""
-    message = f": {view.message}" if view.message else ""
-    return f"{view.state.capitalize()}{counted}{message}"
-
-
-_SENTENCES: Mapping[State, Callable[[RunView], str]] = {
-    "created": _created,
-    "training": _training,
-    "finished": _finished,
-    "stopped": _stopped,
-    "failed": _failed,
-}
-
-
-def _duration(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
+    @property
+    def _training(self) -> str:
+        left = "" if self.eta_s is None else f", about {timedelta(seconds=round(self.eta_s))} left"
+        stage = f"stage {self.stage.number} of {self.stage.count}, {self.stage.name}, " if self.stage else ""
+        return f"Training: {stage}step {self.step} of {self.num_steps}, {format_speed(*self.speed)}{left}"
 
 
 class Follower:
-    """Follows one run. Safe to ask from several threads.
+    """Follows one run. Thread-safe.
 
-    All that it is asked raises InputError or OSError where a file of the run is damaged without which nothing can be
-    said of it: its config, its launch or its events.
+    Raises:
+        InputError, OSError: By every method, when the run's config, launch record or events cannot be read.
     """
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
         self.config = run.config()
         self._lock = threading.Lock()
-        self._events = EventReader(run.events_file)
-        self._ranks: dict[int, RankReader] = {}
+        self._event_reader = EventReader(run.events_file)
+        self._rank_readers: dict[int, RankReader] = {}
         self._lines: dict[int, RankLine] = {}
         self._unread: dict[Path, str] = {}
         self._steps: list[StepEvent] = []
@@ -180,42 +166,42 @@ class Follower:
         self._validations: dict[int, ValidationEvent] = {}
         self._stage: StageEvent | None = None
         self._samples: dict[tuple[int, int], SampleEvent] = {}
-        self._told: list[AnyEvent] = []
+        self._events: list[AnyEvent] = []
         self._status = StatusEvent(state="created", time=0.0)
         self._error: ErrorEvent | None = None
         self._last_event = 0.0
 
     def view(self) -> RunView:
-        """Read what is new and say how the run stands. A process that is gone without a word is settled first."""
+        """Read what is new and return the run's state. A process that died silently is first recorded as failed."""
         with self._lock:
             self._read()
             is_alive = process.alive(self.run)
             if not is_alive and self._status.state not in (*ENDS, "created"):
                 process.settle(self.run)
                 self._read()
-            return self._seen(process.derive_state(is_alive, self._status.state), is_alive)
+            return self._view(process.derive_state(is_alive, self._status.state), is_alive)
 
     def lines(self, chart: str, axis: Axis = "step") -> list[Line]:
-        """The lines of one of CHARTS, thinned."""
+        """Return the lines of one of CHARTS, thinned."""
         with self._lock:
             self._read()
             return [Line(line.label, thin(line.points)) for line in CHARTS[chart](self, axis) if line.points]
 
-    def told(self) -> list[AnyEvent]:
-        """Everything that happened but the steps, oldest first."""
+    def events(self) -> list[AnyEvent]:
+        """Return all events except steps, oldest first."""
         with self._lock:
             self._read()
-            return list(self._told)
+            return list(self._events)
 
     def _read(self) -> None:
-        for event in self._events.read():
+        for event in self._event_reader.read():
             self._take(event)
         for file in self.run.ranks.glob("rank*.jsonl"):
             if (number := file.stem.removeprefix("rank")).isdecimal():
                 self._read_rank(int(number), file)
 
     def _read_rank(self, rank: int, file: Path) -> None:
-        reader = self._ranks.setdefault(rank, RankReader(file))
+        reader = self._rank_readers.setdefault(rank, RankReader(file))
         self._unread.pop(file, None)
         try:
             for line in reader.read():
@@ -224,8 +210,8 @@ class Follower:
             self._unread[file] = explained(error)
 
     def _problems(self) -> tuple[str, ...]:
-        readers = {self.run.events_file: self._events.num_skipped}
-        readers |= {self.run.rank_file(rank): reader.num_skipped for rank, reader in self._ranks.items()}
+        readers = {self.run.events_file: self._event_reader.num_skipped}
+        readers |= {self.run.rank_file(rank): reader.num_skipped for rank, reader in self._rank_readers.items()}
         passed = (
             f"{file}: {count} lines are damaged or of a later version, and are left out; remove them"
             for file, count in readers.items()
@@ -255,20 +241,19 @@ class Follower:
                 self._validations[event.step] = event
             case ErrorEvent():
                 self._error = event
-        self._told.append(event)
+        self._events.append(event)
 
-    def _seen(self, state: State, is_alive: bool) -> RunView:
-        recent = self._steps[-FIGURES_OVER_STEPS:]
+    def _view(self, state: State, is_alive: bool) -> RunView:
+        recent = self._steps[-AVERAGED_STEPS:]
         now = time.time()
-        ranks = tuple(_rank_state(line, now) for _, line in sorted(self._lines.items()))
-        seconds = {part: _mean(getattr(step, f"seconds_{part}") for step in recent) for part in SPLIT}
+        ranks = tuple(RankState(**vars(line), age_s=now - line.time) for _, line in sorted(self._lines.items()))
+        seconds = {part: _mean(getattr(step, f"seconds_{part}") for step in recent) for part in STEP_PARTS}
         seconds["step"] = _mean(step.seconds for step in recent)
         step = self._steps[-1].step if self._steps else 0
         num_steps = sum(self.config.stage_steps)
-        last_word = max([self._last_event, *(line.time for line in self._lines.values())])
+        last_written = max([self._last_event, *(line.time for line in self._lines.values())])
         peaks = [rank.peak for rank in ranks]
-        stride = 1 if state in ENDS else max(1, len(self._steps) // SEEN_STEPS)
-        num_seen = self._num_read // stride * stride
+        stride = 1 if state in ENDS else max(1, len(self._steps) // DRAWN_STEPS)
         return RunView(
             path=self.run.path,
             state=state,
@@ -285,16 +270,16 @@ class Follower:
             ranks=ranks,
             imbalance=max(peaks) / statistics.fmean(peaks) if any(peaks) else 1.0,
             samples=tuple(sample for _, sample in sorted(self._samples.items())),
-            exports=tuple(event for event in self._told if isinstance(event, ExportEvent)),
+            exports=tuple(event for event in self._events if isinstance(event, ExportEvent)),
             error=self._error,
-            silent_s=now - last_word if last_word else 0.0,
+            silent_s=now - last_written if last_written else 0.0,
             is_alive=is_alive,
-            curves=(num_seen, len(self._validations)),
+            curves=(self._num_read // stride * stride, len(self._validations)),
             problems=self._problems(),
         )
 
     def at(self, axis: Axis, event: StepEvent | ValidationEvent) -> float:
-        """Where an event stands on the axis: its step, or minutes since the first step."""
+        """Return the position of an event on the axis: its step, or minutes since the first step."""
         return event.step if axis == "step" else (event.time - self._steps[0].time) / 60
 
     @property
@@ -309,10 +294,6 @@ class Follower:
 def _mean(values: Iterator[float]) -> float:
     found = list(values)
     return statistics.fmean(found) if found else 0.0
-
-
-def _rank_state(line: RankLine, now: float) -> RankState:
-    return RankState(**vars(line), age_s=now - line.time)
 
 
 def _line(follower: Follower, axis: Axis, label: str, value: Callable[[StepEvent], float]) -> Line:
@@ -356,23 +337,20 @@ CHARTS: Mapping[str, Callable[[Follower, Axis], Iterator[Line]]] = {
 
 
 def explained(error: InputError | OSError) -> str:
-    """The sentence about a file that cannot be read."""
+    """Return the message for a file that cannot be read."""
     if isinstance(error, OSError):
         error = files.unreadable(error.filename, error)
     return str(error)
 
 
 def find_runs(root: Path) -> list[RunDir]:
-    """The runs below a folder, the one started last first. Some may be damaged."""
-    return [RunDir(path) for path in sorted(filter(is_run, _folders(root)), key=_started, reverse=True)]
-
-
-def _folders(root: Path) -> list[Path]:
-    return list(root.iterdir()) if root.is_dir() else []
+    """Return the runs below a folder, newest start first. Some may be damaged."""
+    folders = filter(is_run, root.iterdir()) if root.is_dir() else ()
+    return [RunDir(path) for path in sorted(folders, key=_started, reverse=True)]
 
 
 def _started(run: Path) -> float:
-    """When something in the folder of logs began: unix seconds, 0 where it has none."""
+    """Time of the last start, from the folder of logs: unix seconds, 0 where there is none."""
     try:
         return os.stat(f"{run}/logs").st_mtime
     except OSError:
@@ -380,7 +358,7 @@ def _started(run: Path) -> float:
 
 
 def log_files(run: RunDir) -> dict[str, Path]:
-    """{what wrote it: file} of the latest start: torchrun, and each rank's output and errors."""
+    """Return {source: file} of the latest start: torchrun, and each rank's stderr and stdout."""
     launches = {int(number): file for file in run.logs.glob("launch-*.log") if (number := file.stem[7:]).isdecimal()}
     found = {"torchrun": launches[max(launches)]} if launches else {}
     attempts = sorted(run.logs.glob("*/attempt_*"), key=lambda folder: folder.lstat().st_mtime)
@@ -391,7 +369,7 @@ def log_files(run: RunDir) -> dict[str, Path]:
 
 
 def log_tail(file: Path, level: Level, num_lines: int = 200) -> str:
-    """The last lines of a log that are of a level, read from its end; where it cannot be read, why."""
+    """Return the last lines of a log at a level, or the reason why the log cannot be read."""
     try:
         with files.opened(file) as log:
             size = log.seek(0, 2)

@@ -1,4 +1,4 @@
-"""The plan beside the form: what the run takes and what would make it fit, on GPUs here or others. No gradio."""
+"""Memory plan of the form's config on this machine's GPUs or others, and the fixes that make it fit. No gradio."""
 
 from __future__ import annotations
 
@@ -19,21 +19,26 @@ from trainer.plan.store import find_model, key_of, name_of, traced_peak
 from trainer.run.folder import shared_cache
 
 T = TypeVar("T")
-HERE = "this machine"
-PLACES = (HERE, *CARDS)
-"""What a plan can be for."""
+THIS_MACHINE = "this machine"
+TARGETS = (THIS_MACHINE, *CARDS)
+"""GPUs that a plan can be made for."""
 
 
 @dataclass(frozen=True)
-class Preflight:
-    """plan: None where there is none, and note says why.  ways: what would make it fit.
+class PlanPreview:
+    """The plan of a config as far as it is known.
 
-    can_record: whether the model can be recorded.  can_verify: whether the plan can be compared with a trace; checked
-    says what came of it.  is_waiting: whether something is being recorded or traced.
+    Attributes:
+        plan: None where there is none; `note` says why.
+        fixes: Changes of the config that would make it fit.
+        can_record: Whether the model's allocations can be recorded, which the plan needs.
+        can_verify: Whether the plan can be compared with a trace of the whole model.
+        checked: The result of that comparison.
+        is_waiting: Whether a recording or a trace is running.
     """
 
     plan: MemoryPlan | None = None
-    ways: tuple[Fix, ...] = ()
+    fixes: tuple[Fix, ...] = ()
     note: str = ""
     can_record: bool = False
     can_verify: bool = False
@@ -41,98 +46,93 @@ class Preflight:
     is_waiting: bool = False
 
 
-class Preflights:
-    """Plans of what a form shows. runs: the folder of runs, whose cache holds what was recorded."""
+class PlanPreviews:
+    """Plans of the configs that a form shows. Recordings are kept in the cache of the folder `runs`."""
 
     def __init__(self, runs: Path) -> None:
         self._runs = runs
-        self._recorded, self._traced = Asked[None](), Asked[int]()
+        self._recordings, self._traces = Background[None](), Background[int]()
 
-    def of(self, cfg: RunConfig, place: str, gpus: Sequence[Gpu]) -> Preflight:
-        """The plan for one of PLACES. gpus: of this machine."""
-        card, cache = _card(place, gpus), shared_cache(cfg, self._runs)
+    def of(self, cfg: RunConfig, target: str, gpus: Sequence[Gpu]) -> PlanPreview:
+        """Return the plan for one of TARGETS. `gpus` are those of this machine."""
+        card, cache = _card(target, gpus), shared_cache(cfg, self._runs)
         try:
-            found = planned(cfg, card, cache)
-            if found:
-                return self._compared(cfg, found, tuple(fixes(cfg, card, cache)) if card else ())
-            name, key = at = _recorded_as(cfg)
+            plan = planned(cfg, card, cache)
+            if plan:
+                return self._compared(cfg, plan, tuple(fixes(cfg, card, cache)) if card else ())
+            name, key = recording = name_of(cfg), key_of(cfg)
         except InputError as error:
-            return Preflight(note=str(error))
-        if self._recorded.is_awaited(at):
-            return Preflight(note=f"{name} is being recorded: half a minute to a few.", is_waiting=True)
-        note = self._recorded.failed(at) or f"What {name} with {key} takes was not recorded yet."
-        return Preflight(note=note, can_record=True)
+            return PlanPreview(note=str(error))
+        if self._recordings.is_running(recording):
+            return PlanPreview(note=f"Recording {name}, which takes half a minute to a few minutes.", is_waiting=True)
+        note = self._recordings.failure(recording) or f"No recording of {name} with {key} yet."
+        return PlanPreview(note=note, can_record=True)
 
     def record(self, cfg: RunConfig) -> None:
-        """Begin to record the model of a config. Raises InputError for one that is not on this machine."""
+        """Start recording the model of a config. Raises InputError for a model that is not on this machine."""
 
         def record() -> None:
             find_model(cfg, shared_cache(cfg, self._runs))
 
-        self._recorded.begin(_recorded_as(cfg), record)
+        self._recordings.start((name_of(cfg), key_of(cfg)), record)
 
-    def verify(self, cfg: RunConfig, place: str, gpus: Sequence[Gpu]) -> None:
-        """Begin to trace the whole model of a config, as its plan would train it."""
+    def verify(self, cfg: RunConfig, target: str, gpus: Sequence[Gpu]) -> None:
+        """Start tracing the whole model of a config with its plan's strategy."""
         cache = shared_cache(cfg, self._runs)
-        found = planned(cfg, _card(place, gpus), cache)
-        if found:
-            self._traced.begin(_trained_as(cfg, found), partial(traced_peak, cfg, found.strategy, cache))
+        plan = planned(cfg, _card(target, gpus), cache)
+        if plan:
+            self._traces.start(_trace_key(cfg, plan), partial(traced_peak, cfg, plan.strategy, cache))
 
-    def _compared(self, cfg: RunConfig, found: MemoryPlan, ways: tuple[Fix, ...]) -> Preflight:
-        at = _trained_as(cfg, found)
-        if self._traced.is_awaited(at):
-            return Preflight(found, ways, checked="the whole model is being traced, block by block", is_waiting=True)
-        peak = self._traced.answer(at)
+    def _compared(self, cfg: RunConfig, plan: MemoryPlan, fixes: tuple[Fix, ...]) -> PlanPreview:
+        key = _trace_key(cfg, plan)
+        if self._traces.is_running(key):
+            return PlanPreview(plan, fixes, checked="tracing the whole model, block by block", is_waiting=True)
+        peak = self._traces.result(key)
         if peak is not None:
-            return Preflight(found, ways, checked=describe_trace(found, peak))
-        return Preflight(found, ways, can_verify=True, checked=self._traced.failed(at))
+            return PlanPreview(plan, fixes, checked=describe_trace(plan, peak))
+        return PlanPreview(plan, fixes, can_verify=True, checked=self._traces.failure(key))
 
 
-class Asked(Generic[T]):
-    """What is found out on threads, each thing once. A failure is kept until it is asked for again."""
+class Background(Generic[T]):
+    """Computations on threads, each done once. A failure is kept until the computation is started again."""
 
     def __init__(self) -> None:
         self._threads: dict[Hashable, threading.Thread] = {}
-        self._answers: dict[Hashable, T] = {}
+        self._results: dict[Hashable, T] = {}
         self._failures: dict[Hashable, str] = {}
 
-    def begin(self, what: Hashable, find: Callable[[], T]) -> None:
-        """Begin to find it out, unless that goes on or is done."""
-        if what in self._answers or self.is_awaited(what):
+    def start(self, key: Hashable, compute: Callable[[], T]) -> None:
+        """Start a computation, unless it is running or done."""
+        if key in self._results or self.is_running(key):
             return
-        self._failures.pop(what, None)
-        self._threads[what] = threading.Thread(target=self._find, args=(what, find), daemon=True)
-        self._threads[what].start()
+        self._failures.pop(key, None)
+        self._threads[key] = threading.Thread(target=self._run, args=(key, compute), daemon=True)
+        self._threads[key].start()
 
-    def is_awaited(self, what: Hashable) -> bool:
-        """Whether it is being found out."""
-        return what in self._threads and self._threads[what].is_alive()
+    def is_running(self, key: Hashable) -> bool:
+        return key in self._threads and self._threads[key].is_alive()
 
-    def answer(self, what: Hashable) -> T | None:
-        """What was found; None where nothing was."""
-        return self._answers.get(what)
+    def result(self, key: Hashable) -> T | None:
+        """Return the result, or None before the computation has succeeded."""
+        return self._results.get(key)
 
-    def failed(self, what: Hashable) -> str:
-        """Why nothing was found; empty where that is not known."""
-        return self._failures.get(what, "")
+    def failure(self, key: Hashable) -> str:
+        """Return the message of the last failure, or "" without one."""
+        return self._failures.get(key, "")
 
-    def _find(self, what: Hashable, find: Callable[[], T]) -> None:
+    def _run(self, key: Hashable, compute: Callable[[], T]) -> None:
         try:
-            self._answers[what] = find()
+            self._results[key] = compute()
         except (InputError, OSError) as error:
-            self._failures[what] = str(error)
+            self._failures[key] = str(error)
 
 
-def _recorded_as(cfg: RunConfig) -> tuple[str, str]:
-    return name_of(cfg), key_of(cfg)
+def _trace_key(cfg: RunConfig, plan: MemoryPlan) -> tuple[str, str]:
+    return plan.strategy, cfg.model_dump_json(exclude={"name": True, "sample": True})
 
 
-def _trained_as(cfg: RunConfig, found: MemoryPlan) -> tuple[str, str]:
-    return found.strategy, cfg.model_dump_json(exclude={"name": True, "sample": True})
-
-
-def _card(place: str, gpus: Sequence[Gpu]) -> Card | None:
-    if place in CARDS:
-        return CARDS[place]
+def _card(target: str, gpus: Sequence[Gpu]) -> Card | None:
+    if target in CARDS:
+        return CARDS[target]
     hardware = of_machine(gpus)
     return hardware.card if hardware else None

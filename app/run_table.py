@@ -1,4 +1,4 @@
-"""All runs side by side: a table, tags, comparison, deletion. Nothing here shows them."""
+"""The table of all runs, with tags, comparison and deletion. The page displays it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,12 @@ _TAGS = TypeAdapter(dict[str, tuple[str, ...]])
 
 @dataclass(frozen=True)
 class Summary:
-    """A row of the table. started: unix seconds, 0 for never.  problem: why nothing more is known, or what is left out
-    of it; a sentence."""
+    """A row of the table.
+
+    Attributes:
+        started: Unix seconds; 0 for never.
+        problem: A sentence about files that cannot be read and are left out; "" when all can.
+    """
 
     name: str
     state: State | Literal["damaged"]
@@ -44,19 +48,19 @@ class Summary:
 
 
 class Summaries:
-    """The rows of all runs. What a run said that has ended is read once."""
+    """The rows of all runs. A run that has ended is read once."""
 
     def __init__(self, studio: Studio) -> None:
         self._studio = studio
         self._ended: dict[Path, tuple[int, Summary]] = {}
 
     def all(self) -> list[Summary]:
-        """The run started last first, also those that are damaged. Without tags where their file is."""
+        """Return all rows, newest start first, including damaged runs. No row has tags if their file is damaged."""
         try:
             tags = read_tags(self._studio.runs)
         except InputError:  # `tags_problem` names it
             tags = {}
-        found = [self._summary(run) for run in self._studio.runs_found()]
+        found = [self._summary(run) for run in self._studio.find_runs()]
         return [replace(summary, tags=tags.get(summary.name, ())) for summary in found if summary is not None]
 
     def _summary(self, run: RunDir) -> Summary | None:
@@ -76,14 +80,14 @@ class Summaries:
 
 
 def _summary(follower: Follower) -> Summary:
-    view, told = follower.view(), follower.told()
+    view, events = follower.view(), follower.events()
     return Summary(
         name=view.path.name,
         state=view.state,
         step=view.step,
         num_steps=view.num_steps,
         loss=view.loss,
-        started=told[0].time if told else 0.0,
+        started=events[0].time if events else 0.0,
         model=Path(follower.config.model.path).name,
         adapter=follower.config.adapter.type,
         problem="; ".join(view.problems),
@@ -91,7 +95,7 @@ def _summary(follower: Follower) -> Summary:
 
 
 def read_tags(runs: Path) -> dict[str, tuple[str, ...]]:
-    """{run: tags}. Raises InputError when the file is damaged."""
+    """Return {run: tags}. Raises InputError when the file is damaged."""
     file = runs / "tags.json"
     try:
         return files.read_json(file, _TAGS)
@@ -102,7 +106,7 @@ def read_tags(runs: Path) -> dict[str, tuple[str, ...]]:
 
 
 def tags_problem(runs: Path) -> str:
-    """Why there are no tags, empty where nothing is wrong with them."""
+    """Return why tags cannot be read, or "" when they can."""
     try:
         read_tags(runs)
     except InputError as error:
@@ -111,26 +115,26 @@ def tags_problem(runs: Path) -> str:
 
 
 def set_tags(runs: Path, name: str, text: str) -> None:
-    """Give a run the tags of a text, parted by commas. Raises InputError as `read_tags` does."""
+    """Set a run's tags from comma-separated text. Raises InputError as `read_tags` does."""
     with files.locked(files.make_private(runs / "drafts") / "tags.lock"):
         tags = read_tags(runs) | {name: tuple(tag.strip() for tag in text.split(",") if tag.strip())}
         files.replace(runs / "tags.json", json.dumps(tags, indent=1), mode=files.private_mode(runs))
 
 
 def delete(run: RunDir) -> None:
-    """Remove a run's folder for good. Raises InputError while it runs."""
+    """Delete a run's folder. Raises InputError while the run is running."""
     if process.alive(run):
         raise InputError(f"{run.path.name}: is running; stop it first")
     shutil.rmtree(run.path)
 
 
 def size(run: RunDir) -> int:
-    """Bytes of a run's folder. What a link leads to is not part of it."""
+    """Return the bytes of a run's folder, without the targets of links."""
     return sum(file.lstat().st_size for file in run.path.rglob("*") if file.is_file())
 
 
 def overlaid(followers: Sequence[Follower], chart: str = "Loss", label: str = "smoothed") -> list[Line]:
-    """One line of each run in one chart."""
+    """Return one line per run: the line `label` of the chart, labelled with the run's name."""
     lines = []
     for follower in followers:
         found = {line.label: line for line in follower.lines(chart)}
@@ -140,14 +144,14 @@ def overlaid(followers: Sequence[Follower], chart: str = "Loss", label: str = "s
 
 
 def differing(followers: Sequence[Follower]) -> dict[str, tuple[str, ...]]:
-    """{field: its value in each run} of the fields in which the runs differ."""
+    """Return {field: value in each run} of the fields in which the runs differ."""
     dumped = [follower.config.model_dump(mode="json") for follower in followers]
     rows = {name: tuple(shown(form.value_at(values, name)) for values in dumped) for name in all_names()}
     return {name: values for name, values in rows.items() if len(set(values)) > 1}
 
 
 def same_prompts(views: Sequence[RunView]) -> dict[str, list[SampleEvent | None]]:
-    """{prompt: the last sample of it in each run} of the prompts that more than one run has."""
+    """Return {prompt: its last sample in each run} of the prompts that more than one run has."""
     latest = [{sample.prompt: sample for sample in sorted(view.samples, key=lambda s: s.step)} for view in views]
     prompts = dict.fromkeys(prompt for found in latest for prompt in found)
     rows = {prompt: [found.get(prompt) for found in latest] for prompt in prompts}

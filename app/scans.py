@@ -1,4 +1,4 @@
-"""Reads the images or text files of drafts in the background: a folder of a million files keeps no page waiting."""
+"""Reads the images or text files of drafts in the background, so that a million files do not block a page."""
 
 from __future__ import annotations
 
@@ -17,27 +17,30 @@ from trainer.data.buckets import bucket_sizes, images_per_bucket
 from trainer.data.image_files import Watcher, scan
 
 PATIENCE_S = 0.5
-"""How long an answer waits for the images; few folders take longer."""
+"""How long `Scans.of` waits for a scan; few folders take longer."""
 
 FORGOTTEN_S = 5.0
-"""A folder nobody asks for any more is not read to its end: half of a path that was being typed."""
+"""A scan that was not requested for this long ends early: its folder may be half of a path that was being typed."""
 
 MOST_KEPT = 8
 MOST_AT_ONCE = 4
-"""Threads that read at a time: on a disk that does not answer they stay for ever."""
+"""Scans that run at a time: on a disk that does not answer a scan never ends."""
 
 THREADS = "images"
 DEFAULT_MULTIPLE = 16
 
 
 @dataclass(frozen=True)
-class Found:
-    """What is known of the data of a config.
+class ScanResult:
+    """The data of a config, as far as it was scanned.
 
-    num_files: seen so far.  images: those with captions, also those that cannot be read, folder by folder.
-    texts: {file of a language model's data: its bytes}.
-    problems: what stops a run, a sentence per file.  buckets: {(width, height): images} they will be trained in.
-    num_questions: that are trained beside them, or instead.
+    Attributes:
+        num_files: Files seen so far.
+        images: Images with captions, including unreadable ones, folder by folder.
+        texts: {file of a language model's data: bytes}.
+        problems: Errors that prevent a run, a sentence per file.
+        buckets: {(width, height): number of training images}.
+        num_questions: Training questions about images.
     """
 
     num_files: int
@@ -51,18 +54,20 @@ class Found:
 
 
 class Scans:
-    """What was found for the configs that were asked for last."""
+    """Scans of the configs that were requested last."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._scans: dict[str, _Scan] = {}
         self._threads: list[threading.Thread] = []
 
-    def of(self, config: RunConfig, is_fresh: bool = False) -> Found:
-        """What was found for a config: incomplete when it takes longer than PATIENCE_S, or while too many others are
-        read; then ask again.
+    def of(self, config: RunConfig, is_fresh: bool = False) -> ScanResult:
+        """Return the scan of a config's data.
 
-        is_fresh: whether the files may have changed since they were read.
+        The result is incomplete when the scan takes longer than PATIENCE_S or too many others are running; ask again.
+
+        Args:
+            is_fresh: Scan again, because the files may have changed.
         """
         key = config.data.model_dump_json() + config.model.family
         with self._lock:
@@ -72,14 +77,14 @@ class Scans:
                     known.forget()
                 known = self._begin(config)
             if known is None:
-                return Found(0, is_complete=False)
+                return ScanResult(0, is_complete=False)
             self._scans[key] = known
             for old in list(self._scans)[:-MOST_KEPT]:
                 self._scans.pop(old).forget()
         return known.result()
 
     def _begin(self, config: RunConfig) -> _Scan | None:
-        """A scan by a thread of its own; None while there are too many."""
+        """Start a scan on its own thread. Returns None while MOST_AT_ONCE are running."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         if len(self._threads) >= MOST_AT_ONCE:
             return None
@@ -94,7 +99,7 @@ class _Forgotten(Exception):
 
 
 class _Scan(Watcher):
-    """One look at the files."""
+    """One pass over the files."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -102,70 +107,70 @@ class _Scan(Watcher):
         self._images: list[Path] = []
         self._asked_at = time.monotonic()
         self._is_dropped = False
-        self._result: Future[Found] = Future()
+        self._result: Future[ScanResult] = Future()
 
     @property
     def is_forgotten(self) -> bool:
         return self._result.done() and isinstance(self._result.exception(), _Forgotten)
 
-    def result(self) -> Found:
-        """Waits PATIENCE_S at most."""
+    def result(self) -> ScanResult:
+        """Return the result, waiting at most PATIENCE_S."""
         self._asked_at = time.monotonic()
         try:
             return self._result.result(PATIENCE_S)
         except (TimeoutError, _Forgotten):
-            return Found(self._num_files, is_complete=False)
+            return ScanResult(self._num_files, is_complete=False)
 
     def forget(self) -> None:
-        """End at the next file: nobody asks for it any more."""
+        """End at the next file, because the result is not needed any more."""
         self._is_dropped = True
 
     def found(self, file: Path) -> None:
         self._num_files += 1
-        self._require_asked()
+        self._require_needed()
 
     def reading(self, image: Path) -> None:
         self._images.append(image)
-        self._require_asked()
+        self._require_needed()
 
-    def _require_asked(self) -> None:
+    def _require_needed(self) -> None:
         if self._is_dropped or time.monotonic() - self._asked_at > FORGOTTEN_S:
             raise _Forgotten
 
     def run(self) -> None:
-        """Read the files, for `result`."""
+        """Read the files and set the result."""
         try:
             self._result.set_result(self._read())
-        except Exception as error:  # noqa: BLE001 - whoever asks is told
+        except Exception as error:  # noqa: BLE001 - `result` raises it
             self._result.set_exception(error)
 
-    def _read(self) -> Found:
+    def _read(self) -> ScanResult:
         if families.trains_on(self._config) == "text":
             return self._read_text()
         data, known = self._config.data, families.of(self._config.model.family)
         multiple = known.size_multiple if known else DEFAULT_MULTIPLE
         try:
-            dataset, asked = scan(data, self), question_files.of_config(data)
+            dataset, questions = scan(data, self), question_files.of_config(data)
             sizes = bucket_sizes(data.resolution, multiple, data.max_aspect, known.longest_side if known else None)
         except InputError as error:
             problems = tuple(str(error).split("\n"))
-            return Found(self._num_files, images=tuple(self._images), problems=problems)
+            return ScanResult(self._num_files, images=tuple(self._images), problems=problems)
         buckets = images_per_bucket(dataset.train, sizes)
-        return Found(
+        return ScanResult(
             self._num_files,
             images=tuple(self._images),
             warnings=(
                 *dataset.warnings,
                 *image_warnings.of_buckets(dataset.pictures, sizes),
-                *asked.warnings,
+                *questions.warnings,
             ),
             buckets=buckets,
-            num_questions=len(asked.train),
+            num_questions=len(questions.train),
         )
 
-    def _read_text(self) -> Found:
+    def _read_text(self) -> ScanResult:
         try:
             texts = text_files.sizes(text_files.of_config(self._config.data)[0])
         except InputError as error:
-            return Found(0, problems=(str(error),))
-        return Found(len(texts), texts=texts)
+            return ScanResult(0, problems=(str(error),))
+        return ScanResult(len(texts), texts=texts)

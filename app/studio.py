@@ -1,4 +1,4 @@
-"""What the page knows and does, whatever shows it: presets, the draft, runs and the queue of one folder of runs."""
+"""State and actions of the page, without its HTML: presets, the draft, runs and the queue of one folder of runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from app import form
 from app.caption_lengths import Lengths
 from app.form import Checked, Draft
 from app.monitor import Follower, explained, find_runs
-from app.plan_preview import Preflight, Preflights
+from app.plan_preview import PlanPreview, PlanPreviews
 from app.scans import Scans
 from app.web.served_files import Downloads, Thumbnails
 from trainer.config import files
@@ -39,13 +39,13 @@ from trainer.run import process as processes
 from trainer.run.folder import RunDir, is_run
 
 PRIVATE = ("drafts", "thumbnails", "downloads", "queue", "presets")
-"""Folders of the runs folder that only their owner looks into: they hold copies of pictures, captions and configs."""
+"""Subfolders of the runs folder with mode 0700: they hold copies of images, captions and configs."""
 GPUS_EVERY_S = 3.0
 MOST_FOLLOWED = 16
-"""Runs whose steps are kept in memory: those that were asked for last."""
+"""Runs whose steps are kept in memory: those requested last."""
 
 SAME_CLICK_S = 5.0
-"""A second start of the same draft within this time is the second half of a double click."""
+"""A second start of the same draft within this time is taken for a double click."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class _Start:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What `draft.json` holds."""
+    """The content of `draft.json`."""
 
     preset: str
     values: dict[str, Any]
@@ -67,7 +67,13 @@ _KEPT = TypeAdapter(_Kept)
 
 
 class Studio:
-    """One folder of runs. Several pages and commands may use it at once."""
+    """One folder of runs. Several pages and commands may use it at once.
+
+    Attributes:
+        unwritable: Why nothing can be written to the folder; "" when it can.
+        queue_problem: Why the queue's runs cannot be started; "" when they can.
+        draft_problem: Why the saved draft could not be read; "" when it could.
+    """
 
     def __init__(self, runs: Path, presets: Path = PRESETS) -> None:
         self.runs = runs.absolute()
@@ -77,7 +83,7 @@ class Studio:
         self.unwritable = ""
         self.scans = Scans()
         self.lengths = Lengths(self.runs)
-        self.preflights = Preflights(self.runs)
+        self.plan_previews = PlanPreviews(self.runs)
         self._shipped = presets
         self._own = self.runs / "presets"
         self._drafts = self.runs / "drafts"
@@ -86,11 +92,11 @@ class Studio:
         self._exports: dict[Path, subprocess.Popen[bytes]] = {}
         self._last_start: _Start | None = None
         self._gpus: tuple[float, list[Gpu]] = (-math.inf, [])
-        self.queue_trouble = ""
-        self.draft_trouble = ""
+        self.queue_problem = ""
+        self.draft_problem = ""
 
-    def claim(self) -> None:
-        """Close what only the owner looks into. Where nothing can be written, `unwritable` says why afterwards."""
+    def prepare(self) -> None:
+        """Create the private folders and restrict them to their owner. Sets `unwritable` when that fails."""
         try:
             for folder in PRIVATE:
                 files.make_private(self.runs / folder)
@@ -102,7 +108,7 @@ class Studio:
         except OSError as error:
             self.unwritable = (
                 f"{error.filename or self.runs} cannot be written ({error.strerror}): "
-                "runs can be looked at, nothing is saved or started; "
+                "runs can be viewed, but nothing is saved or started; "
                 "make it writable, or free some space, and start the page again."
             )
             self._scratch = tempfile.TemporaryDirectory(prefix="shardstudio-")  # removed when this process ends
@@ -112,49 +118,46 @@ class Studio:
             (self._drafts / "probe").unlink()
 
     def presets(self) -> dict[str, Path]:
-        """{name: file}: the quickstart first, then what was saved here, then the others."""
+        """Return {name: file}: the quickstart first, then those saved here, then the others."""
         return find_presets(self._own, self._shipped)
 
     def save_preset(self, checked: Checked, name: str) -> Path:
-        """Keep a config as a preset. Raises InputError for no name, or one that is taken."""
+        """Save a config as a preset and return its file. Raises InputError for a name that is invalid or taken."""
         if not re.fullmatch(NAME_PATTERN, name):
             raise InputError(f"'{name}' is not {NAME_HELP}")
         file = self._own / f"{name}.yaml"
         if name in self.presets():
-            raise InputError(f"'{name}' is the name of a preset already; take another")
+            raise InputError(f"'{name}' is already the name of a preset; choose another")
         try:
             files.create(files.make_private(self._own) / file.name, dump_config(checked.config))
         except FileExistsError as error:
-            raise InputError(f"'{name}' is the name of a preset already; take another") from error
+            raise InputError(f"'{name}' is already the name of a preset; choose another") from error
         return file
 
     def name_of(self, preset: Path) -> str:
-        """The name of a preset, or of the run whose config serves as one."""
+        """Return the name of a preset file, or of the run whose config it is."""
         return preset.stem if preset in self.presets().values() else preset.parent.name
 
     def preset(self, name: str) -> Path:
-        """The file of a preset, or the config of a run. Raises InputError when there is neither."""
+        """Return the file of a preset, or the config of a run. Raises InputError when `name` is neither."""
         return self.presets().get(name) or self.run(name).config_file
 
     def draft(self) -> Draft:
-        """What was typed last, also before a restart; the quickstart at first, and where that cannot be read.
-
-        `draft_trouble` then says why.
-        """
-        self.draft_trouble = ""
+        """Return the saved draft, or the quickstart where there is none or it cannot be read (see `draft_problem`)."""
+        self.draft_problem = ""
         try:
             kept = files.read_json(self._drafts / "draft.json", _KEPT)
             draft = Draft(self.preset(kept.preset), kept.values)
             form.check(draft)
         except FileNotFoundError:
             return Draft(self.presets()[FIRST_PRESET])
-        except (InputError, OSError) as error:  # damaged, or of a run or a version that is gone
-            self.draft_trouble = f"What was typed last cannot be shown: {explained(error)}"
+        except (InputError, OSError) as error:  # damaged, or made from a run or version that no longer exists
+            self.draft_problem = f"The saved form cannot be read: {explained(error)}"
             return Draft(self.presets()[FIRST_PRESET])
         return draft
 
-    def keep_draft(self, draft: Draft) -> None:
-        """Save what is typed, where anything can be saved."""
+    def save_draft(self, draft: Draft) -> None:
+        """Save the draft, unless the folder is unwritable."""
         if self.unwritable:
             return
         kept = _KEPT.dump_json(_Kept(self.name_of(draft.preset), dict(draft.values)))
@@ -165,55 +168,63 @@ class Studio:
             files.replace(folder / "draft.json", kept)
 
     def from_yaml(self, checked: Checked, text: str) -> Draft:
-        """The draft that is this YAML. Raises ConfigError naming the lines."""
+        """Return the draft of a config in YAML. Raises ConfigError, which names the lines."""
         return form.from_yaml(checked, text, files.make_private(self._drafts) / "config.yaml")
 
-    def look(self, draft: Draft, is_fresh: bool = False) -> Checked:
-        """A draft with what is wrong with it, its files and its images. Raises ConfigError for a wrong preset.
+    def check(self, draft: Draft, is_fresh: bool = False) -> Checked:
+        """Check a draft, its files and its images.
 
-        is_fresh: whether the images may have changed since they were read.
+        Args:
+            is_fresh: Read the images again, because they may have changed.
+
+        Raises:
+            ConfigError: The preset itself is wrong.
         """
         checked = form.check_with_files(form.check(draft))
         if checked.errors:
             return checked
         found = self.scans.of(checked.config, is_fresh)
         if not found.is_complete:
-            return replace(checked, waiting=f"The images are being read: {found.num_files} files so far.")
+            return replace(checked, waiting=f"Reading the images: {found.num_files} files so far.")
         return replace(checked, errors={"data.path": "\n".join(found.problems)}) if found.problems else checked
 
-    def preflight(self, checked: Checked, place: str) -> Preflight:
-        """What the run takes on GPUs of this machine or others. place: one of `plan_preview.PLACES`."""
-        return self.preflights.of(checked.config, place, self.gpus())
+    def plan(self, checked: Checked, target: str) -> PlanPreview:
+        """Return the memory plan of a config for one of `plan_preview.TARGETS`."""
+        return self.plan_previews.of(checked.config, target, self.gpus())
 
-    def verify(self, checked: Checked, place: str) -> None:
-        """Begin to compare that with a trace of the whole model."""
-        self.preflights.verify(checked.config, place, self.gpus())
+    def verify_plan(self, checked: Checked, target: str) -> None:
+        """Start comparing the plan with a trace of the whole model."""
+        self.plan_previews.verify(checked.config, target, self.gpus())
 
-    def recipe(self, draft: Draft) -> list[dict[str, Any]]:
-        """The rows of `trainer.plan.timesteps`, computed by a process of its own. Raises InputError when it fails."""
-        file = files.make_private(self._drafts) / "recipe.yaml"
+    def timesteps(self, draft: Draft) -> list[dict[str, Any]]:
+        """Run `trainer.plan.timesteps` in a separate process and return its rows. Raises InputError when it fails."""
+        file = files.make_private(self._drafts) / "timesteps.yaml"
         files.replace(file, dump_config(form.check(draft).config))
         argv = [sys.executable, "-m", "trainer.plan.timesteps", str(file)]
         answer = subprocess.run(argv, capture_output=True, text=True, check=False, env=processes.worker_environment())
         if answer.returncode:
-            lines = answer.stderr.strip().splitlines() or ["it ended without a message"]
-            raise InputError(f"The recipe cannot be computed: {lines[-1]}")
+            lines = answer.stderr.strip().splitlines() or ["the process ended without a message"]
+            raise InputError(f"The timesteps cannot be computed: {lines[-1]}")
         rows: list[dict[str, Any]] = json.loads(answer.stdout)
         return rows
 
     def enqueue(self, draft: Draft, cards: str) -> Entry:
-        """Put a run of the draft into the queue. cards: indices of GPUs parted by commas, empty for all.
+        """Add a run of the draft to the queue.
 
-        Raises InputError when anything is wrong with either.
+        Args:
+            cards: Comma-separated indices of GPUs; empty for all.
+
+        Raises:
+            InputError: The draft or `cards` is wrong.
         """
         if not re.fullmatch(r"\s*(\d+\s*(,\s*\d+\s*)*)?", cards):
-            raise InputError(f"GPUs: '{cards}' is no list of numbers; write 0,1 or leave it empty for all")
+            raise InputError(f"GPUs: '{cards}' is not a list of numbers; write 0,1 or leave it empty for all")
         loaded = load_config(draft.preset, draft.overrides)
         preflight.check(loaded)
         return self.queue.add(loaded.config, [int(gpu) for gpu in cards.split(",") if gpu.strip()])
 
     def start(self, draft: Draft) -> RunDir:
-        """Start a run of the draft; a double click starts one. Raises InputError when anything is wrong with it."""
+        """Start a run of the draft. A double click starts only one. Raises InputError when the draft is wrong."""
         with self._lock:
             last = self._last_start
             if last and last.draft == draft and time.monotonic() - last.at < SAME_CLICK_S:
@@ -224,17 +235,17 @@ class Studio:
             return run
 
     def resume(self, run: RunDir) -> None:
-        """Continue an ended run. Raises InputError when it runs or cannot be continued."""
+        """Continue an ended run. Raises InputError when it is running or cannot be continued."""
         with self._lock:
             preflight.continued_run(run, ())
             torchrun.start(run.config(), run)
 
-    def runs_found(self) -> list[RunDir]:
-        """All runs, the one started last first."""
+    def find_runs(self) -> list[RunDir]:
+        """Return all runs, newest start first."""
         return find_runs(self.runs)
 
     def run(self, name: str | None) -> RunDir:
-        """The run of this name. Raises InputError for what is no run in this folder."""
+        """Return the run of this name. Raises InputError when the folder has no such run."""
         if not name or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name):
             raise InputError(f"{name!r} is not the name of a run")
         if not is_run(self.runs / name):
@@ -242,7 +253,7 @@ class Studio:
         return RunDir(self.runs / name)
 
     def follower(self, run: RunDir) -> Follower:
-        """The follower of a run, shared by all who watch it."""
+        """Return the follower of a run, which all browsers share."""
         with self._lock:
             follower = self._followers.pop(run.path, None) or Follower(run)
             self._followers[run.path] = follower
@@ -251,42 +262,39 @@ class Studio:
             return follower
 
     def export(self, run: RunDir, what: str, format: str, dtype: str) -> None:
-        """Begin to export a run's newest checkpoint. Raises InputError when the three do not go together."""
+        """Start exporting a run's newest checkpoint. Raises InputError for a combination that is not supported."""
         with self._lock:
             if run.path in self._exports and self._exports[run.path].poll() is None:
-                raise InputError(f"{run.path.name} is being exported; wait for its end")
+                raise InputError(f"{run.path.name} is being exported; wait until it is done")
             self._exports[run.path] = commands.begin_export(run, run.config().exporting(what, format, dtype))
 
     def export_state(self, run: RunDir) -> str:
-        """How the export that was begun here stands, empty when there was none. Raises InputError when it failed."""
+        """Return the state of the run's export as a sentence, "" without one. Raises InputError when it failed."""
         process = self._exports.get(run.path)
         if process is None:
             return ""
         code = process.poll()
         if code is None:
-            return "Exporting; the file is read back before it gets its name."
+            return "Exporting; the file is verified before it gets its name."
         if code:
             raise InputError(commands.export_output(run, code))
-        return "Exported and read back."
+        return "Exported and verified."
 
     def gpus(self) -> list[Gpu]:
-        """What the GPUs do, asked at most every GPUS_EVERY_S. None where nvidia-smi does not answer."""
+        """Return the state of the GPUs, read at most every GPUS_EVERY_S. Empty where nvidia-smi does not answer."""
         with self._lock:
-            asked, found = self._gpus
-            if time.monotonic() - asked < GPUS_EVERY_S:
-                return found
-            self._gpus = (time.monotonic(), found)  # it may take seconds: the others get what was found last
-        found = []
-        with contextlib.suppress(InputError):  # the page Doctor tells what is wrong
-            found = gpus.read()
-        self._gpus = (time.monotonic(), found)
-        return found
+            read_at, states = self._gpus
+            if time.monotonic() - read_at < GPUS_EVERY_S:
+                return states
+            self._gpus = (time.monotonic(), states)  # reading may take seconds: other threads get the last states
+        states = []
+        with contextlib.suppress(InputError):  # the page Doctor shows what is wrong
+            states = gpus.read()
+        self._gpus = (time.monotonic(), states)
+        return states
 
-    def keep_queue_going(self) -> threading.Thread:
-        """Start the queue's runs in the background for as long as this process lives.
-
-        `queue_trouble` tells what keeps it from that.
-        """
+    def run_queue(self) -> threading.Thread:
+        """Start the queue's runs in the background for as long as this process lives (see `queue_problem`)."""
         worker = threading.Thread(target=self._work_queue, name="queue", daemon=True)
         worker.start()
         return worker
@@ -297,8 +305,8 @@ class Studio:
                 with self.queue.starting() as may_start:
                     while may_start:
                         self.queue.start_next()
-                        self.queue_trouble = ""
+                        self.queue_problem = ""
                         time.sleep(POLL_S)
-            except Exception as error:  # noqa: BLE001 - shown on the page; it is tried again, as after a full disk
-                self.queue_trouble = str(error) or type(error).__name__
+            except Exception as error:  # noqa: BLE001 - shown on the page, and retried: the disk may have been full
+                self.queue_problem = str(error) or type(error).__name__
             time.sleep(POLL_S)

@@ -5,9 +5,9 @@
 # result into another program. Everything happens on this machine, and nothing is downloaded.
 #
 # The model is called `demo`. It has the architecture of FLUX.2 in small, and it draws pictograms of 64 x 64 pixels by
-# their names: a fox face, a bicycle, a teddy bear. It has never seen the look that you teach it.
+# their names: a fox face, a bicycle, a teddy bear. It has never seen the style that you teach it.
 #
-# *Run All* works here: a cell that needs a finished run waits for it, and the buttons answer meanwhile.
+# *Run All* works here: a cell that needs a finished run waits for it, and the buttons keep working.
 
 # %% tags=["parameters"]
 from pathlib import Path
@@ -25,9 +25,9 @@ DEVICE = notebook.device(2)  # cuda where this machine has two GPUs
 # A *config* holds every setting of a run: the model, the adapter, the pictures, how to train, on how many ranks. You
 # begin with a *preset*, a config that somebody wrote, and change what you want to be different, as `field=value`.
 #
-# Below are some of the preset's pictures with their captions. All have one look: two inks on yellow paper.
-# `[trigger]` stands for a word of your choice, `data.trigger`. In the captions it marks the look, and later you write
-# it into a prompt to ask for the look.
+# Below are some of the preset's pictures with their captions. All have one style: two inks on yellow paper.
+# `[trigger]` stands for a word of your choice, `data.trigger`. In the captions it marks the style, and later you write
+# it into a prompt to ask for the style.
 
 # %%
 CHANGES = [
@@ -45,7 +45,7 @@ notebook.gallery({"": dict(zip(captions, pictures, strict=True))})
 # %% [markdown]
 # ## A config is checked before anything starts
 #
-# Every field has a type and limits. All mistakes are told at once, each with its place:
+# Every field has a type and limits. All mistakes are reported at once, each with its position:
 
 # %%
 try:
@@ -60,10 +60,10 @@ except ValueError as error:
 # what the form shows. Two fields to look at on the tab
 # *Hardware and training*:
 #
-# - `parallel.devices` is the number of *ranks*. Each is a process with a GPU of its own, or on this machine with a
-#   part of the CPU.
-# - `parallel.strategy: full` *shards* the model: every rank keeps only its part of the weights, and borrows the other
-#   parts for the moment it computes with them. The next notebook measures this.
+# - `parallel.devices` is the number of *ranks*. Each rank is a process with its own GPU or, without GPUs, a share of
+#   the CPU.
+# - `parallel.strategy: full` *shards* the model: every rank keeps only its part of the weights, and gathers the other
+#   parts just before it computes with them. The next notebook measures this.
 
 # %%
 form = notebook.form("quickstart", *CHANGES)
@@ -72,8 +72,8 @@ form
 # %% [markdown]
 # ## Train
 #
-# `start` returns at once. The run is a process of its own: it goes on when you close this page, and even when the
-# kernel dies. The dashboard follows it. *Loss* is the error of what the model predicts; it is noisy, so look at the
+# `start` returns at once. The run is a separate process: it continues when you close this notebook, and even when the
+# kernel dies. The dashboard follows it. *Loss* is the error of the model's prediction; it is noisy, so look at the
 # smoothed line.
 
 # %%
@@ -81,7 +81,7 @@ run = notebook.start(form.config, RUNS)
 notebook.dashboard(run)
 
 # %% [markdown]
-# The next cell waits for the end. It says `await`, so the kernel stays free and *Stop* above works.
+# The next cell waits for the end. It uses `await`, so the kernel stays free and *Stop* above works.
 
 # %%
 print("The run has", await notebook.ended(run))
@@ -90,7 +90,7 @@ print("The run has", await notebook.ended(run))
 # ## Before and after
 #
 # The run drew its prompts before the first step and after the last one, each time from the same noise. None of these
-# things is among the training pictures: the model knew the thing, and has learned the look.
+# subjects is among the training pictures: the model knew the subject, and has learned the style.
 
 # %%
 notebook.gallery(notebook.samples(run))
@@ -116,7 +116,7 @@ notebook.exercise(
 # %% [markdown]
 # ## The exported file
 #
-# When a run ends it *exports* the adapter: it writes one file, reads it back, and compares. A LoRA changes a layer's
+# When a run ends it *exports* the adapter: it writes one file, reloads it, and compares. A LoRA changes a layer's
 # weight `W` (out x in) to `W + B A`, where `A` has `rank` rows and `B` has `rank` columns. Only `A` and `B` are in
 # the file.
 
@@ -156,7 +156,7 @@ notebook.exercise(
 # %% [markdown]
 # ## Draw with it in diffusers
 #
-# The file needs nothing of ShardStudio. [diffusers](https://github.com/huggingface/diffusers) loads the model, then
+# The file does not depend on ShardStudio. [diffusers](https://github.com/huggingface/diffusers) loads the model, then
 # the adapter. The same lines load a LoRA of a published FLUX.2; only the last two arguments belong to the demo, whose
 # text encoder is so small.
 
@@ -175,10 +175,10 @@ pipe.set_progress_bar_config(disable=True)
 def draw(subject: str, file: Path) -> Path:
     """A picture of the subject, always from the same noise."""
     noise = torch.Generator().manual_seed(0)
-    look = {"height": 64, "width": 64, "num_inference_steps": 12, "guidance_scale": 1.5}
+    settings = {"height": 64, "width": 64, "num_inference_steps": 12, "guidance_scale": 1.5}
     num_tokens = pipe.tokenizer.model_max_length
     demo = {"max_sequence_length": num_tokens, "text_encoder_out_layers": (1, 2, 3)}
-    pipe(prompt=f"{subject} risograph", generator=noise, **look, **demo).images[0].save(file)
+    pipe(prompt=f"{subject} risograph", generator=noise, **settings, **demo).images[0].save(file)
     return file
 
 
@@ -196,9 +196,9 @@ notebook.gallery({"without": without, "with the LoRA": with_lora})
 # %% [markdown]
 # ## After a restart of the kernel
 #
-# Choose *Kernel*, *Restart Kernel*. All variables are gone, but the run is not: it lives in its folder. Run the first
-# cell and then this one: `attach` finds the run that was started last, finished or not. `notebook.attach("its name")`
-# finds any other.
+# Choose *Kernel*, *Restart Kernel*. All variables are gone, but the run is not: it is stored in its folder. Run the
+# first cell and then this one: `attach` finds the latest run, finished or not. `notebook.attach("its name")` finds any
+# other.
 
 # %%
 notebook.dashboard(notebook.attach(runs=RUNS))
@@ -206,7 +206,7 @@ notebook.dashboard(notebook.attach(runs=RUNS))
 # %% [markdown]
 # ## Where to go next
 #
-# - `02_sharding_lab`: what a rank holds under each strategy, measured.
+# - `02_sharding_lab`: the memory of a rank under each strategy, measured.
 # - `03_mixed_precision_and_checkpointing`: the other two ways to save memory.
 # - `04_adapters`: the seven adapters side by side.
 # - `05_checkpoints`: stop, continue elsewhere, export.

@@ -1,12 +1,12 @@
 # %% [markdown]
 # # 2. Sharding lab: where the memory goes
 #
-# A model that does not fit on one GPU can be divided over several. There are many ways to divide it, and each costs
-# something. Here you train one model in every way this program knows, on 2 and on 4 ranks. Every byte that a rank
-# holds or sends is counted, and compared with a formula that you can do in your head.
+# A model that does not fit on one GPU can be divided over several. There are many ways to divide it, and each has a
+# cost. Here you train one model with every strategy of this program, on 2 and on 4 ranks. Every byte that a rank
+# holds or sends is counted, and compared with a formula that you can evaluate in your head.
 #
-# On a machine with GPUs the ranks use them. Without GPUs they share the CPU: the bytes are the same there, only the
-# times say little about GPUs.
+# On a machine with GPUs the ranks use them. Without GPUs they share the CPU: the bytes are the same, but the times say
+# little about GPUs.
 
 # %% tags=["parameters"]
 from app import notebook
@@ -20,15 +20,15 @@ MODEL = "demo"  # 8 million parameters; `tiny` is faster still
 # %% [markdown]
 # ## Four kinds of bytes
 #
-# A *rank* is one process of a training, with a GPU of its own. To train, it needs
+# A *rank* is one process of a training run, with its own GPU. To train, it needs
 #
 # - **weights**: the numbers of the model,
 # - **gradients**: for each trained weight, the direction in which it should move,
 # - **optimizer state**: Adam remembers two averages for each trained weight,
-# - **activations**: results of forward that backward needs again; more pictures, more of them.
+# - **activations**: results of forward that backward needs; their number grows with the number of pictures.
 #
-# Plain data parallelism (**ddp**) puts a whole copy of the first three on every rank and gives each rank other
-# pictures. The copies are equal, so most of that memory holds what another rank holds as well. *ZeRO*
+# Plain data parallelism (**ddp**) puts a whole copy of the first three on every rank and gives each rank different
+# pictures. The copies are equal, so most of that memory is redundant. *ZeRO*
 # ([arXiv 1910.02054](https://arxiv.org/abs/1910.02054)) divides them instead:
 #
 # | strategy | between steps | during a step |
@@ -37,13 +37,13 @@ MODEL = "demo"  # 8 million parameters; `tiny` is faster still
 # | `grad_op` | each rank has 1/N of all three | all weights are gathered, and kept until backward is over |
 # | `full` | each rank has 1/N of all three | one block at a time is gathered, used, and freed; in backward again |
 # | `hybrid` | `full` inside a group of ranks | the groups hold copies of each other |
-# | offload | `full`, but the shards lie in the host's memory | each shard goes to the GPU when it is used |
+# | offload | `full`, but the shards are in the host's memory | each shard goes to the GPU when it is used |
 #
 # ## The arithmetic, for 7 billion parameters
 #
 # ZeRO counts 2 bytes per weight, 2 per gradient and 12 of optimizer state (an fp32 weight and two averages):
-# 16 bytes per parameter, 112 GB for 7 billion. This is what is left of it on one rank, without activations. (In the
-# paper's second stage, here `grad_op`, each rank keeps all weights. This program divides them too between steps.)
+# 16 bytes per parameter, 112 GB for 7 billion. The table shows the share of one rank, without activations. (In the
+# paper's second stage, here `grad_op`, each rank keeps all weights. Between steps this program shards them too.)
 
 # %%
 comparison.zero_table(7_000_000_000, ranks=(1, 2, 4, 8, 64))
@@ -108,13 +108,13 @@ HYBRID = {"hybrid": ["parallel.strategy=hybrid", "parallel.shard_size=2"]}
 four = await notebook.compare(on(4), STRATEGIES | HYBRID, RUNS)
 
 # %% [markdown]
-# ## What each strategy takes and gives
+# ## Memory, time and loss of each strategy
 #
-# *MB per rank* is what the rank keeps of weights, gradients and optimizer state on its device, *saved* is against `ddp`
-# on as many ranks. *Loss* is that on held-out pictures before and after training. All strategies compute the same
-# thing, so it falls in the same way in each of them.
+# *MB per rank* counts weights, gradients and optimizer state on the rank's device; *saved* is relative to `ddp` on as
+# many ranks. *Loss* is the loss on held-out pictures before and after training. All strategies compute the same
+# numbers, so the loss falls equally in each of them.
 #
-# (Where the device is the CPU, the host's memory is the same memory, and offload saves nothing in truth.)
+# (Where the device is the CPU, the host's memory is the same memory, so offload saves nothing.)
 
 # %%
 table = comparison.summary(two + four)
@@ -123,8 +123,8 @@ print(f"\nfull on 4 ranks saves {comparison.saving(four, 'full'):.0%} of what dd
 assert all(trial.validation[-1] < trial.validation[0] for trial in two + four), "a loss did not fall"
 
 # %% [markdown]
-# The same as bars, with the two kinds of bytes that come and go: *gathered* are weights that are whole for a moment,
-# *activations* are what forward leaves for backward. FSDP2 computes on gathered copies even where a rank has all
+# The same as bars, with the two kinds of bytes that exist only within a step: *gathered* weights, and *activations*,
+# which forward keeps for backward. FSDP2 computes on gathered copies even where a rank has all
 # weights already, as in `ddp`.
 
 # %%
@@ -138,7 +138,7 @@ comparison.memory(two + four)
 # each rank
 #
 # - holds `W/S`, `G/S` and `O/S`,
-# - has gathered at most `W` with `grad_op`; with the others the largest block, and what is in no block,
+# - has gathered at most `W` with `grad_op`; with the others the largest block, and the weights outside blocks,
 # - sends, with ring algorithms, `(S-1)/S` of all that is gathered or reduced inside the group, and between groups
 #   `2 (N/S - 1)/(N/S)` of its part of the gradients. `grad_op` gathers `W` once and reduces `G` once. `full` gathers
 #   the blocks twice: what it freed after forward it needs again in backward.
@@ -169,9 +169,9 @@ notebook.exercise(
 # %% [markdown]
 # ## Activations: what no strategy divides
 #
-# Sharding divides what belongs to the model. Activations belong to the pictures: a rank has as many as it has pictures,
-# whatever the strategy. More ranks mean fewer pictures for each, and that is all. The next notebook shows what does
-# make them smaller.
+# Sharding divides the state of the model. Activations belong to the pictures: they grow with a rank's number of
+# pictures, whatever the strategy. More ranks only mean fewer pictures for each. The next notebook shows how to make
+# activations smaller.
 
 # %%
 comparison.activations(two + four)
@@ -180,7 +180,7 @@ comparison.activations(two + four)
 # ### Exercise 3
 #
 # The price of memory is communication. Which of the strategies sends most bytes in a step on 4 ranks: `ddp`, `grad_op`,
-# `full` or `hybrid`? Answer with a word in quotes. The column *sent per step* above tells.
+# `full` or `hybrid`? Answer with a word in quotes. See the column *sent per step* above.
 
 # %%
 answer_3 = ...
@@ -190,13 +190,13 @@ by_bytes = {
 notebook.exercise(answer_3, right=by_bytes[max(by_bytes)], hint="One of them gathers most weights twice.")
 
 # %% [markdown]
-# ## What to take from this
+# ## Summary
 #
 # - Choose `ddp` while everything fits: it gathers nothing.
 # - Choose `full` when it does not, and `hybrid` on several machines.
-# - `grad_op` is in between: little to hold between steps, but a whole copy of the weights during each.
+# - `grad_op` is in between: little memory between steps, but a whole copy of the weights during each.
 # - Offload when `full` is still too much and time matters less.
-# - `parallel.strategy: auto` decides like this by itself.
+# - `parallel.strategy: auto` makes these choices for you.
 #
 # With a frozen base and an adapter, `G` and `O` are tiny and the weights remain: there `full` saves most. Try it: put
 # `"adapter.type=lora"` and `"model.train={transformer: adapter}"` into `COMMON`.

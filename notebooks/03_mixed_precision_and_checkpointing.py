@@ -1,9 +1,8 @@
 # %% [markdown]
 # # 3. Mixed precision and activation checkpointing
 #
-# The lab before this one divided what belongs to the model. Two more settings make the rest smaller: numbers of 16 bits
-# instead of 32 for the compute, and forgetting activations that can be computed again. Both are measured here, with
-# what they cost.
+# The previous lab divided the state of the model. Two more settings save memory: computing with numbers of 16 bits
+# instead of 32, and recomputing activations instead of keeping them. Both are measured here, with their cost.
 
 # %% tags=["parameters"]
 import torch
@@ -20,8 +19,8 @@ DEVICE = notebook.device(2)  # cuda where this machine has two GPUs
 # ## Two kinds of numbers
 #
 # An **fp32** number has 32 bits: 24 significant ones, and a range up to 10^38. A **bf16** number has the same range
-# in 16 bits, and pays with precision: 8 significant bits, two to three decimal digits. Matrix units of GPUs compute in
-# bf16 several times as fast, and everything takes half the room.
+# in 16 bits, but less precision: 8 significant bits, two to three decimal digits. Matrix units of GPUs compute in bf16
+# several times as fast, and everything takes half the memory.
 #
 # Eight bits are enough for a product of a weight and an activation. They are not enough to *learn*: a step of training
 # changes a weight by very little, and in bf16 the sum can round back to what it was. Here a thousand steps of 0.001
@@ -53,21 +52,21 @@ notebook.exercise(
 # %% [markdown]
 # ## Mixed precision
 #
-# So the trained weights stay fp32, the *master weights*, with fp32 gradients and optimizer state. For the compute each
-# block gets a copy in bf16. That is `train.precision: bf16`. Under sharding there is a second gain: what is gathered
-# and sent between ranks is the bf16 copy; only gradients travel as fp32.
-# (Weights that are not trained need no master: they are kept in bf16.)
+# So the trained weights stay in fp32, the *master weights*, with fp32 gradients and optimizer state. Each block
+# computes with a copy in bf16. That is `train.precision: bf16`. Under sharding there is a second gain: ranks gather the
+# bf16 copy, and only gradients are sent in fp32. (Weights that are not trained need no master copy: they are kept in
+# bf16.)
 #
 # ## Activation checkpointing
 #
-# Backward needs what forward computed. `train.checkpointing: full` keeps only what went *into* each block, and when
-# backward comes to a block it runs its forward once more. That costs about a third of the compute. A number `n`
-# does it for every n-th block only.
+# Backward needs the results of forward. `train.checkpointing: full` keeps only the *input* of each block, and backward
+# runs the forward of a block once more before it needs it. That costs about a third more compute. A number `n` does
+# it for every n-th block only.
 #
 # ## The third lever: fewer pictures at a time
 #
-# `train.micro_batch` is how many pictures a rank takes in one pass. A step of more pictures takes several passes, whose
-# gradients are added up. The result is the same, the activations are those of one pass.
+# `train.micro_batch` is the number of pictures of a rank in one pass. A step of more pictures takes several passes,
+# whose gradients are added up. The result is the same, the activations are those of one pass.
 #
 # ## Measure them
 #
@@ -98,15 +97,15 @@ VARIANTS = {
 found = await notebook.compare(config, VARIANTS, RUNS)
 
 # %% [markdown]
-# Activations, what is gathered at once and what is sent are in MB of one rank. Seconds are of this machine; a CPU gains
-# little from bf16, or even loses.
+# Activations, gathered weights and sent bytes are in MB of one rank. Seconds are of this machine; a CPU gains little
+# from bf16, or even loses.
 
 # %%
 print(comparison.levers(found))
 
 # %% [markdown]
-# The same as bars. Master weights, gradients and optimizer state are what they were: these settings change what comes
-# and goes.
+# The same as bars. Master weights, gradients and optimizer state are unchanged: these settings only change the memory
+# within a step.
 
 # %%
 comparison.memory(found)
@@ -147,12 +146,12 @@ notebook.exercise(answer_2, right=activations / 2, hint="Each picture has its ow
 
 # %%
 answer_3 = ...
-notebook.exercise(answer_3, right="bf16", hint="What is sent are the weights that a block computes with.")
+notebook.exercise(answer_3, right="bf16", hint="A rank sends the weights that a block computes with.")
 
 # %% [markdown]
-# ## What to take from this
+# ## Summary
 #
 # - `train.precision: bf16` is the default, on GPUs the faster one as well.
 # - When activations do not fit, lower `train.micro_batch` first: it costs little until passes become tiny.
 # - Then `train.checkpointing: full`: about a third more compute for a fraction of the activations.
-# - When the model itself does not fit, shard it: that was the lab before.
+# - When the model itself does not fit, shard it, as in the previous lab.

@@ -2,8 +2,8 @@
 # # 4. Seven adapters, side by side
 #
 # An *adapter* changes the layers of a frozen model by a few trained numbers. There are many kinds, and they differ in
-# how many numbers they take, how fast they are, and which changes they can make at all. Here all seven train on the
-# same pictures, and then each is asked for changes of a single layer, to see what it can and cannot do.
+# the number of parameters, in speed, and in the changes that they can represent. Here all seven train on the same
+# pictures, and then each is fitted to changes of a single layer, to see what it can and cannot represent.
 
 # %% tags=["parameters"]
 import torch
@@ -16,23 +16,24 @@ STEPS = 12  # of each adapter
 DEVICE = notebook.device(2)  # cuda where this machine has two GPUs
 
 # %% [markdown]
-# ## What they are
+# ## The seven kinds
 #
-# A linear layer multiplies by a weight `W` (out x in). An adapter makes of it
+# A linear layer multiplies by a weight `W` (out x in). An adapter replaces it by
 #
 # | | the new weight | in words |
 # |---|---|---|
 # | `lora` | `W + B A` | a sum of `rank` simple changes |
 # | `locon` | the same | also for convolutions (this model has none, so here it is `lora`) |
-# | `dora` | `m (W + B A) / length` | the same for the direction of each row, and its length by itself |
-# | `loha` | `W + (B1 A1) * (B2 A2)` | two low-rank changes, multiplied number by number: rank up to `rank` squared |
+# | `dora` | `m (W + B A) / length` | the same for each row's direction; its length `m` is trained separately |
+# | `loha` | `W + (B1 A1) * (B2 A2)` | two low-rank changes, multiplied element by element: rank up to `rank` squared |
 # | `lokr` | `W + C kron (B A)` | a small pattern, repeated in large with other signs and sizes |
-# | `diag-oft` | `R W` | turns groups of `block_size` outputs, keeps all lengths and angles inside `W` |
-# | `boft` | `R1 R2 ... W` | several such turns with other groups each, like the stages of a butterfly |
+# | `diag-oft` | `R W` | rotates groups of `block_size` outputs, keeps all lengths and angles inside `W` |
+# | `boft` | `R1 R2 ... W` | several such rotations, each of other groups, like the stages of a butterfly |
 #
 # ## Train all seven
 #
-# One `torchrun` trains them one after the other, on two ranks that share the frozen model. `boft` wants smaller steps.
+# One `torchrun` trains them one after the other, on two ranks that share the frozen model. `boft` needs a smaller
+# learning rate.
 
 # %%
 config = notebook.config(
@@ -52,9 +53,9 @@ found = await notebook.compare(config, VARIANTS, RUNS)
 # %% [markdown]
 # ## Size and speed
 #
-# *Trained* is how many numbers the adapter has, and *of the model* their share. The exported file holds just these.
-# Optimizer state is theirs alone, which is why adapters need so little memory. The loss is that on held-out pictures
-# after these few steps; with a learning rate of its own each gets further.
+# *Trained* is the number of the adapter's parameters, and *of the model* their share. The exported file holds just
+# these. Only they have optimizer state, which is why adapters need so little memory. The loss is the one on held-out
+# pictures after these few steps; with its own learning rate each adapter gets further.
 
 # %%
 notebook.Table(
@@ -95,11 +96,11 @@ notebook.gallery({prompt: {label: row[prompt] for label, row in drawn.items()} f
 # %% [markdown]
 # ## What each can express
 #
-# Now one layer of 32 x 32. It shall change in a certain way, and the adapter is fitted to that change as well as it can
-# be. The table tells which share of the change is *left*: 0 is perfect, 1 is no better than doing nothing.
+# Now one layer of 32 x 32. Each adapter is fitted to a given change of its weight as well as possible. The table shows
+# which share of the change is *left*: 0 is a perfect fit, 1 is as bad as no adapter.
 #
-# Four changes: the sum of two simple ones; other lengths of the rows; a turn of small groups of outputs; and a small
-# pattern repeated in large.
+# Four changes: one of rank 2; other lengths of the rows; a rotation of small groups of outputs; and a small pattern
+# repeated in large.
 
 # %%
 numbers = torch.Generator().manual_seed(0)
@@ -125,7 +126,7 @@ CHANGES = {
 
 # %% [markdown]
 # The fit takes a few seconds. Look for the zeros: each kind of adapter makes its own kind of change exactly, with few
-# numbers, and cannot make some others at all.
+# parameters, and cannot make some others at all.
 
 # %%
 SMALL = {
@@ -168,10 +169,10 @@ notebook.exercise(
 )
 
 # %% [markdown]
-# ## What to take from this
+# ## Summary
 #
 # - `lora` is the one every program reads, and a good first choice; `dora` for a little more at a little more time.
 # - `lokr` is by far the smallest. It needs a higher learning rate or more steps.
-# - `loha` reaches higher ranks with the numbers of a LoRA of twice the rank, and takes longer.
-# - `diag-oft` and `boft` turn what a layer makes and leave its lengths alone; they keep more of what the model knew.
+# - `loha` reaches higher ranks with the parameters of a LoRA of twice the rank, and takes longer.
+# - `diag-oft` and `boft` rotate the outputs of a layer and keep their lengths; they keep more of what the model knew.
 # - All seven can be sharded, and train the same on any number of ranks: `make parity` proves it.

@@ -2,10 +2,10 @@
 # # 5. Checkpoints: stop, continue elsewhere, export
 #
 # A *checkpoint* holds what a run needs to go on as if it had never stopped: the trained weights, the optimizer's
-# state, and the step. When a model is sharded, no rank has all of it. So no rank can write all of it, and a
-# checkpoint is a folder to which every rank adds its own part.
+# state, and the step. When a model is sharded, no rank has all of it, so a checkpoint is a folder to which every rank
+# writes its own part.
 #
-# You stop a run on two ranks, look into that folder, continue on **one** rank, and compare the end with a run that
+# You stop a run on two ranks, look into that folder, continue on **one** rank, and compare the result with a run that
 # was never stopped.
 
 # %% tags=["parameters"]
@@ -32,7 +32,7 @@ notebook.dashboard(run)
 
 # %% [markdown]
 # *Stop* is a request: a file in the run folder, which the page, this notebook or a terminal may write. All ranks read
-# it after the same step, write a checkpoint together, and leave. The *Stop* button above writes that file too.
+# it after the same step, write a checkpoint together, and exit. The *Stop* button above writes the same file.
 
 # %%
 await notebook.reached(run, STOP_AT)
@@ -43,8 +43,7 @@ print("The run has", await notebook.ended(run))
 # ## What is in the folder
 #
 # One `.distcp` file per rank, `contents.json` with the table of contents, and `manifest.json`. The manifest is written
-# last, and only then the folder gets its name: a folder named `step-...` is complete, whatever moment the power
-# failed at.
+# last, and only then the folder gets its name: a folder named `step-...` is complete, even after a power failure.
 
 # %%
 from trainer.checkpoint.restore import StoredWeights
@@ -56,13 +55,13 @@ files = sorted(folder.iterdir())
 notebook.Table(["file", "bytes"], [[file.name, f"{file.stat().st_size:,}"] for file in files])
 
 # %% [markdown]
-# The table of contents knows every tensor: its whole shape, and the *chunks* it was written in, one per rank that
-# held a part. The strategy was `full`: FSDP cuts each tensor by rows, as many rows to each rank as to the others.
+# The table of contents lists every tensor: its whole shape, and the *chunks* it was written in, one per rank that
+# held a part. The strategy was `full`: FSDP shards each tensor by rows, with equally many rows per rank.
 #
-# Beside each trained weight there are AdamW's two running means of it, `exp_avg` and `exp_avg_sq`. In the table below
-# `*` stands for the name of the tensor.
+# For each trained weight there are also AdamW's two running means, `exp_avg` and `exp_avg_sq`. In the table below `*`
+# stands for the name of the tensor.
 #
-# (PyTorch writes a table of its own too, `.metadata`. It is a pickle, which can run code when PyTorch opens it: use
+# (PyTorch also writes its own table, `.metadata`. It is a pickle, which can run code when PyTorch opens it: use
 # its tools only on checkpoints that you trust. `trainer.checkpoint.contents` reads `contents.json` and runs nothing.)
 
 # %%
@@ -109,12 +108,12 @@ notebook.exercise(
 # %% [markdown]
 # ## From shards to one file
 #
-# Programs that know nothing of sharding want one *full state dict*: {name: whole tensor}. PyTorch reads all shards
+# Programs without sharding need one *full state dict*: {name: whole tensor}. PyTorch reads all shards
 # and saves them as one file. It is loaded with `weights_only=True`, which refuses everything but tensors and plain
 # values.
 #
 # This needs the whole state in the memory of one process. Here it is small. For a model that was sharded because it
-# does not fit on one GPU it can be too much, and that is why a run does not do it at each checkpoint.
+# does not fit on one GPU it can be too much, so a run does not do it at each checkpoint.
 
 # %%
 import torch
@@ -151,8 +150,8 @@ straight = notebook.start(config, RUNS)
 print("The run has", await notebook.ended(straight))
 
 # %% [markdown]
-# Do they end at the same weights? Sums that are made in another order are rounded otherwise, so a difference of one
-# millionth would be no mistake. `StoredWeights` reads one tensor after the other from a checkpoint.
+# Do they end at the same weights? Sums in another order are rounded differently, so a difference of one millionth
+# would not be an error. `StoredWeights` reads one tensor after the other from a checkpoint.
 
 # %%
 ends = [StoredWeights(manifest.complete(one.checkpoints)[-1]) for one in (run, straight)]
@@ -173,7 +172,7 @@ answer_2 = ...
 notebook.exercise(
     answer_2,
     right="step",
-    hint="Everything else follows from the config: manifest.json holds it beside the optimizer's name.",
+    hint="Everything else follows from the config: manifest.json holds it next to the optimizer's name.",
 )
 
 # %% [markdown]
@@ -181,7 +180,7 @@ notebook.exercise(
 #
 # A checkpoint is for this program, an *export* is for others. The end of a run exports the adapter. At any time you
 # can export something else from the newest checkpoint: `merged` is the whole transformer with `W + B A` in place of
-# each `W`. Each file is read back with another program's loader before it gets its name.
+# each `W`. Each file is reloaded with another program's loader before it gets its name.
 
 # %%
 merged = await notebook.export(run, "merged", dtype="fp32")
@@ -192,8 +191,8 @@ for event in notebook.exports(run):
 # ## Check it yourself
 #
 # Two ways to the same model: the base with the adapter's file on top, and the merged folder. diffusers loads both.
-# The adapter's file is bf16, which keeps about three decimal digits; its updates are rounded by that, and the weights
-# they are added to are larger than they.
+# The adapter's file is bf16, which keeps about three decimal digits; that rounds its updates, which are smaller than
+# the weights they are added to.
 
 # %%
 from diffusers import Flux2Transformer2DModel
@@ -216,8 +215,8 @@ print(f"base + adapter's file and merged folder differ by at most {apart:.1e}")
 # %% [markdown]
 # ## Where to go next
 #
-# - `checkpoint.every` and `checkpoint.keep` say how often one is written and how many stay. Writing goes on in the
-#   background while training continues.
+# - `checkpoint.every` and `checkpoint.keep` set how often one is written and how many are kept. Training continues
+#   while it is written.
 # - In a terminal: `shardstudio --resume RUN_DIR parallel.devices=1`, and
 #   `shardstudio --export RUN_DIR --what merged`.
 # - `06_many_nodes`: when one machine is not enough.

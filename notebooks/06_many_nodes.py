@@ -1,16 +1,16 @@
 # %% [markdown]
 # # 6. Many nodes
 #
-# When one machine has too few GPUs, several train together. The words:
+# When one machine has too few GPUs, several train together. The terms:
 #
 # - a *node* is a machine;
-# - a *rank* is one of the processes that train, counted over all nodes from 0; the *local rank* counts those of one
-#   node, and is also the number of its GPU there;
-# - the *rendezvous* is the place where the nodes meet, an address `host:port` on the first of them. Who comes there
-#   waits until all have come.
+# - a *rank* is one of the processes that train, numbered over all nodes from 0; the *local rank* numbers those of one
+#   node, and is also the index of its GPU there;
+# - the *rendezvous* is an address `host:port` on the first node, at which the nodes find each other. Each waits there
+#   until all have joined.
 #
-# Here this machine plays two nodes, each with two ranks on the CPU. The commands, the meeting and the messages between
-# the ranks are those of a real cluster; only the cable is missing.
+# Here this machine plays two nodes, each with two ranks on the CPU. The commands, the rendezvous and the messages
+# between the ranks are those of a real cluster; only the network is missing.
 
 # %% tags=["parameters"]
 from app import notebook
@@ -19,11 +19,11 @@ RUNS = notebook.RUNS
 STEPS = 8
 
 # %% [markdown]
-# ## Who holds what
+# ## Which rank holds what
 #
 # Two nodes with two ranks each are four ranks. With the strategy `full` all four share one copy of the model, a
-# quarter each. With `hybrid` the two ranks of a node share a copy, a half each, and the other node has the same copy
-# again. FSDP arranges the ranks as a table, one row per copy:
+# quarter each. With `hybrid` the two ranks of a node share a copy, a half each, and the other node has another copy.
+# FSDP arranges the ranks as a table, one row per copy:
 
 # %%
 import torch
@@ -44,13 +44,13 @@ notebook.Table(
 # %% [markdown]
 # ## Why copies, when sharding saves memory?
 #
-# Because of the cable. A rank that shares its weights must fetch the other parts whenever it computes: once in
-# forward and once more in backward. Inside a node this goes over fast links, between nodes over a network that is
-# many times slower.
+# Because of the network. A rank with sharded weights must gather the other parts whenever it computes: once in forward
+# and once more in backward. Inside a node this goes over fast links, between nodes over a network that is many times
+# slower.
 #
-# - `full`: half of the weights lie on the other node. So at least half of them come into each node, twice per step.
-# - `hybrid`: weights never leave a node. Only the gradients do, once per step, and with an adapter there are few of
-#   them: the frozen weights have none.
+# - `full`: half of the weights are on the other node. So each node receives at least half of them, twice per step.
+# - `hybrid`: weights never leave a node. Only the gradients do, once per step, and with an adapter they are few: the
+#   frozen weights have none.
 
 # %%
 from safetensors import safe_open
@@ -65,7 +65,7 @@ print(f"the frozen weights, as fp32: {weights / 1e6:.1f} MB")
 # %% [markdown]
 # ### Exercise 1
 #
-# With `full` over these two nodes: how many MB of frozen weights come into each node per step, at least?
+# With `full` over these two nodes: how many MB of frozen weights does each node receive per step, at least?
 
 # %%
 answer_1 = ...
@@ -81,7 +81,7 @@ notebook.exercise(
 # Three fields make a run one of several nodes: `parallel.nodes`, `parallel.rendezvous`, and `parallel.devices` for the
 # ranks of each node. Any free port will do.
 #
-# The first node starts the run as always. It makes the run folder, opens the rendezvous, and waits.
+# The first node starts the run as usual. It creates the run folder, opens the rendezvous, and waits.
 #
 # (The device is the CPU here, also on a machine with GPUs: two nodes on one machine would take the same ones.)
 
@@ -104,9 +104,9 @@ notebook.dashboard(run)
 # %% [markdown]
 # ## The second node
 #
-# It needs no config: it joins the run folder, which both nodes must see under the same path, and says its number. On a
-# second machine you would type `shardstudio --join RUN_DIR --node-rank 1`. Both start torchrun, and only the
-# number differs:
+# It needs no config: it joins the run folder, which both nodes must see under the same path, with its node rank. On a
+# second machine you would type `shardstudio --join RUN_DIR --node-rank 1`. Both start torchrun, and only the node
+# rank differs:
 
 # %%
 import shlex
@@ -115,10 +115,10 @@ second = notebook.join(run, node_rank=1)
 print(shlex.join(second.argv))
 
 # %% [markdown]
-# Now both have met, and torchrun has dealt the ranks. It told each process its place by environment variables, which
-# any program may look at as long as the process lives.
+# Now both have joined, and torchrun has assigned the ranks. It passes them to each process in environment variables,
+# which any program may read while the process is running.
 #
-# Node 0 is the one that started the run: rank 0 is there, and writes what all see of the run.
+# Node 0 is the one that started the run: it has rank 0, which writes the events of the run.
 
 # %%
 import asyncio
@@ -133,13 +133,12 @@ while len(list(run.ranks.iterdir())) < world and process.alive(run):
 rows = []
 for how, pid in (("start", Launch.read(run).pid), ("join", second.process.pid)):
     for rank in psutil.Process(pid).children():
-        told = rank.environ()
-        rows.append([how, told["RANK"], told["GROUP_RANK"], told["LOCAL_RANK"], told["WORLD_SIZE"]])
+        environ = rank.environ()
+        rows.append([how, environ["RANK"], environ["GROUP_RANK"], environ["LOCAL_RANK"], environ["WORLD_SIZE"]])
 notebook.Table(["begun by", "RANK", "GROUP_RANK (node)", "LOCAL_RANK", "WORLD_SIZE"], rows)
 
 # %% [markdown]
-# Each rank writes a file of its own, whatever node it is on, so that one page shows them all. Events are written by
-# rank 0 alone.
+# Each rank on every node writes its own status file, so that one page shows them all. Only rank 0 writes events.
 
 # %%
 from trainer.run.events import RankReader
@@ -157,15 +156,14 @@ notebook.Table(
 # %% [markdown]
 # ## The same on one node
 #
-# Four ranks of one node with the strategy `full`. Nothing of the training changes: the same pictures, the same noise.
+# Four ranks of one node with the strategy `full`. The training is the same: the same pictures, the same noise.
 
 # %%
 alone = notebook.start(notebook.config("quickstart", *CHANGES, f"parallel.devices={world}"), RUNS)
 print("The run has", await notebook.ended(alone))
 
 # %% [markdown]
-# Where are the ranks in the result? Nowhere, if all is right: only the order of sums differs, and with it the last
-# digit.
+# How do the results differ? Only the order of sums does, and with it the last digit.
 
 # %%
 from trainer.run.events import EventReader, latest_steps
@@ -181,8 +179,8 @@ notebook.Table(
 )
 
 # %% [markdown]
-# Where are they in the weights? The checkpoints tell how a tensor was cut: into halves under `hybrid`, of which the
-# other node had the same, and into quarters under `full`. What two ranks hold alike is written once, by one of them.
+# The checkpoints show how each tensor was sharded: into halves under `hybrid`, with equal halves on the other node, and
+# into quarters under `full`. What two ranks hold alike is written once, by one of them.
 
 # %%
 from trainer.checkpoint import contents
@@ -201,7 +199,7 @@ notebook.Table(["run", "rows", "written by one rank into"], rows)
 # %% [markdown]
 # ### Exercise 2
 #
-# A cluster of 16 nodes with 8 GPUs each trains with `hybrid`. Which part of the weights does each rank hold? (A
+# A cluster of 16 nodes with 8 GPUs each trains with `hybrid`. Which fraction of the weights does each rank hold? (A
 # number.)
 
 # %%
@@ -222,11 +220,11 @@ notebook.exercise(
 #    command for the others.
 # 3. On each other node: that command; or in a notebook there `notebook.join(notebook.attach("the run"), node_rank=1)`.
 #
-# Where SLURM or Kubernetes deals the nodes, `--slurm` or `--kubernetes` writes the file of the job instead.
+# Where SLURM or Kubernetes assigns the nodes, `--slurm` or `--kubernetes` writes the job file instead.
 #
-# Which strategy? `hybrid` when the model fits on the GPUs of one node, and `auto` takes it then. When it does not,
-# `full` shares it over all nodes and pays with the network. `parallel.shard_size` is in between: any number of ranks
-# that share a copy.
+# Which strategy? `hybrid` when the model fits on the GPUs of one node; `auto` chooses it then. When it does not, `full`
+# shards it over all nodes at the cost of network traffic. `parallel.shard_size` is in between: any number of ranks that
+# share a copy.
 #
-# When a node fails, the others cannot go on: the run ends, and says which rank failed. `shardstudio --resume` continues
-# from the newest checkpoint, also on fewer nodes (`05_checkpoints`).
+# When a node fails, the others cannot continue: the run ends, and reports which rank failed. `shardstudio --resume`
+# continues from the newest checkpoint, also on fewer nodes (`05_checkpoints`).

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 7. Your own images
 #
-# From a folder of pictures to a run: captions, what is checked before anything starts, how pictures of all shapes are
-# trained together, and how often each one is seen.
+# From a folder of pictures to a run: captions, the checks before the start, how pictures of all shapes are trained
+# together, and how often each one is seen.
 #
 # Put your own folder into the next cell. Without one, this notebook makes a folder of pictures in three shapes from
 # those that come with ShardStudio.
@@ -22,7 +22,8 @@ DEVICE = notebook.device(2)  # cuda where this machine has two GPUs
 # ## A folder
 #
 # A picture is a file of type png, jpg, webp, bmp or tif, of any size, in any depth of folders. Its *caption* is a text
-# file of the same name beside it. (Many captions also fit into one `metadata.jsonl`, see trainer/data/README.md.)
+# file of the same name in the same folder. (Many captions also fit into one `metadata.jsonl`, see
+# `trainer/data/README.md`.)
 
 # %%
 from PIL import Image
@@ -32,7 +33,7 @@ shipped = sorted(Path(notebook.config("quickstart").config.data.path).glob("*.pn
 
 
 def make_folder(folder: Path, count: int = 24) -> Path:
-    """Shipped pictures with their captions, in three shapes: with paper at their sides."""
+    """Copy the shipped pictures with their captions, padded to three shapes."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, picture in enumerate(shipped[:count]):
         shape, size = list(SHAPES.items())[number % len(SHAPES)]
@@ -51,15 +52,15 @@ files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in (".p
 notebook.gallery({"": {file.name: file for file in files[:12]}})
 
 # %% [markdown]
-# ## What would stop a run, told before it starts
+# ## Errors are reported before the start
 #
-# A typing mistake should not be found by a GPU after an hour of loading. So `start` first looks at every file. Here is
-# a folder with four mistakes in it:
+# A typing mistake should not show up after an hour of loading on a GPU. So `start` first checks every file. Here is a
+# folder with four mistakes in it:
 
 # %%
 wrong = make_folder(RUNS / "images-with-mistakes", count=5)
 spoilt = sorted(wrong.glob("*.png"))
-spoilt[0].write_bytes(spoilt[0].read_bytes()[:20])  # a download that broke off
+spoilt[0].write_bytes(spoilt[0].read_bytes()[:20])  # an incomplete download
 spoilt[1].with_suffix(".txt").unlink()  # no caption
 spoilt[2].with_suffix(".txt").write_text("  \n")  # an empty one
 spoilt[3].with_suffix(".txt").write_bytes("Kaninchen, müde".encode("latin-1"))  # not UTF-8
@@ -73,8 +74,8 @@ except ValueError as error:
     print(str(error).replace(f"{wrong}/", ""))
 
 # %% [markdown]
-# Each line names the file and the way out. Some of it you may want as it is: `data.missing_caption: empty` trains a
-# picture without a caption, and `data.bad_image: warn` leaves out what cannot be read. The fourth has to be repaired.
+# Each line names the file and the remedy. Some of it you may want to allow: `data.missing_caption: empty` trains a
+# picture without a caption, and `data.bad_image: warn` leaves out unreadable files. The fourth has to be repaired.
 
 # %%
 from trainer.data import image_files
@@ -89,8 +90,8 @@ print(f"{len(found.train)} pictures to train")
 # %% [markdown]
 # ## Captions and the trigger
 #
-# The caption says what is in the picture, *except* what is to be learned: that is what the trigger is for. `[trigger]`
-# in a caption is replaced by it; a caption without it gets it in front.
+# The caption describes the picture, *except* what is to be learned, which the trigger stands for. `[trigger]` in a
+# caption is replaced by the trigger; a caption without `[trigger]` gets it in front.
 #
 # The best trigger is a word that means nothing to the model yet. Below are captions as the model will read them.
 
@@ -105,10 +106,9 @@ notebook.Table(
 # %% [markdown]
 # ## Buckets
 #
-# Pictures that are trained in one pass must have one size. Squeezing all into a square would crop the wide ones. So
-# there are *buckets*: sizes of about the same area, `data.resolution` squared, in several shapes. Each picture goes
-# into the bucket whose shape is nearest to its own, is scaled to cover it, and what stands out is cut off. A batch is
-# taken from one bucket.
+# Pictures that are trained in one pass must have one size. Fitting all into a square would crop the wide ones. So there
+# are *buckets*: sizes of about the same area, `data.resolution` squared, in several shapes. Each picture goes into the
+# bucket whose shape is nearest to its own, is scaled to cover it, and cropped. A batch is taken from one bucket.
 
 # %%
 from trainer.config import families
@@ -175,9 +175,9 @@ notebook.exercise(
 # %% [markdown]
 # ## Will it fit?
 #
-# `plan` says what a run will take of each GPU, before anything is started or downloaded: at its fullest moment, part by
-# part. Without a second argument it is for this machine's GPUs. Here it is for a model three thousand times larger than
-# the demo's, on four cards of 24 GB, with what would make it fit. What its captions and samples take is there too.
+# `plan` computes the peak memory of a run per GPU, part by part, before anything is started or downloaded. Without a
+# second argument it is for this machine's GPUs. Here it is for a model three thousand times larger than the demo's, on
+# four cards of 24 GB, with the changes that would make it fit. Encoding captions and drawing samples are included.
 
 # %%
 notebook.plan(notebook.config("flux2-dev-lora-4gpu"), "4x24gb")
@@ -205,7 +205,7 @@ print("The run has", await notebook.ended(run))
 # %% [markdown]
 # ## Before and after
 #
-# From the same noise each.
+# Each pair is drawn from the same noise.
 
 # %%
 notebook.gallery(notebook.samples(run))
@@ -221,4 +221,4 @@ notebook.gallery(notebook.samples(run))
 # - if they do not change, check that the trigger is in the prompt, then raise `optim.lr`.
 #
 # `notebook.form("flux2-klein-4b-lora-1gpu", "data.path=...")` shows what can be set. The page (`make ui`) has a tab
-# *Dataset* in which captions are edited beside their pictures.
+# *Dataset* in which captions are edited next to their pictures.

@@ -1,11 +1,11 @@
 # %% [markdown]
 # # 8. Language models: QLoRA
 #
-# The same trainer, without a picture: a causal language model predicts the next token of a text. *QLoRA* is a LoRA on a
+# The same trainer, without pictures: a causal language model predicts the next token of a text. *QLoRA* is a LoRA on a
 # base that is stored in 4 bits, which is how a model of 8 billion parameters is trained on one card of 24 GB.
 #
-# Here it is done in small. A model of bytes first learns this project's READMEs from nothing, so that there is a base
-# that knows something. Then that base is stored in 4 bits, and a LoRA teaches it to answer.
+# Here it is done on a small scale. A model of bytes is first trained on this project's READMEs from random weights, as
+# a base. Then that base is stored in 4 bits, and a LoRA teaches it to answer.
 
 # %% tags=["parameters"]
 import json
@@ -22,8 +22,8 @@ DEVICE = notebook.device(2)  # cuda where this machine has two GPUs
 # ## Text
 #
 # `data.path` is a folder or file of text: a `.txt` is one document, a `.jsonl` has one per line, and a `.npy` holds
-# tokens that are ready. A line has either `text`, all of which is learned, or `prompt` and `completion`, of which only
-# the completion is.
+# token ids. A line has either `text`, all of which is learned, or `prompt` and `completion`, of which only the
+# completion is learned.
 
 # %%
 rooms = Path(notebook.__file__).parents[2] / "trainer"
@@ -43,9 +43,9 @@ print(f"{cut:,} characters to read, {len(text) - cut:,} held out, and lines like
 #
 # A pass takes rows of `data.length` tokens. Padding each short document to that length would waste most of it, so
 # documents are *packed*: one after the other, as many as fit. They must not see each other, or the end of one would be
-# predicted from another. Attention stays inside a document, and positions begin again in each.
+# predicted from another. Attention stays inside a document, and positions restart in each.
 #
-# Does it? Below one packed row, each of its documents alone, and for comparison the row as if it were one document.
+# A check: the loss of one packed row, of each of its documents alone, and of the row as if it were one document.
 
 # %%
 import torch
@@ -100,15 +100,15 @@ assert abs(as_one - packed) > 1e-4 * packed, "what is before a document makes no
 # %% [markdown]
 # ## A base
 #
-# Every learned token of all ranks weighs the same, whatever row it is in. The loss is told per token, and for held-out
-# text its *perplexity* besides: between how many equally likely tokens the model hesitates.
+# Every learned token of all ranks has the same weight, whatever row it is in. The loss is the mean per token. For
+# held-out text the *perplexity* is logged too: between how many equally likely tokens the model hesitates.
 
 # %%
 base = notebook.start(config, RUNS)
 notebook.dashboard(base)
 
 # %% [markdown]
-# Wait for the end. After so few steps it writes letters and spaces as a text has them, but no sense:
+# Wait for the end. After so few steps it writes letters and spaces like a text, but without sense:
 
 # %%
 print("The run has", await notebook.ended(base))
@@ -119,7 +119,7 @@ print(" ".join(written.split()))
 # ### Exercise 1
 #
 # The tokens of this model are the 256 bytes and an end of text. What would be the perplexity of a model that knows
-# nothing, and takes all of them for equally likely?
+# nothing, and considers all of them equally likely?
 
 # %%
 from trainer.run.events import EventReader, ValidationEvent
@@ -134,7 +134,7 @@ notebook.exercise(answer_1, right=family.vocabulary, hint="It hesitates between 
 # %% [markdown]
 # ## The base in four bits
 #
-# The export of that run is a folder as transformers writes it, and now the `model.path` of the next one. With
+# The export of that run is a folder in the format of transformers, and now the `model.path` of the next run. With
 # `quantize.format: nf4` the linear layers of its blocks are stored as 4 bits per number and a scale per 64 of them.
 
 # %%
@@ -154,14 +154,14 @@ export: {{dtype: fp32}}
 tuning = notebook.config(qlora)
 
 # %% [markdown]
-# What that takes, counted from the model as it is built:
+# The memory of that, counted from the model as it is built:
 
 # %%
 from trainer.models.build import build_model
 
 
 def held(*changes: str) -> list[str]:
-    """Numbers that are trained, and kB of what is frozen in the blocks."""
+    """Number of trained parameters, and kB of the frozen ones in the blocks."""
     cfg = notebook.config(qlora, *changes).config
     built = build_model(cfg, families.make(cfg, RUNS / "cache"))
     blocks = [p for name, p in built.module.named_parameters() if ".layers." in name and not p.requires_grad]
@@ -187,7 +187,7 @@ notebook.exercise(answer_2, right=8 * (0.5 + 2 / 64), hint="Half a byte for each
 # %% [markdown]
 # ## QLoRA
 #
-# The ranks share the bytes as they would share numbers: each holds half of them, and a block's bytes are gathered when
+# The quantized bytes are sharded like any weights: each rank holds half of them, and a block's bytes are gathered when
 # it computes. Only the LoRA has gradients.
 
 # %%
@@ -211,8 +211,8 @@ for moment, written in notebook.texts(run).items():
 # %% [markdown]
 # ## In other programs
 #
-# The LoRA is a folder of peft. It was trained on a rounded base, and is added to the original one: so does peft, and so
-# does the merged model that transformers loads.
+# The LoRA is exported as a peft folder. It was trained on a rounded base, and is added to the original one: by peft,
+# and in the merged model that transformers loads.
 
 # %%
 import warnings
@@ -232,7 +232,7 @@ assert torch.allclose(ours, theirs, rtol=0, atol=1e-4)
 # %% [markdown]
 # ## The real thing
 #
-# Qwen3-8B on one card of 24 GB, as it is planned (nothing of it was measured on a GPU). In a terminal:
+# The plan of Qwen3-8B on one card of 24 GB (not measured on a GPU). In a terminal:
 # `shardstudio --plan qwen3-8b-qlora-1x24gb --gpus 1x24gb`.
 
 # %%
@@ -244,5 +244,5 @@ notebook.plan(notebook.config("qwen3-8b-qlora-1x24gb"), "1x24gb")
 # - Put your text into `data.path` of that preset, and some that is not trained on into `data.validation`. Where the
 #   validation loss rises while the loss falls, train shorter.
 # - `quantize.format: int8` takes about twice the bytes and rounds less: see `trainer/weights/README.md`.
-# - To pretrain and to tune in one run, see *Stages* in `trainer/run/README.md`.
+# - To pretrain and tune in one run, see *Stages* in `trainer/run/README.md`.
 # - `05_checkpoints`: stop, continue on another number of ranks, export.

@@ -19,8 +19,8 @@ DEVICE = notebook.device(2)  # cuda where this machine has two GPUs
 # %% [markdown]
 # ## Two kinds of data
 #
-# To draw, the network needs pictures with captions, as every model here. To answer, it needs a `.jsonl` file with an
-# image, a question and an answer in each line. Both are made from the 32 shipped pictograms:
+# To draw, the network needs pictures with captions, like every image model here. To answer, it needs a `.jsonl` file
+# with an image, a question and an answer in each line. Both are made from the 32 shipped pictograms:
 
 # %%
 shipped = sorted(Path(notebook.config("quickstart").config.data.path).glob("*.png"))
@@ -39,7 +39,7 @@ notebook.Table(["image", "question", "answer"], [list(row.values()) for row in r
 
 # %% [markdown]
 # And the config. `understanding`, `generation`, `vision` and `connectors` are the parts of the network, each of which
-# can be trained fully, by an adapter, or not at all. Here the encoder of pictures, `vision`, stays as it is.
+# can be trained fully, by an adapter, or not at all. Here the image encoder, `vision`, is frozen.
 
 # %%
 preset = RUNS / "both.yaml"
@@ -71,12 +71,12 @@ config = notebook.config(preset)
 # ## One sequence
 #
 # A batch holds pictures to draw and questions. For the matrix products all of them are *one* sequence of tokens: the
-# words of texts, then the patches of pictures that are looked at, then those of noisy latents that are drawn. Each
-# kind has weights of its own in every layer (words and looked-at patches those of `understanding`, drawn ones those of
-# `generation`). In attention they meet, each question and each picture in a row by itself. Who sees whom is a mask:
+# words of texts, then the patches of input pictures, then those of noisy latents that are drawn. Each kind has its own
+# weights in every layer (words and input patches those of `understanding`, drawn patches those of `generation`). In
+# attention they meet, with each question and each picture in its own row. A mask determines which token sees which:
 #
 # - text sees what came before it, as in a language model;
-# - a picture that is looked at sees all of itself, and is seen by the question and the answer after it;
+# - an input picture sees all of itself, and is seen by the question and the answer after it;
 # - a picture that is drawn sees its caption and all of itself, and nothing sees it: it is noise.
 #
 # Below are the masks of a question about a picture of four patches, and of a caption with four patches to draw. A line
@@ -106,7 +106,7 @@ notebook.gallery({"": masks}, size=150)
 # %% [markdown]
 # ### Exercise 1
 #
-# A picture of 64 x 64 pixels is looked at in square patches, with a mark before and after it. How many tokens is that
+# An input picture of 64 x 64 pixels becomes square patches, with a mark before and after it. How many tokens is that
 # in this network?
 
 # %%
@@ -115,7 +115,7 @@ answer_1 = ...
 notebook.exercise(answer_1, right=(64 // patch) ** 2 + 2, hint="Patches per side, squared, and two marks.")
 
 # %% [markdown]
-# ## What each part holds
+# ## Parameters of each part
 
 # %%
 from trainer.models.build import build_model
@@ -133,8 +133,8 @@ notebook.Table(["part", "numbers"], [[part, f"{count:,}"] for part, count in par
 # ## Train
 #
 # The loss of a picture is the mean squared error of its velocity, that of a question the mean cross-entropy of the
-# answer's tokens. Their weighted sum is what the gradient is taken of; the chart shows each by itself besides. A rank
-# whose pass has no question still runs every layer of the network: the other rank is waiting for its share of it.
+# answer's tokens. The gradient is that of their weighted sum; the chart also shows each of them. A rank whose pass has
+# no question still runs every layer of the network, because the other rank waits for its shard.
 
 # %%
 run = notebook.start(config, RUNS)
@@ -175,10 +175,10 @@ notebook.exercise(
 )
 
 # %% [markdown]
-# ## What it says
+# ## Its answers
 #
-# Three questions, before and after. (What it *draws* means nothing to an eye: the autoencoder of a tiny model is random
-# too. The velocity's error is what shows that it learns.)
+# Three questions, before and after. (Its *pictures* show nothing: the autoencoder of the tiny model is random too. That
+# it learns to draw shows in the velocity's error.)
 
 # %%
 notebook.gallery({"": {picture.stem: folder / picture.name for picture in shipped[:3]}}, size=64)
@@ -187,11 +187,11 @@ notebook.gallery({"": {picture.stem: folder / picture.name for picture in shippe
 # It was asked before the first step and after the last:
 
 # %%
-said = {moment: [text for _, text in written] for moment, written in notebook.texts(run).items()}
-first, last = said.values()
+answers = {moment: [text for _, text in written] for moment, written in notebook.texts(run).items()}
+first, last = answers.values()
 asked = zip(config.config.sample.questions, config.config.sample.images, first, last, strict=True)
 notebook.Table(
-    ["picture", "question", *said],
+    ["picture", "question", *answers],
     [[Path(image).stem, question, *(" ".join(text.split()) for text in texts)] for question, image, *texts in asked],
 )
 
@@ -199,8 +199,8 @@ notebook.Table(
 # ## The published folder
 #
 # BAGEL-7B-MoT was published with the network in `ema.safetensors`. A run reads that file, a slice of each tensor per
-# rank, and its export is such a folder again. The average of the last weights (`optim.ema`) is what is exported. What
-# was not trained comes out bit for bit:
+# rank, and exports a folder of the same format, with the moving average of the weights (`optim.ema`). Weights that were
+# not trained are exported bit for bit:
 
 # %%
 from safetensors.torch import load_file
@@ -216,8 +216,8 @@ print(f"{len(before)} tensors; {len(before) - len(same)} were trained, {len(same
 # %% [markdown]
 # ## BAGEL-7B-MoT
 #
-# 14.6 billion numbers, of which each token uses half. A LoRA of it on a base in 4 bits, on one GPU of 24 GB, as it is
-# planned (nothing of it was measured on a GPU):
+# 14.6 billion parameters, of which each token uses half. The plan of a LoRA on a base in 4 bits, on one GPU of 24 GB
+# (not measured on a GPU):
 
 # %%
 notebook.plan(notebook.config("bagel-7b-mot-lora-nf4-1x24gb"), "1x24gb")

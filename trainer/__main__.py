@@ -44,7 +44,7 @@ def main() -> int:
         for path in _export(cfg, run, stage.before):
             say(path)
     except InputError as error:
-        complain(error)  # stderr is full of what libraries log while they load
+        say(error)  # stderr is full of what libraries log while they load
         return 2
     return 0
 

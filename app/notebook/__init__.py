@@ -1,7 +1,7 @@
-"""What a notebook does with runs: configure, plan, start, watch, wait for, continue and export them.
+"""The notebooks' interface to runs: configure, plan, start, watch, await, continue and export them.
 
-Nothing here blocks the kernel: runs are processes of their own, which go on when the kernel ends, and what waits for
-one is awaited, so that the buttons of its dashboard answer meanwhile.
+Nothing here blocks the kernel: runs are separate processes, which outlive the kernel, and functions that wait for a run
+are coroutines, so that the buttons of its dashboard keep working.
 """
 
 from __future__ import annotations
@@ -40,51 +40,56 @@ from trainer.run.events import ENDS, EventReader, ExportEvent, SampleEvent, Stat
 from trainer.run.folder import RunDir, shared_cache
 
 RUNS = (CHECKOUT or Path.cwd()) / "runs"
-"""The folder of runs that the page shows too: that of the checkout, or where ShardStudio is installed by pip, `runs` in
-the current folder."""
+"""The folder of runs, shared with the page: the checkout's, or `runs` in the current folder of an installation."""
 LESSONS = CHECKOUT / "notebooks" if CHECKOUT else Path(__file__).parents[1] / "notebooks"
 """The folder of the notebooks that come with the program; copy them before you change one that pip installed."""
 POLL_S = 0.2
 
 
 def device(ranks: int) -> Literal["cuda", "cpu"]:
-    """What `parallel.device` may be on this machine: cuda where each of the ranks can have a GPU of its own."""
+    """Return a value for `parallel.device`: cuda if this machine has a GPU for each rank, else cpu."""
     try:
         return "cuda" if len(gpus.read()) >= ranks else "cpu"
-    except InputError:  # a driver that does not answer: `launch.py --doctor` tells
+    except InputError:  # the driver does not answer: `launch.py --doctor` shows why
         return "cpu"
 
 
 def config(preset: str | Path, *overrides: str) -> ConfigFile:
-    """The config of a preset, by its name, or of a file, with `key=value` overrides.
+    """Load the config of a preset name or a file, with `key=value` overrides.
 
-    Raises ConfigError with every problem there is, and InputError for a word that is not the name of a preset.
+    Raises:
+        ConfigError: The config has problems; names every one.
+        InputError: There is no preset of that name.
     """
     return load_config(preset_file(preset, RUNS / "presets"), overrides)
 
 
 def form(preset: str | Path = "quickstart", *overrides: str) -> Form:
-    """The same as a form, whose `config` is what it shows: as the last line of a cell it is shown below it."""
+    """Return a form of the config, shown below a cell that ends with it. Its `config` is what the form shows."""
     return Form(preset_file(preset, RUNS / "presets"), overrides, named=str(preset))
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan as the last line of a cell shows it. ways: what would make the run fit."""
+    """A memory plan, shown below a cell that ends with it, and the fixes that would make the run fit."""
 
     plan: MemoryPlan
-    ways: tuple[Fix, ...]
+    fixes: tuple[Fix, ...]
 
     def _repr_html_(self) -> Markup:
-        way = Markup("<li>fits with {}: {:.2f} GiB</li>")
-        ways = Markup().join(way.format(fix, fix.plan.need / GIB) for fix in self.ways)
-        return in_notebook(plan_bar(self.plan) + (Markup("<ul>{}</ul>").format(ways) if ways else ""))
+        line = Markup("<li>fits with {}: {:.2f} GiB</li>")
+        lines = Markup().join(line.format(fix, fix.plan.need / GIB) for fix in self.fixes)
+        return in_notebook(plan_bar(self.plan) + (Markup("<ul>{}</ul>").format(lines) if lines else ""))
 
 
 def plan(config: ConfigFile, gpus: str | None = None, runs: Path = RUNS) -> Planned:
-    """What the run takes on each GPU, before it is started. gpus: as `4x24gb`; None: this machine's, if it has any.
+    """Plan the memory of a run per GPU. A model without a recording is recorded first.
 
-    Raises InputError for a model that is neither known nor on this machine. One that is not known is recorded first.
+    Args:
+        gpus: For example `4x24gb`; None for this machine's GPUs, if it has any.
+
+    Raises:
+        InputError: The model has no recording and is not on this machine.
     """
     hardware = hardware_of.named(gpus) if gpus else hardware_of.detected()
     cfg = config.config
@@ -92,13 +97,15 @@ def plan(config: ConfigFile, gpus: str | None = None, runs: Path = RUNS) -> Plan
         cfg = cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update={"devices": hardware.count})})
     cache = shared_cache(cfg, runs)
     card = hardware.card if hardware else None
-    found = plans.plan(cfg, card, cache, say)
-    return Planned(found, tuple(fixes(cfg, card, cache)) if card else ())
+    return Planned(plans.plan(cfg, card, cache, say), tuple(fixes(cfg, card, cache)) if card else ())
 
 
 def start(config: ConfigFile, runs: Path = RUNS) -> RunDir:
-    """Start a new run below `runs` and return at once. Raises InputError before anything is written when the config,
-    its files or its images are wrong."""
+    """Start a new run below `runs` without waiting for it.
+
+    Raises:
+        InputError: The config, its files or its images are wrong. Nothing was written.
+    """
     run = preflight.new_run(config, runs)
     _launch(config, run)
     return run
@@ -111,9 +118,10 @@ def _launch(config: ConfigFile, run: RunDir) -> None:
 
 
 def attach(run: str | Path | None = None, runs: Path = RUNS) -> RunDir:
-    """A run that was started before, by its name or its folder; None is the one below `runs` that was started last.
+    """Return an earlier run by its name or folder; None for the latest run below `runs`.
 
-    Raises InputError when there is none.
+    Raises:
+        InputError: There is no such run.
     """
     if run is not None:
         named = runs / run
@@ -125,30 +133,32 @@ def attach(run: str | Path | None = None, runs: Path = RUNS) -> RunDir:
 
 
 def resume(run: RunDir, *overrides: str) -> RunDir:
-    """Continue an ended run from its newest checkpoint, with some fields changed, and return at once.
+    """Continue an ended run from its newest checkpoint, with overrides, without waiting for it.
 
-    Raises InputError as `start` does, and when the run is running.
+    Raises:
+        InputError: As `start` does, or the run is running.
     """
     _launch(preflight.continued_run(run, overrides), run)
     return run
 
 
 def join(run: RunDir, node_rank: int = 1) -> RunHandle:
-    """Start this machine's ranks of a run on several nodes that the first one starts, and return at once.
+    """Start this machine's ranks of a run on several nodes, without waiting. Their output goes to the run's logs.
 
-    What they say goes into the run's logs. Raises InputError as `torchrun.join` does.
+    Raises:
+        InputError: As `torchrun.join` does.
     """
     return torchrun.join(run.config().parallel, run, node_rank)
 
 
 def dashboard(run: RunDir) -> Dashboard:
-    """What the run does, live: as the last line of a cell it is shown below it."""
+    """Return a live view of the run, shown below a cell that ends with it."""
     is_found_by_name = run.path.parent == RUNS
     return Dashboard(run, run.path.name if is_found_by_name else str(run.path))
 
 
 async def reached(run: RunDir, step: int) -> int:
-    """Wait until the run has done as many steps, or has ended. Returns how many it has done."""
+    """Wait until the run has reached a step or has ended. Returns its step."""
     follower = Follower(run)
     while (view := follower.view()).step < step and view.state not in ENDS:
         await asyncio.sleep(POLL_S)
@@ -156,11 +166,11 @@ async def reached(run: RunDir, step: int) -> int:
 
 
 async def ended(run: RunDir) -> State:
-    """Wait until the run has ended: `await notebook.ended(run)`. Raises RuntimeError with the cause when it failed."""
+    """Wait for the end of the run: `await notebook.ended(run)`. Raises RuntimeError with the cause when it failed."""
     while processes.alive(run):
         await asyncio.sleep(POLL_S)
     processes.settle(run)
-    await asyncio.sleep(2 * dashboard_widget.POLL_S)  # what the notebook keeps of a dashboard is its last look
+    await asyncio.sleep(2 * dashboard_widget.POLL_S)  # the dashboard's last update is what the notebook keeps
     view = Follower(run).view()
     if view.state == "failed" and view.error is not None:
         raise RuntimeError(commands.explain(view.error, run))
@@ -168,7 +178,7 @@ async def ended(run: RunDir) -> State:
 
 
 def samples(run: RunDir) -> dict[str, dict[str, Path]]:
-    """{"step 50": {prompt: picture}} of what the run has drawn, for `gallery`."""
+    """Return the run's sample images as {"step 50": {prompt: file}}, for `gallery`."""
     drawn: dict[str, dict[str, Path]] = {}
     for sample in _samples(run):
         if not sample.is_text:
@@ -177,7 +187,7 @@ def samples(run: RunDir) -> dict[str, dict[str, Path]]:
 
 
 def texts(run: RunDir) -> dict[str, list[tuple[str, str]]]:
-    """{"step 50": [(prompt or question, text)]} of what the run has written, in the order of the config."""
+    """Return the run's sample texts as {"step 50": [(prompt or question, text)]}, in the order of the config."""
     written: dict[str, list[tuple[str, str]]] = {}
     for sample in _samples(run):
         if sample.is_text:
@@ -191,23 +201,31 @@ def _samples(run: RunDir) -> list[SampleEvent]:
 
 
 def exports(run: RunDir) -> tuple[ExportEvent, ...]:
-    """What the run has exported, the latest last."""
+    """Return the exports of the run, oldest first."""
     return Follower(run).view().exports
 
 
 def exported(run: RunDir) -> Path:
-    """What the run exported last. Raises InputError when that is nothing."""
+    """Return the run's latest export. Raises InputError when there is none."""
     view = Follower(run).view()
     if not view.exports:
-        raise InputError(f"{run.path}: nothing was exported, and the run is {view.state}; see notebook.export")
+        raise InputError(f"{run.path}: no exports, and the run is {view.state}; see notebook.export")
     return run.path / view.exports[-1].path
 
 
 async def export(run: RunDir, what: str, format: str | None = None, dtype: str | None = None) -> Path:
-    """Export the newest checkpoint: `await notebook.export(run, "merged")`. Returns the file or folder.
+    """Export the newest checkpoint: `await notebook.export(run, "merged")`.
 
-    format, dtype: None takes the run's own where they can carry that. Raises InputError when the three do not go
-    together or the export failed.
+    Args:
+        what: adapter, merged or full.
+        format: None for the run's own, where `what` supports it.
+        dtype: None for the run's own, where `what` supports it.
+
+    Returns:
+        The exported file or folder.
+
+    Raises:
+        InputError: The combination is not supported, or the export failed.
     """
     process = commands.begin_export(run, run.config().exporting(what, format, dtype))
     while process.poll() is None:
@@ -218,24 +236,30 @@ async def export(run: RunDir, what: str, format: str | None = None, dtype: str |
 
 
 async def compare(config: ConfigFile, variants: Mapping[str, Sequence[str]], runs: Path = RUNS) -> list[Trial]:
-    """Train variants of a config one after the other, by the same ranks: `await notebook.compare(config, {...})`.
+    """Train variants of a config one after the other, on the same ranks: `await notebook.compare(config, {...})`.
 
-    variants: {label: overrides as `key=value`}. Says which one it is at. Raises InputError before anything starts when
-    a variant is wrong, and RuntimeError with the cause when one failed.
+    Prints the variant that is being trained.
+
+    Args:
+        variants: {label: `key=value` overrides}.
+
+    Raises:
+        InputError: A variant is wrong. Nothing was started.
+        RuntimeError: A variant failed; the message has the cause.
     """
     run = trials.create(config, variants, runs)
     trials.start(run)
     try:
-        await _told(run)
+        await _print_progress(run)
         await ended(run)
-    except BaseException:  # the cell was interrupted: nobody waits for the rest
+    except BaseException:  # the cell was interrupted: the remaining variants are not needed
         processes.terminate(run)
         raise
     return trials.read(run)
 
 
-async def _told(run: RunDir) -> None:
-    """Print what a run says of its progress, until it has ended."""
+async def _print_progress(run: RunDir) -> None:
+    """Print the progress of a run until it has ended."""
     reader = EventReader(run.events_file)
     while processes.alive(run):
         for event in reader.read():

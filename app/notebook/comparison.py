@@ -1,4 +1,4 @@
-"""Trials as tables and bars, for a person who compares them."""
+"""Tables and bar charts that compare trials."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from trainer.parallel.strategy import ModelBytes, RankBytes, expected
 
 MB, GB = 1e6, 1e9
 ZERO = {"ddp": "nothing", "grad_op": "gradients, optimizer state", "full": "weights too"}
-"""{strategy: what of a 7B model it divides between steps and inside one}, as ZeRO has it."""
+"""{strategy: parts of the model state that it shards}, as in ZeRO."""
 
 
 def zero_table(parameters: int, ranks: Sequence[int]) -> Table:
-    """GB per rank that ZeRO's arithmetic gives a model of so many parameters: weights, gradients, optimizer state."""
+    """Return GB per rank of weights, gradients and optimizer state by ZeRO's formula, for a number of parameters."""
     model = ModelBytes.of_parameters(parameters)
     rows = []
     for strategy, divided in ZERO.items():
         held = [expected(model, strategy, count, count) for count in ranks]
-        # In ZeRO's second stage every rank has all weights: ours are whole during a step only.
+        # In ZeRO stage 2 every rank has all weights; here they are whole during a step only.
         more = [model.weights - rank.weights if strategy == "grad_op" else 0 for rank in held]
         sizes = [rank.held + weights for rank, weights in zip(held, more, strict=True)]
         rows.append([strategy, divided, *(f"{size / GB:.1f}" for size in sizes)])
@@ -28,32 +28,32 @@ def zero_table(parameters: int, ranks: Sequence[int]) -> Table:
 
 
 def summary(trials: Sequence[Trial]) -> Table:
-    """What each strategy takes and gives. saved: of what ddp on as many ranks keeps on the device."""
+    """Return memory, time and loss of each trial. "saved" is relative to the device memory of ddp on as many ranks."""
     head = ["strategy", "ranks", "MB per rank", "in host memory", "saved", "s per step", "loss before", "loss after"]
-    return Table(head, [_summary_row(trial, _plain(trials, trial)) for trial in trials])
+    return Table(head, [_summary_row(trial, _ddp(trials, trial)) for trial in trials])
 
 
 def saving(trials: Sequence[Trial], label: str) -> float:
-    """Share of what ddp keeps on the device that the last trial of this label does not."""
+    """Return the share of ddp's device memory that the last trial with this label saves."""
     trial = next(trial for trial in reversed(trials) if trial.label == label)
-    return _saved(trial, _plain(trials, trial))
+    return _saved(trial, _ddp(trials, trial))
 
 
-def _summary_row(trial: Trial, plain: Trial) -> list[str]:
+def _summary_row(trial: Trial, ddp: Trial) -> list[str]:
     held = max(rank.held for rank in trial.cost.ranks)
     on_host = f"{held / MB:.2f}" if trial.cost.is_offloaded else ""
-    figures = [f"{_on_device(trial) / MB:.2f}", on_host, f"{_saved(trial, plain):.0%}", f"{trial.seconds:.3f}"]
+    figures = [f"{_on_device(trial) / MB:.2f}", on_host, f"{_saved(trial, ddp):.0%}", f"{trial.seconds:.3f}"]
     return [trial.label, str(len(trial.cost.ranks)), *figures, *_losses(trial)]
 
 
-def _plain(trials: Sequence[Trial], trial: Trial) -> Trial:
-    """The trial with a whole copy on as many ranks."""
+def _ddp(trials: Sequence[Trial], trial: Trial) -> Trial:
+    """The ddp trial on as many ranks."""
     size = len(trial.cost.ranks)
     return next(other for other in trials if other.cost.strategy == "ddp" and len(other.cost.ranks) == size)
 
 
-def _saved(trial: Trial, plain: Trial) -> float:
-    return 1 - _on_device(trial) / _on_device(plain)
+def _saved(trial: Trial, ddp: Trial) -> float:
+    return 1 - _on_device(trial) / _on_device(ddp)
 
 
 def _on_device(trial: Trial) -> float:
@@ -61,7 +61,7 @@ def _on_device(trial: Trial) -> float:
 
 
 def against_formula(trials: Sequence[Trial]) -> Table:
-    """MB of rank 0 as they were counted, with what the formula says, and the largest deviation of any rank."""
+    """Return the counted MB of rank 0, those by the formula, and the largest relative deviation of any rank."""
     parts = {"weights": "weights", "gradients": "gradients", "optimizer_state": "optimizer state"}
     parts |= {"gathered": "gathered", "sent": "sent per step"}
     rows = [
@@ -77,7 +77,7 @@ def against_formula(trials: Sequence[Trial]) -> Table:
 
 
 def deviation(trial: Trial) -> float:
-    """The largest relative difference of any rank, in any kind of bytes, to what the formula says."""
+    """Return the largest relative difference to the formula, over all ranks and kinds of bytes."""
     return max(
         _difference(getattr(rank, field.name), getattr(trial.cost.formula, field.name))
         for rank in trial.cost.ranks
@@ -86,7 +86,7 @@ def deviation(trial: Trial) -> float:
 
 
 def activations(trials: Sequence[Trial]) -> Table:
-    """MB that forward leaves for backward: of a rank, and of one image."""
+    """Return MB of activations kept for backward, per rank and per image."""
     rows = []
     for trial in trials:
         cost, kept = trial.cost, max(trial.cost.activations)
@@ -95,7 +95,7 @@ def activations(trials: Sequence[Trial]) -> Table:
 
 
 def levers(trials: Sequence[Trial]) -> Table:
-    """MB of a rank that come and go in a step, with what they cost in time and in what was learned."""
+    """Return MB of a rank that exist only within a step, with seconds per step and losses."""
     rows = []
     for trial in trials:
         rank = trial.cost.ranks[0]
@@ -106,7 +106,7 @@ def levers(trials: Sequence[Trial]) -> Table:
 
 
 def memory(trials: Sequence[Trial]) -> Bars:
-    """A bar per trial: what its first rank has at the end of forward and backward, by kind."""
+    """Return a bar per trial: memory of its first rank at the end of forward and backward, by kind."""
     bars = {}
     for trial in trials:
         rank = trial.cost.ranks[0]
@@ -122,7 +122,7 @@ def memory(trials: Sequence[Trial]) -> Bars:
 
 
 def _losses(trial: Trial) -> list[str]:
-    """On the held-out pictures, before and after."""
+    """Loss on the held-out images, before and after."""
     return [f"{trial.validation[at]:.3f}" if trial.validation else "" for at in (0, -1)]
 
 

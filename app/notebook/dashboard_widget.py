@@ -1,4 +1,4 @@
-"""A run as widgets of a notebook: followed live by a thread, and a picture that stays when the run has ended."""
+"""A live view of a run as widgets of a notebook, updated by a thread, and replaced by static HTML when the run ends."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ BUTTONS: Mapping[Request, tuple[str, str]] = {
     "save": ("Save a checkpoint", "Write a checkpoint after this step, and go on"),
     "sample": ("Sample now", "Draw the sample prompts after this step, and go on"),
 }
-"""{request: label and hint of its button}"""
+"""{request: label and tooltip of its button}"""
 NUM_SAMPLES = 8
 NUM_WARNINGS = 5
 SIDE = 96
-"""Of a sample, in pixels: the samples stay in the notebook's file."""
+"""Longer side of a sample in pixels; small, because samples are saved in the notebook's file."""
 
 STYLE = """
 .shardstudio .dashboard { font-size: var(--jp-ui-font-size1, 13px); line-height: 1.5; overflow: visible;
@@ -49,13 +49,13 @@ STYLE = """
 
 
 class Dashboard:
-    """One run, live: figures, loss, memory per rank, newest samples, and buttons to stop it, to save and to sample.
+    """A live view of one run: status, loss, memory per rank, newest samples, and buttons to stop, save and sample.
 
-    As the last line of a cell it is shown below it, as often as one likes. known_as: by what `notebook.attach` finds
-    the run.
+    It is shown below every cell that ends with it.
     """
 
     def __init__(self, run: RunDir, known_as: str) -> None:
+        """Create the view. `known_as` is the argument by which `notebook.attach` finds the run."""
         self.run = run
         self._known_as = known_as
         self._follower = Follower(run)
@@ -69,11 +69,11 @@ class Dashboard:
         self._content: dict[widgets.HTML, Markup] = {}
 
         self.buttons = {what: self._button(what) for what in BUTTONS}
-        self.said, self.figures, self.loss, self.ranks = (widgets.HTML() for _ in range(4))
-        self.samples, self.warnings, self.trouble = (widgets.HTML() for _ in range(3))
+        self.message, self.status, self.loss, self.ranks = (widgets.HTML() for _ in range(4))
+        self.samples, self.warnings, self.problem = (widgets.HTML() for _ in range(3))
         sides = widgets.HBox([self.loss, self.ranks]).add_class("sides")
-        row = widgets.HBox([*self.buttons.values(), self.said])
-        parts = [row, self.trouble, self.figures, sides, self.samples, self.warnings]
+        row = widgets.HBox([*self.buttons.values(), self.message])
+        parts = [row, self.problem, self.status, sides, self.samples, self.warnings]
         look = Markup("<style>{}{}</style>").format(Markup(html.IN_NOTEBOOK), Markup(STYLE))
         style = widgets.HTML(look, layout={"display": "none"})
         self.widget = widgets.VBox([style, widgets.VBox(parts).add_class("dashboard")]).add_class("shardstudio")
@@ -81,55 +81,55 @@ class Dashboard:
     def _button(self, what: Request) -> widgets.Button:
         label, hint = BUTTONS[what]
         button = widgets.Button(description=label, tooltip=hint, disabled=True, layout={"width": "auto"})
-        button.on_click(lambda _: self._ask(what))
+        button.on_click(lambda _: self._request(what))
         return button
 
-    def _ask(self, what: Request) -> None:
-        self.said.value = html.attempted(partial(html.ask, self.run, what))
+    def _request(self, what: Request) -> None:
+        self.message.value = html.attempted(partial(html.request, self.run, what))
 
     def _ipython_display_(self) -> None:
         with self._lock:
             if not self._is_followed:
                 self._is_followed = True
-                self._is_over = self._look()
+                self._is_over = self._update()
                 if not self._is_over:
                     threading.Thread(target=self._follow, name=f"dashboard {self.run.path.name}", daemon=True).start()
             if self._is_over:
-                display(self._picture(), raw=True)
+                display(self._static_output(), raw=True)
                 return
             live = display(self.widget, display_id=True)
-            self._shown.append((live, display(self._way_back(), raw=True, display_id=True)))
+            self._shown.append((live, display(self._attach_hint(), raw=True, display_id=True)))
 
     def _follow(self) -> None:
         is_over = False
         while not is_over:
             time.sleep(POLL_S)
-            is_over = self._look()
+            is_over = self._update()
         with self._lock:
             self._is_over = True
             for live, kept in self._shown:
-                kept.update(self._picture(), raw=True)
+                kept.update(self._static_output(), raw=True)
                 live.update({"text/html": ""}, raw=True)
             self._shown.clear()
 
-    def _look(self) -> bool:
-        """Show what is new. Returns whether the run has ended and all that it said is shown."""
+    def _update(self) -> bool:
+        """Show what is new. Returns whether the run has ended and everything is shown."""
         try:
             view = self._follower.view()
             is_over = view.state in ENDS and not view.is_alive
-            # Its last words may have come between what was read and the look at its process.
+            # Its last events may have been written after the read and before the check of its process.
             self._show(self._follower.view() if is_over else view)
         except (InputError, OSError) as error:
-            self.trouble.value = html.alert(str(error))
+            self.problem.value = html.alert(str(error))
             return False
-        self.trouble.value = ""
+        self.problem.value = ""
         return is_over
 
     def _show(self, view: RunView) -> None:
-        """A widget sends its value only when it is another."""
+        """Update the widgets; a widget sends its value to the browser only when it changes."""
         self._sentence = view.sentence
         name = Markup("<p>Run <b>{}</b></p>").format(view.path.name)
-        self._fill(self.figures, name + html.figures(view))
+        self._fill(self.status, name + html.status(view))
         self._fill(self.ranks, html.ranks(view) if view.ranks else Markup())
         if view.curves != self._curves:
             self._fill(self.loss, chart("Loss", self._follower.lines("Loss")))
@@ -137,7 +137,7 @@ class Dashboard:
         if view.samples != self._samples:
             self._fill(self.samples, self._newest(view))
             self._samples = view.samples
-        self._fill(self.warnings, self._warned())
+        self._fill(self.warnings, self._warnings())
         for button in self.buttons.values():
             button.disabled = not view.is_running
 
@@ -151,7 +151,7 @@ class Dashboard:
 
     def _small(self, sample: SampleEvent) -> Markup:
         if sample.is_text:
-            return html.written(sample)
+            return html.text_sample(sample)
         try:
             small = self._thumbnails.of(self.run.path / sample.path, SIDE)
         except InputError as error:
@@ -159,14 +159,14 @@ class Dashboard:
         data = base64.b64encode(small.read_bytes()).decode()
         return Markup('<img alt="{}" src="data:image/webp;base64,{}">').format(sample.prompt, data)
 
-    def _warned(self) -> Markup:
-        told = [event for event in self._follower.told() if isinstance(event, WarningEvent)]
-        lines = dict.fromkeys(f"Warning, step {event.step}: {event.message}" for event in reversed(told))
+    def _warnings(self) -> Markup:
+        warnings = [event for event in self._follower.events() if isinstance(event, WarningEvent)]
+        lines = dict.fromkeys(f"Warning, step {event.step}: {event.message}" for event in reversed(warnings))
         items = Markup().join(map(Markup("<li>{}</li>").format, list(lines)[:NUM_WARNINGS]))
         return Markup("<ul>{}</ul>").format(items) if items else Markup()
 
-    def _picture(self) -> dict[str, str]:
-        """All that is shown, as an output that needs no kernel."""
+    def _static_output(self) -> dict[str, str]:
+        """Everything that is shown, as an output that works without a kernel."""
         page = html.in_notebook(
             Markup(
                 '<style>{}</style><div class="dashboard">{}'
@@ -175,13 +175,13 @@ class Dashboard:
                 Markup(STYLE),
                 *(
                     self._content.get(place, "")
-                    for place in (self.figures, self.loss, self.ranks, self.samples, self.warnings)
+                    for place in (self.status, self.loss, self.ranks, self.samples, self.warnings)
                 ),
             )
         )
         return {"text/html": page, "text/plain": f"Run {self.run.path.name}: {self._sentence}"}
 
-    def _way_back(self) -> dict[str, str]:
+    def _attach_hint(self) -> dict[str, str]:
         name, code = self.run.path.name, f"notebook.dashboard(notebook.attach({self._known_as!r}))"
         words = "After a restart of the kernel"
         return {

@@ -1,4 +1,4 @@
-"""The form of a run as widgets of a notebook: a tab per step, a row per field, and the code that makes it again."""
+"""The form of a run as widgets of a notebook: a tab per step, a row per field, and the code that recreates it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.config.fields import shown
 from trainer.config.load import ConfigError, ConfigFile, load_config
 
 Typed = Callable[[str, str | bool], None]
-"""Takes a field and what was typed into its row."""
+"""Called with a field and the value typed into its row."""
 
 TITLES = {"Hardware": "Hardware and training"}
 """{step: title of its tab} where they differ"""
@@ -62,15 +62,20 @@ CSS = """
 
 
 class Form:
-    """A preset with some values changed, to be changed further. As the last line of a cell it is shown below it.
+    """An editable preset with some values changed, shown below a cell that ends with it.
 
-    widget: what is shown, to be put into other widgets.
+    Attributes:
+        widget: The form as a widget, for use inside other widgets.
     """
 
     def __init__(self, preset: Path, overrides: Sequence[str] = (), named: str = "") -> None:
-        """named: what the code that makes the form again calls the preset, by default its file.
+        """Create the form.
 
-        Raises ConfigError when the preset or an override is wrong.
+        Args:
+            named: Name of the preset in `code`; default: its file.
+
+        Raises:
+            ConfigError: The preset or an override is wrong.
         """
         self._named = named or str(preset)
         self._draft = form.from_overrides(preset, overrides)
@@ -87,27 +92,27 @@ class Form:
 
     @property
     def inputs(self) -> dict[str, widgets.ValueWidget]:
-        """{field: widget} of the rows that were made so far. To set a `value` is to type it."""
+        """{field: widget} of the rows created so far. Setting a `value` has the effect of typing it."""
         return {name: line.input for step in self._steps.values() for name, line in step.lines.items()}
 
     @property
     def more(self) -> dict[str, widgets.ToggleButton]:
-        """{step: what shows the rest of its settings}"""
+        """{step: button that shows its remaining fields}"""
         return {name: step.more for name, step in self._steps.items()}
 
     @property
     def overrides(self) -> list[str]:
-        """What was changed, as `key=value`."""
+        """The changed values as `key=value`."""
         return self._draft.overrides
 
     @property
     def config(self) -> ConfigFile:
-        """The config as it stands. Raises ConfigError with everything that is wrong with it."""
+        """The current config. Raises ConfigError with every problem."""
         return load_config(self._draft.preset, self.overrides)
 
     @property
     def code(self) -> str:
-        """The call that makes this form again."""
+        """The call that recreates this form."""
         arguments = [repr(text) for text in (self._named, *self.overrides)]
         line = f"notebook.form({', '.join(arguments)})"
         if len(line) <= CODE_WIDTH:
@@ -116,28 +121,28 @@ class Form:
 
     def _ipython_display_(self) -> None:
         self._kept = self._kept or DisplayHandle()
-        shown_without_widgets = {"text/plain": "A form, while its kernel lives."}
+        shown_without_widgets = {"text/plain": "A form, while its kernel is running."}
         display(self.widget._repr_mimebundle_() | shown_without_widgets, raw=True)
-        self._kept.display(self._keepsake())
+        self._kept.display(self._saved_output())
 
-    def _keepsake(self) -> HTML:
-        """What the notebook keeps of the form when the kernel has ended. Below a form that lives it is hidden."""
+    def _saved_output(self) -> HTML:
+        """The output that remains of the form when the kernel has ended. It is hidden below a live form."""
         return HTML(Markup('<div class="shardstudio-code">The form as code:<pre>{}</pre></div>').format(self.code))
 
     def _typed(self, name: str, value: str | bool) -> None:
-        if not self._is_showing:  # then it is the form that sets the value
+        if not self._is_showing:  # otherwise the form itself sets the value
             self._draft = self._draft.typed(name, value)
             self._show()
 
     def _show(self) -> None:
-        """Bring all widgets up to date with the draft. They are changed in place: what has the focus keeps it."""
+        """Update all widgets from the draft, in place, so that the focus is kept."""
         if self._is_showing:
             return
         if self._kept:
-            self._kept.update(self._keepsake())
+            self._kept.update(self._saved_output())
         try:
             checked = form.check_with_files(form.check(self._draft))
-        except ConfigError as error:  # the preset's file was changed meanwhile
+        except ConfigError as error:  # the preset's file has changed since
             self._review.value = _review([("", str(error))], Markup(), self.code)
             return
         self._is_showing = True
@@ -157,7 +162,7 @@ class Form:
 
 @dataclass(frozen=True)
 class _Looks:
-    """What all widgets of a form share. By default every widget has its own, each 1 kB of a saved notebook."""
+    """Layouts and styles shared by all widgets of a form. Separate ones would take 1 kB each in a saved notebook."""
 
     shown: widgets.Layout = field(default_factory=lambda: widgets.Layout(width="auto"))
     hidden: widgets.Layout = field(default_factory=lambda: widgets.Layout(display="none"))
@@ -171,7 +176,7 @@ class _Looks:
 
 
 class _Step:
-    """The rows of a step: those in front, and below a button the others, which are made when it is first pressed.
+    """The rows of a step: those in front, and below a button the others, which are created when it is first pressed.
 
     A row stays where it was first shown.
     """
@@ -210,7 +215,7 @@ class _Step:
 
 
 class _Line:
-    """One field: its input, and a note of what it is and what is wrong with it."""
+    """One field: its input, and a note with its help and error."""
 
     def __init__(self, looks: _Looks, row: Row, typed: Typed) -> None:
         self._looks = looks
@@ -222,10 +227,10 @@ class _Line:
     def show(self, row: Row) -> None:
         with self.input.hold_sync():
             if row.kind == "choice" and self.input.options != _options(row):
-                self.input.options = _options(row)  # chooses the first of them
+                self.input.options = _options(row)  # selects the first option
             self.input.value = row.value
             if isinstance(self.input, widgets.Text):
-                self.input.placeholder = row.own
+                self.input.placeholder = row.placeholder
             self.input.layout = self._looks.layout(row.is_visible)
         if row.error:
             self.input.add_class("shardstudio-bad")
@@ -252,7 +257,7 @@ def _input(looks: _Looks, row: Row) -> widgets.ValueWidget:
 
 
 def _options(row: Row) -> tuple[str, ...]:
-    """The words to choose from; what was chosen is among them also when it is wrong."""
+    """The words to choose from, including the current value even when it is wrong."""
     return tuple(dict.fromkeys([*row.choices, str(row.value)]))
 
 
@@ -266,7 +271,7 @@ def _note(row: Row) -> Markup:
 
 
 def _review(errors: Iterable[tuple[str, str]], changes: Markup, code: str, warnings: Iterable[str] = ()) -> Markup:
-    """errors: (field, what is wrong with it)."""
+    """The review below the form. `errors` are pairs of field and message."""
     wrong = Markup().join(Markup("<li><b>{}</b> {}</li>").format(*error) for error in errors)
     alert = Markup('<div role="alert" class="wrong">Not ready to start:<ul>{}</ul></div>').format(wrong)
     advice = Markup().join(map(Markup("<p>{}.</p>").format, warnings))
@@ -276,11 +281,11 @@ def _review(errors: Iterable[tuple[str, str]], changes: Markup, code: str, warni
 
 
 def _changes(checked: Checked) -> Markup:
-    """What differs from the preset, as HTML of one line."""
-    told = [
+    """The changes from the preset, as one line of HTML."""
+    items = [
         Markup("<b>{}</b> {} → {}").format(name, shown(old), shown(new)) for name, (old, new) in checked.changes.items()
     ]
-    if not told:
+    if not items:
         return Markup() if checked.errors else Markup("As in the preset.")
-    counted = f"{len(told)} {'change' if len(told) == 1 else 'changes'}"
-    return Markup("{}: {}.").format(counted, Markup("; ").join(told))
+    counted = f"{len(items)} {'change' if len(items) == 1 else 'changes'}"
+    return Markup("{}: {}.").format(counted, Markup("; ").join(items))

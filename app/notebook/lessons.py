@@ -1,4 +1,4 @@
-"""What the notebooks show beside runs: tables, pictures side by side, and exercises that check themselves."""
+"""Teaching aids of the notebooks: tables, bars, image galleries, and exercises that check answers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from trainer.config.terminal import say
 from trainer.data.image_io import load_preview, open_picture
 
 NUMBER = re.compile(r"[-+\u2212~≈]?\s*[.\d]")
-"""How a cell begins that holds a number, with its unit or without."""
+"""The beginning of a cell that holds a number, with or without unit."""
 NOTHING = frozenset({"", "-", "—"})
 
-# JupyterLab aligns every cell to the right, and a style of an element outlives its filter of untrusted notebooks.
+# JupyterLab aligns every cell to the right; its filter for untrusted notebooks keeps style attributes only.
 WIDE = Markup('<div class="shardstudio" style="overflow-x: auto">{}</div>')
 CAPTION = "text-align: left; font-size: 0.85em; font-weight: normal; overflow-wrap: anywhere"
 TABLE = Markup(
@@ -28,13 +28,14 @@ TABLE = Markup(
 )
 
 COLOURS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#db2777")
-"""Seen by day and by night: at least 3.3 to 1 against white and against near black."""
+"""Visible in light and dark themes: contrast of at least 3.3 to 1 against white and against near black."""
 
 
 class Table:
-    """Rows of texts and numbers below a head, for `print` and as the last line of a cell. The first column names them.
+    """Rows of texts and numbers below a head, for `print` and the end of a cell. The first column names the rows.
 
-    Raises ValueError for a row that is longer or shorter than the head.
+    Raises:
+        ValueError: A row is longer or shorter than the head.
     """
 
     def __init__(self, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -65,7 +66,7 @@ class Table:
 
 
 class Bars:
-    """A bar per label, of parts laid end to end: {label: {part: amount}}. unit: what `scale` of the amounts is."""
+    """Stacked bars of {label: {part: amount}}. Amounts are divided by `scale` and shown in `unit`."""
 
     def __init__(self, bars: Mapping[str, Mapping[str, float]], scale: float, unit: str) -> None:
         self._bars = {label: {part: amount / scale for part, amount in parts.items()} for label, parts in bars.items()}
@@ -100,15 +101,15 @@ class Bars:
             piece.format(part, amount, self._unit, colours[part], 100 * amount / (self._most or 1))
             for part, amount in parts.items()
         )
-        told = ", ".join(f"{part} {amount:.2f}" for part, amount in parts.items())
+        spoken = ", ".join(f"{part} {amount:.2f}" for part, amount in parts.items())
         return Markup(
-            '<span>{label}</span><div role="img" aria-label="{label}: {told} {unit}" '
+            '<span>{label}</span><div role="img" aria-label="{label}: {spoken} {unit}" '
             'style="display: flex">{pieces}</div><span>{total:.1f} {unit}</span>'
-        ).format(label=label, told=told, unit=self._unit, pieces=pieces, total=sum(parts.values()))
+        ).format(label=label, spoken=spoken, unit=self._unit, pieces=pieces, total=sum(parts.values()))
 
 
 class Gallery:
-    """Pictures with captions, small copies of which are kept in the notebook itself. See `gallery`."""
+    """Images with captions; small copies are saved in the notebook itself. See `gallery`."""
 
     def __init__(self, rows: Mapping[str, Mapping[str, Path]], size: int) -> None:
         self._rows = {label: dict(row) for label, row in rows.items()}
@@ -156,10 +157,15 @@ class Gallery:
 
 
 def gallery(rows: Mapping[str, Mapping[str, Path]], size: int = 96) -> Gallery:
-    """Pictures side by side: {label of a row: {caption: file}}; as the last line of a cell they are shown below it.
+    """Return images side by side, shown below a cell that ends with them.
 
-    Several rows are a table with a column per caption, where a row may have gaps; a single one is wrapped.
-    size: the longer side of the copies, in pixels.  Raises InputError for a file that is no picture.
+    Args:
+        rows: {label of a row: {caption: file}}. Several rows become a table with a column per caption, in which a row
+            may have gaps; a single row is wrapped.
+        size: Longer side of the copies, in pixels.
+
+    Raises:
+        InputError: A file is not an image.
     """
     return Gallery(rows, size)
 
@@ -167,7 +173,9 @@ def gallery(rows: Mapping[str, Mapping[str, Path]], size: int = 96) -> Gallery:
 def exercise(answer: object, right: float | str, hint: str, tolerance: float = 0.02) -> None:
     """Print whether the answer to a question is right, and the hint when it is not.
 
-    answer: None or `...` while there is none; a number may be given as text.  tolerance: of a number, relative.
+    Args:
+        answer: None or `...` for no answer yet; a number may be given as text.
+        tolerance: Relative tolerance of a number.
     """
     if answer is None or answer is ...:
         say(f"Not answered yet. {hint}")
@@ -178,12 +186,12 @@ def exercise(answer: object, right: float | str, hint: str, tolerance: float = 0
 
 
 def _holds_numbers(cells: Sequence[str]) -> bool:
-    told = [cell for cell in cells if cell.strip() not in NOTHING]
-    return bool(told) and all(NUMBER.match(cell) for cell in told)
+    filled = [cell for cell in cells if cell.strip() not in NOTHING]
+    return bool(filled) and all(NUMBER.match(cell) for cell in filled)
 
 
 def _small(file: Path, size: int) -> str:
-    """A small copy of a picture as an address that holds it."""
+    """A small copy of an image as a data URL."""
     copy = BytesIO()
     load_preview(open_picture(file), size).save(copy, "WEBP", quality=65)
     return f"data:image/webp;base64,{base64.b64encode(copy.getvalue()).decode()}"
@@ -198,5 +206,10 @@ def _is_right(answer: object, right: float | str, tolerance: float) -> bool:
         return str(answer).strip().casefold() == right.strip().casefold()
     try:
         return math.isclose(float(answer), right, rel_tol=tolerance)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # no number; the last is what a tensor of two raises
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        RuntimeError,
+    ):  # not a number; RuntimeError is raised by a tensor of two
         return False

@@ -1,6 +1,6 @@
-"""Line charts for the page: what they show as one JSON string, and the script that draws it on a canvas.
+"""Line charts for the page: their content as one JSON string, and the script that draws it on a canvas.
 
-A string, because the page's own machinery watches every number of a list: at 10,000 points that took 12 times as long.
+A string, because gradio observes every number of a list: at 10,000 points that took 12 times as long.
 """
 
 from __future__ import annotations
@@ -15,30 +15,35 @@ DIGITS = 5
 
 
 def chart_json(title: str, lines: Sequence[Line], axis: str = "step", is_log: bool = False) -> str:
-    """The value of a chart. axis: name of what runs to the right.  is_log: whether values stand by their logarithm."""
+    """Return the value of a chart.
+
+    Args:
+        axis: Label of the x axis.
+        is_log: Whether the y axis is logarithmic.
+    """
     return json.dumps(
         {
             "title": title,
             "axis": axis,
             "log": is_log,
             "summary": summary(title, lines, axis),
-            "lines": [{"label": line.label, "points": [_point(*point) for point in line.points]} for line in lines],
+            "lines": [{"label": line.label, "points": _rounded(line.points)} for line in lines],
         },
         separators=(",", ":"),
     )
 
 
 def summary(title: str, lines: Sequence[Line], axis: str) -> str:
-    """The chart in a sentence, for who cannot see it."""
+    """Return the chart as a sentence, for screen readers."""
     drawn = [line for line in lines if line.points]
     if not drawn:
-        return f"{title}: nothing yet."
+        return f"{title}: no data yet."
     last = ", ".join(f"{line.label} {_short(line.points[-1][1])}" for line in drawn)
     return f"{title} up to {axis} {_short(drawn[0].points[-1][0])}. Last: {last}."
 
 
-def _point(x: float, y: float) -> tuple[float, float | None]:
-    return float(_short(x)), float(_short(y)) if math.isfinite(y) else None
+def _rounded(points: Sequence[tuple[float, float]]) -> list[tuple[float, float | None]]:
+    return [(float(_short(x)), float(_short(y)) if math.isfinite(y) else None) for x, y in points]
 
 
 def _short(value: float) -> str:

@@ -1,7 +1,7 @@
-"""Who may use the page: whoever opens the address that is printed, or knows the password, and never another site.
+"""Access control of the page: a token in the printed address or a password, and no requests from other sites.
 
-Every request passes `Guard`, before gradio sees it. The cookie is what lets it through; the printed token or the
-password give the cookie.
+Every request passes `Guard` before gradio sees it. A request needs a cookie, which the printed token or the password
+gives.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ MAX_BODY_BYTES = 4 * 2**20
 MAX_LOGIN_BYTES = 4096
 ATTEMPTS, WITHIN_S = 5, 60.0
 MOST_CLIENTS = 1024
-"""Addresses whose wrong passwords are counted: those that guessed last."""
+"""Addresses whose wrong passwords are counted, the most recent ones."""
 LEAST_PASSWORD = 8
 NAME = re.compile(r"(?P<host>[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\])(?::(?P<port>\d{1,5}))?")
 HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "same-origin",
     "x-frame-options": "SAMEORIGIN",
-    # Nothing but the page itself is a document that runs anything: files are looked at, and answers are data.
+    # Only the page itself may run scripts: files are viewed, and other responses are data.
     "content-security-policy": "default-src 'none'; img-src 'self'; style-src 'unsafe-inline'; form-action 'self'; "
     "base-uri 'none'; frame-ancestors 'self'",
 }
@@ -74,7 +74,7 @@ LOG_IN = Markup(
 
 
 def password(auth: str, source: str) -> tuple[str, str]:
-    """User and password of `USER:PASS`. source: what it came from, for messages. Raises InputError."""
+    """Parse `USER:PASS`. Raises InputError, naming `source`, when it has another form or the password is too short."""
     user, colon, password = auth.partition(":")
     if not (user and colon and len(password) >= LEAST_PASSWORD):
         raise InputError(f"{source}: needs USER:PASS with a password of {LEAST_PASSWORD} characters or more")
@@ -82,7 +82,7 @@ def password(auth: str, source: str) -> tuple[str, str]:
 
 
 def read_password(file: Path) -> tuple[str, str]:
-    """User and password of a file with one line. Raises InputError for one that others may read."""
+    """Read user and password from a file with one line. Raises InputError when others may read the file."""
     source = f"--auth-file {file}"
     try:
         with files.opened(file) as stream:
@@ -98,7 +98,7 @@ def read_password(file: Path) -> tuple[str, str]:
 
 
 def kept_secret(file: Path) -> str:
-    """The secret of this folder's pages, readable by its owner only; a page that is started again keeps it.
+    """Return the secret of this folder's pages, readable by its owner only, so that cookies outlive a restart.
 
     Raises OSError where nothing can be written.
     """
@@ -113,7 +113,7 @@ def kept_secret(file: Path) -> str:
 
 @dataclass(frozen=True)
 class Name:
-    """A name by which the page is reached. port: empty for any that browsers leave out, and the page's own."""
+    """A name under which the page is reached. An empty port stands for 80, 443 and the page's own."""
 
     host: str
     port: str = ""
@@ -123,7 +123,7 @@ class Name:
 
 
 def parsed_name(text: str) -> Name:
-    """`HOST` or `HOST:PORT`. Raises InputError."""
+    """Parse `HOST` or `HOST:PORT`. Raises InputError."""
     found = NAME.fullmatch(text)
     if found is None or int(found["port"] or 1) not in range(1, 65536):
         raise InputError(f"--name {text}: needs HOST or HOST:PORT, as in --name studio.example:8443, without https://")
@@ -131,7 +131,7 @@ def parsed_name(text: str) -> Name:
 
 
 def own_names(host: str) -> list[Name]:
-    """What this machine is called, for a page that listens on its network. host: where it listens."""
+    """Return the names of this machine, for a page that listens on the address `host`."""
     if host not in ALL_ADDRESSES:
         addresses = [host]
     else:
@@ -142,12 +142,12 @@ def own_names(host: str) -> list[Name]:
 
 
 def literal(host: str) -> str:
-    """A host as it stands in an address: IPv6 in brackets."""
+    """Return a host as written in a URL: IPv6 in brackets."""
     return f"[{host}]" if ":" in host else host.lower()
 
 
 class Login:
-    """Checks user and password in constant time, and lets no address guess quickly, whatever others do."""
+    """Checks user and password in constant time, and limits the guesses of each address separately."""
 
     def __init__(self, user: str, password: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.expected = f"{user}:{password}"
@@ -156,13 +156,13 @@ class Login:
         self._lock = threading.Lock()
 
     def is_locked(self, client: str) -> bool:
-        """Whether an address has guessed wrong too often of late."""
+        """Whether an address has failed ATTEMPTS times within WITHIN_S."""
         with self._lock:
             failures = self._failures.get(_neighbourhood(client))
             return failures is not None and len(failures) == ATTEMPTS and self._clock() - failures[0] < WITHIN_S
 
     def __call__(self, client: str, user: str, password: str) -> bool:
-        """Whether that is right. client: address of whoever asks."""
+        """Whether user and password are right. `client` is the address of the browser."""
         if self.is_locked(client):
             return False
         if hmac.compare_digest(f"{user}:{password}".encode(), self.expected.encode()):
@@ -177,7 +177,7 @@ class Login:
 
 
 def _neighbourhood(client: str) -> str:
-    """What counts as one guesser: an address, or the network of 2^64 that one household gets of IPv6."""
+    """The unit whose guesses are counted: an IPv4 address, or an IPv6 /64 network, which one household may own."""
     try:
         address = ipaddress.ip_address(client.partition("%")[0])
     except ValueError:  # a socket without an address
@@ -188,15 +188,20 @@ def _neighbourhood(client: str) -> str:
 
 
 class Guard:
-    """Refuses whoever did not open the page, other sites, unknown names, files, and bodies that are too large.
-
-    names: by which it is reached, besides this machine's own.  secret: of the cookie.  token: what the printed address
-    carries, where there is no login.
-    """
+    """Refuses requests without the cookie, from other sites or to unknown names, uploads, and too large bodies."""
 
     def __init__(
         self, app: ASGIApp, names: Iterable[Name], port: int, secret: str, token: str, login: Login | None = None
     ) -> None:
+        """Wrap `app`.
+
+        Args:
+            names: Names under which the page is reached, in addition to the local ones.
+            port: Port of the page.
+            secret: Key of the cookie.
+            token: Token in the printed address, used when `login` is None.
+            login: Check of user and password.
+        """
         self._app = app
         known = [*(Name(literal(host)) for host in LOCAL), *names]
         self._hosts = frozenset(name.host for name in known)
@@ -206,7 +211,7 @@ class Guard:
             for given in ([str(name)] if name.port else [name.host, f"{name.host}:{port}"])
             for scheme in ("http", "https")
         )
-        # Another password closes the page to the browsers of before.
+        # A new password invalidates the cookies of the old one.
         given = hmac.new(secret.encode(), login.expected.encode() if login else b"", hashlib.sha256).hexdigest()
         self._cookie = f"shardstudio-{port}={given}"  # browsers send cookies to every port of a host
         self._token = token
@@ -215,7 +220,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
-        elif scope["type"] != "http":  # gradio talks by requests only
+        elif scope["type"] != "http":  # gradio uses plain requests only
             await send({"type": "websocket.close", "code": 1008})
         else:
             await self._answer(scope, receive, _Marked(send, HEADERS).send)
@@ -232,7 +237,7 @@ class Guard:
             await self._app(scope, receive, send)
 
     def _refused_as_foreign(self, request: Request) -> Response | None:
-        """Another site's script, or a name that somebody gave this machine."""
+        """Refuse requests of other sites' scripts, and names that somebody else gave this machine (DNS rebinding)."""
         host = request.headers.get("host", "")
         try:
             name = literal(urlsplit(f"//{host}").hostname or "")
@@ -245,15 +250,15 @@ class Guard:
             )
         origin = request.headers.get("origin", "")
         is_own = origin in self._origins or origin in (f"http://{host}", f"https://{host}")
-        # Browsers send the cookie to every port of a host, so another page of this machine may ask with it. Links send
+        # Browsers send the cookie to every port of a host, so another page of this machine could send it. Links send
         # no origin.
         is_linked = request.method in ("GET", "HEAD")
         if (origin and not is_own) or (not is_linked and request.headers.get("sec-fetch-site") == "cross-site"):
-            return PlainTextResponse("this page takes no requests from other sites", 403)
+            return PlainTextResponse("this page accepts no requests from other sites", 403)
         return None
 
     async def _opened(self, request: Request) -> Response | None:
-        """What a right token or password gets: the cookie, and the page without either in its address."""
+        """Answer a right token or password with the cookie and a redirect to the page's plain address."""
         given = request.query_params.get("token", "")
         if self._login is None:
             is_right = request.url.path == "/" and hmac.compare_digest(given.encode(), self._token.encode())
@@ -264,7 +269,7 @@ class Guard:
         if self._login.is_locked(client):
             sentence = f"Wrong {ATTEMPTS} times from this address; wait {WITHIN_S:.0f} seconds."
             return _document(LOG_IN.format("alert", sentence), 429)
-        user, word = await _filled_in(request)
+        user, word = await _credentials(request)
         if self._login(client, user, word):
             return self._let_in(request)
         return _document(LOG_IN.format("alert", "User or password is wrong."), 401)
@@ -282,10 +287,10 @@ class Guard:
         if request.method in ("GET", "HEAD", "OPTIONS"):
             return None
         if request.url.path.endswith("/upload"):
-            return PlainTextResponse("this page takes no files", 403)
+            return PlainTextResponse("this page accepts no uploads", 403)
         length = request.headers.get("content-length", "")
-        if not length.isdigit():  # in pieces of unknown number
-            return PlainTextResponse("say how long it is", 411)
+        if not length.isdigit():  # chunked
+            return PlainTextResponse("Content-Length is required", 411)
         if int(length) > MAX_BODY_BYTES:
             return PlainTextResponse("too large", 413)
         return None
@@ -293,7 +298,7 @@ class Guard:
     def _closed(self, request: Request) -> Response:
         if request.url.path != "/" or request.method != "GET":
             return PlainTextResponse(CLOSED if self._login is None else "Log in first.", 401)
-        # Browsers keep the cookie from a page that another site's link opened; asked by this one they send it.
+        # Browsers withhold the cookie when another site's link opened the page, and send it when the page reloads.
         is_linked = request.headers.get("sec-fetch-site") == "cross-site"
         again = Markup('<meta http-equiv="refresh" content="0; url=/">') if is_linked else ""
         sentence = Markup("<p>{}</p>").format(CLOSED)
@@ -305,8 +310,8 @@ def _document(content: Markup, status: int, head: str = "") -> Response:
     return HTMLResponse(DOCUMENT.format(head, content), status, {"cache-control": "no-store"})
 
 
-async def _filled_in(request: Request) -> tuple[str, str]:
-    """User and password of the form, empty where there are none."""
+async def _credentials(request: Request) -> tuple[str, str]:
+    """User and password of the form; empty where the form has none."""
     body = b""
     try:
         async for chunk in request.stream():
@@ -320,7 +325,7 @@ async def _filled_in(request: Request) -> tuple[str, str]:
 
 
 class _Marked:
-    """Sends an answer with headers that it does not have itself."""
+    """Adds headers to a response that it does not set itself."""
 
     def __init__(self, send: Send, headers: dict[str, str]) -> None:
         self._send = send
@@ -335,7 +340,7 @@ class _Marked:
 
 
 class _Page:
-    """Sends the page itself when it is complete, with a policy that names the scripts in it."""
+    """Sends the page itself once it is complete, with a policy that lists the hashes of its scripts."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -349,11 +354,8 @@ class _Page:
         self._body += message.get("body", b"")
         if message.get("more_body", False):
             return
-        hashes = " ".join(f"'sha256-{_digest(script)}'" for script in INLINE_SCRIPT.findall(self._body))
+        digests = (hashlib.sha256(script).digest() for script in INLINE_SCRIPT.findall(self._body))
+        hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
         MutableHeaders(scope=self._start)["content-security-policy"] = PAGE_POLICY.format(scripts=hashes)
         await self._send(self._start)
         await self._send({"type": "http.response.body", "body": self._body})
-
-
-def _digest(script: bytes) -> str:
-    return base64.b64encode(hashlib.sha256(script).digest()).decode()

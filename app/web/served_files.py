@@ -1,4 +1,4 @@
-"""What the page may serve: pictures that were decoded and written anew, and exported files that were asked for."""
+"""Files that the page may serve: re-encoded copies of images, and exported files that a user chose."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from trainer.data.image_io import load_preview, open_picture
 FULL = 2048
 SMALL = 256
 _VERSION = 2
-"""Raised when copies are made in another way: those from before are not shown again."""
+"""Increased when copies are made differently, so that older copies are not shown."""
 DOWNLOADED = frozenset({".safetensors", ".json", ".txt"})
 
 
 class Thumbnails:
-    """WebP copies of pictures as they are trained: upright, in sRGB, transparency on white."""
+    """WebP copies of images as they are trained: upright, in sRGB, transparency on white."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._alone = threading.Lock()
 
     def of(self, picture: Path, side: int = SMALL) -> Path:
-        """A copy whose longer side is at most `side`. Raises InputError for what is no picture."""
+        """Return a copy whose longer side is at most `side` pixels. Raises InputError for other files than images."""
         try:
             stat = picture.stat()
-            facts = f"{_VERSION} {picture.resolve()} {stat.st_mtime_ns} {stat.st_size}"
-            key = hashlib.sha256(facts.encode()).hexdigest()[:24]
+            identity = f"{_VERSION} {picture.resolve()} {stat.st_mtime_ns} {stat.st_size}"
+            key = hashlib.sha256(identity.encode()).hexdigest()[:24]
             copy = self.folder / f"{key}-{side}.webp"
             if not copy.exists():
                 self._write(picture, copy, side)
@@ -40,29 +40,31 @@ class Thumbnails:
 
     def _write(self, picture: Path, copy: Path, side: int) -> None:
         files.make_private(self.folder)
-        with self._alone:  # one at a time: the memory of the page holds one large picture, not one per visitor
+        with self._alone:  # one at a time: the page holds one large image in memory, not one per visitor
             small = load_preview(open_picture(picture), side)
-        draft = copy.with_suffix(f".{threading.get_ident()}.part")
-        small.save(draft, "WEBP", quality=90)
-        files.rename(draft, copy)
+        partial = copy.with_suffix(f".{threading.get_ident()}.part")
+        small.save(partial, "WEBP", quality=90)
+        files.rename(partial, copy)
 
 
 class Downloads:
-    """Exported files under a folder of their own, by hard links: nothing is copied."""
+    """Hard links to exported files in a separate folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def offer(self, file: Path) -> Path:
-        """The file where it may be served. Raises InputError for a kind that a browser might execute."""
+        """Return a path that may be served. Raises InputError for a type that a browser might execute."""
         if file.suffix not in DOWNLOADED:
-            raise InputError(f"{file.name}: only {', '.join(sorted(DOWNLOADED))} are served; it lies in {file.parent}")
-        place = self.folder / hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:16] / file.name
+            raise InputError(
+                f"{file.name}: only {', '.join(sorted(DOWNLOADED))} can be downloaded; the file is in {file.parent}"
+            )
+        link = self.folder / hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:16] / file.name
         files.make_private(self.folder)
-        place.parent.mkdir(exist_ok=True)
-        place.unlink(missing_ok=True)
+        link.parent.mkdir(exist_ok=True)
+        link.unlink(missing_ok=True)
         try:
-            place.hardlink_to(file)
+            link.hardlink_to(file)
         except OSError:  # another file system
-            shutil.copyfile(file, place)
-        return place
+            shutil.copyfile(file, link)
+        return link

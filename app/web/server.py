@@ -1,4 +1,4 @@
-"""The page: everything put together, and served on this machine."""
+"""Builds the page from its tabs and serves it."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from trainer.config.terminal import say
 
 BUTTONS = {"stop": "Stop", "save": "Save now", "sample": "Sample now", "resume": "Resume"}
 MOST_BROWSERS = 16
-"""Browsers of which is known what they show, at 2 MB each. One more is sent everything again, nothing is lost."""
+"""Browsers whose state is remembered, at 2 MB each. Any others are sent everything again; nothing is lost."""
 TICK_S, SLOW_TICK_S = 1.5, 3.0
 PASSWORD_VARIABLE = "SHARDSTUDIO_AUTH"
 PLAIN_TEMPLATE = "${value}"
-"""Of HTML that is shown as it is; charts have others."""
+"""Template of `gr.HTML` components that show their value as it is; charts have other templates."""
 QUEUE_POLL_S = 10.0
-"""Between two looks into gradio's own queue, which no listener uses: a thousand a second wake the page for nothing."""
+"""Poll interval of gradio's own queue, which no listener uses; by default it wakes a thousand times a second."""
 
 
 def build(studio: Studio) -> gr.Blocks:
-    """All pages, connected."""
+    """Build all tabs and connect them."""
     with gr.Blocks(title="ShardStudio", analytics_enabled=False) as blocks:
         with gr.Row(elem_id="top"):
             gr.HTML("<h1>ShardStudio</h1>")
@@ -68,41 +68,41 @@ def build(studio: Studio) -> gr.Blocks:
                 exported = export.build(studio, run)
             with gr.Tab("Doctor", id="doctor", render_children=True) as doctor_tab:
                 checks = doctor.build(studio)
-        train.renews(trained, blocks.load, lambda: train.opened(trained), None)
+        train.connect(trained, blocks.load, lambda: train.on_open(trained), None)
         events = [blocks.load, run.change]
         keep_renewing(TICK_S, [watch.tick(watched)], events)
         keep_renewing(SLOW_TICK_S, [_all_runs(studio, run), sampled, queued, runs_tick, exported], events)
         for chosen, listen in ((trained.started, trained.started.change), (listed, watch_it.click)):
             listen(lambda name: _watch(studio, name), chosen, [run, tabs], **QUIET)
-        cloned = train.renews(trained, clone.click, train.cloned(trained), [*trained.shown, listed])
-        retried = train.renews(trained, watched.retry.click, train.retried(trained), [*trained.shown, run])
+        cloned = train.connect(trained, clone.click, train.on_clone(trained), [*trained.sent, listed])
+        retried = train.connect(trained, watched.retry.click, train.on_retry(trained), [*trained.sent, run])
         for done in (cloned, retried):
             done.success(lambda: gr.Tabs(selected="train"), None, tabs, **QUIET)
-        train.looks_again(trained, train_tab.select)
+        train.refresh_on(trained, train_tab.select)
         dataset_tab.select(read_images, number, cards, **QUIET)
         doctor_tab.select(lambda: doctor.checks(studio), None, checks, **QUIET)
     for component in blocks.blocks.values():
         if isinstance(component, gr.HTML) and component.html_template == PLAIN_TEMPLATE:
-            component.postprocess = _shown  # type: ignore[method-assign]
+            component.postprocess = _escaped  # type: ignore[method-assign]
     return blocks  # type: ignore[no-any-return]
 
 
-def _shown(value: str | None) -> str | None:
-    """What HTML shows. A text that is not markup is shown as it is, wherever it comes from."""
+def _escaped(value: str | None) -> str | None:
+    """Escape the value of an HTML component, unless it is Markup."""
     return None if value is None else str(escape(value))
 
 
 def _watch(studio: Studio, name: str) -> list[Any]:
-    """The run chosen, and its page opened."""
+    """Choose a run and open the tab Monitor."""
     return [gr.update(choices=_names(studio), value=name), gr.Tabs(selected="monitor")]
 
 
 def _names(studio: Studio) -> list[str]:
-    return [run.path.name for run in studio.runs_found()]
+    return [run.path.name for run in studio.find_runs()]
 
 
 def _all_runs(studio: Studio, run: gr.Dropdown) -> Tick:
-    """All runs to choose from, also those that were started elsewhere: by the queue, a notebook or the command line."""
+    """Renew the choice of runs, which the queue, notebooks and the command line may also start."""
 
     def show(chosen: str | None) -> list[Any]:
         names = _names(studio)
@@ -112,9 +112,15 @@ def _all_runs(studio: Studio, run: gr.Dropdown) -> Tick:
 
 
 def serve(runs: Path, host: str, port: int, names: Sequence[str], auth: str | None, auth_file: Path | None) -> None:
-    """Serve the page until Ctrl-C. names: HOST or HOST:PORT by which others reach it.  auth: USER:PASS.
+    """Serve the page until Ctrl-C.
 
-    Raises InputError when the port is taken, a name or password is none, or others could reach it without a password.
+    Args:
+        names: HOST or HOST:PORT under which other machines reach the page.
+        auth: USER:PASS.
+        auth_file: File with one line USER:PASS.
+
+    Raises:
+        InputError: The port is taken, a name or password is invalid, or others could reach the page without a password.
     """
     user = _user(host, auth, auth_file)
     known = [security.parsed_name(name) for name in names]
@@ -122,8 +128,8 @@ def serve(runs: Path, host: str, port: int, names: Sequence[str], auth: str | No
         known += security.own_names(host)
     _require_free(host, port)
     studio = Studio(runs)
-    studio.claim()
-    studio.keep_queue_going()
+    studio.prepare()
+    studio.run_queue()
     token = secrets.token_urlsafe(32)
     blocks = build(studio)
     app = _mounted(blocks, studio)
@@ -137,7 +143,7 @@ def serve(runs: Path, host: str, port: int, names: Sequence[str], auth: str | No
     )
     for line in _addresses(host, port, known, bool(names), "" if user else f"/?token={token}"):
         say(line)
-    # A proxy on this machine is believed who asks and whether by https, where one was announced by --name.
+    # With --name, a proxy on this machine is trusted for the client's address and for whether it used https.
     config = uvicorn.Config(
         app,
         host=host,
@@ -147,7 +153,7 @@ def serve(runs: Path, host: str, port: int, names: Sequence[str], auth: str | No
         proxy_headers=bool(names),
         forwarded_allow_ips=["127.0.0.1", "::1"],
     )
-    # In a thread that ends with the process: uvicorn's own end waits for every browser that shows the page.
+    # In a daemon thread: uvicorn's own shutdown waits for every browser that shows the page.
     worker = threading.Thread(target=uvicorn.Server(config).run, name="page", daemon=True)
     worker.start()
     with suppress(KeyboardInterrupt):
@@ -160,7 +166,7 @@ def _secret(studio: Studio) -> str:
     except OSError:
         if not studio.unwritable:
             raise
-        return secrets.token_urlsafe(32)  # browsers that are open lose a page that is started again
+        return secrets.token_urlsafe(32)  # not kept: after a restart, browsers must open the printed address again
 
 
 def _mounted(blocks: gr.Blocks, studio: Studio) -> FastAPI:
@@ -186,8 +192,8 @@ def _mounted(blocks: gr.Blocks, studio: Studio) -> FastAPI:
 
 
 def _user(host: str, auth: str | None, auth_file: Path | None) -> tuple[str, str] | None:
-    """User and password, None for a page that only whoever has its address opens."""
-    given = os.environ.pop(PASSWORD_VARIABLE, None)  # processes that are started here inherit the others only
+    """User and password; None for a page that is opened with the token in its address."""
+    given = os.environ.pop(PASSWORD_VARIABLE, None)  # child processes must not inherit it
     if auth_file is not None:
         return security.read_password(auth_file)
     if auth is not None:
@@ -204,7 +210,12 @@ def _user(host: str, auth: str | None, auth_file: Path | None) -> tuple[str, str
 
 
 def _addresses(host: str, port: int, names: Sequence[security.Name], is_named: bool, path: str) -> Iterator[str]:
-    """What to type into a browser. is_named: whether names were given.  path: with what opens the page."""
+    """Yield the addresses of the page, and advice.
+
+    Args:
+        is_named: Whether --name was given.
+        path: Path and token that open the page.
+    """
     if host in security.LOCAL:
         yield f"http://{security.literal(host)}:{port}{path}"
     for name in names:
@@ -213,9 +224,9 @@ def _addresses(host: str, port: int, names: Sequence[security.Name], is_named: b
         else:
             yield f"http://{name}{path}" if name.port else f"http://{name}:{port}{path}"
     if host not in security.LOCAL:
-        yield "The password crosses the network in clear text; app/web/proxy/ has examples of TLS before the page."
+        yield "The password crosses the network in clear text; app/web/proxy/ has examples of a TLS proxy."
         if not is_named:
-            yield "Reached by any other name, the page needs --name HOST[:PORT]."
+            yield "To reach the page by another name, add --name HOST[:PORT]."
 
 
 def _require_free(host: str, port: int) -> None:

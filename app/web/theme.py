@@ -1,4 +1,4 @@
-"""How the page looks, by day and by night."""
+"""Theme of the page, light and dark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MONO = ("ui-monospace", "monospace")
 
 
 def theme() -> gr.Theme:
-    """Calm greys and one blue that is readable with white on it."""
+    """Return a theme of greys and one blue on which white text is readable."""
     return gr.themes.Base(primary_hue=colors.blue, neutral_hue=colors.zinc, font=list(FONTS), font_mono=list(MONO)).set(
         button_primary_background_fill="*primary_700",
         button_primary_background_fill_dark="*primary_700",

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from app import caption_lengths
-from app.caption_lengths import Known, Lengths
+from app.caption_lengths import Lengths, LengthsResult
 from tests.runs import make_pictures, run_config
 from trainer.config.schema import RunConfig
 from trainer.data.measured import Measured
@@ -17,7 +17,7 @@ from trainer.data.measured import Measured
 pytestmark = pytest.mark.slow  # each loads torch in a process of its own
 
 
-def known(seen: Lengths, config: RunConfig) -> Known:
+def known(seen: Lengths, config: RunConfig) -> LengthsResult:
     deadline = time.monotonic() + 120
     while (found := seen.of(config)).is_waiting:
         assert time.monotonic() < deadline
@@ -37,7 +37,7 @@ def test_one_process_answers_about_all_configs_and_goes_when_nothing_is_asked(
     folder, seen = make_pictures(tmp_path / "pictures", 2), Lengths(tmp_path / "runs")
     (folder / "01.txt").write_text("1" * 40)
     config = run_config(folder, model__family="sdxl")
-    assert seen.of(config) == Known(None, "", is_waiting=True)
+    assert seen.of(config) == LengthsResult(None, "", is_waiting=True)
     first = known(seen, config)
     processes = processes_of(tmp_path)
     again = run_config(folder, model__family="sdxl", model__options={"text_windows": 2})
@@ -63,7 +63,7 @@ def test_a_process_that_ends_is_reported_and_the_next_question_starts_another(tm
         time.sleep(0.05)
     processes[0].kill()
     assert known(seen, config).failure == (
-        f"captions cannot be measured: the process has ended, {tmp_path}/runs/drafts/captions.log says why"
+        f"cannot measure captions: the process exited; see {tmp_path}/runs/drafts/captions.log"
     )
     seen.of(config, is_fresh=True)
     assert known(seen, config).failure == ""

@@ -68,7 +68,7 @@ def test_a_caption_that_was_changed_elsewhere_since_is_not_taken_back(pictures: 
     captions.write(old, "first")
     captions.write(new, "second")
     new.file.write_text("typed in an editor\n")
-    with pytest.raises(InputError, match=r"new\.txt: changed by something else since, and left as it is"):
+    with pytest.raises(InputError, match=r"new\.txt: changed elsewhere since; left unchanged"):
         captions.undo()
     assert new.file.read_text() == "typed in an editor\n"
     assert captions.undo() == 1

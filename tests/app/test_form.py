@@ -65,7 +65,7 @@ def test_what_a_row_shows_typed_again_changes_nothing(preset: Path):
 )
 def test_an_empty_row_shows_the_models_own_value_and_a_distilled_model_is_warned_of(preset, own, warnings):
     draft = typed(("sample.steps", ""), ("sample.guidance", ""), preset=PRESETS / f"{preset}.yaml")
-    assert {name: row.own for name, row in rows_of(draft).items() if row.own} == own
+    assert {name: row.placeholder for name, row in rows_of(draft).items() if row.placeholder} == own
     assert all(rows_of(draft)[name].value == "" for name in own)
     assert len(form.check(draft).warnings) == warnings
 
@@ -238,4 +238,4 @@ def test_yaml_that_is_wrong_is_refused_with_its_line(tmp_path: Path):
 
 
 def test_a_default_config_has_no_changes():
-    assert form.changes(RunConfig.model_construct(), RunConfig.model_construct()) == {}
+    assert form.changed_fields(RunConfig.model_construct(), RunConfig.model_construct()) == {}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from app import monitor
-from app.monitor import SEEN_STEPS, Follower
+from app.monitor import DRAWN_STEPS, Follower
 from tests.runs import run_config
 from trainer.run.events import (
     AnyEvent,
@@ -71,14 +71,14 @@ def test_a_training_run_tells_step_speed_and_time_left(run: RunDir):
 
 def test_the_curves_of_a_long_run_are_drawn_anew_when_it_is_seen(run: RunDir, living):
     follower = Follower(run)
-    write(run, *(step(number, 1.0) for number in range(1, 3 * SEEN_STEPS + 1)))
+    write(run, *(step(number, 1.0) for number in range(1, 3 * DRAWN_STEPS + 1)))
     drawn = [follower.view().curves]
     for number in range(3):
-        write(run, step(3 * SEEN_STEPS + 1 + number, 1.0))
+        write(run, step(3 * DRAWN_STEPS + 1 + number, 1.0))
         drawn.append(follower.view().curves)
     assert [one == drawn[0] for one in drawn] == [True, True, True, False]
-    write(run, step(3 * SEEN_STEPS + 4, 1.0), StatusEvent(state="finished"))
-    assert follower.view().curves == (3 * SEEN_STEPS + 4, 0)
+    write(run, step(3 * DRAWN_STEPS + 4, 1.0), StatusEvent(state="finished"))
+    assert follower.view().curves == (3 * DRAWN_STEPS + 4, 0)
 
 
 @pytest.mark.usefixtures("living")

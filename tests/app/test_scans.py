@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from app import scans
-from app.scans import Found, Scans
+from app.scans import ScanResult, Scans
 from tests.runs import make_pictures, run_config
 from trainer.config.schema import RunConfig
 
@@ -28,7 +28,7 @@ def slow(pictures: Path) -> Path:
     return pictures / "metadata.jsonl"
 
 
-def complete(look: Callable[[], Found]) -> Found:
+def complete(look: Callable[[], ScanResult]) -> ScanResult:
     deadline = time.monotonic() + 20
     while not (found := look()).is_complete:
         assert time.monotonic() < deadline, found

@@ -33,7 +33,7 @@ def preset(tmp_path: Path) -> Path:
 def test_the_first_draft_is_the_quickstart_and_a_kept_one_outlives_the_page(studio: Studio):
     assert studio.draft() == Draft(studio.presets()["quickstart"])
     draft = Draft(studio.presets()["quickstart"], {"train.steps": 7})
-    studio.keep_draft(draft)
+    studio.save_draft(draft)
     assert Studio(studio.runs).draft() == draft
 
 
@@ -42,7 +42,7 @@ def test_a_draft_that_cannot_be_read_is_the_quickstart_again(studio: Studio, kep
     (studio.runs / "drafts").mkdir(parents=True)
     (studio.runs / "drafts" / "draft.json").write_text(kept)
     assert studio.draft() == Draft(studio.presets()["quickstart"])
-    assert studio.draft_trouble.startswith("What was typed last cannot be shown: ")
+    assert studio.draft_problem.startswith("The saved form cannot be read: ")
 
 
 @pytest.mark.parametrize("name", ["", "../up", ".hidden", "-dash", "a/b"])
@@ -58,7 +58,7 @@ def test_a_preset_is_not_written_over(studio: Studio):
     checked = form.check(Draft(studio.presets()["quickstart"], {"train.steps": 7}))
     file = studio.save_preset(checked, "mine")
     assert studio.presets()["mine"] == file
-    with pytest.raises(InputError, match="'mine' is the name of a preset already"):
+    with pytest.raises(InputError, match="'mine' is already the name of a preset; choose another"):
         studio.save_preset(checked, "mine")
 
 
@@ -70,12 +70,12 @@ def test_many_clicks_at_once_start_one_run(studio: Studio, preset: Path):
     for click in clicks:
         click.join()
     assert len({run.path for run in found}) == 1
-    assert len(studio.runs_found()) == 1
+    assert len(studio.find_runs()) == 1
     process.terminate(found[0])
 
 
 def test_gpus_of_a_waiting_run_are_numbers(studio: Studio, preset: Path):
-    with pytest.raises(InputError, match="GPUs: 'first' is no list of numbers"):
+    with pytest.raises(InputError, match="GPUs: 'first' is not a list of numbers"):
         studio.enqueue(Draft(preset), "first")
     assert studio.enqueue(Draft(preset), " 0, 2 ").gpus == (0, 2)
     assert studio.enqueue(Draft(preset), "").gpus == ()
@@ -91,27 +91,27 @@ def test_a_damaged_entry_of_the_queue_is_put_aside_by_the_page(studio: Studio):
     damaged = studio.runs / "queue" / "waiting" / "000001.json"
     damaged.parent.mkdir(parents=True)
     damaged.write_text("{")
-    worker = studio.keep_queue_going()
+    worker = studio.run_queue()
     deadline = time.monotonic() + 10
     while not studio.queue.taken():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert f"{damaged}: damaged (" in studio.queue.taken()[0].error
-    assert worker.is_alive() and studio.queue_trouble == ""
+    assert worker.is_alive() and studio.queue_problem == ""
 
 
 def test_a_queue_that_cannot_be_worked_off_says_why_and_goes_on_when_it_can(studio: Studio):
     damaged = studio.runs / "queue" / "waiting"
     damaged.parent.mkdir(parents=True)
     damaged.write_text("a file in place of a folder")
-    worker = studio.keep_queue_going()
+    worker = studio.run_queue()
     deadline = time.monotonic() + 10
-    while not studio.queue_trouble:
+    while not studio.queue_problem:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert worker.is_alive()
     damaged.unlink()
-    while studio.queue_trouble:
+    while studio.queue_problem:
         assert time.monotonic() < deadline + 10
         time.sleep(0.05)
 
@@ -124,7 +124,7 @@ def test_the_page_loads_no_torch():
 
 
 def test_what_is_kept_of_a_draft_is_its_values_and_no_more(studio: Studio):
-    studio.keep_draft(Draft(studio.presets()["quickstart"], {"optim.lr": 1e-3}))
+    studio.save_draft(Draft(studio.presets()["quickstart"], {"optim.lr": 1e-3}))
     kept = json.loads((studio.runs / "drafts" / "draft.json").read_text())
     assert kept == {"preset": "quickstart", "values": {"optim.lr": 1e-3}}
 

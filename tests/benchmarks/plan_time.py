@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from app.plan_preview import HERE, Preflights
+from app.plan_preview import THIS_MACHINE, PlanPreviews
 from trainer.config.load import load_config, load_config_text
 from trainer.config.schema import RunConfig
 from trainer.plan.fixes import planned
@@ -39,10 +39,10 @@ def typed_s(preset: Path) -> float:
     return time.perf_counter() - began
 
 
-def page_s(cfg: RunConfig, place: str, preflights: Preflights) -> float:
+def page_s(cfg: RunConfig, target: str, previews: PlanPreviews) -> float:
     """Of the bar and its buttons after a change, on GPUs of a kind."""
     began = time.perf_counter()
-    preflights.of(cfg, place, ())
+    previews.of(cfg, target, ())
     return time.perf_counter() - began
 
 
@@ -61,11 +61,11 @@ def main() -> int:
     typed = {preset.stem: typed_s(preset) for preset in PRESETS}
     slowest = max(typed, key=typed.__getitem__)
     print(f"launch.py --plan, {len(typed)} presets: {min(typed.values()):.2f} to {typed[slowest]:.2f} s ({slowest})")
-    preflights = Preflights(Path("nowhere"))
+    previews = PlanPreviews(Path("nowhere"))
     cfgs = [load_config(preset).config for preset in PRESETS]
     for cfg in cfgs:
         planned(cfg, None, Path("nowhere"))  # reads what was recorded
-    waits = [page_s(cfg, place, preflights) for cfg in cfgs for place in (HERE, *CARDS)]
+    waits = [page_s(cfg, target, previews) for cfg in cfgs for target in (THIS_MACHINE, *CARDS)]
     beyond = sum(wait > PAGE_LIMIT_S for wait in waits)
     print(f"beside the form, {len(waits)} changes: at most {1000 * max(waits):.0f} ms, {beyond} beyond the limit")
     recorded = {

@@ -79,7 +79,7 @@ def _fill(runs: Path) -> None:
     for _ in range(2):
         studio.queue.add(config)
     studio.queue.change(studio.queue.settings)
-    studio.keep_draft(studio.draft())
+    studio.save_draft(studio.draft())
     run_table.set_tags(runs, OTHER, "good, old")
 
 
@@ -89,7 +89,7 @@ def _look(studio: Studio) -> None:
         with refusals():
             _watch(studio, studio.run(name))
     with refusals():
-        assert OTHER in [run.path.name for run in studio.runs_found()]
+        assert OTHER in [run.path.name for run in studio.find_runs()]
     with refusals():
         assert OTHER in [summary.name for summary in run_table.Summaries(studio).all()]
     with refusals():

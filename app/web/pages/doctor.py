@@ -1,4 +1,4 @@
-"""Whether this machine is fit to train."""
+"""The page Doctor: checks of this machine."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from trainer.launcher import doctor
 
 
 def build(studio: Studio) -> gr.HTML:
-    """Lay out the page, inside a `gr.Blocks`. Returns what shows the checks."""
-    look = gr.Button("Look again", elem_id="look")
-    found = gr.HTML(elem_id="checks")
-    look.click(lambda: checks(studio), None, found, **QUIET)
-    return found
+    """Lay out the page, inside a `gr.Blocks`. Returns the component that shows the checks."""
+    again = gr.Button("Check again", elem_id="check-again")
+    shown = gr.HTML(elem_id="checks")
+    again.click(lambda: checks(studio), None, shown, **QUIET)
+    return shown
 
 
 def checks(studio: Studio) -> Markup:
-    """A row per check."""
-    words = {"ok": "fine", "warn": "look", "fail": "wrong"}
+    """Run the checks and return a table with a row for each."""
+    words = {"ok": "ok", "warn": "warning", "fail": "error"}
     rows = [(check.what, words[check.verdict], check.fact, check.remedy) for check in doctor.checks(studio.runs)]
-    return table(("What", "Verdict", "Found", "What to do"), rows)
+    return table(("Check", "Result", "Found", "Remedy"), rows)

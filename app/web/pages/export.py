@@ -1,4 +1,4 @@
-"""What a run learned, as files: chosen from what its adapter allows, then written, checked and downloaded."""
+"""The page Export: write a run's checkpoint as files, verify and download them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from app.html import alert, attempted, note
 from app.monitor import RunView, explained
 from app.studio import Studio
 from app.web.pages.parts import QUIET, table
-from app.web.pages.renew import SKIP, Made, Tick, choices
+from app.web.pages.renew import SKIP, Lazy, Tick, choices
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig, export_formats
 from trainer.config.sections import ExportConfig
@@ -31,27 +31,27 @@ def build(studio: Studio, run: gr.Dropdown) -> Tick:
         what = gr.Dropdown([], label="What", elem_id="export-what")
         format = gr.Dropdown([], label="Format", elem_id="export-format")
         dtype = gr.Dropdown(list(DTYPES), value="bf16", label="Precision", elem_id="export-dtype")
-        begin = gr.Button("Export", variant="primary", elem_id="export")
-    said = gr.HTML(elem_id="export-said")
+        start = gr.Button("Export", variant="primary", elem_id="export")
+    message = gr.HTML(elem_id="export-message")
     files = gr.HTML(elem_id="exports")
     with gr.Row():
         file = gr.Dropdown([], label="File", elem_id="export-file")
         checksum = gr.Button("Checksum", elem_id="checksum")
         download = gr.DownloadButton("Download", elem_id="download", interactive=False)
-    begin.click(_beginner(studio), [run, what, format, dtype], said, **QUIET)
-    checksum.click(_checksum(studio), [run, file], said, **QUIET)
-    inputs, outputs = [run, what, format, file], [what, format, files, file, download, said]
+    start.click(_exporter(studio), [run, what, format, dtype], message, **QUIET)
+    checksum.click(_checksum(studio), [run, file], message, **QUIET)
+    inputs, outputs = [run, what, format, file], [what, format, files, file, download, message]
     return Tick(_shower(studio), inputs, outputs, (what.input, file.input))
 
 
 def exported(run: RunDir) -> list[Path]:
-    """The exported files of a run, in order of their names. A link that leads out of it is none."""
+    """Return the exported files of a run, sorted by name. Links to files outside the folder are left out."""
     home = run.export.resolve()
     return sorted(file for file in run.export.rglob("*") if file.is_file() and file.resolve().is_relative_to(home))
 
 
 def allowed(config: RunConfig) -> tuple[str, ...]:
-    """What can be exported of a run."""
+    """Return the kinds of export that a config supports."""
     return ("full",) if config.adapter.type == "none" else ("adapter", "merged")
 
 
@@ -74,8 +74,8 @@ def _shower(studio: Studio) -> Callable[[str, str | None, str | None, str | None
             choices(export_formats(config.adapter.type, wanted), format, "auto"),
             _listing(rows),
             choices(names, file, chosen),
-            Made((rows, name, chosen), lambda: _offer(studio, run, chosen)),
-            Made((state, name), lambda: state),
+            Lazy((rows, name, chosen), lambda: _offer(studio, run, chosen)),
+            Lazy((state, name), lambda: state),
         ]
 
     return show
@@ -90,12 +90,12 @@ def _state(studio: Studio, run: RunDir) -> Markup:
 
 
 def _listing(files: Sequence[tuple[str, str, str]]) -> Markup:
-    head = ("File", "Size", "Read back, relative difference")
-    return table(head, files) if files else Markup("<p>Nothing was exported yet.</p>")
+    head = ("File", "Size", "Relative difference after reload")
+    return table(head, files) if files else Markup("<p>No exports yet.</p>")
 
 
 def _rows(run: RunDir, view: RunView) -> list[tuple[str, str, str]]:
-    """File, size, and how far what was read back is from what was trained."""
+    """File, size, and relative difference of the reloaded weights from the trained ones."""
     differences = {run.path / event.path: event.difference for event in view.exports}
     rows = []
     for file in exported(run):
@@ -105,8 +105,8 @@ def _rows(run: RunDir, view: RunView) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _beginner(studio: Studio) -> Callable[[str, str, str, str], Markup]:
-    def begin(name: str, what: str, format: str, dtype: str) -> Markup:
+def _exporter(studio: Studio) -> Callable[[str, str, str, str], Markup]:
+    def start(name: str, what: str, format: str, dtype: str) -> Markup:
         try:
             run = studio.run(name)
             studio.export(run, what, format, dtype)
@@ -114,7 +114,7 @@ def _beginner(studio: Studio) -> Callable[[str, str, str, str], Markup]:
             return alert(str(error))
         return _state(studio, run)
 
-    return begin
+    return start
 
 
 def _checksum(studio: Studio) -> Callable[[str, str], Markup]:
@@ -126,7 +126,7 @@ def _checksum(studio: Studio) -> Callable[[str, str], Markup]:
 
 
 def _offer(studio: Studio, run: RunDir, file: str | None) -> dict[str, Any]:
-    """The button that downloads a file, off without one."""
+    """The download button, disabled without a file."""
     try:
         offered = studio.downloads.offer(_file(run, file))
     except InputError:
@@ -135,8 +135,8 @@ def _offer(studio: Studio, run: RunDir, file: str | None) -> dict[str, Any]:
 
 
 def _file(run: RunDir, name: str | None) -> Path:
-    """An exported file by its name. Raises InputError for what is none."""
+    """An exported file by its name. Raises InputError when there is none."""
     files = {str(file.relative_to(run.export)): file for file in exported(run)}
     if not name or name not in files:
-        raise InputError(f"'{name}' is no exported file of {run.path.name}")
+        raise InputError(f"'{name}' is not an exported file of {run.path.name}")
     return files[name]

@@ -1,4 +1,4 @@
-"""Pieces of HTML that several pages show, and how their handlers are connected."""
+"""HTML elements and event options that several pages share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from app.html import written
+from app.html import text_sample
 from app.studio import Studio
 from app.web.served_files import FULL
 from trainer.config.errors import InputError
@@ -17,18 +17,18 @@ from trainer.run.events import SampleEvent
 from trainer.run.folder import RunDir
 
 QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "queue": False}
-"""Options of every listener: no spinner over what is shown, no name in the programming interface.
+"""Options of every listener: no spinner, no API endpoint, no queue.
 
-Without the queue the answer comes with the request. The queue sends it over a stream that the browser may just be
-closing; on busy cores some answers never came.
+Without the queue the response arrives with the request. The queue sends it over a stream that the browser may be
+closing; on busy cores some responses never arrived.
 """
 
 WAITING_S = 1.0
-"""Between two looks while the images are being read."""
+"""Interval of updates while images are being read."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:
-    """A table whose first column names its rows."""
+    """Return a table whose first column holds the row heads."""
     cell, top = Markup("<td>{}</td>"), column_heads(head)
     body = Markup().join(
         Markup('<tr><th scope="row">{}</th>{}</tr>').format(first, Markup().join(map(cell.format, others)))
@@ -40,7 +40,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:
 
 
 def matrix(head: Sequence[str], rows: Iterable[tuple[str, Sequence[Markup]]]) -> Markup:
-    """A table of samples. rows: a prompt, and what stands in each column."""
+    """Return a table of samples. Each row is a prompt and its cells."""
     lines = [
         Markup('<tr><th scope="row">{}</th>{}</tr>').format(
             prompt, Markup().join(map(Markup("<td>{}</td>").format, cells))
@@ -53,17 +53,17 @@ def matrix(head: Sequence[str], rows: Iterable[tuple[str, Sequence[Markup]]]) ->
 
 
 def column_heads(names: Iterable[str]) -> Markup:
-    """Cells that name the columns of a table."""
+    """Return the head cells of a table."""
     return Markup().join(map(Markup('<th scope="col">{}</th>').format, names))
 
 
 def listed(lines: Iterable[str]) -> Markup:
-    """The items of a list."""
+    """Return the items of a list."""
     return Markup().join(map(Markup("<li>{}</li>").format, lines))
 
 
 def picture(studio: Studio, file: Path, text: str) -> Markup:
-    """A thumbnail that shows the picture in full size, with the text, when it is clicked (VIEWER)."""
+    """Return a thumbnail that opens the image in full size, with the text, when it is clicked (VIEWER)."""
     try:
         small, full = studio.thumbnails.of(file), studio.thumbnails.of(file, FULL)
     except InputError as error:
@@ -75,9 +75,9 @@ def picture(studio: Studio, file: Path, text: str) -> Markup:
 
 
 def sample(studio: Studio, run: Path, event: SampleEvent, config: RunConfig) -> Markup:
-    """What was drawn: a picture, or a text. run: its folder."""
+    """Return a sample, image or text, of the run in the folder `run`."""
     if event.is_text:
-        return written(event)
+        return text_sample(event)
     try:
         file = RunDir(run).own_file(event.path)
     except (InputError, OSError, ValueError) as error:
@@ -86,7 +86,7 @@ def sample(studio: Studio, run: Path, event: SampleEvent, config: RunConfig) -> 
 
 
 def sample_text(sample: SampleEvent, config: RunConfig) -> str:
-    """What made a sample: its prompt, step and seed."""
+    """Return a caption with the sample's prompt, step and seed."""
     return f"{sample.prompt} · step {sample.step} · seed {config.sample.seed}, prompt {sample.index + 1}"
 
 

@@ -1,4 +1,4 @@
-"""Runs that wait for their turn: their order, and what becomes of them after a failure."""
+"""The page Queue: the waiting runs, their order, and what happens after a failure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from markupsafe import Markup
 from app.html import alert, note
 from app.studio import Studio
 from app.web.pages.parts import QUIET, table
-from app.web.pages.renew import SKIP, Made, Tick, choices
+from app.web.pages.renew import SKIP, Lazy, Tick, choices
 from trainer.config.errors import InputError
-from trainer.launcher.queue import AfterFailure, Entry, Queue, Settings
+from trainer.launcher.queue import AfterFailure, Entry, Settings
 
-AFTER: dict[str, AfterFailure] = {"go on with the next": "go on", "pause": "pause"}
+AFTER: dict[str, AfterFailure] = {"start the next run": "go on", "pause": "pause"}
 WORDS = {kind: word for word, kind in AFTER.items()}
-PAUSE, GO_ON = "Pause: start nothing", "Go on"
+PAUSE, GO_ON = "Pause queue", "Resume queue"
 
 
 def build(studio: Studio) -> Tick:
@@ -29,12 +29,12 @@ def build(studio: Studio) -> Tick:
         after = gr.Radio(
             list(AFTER), value=WORDS[queue.settings.after_failure], label="After a failure", elem_id="after"
         )
-        pause = gr.Button(_offered(queue.settings), elem_id="pause")
+        pause = gr.Button(_pause_label(queue.settings), elem_id="pause")
     with gr.Row():
         chosen = gr.Dropdown([], label="Waiting run", elem_id="waiting")
-        earlier = gr.Button("Earlier", elem_id="earlier")
-        later = gr.Button("Later", elem_id="later")
-        remove = gr.Button("Take out", elem_id="take-out")
+        earlier = gr.Button("Move up", elem_id="earlier")
+        later = gr.Button("Move down", elem_id="later")
+        remove = gr.Button("Remove", elem_id="take-out")
     shown = gr.HTML(elem_id="queue")
     after.input(lambda word: _change(studio, after_failure=AFTER[word]), after, None, **QUIET)
     acted = gr.Number(0, visible=False)
@@ -49,18 +49,18 @@ def _change(studio: Studio, **values: Any) -> None:
     studio.queue.change(replace(studio.queue.settings, **values))
 
 
-def _offered(settings: Settings) -> str:
+def _pause_label(settings: Settings) -> str:
     return GO_ON if settings.is_paused else PAUSE
 
 
 def _pause(studio: Studio, clicked: str, acted: float) -> float:
-    """Do what the button said when it was clicked, whatever another browser did meanwhile."""
+    """Do what the button's label said when it was clicked, even if another browser has paused or resumed since."""
     _change(studio, is_paused=clicked == PAUSE)
     return acted + 1
 
 
 def _on_entry(act: Callable[[int], None]) -> Callable[[str | None, float], float]:
-    """A handler that counts what was done."""
+    """Return a handler that acts on the chosen entry, and increases the counter whose change updates the page."""
 
     def handle(label: str | None, acted: float) -> float:
         if label:
@@ -74,27 +74,22 @@ def _shown(studio: Studio, chosen: str | None) -> list[Any]:
     queue = studio.queue
     try:
         waiting, taken = queue.waiting(), queue.taken()
-        rows = [_row(queue, entry) for entry in reversed(taken)] + [_waiting_row(entry) for entry in waiting]
-        shown = table(("Number", "Name", "GPUs", "State", "Run"), rows) if rows else Markup("<p>Nothing waits.</p>")
-        shown = Markup().join(map(alert, filter(None, (studio.queue_trouble, *queue.problems())))) + shown
+        rows = [_row(entry, queue.state_of(entry), entry.run) for entry in reversed(taken)]
+        rows += [_row(entry, "waiting") for entry in waiting]
+        shown = (
+            table(("Number", "Name", "GPUs", "State", "Run"), rows) if rows else Markup("<p>The queue is empty.</p>")
+        )
+        shown = Markup().join(map(alert, filter(None, (studio.queue_problem, *queue.problems())))) + shown
         settings = queue.settings
         if settings.is_paused:
-            shown = note("Paused: nothing is started.") + shown
+            shown = note("Paused: no run is started.") + shown
         names = [f"{entry.number} {entry.name}" for entry in waiting]
-        # What the user sets is sent to a new page only: a late answer would take the user's choice back.
-        after = Made("after", lambda: WORDS[settings.after_failure])
-        return [shown, choices(names, chosen, None), gr.update(value=_offered(settings)), after]
+        # The setting is sent to a new page only: a late response would revert the user's choice.
+        after = Lazy("after", lambda: WORDS[settings.after_failure])
+        return [shown, choices(names, chosen, None), gr.update(value=_pause_label(settings)), after]
     except (InputError, OSError, ValueError) as error:
         return [alert(f"{queue.runs}/queue: {error}"), SKIP, SKIP, SKIP]
 
 
-def _row(queue: Queue, entry: Entry) -> tuple[str, ...]:
-    return str(entry.number), entry.name, _gpus(entry), queue.state_of(entry), entry.run
-
-
-def _waiting_row(entry: Entry) -> tuple[str, ...]:
-    return str(entry.number), entry.name, _gpus(entry), "waiting", ""
-
-
-def _gpus(entry: Entry) -> str:
-    return ", ".join(map(str, entry.gpus)) or "all"
+def _row(entry: Entry, state: str, run: str = "") -> tuple[str, ...]:
+    return str(entry.number), entry.name, ", ".join(map(str, entry.gpus)) or "all", state, run

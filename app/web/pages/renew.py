@@ -1,4 +1,4 @@
-"""What a page renews by the clock: a browser is sent what it lacks and nothing else, whatever becomes of an answer."""
+"""Periodic updates of a page. Each browser is sent only what it does not show yet, even when a response was lost."""
 
 from __future__ import annotations
 
@@ -15,18 +15,26 @@ SKIP = gr.skip()
 
 
 @dataclass(frozen=True)
-class Made:
-    """What an output shows, made only for who lacks it. of: what it is made of, and differs when that does."""
+class Lazy:
+    """Content of an output that is computed only for a browser that does not show it yet.
 
-    of: Any
+    Attributes:
+        key: Changes whenever the content changes.
+        make: Computes the content.
+    """
+
+    key: Any
     make: Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Tick:
-    """What a page renews. handle: from the values of the inputs to what the outputs show, each as it is or `Made`.
+    """A periodic update of some outputs.
 
-    What a handler skips stays as it was. events: ask for it besides the clock.
+    Attributes:
+        handle: Computes the contents of the outputs from the values of the inputs; a content may be `Lazy`, and SKIP
+            leaves an output unchanged.
+        events: Events that trigger the update in addition to the timer.
     """
 
     handle: Callable[..., Sequence[Any]]
@@ -37,50 +45,55 @@ class Tick:
 
 @dataclass(frozen=True)
 class Sent:
-    """What one browser was sent. token: of the last answer.  keys: one per output, of what it was told to show."""
+    """The state of one browser.
+
+    Attributes:
+        token: Token of the last response.
+        keys: One per output: the key of the content that was sent last.
+    """
 
     token: str = ""
     keys: tuple[int, ...] = ()
 
 
 def keep_renewing(seconds: float, ticks: Sequence[Tick], events: Sequence[Any]) -> None:
-    """Renew pages every so many seconds and at events, inside a `gr.Blocks`. One request for all: each costs.
+    """Update pages periodically and on events, inside a `gr.Blocks`. One request updates all, because each is costly.
 
-    A browser names the answer it shows. Where that is not the last one, because answers overtook each other or the page
-    was built anew, everything is sent again.
+    A request names the response that the browser shows. When that is not the last one, because responses overtook each
+    other or the page was rebuilt, everything is sent again.
     """
     sent, shown = gr.State(Sent()), gr.Textbox(visible=False)
     inputs = [component for tick in ticks for component in tick.inputs]
     outputs = [component for tick in ticks for component in tick.outputs]
 
     def handle(before: Sent, token: str, *values: Any) -> list[Any]:
-        now, answer = renewed(before, token, _asked(ticks, values))
-        return [now, now.token, *answer] if now != before else [SKIP] * (2 + len(answer))
+        now, response = renewed(before, token, _contents(ticks, values))
+        return [now, now.token, *response] if now != before else [SKIP] * (2 + len(response))
 
     triggers = [gr.Timer(seconds).tick, *events, *(event for tick in ticks for event in tick.events)]
     gr.on(triggers, handle, [sent, shown, *inputs], [sent, shown, *outputs], trigger_mode="always_last", **QUIET)
 
 
 def renewed(before: Sent, token: str, results: Sequence[Any]) -> tuple[Sent, list[Any]]:
-    """What a browser that shows the answer with this token is sent now, with those skipped that it has already."""
+    """Return what a browser is sent that shows the response with this token: contents it already shows are skipped."""
     nothing: Sequence[int | None] = [None] * len(results)
     known = before.keys if token == before.token and before.keys else nothing
     keys = [old if result == SKIP else _key(result) for old, result in zip(known, results, strict=True)]
     if list(known) == keys:
         return before, [SKIP] * len(results)
-    answer = [SKIP if new == old else _value(result) for new, old, result in zip(keys, known, results, strict=True)]
-    return Sent(secrets.token_hex(8), tuple(key or 0 for key in keys)), answer
+    response = [SKIP if new == old else _value(result) for new, old, result in zip(keys, known, results, strict=True)]
+    return Sent(secrets.token_hex(8), tuple(key or 0 for key in keys)), response
 
 
 def choices(names: Iterable[str], chosen: Any, default: Any) -> dict[str, Any]:
-    """A dropdown's names. What is chosen stays; the default takes the place of what is no longer there."""
-    there = list(names)
-    is_there = set(chosen) <= set(there) if isinstance(chosen, list) else chosen in there
-    update: dict[str, Any] = gr.update(choices=there) if is_there else gr.update(choices=there, value=default)
+    """Return the update of a dropdown's names. A choice that no longer exists is replaced by the default."""
+    existing = list(names)
+    exists = set(chosen) <= set(existing) if isinstance(chosen, list) else chosen in existing
+    update: dict[str, Any] = gr.update(choices=existing) if exists else gr.update(choices=existing, value=default)
     return update
 
 
-def _asked(ticks: Sequence[Tick], values: Sequence[Any]) -> list[Any]:
+def _contents(ticks: Sequence[Tick], values: Sequence[Any]) -> list[Any]:
     results: list[Any] = []
     for tick in ticks:
         own, values = values[: len(tick.inputs)], values[len(tick.inputs) :]
@@ -89,8 +102,8 @@ def _asked(ticks: Sequence[Tick], values: Sequence[Any]) -> list[Any]:
 
 
 def _key(result: Any) -> int:
-    return hash(repr(result.of if isinstance(result, Made) else result))
+    return hash(repr(result.key if isinstance(result, Lazy) else result))
 
 
 def _value(result: Any) -> Any:
-    return result.make() if isinstance(result, Made) else result
+    return result.make() if isinstance(result, Lazy) else result

@@ -1,4 +1,4 @@
-"""All runs: a table, tags, up to five compared, one cloned, continued or deleted."""
+"""The page Runs: the table of all runs; tag, compare, clone or delete them."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from trainer.config.errors import InputError
 
 
 def build(studio: Studio) -> tuple[gr.Button, gr.Button, gr.Dropdown, Tick]:
-    """Lay out the page, inside a `gr.Blocks`. Returns the buttons that watch and clone, and what chooses the run."""
+    """Lay out the page, inside a `gr.Blocks`. Returns the buttons Watch and Clone, the chosen run, and the update."""
     listed = gr.HTML(elem_id="runs")
     with gr.Row():
         chosen = gr.Dropdown([], label="Run", elem_id="one-run", scale=3)
-        tags = gr.Textbox(label="Tags, parted by commas", elem_id="tags", max_lines=1, scale=3)
-        keep = gr.Button("Keep tags", elem_id="keep-tags")
+        tags = gr.Textbox(label="Tags, comma-separated", elem_id="tags", max_lines=1, scale=3)
+        save = gr.Button("Save tags", elem_id="save-tags")
         watch = gr.Button("Watch", elem_id="watch")
         clone = gr.Button("Clone into the form", elem_id="clone")
         delete = gr.Button("Delete …", elem_id="delete")
     with gr.Row(visible=False, elem_id="delete-question") as question:
-        asked = gr.HTML()
-        yes = gr.Button("Delete it for good", variant="stop", elem_id="delete-yes")
-        no = gr.Button("Keep it", elem_id="delete-no")
-    said = gr.HTML(elem_id="runs-said")
+        warning = gr.HTML()
+        yes = gr.Button("Delete permanently", variant="stop", elem_id="delete-yes")
+        no = gr.Button("Cancel", elem_id="delete-no")
+    message = gr.HTML(elem_id="runs-message")
     compared = gr.Dropdown([], label=f"Compare 2 to {MOST_COMPARED} runs", multiselect=True, elem_id="compare")
     curves = gr.HTML(
         charts.chart_json("Loss, smoothed", []),
@@ -46,14 +46,14 @@ def build(studio: Studio) -> tuple[gr.Button, gr.Button, gr.Dropdown, Tick]:
     )
     differences = gr.HTML(elem_id="differences")
     in_question = gr.State("")
-    chosen.input(lambda name: _kept_tags(studio, name), chosen, tags, **QUIET)
-    keep.click(_attempt(studio, _tagged), [chosen, tags], said, **QUIET)
-    delete.click(_asked(studio), chosen, [question, asked, in_question], **QUIET)
-    yes.click(_attempt(studio, _deleted), [in_question, tags], said, **QUIET).then(
+    chosen.input(lambda name: _saved_tags(studio, name), chosen, tags, **QUIET)
+    save.click(_attempt(studio, _save_tags), [chosen, tags], message, **QUIET)
+    delete.click(_ask_to_delete(studio), chosen, [question, warning, in_question], **QUIET)
+    yes.click(_attempt(studio, _delete), [in_question, tags], message, **QUIET).then(
         lambda: gr.update(visible=False), None, question, **QUIET
     )
     no.click(lambda: gr.update(visible=False), None, question, **QUIET)
-    compared.input(_compared(studio), compared, [curves, differences], **QUIET)
+    compared.input(_comparer(studio), compared, [curves, differences], **QUIET)
     return watch, clone, chosen, Tick(_shower(studio), [chosen, compared], [listed, chosen, compared])
 
 
@@ -82,19 +82,19 @@ def _row(summary: Summary) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _kept_tags(studio: Studio, name: str) -> str:
+def _saved_tags(studio: Studio, name: str) -> str:
     try:
         return ", ".join(run_table.read_tags(studio.runs).get(name, ()))
     except InputError:  # the table says so
         return ""
 
 
-def _tagged(studio: Studio, name: str, text: str) -> str:
+def _save_tags(studio: Studio, name: str, text: str) -> str:
     run_table.set_tags(studio.runs, studio.run(name).path.name, text)
-    return f"Tags of {name} kept."
+    return f"Tags of {name} saved."
 
 
-def _deleted(studio: Studio, name: str, _: str) -> str:
+def _delete(studio: Studio, name: str, _: str) -> str:
     run_table.delete(studio.run(name))
     return f"{name} deleted."
 
@@ -103,11 +103,11 @@ def _attempt(studio: Studio, act: Callable[[Studio, str, str], str]) -> Callable
     return lambda name, text: attempted(lambda: act(studio, name or "", text))
 
 
-def _asked(studio: Studio) -> Callable[[str | None], list[Any]]:
+def _ask_to_delete(studio: Studio) -> Callable[[str | None], list[Any]]:
     def handle(name: str | None) -> list[Any]:
         try:
             run = studio.run(name)
-        except InputError:  # none chosen, or deleted elsewhere
+        except InputError:  # no run is chosen, or it was deleted elsewhere
             return [gr.update(visible=False), "", ""]
         question = Markup("<p>{}: {:,.0f} MB with its checkpoints, samples and exports.</p>").format(
             run.path.name, run_table.size(run) / 1e6
@@ -117,7 +117,7 @@ def _asked(studio: Studio) -> Callable[[str | None], list[Any]]:
     return handle
 
 
-def _compared(studio: Studio) -> Callable[[list[str]], list[Any]]:
+def _comparer(studio: Studio) -> Callable[[list[str]], list[Any]]:
     def handle(names: list[str]) -> list[Any]:
         try:
             followers = [studio.follower(studio.run(name)) for name in names[:MOST_COMPARED]]
@@ -127,7 +127,7 @@ def _compared(studio: Studio) -> Callable[[list[str]], list[Any]]:
             return [gr.skip(), alert(explained(error))]
         chart = charts.chart_json("Loss, smoothed", run_table.overlaid(followers))
         if len(followers) < 2:
-            return [chart, Markup("<p>Choose two runs or more.</p>")]
+            return [chart, Markup("<p>Choose at least two runs.</p>")]
         head = [follower.run.path.name for follower in followers]
         settings = table(
             ("Setting", *head), ((name, *values) for name, values in run_table.differing(followers).items())

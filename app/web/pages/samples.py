@@ -1,4 +1,4 @@
-"""The samples of a run: prompts down, steps across, and one prompt before and after."""
+"""The page Samples: a table of prompts by steps, and the first and last sample of one prompt."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from app.html import alert
 from app.monitor import RunView, explained
 from app.studio import Studio
 from app.web.pages import parts
-from app.web.pages.renew import SKIP, Made, Tick, choices
+from app.web.pages.renew import SKIP, Lazy, Tick, choices
 from app.web.served_files import FULL
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.run.events import SampleEvent
 from trainer.run.report import spread
 
 COLUMNS = 8
@@ -26,7 +25,7 @@ def build(studio: Studio, run: gr.Dropdown) -> Tick:
     """Lay out the page, inside a `gr.Blocks`."""
     matrix = gr.HTML(elem_id="matrix")
     with gr.Row():
-        prompt = gr.Dropdown([], label="Before and after of", elem_id="slider-prompt")
+        prompt = gr.Dropdown([], label="Prompt to compare", elem_id="slider-prompt")
         slider = gr.ImageSlider(label="First and last sample", interactive=False, elem_id="slider", type="filepath")
     return Tick(_shower(studio), [run, prompt], [matrix, prompt, slider], (prompt.input,))
 
@@ -46,16 +45,16 @@ def _shower(studio: Studio) -> Callable[[str, str | None], list[Any]]:
         prompts = list(dict.fromkeys(sample.prompt for sample in view.samples))
         chosen = prompt if prompt in prompts else next(iter(prompts), None)
         return [
-            Made(drawn, lambda: matrix(studio, view, follower.config)),
+            Lazy(drawn, lambda: matrix(studio, view, follower.config)),
             choices(prompts, prompt, chosen),
-            Made((drawn, chosen), lambda: pair(studio, view, chosen)),
+            Lazy((drawn, chosen), lambda: pair(studio, view, chosen)),
         ]
 
     return show
 
 
 def pair(studio: Studio, view: RunView, prompt: str | None) -> tuple[str, str] | None:
-    """The first and the last sample of a prompt, None without two or where one was deleted."""
+    """Return the first and last sample image of a prompt; None without two, or when one was deleted."""
     found = sorted((sample for sample in view.samples if sample.prompt == prompt), key=lambda sample: sample.step)
     if len(found) < 2 or found[0].is_text:
         return None
@@ -67,18 +66,15 @@ def pair(studio: Studio, view: RunView, prompt: str | None) -> tuple[str, str] |
 
 
 def matrix(studio: Studio, view: RunView, config: RunConfig) -> Markup:
-    """All samples, the steps thinned to a few."""
+    """Return the table of samples, at up to COLUMNS steps."""
     if not view.samples:
         return Markup("<p>No samples yet. Set sample.every and sample.prompts, or press Sample now.</p>")
     at = {(sample.index, sample.step): sample for sample in view.samples}
     steps = spread(sorted({step for _, step in at}), COLUMNS)
     rows = []
     for index in sorted({index for index, _ in at}):
-        cells = [_cell(studio, view, at.get((index, step)), config) for step in steps]
-        prompt = next(sample.prompt for (row, _), sample in at.items() if row == index)
+        row = [at.get((index, step)) for step in steps]
+        cells = [parts.sample(studio, view.path, sample, config) if sample else Markup() for sample in row]
+        prompt = next(sample.prompt for (number, _), sample in at.items() if number == index)
         rows.append((prompt, cells))
     return parts.matrix([f"step {step}" for step in steps], rows)
-
-
-def _cell(studio: Studio, view: RunView, sample: SampleEvent | None, config: RunConfig) -> Markup:
-    return parts.sample(studio, view.path, sample, config) if sample else Markup()

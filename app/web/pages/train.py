@@ -1,4 +1,4 @@
-"""The page a run is made on: four steps of rows from the schema, what comes of them, and Start."""
+"""The page Train: four steps of config fields, the checks and the memory plan of the config, and Start."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from markupsafe import Markup
 
 from app import form
 from app.form import Checked, Draft, Row
-from app.html import alert, attempted, note, plan_bar, waits_for
-from app.plan_preview import HERE, PLACES, Preflight
+from app.html import alert, attempted, blockers, note, plan_bar
+from app.plan_preview import TARGETS, THIS_MACHINE, PlanPreview
 from app.studio import Studio
 from app.web.pages.parts import QUIET, WAITING_S, column_heads
 from trainer.config.errors import InputError
@@ -25,16 +25,22 @@ from trainer.plan.fixes import MOST
 from trainer.run.folder import RunDir
 
 Input = gr.Dropdown | gr.Checkbox | gr.Textbox
-MOST_ANSWERS = 64
-"""Of which is known what they showed. After more, or a restart, it is what was kept last."""
+MOST_RESPONSES = 64
+"""Responses whose content is remembered. For older ones, and after a restart, the saved draft is used."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What one browser shows: the draft, its rows by field, whether all settings are wanted, and the draft as YAML.
+class FormView:
+    """The form as one browser shows it.
 
-    preset: the name that is chosen.  typed: fields whose inputs show what was typed, which may be longer by the time an
-    answer comes.  looks: how often files and images were to be read again.  place: GPUs that are planned for.
+    Attributes:
+        preset: The name that is chosen.
+        rows: {field: row}.
+        wants_all: Whether "All settings" is checked.
+        yaml: The draft's config as YAML.
+        typed: Fields that the user typed into since the last response, and may still be typing into.
+        refreshes: How often files and images were to be read again.
+        target: GPUs to plan for, one of TARGETS.
     """
 
     draft: Draft
@@ -43,70 +49,81 @@ class Seen:
     wants_all: bool = False
     yaml: str = ""
     typed: frozenset[str] = frozenset()
-    looks: float = 0
-    place: str = HERE
+    refreshes: float = 0
+    target: str = THIS_MACHINE
 
     def shows(self, row: Row) -> bool:
         return row.is_visible and (self.wants_all or row.in_front or bool(row.error))
 
 
-class Answers:
-    """What browsers were sent, by tokens. built: what all show until the first answer, whose token is empty.
+class Responses:
+    """The form views that browsers were sent, by token.
 
-    Requests leave a browser before the answers to those before them have arrived, and answers overtake one another.
-    So each brings the token of the answer it shows: what its inputs hold beside that was typed.
+    A browser sends requests before earlier responses have arrived, and responses may overtake each other. So each
+    request carries the token of the response that the browser shows; input values that differ from it were typed.
+
+    Attributes:
+        built: The view that every browser shows until its first response, with an empty token.
     """
 
-    def __init__(self, built: Seen) -> None:
+    def __init__(self, built: FormView) -> None:
         self.built = built
-        self._given: dict[str, Seen] = {}
+        self._sent: dict[str, FormView] = {}
         self._lock = threading.Lock()
 
-    def give(self, seen: Seen) -> str:
-        """The token of an answer."""
+    def add(self, view: FormView) -> str:
+        """Remember the view that a response shows, and return its token."""
         token = secrets.token_hex(8)
         with self._lock:
-            self._given[token] = seen
-            for old in list(self._given)[:-MOST_ANSWERS]:
-                del self._given[old]
+            self._sent[token] = view
+            for old in list(self._sent)[:-MOST_RESPONSES]:
+                del self._sent[old]
         return token
 
-    def of(self, token: str) -> Seen | None:
-        """What the answer with this token shows."""
-        return self._given.get(token) if token else self.built
+    def get(self, token: str) -> FormView | None:
+        """Return the view that the response with this token showed, or None when it is no longer known."""
+        return self._sent.get(token) if token else self.built
 
 
 @dataclass(frozen=True)
 class PlanParts:
-    """place: the GPUs that are planned for.  record: a button where the model must be recorded first.
+    """Components of the memory plan.
 
-    ways: buttons with what would make the run fit.  verify: one that has the plan compared with a trace.
+    Attributes:
+        target: The GPUs to plan for.
+        record: Button that records the model, visible where a plan needs that.
+        fixes: Buttons that apply a change that makes the run fit.
+        verify: Button that compares the plan with a trace.
     """
 
-    place: gr.Dropdown
+    target: gr.Dropdown
     bar: gr.HTML
     record: gr.Button
-    ways: list[gr.Button]
+    fixes: list[gr.Button]
     verify: gr.Button
 
 
 @dataclass(frozen=True)
 class TrainPage:
-    """The components others listen to. token: of the answer that is shown.  answer: token of the one that is coming.
+    """Components of the page that other pages use.
 
-    waiting: looks again while images are read.  looks: one more has the files read again.  started: name of the run
-    that was just started.
+    Attributes:
+        token: Token of the response that is shown.
+        new_token: Token of the response that is being applied.
+        waiting: Timer that repeats the request while images are being read.
+        refreshes: Increased to read files and images again.
+        started: Name of the run that was just started.
     """
 
     studio: Studio
-    answers: Answers
+    responses: Responses
     inputs: dict[str, Input]
     token: gr.Textbox
-    answer: gr.Textbox
+    new_token: gr.Textbox
     waiting: gr.Timer
     preset: gr.Dropdown
     wants_all: gr.Checkbox
-    looks: gr.Number
+    refreshes: gr.Number
     plan: PlanParts
     problems: gr.HTML
     changes: gr.HTML
@@ -116,24 +133,24 @@ class TrainPage:
     started: gr.Textbox
 
     @property
-    def shown(self) -> list[Any]:
-        """What every handler takes first: all that a browser shows, in the order of `_shown`."""
-        return [self.token, self.preset, self.wants_all, self.looks, self.plan.place, *self.inputs.values()]
+    def sent(self) -> list[Any]:
+        """The first inputs of every handler: the state of the form, in the order of `_form_view`."""
+        return [self.token, self.preset, self.wants_all, self.refreshes, self.plan.target, *self.inputs.values()]
 
     @property
     def outputs(self) -> list[Any]:
-        """What every look at the draft renews, in the order of `_renewed`."""
+        """The outputs of every handler, in the order of `_response`."""
         texts = [self.problems, self.changes, self.commands, self.yaml, self.start]
-        plan = [self.plan.bar, self.plan.record, self.plan.verify, *self.plan.ways]
-        return [self.answer, self.waiting, self.preset, *texts, *plan, *self.inputs.values()]
+        plan = [self.plan.bar, self.plan.record, self.plan.verify, *self.plan.fixes]
+        return [self.new_token, self.waiting, self.preset, *texts, *plan, *self.inputs.values()]
 
 
 def build(studio: Studio) -> TrainPage:
     """Lay out the page and connect it, inside a `gr.Blocks`."""
-    seen = _kept(studio)
-    rows = seen.rows
+    view = _saved_view(studio)
+    rows = view.rows
     with gr.Row(equal_height=True):
-        preset = gr.Dropdown(list(studio.presets()), value=seen.preset, label="Preset", elem_id="preset")
+        preset = gr.Dropdown(list(studio.presets()), value=view.preset, label="Preset", elem_id="preset")
         wants_all = gr.Checkbox(False, label="All settings", elem_id="all-settings")
     inputs: dict[str, Input] = {}
     with gr.Row():
@@ -142,213 +159,221 @@ def build(studio: Studio) -> TrainPage:
                 with gr.Tab(step, render_children=True):
                     for row in rows.values():
                         if form.step_of(row.field) == step:
-                            inputs[row.field] = _input(seen, row)
+                            inputs[row.field] = _input(view, row)
         with gr.Column(scale=2, elem_id="review"):
             problems = gr.HTML(elem_id="problems")
             start = gr.Button("Start", variant="primary", elem_id="start")
             with gr.Row():
-                gpus = gr.Textbox(label="GPUs in the queue", info="0,1; empty: all", elem_id="gpus", max_lines=1)
+                gpus = gr.Textbox(label="GPUs of the queued run", info="0,1; empty: all", elem_id="gpus", max_lines=1)
                 enqueue = gr.Button("Add to queue", elem_id="enqueue")
             plan = PlanParts(
-                gr.Dropdown(list(PLACES), value=HERE, label="Plan for", elem_id="plan-for"),
+                gr.Dropdown(list(TARGETS), value=THIS_MACHINE, label="Plan for", elem_id="plan-for"),
                 gr.HTML(elem_id="plan"),
-                gr.Button("Record this model: half a minute to a few", visible=False, size="sm", elem_id="record"),
-                [gr.Button(visible=False, size="sm", elem_id=f"way-{number}") for number in range(MOST)],
-                gr.Button("Verify exactly: a minute or more", visible=False, size="sm", elem_id="verify"),
+                gr.Button("Record this model (up to a few minutes)", visible=False, size="sm", elem_id="record"),
+                [gr.Button(visible=False, size="sm", elem_id=f"fix-{number}") for number in range(MOST)],
+                gr.Button("Verify with a full trace (a minute or more)", visible=False, size="sm", elem_id="verify"),
             )
-            outcome = gr.HTML(elem_id="outcome")  # in no answer to what is typed: a late one would wipe it away
+            outcome = gr.HTML(elem_id="outcome")  # not an output of the form's handlers: a late response would clear it
             changes = gr.HTML(elem_id="changes")
             commands = gr.HTML(elem_id="commands")
-            with gr.Accordion("The whole config", open=False):
+            with gr.Accordion("Full config", open=False):
                 yaml = gr.Code(
-                    seen.yaml, language="yaml", label="YAML, can be edited", interactive=True, elem_id="yaml", lines=20
+                    view.yaml, language="yaml", label="YAML (editable)", interactive=True, elem_id="yaml", lines=20
                 )
-                take = gr.Button("Take over the YAML", elem_id="take-yaml")
+                take = gr.Button("Apply YAML", elem_id="take-yaml")
                 with gr.Row():
-                    name = gr.Textbox(label="Name of a preset", elem_id="preset-name", max_lines=1)
+                    name = gr.Textbox(label="Preset name", elem_id="preset-name", max_lines=1)
                     keep = gr.Button("Save as preset", elem_id="save-preset")
             started = gr.Textbox(visible=False, elem_id="started")
-    token, answer, looks = gr.Textbox(visible=False), gr.Textbox(visible=False), gr.Number(0, visible=False)
+    token, new_token, refreshes = gr.Textbox(visible=False), gr.Textbox(visible=False), gr.Number(0, visible=False)
     waiting = gr.Timer(WAITING_S, active=False)
     review = (problems, changes, commands, yaml, start)
     page = TrainPage(
-        studio, Answers(seen), inputs, token, answer, waiting, preset, wants_all, looks, plan, *review, started
+        studio, Responses(view), inputs, token, new_token, waiting, preset, wants_all, refreshes, plan, *review, started
     )
-    inputs_of = [component.input for component in (preset, wants_all, plan.place, *inputs.values())]
-    one_for_all = partial(gr.on, [*inputs_of, waiting.tick, looks.change], trigger_mode="always_last")  # in their order
-    renews(page, one_for_all, looked(page), page.shown)
-    renews(page, take.click, page_handler(page, _yaml_taken), [*page.shown, yaml])
-    renews(page, keep.click, page_handler(page, _preset_kept), [*page.shown, name])
-    renews(page, plan.record.click, page_handler(page, _recording_wanted), page.shown)
-    renews(page, plan.verify.click, page_handler(page, _trace_wanted), page.shown)
-    for number, way in enumerate(plan.ways):
-        renews(page, way.click, page_handler(page, partial(_way_taken, number)), page.shown)
-    start.click(lambda *sent: _started(page, *sent), page.shown, [started, outcome], trigger_mode="once", **QUIET)
-    enqueue.click(lambda *sent: _queued(page, *sent), [*page.shown, gpus], outcome, **QUIET)
+    edits = [component.input for component in (preset, wants_all, plan.target, *inputs.values())]
+    # One listener for all of them, so that their requests are sent in order.
+    any_edit = partial(gr.on, [*edits, waiting.tick, refreshes.change], trigger_mode="always_last")
+    connect(page, any_edit, on_edit(page), page.sent)
+    connect(page, take.click, page_handler(page, _apply_yaml), [*page.sent, yaml])
+    connect(page, keep.click, page_handler(page, _save_preset), [*page.sent, name])
+    connect(page, plan.record.click, page_handler(page, _record), page.sent)
+    connect(page, plan.verify.click, page_handler(page, _verify), page.sent)
+    for number, fix in enumerate(plan.fixes):
+        connect(page, fix.click, page_handler(page, partial(_apply_fix, number)), page.sent)
+    start.click(lambda *sent: _start(page, *sent), page.sent, [started, outcome], trigger_mode="once", **QUIET)
+    enqueue.click(lambda *sent: _enqueue(page, *sent), [*page.sent, gpus], outcome, **QUIET)
     return page
 
 
-def renews(page: TrainPage, listen: Callable[..., Any], handler: Any, inputs: list[Any] | None) -> Any:
-    """Renew the page by a handler whenever an event comes. Returns the listener that is told when all of it is shown.
+def connect(page: TrainPage, listen: Callable[..., Any], handler: Any, inputs: list[Any] | None) -> Any:
+    """Run a handler on an event and update the page. Returns the listener that fires when the response is shown.
 
-    An answer is applied component by component: it counts as shown after the last.
+    A response is applied component by component, so it counts as shown after the last.
     """
     applied = listen(handler, inputs, page.outputs, **QUIET)
-    return applied.then(None, page.answer, page.token, js="token => token", **QUIET)
+    return applied.then(None, page.new_token, page.token, js="token => token", **QUIET)
 
 
 def page_handler(page: TrainPage, change: Any) -> Any:
-    """A handler that changes the draft, keeps it, and renews what differs from what is shown."""
-    count = len(page.shown)
+    """Return a handler that changes the draft, saves it, and updates what differs from the form shown."""
+    count = len(page.sent)
 
     def handle(*sent: Any) -> list[Any]:
         try:
-            answered = _answered(page, sent[0])
-            shown = _shown(page, answered, *sent[1:count])
-            after, said = change(page, shown, *sent[count:])
-            if after.draft != answered.draft:
-                said = _keep(page, after.draft) or said
-            before = replace(shown, wants_all=answered.wants_all)  # as the rows: what is wanted now is not shown yet
-            return _renewed(page, before, after, said, is_fresh=shown.looks != answered.looks)
+            last = _last_view(page, sent[0])
+            shown = _form_view(page, last, *sent[1:count])
+            after, message = change(page, shown, *sent[count:])
+            if after.draft != last.draft:
+                message = _save_draft(page, after.draft) or message
+            before = replace(shown, wants_all=last.wants_all)  # like the rows: the new choice is not shown yet
+            return _response(page, before, after, message, is_fresh=shown.refreshes != last.refreshes)
         except (InputError, OSError) as error:
-            return _refused(page, str(error))
+            return _error_response(page, str(error))
 
     return handle
 
 
-def opened(page: TrainPage) -> list[Any]:
-    """What a browser is given that opens the page: of the inputs only those that changed since they were built.
+def on_open(page: TrainPage) -> list[Any]:
+    """Handle the opening of the page: update the inputs that changed since the page was built.
 
-    The answer may come after the first letters were typed.
+    Other inputs are left alone, because the user may already be typing when the response arrives.
     """
-    kept = _kept(page.studio)
-    return _renewed(page, page.answers.built, kept, page.studio.draft_trouble)
+    saved = _saved_view(page.studio)
+    return _response(page, page.responses.built, saved, page.studio.draft_problem)
 
 
-def looks_again(page: TrainPage, listen: Callable[..., Any]) -> None:
-    """Read the files and images of the draft again whenever an event comes, after what was typed before.
+def refresh_on(page: TrainPage, listen: Callable[..., Any]) -> None:
+    """Read the draft's files and images again on an event, after earlier edits.
 
-    Not before the first answer is shown: that one has just read them, and a second one without a token would show the
-    kept draft again, over a preset that was chosen meanwhile.
+    Does nothing before the first response is shown: that one has just read them, and a request without a token would
+    bring the saved draft back over a preset that was chosen in between.
     """
-    listen(None, [page.looks, page.token], page.looks, js="(looks, token) => looks + (token ? 1 : 0)", **QUIET)
+    listen(
+        None,
+        [page.refreshes, page.token],
+        page.refreshes,
+        js="(refreshes, token) => refreshes + (token ? 1 : 0)",
+        **QUIET,
+    )
 
 
-def looked(page: TrainPage) -> Any:
-    """The handler of whatever is typed or chosen, and of looks."""
-    return page_handler(page, _as_shown)
+def on_edit(page: TrainPage) -> Any:
+    """Return the handler of edits and refreshes."""
+    return page_handler(page, _unchanged)
 
 
-def retried(page: TrainPage) -> Any:
-    """A handler that shows a failed run as it was started, with what its error says to change."""
-    return page_handler(page, _retry_wanted)
+def on_retry(page: TrainPage) -> Any:
+    """Return a handler that loads the config of a failed run with the changes its error suggests."""
+    return page_handler(page, _load_retry)
 
 
-def cloned(page: TrainPage) -> Any:
-    """A handler that shows a run as it was started, to start another."""
-    return page_handler(page, _run_wanted)
+def on_clone(page: TrainPage) -> Any:
+    """Return a handler that loads the config of a run."""
+    return page_handler(page, _load_run)
 
 
-def _shown(
-    page: TrainPage, seen: Seen, preset: str, wants_all: bool, looks: float, place: str, *values: str | bool
-) -> Seen:
-    """What a browser shows that sends this: an answer, with the preset that was chosen and what was typed since."""
-    draft, rows, typed, given = seen.draft, dict(seen.rows), set(), seen.rows
-    if preset != seen.preset:
+def _form_view(
+    page: TrainPage, view: FormView, preset: str, wants_all: bool, refreshes: float, target: str, *values: str | bool
+) -> FormView:
+    """The form as the browser shows it: the last response, with the preset that was chosen and what was typed since."""
+    draft, rows, typed, given = view.draft, dict(view.rows), set(), view.rows
+    if preset != view.preset:
         draft = Draft(page.studio.preset(preset))
-        given = _rows(form.check(draft))  # the answer may be shown in part
+        given = _rows_by_field(form.check(draft))  # the response may be applied in part
     for name, value in zip(page.inputs, values, strict=True):
         if rows[name].is_visible and value != rows[name].value:
             rows[name] = replace(rows[name], value=value)
             if value != given[name].value:
                 draft = draft.typed(name, value)
                 typed.add(name)
-    return Seen(draft, preset, rows, wants_all, seen.yaml, frozenset(typed), looks, place)
+    return FormView(draft, preset, rows, wants_all, view.yaml, frozenset(typed), refreshes, target)
 
 
 def _draft(page: TrainPage, token: str, *sent: Any) -> Draft:
-    """What a browser shows whose button was pressed."""
-    return _shown(page, _answered(page, token), *sent).draft
+    return _form_view(page, _last_view(page, token), *sent).draft
 
 
-def _answered(page: TrainPage, token: str) -> Seen:
-    """What the answer with this token shows. Before the first it is what was built, and stands for the kept draft."""
-    seen = page.answers.of(token)
-    if seen is None:
-        return _kept(page.studio)
-    return seen if token else replace(seen, draft=page.studio.draft())
+def _last_view(page: TrainPage, token: str) -> FormView:
+    """The view of the response with this token. Before the first, the page as built, with the saved draft."""
+    view = page.responses.get(token)
+    if view is None:
+        return _saved_view(page.studio)
+    return view if token else replace(view, draft=page.studio.draft())
 
 
-def _as_shown(page: TrainPage, shown: Seen) -> tuple[Seen, str]:
+def _unchanged(page: TrainPage, shown: FormView) -> tuple[FormView, str]:
     return shown, ""
 
 
-def _run_wanted(page: TrainPage, shown: Seen, name: str) -> tuple[Seen, str]:
-    return _with(shown, Draft(page.studio.preset(name))), ""
+def _load_run(page: TrainPage, shown: FormView, name: str) -> tuple[FormView, str]:
+    return _with_draft(shown, Draft(page.studio.preset(name))), ""
 
 
-def _retry_wanted(page: TrainPage, shown: Seen, name: str) -> tuple[Seen, str]:
+def _load_retry(page: TrainPage, shown: FormView, name: str) -> tuple[FormView, str]:
     error = page.studio.follower(page.studio.run(name)).view().error
     retry = error.retry if error else ()
     draft = Draft(page.studio.preset(name))
     for field, _, value in (override.partition("=") for override in retry):
         draft = draft.typed(field, value)
-    return _with(shown, draft), f"As {name} was, with {', '.join(retry)}."
+    return _with_draft(shown, draft), f"Config of {name}, with {', '.join(retry)}."
 
 
-def _recording_wanted(page: TrainPage, shown: Seen) -> tuple[Seen, str]:
-    page.studio.preflights.record(form.check(shown.draft).config)
+def _record(page: TrainPage, shown: FormView) -> tuple[FormView, str]:
+    page.studio.plan_previews.record(form.check(shown.draft).config)
     return shown, ""
 
 
-def _trace_wanted(page: TrainPage, shown: Seen) -> tuple[Seen, str]:
-    page.studio.verify(form.check(shown.draft), shown.place)
+def _verify(page: TrainPage, shown: FormView) -> tuple[FormView, str]:
+    page.studio.verify_plan(form.check(shown.draft), shown.target)
     return shown, ""
 
 
-def _way_taken(number: int, page: TrainPage, shown: Seen) -> tuple[Seen, str]:
-    """One of the changes that make the run fit. They were offered for what is shown."""
-    ways = page.studio.preflight(form.check(shown.draft), shown.place).ways
+def _apply_fix(number: int, page: TrainPage, shown: FormView) -> tuple[FormView, str]:
+    """Apply one of the fixes that were offered for this view."""
+    fixes = page.studio.plan(form.check(shown.draft), shown.target).fixes
     draft = shown.draft
-    for field, value in ways[number].changes.items() if number < len(ways) else ():
+    for field, value in fixes[number].changes.items() if number < len(fixes) else ():
         draft = draft.typed(field, value if isinstance(value, bool) else str(value))
-    return _with(shown, draft), f"Taken over: {ways[number]}." if number < len(ways) else ""
+    return _with_draft(shown, draft), f"Applied: {fixes[number]}." if number < len(fixes) else ""
 
 
-def _yaml_taken(page: TrainPage, shown: Seen, text: str) -> tuple[Seen, str]:
-    return replace(_with(shown, page.studio.from_yaml(form.check(shown.draft), text)), yaml=text), ""
+def _apply_yaml(page: TrainPage, shown: FormView, text: str) -> tuple[FormView, str]:
+    return replace(_with_draft(shown, page.studio.from_yaml(form.check(shown.draft), text)), yaml=text), ""
 
 
-def _preset_kept(page: TrainPage, shown: Seen, name: str) -> tuple[Seen, str]:
+def _save_preset(page: TrainPage, shown: FormView, name: str) -> tuple[FormView, str]:
     file = page.studio.save_preset(form.check(shown.draft), name)
-    return _with(shown, Draft(file)), f"Saved as {file}"
+    return _with_draft(shown, Draft(file)), f"Saved as {file}"
 
 
-def _keep(page: TrainPage, draft: Draft) -> str:
-    """Keep what was typed for later. Returns what is in the way: it stays in the browser."""
+def _save_draft(page: TrainPage, draft: Draft) -> str:
+    """Save the draft. Returns the error as a sentence; the draft then stays in the browser only."""
     try:
-        page.studio.keep_draft(draft)
+        page.studio.save_draft(draft)
     except OSError as error:
-        return f"What you typed cannot be kept for later ({error.strerror}): free some space."
+        return f"The form cannot be saved ({error.strerror}): free some space."
     return ""
 
 
-def _with(shown: Seen, draft: Draft) -> Seen:
-    """Another draft, whatever was typed."""
+def _with_draft(shown: FormView, draft: Draft) -> FormView:
+    """The view with another draft, which replaces what was typed."""
     return replace(shown, draft=draft, typed=frozenset())
 
 
-def _kept(studio: Studio) -> Seen:
-    """What a browser shows that was not told yet: the draft as it was kept."""
+def _saved_view(studio: Studio) -> FormView:
+    """The view of the saved draft."""
     checked = form.check(studio.draft())
-    return Seen(checked.draft, studio.name_of(checked.draft.preset), _rows(checked), yaml=dump_config(checked.config))
+    return FormView(
+        checked.draft, studio.name_of(checked.draft.preset), _rows_by_field(checked), yaml=dump_config(checked.config)
+    )
 
 
-def _rows(checked: Checked) -> dict[str, Row]:
+def _rows_by_field(checked: Checked) -> dict[str, Row]:
     return {row.field: row for row in form.rows(checked)}
 
 
-def _started(page: TrainPage, *sent: Any) -> tuple[Any, str]:
+def _start(page: TrainPage, *sent: Any) -> tuple[Any, str]:
     try:
         run: RunDir = page.studio.start(_draft(page, *sent))
     except (InputError, OSError) as error:
@@ -356,71 +381,73 @@ def _started(page: TrainPage, *sent: Any) -> tuple[Any, str]:
     return run.path.name, ""
 
 
-def _queued(page: TrainPage, *sent: Any) -> str:
+def _enqueue(page: TrainPage, *sent: Any) -> str:
     *shown, gpus = sent
 
     def add() -> str:
         entry = page.studio.enqueue(_draft(page, *shown), gpus)
-        return f"{entry.name} waits in the queue as number {entry.number}."
+        return f"{entry.name} was queued as number {entry.number}."
 
     return attempted(add)
 
 
-def _renewed(page: TrainPage, before: Seen, after: Seen, said: str, is_fresh: bool = False) -> list[Any]:
-    checked, chosen = page.studio.look(after.draft, is_fresh), page.studio.name_of(after.draft.preset)
-    now = replace(after, preset=chosen, rows=_rows(checked), yaml=dump_config(checked.config))
+def _response(page: TrainPage, before: FormView, after: FormView, message: str, is_fresh: bool = False) -> list[Any]:
+    checked, chosen = page.studio.check(after.draft, is_fresh), page.studio.name_of(after.draft.preset)
+    now = replace(after, preset=chosen, rows=_rows_by_field(checked), yaml=dump_config(checked.config))
     updates = [_update(before, now, name) for name in page.inputs]
     preset: dict[str, Any] = {"choices": list(dict.fromkeys([*page.studio.presets(), chosen]))}
     if chosen != before.preset:
         preset["value"] = chosen
-    texts = [_problems(checked, said), _changes(checked), _commands(checked, page.studio)]
+    texts = [_problems(checked, message), _changes(checked), _commands(checked, page.studio)]
     yaml = now.yaml if now.yaml != after.yaml else gr.skip()
-    preflight = page.studio.preflight(checked, now.place)
-    waiting = gr.Timer(active=bool(checked.waiting) or preflight.is_waiting)
-    start, plan = gr.update(interactive=checked.can_start), _planned(preflight)
-    return [page.answers.give(now), waiting, gr.update(**preset), *texts, yaml, start, *plan, *updates]
+    preview = page.studio.plan(checked, now.target)
+    waiting = gr.Timer(active=bool(checked.waiting) or preview.is_waiting)
+    start, plan = gr.update(interactive=checked.can_start), _plan_updates(preview)
+    return [page.responses.add(now), waiting, gr.update(**preset), *texts, yaml, start, *plan, *updates]
 
 
-def _planned(preflight: Preflight) -> list[Any]:
-    """The bar, the buttons that record and verify, and one for each way to make the run fit."""
-    ways = [f"Make it fit: {way}" for way in preflight.ways]
-    buttons = [gr.update(value=text, visible=True) for text in ways]
+def _plan_updates(preview: PlanPreview) -> list[Any]:
+    """Updates of the bar, of the buttons that record and verify, and of a button per fix."""
+    fixes = [f"Make it fit: {fix}" for fix in preview.fixes]
+    buttons = [gr.update(value=text, visible=True) for text in fixes]
     buttons += [gr.update(visible=False)] * (MOST - len(buttons))
-    bar = plan_bar(preflight.plan, preflight.checked) if preflight.plan else Markup("<p>{}</p>").format(preflight.note)
-    asking = [gr.update(visible=wanted) for wanted in (preflight.can_record, preflight.can_verify)]
+    bar = plan_bar(preview.plan, preview.checked) if preview.plan else Markup("<p>{}</p>").format(preview.note)
+    asking = [gr.update(visible=wanted) for wanted in (preview.can_record, preview.can_verify)]
     return [bar, *asking, *buttons]
 
 
-def _refused(page: TrainPage, message: str) -> list[Any]:
+def _error_response(page: TrainPage, message: str) -> list[Any]:
     skipped = [gr.skip() for _ in page.outputs]
     skipped[page.outputs.index(page.problems)] = alert(message)
     return skipped
 
 
-def _update(before: Seen, now: Seen, name: str) -> Any:
-    """What must change in one input. What is being typed stays as it is."""
+def _update(before: FormView, now: FormView, name: str) -> Any:
+    """The update of one input, which leaves a value alone that is being typed."""
     old, new = before.rows[name], now.rows[name]
-    was, look = _look(before, old), _look(now, new)
-    changed = {key: value for key, value in look.items() if value != was[key]}
+    was, settings = _appearance(before, old), _appearance(now, new)
+    changed = {key: value for key, value in settings.items() if value != was[key]}
     if new.value != old.value and name not in now.typed:
         changed["value"] = new.value
     return gr.update(**changed) if changed else gr.skip()
 
 
-def _look(seen: Seen, row: Row) -> dict[str, Any]:
-    look: dict[str, Any] = {"visible": seen.shows(row), "info": _info(row), "elem_classes": _classes(row)}
+def _appearance(view: FormView, row: Row) -> dict[str, Any]:
+    info = f"✗ {row.error}" if row.error else row.help
+    classes = ["row", "wrong"] if row.error else ["row"]
+    settings: dict[str, Any] = {"visible": view.shows(row), "info": info, "elem_classes": classes}
     if row.kind == "choice":
-        return look | {"choices": list(row.choices)}
-    return look if row.kind == "switch" else look | {"placeholder": row.own}
+        return settings | {"choices": list(row.choices)}
+    return settings if row.kind == "switch" else settings | {"placeholder": row.placeholder}
 
 
-def _input(seen: Seen, row: Row) -> Input:
+def _input(view: FormView, row: Row) -> Input:
     common: dict[str, Any] = {
         "value": row.value,
         "label": row.label,
         "interactive": True,
         "elem_id": f"field-{row.field.replace('.', '-')}",
-        **_look(seen, row),
+        **_appearance(view, row),
     }
     if row.kind == "choice":
         return gr.Dropdown(**common)
@@ -430,23 +457,15 @@ def _input(seen: Seen, row: Row) -> Input:
     return gr.Textbox(lines=lines, max_lines=1 if lines == 1 else 12, **common)
 
 
-def _info(row: Row) -> str:
-    return f"✗ {row.error}" if row.error else row.help
-
-
-def _classes(row: Row) -> list[str]:
-    return ["row", "wrong"] if row.error else ["row"]
-
-
-def _problems(checked: Checked, said: str) -> Markup:
+def _problems(checked: Checked, message: str) -> Markup:
     if not checked.errors:
-        typed = f"{COMMAND_LINE}: "  # as which the inputs of the page are read
+        typed = f"{COMMAND_LINE}: "  # the page reads its inputs as overrides of the command line
         sentences = [*(text.removeprefix(typed) for text in checked.loaded.notes), *checked.warnings]
         advice = Markup().join(map(Markup('<p class="sentence">{}.</p>').format, sentences))
-        status = note(said or checked.waiting or "Ready to start.")
+        status = note(message or checked.waiting or "Ready to start.")
         return Markup('{}<div class="slow">{}</div>').format(status, advice) if advice else status
     line = Markup("<li><b>{}</b> {}</li>")
-    return waits_for(Markup().join(line.format(name, text) for name, text in checked.errors.items()))
+    return blockers(Markup().join(line.format(name, text) for name, text in checked.errors.items()))
 
 
 def _changes(checked: Checked) -> Markup:
@@ -459,8 +478,8 @@ def _changes(checked: Checked) -> Markup:
 
 def _commands(checked: Checked, studio: Studio) -> Markup:
     blocks: Sequence[tuple[str, str]] = (
-        ("Without this page", form.headless_command(checked.draft)),
-        ("What Start executes", form.torchrun_command(checked.config, studio.runs)),
+        ("Train without this page", form.headless_command(checked.draft)),
+        ("Command that Start runs", form.torchrun_command(checked.config, studio.runs)),
     )
     block = Markup(
         "<details><summary>{}</summary><pre tabindex='0'>{}</pre><button class='copy'>Copy</button></details>"

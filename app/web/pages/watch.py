@@ -1,9 +1,9 @@
-"""The page a run is watched on: what it does, its curves, its ranks, its newest samples, its log, and its buttons."""
+"""The page Monitor: status, curves, memory per rank, newest samples, log and events of a run, and its buttons."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -18,7 +18,7 @@ from app.studio import Studio
 from app.web import charts
 from app.web.pages import parts
 from app.web.pages.parts import QUIET
-from app.web.pages.renew import SKIP, Made, Tick, choices
+from app.web.pages.renew import SKIP, Lazy, Tick, choices
 from trainer.config.errors import InputError
 from trainer.launcher.console import sentence
 from trainer.run.events import StepEvent
@@ -32,7 +32,7 @@ NUM_SAMPLES = 12
 class WatchPage:
     studio: Studio
     run: gr.Dropdown
-    figures: gr.HTML
+    status: gr.HTML
     retry: gr.Button
     ranks: gr.HTML
     charts: dict[str, gr.HTML]
@@ -51,14 +51,14 @@ class WatchPage:
 
     @property
     def outputs(self) -> list[Any]:
-        parts = [self.figures, self.retry, self.ranks, self.samples, self.log, self.events, self.source]
+        parts = [self.status, self.retry, self.ranks, self.samples, self.log, self.events, self.source]
         return [*parts, *self.buttons.values(), *self.charts.values()]
 
 
 def build(studio: Studio, run: gr.Dropdown, buttons: dict[str, gr.Button]) -> WatchPage:
-    """Lay out the page, inside a `gr.Blocks`. run, buttons: stand above all pages."""
-    said = gr.HTML(elem_id="said")
-    figures = gr.HTML(elem_id="figures")
+    """Lay out the page, inside a `gr.Blocks`. `run` and `buttons` are the components above all pages."""
+    message = gr.HTML(elem_id="message")
+    status = gr.HTML(elem_id="status")
     retry = gr.Button("", visible=False, elem_id="retry")
     with gr.Row():
         axis = gr.Radio(["step", "time"], value="step", label="X axis", elem_id="axis")
@@ -71,25 +71,25 @@ def build(studio: Studio, run: gr.Dropdown, buttons: dict[str, gr.Button]) -> Wa
             samples = gr.HTML(elem_id="newest")
             events = gr.HTML(elem_id="events")
     with gr.Row():
-        source = gr.Dropdown(["torchrun"], value="torchrun", label="Log of", elem_id="log-of")
-        level = gr.Radio(list(monitor.LEVELS), value="all", label="Lines", elem_id="log-level")
+        source = gr.Dropdown(["torchrun"], value="torchrun", label="Log source", elem_id="log-of")
+        level = gr.Radio(list(monitor.LEVELS), value="all", label="Log level", elem_id="log-level")
     log = gr.HTML(elem_id="log", autoscroll=True, max_height=320)
     page = WatchPage(
-        studio, run, figures, retry, ranks, drawn, samples, log, events, axis, is_log, source, level, buttons
+        studio, run, status, retry, ranks, drawn, samples, log, events, axis, is_log, source, level, buttons
     )
     for name, button in buttons.items():
-        button.click(_asker(studio, name), run, said, **QUIET)
+        button.click(_requester(studio, name), run, message, **QUIET)
     return page
 
 
 def tick(page: WatchPage) -> Tick:
-    """What is shown of the chosen run."""
+    """Return the periodic update of the chosen run."""
 
     def handle(name: str, axis: str, is_log: bool, source: str, level: str) -> list[Any]:
         if not name:
             return [SKIP] * len(page.outputs)
         try:
-            return _shown(page, page.studio.run(name), axis, is_log, source, level)
+            return _contents(page, page.studio.run(name), axis, is_log, source, level)
         except (InputError, OSError) as error:
             return [alert(monitor.explained(error)), *[SKIP] * (len(page.outputs) - 1)]
 
@@ -97,7 +97,7 @@ def tick(page: WatchPage) -> Tick:
     return Tick(handle, page.inputs, page.outputs, tuple(option.input for option in options))
 
 
-def _shown(page: WatchPage, run: RunDir, axis: str, is_log: bool, source: str, level: str) -> list[Any]:
+def _contents(page: WatchPage, run: RunDir, axis: str, is_log: bool, source: str, level: str) -> list[Any]:
     follower = page.studio.follower(run)
     view = follower.view()
     files = monitor.log_files(run)
@@ -111,15 +111,15 @@ def _shown(page: WatchPage, run: RunDir, axis: str, is_log: bool, source: str, l
         return charts.chart_json(title, follower.lines(title, chosen), word, is_log and title == "Loss")
 
     return [
-        html.figures(view, "run") + "".join(map(alert, view.problems)),
+        html.status(view, "run") + "".join(map(alert, view.problems)),
         _retry(view),
         html.ranks(view, page.studio.gpus()),
         _newest(page.studio, follower, view),
         Markup("<pre>{}</pre>").format(log),
         _events(follower),
         choices(list(files) or ["torchrun"], source, "torchrun"),
-        *(gr.update(interactive=can) for can in _allowed(view, page.buttons)),
-        *(Made(drawn, partial(chart, title)) for title in page.charts),
+        *(gr.update(interactive=not view.is_alive if name == "resume" else view.is_running) for name in page.buttons),
+        *(Lazy(drawn, partial(chart, title)) for title in page.charts),
     ]
 
 
@@ -136,23 +136,19 @@ def _chart(title: str) -> gr.HTML:
 
 def _retry(view: RunView) -> Any:
     error = view.error if view.state == "failed" else None
-    label = f"Into the form, with {', '.join(error.retry)}" if error and error.retry else ""
+    label = f"Open in the form with {', '.join(error.retry)}" if error and error.retry else ""
     return gr.update(value=label, visible=bool(label))
 
 
-def _asker(studio: Studio, name: str) -> Callable[[str], Markup]:
-    def ask(run_name: str) -> str:
+def _requester(studio: Studio, name: str) -> Callable[[str], Markup]:
+    def request(run_name: str) -> str:
         run = studio.run(run_name)
         if name != "resume":
-            return html.ask(run, cast(Request, name))
+            return html.request(run, cast(Request, name))
         studio.resume(run)
         return "Continuing from the newest checkpoint."
 
-    return lambda run_name: attempted(lambda: ask(run_name))
-
-
-def _allowed(view: RunView, buttons: Sequence[str] | dict[str, gr.Button]) -> list[bool]:
-    return [not view.is_alive if name == "resume" else view.is_running for name in buttons]
+    return lambda run_name: attempted(lambda: request(run_name))
 
 
 def _newest(studio: Studio, follower: Follower, view: RunView) -> Markup:
@@ -162,6 +158,6 @@ def _newest(studio: Studio, follower: Follower, view: RunView) -> Markup:
 
 
 def _events(follower: Follower) -> Markup:
-    told = [event for event in follower.told() if not isinstance(event, StepEvent)][-NUM_EVENTS:]
-    lines = parts.listed(sentence(event) for event in reversed(told))
+    events = [event for event in follower.events() if not isinstance(event, StepEvent)][-NUM_EVENTS:]
+    lines = parts.listed(sentence(event) for event in reversed(events))
     return Markup("<h2>Events</h2><ul class='events' tabindex='0' aria-label='Events'>{}</ul>").format(lines)

@@ -158,7 +158,7 @@ def test_a_folder_that_does_not_exist_is_told_and_is_no_hindrance_to_the_config(
 def test_what_is_typed_is_never_html():
     form = Form(QUICKSTART)
     form.inputs["train.steps"].value = form.inputs["data.trigger"].value = "<img src=x onerror=alert(1)>"
-    assert "<img" not in note(form, "train.steps") + review(form) + form._keepsake().data
+    assert "<img" not in note(form, "train.steps") + review(form) + form._saved_output().data
     assert "&lt;img" in note(form, "train.steps")
 
 
@@ -277,7 +277,7 @@ def test_a_saved_notebook_keeps_the_code_of_what_was_typed_last():
     saved = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     NotebookClient(saved, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
     live, kept = saved.cells[1].outputs
-    assert live.data["text/plain"] == "A form, while its kernel lives."
+    assert live.data["text/plain"] == "A form, while its kernel is running."
     assert "application/vnd.jupyter.widget-view+json" in live.data
     code = "notebook.form(&#39;quickstart&#39;, &#39;train.steps=40&#39;, &#39;optim.lr=0.001&#39;)"
     assert kept.data["text/html"] == f'<div class="shardstudio-code">The form as code:<pre>{code}</pre></div>'

@@ -109,7 +109,7 @@ def test_a_run_is_started_awaited_and_exported_and_a_wrong_one_writes_nothing(ru
     run = notebook.start(notebook.config(preset), runs)
     assert time.monotonic() - began < 2
     try:
-        with pytest.raises(InputError, match="nothing was exported, and the run is "):
+        with pytest.raises(InputError, match="no exports, and the run is "):
             notebook.exported(run)
         assert awaited(notebook.ended(run)) == "finished"
     finally:
@@ -226,12 +226,12 @@ def test_a_dashboard_follows_the_run_and_leaves_a_picture_when_it_ends(run: RunD
     [live, kept] = shown.outputs
     assert live is board.widget
     assert "notebook.dashboard(notebook.attach('one'))" in kept["text/plain"]
-    assert "Encoding 3 of 8" in board.figures.value
+    assert "Encoding 3 of 8" in board.status.value
     assert not any(button.disabled for button in board.buttons.values())
     sent: list[str] = []
     board.loss.observe(lambda change: sent.append(change.new), "value")
     write(run, StatusEvent(state="training"), step(1), step(2))
-    until(lambda: "step 2 of 100" in board.figures.value)
+    until(lambda: "step 2 of 100" in board.status.value)
     until(lambda: bool(sent))
     time.sleep(0.1)
     assert len(sent) == 1, "what has not changed is not sent again"
@@ -281,10 +281,10 @@ def test_what_keeps_a_dashboard_from_reading_is_shown_until_it_reads_again(
     board._ipython_display_()
     with monkeypatch.context() as patched:
         patched.setattr(Follower, "view", lambda self: (_ for _ in ()).throw(OSError("no such disk")))
-        until(lambda: "no such disk" in board.trouble.value)
-    until(lambda: board.trouble.value == "")
+        until(lambda: "no such disk" in board.problem.value)
+    until(lambda: board.problem.value == "")
     write(run, step(5))
-    until(lambda: "step 5 of 100" in board.figures.value)
+    until(lambda: "step 5 of 100" in board.status.value)
 
 
 def test_a_button_asks_the_trainer_and_says_what_follows(run: RunDir, shown: Shown, living: set[str]):
@@ -294,10 +294,10 @@ def test_a_button_asks_the_trainer_and_says_what_follows(run: RunDir, shown: Sho
     for what, button in board.buttons.items():
         button.click()
         assert run.requested(what)
-        assert html.ANSWERS[what] in board.said.value
+        assert html.CONFIRMATIONS[what] in board.message.value
     living.clear()
     board.buttons["stop"].click()
-    assert "is not running" in board.said.value
+    assert "is not running" in board.message.value
 
 
 def test_what_a_run_says_cannot_become_a_script(runs: Path, shown: Shown):

@@ -75,7 +75,7 @@ def test_what_was_exported_is_listed_with_its_check_and_downloaded(trained: RunD
     row.wait_for()
     assert float(row.locator("td").last.inner_text()) < 4e-3
     page.locator("#checksum").click()
-    page.locator("#export-said", has_text="SHA-256").wait_for()
+    page.locator("#export-message", has_text="SHA-256").wait_for()
     until(page, "!document.querySelector('#download').disabled")
     with page.expect_download() as download:
         page.locator("#download").click()
@@ -89,7 +89,7 @@ def test_another_export_is_begun_from_what_the_adapter_allows(trained: RunDir, p
     page.locator("#exports tr").first.wait_for()
     choose(page, "export-what", "merged")
     page.locator("#export").click()
-    page.locator("#export-said", has_text="Exported and read back").wait_for(timeout=180_000)
+    page.locator("#export-message", has_text="Exported and verified").wait_for(timeout=180_000)
     page.locator("#exports tr", has_text="merged").first.wait_for()
     page.wait_for_timeout(2_000)
-    assert page.locator("#export-said").inner_text() == "Exported and read back.", "it stays"
+    assert page.locator("#export-message").inner_text() == "Exported and verified.", "it stays"

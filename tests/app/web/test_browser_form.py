@@ -71,7 +71,7 @@ def test_a_folder_that_is_not_there_keeps_start_from_starting(page: Page):
 
 
 def test_wrong_yaml_is_told_with_its_line_and_right_yaml_becomes_the_form(page: Page):
-    page.get_by_role("button", name="The whole config").click()
+    page.get_by_role("button", name="Full config").click()
     write_yaml(page, "train:\n  steps: 77\n  batch_size: [\n")
     page.locator("#take-yaml").click()
     page.locator("#problems [role=alert]", has_text="config.yaml:4").wait_for()
@@ -90,7 +90,7 @@ def test_a_preset_can_be_kept(page: Page, runs: Path):
     form_step(page, "Hardware")
     write_over(page, "field-train-steps", "55")
     page.locator("#changes", has_text="55").wait_for()
-    page.get_by_role("button", name="The whole config").click()
+    page.get_by_role("button", name="Full config").click()
     write_over(page, "preset-name", "mine")
     page.locator("#save-preset").click()
     page.locator("#problems", has_text="Saved as").wait_for()
@@ -140,7 +140,7 @@ def test_a_full_disk_is_told_and_the_page_goes_on(page: Page, server: Server):
     try:
         form_step(page, "Hardware")
         write_over(page, "field-train-steps", "99")
-        page.locator("#problems", has_text="cannot be kept for later").wait_for()
+        page.locator("#problems", has_text="The form cannot be saved").wait_for()
         page.locator("#start").click()
         told = page.locator("#outcome [role=alert]", has_text="the run folder cannot be made")
         told.wait_for()

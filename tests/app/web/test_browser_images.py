@@ -26,15 +26,15 @@ def test_a_caption_is_kept_as_it_is_typed_and_taken_back(own_data: Path, page: P
     show(page, "Dataset")
     write_over(page, "card-0", "a red square")
     file = own_data / "00.txt"
-    page.locator("#dataset-said", has_text="saved").wait_for()
+    page.locator("#dataset-message", has_text="saved").wait_for()
     until_so(page, lambda: file.read_text().strip() == "a red square")
     write_over(page, "search", "picture")
     write_over(page, "replacement", "drawing")
     page.locator("#replace").click()
-    page.locator("#dataset-said", has_text="Replaced in 7 captions").wait_for()
+    page.locator("#dataset-message", has_text="Replaced in 7 captions").wait_for()
     assert (own_data / "01.txt").read_text() == "drawing number 1\n"
     page.locator("#undo").click()
-    page.locator("#dataset-said", has_text="7 captions are as before").wait_for()
+    page.locator("#dataset-message", has_text="7 captions restored").wait_for()
     assert (own_data / "01.txt").read_text() == "picture number 1\n"
 
 
@@ -53,7 +53,7 @@ def test_a_folder_that_takes_long_is_waited_for_in_peace(own_data: Path, page: P
     show(page, "Dataset")
     page.locator("#counted", has_text="files so far").wait_for()
     show(page, "Train")
-    page.locator("#problems", has_text="The images are being read").wait_for()
+    page.locator("#problems", has_text="Reading the images").wait_for()
     assert page.locator("#start").is_disabled()
     form_step(page, "Hardware")
     write_over(page, "field-train-steps", "3")
@@ -67,8 +67,8 @@ def test_a_folder_that_takes_long_is_waited_for_in_peace(own_data: Path, page: P
 
 def test_the_noise_images_are_trained_at_is_shown_per_bucket(own_data: Path, page: Page):
     show(page, "Dataset")
-    page.locator("#compute-recipe").click()
-    page.locator("#recipe tr", has_text="64 x 64").locator(".histogram").wait_for()
+    page.locator("#compute-timesteps").click()
+    page.locator("#timesteps tr", has_text="64 x 64").locator(".histogram").wait_for()
 
 
 def test_runs_wait_in_the_queue_in_an_order_that_can_be_changed(own_data: Path, page: Page):
@@ -77,13 +77,13 @@ def test_runs_wait_in_the_queue_in_an_order_that_can_be_changed(own_data: Path, 
     page.locator("#queue", has_text="Paused").wait_for()
     show(page, "Train")
     page.locator("#enqueue").click()
-    page.locator("#outcome", has_text="waits in the queue").wait_for()
+    page.locator("#outcome", has_text="was queued").wait_for()
     form_step(page, "Hardware")
     write_over(page, "field-name", "second")
     page.locator("#changes", has_text="second").wait_for()
     write_over(page, "gpus", "0,1")
     page.locator("#enqueue").click()
-    page.locator("#outcome", has_text="second waits in the queue").wait_for()
+    page.locator("#outcome", has_text="second was queued").wait_for()
     show(page, "Queue")
     row = page.locator("#queue tr", has_text="second")
     row.get_by_text("0, 1").wait_for()
@@ -96,7 +96,7 @@ def test_runs_wait_in_the_queue_in_an_order_that_can_be_changed(own_data: Path, 
         choose(page, "waiting", label)
         page.locator("#take-out").click()
         page.locator("#queue tr", has_text=name).wait_for(state="detached")
-    page.get_by_role("button", name="Go on").click()
+    page.get_by_role("button", name="Resume queue").click()
     page.locator("#queue", has_text="Paused").wait_for(state="detached")
 
 
@@ -109,7 +109,7 @@ def test_what_the_queue_was_told_outlives_answers_that_come_late(own_data: Path,
     page.locator("#queue", has_text="Paused").wait_for()
     reload(page)
     show(page, "Queue")
-    page.get_by_role("button", name="Go on").click()
+    page.get_by_role("button", name="Resume queue").click()
     page.get_by_role("button", name="Pause").wait_for()
     until(page, "document.querySelector('#after input[value=pause]').checked")
 
@@ -118,7 +118,7 @@ def test_what_the_queue_was_told_outlives_answers_that_come_late(own_data: Path,
 def test_two_runs_of_the_queue_train_one_after_the_other(own_data: Path, page: Page, runs: Path):
     for number in (1, 2):
         page.locator("#enqueue").click()
-        page.locator("#outcome", has_text=f"own waits in the queue as number {number}").wait_for()
+        page.locator("#outcome", has_text=f"own was queued as number {number}").wait_for()
     show(page, "Queue")
     until(page, "document.querySelectorAll('#queue tr').length === 3")
     until(page, "document.querySelector('#queue').innerText.split('finished').length === 3", timeout_s=TRAINED_WITHIN_S)
@@ -137,4 +137,4 @@ def test_what_is_cut_of_a_caption_is_marked_until_it_is_short_enough(own_data: P
     page.locator("#cut", has_text="1 of 8 captions is longer than the model reads").wait_for()
     write_over(page, "card-0", "a hat")
     end.wait_for(state="detached")
-    page.locator("#cut", has_text="The model reads every caption whole.").wait_for()
+    page.locator("#cut", has_text="No caption is truncated.").wait_for()

@@ -60,7 +60,7 @@ def test_a_run_is_tagged_cloned_and_deleted_after_a_question(page: Page, runs: P
     page.locator("#runs tr", has_text="gone").wait_for()
     choose(page, "one-run", "gone")
     write_over(page, "tags", "first, good")
-    page.locator("#keep-tags").click()
+    page.locator("#save-tags").click()
     page.locator("#runs tr", has_text="first, good").wait_for()
     page.locator("#delete").click()
     page.locator("#delete-no").click()
@@ -88,7 +88,7 @@ def test_samples_are_a_matrix_with_a_viewer_and_a_slider(page: Page):
 
 def test_text_of_a_run_is_never_a_script(page: Page):
     watch(page, "scripted")
-    page.locator("#figures", has_text="onerror").wait_for()
+    page.locator("#status", has_text="onerror").wait_for()
     page.locator("#log", has_text="onerror").wait_for()
     show(page, "Samples")
     page.locator("#matrix", has_text="onerror").wait_for()
@@ -126,9 +126,9 @@ def downloaded(page: Page) -> str:
 def test_a_failed_export_is_told(page: Page):
     choose(page, "run-choice", "unsaved")
     show(page, "Export")
-    page.locator("#exports", has_text="Nothing was exported yet").wait_for()
+    page.locator("#exports", has_text="No exports yet").wait_for()
     page.locator("#export").click()
-    page.locator("#export-said", has_text="has no complete checkpoint to export").wait_for()
+    page.locator("#export-message", has_text="has no complete checkpoint to export").wait_for()
 
 
 def test_two_pages_on_one_folder_see_the_same_and_one_resumes(page: Page, browser: Browser, runs: Path):
@@ -144,7 +144,7 @@ def test_two_pages_on_one_folder_see_the_same_and_one_resumes(page: Page, browse
             until(one, "!document.querySelector('#resume').disabled")
         for one in (page, other):  # without the time a mouse takes: soon the second button would be off
             one.evaluate("document.querySelector('#resume').click()")
-        answers = [one.locator("#said [role]").inner_text() for one in (page, other)]
+        answers = [one.locator("#message [role]").inner_text() for one in (page, other)]
     second, first = sorted(answers, key=lambda answer: "already" not in answer)
     assert first == "Continuing from the newest checkpoint."
     assert "is already running" in second

@@ -24,7 +24,7 @@ from app.captions import Captions, Card
 from app.form import Draft
 from app.studio import Studio
 from app.web.pages import export, queue, runs, samples, watch
-from app.web.pages.renew import SKIP, Made
+from app.web.pages.renew import SKIP, Lazy
 from trainer.config.load import ConfigError, load_config_text
 from trainer.launcher.queue import Entry, Queue
 from trainer.run.events import EventWriter, ExportEvent, RankLine, SampleEvent, StatusEvent, StepEvent
@@ -81,7 +81,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         _entry(studio.queue, "taken", Entry(number, f"{name}-taken", text, run=name))
         _entry(studio.queue, "waiting", Entry(number + 2, f"{name}-waits", text))
     studio.queue.change(studio.queue.settings)
-    studio.keep_draft(Draft(studio.presets()["quickstart"], {"train.steps": 7}))
+    studio.save_draft(Draft(studio.presets()["quickstart"], {"train.steps": 7}))
     Captions(studio.runs / "drafts" / "captions.jsonl").write(Card(folder / "pictures" / "a.png", ""), "another one")
     return folder
 
@@ -210,7 +210,7 @@ def in_time() -> Iterator[None]:
 
 def shown(results: Any) -> str:
     """All that a handler answers, as text."""
-    made = [result.make() if isinstance(result, Made) else result for result in results]
+    made = [result.make() if isinstance(result, Lazy) else result for result in results]
     return " ".join(str(result) for result in made if result is not SKIP)
 
 
@@ -219,20 +219,20 @@ def answers(studio: Studio) -> dict[str, str]:
     found = {
         "runs": shown(runs._shower(studio)(None, [])),
         "queue": shown(queue._shown(studio, None)),
-        "names": " ".join(run.path.name for run in studio.runs_found()),
+        "names": " ".join(run.path.name for run in studio.find_runs()),
         "presets": " ".join(studio.presets()),
     }
     for name in ("good", "harmed"):
         found[f"watch {name}"] = watched(studio, name)
         found[f"samples {name}"] = shown(samples._shower(studio)(name, None))
         found[f"exports {name}"] = shown(export._shower(studio)(name, None, None, None))
-    draft, said = studio.draft(), studio.draft_trouble
+    draft, said = studio.draft(), studio.draft_problem
     found["draft"] = f"{draft.values} {said}"
     captions = Captions(studio.runs / "drafts" / "captions.jsonl")
     captions.write(Card(studio.runs.parent / "pictures" / "a.png", ""), "after the damage")
-    found["history"] = captions.trouble
+    found["history"] = captions.problem
     found["caption"] = (studio.runs.parent / "pictures" / "a.txt").read_text()
-    found["undo"] = f"{captions.undo()} {captions.undo()} {captions.trouble}"
+    found["undo"] = f"{captions.undo()} {captions.undo()} {captions.problem}"
     try:
         found["preset"] = str(_checked_preset(studio))
     except ConfigError as error:

@@ -61,10 +61,10 @@ def test_another_user_reads_nothing_that_the_page_keeps_below_the_runs_folder(op
         (open_folder / name / "of-before.json").write_text("private")
     (open_folder / "tags.json").write_text("{}")
     studio = Studio(open_folder)
-    studio.claim()
+    studio.prepare()
     studio.thumbnails.of(picture)
     studio.downloads.offer(exported)
-    studio.keep_draft(studio.draft())
+    studio.save_draft(studio.draft())
     studio.queue.add(run_config(make_pictures(open_folder.parent / "pictures")))
     all_runs.set_tags(open_folder, "run", "secret project")
     assert readable_by_a_stranger(open_folder) == []

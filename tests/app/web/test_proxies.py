@@ -30,7 +30,7 @@ from tests.app.browser import (
 
 NAME = "studio.example"
 FLAGS = (f"--host-resolver-rules=MAP {NAME} 127.0.0.1", "--ignore-certificate-errors")
-PROXIES = ROOT / "app" / "proxy"
+PROXIES = ROOT / "app" / "web" / "proxy"
 
 pytestmark = pytest.mark.slow
 
@@ -146,7 +146,7 @@ def works(browser: Browser, server: Server, origin: str) -> None:
         until(page, "document.querySelector('#newest img').naturalWidth > 0")
         show(page, "Queue")
         page.locator("#pause").click()
-        until(page, "document.querySelector('#pause').textContent.includes('Go on')")
+        until(page, "document.querySelector('#pause').textContent.includes('Resume queue')")
         show(page, "Train")
         form_step(page, "Model")
     assert said == []

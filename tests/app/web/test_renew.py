@@ -7,7 +7,7 @@ from typing import Any
 import gradio as gr
 import pytest
 
-from app.web.pages.renew import SKIP, Made, Sent, choices, renewed
+from app.web.pages.renew import SKIP, Lazy, Sent, choices, renewed
 
 
 def never() -> Any:
@@ -15,11 +15,11 @@ def never() -> Any:
 
 
 def test_only_what_changed_is_sent_and_made():
-    first, answer = renewed(Sent(), "", ["a", Made(1, lambda: "drawn")])
+    first, answer = renewed(Sent(), "", ["a", Lazy(1, lambda: "drawn")])
     assert answer == ["a", "drawn"]
-    same, answer = renewed(first, first.token, ["a", Made(1, never)])
+    same, answer = renewed(first, first.token, ["a", Lazy(1, never)])
     assert (same, answer) == (first, [SKIP, SKIP])
-    second, answer = renewed(first, first.token, ["b", Made(1, never)])
+    second, answer = renewed(first, first.token, ["b", Lazy(1, never)])
     assert answer == ["b", SKIP]
     assert second.token != first.token
 
@@ -41,9 +41,9 @@ def test_before_there_is_a_run_nothing_is_sent():
 def test_after_an_answer_that_was_lost_everything_is_sent_again(shown: str):
     first, _ = renewed(Sent(), "", ["a", "b"])
     second, _ = renewed(first, first.token, ["c", "b"])
-    third, answer = renewed(second, shown, ["c", Made("b", lambda: "b")])
+    third, answer = renewed(second, shown, ["c", Lazy("b", lambda: "b")])
     assert answer == ["c", "b"]
-    assert renewed(third, third.token, ["c", Made("b", never)])[1] == [SKIP, SKIP]
+    assert renewed(third, third.token, ["c", Lazy("b", never)])[1] == [SKIP, SKIP]
 
 
 def test_a_server_that_was_started_again_sends_everything_to_a_page_that_was_open():

@@ -15,7 +15,7 @@ import pytest
 
 from app import form
 from app.form import Draft
-from app.plan_preview import HERE
+from app.plan_preview import THIS_MACHINE
 from app.studio import Studio
 from app.web.pages import train
 from app.web.pages.train import TrainPage
@@ -35,17 +35,17 @@ class Shown:
 
     def __init__(self, page: TrainPage) -> None:
         self.page = page
-        self.token, self.preset, self.wants_all, self.looks, self.place = "", "quickstart", False, 0, HERE
-        self.plan, self.ways, self.can_record, self.can_verify = "", [], False, False
+        self.token, self.preset, self.wants_all, self.refreshes, self.target = "", "quickstart", False, 0, THIS_MACHINE
+        self.plan, self.fixes, self.can_record, self.can_verify = "", [], False, False
         self.values = {name: component.value for name, component in page.inputs.items()}
         self.visible = {name for name, component in page.inputs.items() if component.visible}
 
     def ask(self) -> list[Any]:
-        return train.looked(self.page)(*self.sent)
+        return train.on_edit(self.page)(*self.sent)
 
     @property
     def sent(self) -> list[Any]:
-        return [self.token, self.preset, self.wants_all, self.looks, self.place, *self.values.values()]
+        return [self.token, self.preset, self.wants_all, self.refreshes, self.target, *self.values.values()]
 
     def take(self, answer: list[Any]) -> None:
         self.token = answer[0]
@@ -53,8 +53,8 @@ class Shown:
         self.preset = answer[at(self.page.preset)].get("value", self.preset)
         self.plan, self.can_record = answer[at(self.page.plan.bar)], answer[at(self.page.plan.record)]["visible"]
         self.can_verify = answer[at(self.page.plan.verify)]["visible"]
-        updates = [answer[at(way)] for way in self.page.plan.ways]
-        self.ways = [update["value"] for update in updates if update["visible"]]
+        updates = [answer[at(fix)] for fix in self.page.plan.fixes]
+        self.fixes = [update["value"] for update in updates if update["visible"]]
         for name, update in zip(self.values, answer[-len(self.values) :], strict=True):
             self.values[name] = update.get("value", self.values[name])
             if "visible" in update:
@@ -73,7 +73,7 @@ def studio(tmp_path: Path) -> Studio:
 def browser(studio: Studio) -> Iterator[Shown]:
     with gr.Blocks(analytics_enabled=False):
         shown = Shown(train.build(studio))
-    shown.take(train.opened(shown.page))
+    shown.take(train.on_open(shown.page))
     yield shown
     gc.collect()
 
@@ -132,7 +132,7 @@ def test_what_is_shown_is_what_would_be_started_in_whatever_order_answers_come(
 
 def test_a_look_before_the_first_answer_is_at_the_kept_draft(browser: Shown, studio: Studio):
     kept = Draft(studio.preset("own"), {"train.steps": 9})
-    studio.keep_draft(kept)
+    studio.save_draft(kept)
     fresh = Shown(browser.page)  # gradio tells of the choice of a tab while the page is opened
     fresh.take(fresh.ask())
     assert (fresh.preset, fresh.values["train.steps"]) == ("own", "9")
@@ -164,7 +164,7 @@ def test_images_are_read_again_when_the_page_is_come_back_to(browser: Shown, stu
             answer = browser.ask()
             browser.take(answer)
             text = str(answer[browser.page.outputs.index(browser.page.problems)])
-            if "are being read" not in text:
+            if "Reading the images" not in text:
                 return text
         raise AssertionError(text)
 
@@ -172,7 +172,7 @@ def test_images_are_read_again_when_the_page_is_come_back_to(browser: Shown, stu
     assert "Ready" in told()
     (tmp_path / "pictures" / "broken.png").write_bytes(b"no picture")
     assert "Ready" in told()
-    browser.looks += 1
+    browser.refreshes += 1
     assert "broken.png" in told()
 
 
@@ -187,22 +187,22 @@ def test_the_plan_is_for_the_gpus_that_are_chosen(browser: Shown):
     browser.preset = "flux2-dev-lora-4gpu"
     browser.take(browser.ask())
     assert "No GPU here; it fits 32 GB (RTX 5090) and larger." in browser.plan
-    assert browser.ways == []
-    browser.place = "24gb"
+    assert browser.fixes == []
+    browser.target = "24gb"
     browser.take(browser.ask())
     assert 'data-verdict="does not fit"' in browser.plan
-    assert len(browser.ways) == 3
-    assert browser.ways[0] == "Make it fit: quantize.format=nf4"
+    assert len(browser.fixes) == 3
+    assert browser.fixes[0] == "Make it fit: quantize.format=nf4"
 
 
 def test_a_way_to_make_the_run_fit_is_taken_over_with_a_click(browser: Shown, studio: Studio):
-    browser.preset, browser.place = "flux2-dev-lora-4gpu", "24gb"
+    browser.preset, browser.target = "flux2-dev-lora-4gpu", "24gb"
     browser.take(browser.ask())
-    handler = train.page_handler(browser.page, partial(train._way_taken, 0))
+    handler = train.page_handler(browser.page, partial(train._apply_fix, 0))
     browser.take(handler(*browser.sent))
     assert browser.values["quantize.format"] == "nf4"
     assert 'data-verdict="fits"' in browser.plan
-    assert browser.ways == []
+    assert browser.fixes == []
     assert studio.draft().values == {"quantize.format": "nf4"}
 
 
@@ -222,9 +222,9 @@ def clicked_and_awaited(browser: Shown, handler: Any, waiting: str) -> None:
 def test_a_model_that_was_not_recorded_is_recorded_with_a_click(browser: Shown, studio: Studio):
     browser.preset = "own"
     browser.take(browser.ask())
-    assert "was not recorded yet" in browser.plan
+    assert "No recording of" in browser.plan
     assert browser.can_record
-    clicked_and_awaited(browser, train._recording_wanted, "is being recorded")
+    clicked_and_awaited(browser, train._record, "Recording ")
     assert "GiB on each GPU" in browser.plan
 
 
@@ -232,7 +232,7 @@ def test_a_plan_is_compared_with_a_trace_with_a_click(browser: Shown):
     browser.preset = "quickstart"
     browser.take(browser.ask())
     assert browser.can_verify
-    clicked_and_awaited(browser, train._trace_wanted, "The whole model is being traced, block by block.")
+    clicked_and_awaited(browser, train._verify, "Tracing the whole model, block by block.")
     said = re.search(
         r"Training traced, block by block: 0\.06 GiB of tensors; planned 0\.06 \(([+-][\d.]+)%\)", browser.plan
     )
@@ -242,10 +242,10 @@ def test_a_plan_is_compared_with_a_trace_with_a_click(browser: Shown):
 
 
 def test_a_plan_with_its_ways_is_there_while_somebody_types(browser: Shown, studio: Studio):
-    browser.preset, browser.place = "flux2-dev-lora-4gpu", "24gb"
+    browser.preset, browser.target = "flux2-dev-lora-4gpu", "24gb"
     browser.take(browser.ask())
     checked = form.check(studio.draft())
     began = time.perf_counter()
     for _ in range(5):
-        studio.preflight(checked, "24gb")
+        studio.plan(checked, "24gb")
     assert (time.perf_counter() - began) / 5 < 3 * PREFLIGHT_S

@@ -108,7 +108,7 @@ def test_a_long_history_loses_its_older_half_and_keeps_what_was_changed_together
     while count := captions.undo():
         undone.append(count)
     assert set(undone[:-1]) == {1} and undone[-1] in (1, 200)
-    assert captions.trouble == ""
+    assert captions.problem == ""
 
 
 def test_damaged_lines_of_the_history_are_passed_over_and_named(tmp_path: Path):
@@ -120,7 +120,7 @@ def test_damaged_lines_of_the_history_are_passed_over_and_named(tmp_path: Path):
     captions.write(Card(tmp_path / "a.png", ""), "two")
     assert captions.undo() == 1 and (tmp_path / "a.txt").read_text() == "one\n"
     assert captions.undo() == 1 and not (tmp_path / "a.txt").exists()
-    assert captions.trouble == f"{log}: 1 line is damaged and passed over; remove the file to forget the history"
+    assert captions.problem == f"{log}: 1 line is damaged and skipped; remove the file to clear the history"
 
 
 @pytest.mark.parametrize("name", ["queue", "drafts", "presets", "cache", "thumbnails", "downloads"])
@@ -130,7 +130,7 @@ def test_a_folder_next_to_the_runs_is_never_a_run_and_cannot_be_deleted(tmp_path
     studio = Studio(tmp_path)
     with pytest.raises(InputError, match="not a run folder; name one of the runs"):
         studio.run(name)
-    assert studio.runs_found() == []
+    assert studio.find_runs() == []
 
 
 def test_what_the_page_keeps_can_be_read_by_its_owner_only(tmp_path: Path):
@@ -140,7 +140,7 @@ def test_what_the_page_keeps_can_be_read_by_its_owner_only(tmp_path: Path):
     studio = Studio(tmp_path)
     checked = form.check(Draft(studio.presets()["quickstart"]))
     studio.save_preset(checked, "mine")
-    studio.keep_draft(checked.draft)
+    studio.save_draft(checked.draft)
     studio.queue.add(checked.config)
     run_table.set_tags(tmp_path, "a", "tag")
     modes = {file.name: oct(stat.S_IMODE(file.stat().st_mode)) for file in tmp_path.iterdir()}
