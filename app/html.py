@@ -17,7 +17,7 @@ from trainer.plan.memory import MemoryPlan, verdict
 from trainer.plan.phases import Item, moment
 from trainer.plan.storage import amount
 from trainer.run import process
-from trainer.run.events import SampleEvent
+from trainer.run.events import SampleEvent, format_speed
 from trainer.run.folder import Request, RunDir
 from trainer.run.report import CHART_STYLE, LINE_COLORS
 
