@@ -10,6 +10,7 @@ import ast
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Set
+from functools import cache
 from typing import get_args
 
 import pytest
@@ -276,12 +277,19 @@ def third_parties_behind(start: str, modules: Mapping[str, Module]) -> set[str]:
         name = waiting.pop()
         if name in modules and name not in seen:
             seen.add(name)
-            module = without_type_checking(modules[name])
-            found.update(root for _, root in third_parties(module))
-            for _, imported in module.imports():
-                keys = imported.split(".")
-                waiting += [".".join(keys[:end]) for end in range(1, len(keys) + 1)]
+            others, ours = imports_when_run(modules[name])
+            found |= others
+            waiting += ours
     return found
+
+
+@cache
+def imports_when_run(module: Module) -> tuple[frozenset[str], frozenset[str]]:
+    """(packages of others, modules and packages of ours) that a module imports, by any of its functions."""
+    running = without_type_checking(module)
+    names = [imported.split(".") for _, imported in running.imports()]
+    ours = {".".join(keys[:end]) for keys in names for end in range(1, len(keys) + 1)}
+    return frozenset(root for _, root in third_parties(running)), frozenset(ours)
 
 
 def test_the_command_line_never_comes_to_import_torch():

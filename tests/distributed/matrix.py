@@ -45,8 +45,8 @@ ON_BF16 = ("dora", "diag-oft", "boft")
 """Methods that also run on a bf16 base: they read the base's weights, or multiply by what they made of fp32 masters."""
 STRATEGIES = {2: ("full", "grad_op", "ddp"), 4: ("full", "grad_op", "hybrid", "ddp")}
 EXACT: dict[str, Any] = {"train__batch_size": 2, "optim__clip_norm": None}
-"""Of cells on a bf16 base: two gradients add up alike in any order, and no norm is taken over shards. Else a last bit of
-fp32 may turn the rounding to bf16, on some processors and not on others, and a loss be 1.3e-4 off."""
+"""Fields of cells on a bf16 base: two gradients add up alike in any order, and no norm is taken over shards. Otherwise
+a last bit of fp32 may turn a rounding to bf16, on some processors and not on others, and a loss be 1.3e-4 off."""
 FORMATS = ("nf4", "int8", "fp8")
 """Formats in which the frozen base is also stored, under every method that leaves it frozen."""
 VARIANTS: dict[str, dict[str, Any]] = {

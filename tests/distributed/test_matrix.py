@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed.matrix import FAMILIES, FORMATS, METHODS, ON_BF16, STRATEGIES, Cell, Matrix, quantized_cells
 
-THOROUGH = ("lora", "dora", "boft")
+THOROUGH = ("dora", "boft")
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,12 @@ def test_every_method_trains_on_two_ranks_what_it_trains_on_one(matrix: Matrix, 
     [(2, "flux2"), (4, "flux2"), *(pytest.param(ranks, "sdxl", marks=pytest.mark.slow) for ranks in (2, 4))],
 )
 def test_every_strategy_trains_what_one_process_trains(matrix: Matrix, ranks: int, family: str) -> None:
+    check(matrix, [Cell("lora", family, strategy, ranks) for strategy in STRATEGIES[ranks]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "family"), [(2, "flux2"), (2, "sdxl"), (4, "flux2"), (4, "sdxl")])
+def test_every_strategy_trains_a_dora_and_a_boft_as_one_process_does(matrix: Matrix, ranks: int, family: str) -> None:
     check(matrix, [Cell(method, family, strategy, ranks) for method in THOROUGH for strategy in STRATEGIES[ranks]])
 
 

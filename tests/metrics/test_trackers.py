@@ -440,7 +440,9 @@ def test_a_tracker_that_raises_is_one_warning_and_passes_that_thing_over_when_se
     assert in_tensorboard(run)["loss"] == [(1, 3.0), (2, 2.0)]
 
 
-@pytest.mark.parametrize("is_over", [False, True], ids=["while the run goes on", "after its end"])
+@pytest.mark.parametrize(
+    "is_over", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["while the run goes on", "after its end"]
+)
 def test_a_tracker_that_hangs_ends_with_one_warning(run: RunDir, is_over: bool) -> None:
     os.mkfifo(run.samples / "pipe.png")  # whoever opens it waits for ever
     write(run, SampleEvent(step=1, prompt="a fox", index=0, path="samples/pipe.png"), status("finished"))

@@ -120,6 +120,7 @@ def test_a_run_that_is_killed_in_its_second_stage_goes_on_to_the_same_end(straig
     assert told == [1, 2, 2]
 
 
+@pytest.mark.slow
 def test_a_stage_whose_folder_was_deleted_is_trained_again(straight: RunDir, tmp_path: Path) -> None:
     run = RunDir(shutil.copytree(straight.path, tmp_path / "run"))
     shutil.rmtree(run.path / "stages" / "2-tune")

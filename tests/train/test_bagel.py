@@ -78,7 +78,9 @@ SETUPS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["full", "lora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("nf4", "parts"))]
+)
 @pytest.mark.parametrize(
     "setup", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("grad_op", "offload"))]
 )

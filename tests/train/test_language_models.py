@@ -81,7 +81,7 @@ def in_two_parts(world: World, cfg: RunConfig, run: RunDir) -> tuple[list[float]
     return [event.loss for event in steps_of(events)], train(world, cfg, run)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["full", "lora", pytest.param("qlora", marks=pytest.mark.slow)])
 def test_two_ranks_that_stop_and_go_on_end_bit_for_bit_where_they_would_have(bench: Bench, kind: str) -> None:
     changes = KINDS[kind] | {"parallel__devices": 2, "parallel__strategy": "full", "train__steps": 6}
     straight = bench.trained(f"straight-{kind}", 2, **changes)

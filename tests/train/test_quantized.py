@@ -200,6 +200,7 @@ def test_dora_goes_on_from_a_file_on_a_base_in_fewer_bits(root: Path) -> None:
     assert difference(before.weights, after.weights) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of torch, as it traces
 def test_compiled_and_recomputed_blocks_train_the_same_on_bytes(root: Path) -> None:
     plain = once(root, "as-it-is", train__steps=2)

@@ -32,7 +32,8 @@ def trained(browser: Browser, server: Server) -> RunDir:
     """A run of the quickstart by nothing but the page, with everything on the way that may happen to a page."""
     with opened(browser, server.url) as page:
         form_step(page, "Hardware")
-        write_over(page, "field-train-steps", "40")  # one click more
+        write_over(page, "field-train-steps", "24")  # one click more
+        write_over(page, "field-sample-steps", "4")
         page.locator("#start").dblclick()  # the third: two of them start one run
         state_is(page, "training", timeout_s=TRAINED_WITHIN_S)
         until(page, "document.querySelector('#chart-loss canvas').dataset.n > 0")
@@ -57,7 +58,7 @@ def trained(browser: Browser, server: Server) -> RunDir:
             show(other, "Monitor")
             state_is(other, "finished", timeout_s=TRAINED_WITHIN_S)
         state_is(page, "finished")
-        until(page, "document.querySelector('#chart-loss canvas').dataset.last === '40'")
+        until(page, "document.querySelector('#chart-loss canvas').dataset.last === '24'")
     return run
 
 

@@ -228,6 +228,7 @@ def test_a_model_that_was_not_recorded_is_recorded_with_a_click(browser: Shown, 
     assert "GiB on each GPU" in browser.plan
 
 
+@pytest.mark.slow
 def test_a_plan_is_compared_with_a_trace_with_a_click(browser: Shown):
     browser.preset = "quickstart"
     browser.take(browser.ask())
