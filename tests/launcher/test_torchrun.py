@@ -377,6 +377,7 @@ def test_a_run_on_one_node_waits_for_no_other(make_run):
         torchrun.join(cfg.parallel, run, 1)
 
 
+@pytest.mark.slow
 def test_the_first_node_is_the_one_that_starts_the_run_whatever_their_names(two_nodes):
     cfg, run = two_nodes("good")
     second = subprocess.Popen(
