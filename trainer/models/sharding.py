@@ -41,7 +41,7 @@ def check_sharding(cfg: RunConfig, family: TextFamily) -> None:
 
 
 def _problems(family: TextFamily, blocks: Sequence[str]) -> list[str]:
-    """None where the forward pass needs values, which tensors on the meta device do not have."""
+    """Sentences about what FSDP2 cannot follow. Empty where the forward pass needs values, which meta tensors lack."""
     name = family.components[0]
     # In bf16: grouped matrix products of experts have no other type on the meta device.
     network = nn.ModuleDict({name: family.build(name)}).to(torch.bfloat16).eval()
