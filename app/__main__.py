@@ -12,10 +12,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. argv: what was typed after the program's name; None: sys.argv."""
     try:
         from app import command_line
+
+        return command_line.main(sys.argv[1:] if argv is None else argv)
     except ModuleNotFoundError as missing:
         complain(not_installed(missing))
         return 2
-    return command_line.main(sys.argv[1:] if argv is None else argv)
 
 
 if __name__ == "__main__":

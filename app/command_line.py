@@ -14,7 +14,7 @@ from trainer.config.errors import InputError
 from trainer.config.installation import program
 from trainer.config.presets import preset_file
 from trainer.config.sections import ExportConfig
-from trainer.config.terminal import complain, not_installed, printable, say
+from trainer.config.terminal import complain, printable, say
 
 TAKEN_BY = {
     "run_dir": ("headless",),
@@ -68,9 +68,6 @@ def main(argv: Sequence[str]) -> int:
         return _dispatch(options, parser)
     except InputError as error:
         complain(error)
-        return 2
-    except ModuleNotFoundError as error:
-        complain(not_installed(error))
         return 2
     except KeyboardInterrupt:
         return 130

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config.load import ConfigError, ConfigFile, load_config
+from tests.config.test_load import read
+from trainer.config.load import ConfigError
 from trainer.launcher import preflight
 
 DATA = "data: {path: photos}\n"
@@ -17,13 +18,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, so that a preset's path is short and the same everywhere."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def read(text: str, *overrides: str) -> ConfigFile:
-    """A preset of that text for one family."""
-    preset = Path("preset.yaml")
-    preset.write_text(text, encoding="utf-8")
-    return load_config(preset, (*overrides, "model.family=flux2"))
 
 
 def test_every_folder_and_model_that_does_not_exist_is_named_with_its_line(folder: Path) -> None:

@@ -113,7 +113,7 @@ def refusal(
 
 def nested(kind: type[Layer]) -> str:
     return (
-        f"forward_methods: {kind.__name__}.forward calls {kind.__name__}.forward_train, which is listed besides: its "
+        f"ShardSpec.methods: {kind.__name__}.forward calls {kind.__name__}.forward_train, which is also listed: its "
         "weights would be gathered and freed twice, one inside the other, and backward would find them freed; call the "
         "module itself and leave 'forward_train' out"
     )
@@ -157,7 +157,7 @@ def test_a_method_that_no_module_has_is_refused_by_name(method: str, owner: str)
     with pytest.raises(ValueError) as caught:
         entries(model, list(model.layers), [method])
     assert str(caught.value) == (
-        f"forward_methods: '{method}' is not a method of {owner}, or no sharded block is of that kind"
+        f"ShardSpec.methods: '{method}' is not a method of {owner}, or no sharded block is of that kind"
     )
 
 
@@ -194,7 +194,7 @@ def test_it_needs_no_memory() -> None:
 
 OUTSIDE = (
     "is used while {}, whose weights are gathered only then, does not run; use it inside, call the module itself, or "
-    "list the method in forward_methods"
+    "list the method in ShardSpec.methods"
 )
 
 

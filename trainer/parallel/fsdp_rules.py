@@ -100,13 +100,15 @@ def _modules_with(model: nn.Module, units: Sequence[nn.Module], method: str) -> 
     modules = [unit for unit in units if type(unit).__name__ == kind] if kind else [model]
     if not modules or not all(callable(inspect.getattr_static(type(module), name, None)) for module in modules):
         owner = kind or type(model).__name__
-        raise ValueError(f"forward_methods: '{method}' is not a method of {owner}, or no sharded block is of that kind")
+        raise ValueError(
+            f"ShardSpec.methods: '{method}' is not a method of {owner}, or no sharded block is of that kind"
+        )
     return [(module, name) for module in modules]
 
 
 def _nested(owner: str, method: str) -> str:
     return (
-        f"forward_methods: {owner}.forward calls {owner}.{method}, which is listed besides: its weights would be "
+        f"ShardSpec.methods: {owner}.forward calls {owner}.{method}, which is also listed: its weights would be "
         f"gathered and freed twice, one inside the other, and backward would find them freed; "
         f"call the module itself and leave '{method}' out"
     )
@@ -168,7 +170,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._refuse(
                     f"{self._parameters[id(tensor)]} is used while {self._called(owner)}, whose weights are gathered "
                     "only then, does not run; use it inside, call the module itself, or list the method in "
-                    "forward_methods",
+                    "ShardSpec.methods",
                 )
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return torch.zeros((), dtype=args[0].dtype).item()
