@@ -138,7 +138,7 @@ def test_when_rank_0_is_frozen_another_one_reports(start) -> None:
     assert process.wait(run, timeout_s=120) == "failed"
     [error] = [event for event in events_of(run) if isinstance(event, ErrorEvent)]
     assert re.search(r"nothing moved for \d+ s: rank 0 on \S+ does not answer; rank 1 waits in ", error.message)
-    assert "gone or frozen" in error.remedy
+    assert "down or frozen" in error.remedy
 
 
 @pytest.mark.slow

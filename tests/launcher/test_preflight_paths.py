@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.config.test_load import read
-from trainer.config.load import ConfigError
+from trainer.config.errors import InputError
+from trainer.config.installation import PRESETS
+from trainer.config.load import ConfigError, load_config
 from trainer.launcher import preflight
 
 DATA = "data: {path: photos}\n"
+QUICKSTART = PRESETS / "quickstart.yaml"
 
 
 @pytest.fixture
@@ -90,3 +93,15 @@ def test_a_config_whose_files_exist_passes(folder: Path) -> None:
     (folder / "photos").mkdir()
     for model in ("tiny", "demo", "org/name", str(folder)):
         preflight.check_named(read("data: {path: photos, validation: photos}\n", f"model.path={model}"))
+
+
+@pytest.mark.parametrize("is_link", [False, True], ids=["a file", "a link to nothing"])
+def test_a_cache_that_is_not_a_folder_is_refused_before_a_run_folder_is_made(tmp_path: Path, is_link: bool) -> None:
+    loaded = load_config(QUICKSTART, ["train.steps=2", "optim.warmup=1"])
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    (runs / "cache").symlink_to("nowhere") if is_link else (runs / "cache").touch()
+    with pytest.raises(InputError) as caught:
+        preflight.new_run(loaded, runs)
+    assert str(caught.value) == f"{runs}/cache: not a folder; remove it, or set data.cache"
+    assert [path.name for path in runs.iterdir()] == ["cache"]

@@ -56,7 +56,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 32},  # keeps its last state on itself
 }
 """Kinds that gave on two ranks the gradients of one process."""
-ALONE = "or train it on one device (parallel.devices: 1) without parallel.cpu_offload"
+ALONE = "or train it on one device (parallel.devices: 1, parallel.strategy: none) without parallel.cpu_offload"
 
 
 def folder_of(folder: Path, model_type: str, **sizes: Any) -> Path:

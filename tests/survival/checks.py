@@ -27,7 +27,7 @@ from trainer.run.folder import RunDir
 CHANGING = ("modelspec.date",)
 """Of an export's metadata, what is another at every export."""
 
-LOSS = re.compile("damaged|could not be written|no room|another order")
+LOSS = re.compile("damaged|could not be written|were lost|order differs|next epoch")
 """Warnings that tell of something lost. A kill must cost none."""
 
 

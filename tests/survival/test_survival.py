@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.run.test_events import file_size_limit
 from tests.runs import alone, make_pictures, make_run, run_config, train
 from tests.survival.chain import Aim, Chain, Kill, Target, make_reference, survival_config
+from tests.survival.checks import LOSS
+from trainer.data.image_source import ImageSource
+from trainer.data.mixed_source import MixedSource
+from trainer.data.text_source import TextSource
+from trainer.run.events import EventReader, LossyWriter, StatusEvent, WarningEvent
 
 KILLS: Sequence[tuple[Aim, Target]] = (("step", "rank"), ("save", "run"), ("export", "torchrun"))
 
@@ -46,3 +52,15 @@ def test_pictures_that_a_kill_cost_are_drawn_when_the_run_goes_on(tmp_path: Path
         (run.samples / f"step-{step:06d}-0.png").unlink()
     train(alone(), cfg, run)
     assert {picture.name: picture.read_bytes() for picture in run.samples.iterdir()} == drawn
+
+
+def test_the_warnings_of_lost_events_and_changed_data_are_recognized(tmp_path: Path) -> None:
+    """The kill test finds a loss by the words of these warnings."""
+    assert [kind for kind in (ImageSource, MixedSource, TextSource) if not LOSS.search(kind.changed_message)] == []
+    file = tmp_path / "events.jsonl"
+    writer = LossyWriter(file)
+    with file_size_limit(10):
+        writer.write(StatusEvent(state="training"))
+    writer.write(StatusEvent(state="training"))
+    warning, _ = EventReader(file).read()
+    assert isinstance(warning, WarningEvent) and LOSS.search(warning.message)

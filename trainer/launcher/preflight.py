@@ -35,7 +35,7 @@ def new_run(loaded: ConfigFile, runs: Path, at: Path | None = None) -> RunDir:
         InputError: The config, its files or its images are wrong. Nothing was written.
     """
     check(loaded)
-    _make_named_cache(loaded)
+    _prepare_cache(loaded, at.parent if at else runs)
     run = RunDir.create(runs, loaded.config, at)
     files.make_private_if_new(shared_cache(loaded.config, run.path.parent))  # it holds encoded images and captions
     return run
@@ -53,17 +53,19 @@ def continued_run(run: RunDir, overrides: Sequence[str]) -> ConfigFile:
     if saved:
         _check_changes(loaded, stages.current(run, loaded.config).config, manifest.progress_of(saved[-1]))
     check(loaded, is_new=not saved)
-    _make_named_cache(loaded)
+    _prepare_cache(loaded, run.path.parent)
     if overrides:
         run.replace_config(loaded.config)
     return loaded
 
 
-def _make_named_cache(loaded: ConfigFile) -> None:
-    """Make the folder `data.cache`, if it is set. Raises InputError if that fails."""
+def _prepare_cache(loaded: ConfigFile, runs: Path) -> None:
+    """Make the folder `data.cache`, if it is set. Raises InputError if that or `cache` in `runs` cannot be a folder."""
+    cache = shared_cache(loaded.config, runs)
     if loaded.config.data.cache is None:
+        if os.path.lexists(cache) and not cache.is_dir():
+            raise InputError(f"{cache}: not a folder; remove it, or set data.cache")
         return
-    cache = Path(loaded.config.data.cache)
     try:
         files.make_private_if_new(cache)
     except OSError as error:

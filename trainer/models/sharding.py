@@ -27,8 +27,9 @@ def check_sharding(cfg: RunConfig, family: TextFamily) -> None:
     One forward pass of a bf16 copy on the meta device is watched, in every process: 0.3 to 0.6 s for 32 blocks, too
     little for a cache. Our own networks are watched by the tests.
     """
-    is_sharded = cfg.parallel.world_size > 1 or cfg.parallel.cpu_offload
-    if not is_sharded or not family.any_network:
+    parallel = cfg.parallel
+    is_whole = parallel.world_size == 1 and parallel.strategy in ("none", "auto") and not parallel.cpu_offload
+    if is_whole or not family.any_network:
         return
     name = family.components[0]
     problems = _problems(family, family.shard.blocks)
@@ -60,7 +61,7 @@ def _problems(family: TextFamily, blocks: Sequence[str]) -> list[str]:
 def _remedy(family: TextFamily) -> str:
     """Most of the blocks with which FSDP2 can follow the model, if there are any."""
     blocks = family.shard.blocks
-    alone = "train it on one device (parallel.devices: 1) without parallel.cpu_offload"
+    alone = "train it on one device (parallel.devices: 1, parallel.strategy: none) without parallel.cpu_offload"
     for count in range(len(blocks) - 1, 0, -1):
         for rest in itertools.combinations(blocks, count):
             if not _problems(family, rest):

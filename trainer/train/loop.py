@@ -418,8 +418,9 @@ class Trainer:
             self.log.warn("no samples are drawn: sample.prompts is empty", self.step)
             return []
         self.log.enter("sampling", self.step)
+        draw_sample = self.drawer.prepare()
         with self._evaluating():
-            drawn = self.sampler.draw(self.model)
+            drawn = self.sampler.draw(self.model, draw_sample)
         paths = self.sampler.write(drawn, self.step)
         self.log.enter("training", self.step)
         return paths

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from trainer.config import files
-from trainer.data.source import SampleDrawer
+from trainer.data.source import Draw, SampleDrawer
 from trainer.distributed.world import World
 from trainer.rng import SampleRng
 from trainer.run.events import SampleEvent
@@ -37,9 +37,13 @@ class Sampler:
         drawn: bool = self._world.gather(bool(paths) and all(path.exists() for path in paths))[0]
         return not drawn
 
-    def draw(self, model: nn.ModuleDict) -> dict[int, bytes]:
-        """{number of the prompt: content of its file} on rank 0, {} on other ranks. Collective."""
-        draw_sample = self._drawer.prepare()
+    def draw(self, model: nn.ModuleDict, draw_sample: Draw) -> dict[int, bytes]:
+        """{number of the prompt: content of its file} on rank 0, {} on other ranks. Collective.
+
+        Args:
+            model: The live components, with the weights to evaluate.
+            draw_sample: The result of `SampleDrawer.prepare`.
+        """
 
         def draw(index: int) -> bytes:
             return draw_sample(model, index, SampleRng(self._seed, (index,), self._world.device))
@@ -52,8 +56,9 @@ class Sampler:
         paths: list[Path] = []
         try:
             for index, content in samples.items():
-                paths.append(path := self._file(index, step))
+                path = self._file(index, step)
                 files.replace(path, content)
+                paths.append(path)
                 text = content.decode()[:SHOWN_TEXT] if path.suffix == ".txt" else ""
                 name = str(path.relative_to(self._run.path))
                 prompt = self._drawer.prompts[index]
