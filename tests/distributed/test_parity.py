@@ -60,6 +60,7 @@ def compare(bench: Bench, ranks: int, trained: str, name: str, changes: dict[str
     found = run_ranks(ranks, train, cfg, run)
     expected = bench.reference(trained, cfg.optim.type)
     assert found[0].losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0)
+    assert found[0].grad_norms == pytest.approx(expected.grad_norms, abs=0, rel=1e-4)
     assert difference(found[0].weights, expected.weights) <= TOLERANCE
     return found[0]
 

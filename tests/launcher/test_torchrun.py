@@ -147,11 +147,13 @@ def test_two_runs_at_once_end_each_in_its_own_way(start, capsys):
     ]
     assert good.report.is_file()
     assert processes.wait(raising, timeout_s=30) == "failed"
+    recorded = raising.events_file.read_bytes()
     readers = [threading.Thread(target=processes.settle, args=(raising,)) for _ in range(4)]
     for reader in readers:
         reader.start()
     for reader in readers:
         reader.join()
+    assert raising.events_file.read_bytes() == recorded
     [log] = raising.logs.glob("*/attempt_0/1/stderr.log")
     error = ErrorEvent(
         time=0,

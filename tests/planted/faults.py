@@ -161,7 +161,6 @@ FAULTS = (
         "trainer/optim.py",
         "norm = norm.full_tensor() if isinstance(norm, DTensor) else norm",
         "norm = norm.to_local() if isinstance(norm, DTensor) else norm",
-        "test_optim.py",
         "distributed/test_parity.py",
     ),
     _fault(

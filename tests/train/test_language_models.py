@@ -23,6 +23,7 @@ from trainer.distributed.world import World
 from trainer.export import export
 from trainer.models import families
 from trainer.models.build import build_model
+from trainer.rng import SampleRng
 from trainer.run.events import AnyEvent, SampleEvent, ValidationEvent, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.train.loop import Trainer
@@ -57,6 +58,24 @@ def test_the_size_of_a_pass_changes_nothing(bench: Bench) -> None:
     expected = bench.reference("full")
     assert found.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0)
     assert difference(found.weights, expected.weights) <= TOLERANCE
+
+
+def test_a_step_follows_the_gradient_of_the_mean_over_the_tokens_it_learns_and_tells_their_speed(bench: Bench) -> None:
+    cfg, run = bench.run("one-step", train__steps=1, optim__clip_norm=None, **KINDS["full"])
+    events: list[AnyEvent] = []
+    trainer = Trainer(cfg, run, alone(), run.path.parent / "cache", events.append)
+    summed, tokens = torch.zeros(()), 0.0
+    for part in trainer.loader.micro_batches(0):
+        batch = {**trainer.family.collate(part.examples), "weight": torch.tensor(part.weights)}
+        loss = trainer.family.loss(trainer.model, batch, SampleRng(cfg.train.seed, part.indices))
+        summed, tokens = summed + loss.total, tokens + float(loss.weight)
+    gradients = torch.autograd.grad(summed / tokens, trainer.parameters)
+    trainer.train_step()
+    trainer.close()
+    (event,) = steps_of(events)
+    assert tokens > cfg.train.batch_size
+    assert event.grad_norm == pytest.approx(float(torch.nn.utils.get_total_norm(gradients)), rel=1e-5)
+    assert event.tokens_per_second == pytest.approx(tokens / event.seconds)
 
 
 def test_a_base_in_four_bits_holds_the_linear_layers_of_the_blocks(bench: Bench) -> None:

@@ -202,6 +202,23 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted_where_that_is_allowed(
         assert end == "step 23: the loss is not finite on 1 of 2 ranks, as in the 19 steps before"
 
 
+def test_gradients_that_are_not_finite_move_no_weight_though_the_loss_is(pictures: Path, tmp_path: Path) -> None:
+    cfg = run_config(pictures, parallel__strategy="none", train__non_finite="skip")
+    events: list[AnyEvent] = []
+    trainer = make_trainer(cfg, make_run(tmp_path, cfg, "gradients"), events)
+    trainer.parameters[0].register_hook(lambda gradient: gradient * math.inf)
+    before = [parameter.detach().clone() for parameter in trainer.parameters]
+    trainer.train_step()
+    trainer.close()
+    assert all(torch.equal(old, new) for old, new in zip(before, trainer.parameters, strict=True))
+    (event,) = steps_of(events)
+    assert math.isfinite(event.loss)
+    assert not math.isfinite(event.grad_norm)
+    assert [event.message for event in events if isinstance(event, WarningEvent)] == [
+        f"step 1: the gradient norm is {event.grad_norm}, the loss {event.loss}; step skipped, 1 in this run so far"
+    ]
+
+
 def train_over_nan(
     world: World, cfg: RunConfig, run: RunDir
 ) -> tuple[list[bool], tuple[int, int], list[float], list[str], str]:
@@ -272,7 +289,9 @@ def test_samples_come_from_the_same_noise_at_every_step_and_change_with_the_weig
 
 
 def test_sampling_in_the_middle_changes_nothing_of_the_training(pictures: Path) -> None:
-    alike = {"optim__ema": 0.5, "parallel__devices": 2, "parallel__strategy": "grad_op"}
+    alike = {
+        "optim__ema": 0.5, "adapter__dropout": 0.2, "parallel__devices": 2, "parallel__strategy": "grad_op",
+    }  # fmt: skip
     cfg = run_config(pictures, **alike)
     plain = run_ranks(2, train, cfg, make_run(pictures.parent, cfg, "plain"))[0]
     cfg = run_config(
