@@ -138,6 +138,17 @@ def test_an_embedding_that_is_a_block_and_the_head_too_is_refused(tmp_path: Path
     )
 
 
+def test_a_module_that_computes_values_in_an_unknown_way_is_refused(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "model", "bert", is_decoder=True)
+    cfg = config_of(folder, tmp_path, model__options={"blocks": "BertLayer"})
+    with pytest.raises(InputError) as caught:
+        families.make(cfg, tmp_path).computed_buffers("language_model")
+    assert str(caught.value) == (
+        "model.path: bert.embeddings (BertEmbeddings) computes position_ids, token_type_ids when it is made, in a way "
+        "this program does not know; models of this kind cannot be trained yet"
+    )
+
+
 @pytest.mark.parametrize("changes", [{}, {"parallel__devices": 1, "parallel__cpu_offload": True}])
 def test_a_class_that_reads_a_weight_of_a_block_is_refused(
     reading: str, tmp_path: Path, changes: dict[str, Any]

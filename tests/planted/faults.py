@@ -159,8 +159,8 @@ FAULTS = (
     _fault(
         "each rank clips by its own norm",
         "trainer/optim.py",
-        "norm = norm.full_tensor() if isinstance(norm, DTensor) else norm",
-        "norm = norm.to_local() if isinstance(norm, DTensor) else norm",
+        "get_total_norm([p.grad for p in parameters if p.grad is not None])",
+        "get_total_norm([p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters])",
         "distributed/test_parity.py",
     ),
     _fault(

@@ -138,7 +138,7 @@ def draw_token(logits: Tensor, temperature: float, generator: torch.Generator) -
 
 def _rebuilt_buffers(name: str, module: nn.Module) -> dict[str, Tensor]:
     """Build a module a second time, not on the meta device, and return its buffers."""
-    if "config" in inspect.signature(type(module).__init__).parameters:
+    if "config" in inspect.signature(type(module).__init__).parameters and "config" in vars(module):
         rebuilt: nn.Module = type(module)(config=module.config)
         return dict(rebuilt.named_buffers())
     if "scalar_embed_scale" in vars(module):  # Gemma's embedding
