@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 1. Quickstart: from a config to a picture
+# # 1. Quickstart: from a config to an image
 #
 # You train an *adapter*: a small set of weights that changes what a model draws. You watch it learn, and load the
 # result into another program. Everything happens on this machine, and nothing is downloaded.
@@ -22,10 +22,10 @@ DEVICE = notebook.device(2)  # cuda where this machine has two GPUs
 # %% [markdown]
 # ## What it learns from
 #
-# A *config* holds every setting of a run: the model, the adapter, the pictures, how to train, on how many ranks. You
+# A *config* holds every setting of a run: the model, the adapter, the images, how to train, on how many ranks. You
 # begin with a *preset*, a config that somebody wrote, and change what you want to be different, as `field=value`.
 #
-# Below are some of the preset's pictures with their captions. All have one style: two inks on yellow paper.
+# Below are some of the preset's images with their captions. All have one style: two inks on yellow paper.
 # `[trigger]` stands for a word of your choice, `data.trigger`. In the captions it marks the style, and later you write
 # it into a prompt to ask for the style.
 
@@ -38,9 +38,9 @@ CHANGES = [
     "sample.steps=12",
 ]
 config = notebook.config("quickstart", *CHANGES)
-pictures = sorted(Path(config.config.data.path).glob("*.png"))[::4]
-captions = [picture.with_suffix(".txt").read_text().strip() for picture in pictures]
-notebook.gallery({"": dict(zip(captions, pictures, strict=True))})
+images = sorted(Path(config.config.data.path).glob("*.png"))[::4]
+captions = [image.with_suffix(".txt").read_text().strip() for image in images]
+notebook.gallery({"": dict(zip(captions, images, strict=True))})
 
 # %% [markdown]
 # ## A config is checked before anything starts
@@ -90,7 +90,7 @@ print("The run has", await notebook.ended(run))
 # ## Before and after
 #
 # The run drew its prompts before the first step and after the last one, each time from the same noise. None of these
-# subjects is among the training pictures: the model knew the subject, and has learned the style.
+# subjects is among the training images: the model knew the subject, and has learned the style.
 
 # %%
 notebook.gallery(notebook.samples(run))
@@ -98,19 +98,19 @@ notebook.gallery(notebook.samples(run))
 # %% [markdown]
 # ### Exercise 1
 #
-# Each step trains on `train.batch_size` pictures. How often has the run seen each of its training pictures, on
+# Each step trains on `train.batch_size` images. How often has the run seen each of its training images, on
 # average? Put your answer in place of the dots and run the cell again.
 
 # %%
 data, train = form.config.config.data, form.config.config.train
-num_pictures = len(list(Path(data.path).glob("*.png")))
-print(f"{train.steps} steps of {train.batch_size} pictures")
-print(f"{num_pictures} pictures, {data.validation} of them held out")
+num_images = len(list(Path(data.path).glob("*.png")))
+print(f"{train.steps} steps of {train.batch_size} images")
+print(f"{num_images} images, {data.validation} of them held out")
 answer_1 = ...
 notebook.exercise(
     answer_1,
-    right=train.steps * train.batch_size / (num_pictures - data.validation),
-    hint="All pictures of all steps, divided by the pictures that are not held out.",
+    right=train.steps * train.batch_size / (num_images - data.validation),
+    hint="All images of all steps, divided by the images that are not held out.",
 )
 
 # %% [markdown]
@@ -173,7 +173,7 @@ pipe.set_progress_bar_config(disable=True)
 
 
 def draw(subject: str, file: Path) -> Path:
-    """A picture of the subject, always from the same noise."""
+    """An image of the subject, always from the same noise."""
     noise = torch.Generator().manual_seed(0)
     settings = {"height": 64, "width": 64, "num_inference_steps": 12, "guidance_scale": 1.5}
     num_tokens = pipe.tokenizer.model_max_length
@@ -211,7 +211,7 @@ notebook.dashboard(notebook.attach(runs=RUNS))
 # - `04_adapters`: the seven adapters side by side.
 # - `05_checkpoints`: stop, continue elsewhere, export.
 # - `06_many_nodes`: several machines.
-# - `07_your_own_images`: your pictures instead of ours.
+# - `07_your_own_images`: your images instead of ours.
 #
 # This run without a notebook, in a terminal: `shardstudio --headless quickstart`. With a page in the browser:
 # `shardstudio`. In a checkout without an active environment, `.venv/bin/shardstudio` or `.venv/bin/python launch.py`.

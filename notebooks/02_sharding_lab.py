@@ -25,10 +25,10 @@ MODEL = "demo"  # 8 million parameters; `tiny` is faster still
 # - **weights**: the numbers of the model,
 # - **gradients**: for each trained weight, the direction in which it should move,
 # - **optimizer state**: Adam remembers two averages for each trained weight,
-# - **activations**: results of forward that backward needs; their number grows with the number of pictures.
+# - **activations**: results of forward that backward needs; their number grows with the number of images.
 #
 # Plain data parallelism (**ddp**) puts a whole copy of the first three on every rank and gives each rank different
-# pictures. The copies are equal, so most of that memory is redundant. *ZeRO*
+# images. The copies are equal, so most of that memory is redundant. *ZeRO*
 # ([arXiv 1910.02054](https://arxiv.org/abs/1910.02054)) divides them instead:
 #
 # | strategy | between steps | during a step |
@@ -68,7 +68,7 @@ notebook.exercise(
 # One `torchrun` starts the ranks, which then train one strategy after the other. All weights of the model are trained
 # (`adapter.type=none`), in fp32: 4 bytes per weight, 4 per gradient, 8 of optimizer state. That is 16 bytes again.
 #
-# Each step sees four pictures, so each of two ranks sees two of them.
+# Each step sees four images, so each of two ranks sees two of them.
 
 # %%
 COMMON = [
@@ -111,7 +111,7 @@ four = await notebook.compare(on(4), STRATEGIES | HYBRID, RUNS)
 # ## Memory, time and loss of each strategy
 #
 # *MB per rank* counts weights, gradients and optimizer state on the rank's device; *saved* is relative to `ddp` on as
-# many ranks. *Loss* is the loss on held-out pictures before and after training. All strategies compute the same
+# many ranks. *Loss* is the loss on held-out images before and after training. All strategies compute the same
 # numbers, so the loss falls equally in each of them.
 #
 # (Where the device is the CPU, the host's memory is the same memory, so offload saves nothing.)
@@ -169,8 +169,8 @@ notebook.exercise(
 # %% [markdown]
 # ## Activations: what no strategy divides
 #
-# Sharding divides the state of the model. Activations belong to the pictures: they grow with a rank's number of
-# pictures, whatever the strategy. More ranks only mean fewer pictures for each. The next notebook shows how to make
+# Sharding divides the state of the model. Activations belong to the images: they grow with a rank's number of
+# images, whatever the strategy. More ranks only mean fewer images for each. The next notebook shows how to make
 # activations smaller.
 
 # %%

@@ -63,14 +63,14 @@ notebook.exercise(
 # runs the forward of a block once more before it needs it. That costs about a third more compute. A number `n` does
 # it for every n-th block only.
 #
-# ## The third lever: fewer pictures at a time
+# ## The third lever: fewer images at a time
 #
-# `train.micro_batch` is the number of pictures of a rank in one pass. A step of more pictures takes several passes,
+# `train.micro_batch` is the number of images of a rank in one pass. A step of more images takes several passes,
 # whose gradients are added up. The result is the same, the activations are those of one pass.
 #
 # ## Measure them
 #
-# The same model and pictures, trained on two ranks with `full` sharding: six trials by one `torchrun`.
+# The same model and images, trained on two ranks with `full` sharding: six trials by one `torchrun`.
 
 # %%
 config = notebook.config(
@@ -90,7 +90,7 @@ VARIANTS = {
     "fp32": [],
     "fp32, every 2nd block again": ["train.checkpointing=2"],
     "fp32, every block again": ["train.checkpointing=full"],
-    "fp32, one picture at a time": ["train.micro_batch=1"],
+    "fp32, one image at a time": ["train.micro_batch=1"],
     "bf16": ["train.precision=bf16"],
     "bf16, every block again": ["train.precision=bf16", "train.checkpointing=full"],
 }
@@ -129,14 +129,14 @@ notebook.Table(["trial", "largest relative difference of a loss to fp32"], [[k, 
 # %% [markdown]
 # ### Exercise 2
 #
-# In the trial `fp32` a rank takes four pictures in a pass. How many MB of activations would it have with
+# In the trial `fp32` a rank takes four images in a pass. How many MB of activations would it have with
 # `train.micro_batch=2`?
 
 # %%
 activations = by_label["fp32"].cost.activations[0] / 1e6
-print(f"fp32, four pictures in a pass: {activations:.2f} MB")
+print(f"fp32, four images in a pass: {activations:.2f} MB")
 answer_2 = ...
-notebook.exercise(answer_2, right=activations / 2, hint="Each picture has its own activations.")
+notebook.exercise(answer_2, right=activations / 2, hint="Each image has its own activations.")
 
 # %% [markdown]
 # ### Exercise 3

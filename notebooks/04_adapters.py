@@ -3,7 +3,7 @@
 #
 # An *adapter* changes the layers of a frozen model by a few trained numbers. There are many kinds, and they differ in
 # the number of parameters, in speed, and in the changes that they can represent. Here all seven train on the same
-# pictures, and then each is fitted to changes of a single layer, to see what it can and cannot represent.
+# images, and then each is fitted to changes of a single layer, to see what it can and cannot represent.
 
 # %% tags=["parameters"]
 import torch
@@ -55,7 +55,7 @@ found = await notebook.compare(config, VARIANTS, RUNS)
 #
 # *Trained* is the number of the adapter's parameters, and *of the model* their share. The exported file holds just
 # these. Only they have optimizer state, which is why adapters need so little memory. The loss is the one on held-out
-# pictures after these few steps; with its own learning rate each adapter gets further.
+# images after these few steps; with its own learning rate each adapter gets further.
 
 # %%
 notebook.Table(
@@ -87,7 +87,7 @@ notebook.exercise(answer_1, right=16 * (6144 + 6144), hint="A is rank x in, B is
 # %% [markdown]
 # ## What they draw
 #
-# After a few steps only, from the same noise each. Neither is among the training pictures.
+# After a few steps only, from the same noise each. Neither is among the training images.
 
 # %%
 drawn = {trial.label: notebook.samples(trial.run)[f"step {STEPS}"] for trial in found}

@@ -133,8 +133,8 @@ print(f"one tensor of it: {tuple(tensor.shape)}, {tensor.dtype}")
 # the table of contents which rows it needs now, and reads them from whichever files hold them. That is called
 # *resharding*.
 #
-# Nothing else about the run changes: `train.batch_size` counts the pictures of all ranks together, and noise and
-# order come from the seed and the number of the picture, not from the rank.
+# Nothing else about the run changes: `train.batch_size` counts the images of all ranks together, and noise and
+# order come from the seed and the number of the image, not from the rank.
 
 # %%
 notebook.resume(run, "parallel.devices=1")
@@ -164,8 +164,8 @@ print("within 1e-6" if difference <= 1e-6 else "NOT within 1e-6")
 # %% [markdown]
 # ### Exercise 2
 #
-# The checkpoint holds no random numbers and no list of pictures already seen. Which one value in it tells the resumed
-# run what noise and which pictures come next? (One word.)
+# The checkpoint holds no random numbers and no list of images already seen. Which one value in it tells the resumed
+# run what noise and which images come next? (One word.)
 
 # %%
 answer_2 = ...

@@ -156,7 +156,7 @@ notebook.Table(
 # %% [markdown]
 # ## The same on one node
 #
-# Four ranks of one node with the strategy `full`. The training is the same: the same pictures, the same noise.
+# Four ranks of one node with the strategy `full`. The training is the same: the same images, the same noise.
 
 # %%
 alone = notebook.start(notebook.config("quickstart", *CHANGES, f"parallel.devices={world}"), RUNS)
@@ -213,7 +213,7 @@ notebook.exercise(
 # %% [markdown]
 # ## On a real cluster
 #
-# 1. All nodes see the same run folder, pictures and model under the same paths (a network file system), and each has
+# 1. All nodes see the same run folder, images and model under the same paths (a network file system), and each has
 #    ShardStudio.
 # 2. On the first node, with its name and a free port:
 #    `shardstudio --headless flux2-dev-lora-2x8gpu parallel.rendezvous=node0:29400`. It prints the

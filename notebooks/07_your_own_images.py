@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 7. Your own images
 #
-# From a folder of pictures to a run: captions, the checks before the start, how pictures of all shapes are trained
+# From a folder of images to a run: captions, the checks before the start, how images of all shapes are trained
 # together, and how often each one is seen.
 #
-# Put your own folder into the next cell. Without one, this notebook makes a folder of pictures in three shapes from
+# Put your own folder into the next cell. Without one, this notebook makes a folder of images in three shapes from
 # those that come with ShardStudio.
 
 # %% tags=["parameters"]
@@ -21,7 +21,7 @@ DEVICE = notebook.device(2)  # cuda where this machine has two GPUs
 # %% [markdown]
 # ## A folder
 #
-# A picture is a file of type png, jpg, webp, bmp or tif, of any size, in any depth of folders. Its *caption* is a text
+# An image is a file of type png, jpg, webp, bmp or tif, of any size, in any depth of folders. Its *caption* is a text
 # file of the same name in the same folder. (Many captions also fit into one `metadata.jsonl`, see
 # `trainer/data/README.md`.)
 
@@ -33,17 +33,17 @@ shipped = sorted(Path(notebook.config("quickstart").config.data.path).glob("*.pn
 
 
 def make_folder(folder: Path, count: int = 24) -> Path:
-    """Copy the shipped pictures with their captions, padded to three shapes."""
+    """Copy the shipped images with their captions, padded to three shapes."""
     folder.mkdir(parents=True, exist_ok=True)
-    for number, picture in enumerate(shipped[:count]):
+    for number, file in enumerate(shipped[:count]):
         shape, size = list(SHAPES.items())[number % len(SHAPES)]
-        with Image.open(picture) as image:
+        with Image.open(file) as image:
             thing = image.convert("RGB").resize((min(size), min(size)))
         paper = Image.new("RGB", size, thing.getpixel((0, 0)))
         paper.paste(thing, ((size[0] - min(size)) // 2, (size[1] - min(size)) // 2))
-        file = folder / f"{picture.stem}-{shape}.png"
-        paper.save(file)
-        file.with_suffix(".txt").write_text(picture.with_suffix(".txt").read_text())
+        copy = folder / f"{file.stem}-{shape}.png"
+        paper.save(copy)
+        copy.with_suffix(".txt").write_text(file.with_suffix(".txt").read_text())
     return folder
 
 
@@ -74,8 +74,8 @@ except ValueError as error:
     print(str(error).replace(f"{wrong}/", ""))
 
 # %% [markdown]
-# Each line names the file and the remedy. Some of it you may want to allow: `data.missing_caption: empty` trains a
-# picture without a caption, and `data.bad_image: warn` leaves out unreadable files. The fourth has to be repaired.
+# Each line names the file and the remedy. Some of it you may want to allow: `data.missing_caption: empty` trains an
+# image without a caption, and `data.bad_image: warn` leaves out unreadable files. The fourth has to be repaired.
 
 # %%
 from trainer.data import image_files
@@ -85,12 +85,12 @@ LENIENT = ["data.missing_caption=empty", "data.bad_image=warn", "data.validation
 patient = notebook.config("quickstart", f"data.path={wrong}", *LENIENT)
 found = image_files.scan(patient.config.data)
 print(*(warning.replace(f"{wrong}/", "") for warning in found.warnings), sep="\n")
-print(f"{len(found.train)} pictures to train")
+print(f"{len(found.train)} images to train")
 
 # %% [markdown]
 # ## Captions and the trigger
 #
-# The caption describes the picture, *except* what is to be learned, which the trigger stands for. `[trigger]` in a
+# The caption describes the image, *except* what is to be learned, which the trigger stands for. `[trigger]` in a
 # caption is replaced by the trigger; a caption without `[trigger]` gets it in front.
 #
 # The best trigger is a word that means nothing to the model yet. Below are captions as the model will read them.
@@ -100,14 +100,14 @@ config = notebook.config("quickstart", *CHANGES, f"data.path={folder}")
 dataset = image_files.scan(config.config.data)
 notebook.Table(
     ["file", "width", "height", "caption"],
-    [[photo.path.name, photo.width, photo.height, photo.caption] for photo in dataset.train[:6]],
+    [[image.path.name, image.width, image.height, image.caption] for image in dataset.train[:6]],
 )
 
 # %% [markdown]
 # ## Buckets
 #
-# Pictures that are trained in one pass must have one size. Fitting all into a square would crop the wide ones. So there
-# are *buckets*: sizes of about the same area, `data.resolution` squared, in several shapes. Each picture goes into the
+# Images that are trained in one pass must have one size. Fitting all into a square would crop the wide ones. So there
+# are *buckets*: sizes of about the same area, `data.resolution` squared, in several shapes. Each image goes into the
 # bucket whose shape is nearest to its own, is scaled to cover it, and cropped. A batch is taken from one bucket.
 
 # %%
@@ -120,12 +120,12 @@ sizes = bucket_sizes(data.resolution, multiple, data.max_aspect)
 filled = images_per_bucket(dataset.train, sizes)
 print("all buckets:", ", ".join(f"{width} x {height}" for width, height in sizes))
 notebook.Table(
-    ["bucket", "pixels", "pictures"],
+    ["bucket", "pixels", "images"],
     [[f"{width} x {height}", width * height, count] for (width, height), count in filled.items()],
 )
 
 # %% [markdown]
-# Some of the pictures as the model would get them, bucket by bucket:
+# Some of the images as the model would get them, bucket by bucket:
 
 # %%
 from trainer.data.image_io import load_rgb
@@ -133,33 +133,33 @@ from trainer.data.image_io import load_rgb
 cut = RUNS / "as-trained"
 cut.mkdir(exist_ok=True)
 rows: dict[str, dict[str, Path]] = {f"{width} x {height}": {} for width, height in filled}
-for photo in dataset.train[:12]:
-    size = choose_bucket(photo.width, photo.height, sizes)
-    load_rgb(photo, size).save(cut / photo.path.name)
+for image in dataset.train[:12]:
+    size = choose_bucket(image.width, image.height, sizes)
+    load_rgb(image, size).save(cut / image.path.name)
     row = rows[f"{size[0]} x {size[1]}"]
-    row[f"{len(row) + 1}"] = cut / photo.path.name
+    row[f"{len(row) + 1}"] = cut / image.path.name
 notebook.gallery(rows, size=max(max(size) for size in sizes))
 
 # %% [markdown]
 # ### Exercise 1
 #
-# `data.repeats: 5` would show each picture five times per *epoch*, one round through all pictures. How many steps of
-# `train.batch_size` pictures would an epoch of your folder then take, if no picture were left over? (A number, perhaps
+# `data.repeats: 5` would show each image five times per *epoch*, one round through all images. How many steps of
+# `train.batch_size` images would an epoch of your folder then take, if no image were left over? (A number, perhaps
 # with a fraction.)
 
 # %%
-print(f"{len(dataset.train)} pictures, {config.config.train.batch_size} per step")
+print(f"{len(dataset.train)} images, {config.config.train.batch_size} per step")
 answer_1 = ...
 notebook.exercise(
     answer_1,
     right=5 * len(dataset.train) / config.config.train.batch_size,
-    hint="Pictures times repeats, divided by the pictures of a step.",
+    hint="Images times repeats, divided by the images of a step.",
 )
 
 # %% [markdown]
 # ### Exercise 2
 #
-# When a picture is drawn, the prompt counts more than what the model would draw without one. For that the model must
+# When an image is drawn, the prompt counts more than what the model would draw without one. For that the model must
 # know what it draws without a prompt. So `data.caption_dropout` trains a share of the samples with an empty caption.
 # How many samples of this run will that be, on average?
 
@@ -189,7 +189,7 @@ notebook.plan(notebook.config("flux2-dev-lora-4gpu"), "4x24gb")
 # trained in many shapes. The demo model has only ever seen squares, and would forget how to draw them while it learned
 # other shapes. So here it is 1. Change it if you want to see that.
 #
-# The sample prompts of the preset name things that are in none of the pictures.
+# The sample prompts of the preset name things that are in none of the images.
 
 # %%
 config = notebook.config("quickstart", *CHANGES, f"data.path={folder}", "data.max_aspect=1")
@@ -214,11 +214,11 @@ notebook.gallery(notebook.samples(run))
 # ## With a model of your own
 #
 # Everything above is the same for a published model: take its preset, download what it names, and set `data.path` and
-# `data.trigger`. A few dozen pictures are usual for one subject or one look. Then:
+# `data.trigger`. A few dozen images are usual for one subject or one look. Then:
 #
 # - look at the samples of the first few hundred steps, not only at the loss;
-# - if samples copy your pictures, train shorter, or with a smaller `adapter.rank`, or add pictures;
+# - if samples copy your images, train shorter, or with a smaller `adapter.rank`, or add images;
 # - if they do not change, check that the trigger is in the prompt, then raise `optim.lr`.
 #
 # `notebook.form("flux2-klein-4b-lora-1gpu", "data.path=...")` shows what can be set. The page (`make ui`) has a tab
-# *Dataset* in which captions are edited next to their pictures.
+# *Dataset* in which captions are edited next to their images.

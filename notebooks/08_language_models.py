@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 8. Language models: QLoRA
 #
-# The same trainer, without pictures: a causal language model predicts the next token of a text. *QLoRA* is a LoRA on a
+# The same trainer, without images: a causal language model predicts the next token of a text. *QLoRA* is a LoRA on a
 # base that is stored in 4 bits, which is how a model of 8 billion parameters is trained on one card of 24 GB.
 #
 # Here it is done on a small scale. A model of bytes is first trained on this project's READMEs from random weights, as

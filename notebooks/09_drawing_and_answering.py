@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 9. Drawing and answering
 #
-# BAGEL is one network that does two things: it draws a picture from a caption, and it answers questions about a
-# picture. Other programs that train it on several GPUs stop at its first backward pass. Here a tiny one with random
-# weights learns both at once, on two ranks, from the pictures that come with ShardStudio.
+# BAGEL is one network that does two things: it draws an image from a caption, and it answers questions about an
+# image. Other programs that train it on several GPUs stop at its first backward pass. Here a tiny one with random
+# weights learns both at once, on two ranks, from the images that come with ShardStudio.
 
 # %% tags=["parameters"]
 import json
@@ -19,7 +19,7 @@ DEVICE = notebook.device(2)  # cuda where this machine has two GPUs
 # %% [markdown]
 # ## Two kinds of data
 #
-# To draw, the network needs pictures with captions, like every image model here. To answer, it needs a `.jsonl` file
+# To draw, the network needs images with captions, like every image model here. To answer, it needs a `.jsonl` file
 # with an image, a question and an answer in each line. Both are made from the 32 shipped pictograms:
 
 # %%
@@ -27,12 +27,12 @@ shipped = sorted(Path(notebook.config("quickstart").config.data.path).glob("*.pn
 folder = RUNS / "to-draw"
 folder.mkdir(parents=True, exist_ok=True)
 rows = []
-for picture in shipped:
-    thing = picture.with_suffix(".txt").read_text().replace("[trigger]", "").strip()
-    shutil.copy(picture, folder)
-    (folder / picture.name).with_suffix(".txt").write_text(f"a {thing}, two inks on yellow paper")
-    rows.append({"image": f"to-draw/{picture.name}", "question": "What is it?", "answer": f"A {thing}."})
-    rows.append({"image": f"to-draw/{picture.name}", "question": "On what paper?", "answer": "On yellow paper."})
+for image in shipped:
+    thing = image.with_suffix(".txt").read_text().replace("[trigger]", "").strip()
+    shutil.copy(image, folder)
+    (folder / image.name).with_suffix(".txt").write_text(f"a {thing}, two inks on yellow paper")
+    rows.append({"image": f"to-draw/{image.name}", "question": "What is it?", "answer": f"A {thing}."})
+    rows.append({"image": f"to-draw/{image.name}", "question": "On what paper?", "answer": "On yellow paper."})
 questions = RUNS / "questions.jsonl"
 questions.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 notebook.Table(["image", "question", "answer"], [list(row.values()) for row in rows[:4]])
@@ -60,7 +60,7 @@ sample:
   size: [64, 64]
   steps: 8
   questions: ["What is it?", "What is it?", "On what paper?"]
-  images: {[str(folder / picture.name) for picture in shipped[:3]]}
+  images: {[str(folder / image.name) for image in shipped[:3]]}
   tokens: 12
   temperature: 0
 export: {{dtype: fp32}}
@@ -70,16 +70,16 @@ config = notebook.config(preset)
 # %% [markdown]
 # ## One sequence
 #
-# A batch holds pictures to draw and questions. For the matrix products all of them are *one* sequence of tokens: the
-# words of texts, then the patches of input pictures, then those of noisy latents that are drawn. Each kind has its own
+# A batch holds images to draw and questions. For the matrix products all of them are *one* sequence of tokens: the
+# words of texts, then the patches of input images, then those of noisy latents that are drawn. Each kind has its own
 # weights in every layer (words and input patches those of `understanding`, drawn patches those of `generation`). In
-# attention they meet, with each question and each picture in its own row. A mask determines which token sees which:
+# attention they meet, with each question and each image in its own row. A mask determines which token sees which:
 #
 # - text sees what came before it, as in a language model;
-# - an input picture sees all of itself, and is seen by the question and the answer after it;
-# - a picture that is drawn sees its caption and all of itself, and nothing sees it: it is noise.
+# - an input image sees all of itself, and is seen by the question and the answer after it;
+# - an image that is drawn sees its caption and all of itself, and nothing sees it: it is noise.
 #
-# Below are the masks of a question about a picture of four patches, and of a caption with four patches to draw. A line
+# Below are the masks of a question about an image of four patches, and of a caption with four patches to draw. A line
 # is a token, dark where it sees another.
 
 # %%
@@ -96,7 +96,7 @@ words = torch.arange(3)
 asked = [SeenPiece(torch.zeros(3, 2 * patch, 2 * patch)), TextPiece(words), TextPiece(words[:2], learned=True)]
 drawn = [TextPiece(words), DrawnPiece(torch.zeros(sizes.latent_numbers // 4, 4, 4), torch.tensor(0.5))]
 masks = {}
-for name, pieces in {"a question": asked, "a picture to draw": drawn}.items():
+for name, pieces in {"a question": asked, "an image to draw": drawn}.items():
     (mask,) = pack([pieces], family.marks, sizes).arguments["mask"]
     masks[f"{name}, {len(mask)} tokens"] = file = RUNS / f"{name}.png"
     Image.fromarray((255 - 200 * mask.byte()).numpy()).resize([10 * side for side in mask.shape], 0).save(file)
@@ -106,7 +106,7 @@ notebook.gallery({"": masks}, size=150)
 # %% [markdown]
 # ### Exercise 1
 #
-# An input picture of 64 x 64 pixels becomes square patches, with a mark before and after it. How many tokens is that
+# An input image of 64 x 64 pixels becomes square patches, with a mark before and after it. How many tokens is that
 # in this network?
 
 # %%
@@ -132,7 +132,7 @@ notebook.Table(["part", "numbers"], [[part, f"{count:,}"] for part, count in par
 # %% [markdown]
 # ## Train
 #
-# The loss of a picture is the mean squared error of its velocity, that of a question the mean cross-entropy of the
+# The loss of an image is the mean squared error of its velocity, that of a question the mean cross-entropy of the
 # answer's tokens. The gradient is that of their weighted sum; the chart also shows each of them. A rank whose pass has
 # no question still runs every layer of the network, because the other rank waits for its shard.
 
@@ -171,17 +171,17 @@ answer_2 = ...
 notebook.exercise(
     answer_2,
     right=(last.losses["images"] + 0.25 * last.losses["text"]) / 2,
-    hint="The mean over all samples, of which half are pictures, with the weight of answers.",
+    hint="The mean over all samples, of which half are images, with the weight of answers.",
 )
 
 # %% [markdown]
 # ## Its answers
 #
-# Three questions, before and after. (Its *pictures* show nothing: the autoencoder of the tiny model is random too. That
+# Three questions, before and after. (Its *images* show nothing: the autoencoder of the tiny model is random too. That
 # it learns to draw shows in the velocity's error.)
 
 # %%
-notebook.gallery({"": {picture.stem: folder / picture.name for picture in shipped[:3]}}, size=64)
+notebook.gallery({"": {image.stem: folder / image.name for image in shipped[:3]}}, size=64)
 
 # %% [markdown]
 # It was asked before the first step and after the last:
@@ -191,7 +191,7 @@ answers = {moment: [text for _, text in written] for moment, written in notebook
 first, last = answers.values()
 asked = zip(config.config.sample.questions, config.config.sample.images, first, last, strict=True)
 notebook.Table(
-    ["picture", "question", *answers],
+    ["image", "question", *answers],
     [[Path(image).stem, question, *(" ".join(text.split()) for text in texts)] for question, image, *texts in asked],
 )
 
