@@ -161,7 +161,7 @@ class _Scan(Watcher):
             images=tuple(self._images),
             warnings=(
                 *dataset.warnings,
-                *image_warnings.of_buckets(dataset.pictures, sizes),
+                *image_warnings.of_buckets(dataset.images, sizes),
                 *questions.warnings,
             ),
             buckets=buckets,

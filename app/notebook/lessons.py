@@ -13,7 +13,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from trainer.config.terminal import say
-from trainer.data.image_io import load_preview, open_picture
+from trainer.data.image_io import load_preview, read_header
 
 NUMBER = re.compile(r"[-+\u2212~≈]?\s*[.\d]")
 """The beginning of a cell that holds a number, with or without unit."""
@@ -126,7 +126,7 @@ class Gallery:
             return WIDE.format(self._matrix())
         figure = Markup('<figure style="margin: 0; width: {}px">{}<figcaption style="{}">{}</figcaption></figure>')
         figures = [
-            figure.format(self._size, self._picture(label, column), CAPTION, column)
+            figure.format(self._size, self._image(label, column), CAPTION, column)
             for label, row in self._rows.items()
             for column in row
         ]
@@ -141,13 +141,13 @@ class Gallery:
         top = Markup().join(head.format(CAPTION, self._size, column) for column in self._columns)
         lines = [
             row.format(
-                CAPTION, label, Markup().join(cell.format(self._picture(label, column)) for column in self._columns)
+                CAPTION, label, Markup().join(cell.format(self._image(label, column)) for column in self._columns)
             )
             for label in self._rows
         ]
         return TABLE.format(Markup("<td></td>") + top, Markup().join(lines))
 
-    def _picture(self, label: str, column: str) -> Markup:
+    def _image(self, label: str, column: str) -> Markup:
         file = self._rows[label].get(column)
         if file is None:
             return Markup()
@@ -193,7 +193,7 @@ def _holds_numbers(cells: Sequence[str]) -> bool:
 def _small(file: Path, size: int) -> str:
     """A small copy of an image as a data URL."""
     copy = BytesIO()
-    load_preview(open_picture(file), size).save(copy, "WEBP", quality=65)
+    load_preview(read_header(file), size).save(copy, "WEBP", quality=65)
     return f"data:image/webp;base64,{base64.b64encode(copy.getvalue()).decode()}"
 
 

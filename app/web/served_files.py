@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainer.config import files
 from trainer.config.errors import InputError
-from trainer.data.image_io import load_preview, open_picture
+from trainer.data.image_io import load_preview, read_header
 
 FULL = 2048
 SMALL = 256
@@ -25,23 +25,23 @@ class Thumbnails:
         self.folder = folder
         self._alone = threading.Lock()
 
-    def of(self, picture: Path, side: int = SMALL) -> Path:
+    def of(self, image: Path, side: int = SMALL) -> Path:
         """Return a copy whose longer side is at most `side` pixels. Raises InputError for other files than images."""
         try:
-            stat = picture.stat()
-            identity = f"{_VERSION} {picture.resolve()} {stat.st_mtime_ns} {stat.st_size}"
+            stat = image.stat()
+            identity = f"{_VERSION} {image.resolve()} {stat.st_mtime_ns} {stat.st_size}"
             key = hashlib.sha256(identity.encode()).hexdigest()[:24]
             copy = self.folder / f"{key}-{side}.webp"
             if not copy.exists():
-                self._write(picture, copy, side)
+                self._write(image, copy, side)
         except OSError as error:
-            raise InputError(f"{picture}: cannot be shown ({error})") from error
+            raise InputError(f"{image}: cannot be shown ({error})") from error
         return copy
 
-    def _write(self, picture: Path, copy: Path, side: int) -> None:
+    def _write(self, image: Path, copy: Path, side: int) -> None:
         files.make_private(self.folder)
         with self._alone:  # one at a time: the page holds one large image in memory, not one per visitor
-            small = load_preview(open_picture(picture), side)
+            small = load_preview(read_header(image), side)
         partial = copy.with_suffix(f".{threading.get_ident()}.part")
         small.save(partial, "WEBP", quality=90)
         files.rename(partial, copy)

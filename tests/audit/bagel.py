@@ -274,5 +274,5 @@ COMPARED = Once(compare)
 CHECKS = (
     Check(MODEL.name, "latents", 2e-6, COMPARED.figure("latents"), is_quick=True),
     Check(MODEL.name, "loss of one", 1e-6, COMPARED.figure("one"), is_quick=True),
-    Check(MODEL.name, "loss of two pictures and two answers", 1e-6, COMPARED.figure("batch"), is_quick=True),
+    Check(MODEL.name, "loss of two images and two answers", 1e-6, COMPARED.figure("batch"), is_quick=True),
 )

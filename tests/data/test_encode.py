@@ -16,7 +16,7 @@ from trainer.config.schema import RunConfig
 from trainer.data import encode
 from trainer.data.encode import encode_data
 from trainer.data.image_files import scan
-from trainer.data.image_io import load_rgb, open_picture
+from trainer.data.image_io import load_rgb, read_header
 from trainer.data.image_source import EncodedData
 from trainer.data.loader import ImageItem
 from trainer.distributed.context import RankContext
@@ -103,7 +103,7 @@ def test_only_images_whose_colours_a_profile_changes_are_encoded_anew(pictures: 
     kept = [
         hashlib.sha256(f"1 flux2 {family.fingerprint()}\x1fimage\x1f{digest}\x1f{size}".encode()).hexdigest()
         for digest, size in zip(
-            [hashlib.sha256(photo.photo.path.read_bytes()).hexdigest() for photo in found.train],
+            [hashlib.sha256(photo.image.path.read_bytes()).hexdigest() for photo in found.train],
             [(64, 64), (80, 48), (48, 80)],
             strict=True,
         )
@@ -117,7 +117,7 @@ def test_only_a_tiff_on_its_side_is_encoded_anew_of_those_with_an_orientation(tm
     turned[ExifTags.Base.Orientation] = 6
     for name, exif in {"a.png": turned, "b.tiff": Image.Exif(), "c.tiff": turned}.items():
         Image.effect_mandelbrot((64, 64), (-2, -1.5, 1, 1.5), 20).convert("RGB").save(tmp_path / name, exif=exif)
-    pictures = [open_picture(tmp_path / name) for name in ("a.png", "b.tiff", "c.tiff")]
+    pictures = [read_header(tmp_path / name) for name in ("a.png", "b.tiff", "c.tiff")]
     assert [picture.is_turned for picture in pictures] == [True, False, True]
     keys = [encode._conversion(picture) for picture in pictures]
     assert keys == [(), (), ("upright",)]
@@ -160,7 +160,7 @@ def cut_off(file: Path) -> str:
     """Leave half of an image file. Returns what is said of it."""
     file.write_bytes(file.read_bytes()[:-50])
     with pytest.raises(InputError) as caught:
-        load_rgb(open_picture(file), (16, 16))
+        load_rgb(read_header(file), (16, 16))
     return str(caught.value)
 
 
@@ -202,7 +202,7 @@ def test_a_photo_goes_with_what_belongs_to_it_when_that_cannot_be_decoded(
         encoded(run_config(pictures, **{field: str(beside)}))
     assert str(caught.value) == f"{fact}, or set data.bad_image: warn"
     left, said = encoded(run_config(pictures, **{field: str(beside)}, data__bad_image="warn"))
-    assert [photo.photo.path.name for photo in left.train] == ["00.png", "02.png"]
+    assert [photo.image.path.name for photo in left.train] == ["00.png", "02.png"]
     assert [event.message for event in said if isinstance(event, WarningEvent)] == [f"left out: {fact}"]
 
 

@@ -25,7 +25,7 @@ from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
 from trainer.data import question_files, text_files
 from trainer.data.image_files import scan
-from trainer.data.image_io import load_rgb, open_picture
+from trainer.data.image_io import load_rgb, read_header
 from trainer.data.text_stream import TextStream
 
 AT_MOST_S = 5.0
@@ -114,7 +114,7 @@ def test_a_picture_that_is_postscript_starts_no_program_and_is_named(tmp_path: P
 @pytest.mark.parametrize("kind", ["GIF", "AVIF"])
 def test_pictures_as_the_web_names_them_wrongly_are_still_read(tmp_path: Path, kind: str) -> None:
     Image.new("RGB", (40, 20), "red").save(tmp_path / "a.jpg", kind)
-    picture = open_picture(tmp_path / "a.jpg")
+    picture = read_header(tmp_path / "a.jpg")
     red, green, blue = load_rgb(picture, (8, 8)).getpixel((4, 4))
     assert (picture.width, picture.height) == (40, 20) and red > 240 and max(green, blue) < 16
 
@@ -130,7 +130,7 @@ def test_pictures_with_any_byte_damaged_are_read_or_refused_by_a_sentence(tmp_pa
             for value in (0, 255):
                 file.write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
                 try:
-                    load_rgb(open_picture(file), (8, 8))
+                    load_rgb(read_header(file), (8, 8))
                 except InputError as error:
                     if not str(error).startswith(f"{file}: ") or "\n" in str(error) or "()" in str(error):
                         wrong.append((kind, place, str(error)))

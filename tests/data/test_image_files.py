@@ -15,7 +15,7 @@ from PIL import Image
 from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig
 from trainer.data.image_files import scan
-from trainer.data.image_io import load_rgb, open_picture
+from trainer.data.image_io import load_rgb, read_header
 
 QUICKSTART = Path(__file__).parents[2] / "presets" / "quickstart"
 ON_ITS_SIDE = 6
@@ -263,7 +263,7 @@ def test_a_wide_image_is_scaled_to_cover_and_cropped_in_the_centre(tmp_path: Pat
     for third, colour in enumerate(("red", "green", "blue")):
         image.paste(colour, (30 * third, 0, 30 * third + 30, 30))
     image.save(tmp_path / "a.png")
-    loaded = load_rgb(open_picture(tmp_path / "a.png"), (60, 60))
+    loaded = load_rgb(read_header(tmp_path / "a.png"), (60, 60))
     assert (loaded.mode, loaded.size) == ("RGB", (60, 60))
     assert loaded.crop((6, 0, 54, 60)).getcolors() == [(48 * 60, (0, 128, 0))]
 
@@ -274,7 +274,7 @@ def test_the_orientation_is_applied_before_the_crop(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = ON_ITS_SIDE
     image.save(tmp_path / "a.png", exif=exif)
-    loaded = load_rgb(open_picture(tmp_path / "a.png"), (20, 40))
+    loaded = load_rgb(read_header(tmp_path / "a.png"), (20, 40))
     assert (loaded.getpixel((10, 5)), loaded.getpixel((10, 35))) == ((0, 0, 255), (255, 0, 0))
 
 
@@ -292,7 +292,7 @@ def test_every_kind_of_pixel_becomes_rgb_on_white(
     tmp_path: Path, mode: str, colour: Any, expected: tuple[int, int, int]
 ) -> None:
     Image.new(mode, (8, 8), colour).save(tmp_path / "a.png")
-    loaded = load_rgb(open_picture(tmp_path / "a.png"), (8, 8))
+    loaded = load_rgb(read_header(tmp_path / "a.png"), (8, 8))
     assert (loaded.mode, loaded.getpixel((4, 4))) == ("RGB", expected)
 
 
@@ -300,7 +300,7 @@ def test_a_palette_with_a_transparent_colour_is_put_on_white(tmp_path: Path) -> 
     image = Image.new("P", (8, 8), 0)
     image.putpalette([255, 0, 0])
     image.save(tmp_path / "a.png", transparency=0)
-    assert load_rgb(open_picture(tmp_path / "a.png"), (8, 8)).getpixel((4, 4)) == (255, 255, 255)
+    assert load_rgb(read_header(tmp_path / "a.png"), (8, 8)).getpixel((4, 4)) == (255, 255, 255)
 
 
 def test_pixels_without_a_fixed_white_are_refused(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from tests.data.profiles import (
 )
 from trainer.config.errors import InputError
 from trainer.data import png_chunks
-from trainer.data.image_io import Picture, load_mask, load_rgb, open_picture
+from trainer.data.image_io import ImageFile, load_mask, load_rgb, read_header
 
 ORIENTATION = 0x0112
 XMP = (
@@ -114,7 +114,7 @@ def test_all_eight_orientations_are_known_from_the_header_and_shown_upright(tmp_
     for orientation, order in SHOWN.items():
         file = tmp_path / name
         file.write_bytes(ORIENTED[name](orientation))
-        picture = open_picture(file)
+        picture = read_header(file)
         size = (96, 48) if orientation < 5 else (48, 96)
         assert (orientation, picture.width, picture.height) == (orientation, *size)
         shown = np.array(load_rgb(picture, size), dtype=int)
@@ -130,7 +130,7 @@ def test_all_eight_orientations_are_known_from_the_header_and_shown_upright(tmp_
 @pytest.mark.parametrize("name", ["late.png", "pages.tif"])
 def test_a_mask_is_placed_as_its_photo_wherever_its_orientation_stands(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(ORIENTED[name](6))
-    mask = open_picture(tmp_path / name)
+    mask = read_header(tmp_path / name)
     levels = np.array(load_mask(mask, (2, 4)))
     assert (mask.width, mask.height, levels.shape) == (48, 96, (4, 2))
     assert [round(float(level)) for level in levels[::2].ravel()] == [29, 76, 226, 150]  # blue red, yellow green
@@ -172,10 +172,10 @@ def test_damage_behind_the_pixels_is_passed_over_or_named(tmp_path: Path, behind
     file = tmp_path / "a.png"
     file.write_bytes(encoded("PNG")[:-12] + behind)
     if said is None:
-        assert open_picture(file) == Picture(file, 96, 48)
+        assert read_header(file) == ImageFile(file, 96, 48)
         return
     with pytest.raises(InputError) as caught:
-        open_picture(file)
+        read_header(file)
     assert str(caught.value) == f"{file}: cannot be read ({said}); replace or remove it"
 
 
@@ -190,7 +190,7 @@ def test_a_png_damaged_anywhere_is_read_or_named(tmp_path: Path) -> None:
             damaged[numbers.randrange(len(damaged))] = numbers.choice((0, 255, numbers.randrange(256)))
         file.write_bytes(damaged[: numbers.choice((len(damaged), numbers.randrange(len(damaged))))])
         try:
-            picture = open_picture(file)
+            picture = read_header(file)
             load_rgb(picture, (8, 8))
         except InputError as error:
             assert "\n" not in str(error) and str(file) in str(error)
@@ -206,7 +206,7 @@ def test_a_file_that_was_replaced_by_one_of_another_size_is_not_cropped_silently
 ) -> None:
     file = tmp_path / "a.png"
     quarters().save(file)
-    picture = open_picture(file)
+    picture = read_header(file)
     quarters().rotate(90, expand=True).save(file)
     with pytest.raises(InputError) as caught:
         load(picture, (96, 48))
@@ -224,12 +224,12 @@ def colours(mode: str, channels: int) -> Image.Image:
     return Image.frombytes(mode, (64, 64), random.Random(0).randbytes(4096 * channels))
 
 
-def saved(folder: Path, image: Image.Image, profile: bytes | None, name: str = "a.png") -> Picture:
+def saved(folder: Path, image: Image.Image, profile: bytes | None, name: str = "a.png") -> ImageFile:
     image.save(folder / name, icc_profile=profile)
-    return open_picture(folder / name)
+    return read_header(folder / name)
 
 
-def as_loaded(picture: Picture) -> np.ndarray[Any, Any]:
+def as_loaded(picture: ImageFile) -> np.ndarray[Any, Any]:
     """(4096, 3), 0 to 255."""
     return np.array(load_rgb(picture, (64, 64)), dtype=float).reshape(-1, 3)
 
@@ -249,7 +249,7 @@ def test_wide_colours_become_the_srgb_of_the_published_formulas(
     image = colours("RGB", 3)
     given = np.array(image, dtype=float).reshape(-1, 3)
     image.save(tmp_path / name, icc_profile=profile, lossless=True)
-    picture = open_picture(tmp_path / name)
+    picture = read_header(tmp_path / name)
     difference = np.abs(as_loaded(picture) - reference(given))
     assert picture.profile == "used"
     assert difference.max() < 2 and difference.mean() < 0.4
@@ -342,13 +342,13 @@ def header(file: Path, width: int, height: int) -> Path:
 
 def test_a_telephone_s_200_megapixels_are_read_without_a_warning(tmp_path: Path) -> None:
     file = header(tmp_path / "a.png", 16320, 12240)
-    assert open_picture(file) == Picture(file, 16320, 12240)
+    assert read_header(file) == ImageFile(file, 16320, 12240)
 
 
 def test_a_picture_above_the_limit_is_refused_with_its_size_the_limit_and_the_remedy(tmp_path: Path) -> None:
     file = header(tmp_path / "a.png", 20000, 14000)
     with pytest.raises(InputError) as caught:
-        open_picture(file)
+        read_header(file)
     assert str(caught.value) == (
         f"{file}: cannot be read (280.0 megapixels are more than 268.4; scale it down); replace or remove it"
     )
@@ -360,10 +360,10 @@ def test_a_webp_that_would_take_gigabytes_to_decode_is_refused(tmp_path: Path) -
     content = file.read_bytes()
     assert content[23:30] == struct.pack("<3sHH", b"\x9d\x01\x2a", 32, 32)
     file.write_bytes(content[:26] + struct.pack("<HH", 8192, 8192) + content[30:])
-    assert (open_picture(file).width, open_picture(file).height) == (8192, 8192)
+    assert (read_header(file).width, read_header(file).height) == (8192, 8192)
     file.write_bytes(content[:26] + struct.pack("<HH", 8200, 8200) + content[30:])
     with pytest.raises(InputError) as caught:
-        open_picture(file)
+        read_header(file)
     assert str(caught.value) == (
         f"{file}: cannot be read (67.2 megapixels are more than 67.1, the limit of WEBP; save it as PNG, or "
         "scale it down); replace or remove it"
@@ -377,5 +377,5 @@ def test_pictures_of_90_and_196_megapixels_are_decoded(
     tmp_path: Path, name: str, save: dict[str, Any], side: int
 ) -> None:
     Image.new("1", (side, side), 1).save(tmp_path / name, **save)
-    loaded = load_rgb(open_picture(tmp_path / name), (64, 64))
+    loaded = load_rgb(read_header(tmp_path / name), (64, 64))
     assert loaded.getextrema() == ((255, 255),) * 3

@@ -12,14 +12,14 @@ from tests.data.test_image_files import add_image, data
 from trainer.data import image_warnings
 from trainer.data.buckets import bucket_sizes
 from trainer.data.image_files import scan
-from trainer.data.image_io import Picture
+from trainer.data.image_io import ImageFile
 
 SIZES = bucket_sizes(1024, 16, 2.0)
 
 
 def sizes_said(*sizes: tuple[int, int]) -> list[str]:
     """What is said of images of these sizes at 1024 pixels, named by their place."""
-    pictures = [Picture(Path(f"{number}.png"), *size) for number, size in enumerate(sizes)]
+    pictures = [ImageFile(Path(f"{number}.png"), *size) for number, size in enumerate(sizes)]
     return list(image_warnings.of_buckets(pictures, SIZES))
 
 

@@ -23,15 +23,15 @@ def sampler_of(
     buckets: list[int], batch_size: int, weights: list[float] | None = None, dropout: float = 0.0
 ) -> ImageBatchSampler:
     sizes = BatchSizes(batch_size)
-    return ImageBatchSampler(lambda item: buckets[item.photo], weights or [1.0] * len(buckets), sizes, 3, dropout)
+    return ImageBatchSampler(lambda item: buckets[item.index], weights or [1.0] * len(buckets), sizes, 3, dropout)
 
 
 def photos_of(sampler: ImageBatchSampler, num_steps: int) -> list[int]:
-    return [item.photo for step in range(num_steps) for item in sampler.batch(step)]
+    return [item.index for step in range(num_steps) for item in sampler.batch(step)]
 
 
 def example_of(item: ImageItem) -> Example:
-    return {"photo": torch.tensor(item.photo), "dropped": torch.tensor(item.dropped)}
+    return {"photo": torch.tensor(item.index), "dropped": torch.tensor(item.dropped)}
 
 
 def read(sampler: ImageBatchSampler, world_size: int, micro_batch: int, num_steps: int) -> list[list[MicroBatch]]:
@@ -60,7 +60,7 @@ def test_every_batch_is_full_and_of_one_bucket(batch_size: int) -> None:
     for step in range(40):
         items = sampler.batch(step)
         assert len(items) == batch_size
-        assert len({BUCKETS[item.photo] for item in items}) == 1
+        assert len({BUCKETS[item.index] for item in items}) == 1
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 16])
@@ -68,7 +68,7 @@ def test_photos_of_one_bucket_are_seen_equally_often_within_one(batch_size: int)
     sampler = sampler_of(BUCKETS, batch_size)
     seen: Counter[int] = Counter()
     for step in range(60):
-        seen.update(item.photo for item in sampler.batch(step))
+        seen.update(item.index for item in sampler.batch(step))
         for bucket in set(BUCKETS):
             counts = [seen[photo] for photo in range(len(BUCKETS)) if BUCKETS[photo] == bucket]
             assert max(counts) - min(counts) <= 1
@@ -112,9 +112,9 @@ def test_the_order_of_a_seed_is_this_one() -> None:
 )
 def test_the_items_of_200_steps_are_those_of_every_version_so_far(batch_size: int, digest: str) -> None:
     sampler = ImageBatchSampler(
-        lambda item: (BUCKETS[item.photo], item.dropped), WEIGHTS, BatchSizes(batch_size), 3, 0.3
+        lambda item: (BUCKETS[item.index], item.dropped), WEIGHTS, BatchSizes(batch_size), 3, 0.3
     )
-    items = [(item.photo, item.dropped) for step in range(200) for item in sampler.batch(step)]
+    items = [(item.index, item.dropped) for step in range(200) for item in sampler.batch(step)]
     assert hashlib.sha256(repr(items).encode()).hexdigest()[:16] == digest
 
 
@@ -125,7 +125,7 @@ PARTS = ((4, 10), (8, 7), (2, 9), (5, 3))
 def continued(*parts: tuple[int, int]) -> ImageBatchSampler:
     """The sampler of the last part of a run with buckets, weights and dropped captions."""
     sizes = BatchSizes(parts[-1][0], parts[:-1])
-    return ImageBatchSampler(lambda item: BUCKETS[item.photo], WEIGHTS, sizes, 3, 0.3)
+    return ImageBatchSampler(lambda item: BUCKETS[item.index], WEIGHTS, sizes, 3, 0.3)
 
 
 def by_hand(items: Iterable[ImageItem], sizes: Iterable[int]) -> Iterator[tuple[ImageItem, ...]]:
@@ -135,7 +135,7 @@ def by_hand(items: Iterable[ImageItem], sizes: Iterable[int]) -> Iterator[tuple[
     for size in sizes:
         while not any(len(queue) >= size for queue in waiting.values()):
             item = next(rest)
-            waiting.setdefault(BUCKETS[item.photo], []).append(item)
+            waiting.setdefault(BUCKETS[item.index], []).append(item)
         queue = next(queue for queue in waiting.values() if len(queue) >= size)
         yield tuple(queue[:size])
         del queue[:size]
@@ -149,8 +149,8 @@ def test_a_run_that_goes_on_with_another_batch_size_trains_every_item_once_and_i
         found += [sampler.batch(step) for step in range(len(found), len(found) + steps)]
     assert found == list(by_hand(items, (size for size, steps in PARTS for _ in range(steps))))
     for bucket in set(BUCKETS):
-        trained = [item for batch in found for item in batch if BUCKETS[item.photo] == bucket]
-        assert trained == [item for item in items if BUCKETS[item.photo] == bucket][: len(trained)]
+        trained = [item for batch in found for item in batch if BUCKETS[item.index] == bucket]
+        assert trained == [item for item in items if BUCKETS[item.index] == bucket][: len(trained)]
     assert sum(map(len, found)) == 129  # of nine epochs
 
 
@@ -185,8 +185,8 @@ def test_captions_of_photos_that_keep_them_are_not_dropped_and_the_others_as_wit
         ImageBatchSampler(lambda item: None, [1.0] * 12, BatchSizes(4), 3, 0.5, keeps) for keeps in ((), range(8, 12))
     )
     found, expected = ([item for step in range(60) for item in sampler.batch(step)] for sampler in (keeping, plain))
-    assert found == [ImageItem(item.photo, item.dropped and item.photo < 8) for item in expected]
-    assert any(item.dropped for item in expected if item.photo >= 8)
+    assert found == [ImageItem(item.index, item.dropped and item.index < 8) for item in expected]
+    assert any(item.dropped for item in expected if item.index >= 8)
 
 
 def test_another_seed_gives_another_order() -> None:
@@ -203,7 +203,7 @@ def test_captions_are_dropped_at_the_given_share(share: float, fewest: int, most
 
 def test_copies_of_a_photo_within_an_epoch_are_dropped_independently() -> None:
     sampler = sampler_of([0] * 4, 8, weights=[2.0] * 4, dropout=0.5)
-    per_epoch = [Counter(item.photo for item in sampler.batch(epoch) if item.dropped) for epoch in range(50)]
+    per_epoch = [Counter(item.index for item in sampler.batch(epoch) if item.dropped) for epoch in range(50)]
     for photo in range(4):
         num_dropped = Counter(epoch[photo] for epoch in per_epoch)
         assert num_dropped.keys() == {0, 1, 2}
@@ -227,7 +227,7 @@ def test_1_2_3_and_4_ranks_train_the_same_samples_in_the_same_order(batch_size: 
     runs = [[weighted(passes) for passes in read(sampler, ranks, micro_batch, 6)] for ranks in (1, 2, 3, 4)]
     assert runs == [runs[0]] * 4
     for step, samples in enumerate(runs[0]):
-        photos = [item.photo for item in sampler.batch(step)]
+        photos = [item.index for item in sampler.batch(step)]
         assert samples == [(step * batch_size + position, photo) for position, photo in enumerate(photos)]
 
 
@@ -257,7 +257,7 @@ def test_padding_repeats_the_last_sample() -> None:
     sampler = sampler_of([0] * 9, 5)
     with Loader(sampler, example_of, rank=1, world_size=2, micro_batch=3) as loader:
         (batch,) = loader.micro_batches(2)
-    last = sampler.batch(2)[4].photo
+    last = sampler.batch(2)[4].index
     assert batch.indices == (13, 14, 14)
     assert batch.weights == (1.0, 1.0, 0.0)
     assert [int(example["photo"]) for example in batch.examples[1:]] == [last, last]
@@ -265,12 +265,12 @@ def test_padding_repeats_the_last_sample() -> None:
 
 def test_items_weigh_what_their_photo_weighs_and_padding_nothing() -> None:
     sampler, weights = sampler_of([0] * 3, 5), (1.0, 0.5, 2.0)
-    with Loader(sampler, example_of, 0, 2, 3, lambda item: weights[item.photo]) as first:
+    with Loader(sampler, example_of, 0, 2, 3, lambda item: weights[item.index]) as first:
         (batch,) = first.micro_batches(0)
-    assert batch.weights == tuple(weights[item.photo] for item in sampler.batch(0)[:3])
-    with Loader(sampler, example_of, 1, 2, 3, lambda item: weights[item.photo]) as second:
+    assert batch.weights == tuple(weights[item.index] for item in sampler.batch(0)[:3])
+    with Loader(sampler, example_of, 1, 2, 3, lambda item: weights[item.index]) as second:
         (batch,) = second.micro_batches(0)
-    assert batch.weights == (*(weights[item.photo] for item in sampler.batch(0)[3:]), 0.0)
+    assert batch.weights == (*(weights[item.index] for item in sampler.batch(0)[3:]), 0.0)
 
 
 def test_the_next_step_is_read_while_this_one_is_trained() -> None:
@@ -308,10 +308,10 @@ def test_closing_ends_the_thread() -> None:
 
 def test_an_example_that_cannot_be_read_ends_its_own_step_and_no_other() -> None:
     sampler = sampler_of([0] * 3, 1)
-    lost = sampler.batch(1)[0].photo
+    lost = sampler.batch(1)[0].index
 
     def fetch(item: ImageItem) -> Example:
-        if item.photo == lost:
+        if item.index == lost:
             raise InputError("the file is gone")
         return example_of(item)
 

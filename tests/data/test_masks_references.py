@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from tests.data.test_image_files import add_image, data, problems_of
-from trainer.data.image_files import Photo, scan
-from trainer.data.image_io import Picture, load_mask, open_picture
+from trainer.data.image_files import CaptionedImage, scan
+from trainer.data.image_io import ImageFile, load_mask, read_header
 
 
 @pytest.fixture
@@ -25,11 +25,11 @@ def add_picture(path: Path, size: tuple[int, int] = (40, 20)) -> Path:
     return add_image(path, caption=None, size=size)
 
 
-def names(pictures: tuple[Picture, ...]) -> list[str]:
+def names(pictures: tuple[ImageFile, ...]) -> list[str]:
     return [picture.path.name for picture in pictures]
 
 
-def by_name(photos: tuple[Photo, ...]) -> dict[str, Photo]:
+def by_name(photos: tuple[CaptionedImage, ...]) -> dict[str, CaptionedImage]:
     return {photo.path.stem: photo for photo in photos}
 
 
@@ -40,7 +40,7 @@ def test_a_mask_lies_where_its_photo_lies_whatever_its_kind_of_file(photos: Path
     mask = add_picture(tmp_path / "masks" / "sub" / "b.webp", size=(20, 10))
     add_picture(tmp_path / "masks" / "a.PNG")
     found = scan(data(photos, masks=str(tmp_path / "masks")))
-    assert by_name(found.train)["b"].mask == Picture(mask, 20, 10)
+    assert by_name(found.train)["b"].mask == ImageFile(mask, 20, 10)
     assert (len(found.train), found.warnings) == (2, ())
 
 
@@ -78,7 +78,7 @@ def test_a_mask_of_another_shape_than_its_photo_is_refused_with_both_sizes(photo
     add_picture(masks / "sub" / "b.png", size=(21, 10))
     assert problems_of(data(photos, masks=str(masks))) == [
         f"data.masks: {masks}/a.png is 20 x 40, but {photos}/a.png is 40 x 20; "
-        "give the mask its photo's size or aspect ratio"
+        "give the mask its image's size or aspect ratio"
     ]
 
 
@@ -127,7 +127,7 @@ def test_folders_that_hold_no_masks_and_masks_that_are_no_images_are_named(photo
 
 
 def mask_levels(path: Path, size: tuple[int, int]) -> list[list[float]]:
-    mask = load_mask(open_picture(path), size)
+    mask = load_mask(read_header(path), size)
     return [[float(mask.getpixel((x, y))) for x in range(mask.width)] for y in range(mask.height)]  # type: ignore[arg-type]
 
 

@@ -23,7 +23,7 @@ from trainer.config.load import load_config
 from trainer.config.sections import TrackersConfig
 from trainer.launcher import preflight, torchrun
 from trainer.metrics.trackers import WATCH_SECONDS, Files, IdleTimer, following, short, shown_config
-from trainer.metrics.trackers.feed import Feed, Note, Picture, Position
+from trainer.metrics.trackers.feed import Feed, Note, Position, SampleImage
 from trainer.run import process as processes
 from trainer.run.events import (
     AnyEvent,
@@ -523,7 +523,7 @@ def test_a_picture_outside_of_a_run_and_what_is_not_a_png_are_sent_nowhere(tmp_p
             events.write(SampleEvent(step=1, index=index, prompt="a fox", path=path))
     place = Position(tmp_path / "place.json")
     outside, postscript = Feed(run, place).items()
-    assert isinstance(outside, Note) and outside.text == "../photos/00.png: no picture"
-    assert isinstance(postscript, Picture)
+    assert isinstance(outside, Note) and outside.text == "../photos/00.png: no image"
+    assert isinstance(postscript, SampleImage)
     with pytest.raises(UnidentifiedImageError):
         postscript.image()

@@ -58,7 +58,7 @@ def made() -> Bagel:
     return model
 
 
-MARKS = Marks(text_begin=60, text_end=61, picture_begin=62, picture_end=63)
+MARKS = Marks(text_begin=60, text_end=61, image_begin=62, image_end=63)
 
 
 def text(length: int, learned: bool = False) -> TextPiece:
@@ -165,7 +165,7 @@ def test_each_label_knows_its_sequence() -> None:
 
 
 def test_a_picture_larger_than_the_models_grid_is_refused() -> None:
-    with pytest.raises(ValueError, match="a picture of 1 x 7 patches is larger than the model's 6 x 6"):
+    with pytest.raises(ValueError, match="an image of 1 x 7 patches is larger than the model's 6 x 6"):
         pack([[drawn(1, 7)]], MARKS, TINY)
 
 

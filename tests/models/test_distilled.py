@@ -170,7 +170,7 @@ def test_a_wrong_option_is_named_with_its_line_by_what_checks_a_run(tmp_path: Pa
 
 SENTENCE = (
     "model.path {path}: the model was distilled to draw in 4 steps without guidance, and training undoes that: "
-    "pictures in few steps become blurred. Train black-forest-labs/FLUX.2-klein-base-4B or "
+    "images in few steps become blurred. Train black-forest-labs/FLUX.2-klein-base-4B or "
     "black-forest-labs/FLUX.2-klein-base-9B instead, and use the adapter with this model"
 )
 OTHERWISE = "; if it is not distilled, set model.options.distilled: false"

@@ -190,7 +190,7 @@ def test_a_single_file_by_the_layout_is_read_by_diffusers_as_the_same_weights(fa
 def test_a_model_that_reads_other_pictures_besides_is_refused(cache, copied):
     edit_json(copied / "transformer" / "config.json", use_additional_t_cond=True)
     assert refusal("qwen_image", cache, str(copied)) == (
-        f"model.path {copied}: the transformer also reads other pictures or layers; "
+        f"model.path {copied}: the transformer also reads other images or layers; "
         "only text-to-image models are trained, use Qwen-Image"
     )
 

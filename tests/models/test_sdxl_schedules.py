@@ -448,9 +448,9 @@ def test_an_enlarged_image_is_told_its_own_size_and_others_that_of_their_bucket(
     model["unet"].register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["added_cond_kwargs"]["time_ids"]), with_kwargs=True
     )
-    names = [one.photo.path.stem for one in data.train]
+    names = [one.image.path.stem for one in data.train]
     items = {name: data.example(ImageItem(index, False)) for index, name in enumerate(names)}
-    items[data.validation[0].photo.path.stem] = data.held_out(0)
+    items[data.validation[0].image.path.stem] = data.held_out(0)
     assert items["low"]["original_size"].tolist() == [30, 160]
     family.loss(model, batch_of(family, [items["large"], items["exact"], items["small"]]), SampleRng(0, [0, 1, 2]))
     family.loss(model, batch_of(family, [items["low"]]), SampleRng(0, [0]))

@@ -175,7 +175,7 @@ def test_a_single_file_in_the_original_layout_is_the_same_model(family, tmp_path
 def test_a_model_that_reads_features_of_other_pictures_is_refused(cache, copied):
     edit_json(copied / "transformer" / "config.json", siglip_feat_dim=32)
     assert refusal("z_image", cache, str(copied)) == (
-        f"model.path {copied}: the transformer reads SigLIP features of other pictures; "
+        f"model.path {copied}: the transformer reads SigLIP features of other images; "
         "only text-to-image models are trained, use Z-Image or Z-Image-Turbo"
     )
 

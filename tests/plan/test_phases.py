@@ -74,7 +74,7 @@ def test_larger_samples_need_more_and_say_when() -> None:
     ]
     drawing = [phase for plan in found for phase in plan.phases if phase.name == SAMPLING]
     assert [phase.peak for phase in drawing] == sorted(phase.peak for phase in drawing)
-    assert drawing[-1].when == "decoding the picture"
+    assert drawing[-1].when == "decoding the image"
     assert found[-1].fullest.name == SAMPLING
 
 

@@ -281,8 +281,8 @@ FAULTS = (
     _fault(
         "captions are dropped where they should be kept",
         "trainer/data/loader.py",
-        'derived_seed(self._seed, "caption_dropout", epoch, photo, copy) < self._dropout_limit',
-        'derived_seed(self._seed, "caption_dropout", epoch, photo, copy) > self._dropout_limit',
+        'derived_seed(self._seed, "caption_dropout", epoch, index, copy) < self._dropout_limit',
+        'derived_seed(self._seed, "caption_dropout", epoch, index, copy) > self._dropout_limit',
         "data/test_loader.py",
     ),
     _fault(

@@ -282,7 +282,7 @@ def test_an_image_that_cannot_be_read_may_be_left_out(bench: Bench) -> None:
     rows = [{"image": name, "question": "q", "answer": "a"} for name in ("none.png", "00.png")]
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     found = question_files.of_config(bench.config(data__questions=str(file), data__bad_image="warn").data)
-    assert [one.picture.path.name for one in found.train] == ["00.png"]
+    assert [one.image.path.name for one in found.train] == ["00.png"]
     assert found.warnings[0].startswith(f"left out: {file}:1: ")
 
 
@@ -298,7 +298,7 @@ def test_questions_are_spread_evenly_and_do_not_depend_on_the_batch_size() -> No
 
     ones = [sampler(1).batch(step)[0] for step in range(24)]
     assert [isinstance(item, QuestionItem) for item in ones] == [False, False, False, True] * 6
-    assert {item.photo for item in ones if isinstance(item, ImageItem)} == set(range(5))
+    assert {item.index for item in ones if isinstance(item, ImageItem)} == set(range(5))
     assert {item.number for item in ones if isinstance(item, QuestionItem)} == set(range(4))
     fours = sampler(4)
     assert [item for step in range(6) for item in fours.batch(step)] == ones

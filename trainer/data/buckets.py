@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from trainer.config.errors import InputError
-from trainer.data.image_io import Picture
+from trainer.data.image_io import ImageFile
 
 
 def bucket_sizes(
@@ -58,7 +58,7 @@ def choose_bucket(width: int, height: int, sizes: Iterable[tuple[int, int]]) -> 
     return min(sizes, key=lambda size: (abs(math.log(size[0] / size[1]) - aspect), size))
 
 
-def images_per_bucket(pictures: Iterable[Picture], sizes: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
+def images_per_bucket(images: Iterable[ImageFile], sizes: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
     """Count the images per bucket: {size: images} in the order of `sizes`, without empty buckets."""
-    counts = Counter(choose_bucket(picture.width, picture.height, sizes) for picture in pictures)
+    counts = Counter(choose_bucket(image.width, image.height, sizes) for image in images)
     return {size: counts[size] for size in sizes if counts[size]}

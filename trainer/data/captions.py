@@ -17,7 +17,7 @@ from trainer.config.errors import InputError
 from trainer.config.load import load_config
 from trainer.config.schema import RunConfig
 from trainer.config.terminal import say
-from trainer.data.image_files import TRIGGER_PLACE, Photo, scan
+from trainer.data.image_files import TRIGGER_PLACE, CaptionedImage, scan
 from trainer.data.measured import Answer, CutCaption, Measured
 from trainer.models import families
 from trainer.models.base import ImageFamily, TextLength
@@ -27,15 +27,15 @@ SHOWN_BEFORE = 60
 """Characters before a cut that are shown with it."""
 
 
-def measure(family: ImageFamily, cfg: RunConfig, photos: Sequence[Photo]) -> Measured:
+def measure(family: ImageFamily, cfg: RunConfig, images: Sequence[CaptionedImage]) -> Measured:
     """Compare the captions and prompts of a run with the lengths its model reads. Loads the family's tokenizers."""
     prompts = _sample_texts(cfg)
-    distinct = list(dict.fromkeys([*(photo.caption for photo in photos), *prompts.values()]))
+    distinct = list(dict.fromkeys([*(image.caption for image in images), *prompts.values()]))
     lengths = dict(zip(distinct, family.text_lengths(distinct), strict=True))
-    captions = [(photo, lengths[photo.caption]) for photo in photos]
+    captions = [(image, lengths[image.caption]) for image in images]
     sentences = []
-    if cut := [(photo, texts) for photo, texts in captions if _is_cut(texts)]:
-        count = f"1 of {len(photos)} captions is" if len(cut) == 1 else f"{len(cut)} of {len(photos)} captions are"
+    if cut := [(image, texts) for image, texts in captions if _is_cut(texts)]:
+        count = f"1 of {len(images)} captions is" if len(cut) == 1 else f"{len(cut)} of {len(images)} captions are"
         first, texts = cut[0]
         sentences.append(
             f"{count} longer than the model reads, and the end is not learned: first {first.path} "
@@ -49,7 +49,7 @@ def measure(family: ImageFamily, cfg: RunConfig, photos: Sequence[Photo]) -> Mea
             f"{', '.join(fields)}: longer than the model reads, and the end is not drawn: {field} {_figures(texts)}; "
             f"{_remedy(family, fields.values())}"
         )
-    return Measured(tuple(_cut_caption(photo, _furthest(texts)) for photo, texts in cut), tuple(sentences))
+    return Measured(tuple(_cut_caption(image, _furthest(texts)) for image, texts in cut), tuple(sentences))
 
 
 def _is_cut(lengths: Sequence[TextLength]) -> bool:
@@ -62,9 +62,9 @@ def _furthest(lengths: Sequence[TextLength]) -> TextLength:
     return max(lengths, key=lambda length: length.read / length.needed)
 
 
-def _cut_caption(photo: Photo, length: TextLength) -> CutCaption:
-    before = photo.caption.strip().removesuffix(length.rest)[-SHOWN_BEFORE:]
-    return CutCaption(str(photo.path), length.encoder, length.needed, length.read, before, length.rest)
+def _cut_caption(image: CaptionedImage, length: TextLength) -> CutCaption:
+    before = image.caption.strip().removesuffix(length.rest)[-SHOWN_BEFORE:]
+    return CutCaption(str(image.path), length.encoder, length.needed, length.read, before, length.rest)
 
 
 def _figures(lengths: Sequence[TextLength]) -> str:

@@ -1,4 +1,4 @@
-"""Encodes photos and captions into cached examples. Encoders are loaded and freed here."""
+"""Encodes images and captions into cached examples. Encoders are loaded and freed here."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from trainer.data import image_warnings
 from trainer.data.buckets import bucket_sizes, choose_bucket
 from trainer.data.cache import Crew, ExampleCache, content_keys, encode_missing, key_of, missing
 from trainer.data.captions import measure
-from trainer.data.image_files import TRIGGER_PLACE, Photo, scan
-from trainer.data.image_io import Picture, is_invisible, load_mask, load_rgb, open_picture
-from trainer.data.image_source import EncodedData, EncodedPhoto, EncodedPrompt
+from trainer.data.image_files import TRIGGER_PLACE, CaptionedImage, scan
+from trainer.data.image_io import ImageFile, is_invisible, load_mask, load_rgb, read_header
+from trainer.data.image_source import EncodedData, EncodedImage, EncodedPrompt
 from trainer.distributed.context import RankContext
 from trainer.distributed.world import World
 from trainer.models.base import ImageFamily, LoadModule
@@ -31,7 +31,7 @@ from trainer.run.events import Emit, StatusEvent, WarningEvent
 from trainer.weights.quantization import VERSION
 
 CACHE_VERSION = 1
-"""Part of every key: raise it when equal photos or captions are encoded differently than before."""
+"""Part of every key: raise it when equal images or captions are encoded differently than before."""
 
 T = TypeVar("T")
 
@@ -75,17 +75,17 @@ class _DataEncoder:
 
     def encode(self) -> EncodedData:
         dataset = scan(self.context.cfg.data)
-        for warning in (*dataset.warnings, *image_warnings.of_buckets(dataset.pictures, self._sizes)):
+        for warning in (*dataset.warnings, *image_warnings.of_buckets(dataset.images, self._sizes)):
             self.context.emit(WarningEvent(message=warning))
-        photos = (*dataset.train, *dataset.validation)
-        samples = [open_picture(Path(file)) for file in self.context.cfg.sample.references]
-        texts = self._encode_texts(photos)
-        latents = self._encode_pictures([*photos, *(r for photo in photos for r in photo.references), *samples])
-        masks = self._encode_masks([photo for photo in photos if photo.path in latents], latents)
+        images = (*dataset.train, *dataset.validation)
+        samples = [read_header(Path(file)) for file in self.context.cfg.sample.references]
+        texts = self._encode_texts(images)
+        latents = self._encode_images([*images, *(r for image in images for r in image.references), *samples])
+        masks = self._encode_masks([image for image in images if image.path in latents], latents)
         return EncodedData(
             self.cache,
-            _encoded_photos(dataset.train, latents, texts, masks),
-            _encoded_photos(dataset.validation, latents, texts, masks),
+            _encoded_images(dataset.train, latents, texts, masks),
+            _encoded_images(dataset.validation, latents, texts, masks),
             self._encoded_prompts(texts, samples, latents),
             texts[self.context.cfg.sample.negative],
             texts[""],
@@ -111,7 +111,7 @@ class _DataEncoder:
         ]
 
     def _encoded_prompts(
-        self, texts: Mapping[str, str], samples: Sequence[Picture], latents: Mapping[Path, str]
+        self, texts: Mapping[str, str], samples: Sequence[ImageFile], latents: Mapping[Path, str]
     ) -> tuple[EncodedPrompt, ...]:
         lost = [sample.path for sample in samples if sample.path not in latents]
         if lost:
@@ -123,14 +123,14 @@ class _DataEncoder:
             for prompt, reference in zip(self._prompts, references, strict=True)
         )
 
-    def _encode_texts(self, photos: Sequence[Photo]) -> dict[str, str]:
+    def _encode_texts(self, images: Sequence[CaptionedImage]) -> dict[str, str]:
         """Encode all captions, the empty caption, the prompts and the negative prompt. Returns {caption: key}."""
         # Every rank has all captions. The cache does not hold their lengths, but tokenizing again is cheap.
         if self.context.world.rank == 0:
-            for warning in measure(self.family, self.context.cfg, photos).warnings:
+            for warning in measure(self.family, self.context.cfg, images).warnings:
                 self.context.emit(WarningEvent(message=warning))
         captions = dict.fromkeys(
-            ["", self.context.cfg.sample.negative, *self._prompts, *(photo.caption for photo in photos)]
+            ["", self.context.cfg.sample.negative, *self._prompts, *(image.caption for image in images)]
         )
         keys = {caption: key_of(self._origin, "text", *self._encoder_types, caption) for caption in captions}
         captions_by_key = {key: caption for caption, key in keys.items()}
@@ -147,13 +147,13 @@ class _DataEncoder:
         data, family = self.context.cfg.data, self.family
         return bucket_sizes(data.resolution, family.size_multiple, data.max_aspect, family.longest_side)
 
-    def _encode_pictures(self, pictures: Sequence[Picture]) -> dict[Path, str]:
-        """Encode pictures, each in the bucket of its own shape. Returns {file: key} of the usable ones."""
-        sized = [(picture, choose_bucket(picture.width, picture.height, self._sizes)) for picture in pictures]
-        digests = content_keys([picture.path for picture in pictures], self._crew)
+    def _encode_images(self, images: Sequence[ImageFile]) -> dict[Path, str]:
+        """Encode images, each in the bucket of its own shape. Returns {file: key} of the usable ones."""
+        sized = [(image, choose_bucket(image.width, image.height, self._sizes)) for image in images]
+        digests = content_keys([image.path for image in images], self._crew)
         keys = [
-            key_of(self._origin, "image", digest, size, *_conversion(picture))
-            for digest, (picture, size) in zip(digests, sized, strict=True)
+            key_of(self._origin, "image", digest, size, *_conversion(image))
+            for digest, (image, size) in zip(digests, sized, strict=True)
         ]
         sized_by_key = dict(zip(keys, sized, strict=True))
         work = {key: sized_by_key[key] for key in missing(keys, self.cache, self._crew)}
@@ -167,15 +167,15 @@ class _DataEncoder:
             self._release()
             _report_failures(failures, self.context.cfg, self.context.emit)
             self._warn_of_invisible(invisible)
-        return {picture.path: key for picture, key in zip(pictures, keys, strict=True) if key not in failures}
+        return {image.path: key for image, key in zip(images, keys, strict=True) if key not in failures}
 
-    def _load_and_encode(self, encoder: Any, invisible: list[Path], item: tuple[Picture, tuple[int, int]]) -> Example:
-        """Encode an image of (picture, bucket size). Images without a visible pixel are added to `invisible`."""
-        picture, size = item
-        image = load_rgb(picture, size)
-        if is_invisible(picture, image):
-            invisible.append(picture.path)
-        return self.family.encode_image(encoder, image)
+    def _load_and_encode(self, encoder: Any, invisible: list[Path], item: tuple[ImageFile, tuple[int, int]]) -> Example:
+        """Encode an image of (image file, bucket size). Images without a visible pixel are added to `invisible`."""
+        image, size = item
+        pixels = load_rgb(image, size)
+        if is_invisible(image, pixels):
+            invisible.append(image.path)
+        return self.family.encode_image(encoder, pixels)
 
     def _warn_of_invisible(self, files: Sequence[Path]) -> None:
         """Warn of fully transparent images. files: the ones that this rank encoded. Collective."""
@@ -185,24 +185,24 @@ class _DataEncoder:
             message = f"{count} fully transparent and trained as white: first {invisible[0]}; remove it"
             self.context.emit(WarningEvent(message=message))
 
-    def _encode_masks(self, photos: Sequence[Photo], latents: Mapping[Path, str]) -> dict[Photo, str]:
-        """Encode masks where the data have them; a photo without a mask is learned whole.
+    def _encode_masks(self, images: Sequence[CaptionedImage], latents: Mapping[Path, str]) -> dict[CaptionedImage, str]:
+        """Encode masks where the data have them; an image without a mask is learned whole.
 
-        Returns {photo: key} of the usable ones.
+        Returns {image: key} of the usable ones.
         """
         if self.context.cfg.data.masks is None:
             return {}
-        files = [photo.mask.path for photo in photos if photo.mask]
+        files = [image.mask.path for image in images if image.mask]
         digests = dict(zip(files, content_keys(files, self._crew), strict=True))
         keys, work = {}, {}
-        for photo in photos:
-            height, width = self.cache.shapes(latents[photo.path])["latents"].shape[-2:]
-            content = (digests[photo.mask.path], self.context.cfg.data.mask_background) if photo.mask else ("whole",)
-            keys[photo] = key_of(CACHE_VERSION, "mask", width, height, *content)
-            work[keys[photo]] = (photo.mask, (width, height))
+        for image in images:
+            height, width = self.cache.shapes(latents[image.path])["latents"].shape[-2:]
+            content = (digests[image.mask.path], self.context.cfg.data.mask_background) if image.mask else ("whole",)
+            keys[image] = key_of(CACHE_VERSION, "mask", width, height, *content)
+            work[keys[image]] = (image.mask, (width, height))
         failures = self._encode_with(partial(_encode_mask, self.context.cfg.data.mask_background), "masks", work)
         _report_failures(failures, self.context.cfg, self.context.emit)
-        return {photo: key for photo, key in keys.items() if key not in failures}
+        return {image: key for image, key in keys.items() if key not in failures}
 
     def _announce(self, what: str) -> None:
         self.context.emit(StatusEvent(state="encoding", message=f"loading the encoder of {what}"))
@@ -228,25 +228,28 @@ class _DataEncoder:
             torch.cuda.empty_cache()
 
 
-def _encoded_photos(
-    photos: Iterable[Photo], latents: Mapping[Path, str], texts: Mapping[str, str], masks: Mapping[Photo, str]
-) -> tuple[EncodedPhoto, ...]:
-    """The photos whose image, mask and references can all be used."""
+def _encoded_images(
+    images: Iterable[CaptionedImage],
+    latents: Mapping[Path, str],
+    texts: Mapping[str, str],
+    masks: Mapping[CaptionedImage, str],
+) -> tuple[EncodedImage, ...]:
+    """The images of which file, mask and references can all be used."""
     return tuple(
-        EncodedPhoto(
-            photo,
-            latents[photo.path],
-            texts[photo.caption],
-            masks.get(photo),
-            tuple(latents[reference.path] for reference in photo.references),
+        EncodedImage(
+            image,
+            latents[image.path],
+            texts[image.caption],
+            masks.get(image),
+            tuple(latents[reference.path] for reference in image.references),
         )
-        for photo in photos
-        if all(picture.path in latents for picture in (photo, *photo.references))
-        if photo.mask is None or photo in masks
+        for image in images
+        if all(file.path in latents for file in (image, *image.references))
+        if image.mask is None or image in masks
     )
 
 
-def _encode_mask(background: float, item: tuple[Picture | None, tuple[int, int]]) -> Example:
+def _encode_mask(background: float, item: tuple[ImageFile | None, tuple[int, int]]) -> Example:
     """Weights of the loss per latent pixel, from a mask and (width, height). background: weight where it is black."""
     mask, (width, height) = item
     if mask is None:
@@ -255,10 +258,10 @@ def _encode_mask(background: float, item: tuple[Picture | None, tuple[int, int]]
     return {"mask": levels + (1 - levels) * background}
 
 
-def _conversion(picture: Picture) -> tuple[str, ...]:
+def _conversion(image: ImageFile) -> tuple[str, ...]:
     """The part of a key for images that older versions converted wrongly or not at all; empty for other images."""
-    is_tiff = picture.path.suffix.lower() in (".tif", ".tiff")
-    return (*(["srgb"] if picture.profile == "used" else []), *(["upright"] if is_tiff and picture.is_turned else []))
+    is_tiff = image.path.suffix.lower() in (".tif", ".tiff")
+    return (*(["srgb"] if image.profile == "used" else []), *(["upright"] if is_tiff and image.is_turned else []))
 
 
 def _report_failures(failures: Mapping[str, str], cfg: RunConfig, emit: Emit) -> None:

@@ -15,7 +15,7 @@ from trainer.config.files import opened
 from trainer.config.sections import DataConfig, half_character
 from trainer.config.terminal import shortened
 from trainer.data import image_warnings
-from trainer.data.image_io import IMAGE_SUFFIXES, Picture, files_below, open_picture
+from trainer.data.image_io import IMAGE_SUFFIXES, ImageFile, files_below, read_header
 from trainer.data.masks_references import Findings, Masks, References
 from trainer.data.text_files import rows
 
@@ -31,7 +31,7 @@ C = TypeVar("C", Masks, References)
 
 
 @dataclass(frozen=True)
-class Photo(Picture):
+class CaptionedImage(ImageFile):
     """One image with its caption, mask and references.
 
     Attributes:
@@ -46,8 +46,8 @@ class Photo(Picture):
     caption: str
     weight: float
     loss_weight: float = 1.0
-    mask: Picture | None = None
-    references: tuple[Picture, ...] = ()
+    mask: ImageFile | None = None
+    references: tuple[ImageFile, ...] = ()
     is_own: bool = True
 
 
@@ -55,15 +55,15 @@ class Photo(Picture):
 class Dataset:
     """The images of a scan: folders in the order of the config, images by relative path within a folder."""
 
-    train: tuple[Photo, ...]
-    validation: tuple[Photo, ...]
+    train: tuple[CaptionedImage, ...]
+    validation: tuple[CaptionedImage, ...]
     warnings: tuple[str, ...]
 
     @property
-    def pictures(self) -> tuple[Picture, ...]:
-        """All images that are scaled to a bucket: photos, then their references. Masks follow their photos."""
-        photos = (*self.train, *self.validation)
-        return (*photos, *(reference for photo in photos for reference in photo.references))
+    def images(self) -> tuple[ImageFile, ...]:
+        """All images that are scaled to a bucket, references last. Masks follow their images."""
+        images = (*self.train, *self.validation)
+        return (*images, *(reference for image in images for reference in image.references))
 
 
 class Watcher:
@@ -91,20 +91,20 @@ def scan(cfg: DataConfig, watcher: Watcher | None = None) -> Dataset:
     if cfg.questions and not (cfg.path or cfg.folders):
         return Dataset((), (), ())
     scanner = _Scanner(cfg, watcher or Watcher())
-    photos = [photo for source in _training_sources(cfg) for photo in scanner.photos(source)]
-    held_out: list[Photo] = []
+    images = [image for source in _training_sources(cfg) for image in scanner.images(source)]
+    held_out: list[CaptionedImage] = []
     if isinstance(cfg.validation, str):
-        held_out = scanner.photos(_Source("data.validation", _absolute(cfg.validation)))
-    others: list[Photo] = []
+        held_out = scanner.images(_Source("data.validation", _absolute(cfg.validation)))
+    others: list[CaptionedImage] = []
     if cfg.regularization is not None:
-        others = scanner.photos(_Source("data.regularization", _absolute(cfg.regularization), is_own=False))
+        others = scanner.images(_Source("data.regularization", _absolute(cfg.regularization), is_own=False))
     scanner.finish()
     if isinstance(cfg.validation, int):
-        photos, held_out = _set_aside(photos, cfg.validation)
-    photos += _as_frequent(others, photos, cfg.regularization_weight)
-    dataset = Dataset(tuple(photos), tuple(held_out), tuple(scanner.findings.warnings))
-    copies = image_warnings.of_copies(photo.path for photo in (*photos, *held_out))
-    return replace(dataset, warnings=(*dataset.warnings, *image_warnings.of_files(dataset.pictures), *copies))
+        images, held_out = _set_aside(images, cfg.validation)
+    images += _as_frequent(others, images, cfg.regularization_weight)
+    dataset = Dataset(tuple(images), tuple(held_out), tuple(scanner.findings.warnings))
+    copies = image_warnings.of_copies(image.path for image in (*images, *held_out))
+    return replace(dataset, warnings=(*dataset.warnings, *image_warnings.of_files(dataset.images), *copies))
 
 
 @dataclass(frozen=True)
@@ -146,18 +146,20 @@ def _absolute(path: str) -> Path:
     return Path(os.path.abspath(Path(path).expanduser()))
 
 
-def _set_aside(photos: list[Photo], count: int) -> tuple[list[Photo], list[Photo]]:
-    if count >= len(photos):
+def _set_aside(images: list[CaptionedImage], count: int) -> tuple[list[CaptionedImage], list[CaptionedImage]]:
+    if count >= len(images):
         raise InputError(
-            f"data.validation: {count} of {len(photos)} images leaves none to train on; use at most {len(photos) - 1}"
+            f"data.validation: {count} of {len(images)} images leaves none to train on; use at most {len(images) - 1}"
         )
-    border = len(photos) - count
-    return photos[:border], photos[border:]
+    border = len(images) - count
+    return images[:border], images[border:]
 
 
-def _as_frequent(others: Sequence[Photo], photos: Sequence[Photo], loss_weight: float) -> list[Photo]:
-    """Regularization images that together occur as often as the photos, whether there are fewer or more of them."""
-    weights = sum(photo.weight for photo in photos)
+def _as_frequent(
+    others: Sequence[CaptionedImage], images: Sequence[CaptionedImage], loss_weight: float
+) -> list[CaptionedImage]:
+    """Regularization images that together occur as often as `images`, whether there are fewer or more of them."""
+    weights = sum(image.weight for image in images)
     return [replace(other, weight=weights / len(others), loss_weight=loss_weight, is_own=False) for other in others]
 
 
@@ -173,18 +175,16 @@ class _Scanner:
         self._masks = self._companions(Masks, "data.masks", cfg.masks)
         self._references = self._companions(References, "data.references", cfg.references)
 
-    def photos(self, source: _Source) -> list[Photo]:
+    def images(self, source: _Source) -> list[CaptionedImage]:
         """The usable images of one folder, by relative path."""
         files = self._files(source)
-        images = self._images(source, files)
-        captions = self._metadata([file for file in files if file.name == "metadata.jsonl"], frozenset(images))
-        photos = [photo for image in images if (photo := self._photo(image, captions, source)) is not None]
-        if images and not photos and not self.findings.problems:
-            self.findings.problems.append(
-                f"{source.field}: {source.root}: none of its {len(images)} images can be read"
-            )
-        self._warn_of_open_trigger(source, photos)
-        return photos
+        paths = self._paths(source, files)
+        captions = self._metadata([file for file in files if file.name == "metadata.jsonl"], frozenset(paths))
+        images = [image for path in paths if (image := self._image(path, captions, source)) is not None]
+        if paths and not images and not self.findings.problems:
+            self.findings.problems.append(f"{source.field}: {source.root}: none of its {len(paths)} images can be read")
+        self._warn_of_open_trigger(source, images)
+        return images
 
     def finish(self) -> None:
         """To be called after the last folder. Raises InputError if any problem stops the run."""
@@ -202,8 +202,8 @@ class _Scanner:
         if folder is None:
             return None
         source = _Source(field, _absolute(folder), holds="images named as those of the data")
-        images = self._images(source, self._files(source))
-        return kind(field, source.root, images, self.findings) if images else None
+        paths = self._paths(source, self._files(source))
+        return kind(field, source.root, paths, self.findings) if paths else None
 
     def _files(self, source: _Source) -> list[Path]:
         """The files of a folder by relative path. Problems with the folder are collected."""
@@ -228,34 +228,34 @@ class _Scanner:
             self.findings.problems.append(f"{source.field}: {root}: the folder is empty; put {source.holds} into it")
         return sorted(files, key=lambda file: file.relative_to(root).as_posix())
 
-    def _images(self, source: _Source, files: Sequence[Path]) -> list[Path]:
-        images = [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
+    def _paths(self, source: _Source, files: Sequence[Path]) -> list[Path]:
+        paths = [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
         for file in files:
             if file.suffix.lower() in OTHER_IMAGE_SUFFIXES:
                 self._bad_image(f"{file}: {file.suffix} images are not read; convert it to png or jpg, or remove it")
-        if files and not images:
+        if files and not paths:
             expected = " ".join(sorted(suffix.removeprefix(".") for suffix in IMAGE_SUFFIXES))
             self.findings.problems.append(
                 f"{source.field}: {source.root}: no images in this folder; expected {expected}"
             )
-        return images
+        return paths
 
-    def _photo(self, path: Path, captions: Mapping[Path, str], source: _Source) -> Photo | None:
-        """The image as a photo; None if it, its caption, mask or a reference has a problem, which is collected."""
+    def _image(self, path: Path, captions: Mapping[Path, str], source: _Source) -> CaptionedImage | None:
+        """The image; None if it, its caption, mask or a reference has a problem, which is collected."""
         self._watcher.reading(path)
         caption = self._caption(path, captions)
         name = path.relative_to(source.root).with_suffix("").as_posix()
         try:
-            picture = open_picture(path)
-            mask = self._masks.of(name, picture) if self._masks and source.is_own else None
-            references = self._references.of(name, picture) if self._references and source.is_own else ()
+            file = read_header(path)
+            mask = self._masks.of(name, file) if self._masks and source.is_own else None
+            references = self._references.of(name, file) if self._references and source.is_own else ()
         except InputError as error:
             self._bad_image(str(error))
             return None
         if caption is None:
             return None
-        return Photo(
-            **vars(picture),
+        return CaptionedImage(
+            **vars(file),
             caption=_with_trigger(caption, self.cfg.trigger) if source.is_own else caption,
             weight=source.weight,
             mask=mask,
@@ -334,8 +334,8 @@ class _Scanner:
                 f"{' and '.join(image.name for image in images)}; rename those that need their own"
             )
 
-    def _warn_of_open_trigger(self, source: _Source, photos: list[Photo]) -> None:
-        count = sum(TRIGGER_PLACE in photo.caption for photo in photos)
+    def _warn_of_open_trigger(self, source: _Source, images: list[CaptionedImage]) -> None:
+        count = sum(TRIGGER_PLACE in image.caption for image in images)
         if count:
             remedy = "set data.trigger" if source.is_own else "remove it: the trigger is not for these images"
             self.findings.warnings.append(

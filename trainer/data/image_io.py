@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL.ImageFile import ImageFile as PillowImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
@@ -32,7 +33,7 @@ MOST_SHOWN = 2**26
 """Most pixels that `load_preview` decodes, 8192 x 8192, which takes 0.5 GiB meanwhile."""
 
 _BUFFERED = ("WEBP", "AVIF")
-"""Formats whose decoders hold a picture four times; their limit for previews is half as many pixels."""
+"""Formats whose decoders hold an image four times; their limit for previews is half as many pixels."""
 
 _FORMATS = ("JPEG", "PNG", "BMP", "TIFF", "WEBP", "GIF", "AVIF")
 """Pillow's names of the formats of IMAGE_SUFFIXES, and of the formats that the web serves under those names. No other
@@ -40,7 +41,7 @@ reader of Pillow is tried, whatever a file holds: its PostScript reader runs Gho
 
 
 @dataclass(frozen=True)
-class Picture:
+class ImageFile:
     """An image file.
 
     Attributes:
@@ -72,7 +73,7 @@ def files_below(folder: Path, skipped: frozenset[Path]) -> Iterator[Path]:
     yield from _walk(folder, folder, Path(os.path.realpath(folder)), set(skipped))
 
 
-def open_picture(path: Path) -> Picture:
+def read_header(path: Path) -> ImageFile:
     """Read the header of an image. Raises InputError when the file is not a readable image."""
     with _naming_file(path), _opened(path) as (image, file):
         width, height = _stored_size(image)
@@ -82,59 +83,59 @@ def open_picture(path: Path) -> Picture:
         profile = colour.effect(image.info.get("icc_profile"), image.mode)
         # MPO, the .jpg of many cameras, does not count: its further frames are previews of the first.
         has_frames = isinstance(image, PngImageFile | TiffImageFile | WebPImageFile) and image.is_animated
-    return Picture(path, width, height, profile=profile, has_frames=has_frames, is_turned=is_turned)
+    return ImageFile(path, width, height, profile=profile, has_frames=has_frames, is_turned=is_turned)
 
 
-def load_rgb(picture: Picture, size: tuple[int, int]) -> Image.Image:
+def load_rgb(file: ImageFile, size: tuple[int, int]) -> Image.Image:
     """Load as sRGB of exactly `size` (width, height): oriented, transparency on white, scaled to cover, cropped.
 
     Raises:
-        InputError: The pixels cannot be decoded, or their size is not that of `picture`; the message names the file.
+        InputError: The pixels cannot be decoded, or their size is not that of `file`; the message names the file.
     """
-    with _naming_file(picture.path):
-        return _in_srgb(_upright(picture), picture, size)
+    with _naming_file(file.path):
+        return _in_srgb(_upright(file), file, size)
 
 
-def load_preview(picture: Picture, side: int) -> Image.Image:
+def load_preview(file: ImageFile, side: int) -> Image.Image:
     """Load the whole image for display, in the colours of `load_rgb`, its longer side at most `side` pixels.
 
     Raises:
         InputError: As `load_rgb`, and for more than MOST_SHOWN pixels.
     """
-    scale = min(1, side / max(picture.width, picture.height))
-    size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
-    with _naming_file(picture.path):
-        with _opened(picture.path) as (image, _):
-            _require_shown(picture.path, image)
+    scale = min(1, side / max(file.width, file.height))
+    size = max(1, round(file.width * scale)), max(1, round(file.height * scale))
+    with _naming_file(file.path):
+        with _opened(file.path) as (image, _):
+            _require_shown(file.path, image)
             image.draft(image.mode, (side, side))  # a JPEG is decoded at an eighth, a quarter or half of its size
             image.load()
-        small = _reduced(image, max(1, max(image.size) // (2 * side)), keeps_cmyk=picture.profile == "used")
-        return _in_srgb(ImageOps.exif_transpose(small), picture, size)
+        small = _reduced(image, max(1, max(image.size) // (2 * side)), keeps_cmyk=file.profile == "used")
+        return _in_srgb(ImageOps.exif_transpose(small), file, size)
 
 
-def is_invisible(picture: Picture, loaded: Image.Image) -> bool:
+def is_invisible(file: ImageFile, loaded: Image.Image) -> bool:
     """Whether every pixel of the file is transparent. loaded: the result of `load_rgb`."""
     if loaded.getextrema() != ((255, 255),) * 3:
         return False
-    with _naming_file(picture.path):
-        alpha = _opacity(_upright(picture))
+    with _naming_file(file.path):
+        alpha = _opacity(_upright(file))
     return alpha is not None and alpha.getextrema() == (0, 0)
 
 
-def load_mask(picture: Picture, size: tuple[int, int]) -> Image.Image:
-    """Load as levels from 0 (black) to 255, mode F: averages over the areas of `load_rgb`'s picture.
+def load_mask(file: ImageFile, size: tuple[int, int]) -> Image.Image:
+    """Load as levels from 0 (black) to 255, mode F: averages over the areas of `load_rgb`'s image.
 
     The levels are the opacity of an image with transparent parts, else its brightness; ICC profiles are ignored.
 
     Args:
-        picture: The mask.
-        size: (width, height) with the aspect ratio of `load_rgb`'s picture.
+        file: The mask.
+        size: (width, height) with the aspect ratio of `load_rgb`'s image.
 
     Raises:
         InputError: As `load_rgb`.
     """
-    with _naming_file(picture.path):
-        image = _upright(picture)
+    with _naming_file(file.path):
+        image = _upright(file)
         levels = _opacity(image) or _as_rgb(image).convert("L")
         return ImageOps.fit(levels.convert("F"), size, Image.Resampling.BOX)
 
@@ -162,7 +163,7 @@ def _stored_size(image: Image.Image) -> tuple[int, int]:
     return image.size
 
 
-def _orientation(image: ImageFile.ImageFile, file: IO[bytes]) -> int:
+def _orientation(image: PillowImageFile, file: IO[bytes]) -> int:
     """The orientation, 1 to 8, from EXIF, else XMP, as `ImageOps.exif_transpose` finds it."""
     # The PNG reader's own getexif decodes all pixels to look for an orientation after them.
     if isinstance(image, PngImageFile) and (header := png_chunks.with_late_metadata(file)):
@@ -171,22 +172,22 @@ def _orientation(image: ImageFile.ImageFile, file: IO[bytes]) -> int:
     return orientation
 
 
-def _upright(picture: Picture) -> Image.Image:
-    with _opened(picture.path) as (image, _):
+def _upright(file: ImageFile) -> Image.Image:
+    with _opened(file.path) as (image, _):
         if isinstance(image, TiffImageFile):
             # The reader applies Pillow's limit when it allocates the pixels itself.
             image.im = Image.new(image.mode, _stored_size(image)).im
         ImageOps.exif_transpose(image, in_place=True)
-    if image.size != (picture.width, picture.height):
+    if image.size != (file.width, file.height):
         raise InputError(
-            f"{picture.path}: has {image.width} x {image.height} pixels, and had {picture.width} x {picture.height} "
+            f"{file.path}: has {image.width} x {image.height} pixels, and had {file.width} x {file.height} "
             "when it was found; if it was replaced, start again, else save it again"
         )
     return image
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[ImageFile.ImageFile, IO[bytes]]]:
+def _opened(path: Path) -> Iterator[tuple[PillowImageFile, IO[bytes]]]:
     """Open an image and its file; only the header is read, and the limits on its pixels are checked."""
     with files.opened(path) as file:
         image = _identified(file)
@@ -201,7 +202,7 @@ def _opened(path: Path) -> Iterator[tuple[ImageFile.ImageFile, IO[bytes]]]:
         yield image, file
 
 
-def _identified(file: IO[bytes]) -> ImageFile.ImageFile:
+def _identified(file: IO[bytes]) -> PillowImageFile:
     """Replace `Image.open`, whose limit of 179 megapixels can be changed only for the whole process.
 
     Readers get no file name, so that Pillow does not map the file to memory: that scrambles a TIFF lying on its side.
@@ -219,17 +220,17 @@ def _identified(file: IO[bytes]) -> ImageFile.ImageFile:
     raise UnidentifiedImageError
 
 
-def _in_srgb(image: Image.Image, picture: Picture, size: tuple[int, int]) -> Image.Image:
+def _in_srgb(image: Image.Image, file: ImageFile, size: tuple[int, int]) -> Image.Image:
     """Convert an upright image to sRGB of exactly this size."""
     profile = image.info.get("icc_profile")
-    if picture.profile != "used" or profile is None:
+    if file.profile != "used" or profile is None:
         return ImageOps.fit(_as_rgb(image), size, Image.Resampling.LANCZOS)
     pixels = image if image.mode == "CMYK" else _as_rgb(image)
     # Convert after scaling: a megapixel instead of up to MAX_PIXELS.
     return colour.to_srgb(ImageOps.fit(pixels, size, Image.Resampling.LANCZOS), profile)
 
 
-def _require_shown(path: Path, image: ImageFile.ImageFile) -> None:
+def _require_shown(path: Path, image: PillowImageFile) -> None:
     """Raise InputError for more pixels than the page has memory for."""
     pixels, limit = image.width * image.height, MOST_SHOWN // (2 if image.format in _BUFFERED else 1)
     if pixels > limit:
@@ -293,7 +294,7 @@ def _unreadable(path: Path, error: Exception) -> InputError:
 
 
 def png(image: Image.Image) -> bytes:
-    """The bytes of a PNG file of the picture."""
+    """The bytes of a PNG file of the image."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return buffer.getvalue()

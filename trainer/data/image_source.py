@@ -1,4 +1,4 @@
-"""Encoded images with captions: the training examples, and the prompts that pictures are drawn from."""
+"""Encoded images with captions: the training examples, and the prompts that images are drawn from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer.config.schema import RunConfig
 from trainer.data.cache import ExampleCache, key_of
-from trainer.data.image_files import Photo
+from trainer.data.image_files import CaptionedImage
 from trainer.data.image_io import png
 from trainer.data.loader import BatchSizes, ImageBatchSampler, ImageItem
 from trainer.data.source import DataSource, Draw, SampleDrawer
@@ -21,10 +21,10 @@ from trainer.run.manifest import Progress
 
 
 @dataclass(frozen=True)
-class EncodedPhoto:
-    """A photo and the cache keys of its latents, its caption's embeddings, its mask and its references' latents."""
+class EncodedImage:
+    """An image and the cache keys of its latents, its caption's embeddings, its mask and its references' latents."""
 
-    photo: Photo
+    image: CaptionedImage
     latents: str
     text: str
     mask: str | None
@@ -51,12 +51,12 @@ class EncodedData:
         negative: Key of the negative prompt.
         empty: Key of the empty caption.
         dropped_text: `ImageFamily.dropped_text`.
-        with_size: Whether an example also holds "original_size" (2,), height and width of the photo's file.
+        with_size: Whether an example also holds "original_size" (2,), height and width of the image's file.
     """
 
     cache: ExampleCache
-    train: tuple[EncodedPhoto, ...]
-    validation: tuple[EncodedPhoto, ...]
+    train: tuple[EncodedImage, ...]
+    validation: tuple[EncodedImage, ...]
     prompts: tuple[EncodedPrompt, ...]
     negative: str
     empty: str
@@ -65,11 +65,11 @@ class EncodedData:
 
     def example(self, item: ImageItem) -> Example:
         """One training example: latents with the embeddings of the caption, or of the empty one if it is dropped."""
-        return self._joined(self.train[item.photo], item.dropped, self.cache.read)
+        return self._joined(self.train[item.index], item.dropped, self.cache.read)
 
     def shapes(self, item: ImageItem) -> Example:
         """The example on the meta device: only its shapes, read from the headers of the files."""
-        return self._joined(self.train[item.photo], item.dropped, self.cache.shapes)
+        return self._joined(self.train[item.index], item.dropped, self.cache.shapes)
 
     def held_out(self, index: int) -> Example:
         """One validation example."""
@@ -84,20 +84,20 @@ class EncodedData:
     @property
     def digest(self) -> str:
         """Digest of the training examples and their order; it changes with the images, captions and weights."""
-        parts = [(one.latents, one.text, one.mask, one.references, one.photo.weight) for one in self.train]
+        parts = [(one.latents, one.text, one.mask, one.references, one.image.weight) for one in self.train]
         return key_of(*parts)
 
     def loss_weight(self, item: ImageItem) -> float:
         """The weight of an item's loss."""
-        return self.train[item.photo].photo.loss_weight
+        return self.train[item.index].image.loss_weight
 
-    def _joined(self, encoded: EncodedPhoto, dropped: bool, read: Callable[[str], Example]) -> Example:
+    def _joined(self, encoded: EncodedImage, dropped: bool, read: Callable[[str], Example]) -> Example:
         text = self.dropped_text(read(self.empty), self.cache.shapes(encoded.text)) if dropped else read(encoded.text)
         example = read(encoded.latents) | text
         if encoded.mask is not None:
             example |= read(encoded.mask)
         if self.with_size:
-            example["original_size"] = torch.tensor([encoded.photo.height, encoded.photo.width])
+            example["original_size"] = torch.tensor([encoded.image.height, encoded.image.width])
         return example | _reference_latents(encoded.references, read)
 
 
@@ -130,13 +130,13 @@ class ImageSource(DataSource):
             self.data = replace(self.data, with_size=False)
 
     def batch_sampler(self, sizes: BatchSizes, saved: Progress | None) -> ImageBatchSampler:
-        cfg, photos = self._cfg, [encoded.photo for encoded in self.data.train]
+        cfg, images = self._cfg, [encoded.image for encoded in self.data.train]
         # Guidance pushes samples away from what a dropped caption gives, which therefore must be the subject that is
         # learned, not a regularization image.
-        regularizing = [number for number, photo in enumerate(photos) if not photo.is_own]
+        regularizing = [number for number, image in enumerate(images) if not image.is_own]
         return ImageBatchSampler(
             batch_keys(self._family, self.data),
-            [photo.weight for photo in photos],
+            [image.weight for image in images],
             sizes,
             cfg.train.seed,
             cfg.data.caption_dropout,
@@ -154,7 +154,7 @@ class ImageSource(DataSource):
 
 
 class ImageDrawer(SampleDrawer):
-    """Draws pictures for the encoded prompts; the family's autoencoder decodes them. load: loads the autoencoder."""
+    """Draws images for the encoded prompts; the family's autoencoder decodes them. load: loads the autoencoder."""
 
     def __init__(self, cfg: RunConfig, family: ImageFamily, load: LoadModule, data: EncodedData) -> None:
         self.prompts = tuple(prompt.text for prompt in data.prompts)

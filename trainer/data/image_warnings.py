@@ -10,7 +10,7 @@ from pathlib import Path
 from trainer.config.errors import InputError
 from trainer.config.files import opened
 from trainer.data.buckets import choose_bucket
-from trainer.data.image_io import Picture
+from trainer.data.image_io import ImageFile
 
 MOST_ENLARGED = 1.5
 """Enlargement above which an image is blurred at the size it is trained at."""
@@ -19,12 +19,12 @@ LEAST_KEPT = 2 / 3
 TAIL_BYTES = 4096
 
 
-def of_files(pictures: Sequence[Picture]) -> Iterator[str]:
+def of_files(images: Sequence[ImageFile]) -> Iterator[str]:
     """Warn of files with parts that are not used."""
-    if paged := [picture.path for picture in pictures if picture.has_frames]:
+    if paged := [image.path for image in images if image.has_frames]:
         count = counted(len(paged), "image has", "images have")
         yield f"{count} several frames or pages, of which only the first one is used: first {paged[0]}"
-    if broken := [picture.path for picture in pictures if picture.profile == "broken"]:
+    if broken := [image.path for image in images if image.profile == "broken"]:
         count = counted(len(broken), "image has", "images have")
         yield f"{count} a colour profile that cannot be used and is ignored: first {broken[0]}; save it again as sRGB"
 
@@ -43,16 +43,16 @@ def of_copies(files: Iterable[Path]) -> Iterator[str]:
         )
 
 
-def of_buckets(pictures: Sequence[Picture], sizes: Sequence[tuple[int, int]]) -> Iterator[str]:
+def of_buckets(images: Sequence[ImageFile], sizes: Sequence[tuple[int, int]]) -> Iterator[str]:
     """Warn of images that are enlarged or cropped much. sizes: (width, height) of all buckets."""
     enlarged, cropped = [], []
-    for picture in pictures:
-        width, height = choose_bucket(picture.width, picture.height, sizes)
-        scale_x, scale_y = width / picture.width, height / picture.height
+    for image in images:
+        width, height = choose_bucket(image.width, image.height, sizes)
+        scale_x, scale_y = width / image.width, height / image.height
         if (scale := max(scale_x, scale_y)) > MOST_ENLARGED:
-            enlarged.append(f"{picture.path} {scale:.1f} times")
+            enlarged.append(f"{image.path} {scale:.1f} times")
         if (kept := min(scale_x, scale_y) / scale) < LEAST_KEPT:
-            cropped.append(f"{picture.path} of which {kept:.0%} is kept")
+            cropped.append(f"{image.path} of which {kept:.0%} is kept")
     if enlarged:
         count = counted(len(enlarged), "image is", "images are")
         yield (

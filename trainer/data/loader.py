@@ -29,14 +29,14 @@ GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 @dataclass(frozen=True)
 class ImageItem:
-    """One occurrence of a photo.
+    """One occurrence of an image.
 
     Attributes:
-        photo: Index of the photo in the dataset.
+        index: Index of the image in the dataset.
         dropped: Whether it is trained with the empty caption.
     """
 
-    photo: int
+    index: int
     dropped: bool
 
 
@@ -100,15 +100,15 @@ class ImageBatchSampler:
 
     Args:
         batch_key: batch_key(item) returns a key; items with equal keys may share a batch.
-        weights: Occurrences of each photo per epoch, > 0; the half in 1.5 is an occurrence in every second epoch,
-            alternating with other photos.
+        weights: Occurrences of each image per epoch, > 0; the half in 1.5 is an occurrence in every second epoch,
+            alternating with other images.
         sizes: The batch sizes.
         seed: Seed of order and dropout.
         caption_dropout: Share of the items that are trained with the empty caption.
-        keeps_caption: Photos that always keep their caption.
+        keeps_caption: Indices of the images that always keep their caption.
 
     Raises:
-        InputError: There are no photos.
+        InputError: There are no images.
     """
 
     def __init__(
@@ -169,25 +169,25 @@ class ImageBatchSampler:
     def _all_items(self) -> Iterator[ImageItem]:
         for epoch in count():
             occurrences = [
-                (photo, copy) for photo in range(len(self._weights)) for copy in range(self._num_copies(photo, epoch))
+                (index, copy) for index in range(len(self._weights)) for copy in range(self._num_copies(index, epoch))
             ]
             order = torch.randperm(len(occurrences), generator=generator(self._seed, "order", epoch))
             for position in order.tolist():
-                photo, copy = occurrences[position]
-                yield ImageItem(photo, self._is_dropped(epoch, photo, copy))
+                index, copy = occurrences[position]
+                yield ImageItem(index, self._is_dropped(epoch, index, copy))
 
-    def _num_copies(self, photo: int, epoch: int) -> int:
+    def _num_copies(self, index: int, epoch: int) -> int:
         """Occurrences in this epoch. Over the epochs they add up to epochs x weight, rounded up or down."""
-        whole, part = divmod(self._weights[photo], 1)
+        whole, part = divmod(self._weights[index], 1)
         # Multiples of the golden ratio are evenly spread, so each epoch gets its share of any run of equal weights.
-        phase = photo * GOLDEN_RATIO % 1
+        phase = index * GOLDEN_RATIO % 1
         return int(whole) + math.floor((epoch + 1) * part + phase) - math.floor(epoch * part + phase)
 
-    def _is_dropped(self, epoch: int, photo: int, copy: int) -> bool:
-        if photo in self._keeps_caption:
+    def _is_dropped(self, epoch: int, index: int, copy: int) -> bool:
+        if index in self._keeps_caption:
             return False
         # The seed is itself uniform over 63 bits; seeding a generator with it to draw one number takes 4x as long.
-        return derived_seed(self._seed, "caption_dropout", epoch, photo, copy) < self._dropout_limit
+        return derived_seed(self._seed, "caption_dropout", epoch, index, copy) < self._dropout_limit
 
 
 @dataclass(frozen=True)

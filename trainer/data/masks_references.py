@@ -1,4 +1,4 @@
-"""Images that go with photos by their names: masks of the loss, and references of edit training."""
+"""Images that go with those of the data by their names: masks of the loss, and references of edit training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import count, takewhile
 from pathlib import Path
 
-from trainer.data.image_io import Picture, open_picture
+from trainer.data.image_io import ImageFile, read_header
 
 
 @dataclass
@@ -24,19 +24,19 @@ class Findings:
 
 
 class _Companions:
-    """The images of a folder by name (their path below the folder, without suffix), and the photos they belong to.
+    """The images of a folder by name (their path below the folder, without suffix), and their images of the data.
 
     Attributes:
         field: The field of the config that names the folder; messages begin with it.
         findings: Takes the messages.
         files: {name: image}.
-        alone: (name, file) of the photos without a companion.
+        alone: (name, file) of the images of the data without a companion.
     """
 
     def __init__(self, field: str, folder: Path, files: Iterable[Path], findings: Findings) -> None:
         self.field, self.folder, self.findings = field, folder, findings
         self.files: dict[str, Path] = {}
-        self.num_photos = 0
+        self.num_images = 0
         self.alone: list[tuple[str, Path]] = []
         self._owners: dict[Path, Path] = {}
         for file in files:
@@ -45,18 +45,18 @@ class _Companions:
             if other != file:
                 findings.problems.append(f"{field}: {other} and {file} have the same name; remove one of them")
 
-    def claim(self, names: Sequence[str], name: str, photo: Path) -> tuple[Picture, ...]:
-        """The images of these names, for the photo called `name`. Raises InputError when one cannot be read."""
-        self.num_photos += 1
+    def claim(self, names: Sequence[str], name: str, image: Path) -> tuple[ImageFile, ...]:
+        """The companions of these names, for the image called `name`. Raises InputError when one cannot be read."""
+        self.num_images += 1
         if not names:
-            self.alone.append((name, photo))
+            self.alone.append((name, image))
         for file in (self.files[wanted] for wanted in names):
-            owner = self._owners.setdefault(file, photo)
-            if owner != photo:
+            owner = self._owners.setdefault(file, image)
+            if owner != image:
                 self.findings.problems.append(
-                    f"{self.field}: {file} belongs to both {owner} and {photo}; give the images different names"
+                    f"{self.field}: {file} belongs to both {owner} and {image}; give the images different names"
                 )
-        return tuple(open_picture(self.files[wanted]) for wanted in names)
+        return tuple(read_header(self.files[wanted]) for wanted in names)
 
     def warn_of_unused(self) -> None:
         unused = [file for file in self.files.values() if file not in self._owners]
@@ -68,60 +68,60 @@ class _Companions:
 
 
 class Masks(_Companions):
-    """Masks by name. A photo may have none."""
+    """Masks by name. An image may have none."""
 
-    def of(self, name: str, photo: Picture) -> Picture | None:
-        """The mask of the photo called `name`, or None. Raises InputError when it cannot be read.
+    def of(self, name: str, image: ImageFile) -> ImageFile | None:
+        """The mask of the image called `name`, or None. Raises InputError when it cannot be read.
 
-        A mask whose shape is not the photo's is collected as a problem.
+        A mask whose shape is not the image's is collected as a problem.
         """
-        masks = self.claim([name] if name in self.files else [], name, photo.path)
+        masks = self.claim([name] if name in self.files else [], name, image.path)
         for mask in masks:
-            if not _same_shape(mask, photo):
+            if not _same_shape(mask, image):
                 self.findings.problems.append(
-                    f"{self.field}: {mask.path} is {mask.width} x {mask.height}, but {photo.path} is "
-                    f"{photo.width} x {photo.height}; give the mask its photo's size or aspect ratio"
+                    f"{self.field}: {mask.path} is {mask.width} x {mask.height}, but {image.path} is "
+                    f"{image.width} x {image.height}; give the mask its image's size or aspect ratio"
                 )
         return masks[0] if masks else None
 
     def finish(self) -> None:
-        """Collect messages about masks and photos that do not match. To be called after the last photo."""
+        """Collect messages about masks and images that do not match. To be called after the last image."""
         self.warn_of_unused()
         if not self.alone:
             return
-        name, photo = self.alone[0]
-        if len(self.alone) == self.num_photos:
+        name, image = self.alone[0]
+        if len(self.alone) == self.num_images:
             self.findings.problems.append(
                 f"{self.field}: {self.folder}: none of its images has the name of an image of the data; "
-                f"name the mask of {photo} {name}.png"
+                f"name the mask of {image} {name}.png"
             )
             return
         self.findings.warnings.append(
-            f"{self.field}: {len(self.alone)} of {self.num_photos} images have no mask and are learned whole, "
-            f"first {photo}"
+            f"{self.field}: {len(self.alone)} of {self.num_images} images have no mask and are learned whole, "
+            f"first {image}"
         )
 
 
 class References(_Companions):
-    """Reference images by name. Each photo needs one."""
+    """Reference images by name. Each image of the data needs one."""
 
-    def of(self, name: str, photo: Picture) -> tuple[Picture, ...]:
+    def of(self, name: str, image: ImageFile) -> tuple[ImageFile, ...]:
         """The image called `name`, else those called `name_0`, `name_1` and so on. Raises as `Masks.of`."""
         numbered = takewhile(self.files.__contains__, (f"{name}_{number}" for number in count()))
-        return self.claim([name] if name in self.files else list(numbered), name, photo.path)
+        return self.claim([name] if name in self.files else list(numbered), name, image.path)
 
     def finish(self) -> None:
-        """Collect messages about references and photos that do not match. To be called after the last photo."""
+        """Collect messages about references and images that do not match. To be called after the last image."""
         self.warn_of_unused()
         if self.alone:
-            name, photo = self.alone[0]
+            name, image = self.alone[0]
             self.findings.problems.append(
-                f"{self.field}: {len(self.alone)} of {self.num_photos} images have no reference, first {photo}; "
+                f"{self.field}: {len(self.alone)} of {self.num_images} images have no reference, first {image}; "
                 f"add {self.folder / name}.png, or {name}_0.png, {name}_1.png and so on"
             )
 
 
-def _same_shape(one: Picture, other: Picture) -> bool:
+def _same_shape(one: ImageFile, other: ImageFile) -> bool:
     """Whether both have the same aspect ratio, up to rounding to whole pixels."""
     sides = (one.width, one.height, other.width, other.height)
     return abs(one.width * other.height - one.height * other.width) <= max(sides)

@@ -10,7 +10,7 @@ from pathlib import Path
 from trainer.config.errors import InputError
 from trainer.config.sections import DataConfig, half_character
 from trainer.data.image_files import MAX_SHOWN_PROBLEMS, MOST_WRONG_ROWS
-from trainer.data.image_io import Picture, open_picture
+from trainer.data.image_io import ImageFile, read_header
 from trainer.data.text_files import rows
 
 FIELDS = ("image", "question", "answer")
@@ -18,9 +18,9 @@ FIELDS = ("image", "question", "answer")
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a picture, and the answer that is learned."""
+    """A question about an image, and the answer that is learned."""
 
-    picture: Picture
+    image: ImageFile
     question: str
     answer: str
 
@@ -74,7 +74,7 @@ def _read(file: Path, leaves_out: bool) -> tuple[list[Question], list[str], list
     questions: list[Question] = []
     problems: list[str] = []
     warnings: list[str] = []
-    pictures: dict[Path, Picture] = {}
+    images: dict[Path, ImageFile] = {}
     for number, offset, line in lines:
         if len(problems) >= MOST_WRONG_ROWS:
             problems.append(f"{file}: {MOST_WRONG_ROWS} rows are wrong; the rest of them was not read")
@@ -88,15 +88,15 @@ def _read(file: Path, leaves_out: bool) -> tuple[list[Question], list[str], list
             problems.append(f"{file}:{number}: {error}")
             continue
         try:
-            if path not in pictures:
-                pictures[path] = open_picture(path)
+            if path not in images:
+                images[path] = read_header(path)
         except InputError as error:
             message = f"{file}:{number}: {error}"
             (warnings if leaves_out else problems).append(
                 f"left out: {message}" if leaves_out else f"{message}, or set data.bad_image: warn"
             )
             continue
-        questions.append(Question(pictures[path], question, answer))
+        questions.append(Question(images[path], question, answer))
     return questions, problems, warnings
 
 

@@ -312,7 +312,7 @@ class ModelFamily(ABC):
 
 
 class ImageFamily(ModelFamily):
-    """A model that draws pictures from captions, trained on latents and embeddings of frozen encoders."""
+    """A model that draws images from captions, trained on latents and embeddings of frozen encoders."""
 
     trains_on = "images"
     shift: ClassVar[Shift] = Shift()
@@ -394,7 +394,7 @@ class ImageFamily(ModelFamily):
         cfg: SampleConfig,
         rng: SampleRng,
     ) -> Image.Image:
-        """Draw one picture. The number of calls of the model depends only on `cfg`.
+        """Draw one image. The number of calls of the model depends only on `cfg`.
 
         Args:
             model: The live components by name.
@@ -438,7 +438,7 @@ class ImageFamily(ModelFamily):
 
 
 class MultimodalFamily(ImageFamily):
-    """A model that draws pictures from captions and answers questions about pictures, in one network.
+    """A model that draws images from captions and answers questions about images, in one network.
 
     An example is the joint result of `encode_image` and `encode_text`, or the result of `encode_question`.
     """
@@ -450,7 +450,7 @@ class MultimodalFamily(ImageFamily):
 
     @abstractmethod
     def seen_size(self, width: int, height: int, resolution: int) -> tuple[int, int]:
-        """Width and height in pixels in which the model sees a picture. resolution: `data.resolution`."""
+        """Width and height in pixels in which the model sees an image. resolution: `data.resolution`."""
 
     @abstractmethod
     def encode_question(self, image: Image.Image, question: str, answer: str) -> Example:

@@ -183,7 +183,7 @@ def encoder_loader(
     """Return the function that families load their encoders with: frozen, in the run's compute type, sharded over all
     ranks if they have blocks.
 
-    A module without block names is replicated and fp32: it is small, and bf16 in an autoencoder is visible in pictures.
+    A module without block names is replicated and fp32: it is small, and bf16 in an autoencoder is visible in images.
     With `quantize.encoders` the linear layers of the blocks are stored in `quantize.format`.
     """
     loader = _Loader(cfg, world, cache, listener or Listener())

@@ -66,7 +66,7 @@ def warnings(cfg: RunConfig, folder: Path | None = None) -> tuple[str, ...]:
     override = "" if cfg.model.options.distilled else "; if it is not distilled, set model.options.distilled: false"
     sentences = [
         f"model.path {cfg.model.path}: the model was distilled to draw in {kinds[0].steps} steps without guidance, and "
-        f"training undoes that: pictures in few steps become blurred. Train {base} instead, and use the adapter with "
+        f"training undoes that: images in few steps become blurred. Train {base} instead, and use the adapter with "
         f"this model{override}"
     ]
     if sample.prompts and sample.guidance is not None and sample.guidance > NO_GUIDANCE:

@@ -25,10 +25,10 @@ MOST = 3
 STEPS = {"data.resolution": 64, "data.length": 64, "train.micro_batch": 1, "adapter.rank": 4}
 """{field: its largest values are multiples of this}."""
 SIDES = (1024, 768, 512)
-"""Proposed sides of smaller pictures."""
+"""Proposed sides of smaller images."""
 LENGTHS = (8192, 4096, 2048, 1024, 512)
 """Proposed lengths of shorter rows of text."""
-PICTURES = ("data.resolution", "data.length", "sample.size")
+SIZE_FIELDS = ("data.resolution", "data.length", "sample.size")
 LIMITS = {"data.resolution": 4096, "data.length": 1 << 17, "train.micro_batch": 512, "adapter.rank": 512}
 
 
@@ -46,7 +46,7 @@ class Fix:
 def fixes(cfg: RunConfig, card: Card, cache: Path) -> list[Fix]:
     """Find the smallest changes that make the run fit.
 
-    Changes that alter the result, such as smaller pictures, are proposed only where nothing else helps. A change that
+    Changes that alter the result, such as smaller images, are proposed only where nothing else helps. A change that
     needs a table which does not exist yet is not proposed.
 
     Args:
@@ -67,7 +67,7 @@ def fixes(cfg: RunConfig, card: Card, cache: Path) -> list[Fix]:
             tried = (_fix(cfg, card, cache, reserve, changes) for changes in _combinations(choices, needed, count))
             fitting = [fix for fix in tried if fix]
             if fitting:
-                return sorted(_largest_pictures(fitting), key=_seconds)[:MOST]
+                return sorted(_largest_images(fitting), key=_seconds)[:MOST]
     return []
 
 
@@ -119,11 +119,11 @@ def _same_result(cfg: RunConfig, plan: MemoryPlan) -> dict[str, tuple[Any, ...]]
     return {field: values for field, values in choices.items() if values}
 
 
-def _largest_pictures(fitting: Sequence[Fix]) -> Iterable[Fix]:
-    """Keep, of fixes that differ only in the size of pictures, the one with the largest, which was tried first."""
+def _largest_images(fitting: Sequence[Fix]) -> Iterable[Fix]:
+    """Keep, of fixes that differ only in the size of images, the one with the largest, which was tried first."""
     kept: dict[tuple[Any, ...], Fix] = {}
     for fix in fitting:
-        kept.setdefault(tuple(item for item in fix.changes.items() if item[0] not in PICTURES), fix)
+        kept.setdefault(tuple(item for item in fix.changes.items() if item[0] not in SIZE_FIELDS), fix)
     return kept.values()
 
 

@@ -78,7 +78,7 @@ AUTOENCODER = "autoencoder"
 _SENTENCES = {
     "weights": "the base and what is trained, {share}",
     "text encoders": "which make embeddings of captions, {share}",
-    AUTOENCODER: "which turns pictures into latents and back, whole on each rank in fp32",
+    AUTOENCODER: "which turns images into latents and back, whole on each rank in fp32",
     "optimizer": "what the optimizer remembers of each trained weight, {share}",
     "averaged weights": "the trained weights put aside while their average is used",
     "gradients": "of the trained weights, in fp32, {share}",
@@ -192,7 +192,7 @@ def _when(name: str, memory: Memory) -> str:
     """Name the moment within the part; empty where memory does not change."""
     moment, unit = memory.when
     if name == SAMPLING and moment == "end":
-        return "decoding the picture"
+        return "decoding the image"
     if not unit:
         return "backward" if name == TRAINING else ""
     names = {"forward": "forward", "forward_end": "forward"}

@@ -49,7 +49,7 @@ LINE_COLORS = (
     ("#0e7490", "#67e8f9"),
 )
 """(in light mode, in dark mode)"""
-PICTURE_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
+IMAGE_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """The Content-Security-Policy of the file: inline style and embedded images only, no scripts and no network."""
@@ -302,7 +302,7 @@ def _samples(run: RunDir, events: Iterable[AnyEvent]) -> Markup:
     rows = []
     for index in sorted({index for index, _ in samples}):
         prompt = next(event.prompt for (row, _), event in samples.items() if row == index)
-        cells = Markup().join(Markup("<td>{}</td>").format(_picture(run, samples.get((index, step)))) for step in steps)
+        cells = Markup().join(Markup("<td>{}</td>").format(_sample(run, samples.get((index, step)))) for step in steps)
         rows.append(Markup('<tr><th scope="row">{}</th>{}</tr>').format(prompt, cells))
     shown = f"{len(steps)} of {len(all_steps)} sample steps"
     return Markup("<h2>Samples</h2><p>{}</p><div><table><tr><td></td>{}</tr>{}</table></div>").format(
@@ -317,19 +317,19 @@ def spread(steps: Sequence[int], limit: int) -> list[int]:
     return [steps[round(at * (len(steps) - 1) / (limit - 1))] for at in range(limit)]
 
 
-def _picture(run: RunDir, event: SampleEvent | None) -> Markup:
+def _sample(run: RunDir, event: SampleEvent | None) -> Markup:
     if event is None:
         return Markup()
     if event.is_text:
         return Markup('<pre class="written">{}</pre>').format(event.text)
-    kind = PICTURE_TYPES.get(Path(event.path).suffix.lower())
+    kind = IMAGE_TYPES.get(Path(event.path).suffix.lower())
     try:
         file = run.own_file(event.path)
-        is_picture = kind is not None and file.is_file()
+        is_image = kind is not None and file.is_file()
     except (InputError, OSError, ValueError):
-        is_picture = False
-    if not is_picture:
-        return escape(f"{event.path}: no picture")
+        is_image = False
+    if not is_image:
+        return escape(f"{event.path}: no image")
     data = base64.b64encode(file.read_bytes()).decode()
     return Markup('<img src="data:{};base64,{}" alt="{}, step {}">').format(kind, data, event.prompt, event.step)
 

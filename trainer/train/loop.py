@@ -413,7 +413,7 @@ class Trainer:
         return mean
 
     def draw_samples(self) -> list[Path]:
-        """Draw one picture or text per prompt, from the same noise at every step. Returns their paths on rank 0."""
+        """Draw one image or text per prompt, from the same noise at every step. Returns their paths on rank 0."""
         if not self.drawer.prompts:
             self.log.warn("no samples are drawn: sample.prompts is empty", self.step)
             return []

@@ -16,7 +16,7 @@ from app.captions import Captions, Card
 from app.html import alert, attempted, note
 from app.scans import ScanResult
 from app.studio import Studio
-from app.web.pages.parts import QUIET, WAITING_S, column_heads, listed, picture
+from app.web.pages.parts import QUIET, WAITING_S, column_heads, listed, thumbnail
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data.measured import CutCaption
@@ -43,7 +43,7 @@ def build(studio: Studio) -> list[Any]:
         counted = gr.HTML(elem_id="counted")
     cut = gr.HTML(elem_id="cut")
     files: list[gr.State] = []
-    pictures: list[gr.HTML] = []
+    images: list[gr.HTML] = []
     texts: list[gr.Textbox] = []
     ends: list[gr.HTML] = []
     for row in range(PER_PAGE // 4):
@@ -52,7 +52,7 @@ def build(studio: Studio) -> list[Any]:
                 with gr.Column(min_width=160):
                     index = 4 * row + column
                     files.append(gr.State(""))
-                    pictures.append(gr.HTML(elem_classes="card", padding=False))
+                    images.append(gr.HTML(elem_classes="card", padding=False))
                     texts.append(
                         gr.Textbox(label=f"Caption {index + 1}", lines=2, visible=False, elem_id=f"card-{index}")
                     )
@@ -63,7 +63,7 @@ def build(studio: Studio) -> list[Any]:
     waiting = gr.Timer(WAITING_S, active=False)
     measuring = gr.Timer(WAITING_S, active=False)
     measured = [measuring, cut, *ends]
-    outputs = [message, waiting, counted, problems, *files, *pictures, *texts, *measured]
+    outputs = [message, waiting, counted, problems, *files, *images, *texts, *measured]
     renew, read_again = _renewer(studio), _renewer(studio, is_fresh=True)
     page.change(renew, page, outputs, **QUIET)
     waiting.tick(renew, page, outputs, trigger_mode="once", **QUIET)
@@ -104,7 +104,7 @@ def _renewer(studio: Studio, is_fresh: bool = False) -> Callable[..., list[Any]]
             _problems(found),
             *(str(card.image) for card in shown),
             *[""] * empty,
-            *(picture(studio, card.image, card.image.name) for card in shown),
+            *(thumbnail(studio, card.image, card.image.name) for card in shown),
             *[""] * empty,
             *(gr.update(value=card.caption, label=card.image.name, visible=True) for card in shown),
             *[gr.update(value="", visible=False)] * empty,

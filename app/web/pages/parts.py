@@ -62,14 +62,14 @@ def listed(lines: Iterable[str]) -> Markup:
     return Markup().join(map(Markup("<li>{}</li>").format, lines))
 
 
-def picture(studio: Studio, file: Path, text: str) -> Markup:
+def thumbnail(studio: Studio, file: Path, text: str) -> Markup:
     """Return a thumbnail that opens the image in full size, with the text, when it is clicked (VIEWER)."""
     try:
         small, full = studio.thumbnails.of(file), studio.thumbnails.of(file, FULL)
     except InputError as error:
         return escape(str(error))
     return Markup(
-        '<a class="picture" href="{full}" target="_blank" rel="noopener" data-text="{text}">'
+        '<a class="thumbnail" href="{full}" target="_blank" rel="noopener" data-text="{text}">'
         '<img src="{small}" loading="lazy" alt="{text}" title="{text}"></a>'
     ).format(full=_address(full), small=_address(small), text=text)
 
@@ -82,7 +82,7 @@ def sample(studio: Studio, run: Path, event: SampleEvent, config: RunConfig) -> 
         file = RunDir(run).own_file(event.path)
     except (InputError, OSError, ValueError) as error:
         return escape(str(error))
-    return picture(studio, file, sample_text(event, config))
+    return thumbnail(studio, file, sample_text(event, config))
 
 
 def sample_text(sample: SampleEvent, config: RunConfig) -> str:
@@ -90,7 +90,7 @@ def sample_text(sample: SampleEvent, config: RunConfig) -> str:
     return f"{sample.prompt} · step {sample.step} · seed {config.sample.seed}, prompt {sample.index + 1}"
 
 
-VIEWER = """<dialog id="viewer" aria-label="Picture in full size"><form method="dialog">
+VIEWER = """<dialog id="viewer" aria-label="Image in full size"><form method="dialog">
 <img alt=""><p></p><button autofocus>Close</button></form></dialog>"""
 
 VIEWER_SCRIPT = """
@@ -98,7 +98,7 @@ const dialog = element.querySelector('dialog');
 document.addEventListener('click', event => {
   const copy = event.target.closest('button.copy');
   if (copy) navigator.clipboard.writeText(copy.previousElementSibling.textContent);
-  const link = event.target.closest('a.picture');
+  const link = event.target.closest('a.thumbnail');
   if (!link || event.ctrlKey || event.metaKey) return;
   event.preventDefault();
   dialog.querySelector('img').src = link.href;

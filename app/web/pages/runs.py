@@ -132,12 +132,12 @@ def _comparer(studio: Studio) -> Callable[[list[str]], list[Any]]:
         settings = table(
             ("Setting", *head), ((name, *values) for name, values in run_table.differing(followers).items())
         )
-        return [chart, settings + _pictures(studio, followers)]
+        return [chart, settings + _samples(studio, followers)]
 
     return handle
 
 
-def _pictures(studio: Studio, followers: Sequence[Follower]) -> Markup:
+def _samples(studio: Studio, followers: Sequence[Follower]) -> Markup:
     views = [follower.view() for follower in followers]
     rows = []
     for prompt, samples in run_table.same_prompts(views).items():

@@ -80,7 +80,7 @@ def test_samples_are_a_matrix_with_a_viewer_and_a_slider(page: Page):
     choose(page, "run-choice", "drawn")
     show(page, "Samples")
     until(page, "document.querySelectorAll('#matrix img').length === 4")
-    page.locator("#matrix a.picture").last.click()
+    page.locator("#matrix a.thumbnail").last.click()
     page.locator("#viewer[open]", has_text="a dog · step 40 · seed 0, prompt 2").wait_for()
     page.keyboard.press("Escape")
     until(page, "document.querySelectorAll('#slider img').length >= 2")

@@ -15,7 +15,7 @@ from app.web.pages.export import exported
 from app.web.served_files import Thumbnails
 from tests.data.test_hostile_data import NOT_REGULAR, POSTSCRIPT, called, png_of, refused
 from tests.data.test_image_io import ORIENTED
-from trainer.data.image_io import load_preview, load_rgb, open_picture
+from trainer.data.image_io import load_preview, load_rgb, read_header
 from trainer.run.folder import RunDir
 
 __all__ = ["called"]  # a fixture
@@ -49,7 +49,7 @@ def test_a_thumbnail_shows_a_picture_as_it_is_trained(tmp_path: Path):
 def test_a_preview_is_the_picture_that_is_trained_on_scaled_down(tmp_path: Path, name: str, side: int):
     for orientation in (1, 6, 7):
         (tmp_path / name).write_bytes(ORIENTED[name](orientation))
-        picture = open_picture(tmp_path / name)
+        picture = read_header(tmp_path / name)
         preview = load_preview(picture, side)
         assert max(preview.size) == side
         trained = load_rgb(picture, preview.size)
@@ -65,7 +65,7 @@ def test_a_preview_has_the_colours_of_the_picture_in_each_mode(tmp_path: Path, m
     else:
         pixels = Image.radial_gradient("L").resize((1500, 2048)).convert("RGB").convert(mode)
     pixels.save(file)
-    picture = open_picture(file)
+    picture = read_header(file)
     preview = load_preview(picture, 100)
     trained = load_rgb(picture, preview.size)
     assert np.abs(np.array(preview, dtype=int) - np.array(trained, dtype=int)).mean() < 2

@@ -34,7 +34,7 @@ from trainer.metrics.trackers import (
     stopped,
     without_secrets,
 )
-from trainer.metrics.trackers.feed import Feed, Figures, Item, Picture, Position, Tracker
+from trainer.metrics.trackers.feed import Feed, Figures, Item, Position, SampleImage, Tracker
 from trainer.run.events import LossyWriter, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.run.preemption import PREEMPTION_SIGNALS
@@ -175,8 +175,8 @@ def _try_lock(lock: int) -> bool:
 def _send(tracker: Tracker, item: Item) -> None:
     if isinstance(item, Figures):
         tracker.figures(item)
-    elif isinstance(item, Picture):
-        tracker.picture(item)
+    elif isinstance(item, SampleImage):
+        tracker.image(item)
     else:
         tracker.note(item)
 

@@ -46,7 +46,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Picture:
+class SampleImage:
     """A sample image. index: number of its prompt."""
 
     step: int
@@ -56,7 +56,7 @@ class Picture:
     path: Path
 
     def image(self) -> Image.Image:
-        """Read the picture. Raises OSError for a file that is not of the format of samples."""
+        """Read the image. Raises OSError for a file that is not of the format of samples."""
         with Image.open(self.path, formats=SAMPLES) as image:
             image.load()
             return image
@@ -72,7 +72,7 @@ class Note:
     text: str
 
 
-Item = Figures | Picture | Note
+Item = Figures | SampleImage | Note
 
 
 class Tracker(Protocol):
@@ -81,7 +81,7 @@ class Tracker(Protocol):
     def figures(self, item: Figures) -> None:
         """Show numbers."""
 
-    def picture(self, item: Picture) -> None:
+    def image(self, item: SampleImage) -> None:
         """Show a sample image."""
 
     def note(self, item: Note) -> None:
@@ -191,9 +191,9 @@ class Feed:
             if event.is_text:
                 return Note(step, when, "sample", event.text)
             try:
-                return Picture(step, when, event.index, event.prompt, self._run.own_file(event.path))
+                return SampleImage(step, when, event.index, event.prompt, self._run.own_file(event.path))
             except (InputError, OSError, ValueError):  # a run folder from elsewhere
-                return Note(step, when, "sample", f"{event.path}: no picture")
+                return Note(step, when, "sample", f"{event.path}: no image")
         if isinstance(event, StatusEvent):
             self.state = event.state
             return self._new_state(event)

@@ -18,7 +18,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from trainer.config import yaml12
 from trainer.config.schema import RunConfig
 from trainer.metrics.trackers import shown_config
-from trainer.metrics.trackers.feed import Figures, Note, Picture, Position
+from trainer.metrics.trackers.feed import Figures, Note, Position, SampleImage
 from trainer.run.events import WarningEvent
 from trainer.run.folder import RunDir
 
@@ -46,7 +46,7 @@ class TensorBoard:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in item.values.items()]
         self._add(values, item.step, item.time)
 
-    def picture(self, item: Picture) -> None:
+    def image(self, item: SampleImage) -> None:
         width, height = item.image().size
         image = Summary.Image(width=width, height=height, colorspace=RGB, encoded_image_string=item.path.read_bytes())
         self._add([Summary.Value(tag=f"{item.index} {item.prompt}", image=image)], item.step, item.time)

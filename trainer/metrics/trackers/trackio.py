@@ -13,7 +13,7 @@ import trackio
 from trainer.config import terminal
 from trainer.config.schema import RunConfig
 from trainer.metrics.trackers import short, shown_config
-from trainer.metrics.trackers.feed import Figures, Note, Picture, Position
+from trainer.metrics.trackers.feed import Figures, Note, Position, SampleImage
 from trainer.run.events import WarningEvent
 from trainer.run.folder import RunDir
 
@@ -69,7 +69,7 @@ class Trackio:
     def figures(self, item: Figures) -> None:
         self._run.log({**item.values}, step=item.step)
 
-    def picture(self, item: Picture) -> None:
+    def image(self, item: SampleImage) -> None:
         image = trackio.Image(item.image(), caption=item.prompt)
         self._run.log({f"samples/{item.index}": image}, step=item.step)
 

@@ -11,7 +11,7 @@ import wandb
 
 from trainer.config.schema import RunConfig
 from trainer.metrics.trackers import short, shown_config
-from trainer.metrics.trackers.feed import Figures, Note, Picture, Position
+from trainer.metrics.trackers.feed import Figures, Note, Position, SampleImage
 from trainer.run.events import WarningEvent
 from trainer.run.folder import RunDir
 
@@ -63,7 +63,7 @@ class Wandb:
     def figures(self, item: Figures) -> None:
         self._log({**item.values}, item.step)
 
-    def picture(self, item: Picture) -> None:
+    def image(self, item: SampleImage) -> None:
         self._log({f"samples/{item.index}": wandb.Image(item.image(), caption=item.prompt)}, item.step)
 
     def note(self, item: Note) -> None:

@@ -1,6 +1,6 @@
-"""BAGEL: one network that draws pictures from captions and answers questions about pictures (arXiv 2505.14683).
+"""BAGEL: one network that draws images from captions and answers questions about images (arXiv 2505.14683).
 
-Example keys of a picture: "latents" (C, H/8, W/8) fp32, normalised; "caption" (t,) int64 token ids, t = 0 without a
+Example keys of an image: "latents" (C, H/8, W/8) fp32, normalised; "caption" (t,) int64 token ids, t = 0 without a
 caption. Example keys of a question: "pixels" (3, H, W) fp32 in [-1, 1], "question" (t,) and "answer" (t,) token ids. A
 Batch holds the examples one by one ("0.latents", "0.caption", "1.pixels" and so on); the loss packs them.
 """
@@ -63,7 +63,7 @@ COMPONENT = "transformer"
 WEIGHTS = "ema"
 VAE_FILE = "ae.safetensors"
 MARKS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
-"""Tokens that begin and end a text and a picture."""
+"""Tokens that begin and end a text and an image."""
 LATENT_PIXELS = 8
 """Pixels per side of a latent pixel."""
 SAMPLER = {"shift": 3.0}
@@ -198,7 +198,7 @@ class BagelFamily(MultimodalFamily):
         return {"latents": encode_latents(encoder, image)[0].cpu()}
 
     def seen_size(self, width: int, height: int, resolution: int) -> tuple[int, int]:
-        """Whole patches; never larger than the picture, the encoder's grid or the area `resolution`^2."""
+        """Whole patches; never larger than the image, the encoder's grid or the area `resolution`^2."""
         patch, longest = self.sizes.vision.patch_size, self.sizes.vision.max_side
         scale = min(1.0, resolution / math.sqrt(width * height), longest * patch / max(width, height))
         columns, rows = (min(longest, max(1, round(side * scale / patch))) for side in (width, height))
@@ -222,31 +222,31 @@ class BagelFamily(MultimodalFamily):
         return {
             r"layers\.\d+\.understanding\..+": torch.cat([rows.text, rows.seen]),
             r"layers\.\d+\.generation\..+|latent_(in|out)|timestep\..+": rows.drawn,
-            # The encoder runs on every rank; without a picture, on one empty row.
+            # The encoder runs on every rank; without an image, on one empty row.
             r"vision(_connector)?\..+": rows.seen if len(rows.seen) else torch.zeros(1, dtype=torch.int64),
             "text_out": rows.predicted,
         }
 
     def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
-        """Mean squared error of a picture's velocity, and mean cross-entropy of a question's answer."""
+        """Mean squared error of an image's velocity, and mean cross-entropy of a question's answer."""
         weight = batch["weight"]
         items = _items(batch)
-        pictures = {n: self._noisy(item["latents"], rng.of(n)) for n, item in enumerate(items) if "latents" in item}
-        drawn = {n: picture.piece for n, picture in pictures.items()}
+        images = {n: self._noisy(item["latents"], rng.of(n)) for n, item in enumerate(items) if "latents" in item}
+        drawn = {n: image.piece for n, image in images.items()}
         packed = pack(_sequences(items, drawn), self.marks, self.sizes)
         logits, velocities = model[COMPONENT](**packed.arguments)
         errors = _answer_errors(logits, packed, [len(item.get("answer", ())) + 1 for item in items])
         begin = 0
-        for n, picture in pictures.items():
-            end = begin + picture.num_patches
-            error = picture.error(velocities[begin:end], items[n].get("mask"))
+        for n, image in images.items():
+            end = begin + image.num_patches
+            error = image.error(velocities[begin:end], items[n].get("mask"))
             errors = errors.index_add(0, packed.arguments["text"].new_tensor([n]), error)
             begin = end
-        kinds = errors.new_tensor([[n in pictures, n not in pictures] for n in range(len(items))])
+        kinds = errors.new_tensor([[n in images, n not in images] for n in range(len(items))])
         summed = errors * weight
         parts = torch.stack([summed.detach() @ kinds, (weight > 0).to(kinds.dtype) @ kinds], dim=1)
         weights = kinds @ errors.new_tensor([1.0, self.objective.text_weight])
-        # A pass may hold no picture to draw, but ranks wait for each other in all parts of the network.
+        # A pass may hold no image to draw, but ranks wait for each other in all parts of the network.
         total = (summed * weights).sum() + velocities[:0].float().sum()
         return Loss(total, weight.count_nonzero(), parts)
 
@@ -300,9 +300,9 @@ class BagelFamily(MultimodalFamily):
         return str(self.tokenizer.decode(ids[:length], skip_special_tokens=True))
 
     def blank_example(self, width: int, height: int, text_tokens: int, dtype: torch.dtype) -> Example:
-        """A question about a picture of that size, which takes more memory than drawing it.
+        """A question about an image of that size, which takes more memory than drawing it.
 
-        The picture has any shape with about as many patches: if sides were rounded, twice the pixels would not be
+        The image has any shape with about as many patches: if sides were rounded, twice the pixels would not be
         twice the patches.
         """
         patch, longest = self.sizes.vision.patch_size, self.sizes.vision.max_side
@@ -324,7 +324,7 @@ class BagelFamily(MultimodalFamily):
         return torch.tensor(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
 
     def _noisy(self, latents: Tensor, rng: SampleRng) -> _Noisy:
-        """Add noise to a picture. latents: (C, h, w).  rng: the picture's random numbers."""
+        """Add noise to an image. latents: (C, h, w).  rng: the image's random numbers."""
         num_patches = latents.shape[1] * latents.shape[2] // PATCH**2
         sigma = draw_sigma(self.objective, self.shift, num_patches, rng)
         noise = rng.normal("noise", latents.shape)
@@ -341,14 +341,14 @@ FAMILY = BagelFamily
 
 @dataclass(frozen=True)
 class _Noisy:
-    """A noisy picture to train on. target: its velocity, (C, h, w)."""
+    """A noisy image to train on. target: its velocity, (C, h, w)."""
 
     piece: DrawnPiece
     target: Tensor
     num_patches: int
 
     def error(self, velocities: Tensor, mask: Tensor | None) -> Tensor:
-        """The picture's error, (1,). velocities: (patches, values of a patch).  mask: (h, w), the loss's."""
+        """The image's error, (1,). velocities: (patches, values of a patch).  mask: (h, w), the loss's."""
         prediction = unpatched(velocities.float(), *self.target.shape[1:])
         return squared_error(prediction[None], self.target[None], None if mask is None else mask[None])
 
@@ -363,12 +363,12 @@ def _items(batch: Batch) -> list[Example]:
 
 
 def _sequences(items: Sequence[Example], drawn: Mapping[int, DrawnPiece]) -> list[list[Piece]]:
-    """The pieces of each item. drawn: {index of an item: the picture that it is trained to draw}."""
+    """The pieces of each item. drawn: {index of an item: the image that it is trained to draw}."""
     return [_drawing(item["caption"], drawn[n]) if n in drawn else _looking(item) for n, item in enumerate(items)]
 
 
-def _drawing(caption: Tensor, picture: DrawnPiece) -> list[Piece]:
-    return [*([TextPiece(caption)] if len(caption) else []), picture]
+def _drawing(caption: Tensor, image: DrawnPiece) -> list[Piece]:
+    return [*([TextPiece(caption)] if len(caption) else []), image]
 
 
 def _looking(item: Example) -> list[Piece]:
@@ -376,7 +376,7 @@ def _looking(item: Example) -> list[Piece]:
 
 
 def _answer_errors(logits: Tensor, packed: Packed, lengths: Sequence[int]) -> Tensor:
-    """Mean cross-entropy of each answer, 0 for a picture: (B,). lengths: tokens of the answers with their ends."""
+    """Mean cross-entropy of each answer, 0 for an image: (B,). lengths: tokens of the answers with their ends."""
     losses = F.cross_entropy(logits.float(), packed.labels, reduction="none")
     sums = losses.new_zeros(len(lengths)).index_add(0, packed.label_sequences, losses)
     return sums / sums.new_tensor(lengths)

@@ -200,7 +200,7 @@ class Flux1(ImageFamily):
         cfg: CompleteSample,
         rng: SampleRng,
     ) -> Image.Image:
-        """Draw a picture. Only dev reads `cfg.guidance`; no model reads the negative prompt."""
+        """Draw an image. Only dev reads `cfg.guidance`; no model reads the negative prompt."""
         device = device_of(encoder)
         width, height = (2 * (side // self.size_multiple) for side in cfg.size)
         prompt = {key: tensor.to(device).unsqueeze(0) for key, tensor in text.items()}

@@ -44,7 +44,7 @@ from trainer.models.parts.folder import (
     write_random,
     write_tiny,
 )
-from trainer.models.parts.images import device_of, pack, patchify, picture_of, pixels_of, unpack, unpatchify
+from trainer.models.parts.images import device_of, image_of, pack, patchify, pixels_of, unpack, unpatchify
 from trainer.models.parts.text_encoder import (
     TextEncoder,
     hidden_states,
@@ -189,7 +189,7 @@ class QwenImage(ImageFamily):
 
     @torch.no_grad()
     def encode_image(self, encoder: Any, image: Image.Image) -> Example:
-        # The autoencoder belongs to a video model: a picture is a film of one frame.
+        # The autoencoder belongs to a video model: an image is a film of one frame.
         film = encoder.encode(pixels_of(image, device_of(encoder)).unsqueeze(2)).latent_dist.mode()
         mean, std = _latent_statistics(encoder)
         return {"latents": ((film.squeeze(2) - mean) / std)[0].cpu()}
@@ -296,7 +296,7 @@ class QwenImage(ImageFamily):
         config = self._architecture
         if config.use_additional_t_cond or config.use_layer3d_rope or config.zero_cond_t:
             raise InputError(
-                f"{self._folder.field} {self.folder}: the transformer also reads other pictures or layers; "
+                f"{self._folder.field} {self.folder}: the transformer also reads other images or layers; "
                 "only text-to-image models are trained, use Qwen-Image"
             )
         given = (4 * self._vae["z_dim"], self._language_model["hidden_size"])
@@ -351,7 +351,7 @@ def _latent_statistics(vae: Any) -> tuple[Tensor, Tensor]:
 def _decode(vae: Any, latents: Tensor) -> Image.Image:
     mean, std = _latent_statistics(vae)
     film = vae.decode((latents * std + mean).unsqueeze(2), return_dict=False)[0]
-    return picture_of(film.squeeze(2))
+    return image_of(film.squeeze(2))
 
 
 # The model of `model.path: tiny`.

@@ -195,7 +195,7 @@ class ZImage(ImageFamily):
         cfg: CompleteSample,
         rng: SampleRng,
     ) -> Image.Image:
-        """Draw a picture. `cfg.guidance` is 1 more than the pipeline's `guidance_scale`, which is 0 for no guidance."""
+        """Draw an image. `cfg.guidance` is 1 more than the pipeline's `guidance_scale`, which is 0 for no guidance."""
         device = device_of(encoder)
         width, height = (2 * (side // self.size_multiple) for side in cfg.size)
         prompts = [
@@ -263,11 +263,11 @@ class ZImage(ImageFamily):
         return Architecture(config.n_layers, config.n_refiner_layers, config.dim)
 
     def _check_inputs(self) -> None:
-        """Refuse parts that do not fit together, and Omni, which also reads pictures."""
+        """Refuse parts that do not fit together, and Omni, which also reads images."""
         config = self._architecture
         if config.siglip_feat_dim is not None:
             raise InputError(
-                f"{self._folder.field} {self.folder}: the transformer reads SigLIP features of other pictures; "
+                f"{self._folder.field} {self.folder}: the transformer reads SigLIP features of other images; "
                 "only text-to-image models are trained, use Z-Image or Z-Image-Turbo"
             )
         given = (self._vae["latent_channels"], self._language_model["hidden_size"])

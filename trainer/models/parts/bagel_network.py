@@ -1,11 +1,11 @@
-"""BAGEL's network: a decoder that reads text and pictures and draws latents, in one sequence (arXiv 2505.14683).
+"""BAGEL's network: a decoder that reads text and images and draws latents, in one sequence (arXiv 2505.14683).
 
-Each token is text, a patch of a seen picture, or a patch of noisy latents. All tokens attend to each other as the mask
-allows; every other weight belongs to one of two experts: `understanding` for text and seen pictures, `generation` for
+Each token is text, a patch of a seen image, or a patch of noisy latents. All tokens attend to each other as the mask
+allows; every other weight belongs to one of two experts: `understanding` for text and seen images, `generation` for
 latents. Tokens are kept in that order, so that no layer scatters or gathers; the mask and `positions` hold where a
 token is in its sequence.
 
-Shapes: T text tokens, P patches of seen pictures, N patches of latents, S = T + P + N, D the width.
+Shapes: T text tokens, P patches of seen images, N patches of latents, S = T + P + N, D the width.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Rows = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class VisionSizes:
-    """Sizes of the encoder of seen pictures, a SigLIP.
+    """Sizes of the encoder of seen images, a SigLIP.
 
     Attributes:
-        max_side: Patches per side of the largest picture.
+        max_side: Patches per side of the largest image.
     """
 
     width: int
@@ -56,7 +56,7 @@ class BagelSizes:
 
     Attributes:
         num_kv_heads: Heads of keys and values.
-        latent_side: Patches per side of the largest drawn picture.
+        latent_side: Patches per side of the largest drawn image.
         latent_numbers: Number of values in one patch of latents.
     """
 
@@ -135,12 +135,12 @@ class Bagel(nn.Module):
             text: (T,) token ids.
             predicted: (K,) indices of the text tokens after which the next token is predicted.
             patches: (P, values of a patch), pixels by row, column and channel, in [-1, 1].
-            patch_cells: (P,) cell in the picture's grid, row x `max_side` + column.
-            patch_rows: `rows` for the patches of each seen picture.
+            patch_cells: (P,) cell in the image's grid, row x `max_side` + column.
+            patch_rows: `rows` for the patches of each seen image.
             patch_back: `back` for these patches.
-            patch_mask: (pictures, 1, L) whether an entry of `patch_rows` is a patch, not padding.
+            patch_mask: (images, 1, L) whether an entry of `patch_rows` is a patch, not padding.
             latents: (N, latent numbers), noisy, by row, column and channel.
-            latent_cells: (N,) cell in the picture's grid, row x `latent_side` + column.
+            latent_cells: (N,) cell in the image's grid, row x `latent_side` + column.
             sigma: (N,) share of noise, 0 = data, 1 = noise.
             positions: (S,) positions for rotary embeddings.
             rows: (B, L) indices of the tokens of each packed sequence; padding may be any index.
@@ -161,7 +161,7 @@ class Bagel(nn.Module):
         return self.text_out(texts), self.latent_out(self.generation_norm(generation))
 
     def _encode_seen(self, patches: Tensor, cells: Tensor, rows: Rows) -> Tensor:
-        """Encode the seen pictures, (P, D). A rank without a picture runs the encoder too: other ranks wait for it."""
+        """Encode the seen images, (P, D). A rank without an image runs the encoder too: other ranks wait for it."""
         is_empty = len(patches) == 0
         if is_empty:
             patches, cells = patches.new_zeros(1, patches.shape[1]), cells.new_zeros(1)
@@ -247,7 +247,7 @@ class Expert(nn.Module):
 
 
 class BagelVision(nn.Module):
-    """The encoder of seen pictures: any number of them, of any shape, in one sequence of patches."""
+    """The encoder of seen images: any number of them, of any shape, in one sequence of patches."""
 
     def __init__(self, sizes: VisionSizes) -> None:
         super().__init__()
@@ -338,7 +338,7 @@ def attention_mask(index: Tensor, piece: Tensor, whole: Tensor, noisy: Tensor, i
 
     Args:
         index: (B, L) index of the token in its sequence.
-        piece: (B, L) index of its piece: a text, or a picture with its marks.
+        piece: (B, L) index of its piece: a text, or an image with its marks.
         whole: (B, L) whether it sees all of its own piece, as patches do; text sees the tokens before it.
         noisy: (B, L) whether it belongs to latents that are being drawn, which only their own piece sees.
         is_token: (B, L) whether it is a token, not padding.

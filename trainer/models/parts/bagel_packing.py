@@ -1,4 +1,4 @@
-"""Packs sequences of text and pictures for BAGEL's network: tokens grouped by kind, marks around pieces, a mask."""
+"""Packs sequences of text and images for BAGEL's network: tokens grouped by kind, marks around pieces, a mask."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PATCH = 2
 
 @dataclass(frozen=True)
 class Marks:
-    """Token ids that begin and end a text and a picture."""
+    """Token ids that begin and end a text and an image."""
 
     text_begin: int
     text_end: int
-    picture_begin: int
-    picture_end: int
+    image_begin: int
+    image_end: int
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class SeenPiece:
-    """A picture that the model sees.
+    """An image that the model sees.
 
     Attributes:
         pixels: (3, H, W) in [-1, 1], sides in multiples of the encoder's patch.
@@ -52,7 +52,7 @@ class SeenPiece:
 
 @dataclass(frozen=True)
 class DrawnPiece:
-    """A picture that is drawn.
+    """An image that is drawn.
 
     Attributes:
         latents: (C, H, W), noisy, sides in multiples of 2.
@@ -84,11 +84,11 @@ class Packed:
 def pack(sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes) -> Packed:
     """Pack sequences that do not see each other. All tensors of the pieces must be on one device.
 
-    The tokens of a text have one position each; all of a picture is at one position. As in the model's training, a
-    picture that is being drawn is seen only by its own piece, and is therefore the last piece.
+    The tokens of a text have one position each; all of an image is at one position. As in the model's training, an
+    image that is being drawn is seen only by its own piece, and is therefore the last piece.
 
     Raises:
-        ValueError: A picture is larger than the model's grid.
+        ValueError: An image is larger than the model's grid.
     """
     texts, seen, drawn = _collected(sequences, marks, sizes)
     one = texts[0].content  # for the type and device of ids
@@ -121,8 +121,8 @@ class Owners:
 
     Attributes:
         text: (text tokens,).
-        seen: (patches of seen pictures,).
-        drawn: (patches of drawn pictures,).
+        seen: (patches of seen images,).
+        drawn: (patches of drawn images,).
         predicted: (K,).
     """
 
@@ -174,7 +174,7 @@ class _Part:
     Attributes:
         content: Ids or patches.
         indices: Indices in the sequence.
-        grid: Cells in the picture's grid.
+        grid: Cells in the image's grid.
         is_learned: Whether every token except the first is predicted.
     """
 
@@ -184,7 +184,7 @@ class _Part:
     positions: Tensor
     grid: Tensor
     sigma: Tensor
-    in_picture: bool = False
+    in_image: bool = False
     is_noisy: bool = False
     is_learned: bool = False
 
@@ -199,7 +199,7 @@ class _Part:
 def _collected(
     sequences: Sequence[Sequence[Piece]], marks: Marks, sizes: BagelSizes
 ) -> tuple[list[_Part], list[_Part], list[_Part]]:
-    """The parts of texts, of seen pictures and of drawn pictures."""
+    """The parts of texts, of seen images and of drawn images."""
     texts: list[_Part] = []
     seen: list[_Part] = []
     drawn: list[_Part] = []
@@ -211,10 +211,10 @@ def _collected(
                 texts.append(_text(piece, at, marks))
                 index, position = index + len(texts[-1]), position + len(texts[-1])
                 continue
-            pictures = seen if isinstance(piece, SeenPiece) else drawn
-            pictures.append(_seen(piece, at, sizes) if isinstance(piece, SeenPiece) else _drawn(piece, at, sizes))
-            texts += _marked(pictures[-1], at, marks)
-            index, position = index + len(pictures[-1]) + 2, position + 1
+            images = seen if isinstance(piece, SeenPiece) else drawn
+            images.append(_seen(piece, at, sizes) if isinstance(piece, SeenPiece) else _drawn(piece, at, sizes))
+            texts += _marked(images[-1], at, marks)
+            index, position = index + len(images[-1]) + 2, position + 1
     return texts, seen, drawn
 
 
@@ -255,7 +255,7 @@ def _mask(order: Sequence[_Part], rows: Tensor, back: Tensor) -> Tensor:
     return attention_mask(
         torch.cat([part.indices for part in order])[rows],
         torch.cat([part.column(part.at.piece) for part in order])[rows],
-        torch.cat([part.column(int(part.in_picture)) for part in order]).bool()[rows],
+        torch.cat([part.column(int(part.in_image)) for part in order]).bool()[rows],
         torch.cat([part.column(int(part.is_noisy)) for part in order]).bool()[rows],
         _is_token(rows, back),
     )
@@ -272,18 +272,18 @@ def _text(piece: TextPiece, at: _At, marks: Marks) -> _Part:
 def _seen(piece: SeenPiece, at: _At, sizes: BagelSizes) -> _Part:
     size = sizes.vision.patch_size
     rows, columns = (side // size for side in piece.pixels.shape[1:])
-    return _picture(patched(piece.pixels, size), at, rows, columns, sizes.vision.max_side, None)
+    return _image(patched(piece.pixels, size), at, rows, columns, sizes.vision.max_side, None)
 
 
 def _drawn(piece: DrawnPiece, at: _At, sizes: BagelSizes) -> _Part:
     rows, columns = (side // PATCH for side in piece.latents.shape[1:])
-    return _picture(patched(piece.latents), at, rows, columns, sizes.latent_side, piece.sigma)
+    return _image(patched(piece.latents), at, rows, columns, sizes.latent_side, piece.sigma)
 
 
-def _picture(patches: Tensor, at: _At, rows: int, columns: int, side: int, sigma: Tensor | None) -> _Part:
-    """The part of a picture. side: cells per side of the largest grid."""
+def _image(patches: Tensor, at: _At, rows: int, columns: int, side: int, sigma: Tensor | None) -> _Part:
+    """The part of an image. side: cells per side of the largest grid."""
     if max(rows, columns) > side:
-        raise ValueError(f"a picture of {rows} x {columns} patches is larger than the model's {side} x {side}")
+        raise ValueError(f"an image of {rows} x {columns} patches is larger than the model's {side} x {side}")
     steps = torch.arange(len(patches), device=patches.device)
     grid = steps // columns * side + steps % columns
     positions = torch.full_like(steps, at.position)
@@ -291,10 +291,10 @@ def _picture(patches: Tensor, at: _At, rows: int, columns: int, side: int, sigma
     return _Part(at, patches, at.index + 1 + steps, positions, grid, noise, True, sigma is not None)
 
 
-def _marked(picture: _Part, at: _At, marks: Marks) -> list[_Part]:
-    """The two tokens around a picture, which see the same tokens and are seen by the same tokens as the picture."""
-    ends = [(marks.picture_begin, at.index), (marks.picture_end, at.index + len(picture) + 1)]
-    one = picture.indices.new_tensor
+def _marked(image: _Part, at: _At, marks: Marks) -> list[_Part]:
+    """The two tokens around an image, which see the same tokens and are seen by the same tokens as the image."""
+    ends = [(marks.image_begin, at.index), (marks.image_end, at.index + len(image) + 1)]
+    one = image.indices.new_tensor
     return [
         _Part(
             at,
@@ -302,9 +302,9 @@ def _marked(picture: _Part, at: _At, marks: Marks) -> list[_Part]:
             one([index]),
             one([at.position]),
             one([0]),
-            picture.sigma,
+            image.sigma,
             True,
-            picture.is_noisy,
+            image.is_noisy,
         )
         for mark, index in ends
     ]

@@ -218,7 +218,7 @@ def sampler_name(folder: ModelFolder) -> str:
 
 
 def choose_sampler(name: str, schedule: NoiseSchedule, num_steps: int) -> tuple[str, str | None]:
-    """Return (`name`, None) if pictures can be drawn with this class, else (Euler's method, the reason)."""
+    """Return (`name`, None) if images can be drawn with this class, else (Euler's method, the reason)."""
     try:
         make_sampler(name, schedule, num_steps, torch.Generator(), torch.device("cpu"))
     except InputError as error:
@@ -239,7 +239,7 @@ def make_sampler(
         device: Device of its tensors.
 
     Raises:
-        InputError: Pictures cannot be drawn with it; the message is the reason.
+        InputError: Images cannot be drawn with it; the message is the reason.
     """
     kind = _sampler_class(name, schedule)
     settings = dict(schedule.config)

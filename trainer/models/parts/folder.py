@@ -63,7 +63,7 @@ class ModelFolder:
 
         Args:
             component: The encoder.
-            model_types: Allowed types of the whole model, or of its text part if it also reads pictures.
+            model_types: Allowed types of the whole model, or of its text part if it also reads images.
 
         Raises:
             InputError: The config has another type.

@@ -1,4 +1,4 @@
-"""Converts between pictures, pixels, latents and tokens."""
+"""Converts between images, pixels, latents and tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pixels_of(image: Image.Image, device: torch.device) -> Tensor:
     return levels.permute(0, 3, 1, 2).to(device) / 255 * 2 - 1
 
 
-def picture_of(pixels: Tensor) -> Image.Image:
+def image_of(pixels: Tensor) -> Image.Image:
     """Convert pixels (1, 3, H, W), clamped to [-1, 1], to an RGB image."""
     levels = ((pixels[0] / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
     return Image.fromarray(levels.permute(1, 2, 0).cpu().numpy())

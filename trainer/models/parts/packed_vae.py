@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from trainer.models.parts.folder import fill_random, save_module
-from trainer.models.parts.images import device_of, patchify, picture_of, pixels_of, unpatchify
+from trainer.models.parts.images import device_of, image_of, patchify, pixels_of, unpatchify
 from trainer.rng import generator
 
 
@@ -30,9 +30,9 @@ def encode_packed(vae: Any, image: Image.Image) -> Tensor:
 
 
 def decode_packed(vae: Any, latents: Tensor) -> Image.Image:
-    """Decode normalised latents (1, 4C, h, w) to a picture."""
+    """Decode normalised latents (1, 4C, h, w) to an image."""
     mean, std = latent_statistics(vae)
-    return picture_of(vae.decode(unpatchify(latents * std + mean), return_dict=False)[0])
+    return image_of(vae.decode(unpatchify(latents * std + mean), return_dict=False)[0])
 
 
 def latent_statistics(vae: Any) -> tuple[Tensor, Tensor]:

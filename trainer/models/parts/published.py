@@ -48,6 +48,6 @@ def published_folder(model: ModelConfig, cache: Path) -> Path:
 
 def _replace(file: Path, values: dict[str, Any]) -> None:
     config = json.loads(file.read_text(encoding="utf-8"))
-    text = config.get("text_config", config)  # encoders that also read pictures have it
+    text = config.get("text_config", config)  # encoders that also read images have it
     text |= values
     file.write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -10,7 +10,7 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from PIL import Image
 from torch import Tensor
 
-from trainer.models.parts.images import device_of, picture_of, pixels_of
+from trainer.models.parts.images import device_of, image_of, pixels_of
 
 
 def build_vae(config: Mapping[str, Any]) -> AutoencoderKL:
@@ -30,9 +30,9 @@ def encode_latents(vae: Any, image: Image.Image) -> Tensor:
 
 
 def decode_latents(vae: Any, latents: Tensor) -> Image.Image:
-    """Decode normalised latents (1, C, h, w) to a picture."""
+    """Decode normalised latents (1, C, h, w) to an image."""
     latents = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0)
-    return picture_of(vae.decode(latents, return_dict=False)[0])
+    return image_of(vae.decode(latents, return_dict=False)[0])
 
 
 def published_vae(latent_channels: int, has_quant_conv: bool = False) -> dict[str, Any]:
