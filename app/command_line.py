@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.util
 import subprocess
 import sys
@@ -16,6 +17,11 @@ from trainer.config.presets import preset_file
 from trainer.config.sections import ExportConfig
 from trainer.config.terminal import complain, printable, say
 
+REFUSED_PATHS = {
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP), "name another path"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it writable for you, or name another path"),
+}
+"""{what the system says of a path: what to do}"""
 TAKEN_BY = {
     "run_dir": ("headless",),
     "slurm": ("headless",),
@@ -68,6 +74,11 @@ def main(argv: Sequence[str]) -> int:
         return _dispatch(options, parser)
     except InputError as error:
         complain(error)
+        return 2
+    except OSError as error:
+        if error.errno not in REFUSED_PATHS or error.filename is None:
+            raise
+        complain(f"{error.filename}: {error.strerror}; {REFUSED_PATHS[error.errno]}")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -227,10 +238,13 @@ def _is_page(options: argparse.Namespace) -> bool:
 def _page(options: argparse.Namespace) -> int:
     if importlib.util.find_spec("gradio") is None:
         raise InputError("the page needs gradio: pip install 'gradio>=6.31,<7'; --headless needs none")
-    from app.web import server
+    from app.web.access import Access
 
     host, port = options.host or "127.0.0.1", options.port or 7860
-    server.serve(options.runs, host, port, options.name or (), options.auth, options.auth_file)
+    access = Access.checked(host, port, options.name or (), options.auth, options.auth_file)
+    from app.web import server
+
+    server.serve(options.runs, access)
     return 0
 
 

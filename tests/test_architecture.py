@@ -28,6 +28,7 @@ NEVER = frozenset({"accelerate", "deepspeed", "lightning", "pytorch_lightning", 
 HEAVY = frozenset({"diffusers", "gradio", "ipywidgets", "numpy", "peft", "safetensors", "torch", "transformers"})
 READS_ENVIRONMENT = frozenset(
     {
+        "app.web.access",
         "app.web.server",
         "trainer.__main__",
         "trainer.launcher.network",

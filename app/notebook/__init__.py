@@ -23,10 +23,10 @@ from app.notebook.lessons import Table, exercise, gallery
 from trainer import plan as plans
 from trainer.benchmark import variants as trials
 from trainer.benchmark.variants import Trial
+from trainer.config import presets
 from trainer.config.errors import InputError
 from trainer.config.installation import CHECKOUT
 from trainer.config.load import ConfigFile, load_config
-from trainer.config.presets import preset_file
 from trainer.config.terminal import say
 from trainer.launcher import commands, preflight, torchrun
 from trainer.launcher.torchrun import RunHandle
@@ -54,6 +54,11 @@ def device(ranks: int) -> Literal["cuda", "cpu"]:
         return "cpu"
 
 
+def preset_file(preset: str | Path) -> Path:
+    """Return the file of a preset, given as a file or by name. Raises InputError if there is none of that name."""
+    return presets.preset_file(preset, RUNS / "presets")
+
+
 def config(preset: str | Path, *overrides: str) -> ConfigFile:
     """Load the config of a preset name or a file, with `key=value` overrides.
 
@@ -61,12 +66,12 @@ def config(preset: str | Path, *overrides: str) -> ConfigFile:
         ConfigError: The config has problems; names every one.
         InputError: There is no preset of that name.
     """
-    return load_config(preset_file(preset, RUNS / "presets"), overrides)
+    return load_config(preset_file(preset), overrides)
 
 
 def form(preset: str | Path = "quickstart", *overrides: str) -> Form:
     """Return a form of the config, shown below a cell that ends with it. Its `config` is what the form shows."""
-    return Form(preset_file(preset, RUNS / "presets"), overrides, named=str(preset))
+    return Form(preset_file(preset), overrides, named=str(preset))
 
 
 @dataclass(frozen=True)

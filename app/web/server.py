@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import threading
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,17 +19,16 @@ from markupsafe import escape
 from app import html
 from app.studio import Studio
 from app.web import security, theme
+from app.web.access import Access
 from app.web.pages import dataset, doctor, export, queue, runs, samples, train, watch
 from app.web.pages.parts import QUIET, VIEWER, VIEWER_SCRIPT
 from app.web.pages.renew import Tick, choices, keep_renewing
-from trainer.config.errors import InputError
 from trainer.config.terminal import say
 
 BUTTONS = {"stop": "Stop", "save": "Save now", "sample": "Sample now", "resume": "Resume"}
 MOST_BROWSERS = 16
 """Browsers whose state is remembered, at 2 MB each. Any others are sent everything again; nothing is lost."""
 TICK_S, SLOW_TICK_S = 1.5, 3.0
-PASSWORD_VARIABLE = "SHARDSTUDIO_AUTH"
 PLAIN_TEMPLATE = "${value}"
 """Template of `gr.HTML` components that show their value as it is; charts have other templates."""
 QUEUE_POLL_S = 10.0
@@ -111,22 +108,8 @@ def _all_runs(studio: Studio, run: gr.Dropdown) -> Tick:
     return Tick(show, [run], [run])
 
 
-def serve(runs: Path, host: str, port: int, names: Sequence[str], auth: str | None, auth_file: Path | None) -> None:
-    """Serve the page until Ctrl-C.
-
-    Args:
-        names: HOST or HOST:PORT under which other machines reach the page.
-        auth: USER:PASS.
-        auth_file: File with one line USER:PASS.
-
-    Raises:
-        InputError: The port is taken, a name or password is invalid, or others could reach the page without a password.
-    """
-    user = _user(host, auth, auth_file)
-    known = [security.parsed_name(name) for name in names]
-    if host not in security.LOCAL:
-        known += security.own_names(host)
-    _require_free(host, port)
+def serve(runs: Path, access: Access) -> None:
+    """Serve the page of the folder `runs` until Ctrl-C."""
     studio = Studio(runs)
     studio.prepare()
     studio.run_queue()
@@ -135,22 +118,22 @@ def serve(runs: Path, host: str, port: int, names: Sequence[str], auth: str | No
     app = _mounted(blocks, studio)
     app.add_middleware(
         security.Guard,
-        names=known,
-        port=port,
+        names=access.names,
+        port=access.port,
         secret=_secret(studio),
         token=token,
-        login=security.Login(*user) if user else None,
+        login=security.Login(*access.user) if access.user else None,
     )
-    for line in _addresses(host, port, known, bool(names), "" if user else f"/?token={token}"):
+    for line in access.addresses("" if access.user else f"/?token={token}"):
         say(line)
     # With --name, a proxy on this machine is trusted for the client's address and for whether it used https.
     config = uvicorn.Config(
         app,
-        host=host,
-        port=port,
+        host=access.host,
+        port=access.port,
         log_level="warning",
         server_header=False,
-        proxy_headers=bool(names),
+        proxy_headers=access.is_named,
         forwarded_allow_ips=["127.0.0.1", "::1"],
     )
     # In a daemon thread: uvicorn's own shutdown waits for every browser that shows the page.
@@ -189,54 +172,3 @@ def _mounted(blocks: gr.Blocks, studio: Studio) -> FastAPI:
         max_file_size="1mb",
         show_error=False,
     )
-
-
-def _user(host: str, auth: str | None, auth_file: Path | None) -> tuple[str, str] | None:
-    """User and password; None for a page that is opened with the token in its address."""
-    given = os.environ.pop(PASSWORD_VARIABLE, None)  # child processes must not inherit it
-    if auth_file is not None:
-        return security.read_password(auth_file)
-    if auth is not None:
-        say(f"--auth: every user of this machine can read it; use --auth-file FILE or {PASSWORD_VARIABLE}")
-        return security.password(auth, "--auth")
-    if given is not None:
-        return security.password(given, PASSWORD_VARIABLE)
-    if host not in security.LOCAL:
-        raise InputError(
-            f"--host {host}: others could start runs here; add --auth-file FILE with one line USER:PASS, "
-            f"or set {PASSWORD_VARIABLE}"
-        )
-    return None
-
-
-def _addresses(host: str, port: int, names: Sequence[security.Name], is_named: bool, path: str) -> Iterator[str]:
-    """Yield the addresses of the page, and advice.
-
-    Args:
-        is_named: Whether --name was given.
-        path: Path and token that open the page.
-    """
-    if host in security.LOCAL:
-        yield f"http://{security.literal(host)}:{port}{path}"
-    for name in names:
-        if host in security.LOCAL:
-            yield f"https://{name}{path}"
-        else:
-            yield f"http://{name}{path}" if name.port else f"http://{name}:{port}{path}"
-    if host not in security.LOCAL:
-        yield "The password crosses the network in clear text; app/web/proxy/ has examples of a TLS proxy."
-        if not is_named:
-            yield "To reach the page by another name, add --name HOST[:PORT]."
-
-
-def _require_free(host: str, port: int) -> None:
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise InputError(f"--host {host}: not an address of this machine ({error.strerror}); name another") from error
-    with socket.socket(family, kind) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            raise InputError(f"--port {port}: cannot be used on {host} ({error.strerror}); name another") from error

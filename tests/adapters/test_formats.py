@@ -42,10 +42,14 @@ def sdxl(cache: Path) -> Example:
     return cached_example("sdxl", cache)
 
 
+QUICK = ("flux2", "sdxl", "bagel", "causal_lm")
+"""Families whose files `make test` reads for every adapter; those of the others are named alike."""
+
+
 @pytest.mark.parametrize(
     ("family", "adapter"),
     [
-        (name, a)
+        pytest.param(name, a, marks=() if name in QUICK or a in ("lora", "dora") else pytest.mark.slow)
         for name in families.names()
         for a in KINDS
         if a != "locon" or families.get(name).conv_targets
@@ -79,7 +83,7 @@ def written(
     return list(zip(files, saved(files, folder), strict=True))
 
 
-@pytest.mark.parametrize("adapter", ["lora", "dora", "loha"])
+@pytest.mark.parametrize("adapter", ["lora", "dora", pytest.param("loha", marks=pytest.mark.slow)])
 def test_text_encoders_are_written_beside_the_denoiser(sdxl: Example, adapter: str, tmp_path: Path) -> None:
     layers = sdxl.adapter(adapter, sdxl.family.components)
     for format in FORMATS:

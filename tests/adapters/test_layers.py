@@ -310,7 +310,9 @@ def linear_output(adapted: Adapted, samples: tuple[int, ...]) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's tracer looks
-@cases
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if "," in case else ()) for case in CONFIGS]
+)
 def test_compiled_and_recomputed_blocks_train_as_plain_ones(case: str) -> None:
     train = TrainConfig(checkpointing="full", compile=True, compile_backend="aot_eager", precision="fp32")
     plain, compiled = net(CONFIGS[case]), net(CONFIGS[case])

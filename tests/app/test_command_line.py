@@ -112,6 +112,15 @@ def test_a_command_line_that_makes_no_sense_is_refused_in_one_line(argv, message
     assert err.splitlines()[-1] == f"launch.py: error: {message}"
 
 
+@pytest.mark.parametrize("argv", ["--headless {}.yaml", "--headless {}", "--plan ./{}", "--doctor --runs {}"])
+def test_a_path_that_the_system_refuses_is_named_in_one_line(argv, capsys):
+    long = "x" * 300
+    assert command_line.main(argv.format(long).split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert long in line
+    assert line.endswith(": File name too long; name another path")
+
+
 def test_options_may_stand_between_overrides(tmp_path, capsys):
     preset = tmp_path / "preset.yaml"
     preset.write_text("name: fox\n")

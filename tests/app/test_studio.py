@@ -116,6 +116,7 @@ def test_a_queue_that_cannot_be_worked_off_says_why_and_goes_on_when_it_can(stud
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_the_page_loads_no_torch():
     heavy = "{'torch', 'diffusers', 'transformers', 'numpy.testing'} & set(sys.modules)"
     program = f"import sys, app.web.server; sys.exit(str({heavy}) if {heavy} else 0)"

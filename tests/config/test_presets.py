@@ -41,15 +41,27 @@ def test_a_preset_that_was_saved_beside_the_runs_is_named_likewise(here):
     assert list(find_presets(saved.parent))[:2] == ["quickstart", "mine"]
 
 
-@pytest.mark.parametrize("file", ["quickstart", "quickstart.yaml"])
-def test_a_file_of_that_name_in_the_current_folder_wins(file, here):
-    (here / file).touch()
-    assert preset_file("quickstart", Path("runs/presets")) == Path(file)
+def test_a_file_of_that_name_in_the_current_folder_wins(here):
+    (here / "quickstart").touch()
+    assert preset_file("quickstart", Path("runs/presets")) == Path("quickstart")
 
 
-def test_a_folder_of_that_name_does_not(here):
+def test_a_folder_of_that_name_or_a_file_with_an_ending_does_not(here):
     (here / "quickstart").mkdir()
+    (here / "quickstart.yaml").touch()
     assert preset_file("quickstart", Path("runs/presets")) == QUICKSTART
+
+
+def test_the_ending_of_a_file_in_the_current_folder_may_be_left_out(here):
+    (here / "mine.yaml").touch()
+    assert preset_file("mine", Path("runs/presets")) == Path("mine.yaml")
+
+
+def test_what_exists_and_is_no_file_is_named_when_it_is_read(here):
+    (here / "folder").mkdir()
+    (here / "loop").symlink_to("loop")
+    for name in ("folder", "loop", ".."):
+        assert preset_file(name, Path("runs/presets")) == Path(name)
 
 
 @pytest.mark.parametrize("path", ["missing.yaml", "missing/preset", "/missing"])

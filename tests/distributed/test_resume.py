@@ -110,7 +110,7 @@ MOVES = {
     ("kind", "moves"),
     [
         ("lora_with_dropout_and_average", "2_4_1"),
-        ("lora_with_dropout_and_average", "full_grad_op_ddp"),
+        pytest.param("lora_with_dropout_and_average", "full_grad_op_ddp", marks=pytest.mark.slow),
         pytest.param("full", "2_4_1", marks=pytest.mark.slow),
         pytest.param("full", "full_grad_op_ddp", marks=pytest.mark.slow),
         pytest.param("dora", "2_4_1", marks=pytest.mark.slow),

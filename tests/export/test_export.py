@@ -20,6 +20,7 @@ from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.export import export
 from trainer.export.adapter import verify_adapter
+from trainer.launcher import commands
 from trainer.models.base import ModelFamily
 from trainer.models.state_dict import BaseWeights, TrainedModel
 from trainer.rng import SampleRng
@@ -252,6 +253,7 @@ def test_an_export_that_differs_from_the_live_model_leaves_no_file(train_run: Ca
 def test_a_run_without_a_checkpoint_cannot_be_exported(tmp_path: Path) -> None:
     cfg = run_config(make_pictures(tmp_path / "pictures", 1))
     run = make_run(tmp_path, cfg, "empty")
-    with pytest.raises(InputError) as error:
-        export(cfg, run, tmp_path / "cache")
-    assert str(error.value) == f"{run.path}: has no complete checkpoint to export; resume the run first"
+    for begin in (lambda: export(cfg, run, tmp_path / "cache"), lambda: commands.begin_export(run, cfg)):
+        with pytest.raises(InputError) as error:
+            begin()
+        assert str(error.value) == f"{run.path}: has no complete checkpoint to export; resume the run first"

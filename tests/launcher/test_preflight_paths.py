@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,20 @@ def test_a_cache_that_is_not_a_folder_is_refused_before_a_run_folder_is_made(tmp
         preflight.new_run(loaded, runs)
     assert str(caught.value) == f"{runs}/cache: not a folder; remove it, or set data.cache"
     assert [path.name for path in runs.iterdir()] == ["cache"]
+
+
+def test_the_cache_next_to_a_run_folder_that_is_the_current_one_is_looked_at(folder: Path) -> None:
+    (folder / "cache").touch()
+    (folder / "run").mkdir()
+    os.chdir(folder / "run")
+    with pytest.raises(InputError, match="cache: not a folder"):
+        preflight.new_run(load_config(QUICKSTART), Path("runs"), Path("."))
+    assert not list(Path(".").iterdir())
+
+
+def test_the_adapter_that_a_stage_starts_from_is_looked_for(tmp_path: Path) -> None:
+    loaded = load_config(QUICKSTART, ["stages=[{name: a, set: {adapter.start: /nowhere}}]"])
+    with pytest.raises(InputError) as caught:
+        preflight.new_run(loaded, tmp_path / "runs")
+    assert "stage a: adapter.start: no file '/nowhere'; name the .safetensors file" in str(caught.value)
+    assert not (tmp_path / "runs").exists()

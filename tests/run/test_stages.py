@@ -133,7 +133,8 @@ def test_a_run_that_is_stopped_in_its_first_stage_does_not_begin_the_second(tmp_
     folder = staged_folder(tmp_path)
     preset = folder / "preset.yaml"
     preset.write_text(preset.read_text().replace("optim.lr: 1e-3", "train.steps: 10000"))
-    started = Started(folder, "--headless", "preset.yaml", "--run-dir", "run", run=folder / "run")
+    one_rank = ("parallel.devices=1", "parallel.strategy=none")
+    started = Started(folder, "--headless", "preset.yaml", *one_rank, "--run-dir", "run", run=folder / "run")
     try:
         started.wait_for(StepEvent)
         started.press_ctrl_c()

@@ -124,6 +124,7 @@ def mean(steps: Sequence[StepEvent], name: str) -> float:
     return sum(values) / len(values)
 
 
+@pytest.mark.slow
 def test_both_losses_fall_in_thirty_steps(bench: Bench) -> None:
     changes = {"adapter__type": "none", "optim__lr": 3e-3, "train__steps": 30, "train__batch_size": 8}
     found = steps_of(bench.trained("falling", 2, **changes).events)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 
 from trainer.config.errors import InputError
@@ -23,8 +24,8 @@ def find_presets(own: Path, shipped: Path = PRESETS) -> dict[str, Path]:
 def preset_file(preset: str | Path, own: Path) -> Path:
     """Return the file of a preset, given as a file or by name.
 
-    An existing file wins, including `NAME.yaml` in the current folder. Anything that looks like a path is returned
-    unchanged.
+    An existing file wins; then come presets, then `NAME.yaml` in the current folder. Anything that looks like a path,
+    or exists without being a file, is returned unchanged: reading it says what is wrong.
 
     Args:
         preset: A file, or the name of a preset.
@@ -36,11 +37,13 @@ def preset_file(preset: str | Path, own: Path) -> Path:
     file, name = Path(preset), str(preset)
     if file.is_file() or len(file.parts) != 1 or file.suffix in (".yaml", ".yml"):
         return file
-    if (local := Path(f"{name}.yaml")).is_file():
-        return local
     presets = find_presets(own)
     if name in presets:
         return presets[name]
+    if (local := Path(f"{name}.yaml")).is_file():
+        return local
+    if os.path.lexists(file):
+        return file
     near = [known for known in presets if name in known] or difflib.get_close_matches(name, presets, 1)
     raise InputError(f"no preset '{name}'; {_suggestion(near if len(near) <= MOST_NEAR else [], list(presets))}")
 

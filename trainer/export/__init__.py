@@ -13,7 +13,6 @@ from pathlib import Path
 from torch import Tensor
 
 from trainer.checkpoint.restore import StoredWeights
-from trainer.config.errors import InputError
 from trainer.config.load import stage_config
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter
@@ -50,11 +49,9 @@ def export(
         InputError: The run has no checkpoint, or the format does not fit the family.
         RuntimeError: The reloaded result differs from the trained weights; no file is left.
     """
-    saved = manifest.complete(run.checkpoints)
-    if not saved:
-        raise InputError(f"{run.path}: has no complete checkpoint to export; resume the run first")
+    checkpoint = manifest.to_export(run)
     family = families.make(cfg, cache)
-    weights, progress = StoredWeights(saved[-1]), manifest.progress_of(saved[-1])
+    weights, progress = StoredWeights(checkpoint), manifest.progress_of(checkpoint)
     into = folder or run.export
     if cfg.export_what == "adapter":
         return export_adapter(cfg, into, family, weights, reference or weights, progress)

@@ -20,7 +20,7 @@ from trainer.launcher import network, preflight, schedulers, torchrun
 from trainer.launcher.console import MessageEvent, ProgressDisplay, progress_display
 from trainer.launcher.schedulers import Scheduler
 from trainer.launcher.torchrun import RunHandle
-from trainer.run import failure, process
+from trainer.run import failure, manifest, process
 from trainer.run.events import (
     ErrorEvent,
     EventReader,
@@ -215,9 +215,10 @@ def begin_export(run: RunDir, cfg: RunConfig) -> subprocess.Popen[bytes]:
     """Start an export, as `cfg.export` says, in a separate process. Its exit code is 2 for the user's mistake.
 
     Raises:
-        InputError: A folder of the run is missing and cannot be made.
+        InputError: The run has no checkpoint, or a folder of it is missing and cannot be made.
     """
     run.complete_folders(cfg)
+    manifest.to_export(run)
     argv = [sys.executable, "-m", "trainer", str(run.path)]
     argv += ["--export", cfg.export_what, "--format", cfg.export.format, "--dtype", cfg.export.dtype]
     # Libraries print to stderr while they load, which is of no use to a person.

@@ -35,7 +35,7 @@ def new_run(loaded: ConfigFile, runs: Path, at: Path | None = None) -> RunDir:
         InputError: The config, its files or its images are wrong. Nothing was written.
     """
     check(loaded)
-    _prepare_cache(loaded, at.parent if at else runs)
+    _prepare_cache(loaded, at.absolute().parent if at else runs)
     run = RunDir.create(runs, loaded.config, at)
     files.make_private_if_new(shared_cache(loaded.config, run.path.parent))  # it holds encoded images and captions
     return run
@@ -65,6 +65,8 @@ def _prepare_cache(loaded: ConfigFile, runs: Path) -> None:
     if loaded.config.data.cache is None:
         if os.path.lexists(cache) and not cache.is_dir():
             raise InputError(f"{cache}: not a folder; remove it, or set data.cache")
+        if runs.is_dir() and not cache.exists() and not os.access(runs, os.W_OK):
+            raise InputError(f"{cache}: the folder cannot be made; make {runs} writable, or set data.cache")
         return
     try:
         files.make_private_if_new(cache)
@@ -94,7 +96,7 @@ def check(loaded: ConfigFile, is_new: bool = True) -> None:
     """
     check_named(loaded, is_new)
     for index in range(len(loaded.config.stages)):
-        _check_stage(loaded, index)
+        _check_stage(loaded, index, is_new)
     _check_data(loaded.config)
     _check_model(loaded)
     _check_trackers(loaded)
@@ -125,12 +127,12 @@ def _new_run_rules(cfg: RunConfig) -> list[Problem]:
     return list(dict.fromkeys(problem for part in (cfg, *stage_configs(cfg)) for problem in start_rules(part)))
 
 
-def _check_stage(loaded: ConfigFile, index: int) -> None:
-    """Raise InputError if files or data of a stage are wrong."""
+def _check_stage(loaded: ConfigFile, index: int, is_new: bool) -> None:
+    """Raise InputError if files or data of a stage are wrong. is_new: as for `check`."""
     name = loaded.config.stages[index].name
     try:
         stage = replace(loaded, config=stage_config(loaded.config, index), source=Path(f"stage {name}"), origins={})
-        stage.refuse(_missing_paths(stage.config))
+        stage.refuse([*(_missing_start(stage.config) if is_new else ()), *_missing_paths(stage.config)])
         _check_data(stage.config)
         _check_model(stage)
     except InputError as error:

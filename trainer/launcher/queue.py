@@ -211,7 +211,7 @@ class Queue:
             run = preflight.new_run(load_config_text(entry.config, (), path), self.runs)
             torchrun.start(run.config(), run, self._module, entry.gpus)
             entry = replace(entry, run=run.path.name)
-        except InputError as error:
+        except (InputError, OSError) as error:
             entry = replace(entry, error=str(error).replace(f"{path}:", f"{entry.name}:"))
         self._write(self._taken, entry)
         return entry

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from trainer.config import files
 from trainer.config.errors import InputError
+from trainer.run.folder import RunDir
 
 MANIFEST = "manifest.json"
 RECIPE = 2
@@ -79,6 +80,14 @@ def named(folder: Path) -> list[Path]:
 def complete(folder: Path) -> list[Path]:
     """Return the complete checkpoints in a run's `checkpoints` folder, oldest first, without truncated ones."""
     return [path for path in named(folder) if defect(path) is None]
+
+
+def to_export(run: RunDir) -> Path:
+    """Return the newest complete checkpoint of a run. Raises InputError when it has none."""
+    saved = complete(run.checkpoints)
+    if not saved:
+        raise InputError(f"{run.path}: has no complete checkpoint to export; resume the run first")
+    return saved[-1]
 
 
 def defect(checkpoint: Path) -> str | None:

@@ -21,7 +21,6 @@ from trainer.config.schema import RunConfig, export_formats
 from trainer.config.sections import ExportConfig
 from trainer.run.folder import RunDir
 
-WHAT = ("adapter", "merged", "full")
 DTYPES = get_args(ExportConfig.model_fields["dtype"].annotation)
 
 

@@ -20,6 +20,7 @@ from trainer.config.load import ConfigError, dump_config, load_config
 
 ROOT = Path(__file__).parents[3]
 PRESETS = sorted((ROOT / "presets").glob("*.yaml"))
+QUICK = ("quickstart", "sdxl-locon-text-encoders-2gpu", "qwen3-8b-qlora-1x24gb", "bagel-7b-mot-lora-nf4-1x24gb")
 QUICKSTART = ROOT / "presets" / "quickstart.yaml"
 KINDS = {
     "choice": widgets.Dropdown,
@@ -60,7 +61,10 @@ def review(form: Form) -> str:
     return text
 
 
-@pytest.mark.parametrize("preset", PRESETS, ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "preset",
+    [pytest.param(file, marks=() if file.stem in QUICK else pytest.mark.slow, id=file.stem) for file in PRESETS],
+)
 def test_every_row_of_a_preset_has_an_input_of_its_kind_and_a_fresh_form_is_small(preset: Path):
     form = Form(preset)
     checked = rows_of_a_form.check_with_files(rows_of_a_form.check(Draft(preset)))

@@ -71,6 +71,7 @@ def test_a_notebook_loads_neither_torch_nor_the_page():
 
 def test_a_config_is_a_preset_by_name_or_a_file_with_overrides(tmp_path: Path):
     assert notebook.config("quickstart", "train.steps=40").config.train.steps == 40
+    assert notebook.config(notebook.preset_file("quickstart")).config.name == "quickstart"
     own = write_preset(tmp_path / "own.yaml", make_pictures(tmp_path / "pictures", count=2), steps=7)
     assert notebook.config(own).config.train.steps == 7
     assert notebook.config(str(own), "train.steps=8").config.train.steps == 8
@@ -100,11 +101,16 @@ def test_a_run_is_attached_to_by_name_by_folder_or_as_the_latest(runs: Path, tmp
         notebook.attach("gone", runs)
 
 
-def test_a_run_is_started_awaited_and_exported_and_a_wrong_one_writes_nothing(runs: Path, tmp_path: Path):
-    preset = write_preset(tmp_path / "own.yaml", make_pictures(tmp_path / "pictures", count=2), steps=2)
+def test_a_wrong_run_writes_nothing(runs: Path, tmp_path: Path):
+    preset = write_preset(tmp_path / "own.yaml", make_pictures(tmp_path / "pictures", count=2))
     with pytest.raises(ConfigError, match="no folder '/none'"):
         notebook.start(notebook.config(preset, "data.path=/none"), runs)
     assert not runs.exists()
+
+
+@pytest.mark.slow  # as the first notebook does, which `make test` runs
+def test_a_run_is_started_awaited_and_exported(runs: Path, tmp_path: Path):
+    preset = write_preset(tmp_path / "own.yaml", make_pictures(tmp_path / "pictures", count=2), steps=2)
     began = time.monotonic()
     run = notebook.start(notebook.config(preset), runs)
     assert time.monotonic() - began < 2

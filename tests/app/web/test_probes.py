@@ -162,12 +162,24 @@ def test_no_process_of_the_page_inherits_the_password(guarded: Server):
     page = psutil.Process(guarded.process.pid)
     assert PASSWORD not in " ".join(page.cmdline())
     program = (
-        "import os, subprocess, sys; from pathlib import Path; from app.web import server as page; "
-        "page._user('127.0.0.1', None, None); print(os.environ.get('SHARDSTUDIO_AUTH')); "
+        "import os; from app.web.access import Access; access = Access.checked('127.0.0.1', 0, (), None, None); "
+        "print(access.user, os.environ.get('SHARDSTUDIO_AUTH'))"
     )
     environment = {**os.environ, "SHARDSTUDIO_AUTH": f"{USER}:{PASSWORD}"}
     answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert answer.stdout == "None\n"
+    assert answer.stdout == f"('{USER}', '{PASSWORD}') None\n"
+
+
+def test_the_page_is_served_without_torch(server: Server):
+    assert server.process is not None
+    loaded = Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert "orjson" in loaded  # gradio's
+    assert "libtorch" not in loaded
+
+
+def test_who_may_open_the_page_is_checked_before_gradio_is_loaded():
+    program = "import sys, app.web.access; sys.exit('gradio' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
 
 @pytest.mark.slow
