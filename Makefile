@@ -6,6 +6,8 @@ RUNS ?= runs
 # Two processes share the tests file by file, in their order: the files that take long come early.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 AS_ROOT := $(if $(filter-out 0,$(shell id -u)),sudo)
+# Compiled modules are kept, whatever the shell says: every rank and every command would compile the program anew.
+export PYTHONDONTWRITEBYTECODE :=
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
