@@ -286,5 +286,8 @@ def _extract(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     argv = [sys.executable, "-m", "trainer.export.extract", "--extract", options.extract, "--base", options.base]
     argv += ["--family", options.family, "--rank", options.rank, "--format", options.format or "auto"]
     argv += ["--dtype", options.dtype or "bf16", "--to", options.to]
-    code = subprocess.run(argv, env=worker_environment(), check=False).returncode
-    return code if code in (0, 2) else 1
+    done = subprocess.run(argv, env=worker_environment(), stderr=subprocess.PIPE, text=True, check=False)
+    lines = done.stderr.splitlines()
+    if done.returncode:  # libraries print to stderr while they load, which is of no use to a person
+        complain("\n".join(lines[-1:] if done.returncode == 2 else lines))
+    return done.returncode if done.returncode in (0, 2) else 1

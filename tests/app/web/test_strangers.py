@@ -108,17 +108,17 @@ def console_of(page: Page) -> Iterator[list[str]]:
 SWITCHED_OFF = """
 import sys
 import gradio as gr
-from app import gradio_app
+from app.web import server
 import launch
 
-build = gradio_app.build
+build = server.build
 
 def build_with_a_hole(studio):
     with build(studio) as blocks:
         gr.HTML({markup!r}, elem_id="hole")
     return blocks
 
-gradio_app.build = build_with_a_hole
+server.build = build_with_a_hole
 sys.exit(launch.main(sys.argv[1:]))
 """
 """The page with a component that shows markup as it comes, as if escaping had been forgotten."""
