@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -135,8 +136,9 @@ def _answer(process: subprocess.Popen[str], config: RunConfig, folder: Path) -> 
     assert process.stdin and process.stdout
     file = folder / "captions.yaml"
     files.replace(file, dump_config(config))
-    process.stdin.write(f"{file}\n")
-    process.stdin.flush()
+    with suppress(BrokenPipeError):  # it has exited, and its output ends
+        process.stdin.write(f"{file}\n")
+        process.stdin.flush()
     if line := process.stdout.readline():
         return _ANSWER.validate_json(line)
     process.wait()

@@ -107,7 +107,7 @@ def test_a_killed_rank_is_named_with_what_probably_killed_it(failed, page: Page)
     state_is(page, "failed")
     assert "on rank 1" in page.locator("#run .sentence").inner_text()
     assert "killed by SIGKILL" in page.locator("#run .sentence").inner_text()
-    assert "ran out of memory" in page.locator("#run [role=alert]").inner_text()
+    assert "ran out of host memory" in page.locator("#run [role=alert]").inner_text()
     assert "stderr.log" in page.locator("#run [role=alert]").inner_text()
 
 
