@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 RUNS ?= runs
 # Two processes share the tests file by file, in their order: the files that take long come early.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
-AS_ROOT := $(if $(filter-out 0,$(shell id -u)),sudo)
+IS_ROOT := $(filter 0,$(shell id -u))
+AS_ROOT := $(if $(IS_ROOT),,sudo)
 # Compiled modules are kept, whatever the shell says: every rank and every command would compile the program anew.
 export PYTHONDONTWRITEBYTECODE :=
 export OMP_NUM_THREADS ?= 1
@@ -34,9 +35,9 @@ ui: .venv
 notebooks: .venv
 	$(BIN)/python -m tests.notebooks
 
-# JupyterLab with the notebooks, with no question about news from outside.
+# JupyterLab with the notebooks, with no question about news from outside. It refuses root, whom containers run as.
 lab: .venv
-	$(BIN)/python -m jupyterlab --LabApp.news_url=None \
+	$(BIN)/python -m jupyterlab $(if $(IS_ROOT),--allow-root) --LabApp.news_url=None \
 		--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate notebooks
 
 parity: eightbit
