@@ -65,6 +65,7 @@ def test_a_folder_that_takes_long_is_waited_for_in_peace(own_data: Path, page: P
     page.locator("#counted", has_text="8 images").wait_for()
 
 
+@pytest.mark.slow  # loads torch in a process of its own
 def test_the_noise_images_are_trained_at_is_shown_per_bucket(own_data: Path, page: Page):
     show(page, "Dataset")
     page.locator("#compute-timesteps").click()
