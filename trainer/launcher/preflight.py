@@ -114,8 +114,8 @@ def check_named(loaded: ConfigFile, is_new: bool = True) -> None:
         ConfigError: It holds every problem.
     """
     cfg = loaded.config
-    problems = [*_new_run_rules(cfg), *_missing_start(cfg)] if is_new else []
-    loaded.refuse([*problems, *_missing_paths(cfg)])
+    rules = _new_run_rules(cfg) if is_new else []
+    loaded.refuse([*rules, *_missing_paths(cfg, is_new)])
 
 
 def check_rules(loaded: ConfigFile) -> None:
@@ -132,7 +132,7 @@ def _check_stage(loaded: ConfigFile, index: int, is_new: bool) -> None:
     name = loaded.config.stages[index].name
     try:
         stage = replace(loaded, config=stage_config(loaded.config, index), source=Path(f"stage {name}"), origins={})
-        stage.refuse([*(_missing_start(stage.config) if is_new else ()), *_missing_paths(stage.config)])
+        stage.refuse(_missing_paths(stage.config, is_new))
         _check_data(stage.config)
         _check_model(stage)
     except InputError as error:
@@ -166,9 +166,10 @@ def _check_trackers(loaded: ConfigFile) -> None:
         raise InputError(f"{loaded.where(problem.field)}: {problem}")
 
 
-def _missing_paths(cfg: RunConfig) -> list[Problem]:
+def _missing_paths(cfg: RunConfig, is_new: bool) -> list[Problem]:
     """Problems with the folders, files and models in a config: they do not exist, or the family cannot use them."""
-    return [*families.refused(cfg), *_missing_folders(cfg), *_missing_files(cfg), *_missing_models(cfg)]
+    start = _missing_start(cfg) if is_new else ()
+    return [*start, *families.refused(cfg), *_missing_folders(cfg), *_missing_files(cfg), *_missing_models(cfg)]
 
 
 def _missing_start(cfg: RunConfig) -> Iterator[Problem]:
