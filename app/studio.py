@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 from app import form
 from app.caption_lengths import Lengths
 from app.form import Checked, Draft
+from app.live import Live
 from app.monitor import Follower, explained, find_runs
 from app.plan_preview import PlanPreview, PlanPreviews
 from app.scans import Scans
@@ -92,6 +93,7 @@ class Studio:
         self._exports: dict[Path, subprocess.Popen[bytes]] = {}
         self._last_start: _Start | None = None
         self._gpus: tuple[float, list[Gpu]] = (-math.inf, [])
+        self.live = Live(self.runs, self.follower)
         self.queue_problem = ""
         self.draft_problem = ""
 

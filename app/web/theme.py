@@ -5,7 +5,7 @@ from __future__ import annotations
 import gradio as gr
 from gradio.themes.utils import colors
 
-from app.html import COLORS, PANELS
+from trainer.run.colors import TOKENS
 
 FONTS = ("system-ui", "sans-serif")
 MONO = ("ui-monospace", "monospace")
@@ -31,40 +31,8 @@ def theme() -> gr.Theme:
     )
 
 
-_COLORS = f"""
-:root {{ {" ".join(f"{name}: {day};" for name, (day, _) in COLORS.items())} }}
-.dark {{ {" ".join(f"{name}: {night};" for name, (_, night) in COLORS.items())} }}
-"""
-
-CSS = (
-    _COLORS
-    + PANELS
-    + """
-#top { align-items: center; } #top > :first-child { flex: 0 0 auto; width: auto; min-width: 0 !important; }
-#top h1 { font-size: 1.25rem; margin: 0; }
-#top button { white-space: nowrap; }
-h2 { font-size: 1rem; }
-.block:has(> .html-container > .prose:empty) { display: none; }
-.cut { font-size: .85rem; margin: 0; max-height: 9rem; overflow-y: auto; overflow-wrap: anywhere; }
-.cut del { color: var(--bad); }
-.card img { height: 9rem; margin: auto; object-fit: contain; }
-.matrix td, .matrix th { border: 0; padding: .25rem; } .matrix img { width: 128px; display: block; }
-#viewer { max-width: 95vw; border: 0; background: var(--background-fill-primary); color: inherit; }
-#viewer img { max-width: 90vw; max-height: 80vh; margin: auto; }
-.wide { overflow-x: auto; } .wide table { border-collapse: collapse; font-size: .85rem; }
-.wide table, .wide tbody, .wide tr { border: 0 !important; }
-.wide th, .wide td { border: 0; border-bottom: 1px solid color-mix(in srgb, currentColor 15%, transparent);
-  padding: .3rem .75rem .3rem 0; text-align: left; }
-.buckets { list-style: none; margin: 0; padding: 0; font-size: .85rem; }
-.buckets li { display: flex; gap: .5rem; align-items: center; } .buckets i { height: .7rem; background: var(--line-0); }
-.histogram { display: inline-flex; align-items: flex-end; gap: 1px; height: 2rem; width: 12rem; }
-.histogram i { flex: 1; background: var(--line-0); }
-.wrong { outline: 2px solid var(--bad); }
-.wrong .info, .wrong [class*=info] { color: var(--bad); }
-.events { font-size: .85rem; max-height: 12rem; overflow-y: auto; }
-#log pre { font-size: .8rem; white-space: pre-wrap; }
-#review table { font-size: .85rem; } #review td { overflow-wrap: anywhere; }
-#review pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .8rem; }
-@media (prefers-reduced-motion: reduce) { * { transition: none !important; animation: none !important; } }
-"""
-)
+def css() -> str:
+    """Return the colours as CSS variables, light and dark."""
+    light = " ".join(f"{name}: {day};" for name, (day, _) in TOKENS.items())
+    dark = " ".join(f"{name}: {night};" for name, (_, night) in TOKENS.items())
+    return f":root {{ color-scheme: light; {light} }} .dark {{ color-scheme: dark; {dark} }}\n"

@@ -1,0 +1,26 @@
+"""Words of the page that a newcomer may not know, each in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+GLOSSARY: Mapping[str, str] = {
+    "adapter": "A small set of new weights that is trained while the model itself stays as it is.",
+    "rank": "How many directions an adapter may change in each layer. More learns finer detail and makes a larger file.",
+    "checkpoint": "A saved state of the run, from which it can be continued exactly.",
+    "held out": "Images that are not trained on; their loss shows whether the model learns or memorizes.",
+    "validation": "The loss of the held-out images. It falls while the run learns and rises when it memorizes.",
+    "guidance": "How strongly a sample follows its prompt. Higher is more literal and less varied.",
+    "gathered blocks": "Layers that are whole on every GPU at a moment, collected from the parts that each GPU holds.",
+    "activations": "Intermediate results that are kept from the forward pass for the backward pass.",
+    "optimizer": "The optimizer's own state, for example Adam's two running means for each trained weight.",
+    "reserve": "Memory that CUDA, NCCL and the allocator take on top; an estimate.",
+    "sharding": "How weights are split over the GPUs, so that a model fits that is larger than one of them.",
+    "base": "The published model that the adapter is trained on top of.",
+    "trigger": "A word that means nothing yet and will stand for what is learned.",
+    "bucket": "A shape, such as 832 x 1216, that images of similar proportions are scaled and cropped to.",
+    "epoch": "One pass over all images.",
+    "gradient norm": "How large the change of a step would be before it is limited; spikes point to unstable training.",
+    "quantized": "Stored in fewer bits, 4 or 8 instead of 16, so that it takes less memory.",
+}
+"""{word in lower case: sentence}"""

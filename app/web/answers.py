@@ -1,0 +1,40 @@
+"""Functions that the page's scripts call, and how their answers and refusals travel.
+
+A script sends one object; its members become the keyword arguments of a function, checked against the function's types.
+The answer is `{"value": ...}`, or `{"error": sentence}` for what was refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from pydantic import ValidationError, validate_call
+
+from app.monitor import explained
+from trainer.config.errors import InputError
+
+Calls = Mapping[str, Callable[..., Any]]
+"""{name: function}; a function returns what JSON can hold."""
+
+
+def server_functions(calls: Iterable[Calls]) -> list[Callable[[Any], Any]]:
+    """Return the functions as `gr.HTML(server_functions=...)` takes them: their names are those of the scripts."""
+    return [_answering(name, function) for group in calls for name, function in group.items()]
+
+
+def _answering(name: str, function: Callable[..., Any]) -> Callable[[Any], Any]:
+    checked = validate_call(function)
+
+    def answer(values: Any) -> dict[str, Any]:
+        try:
+            return {"value": checked(**values if isinstance(values, dict) else {})}
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            return {"error": f"{name}: {place}: {first['msg']}; reload the page"}
+        except (InputError, OSError) as error:
+            return {"error": explained(error)}
+
+    answer.__name__ = name
+    return answer

@@ -1,0 +1,201 @@
+// What every screen of the page uses: elements, requests to the server, the address, formats, shortcuts.
+'use strict';
+const studio = (window.studio = { screens: {}, facts: {}, keys: [] });
+
+// --- elements -------------------------------------------------------------------------------------------------------
+
+/** Make an element. `kind` is "tag.class.class#id". Children are elements, texts or null; text is never read as HTML. */
+studio.h = function (kind, properties, ...children) {
+  const [, tag, rest] = /^([a-z0-9]+)(.*)$/.exec(kind);
+  const element = document.createElement(tag);
+  for (const part of rest.match(/[.#][^.#]+/g) || []) {
+    if (part[0] === '.') element.classList.add(part.slice(1));
+    else element.id = part.slice(1);
+  }
+  for (const [name, value] of Object.entries(properties || {})) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith('on')) element.addEventListener(name.slice(2), value);
+    else if (name === 'data') Object.assign(element.dataset, value);
+    else if (name === 'style') for (const [key, v] of Object.entries(value)) element.style.setProperty(key, v);
+    else if (name in element && !['list', 'form', 'role'].includes(name)) element[name] = value;
+    else element.setAttribute(name, value === true ? '' : value);
+  }
+  element.append(...children.flat(9).filter(child => child !== null && child !== undefined && child !== false));
+  return element;
+};
+
+/** Make an SVG element. */
+studio.svg = function (tag, attributes, ...children) {
+  const element = document.createElementNS('http://www.w3.org/2000/svg', tag);
+  for (const [name, value] of Object.entries(attributes || {})) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+};
+
+/** Replace the children of an element, unless `key` says that they are there already. */
+studio.fill = function (element, key, make) {
+  const text = JSON.stringify(key) ?? '';
+  if (element.dataset.key === text) return false;
+  element.dataset.key = text;
+  element.replaceChildren(...[make()].flat(9).filter(Boolean));
+  return true;
+};
+
+/** Change the text of an element only when it differs, so that a selection in it stays. */
+studio.say = function (element, text) {
+  if (element.textContent !== text) element.textContent = text;
+};
+
+const { h } = studio;
+
+/** A sentence about a failure, read aloud at once. */
+studio.alert = text => h('div.notice.bad', { role: 'alert' }, h('p', {}, text));
+studio.note = text => h('div.notice', { role: 'status' }, h('p', {}, text));
+
+/** A word with its explanation behind it, from the glossary. */
+studio.term = word => h('dfn', { tabIndex: 0, title: studio.facts.glossary[word.toLowerCase()] || '' }, word);
+
+/** Ask a question in a dialog. Resolves to the index of the answer, or -1 when it was dismissed. */
+studio.ask = function (title, text, answers, kind = '') {
+  return new Promise(resolve => {
+    const done = index => { dialog.remove(); resolve(index); };
+    const buttons = answers.map((answer, index) =>
+      h(index ? 'button.btn' : `button.btn.main${kind && '.' + kind}`, { type: 'button', onclick: () => done(index) }, answer));
+    const dialog = h('dialog.dialog', { 'aria-label': title, oncancel: () => done(-1) },
+      h('h2', {}, title), h('p', {}, text), h('div.row-end', {}, buttons.reverse()));
+    document.body.append(dialog);
+    dialog.showModal();
+    buttons.at(-1).focus();
+  });
+};
+
+/** Show a short sentence at the foot of the window. */
+studio.toast = function (text, isBad = false) {
+  const element = h(isBad ? 'div.toast.bad' : 'div.toast', { role: isBad ? 'alert' : 'status' }, text);
+  document.querySelector('#toasts').append(element);
+  setTimeout(() => element.remove(), isBad ? 9000 : 4000);
+};
+
+// --- requests -------------------------------------------------------------------------------------------------------
+
+/** What the server refused, as a sentence; `lost` when it did not answer at all. */
+studio.Refused = class extends Error {
+  constructor(sentence, lost = false) { super(sentence); this.lost = lost; }
+};
+
+/** Call a function of the server. Throws `Refused`. */
+studio.call = async function (name, values = {}) {
+  let answer;
+  try {
+    answer = await studio.server[name](values);
+  } catch {
+    studio.reached(false);
+    throw new studio.Refused('The page’s server does not answer. Is ShardStudio still running in its terminal?', true);
+  }
+  studio.reached(true);
+  if (answer.error !== undefined) throw new studio.Refused(answer.error);
+  return answer.value;
+};
+
+/** Show or hide the bar that says that the server does not answer. */
+studio.reached = is => document.querySelector('#lost').toggleAttribute('hidden', is);
+
+/** Do something on a click and say at a place near it what came of it; the button waits meanwhile. */
+studio.act = async function (button, place, action) {
+  button.disabled = true;
+  try {
+    const sentence = await action();
+    place.replaceChildren(...(sentence ? [studio.note(sentence)] : []));
+  } catch (error) {
+    if (!(error instanceof studio.Refused)) throw error;
+    place.replaceChildren(studio.alert(error.message));
+  } finally {
+    button.disabled = false;
+  }
+};
+
+// --- address --------------------------------------------------------------------------------------------------------
+
+/** The parts of the address: ["runs", "NAME", "samples"]. */
+studio.place = () => {
+  const parts = location.hash.replace(/^#\/?/, '').split('/').filter(Boolean);
+  try { return parts.length ? parts.map(decodeURIComponent) : ['new']; } catch { return ['new']; }
+};
+studio.link = (...parts) => '#/' + parts.map(encodeURIComponent).join('/');
+studio.go = (...parts) => { location.hash = studio.link(...parts); };
+
+// --- formats --------------------------------------------------------------------------------------------------------
+
+studio.count = number => Number(number).toLocaleString('en-US');
+studio.counted = (number, one, many = one + 's') => `${studio.count(number)} ${number === 1 ? one : many}`;
+studio.short = value => {
+  const rounded = Number(value.toPrecision(4));
+  if (rounded && (Math.abs(rounded) < 1e-3 || Math.abs(rounded) >= 1e7)) return rounded.toExponential();
+  return rounded.toLocaleString('en-US', { maximumFractionDigits: 6 });
+};
+studio.gib = bytes => `${(bytes / 2 ** 30).toFixed(bytes < 2 ** 30 ? 2 : 1)} GiB`;
+studio.size = bytes => {
+  for (const [unit, one] of [['GB', 1e9], ['MB', 1e6], ['kB', 1e3]]) {
+    if (bytes >= one) return `${(bytes / one).toFixed(bytes < 10 * one ? 1 : 0)} ${unit}`;
+  }
+  return `${bytes} B`;
+};
+studio.duration = seconds => {
+  if (!Number.isFinite(seconds)) return '–';
+  const s = Math.max(0, Math.round(seconds));
+  if (s < 60) return `${s} s`;
+  if (s < 3600) return `${Math.floor(s / 60)} min${s < 600 && s % 60 ? ` ${s % 60} s` : ''}`;
+  if (s < 172800) return `${Math.floor(s / 3600)} h ${Math.floor(s / 60) % 60} min`;
+  return `${Math.floor(s / 86400)} d ${Math.floor(s / 3600) % 24} h`;
+};
+studio.when = unix => {
+  if (!unix) return '–';
+  const date = new Date(unix * 1e3), today = new Date(), time = date.toTimeString().slice(0, 5);
+  if (date.toDateString() === today.toDateString()) return time;
+  const day = `${date.getFullYear()}-${String(date.getMonth() + 1).padStart(2, '0')}-${String(date.getDate()).padStart(2, '0')}`;
+  return `${day} ${time}`;
+};
+/** What the browser remembers; nothing where it may not. */
+studio.kept = (name, value) => {
+  try {
+    if (value === undefined) return localStorage.getItem(`studio-${name}`);
+    localStorage.setItem(`studio-${name}`, value);
+  } catch { /* private windows of some browsers refuse */ }
+  return null;
+};
+
+// --- light and dark -------------------------------------------------------------------------------------------------
+
+const night = matchMedia('(prefers-color-scheme: dark)');
+/** Choose "light", "dark" or "" for what the system says. */
+studio.setTheme = function (theme) {
+  studio.kept('theme', theme);
+  applyTheme();
+};
+function applyTheme() {
+  const theme = studio.kept('theme') || '', isDark = theme ? theme === 'dark' : night.matches;
+  document.documentElement.dataset.theme = isDark ? 'dark' : 'light';
+  document.documentElement.dataset.choice = theme || 'system';
+  document.documentElement.classList.toggle('dark', isDark);
+  document.body?.classList.toggle('dark', isDark); // gradio sets it from the system's choice
+  dispatchEvent(new Event('studio-theme'));
+}
+night.addEventListener('change', applyTheme);
+applyTheme();
+
+// --- shortcuts ------------------------------------------------------------------------------------------------------
+
+/** Register a shortcut. `keys` is what a person presses ("g r", "Ctrl Enter", "?"); `screen` limits it to one. */
+studio.shortcut = (keys, text, action, screen = '') => studio.keys.push({ keys, text, action, screen });
+let pressed = '';
+addEventListener('keydown', event => {
+  const isTyping = event.target.closest?.('input:not([type=checkbox]):not([type=radio]), textarea, select, [contenteditable]');
+  const name = `${event.ctrlKey || event.metaKey ? 'Ctrl ' : ''}${event.key}`;
+  if ((isTyping && !name.startsWith('Ctrl ')) || document.querySelector('dialog[open]') || event.altKey) return;
+  const sequence = pressed ? `${pressed} ${name}` : name, screen = studio.place()[0];
+  const found = studio.keys.filter(key => !key.screen || key.screen === studio.shown).find(key => key.keys === sequence || key.keys === name);
+  pressed = studio.keys.some(key => key.keys.startsWith(name + ' ')) && !found ? name : '';
+  if (!found) return;
+  event.preventDefault();
+  found.action(event);
+});

@@ -1,0 +1,148 @@
+// The frame: the rail with the pages, the live job at its foot, and the screen that the address names.
+'use strict';
+{
+  const { h, svg } = studio;
+  const ICONS = {
+    new: 'M10 4v12M4 10h12', runs: 'M3 5.5h14M3 10h14M3 14.5h9', queue: 'M4 4h12v4H4zM4 12h12M4 16h8',
+    data: 'M3 4h14v12H3zM3 13l4-4 3.5 3.5L13 10l4 4', machine: 'M6 6h8v8H6zM8 2.5V6m4-3.5V6M8 14v3.5m4-3.5v3.5M2.5 8H6m-3.5 4H6m8-4h3.5M14 12h3.5',
+  };
+  const PAGES = [['new', 'New run', 'n'], ['runs', 'Runs', 'r'], ['queue', 'Queue', 'q'], ['data', 'Data', 'd'], ['machine', 'Machine', 'm']];
+  const LIVE_EVERY_S = 2, THEMES = [['', 'System'], ['light', 'Light'], ['dark', 'Dark']];
+  const ENDED = { finished: 'has finished', failed: 'has failed', stopped: 'was stopped' };
+  let live = null, known = {}, built = {};
+
+  studio.icon = (path, size = 20) => svg('svg', { viewBox: '0 0 20 20', width: size, height: size, 'aria-hidden': 'true', class: 'icon' }, svg('path', { d: path }));
+
+  function brand() {
+    const mark = svg('svg', { viewBox: '0 0 24 24', width: 24, height: 24, 'aria-hidden': 'true', class: 'mark' },
+      ...[['M12 2 20.5 7 12 12z', 1], ['M12 2 3.5 7l8.5 5z', 0.55], ['M3.5 9v8l7.5 5v-8.5z', 0.75], ['M20.5 9v8L13 22v-8.5z', 0.9]].map(
+        ([d, opacity]) => svg('path', { d, opacity })));
+    return h('a.brand', { href: studio.link('new'), 'aria-label': 'ShardStudio, new run' }, mark, h('span', {}, 'ShardStudio'));
+  }
+
+  function rail() {
+    const link = ([name, title]) => h(`a.nav#nav-${name}`, { href: studio.link(name), title },
+      studio.icon(ICONS[name]), h('span', {}, title), h('b', { hidden: true }));
+    const themes = h('div.seg.themes', { role: 'group', 'aria-label': 'Light or dark' }, THEMES.map(([name, title]) =>
+      h('button', { type: 'button', data: { theme: name || 'system' }, onclick: () => studio.setTheme(name) }, title)));
+    const swap = h('button.btn.ghost.swap', { type: 'button', 'aria-label': 'Switch between light and dark', title: 'Light or dark',
+      onclick: () => studio.setTheme(document.documentElement.dataset.theme === 'dark' ? 'light' : 'dark') }, '◐');
+    const help = h('button.btn.ghost.s.help-key', { type: 'button', title: 'Keyboard shortcuts', onclick: showShortcuts }, 'Shortcuts ', h('kbd', {}, '?'));
+    return h('nav.rail#rail', { 'aria-label': 'Pages' }, brand(), PAGES.map(link), h('div.grow'), h('a.job#job', { hidden: true }), help, themes, swap);
+  }
+
+  function showShortcuts() {
+    const rows = studio.keys.map(key => h('tr', {}, h('td', {}, key.keys.split(' ').map(k => h('kbd', {}, k))),
+      h('td', {}, key.text, key.screen ? h('span.dim', {}, ` (${key.screen})`) : null)));
+    const dialog = h('dialog.dialog', { 'aria-label': 'Keyboard shortcuts', onclose: () => dialog.remove() }, h('h2', {}, 'Keyboard shortcuts'),
+      h('table', {}, h('tbody', {}, rows)), h('form.row-end', { method: 'dialog' }, h('button.btn', {}, 'Close')));
+    document.body.append(dialog);
+    dialog.showModal();
+  }
+
+  /** Which screen an address belongs to: one run has another screen than all runs. */
+  function screenOf([first, second]) {
+    if (first === 'runs' && second) return 'run';
+    return first in studio.screens ? first : 'new';
+  }
+
+  async function route() {
+    const place = studio.place(), name = screenOf(place), screen = studio.screens[name];
+    studio.shown = name;
+    document.documentElement.dataset.screen = name;
+    for (const [page] of PAGES) {
+      const link = document.querySelector(`#nav-${page}`), isOn = page === (name === 'run' || name === 'compare' ? 'runs' : name);
+      link.classList.toggle('on', isOn);
+      if (isOn) link.setAttribute('aria-current', 'page'); else link.removeAttribute('aria-current');
+    }
+    if (!built[name]) {
+      built[name] = h(`section.page#page-${name}`, { 'aria-label': screen.title });
+      document.querySelector('#pages').append(built[name]);
+      screen.build(built[name]);
+    }
+    for (const [other, section] of Object.entries(built)) section.hidden = other !== name;
+    document.title = `${name === 'run' ? place[1] : screen.title} · ShardStudio`;
+    await screen.show(place);
+  }
+
+  /** Ask the server what runs and waits; tell of runs that ended since the last time. */
+  async function beat() {
+    try {
+      live = await studio.call('live');
+    } catch (error) {
+      if (!(error instanceof studio.Refused)) throw error;
+      return;
+    }
+    drawJob();
+    const badge = document.querySelector('#nav-queue b');
+    badge.hidden = !live.num_waiting;
+    studio.say(badge, String(live.num_waiting));
+    badge.setAttribute('aria-label', `${live.num_waiting} waiting`);
+    for (const run of live.runs) known[run.name] = run.name;
+    for (const [name, state] of live.ended) {
+      if (known[name]) notify(name, state);
+      delete known[name];
+    }
+  }
+
+  function drawJob() {
+    const place = document.querySelector('#job'), [run] = live.runs;
+    place.hidden = !run;
+    if (!run) return;
+    const share = run.num_steps ? 100 * run.step / run.num_steps : 0, more = live.runs.length - 1;
+    const left = run.eta_s === null ? run.state : `${studio.duration(run.eta_s)} left`;
+    place.href = studio.link('runs', run.name);
+    place.dataset.run = run.name;
+    place.setAttribute('aria-label', `${run.state}: ${run.title}, step ${run.step} of ${run.num_steps}, ${left}`);
+    place.style.setProperty('--share', `${share}%`);
+    studio.fill(place, [run, more], () => [
+      h('span.job-name', {}, h('i.dot'), h('b', {}, run.title), more ? h('span.tag', {}, `+${more}`) : null),
+      h('span.bar', {}, h('i', { style: { width: `${share}%` } })),
+      h('span.job-facts', {}, h('span', {}, `${studio.count(run.step)} / ${studio.count(run.num_steps)}`), h('span', {}, left)),
+      h('span.job-share', {}, `${Math.round(share)} %`)]);
+  }
+
+  function notify(name, state) {
+    const sentence = `${name} ${ENDED[state] || 'has ended'}.`;
+    studio.toast(sentence, state === 'failed');
+    if (window.Notification && Notification.permission === 'granted') new Notification('ShardStudio', { body: sentence, tag: name });
+  }
+
+  /** Ask once whether the browser may tell of the end of a run. Called by a click on Start. */
+  studio.askToNotify = function () {
+    if (!window.Notification || Notification.permission !== 'default' || studio.kept('notify')) return;
+    studio.kept('notify', 'asked');
+    Notification.requestPermission();
+  };
+
+  /** Run an action every few seconds while the window can be seen, never twice at once. */
+  studio.every = function (seconds, action) {
+    let isBusy = false;
+    const go = async () => {
+      if (isBusy || document.hidden) return;
+      isBusy = true;
+      try { await action(); } finally { isBusy = false; }
+    };
+    setInterval(go, seconds * 1e3);
+    document.addEventListener('visibilitychange', go);
+    return go;
+  };
+
+  studio.mount = function (element, props, server) {
+    studio.server = server;
+    studio.facts = JSON.parse(props.value);
+    element.replaceChildren(
+      h('div#lost', { role: 'alert', hidden: true }, 'The page’s server does not answer. What you typed is kept here; running jobs go on. Trying again …'),
+      rail(), h('main#pages', {}), h('div#toasts'));
+    if (studio.facts.unwritable) document.querySelector('#pages').prepend(h('div#unwritable', {}, studio.alert(studio.facts.unwritable)));
+    for (const [name, title, key] of PAGES) studio.shortcut(`g ${key}`, title, () => studio.go(name));
+    studio.shortcut('?', 'Show the shortcuts', showShortcuts);
+    addEventListener('hashchange', route);
+    route();
+    studio.every(LIVE_EVERY_S, beat)();
+    studio.every(LIVE_EVERY_S, async () => { await studio.screens[studio.shown].tick?.(studio.place()); });
+    new MutationObserver(() => document.body.classList.contains('dark') === (document.documentElement.dataset.theme === 'dark')
+      || studio.setTheme(studio.kept('theme') || '')).observe(document.body, { attributes: true, attributeFilter: ['class'] });
+    element.dataset.ready = 'true';
+  };
+}
