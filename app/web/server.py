@@ -21,11 +21,12 @@ from app.studio import Studio
 from app.web import bundle, security, theme
 from app.web.access import Access
 from app.web.answers import server_functions
-from app.web.pages import frame
+from app.web.pages import frame, new_run
 from trainer.config.terminal import say
 
 PAGES = (
     frame,
+    new_run,
 )
 """Modules with a function `calls`: what their screen's script calls."""
 MOST_BROWSERS = 16
@@ -39,6 +40,7 @@ def build(studio: Studio) -> gr.Blocks:
     facts = {
         "glossary": GLOSSARY,
         "unwritable": studio.unwritable,
+        "form": new_run.facts(),
     }
     with gr.Blocks(title="ShardStudio", analytics_enabled=False) as blocks:
         gr.HTML(

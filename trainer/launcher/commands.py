@@ -177,7 +177,7 @@ def write_job(preset: Path, overrides: Sequence[str], runs: Path, at: Path | Non
     """
     loaded = schedulers.load(preset, overrides, scheduler)
     schedulers.check_run_folder_path(loaded, at or runs, scheduler)
-    run = preflight.new_run(loaded, runs, at)
+    run = preflight.new_run(loaded, runs, at, is_here=False)
     file = schedulers.write(run, scheduler)
     say(f"run folder: {run.path}")
     say(schedulers.submission(file, scheduler))
