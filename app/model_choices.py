@@ -69,7 +69,10 @@ class ModelChoice:
 
 
 class ModelChoices:
-    """The models of a folder's presets, in the order of models.yaml. Presets are planned once, and again when they or the GPUs change."""
+    """The models of a folder's presets, in the order of models.yaml.
+
+    Presets are planned once, and again when they or the GPUs change.
+    """
 
     def __init__(self, runs: Path) -> None:
         self._runs = runs
