@@ -26,7 +26,7 @@ class Hub:
         sizes: {path: size in the listing}, where it differs from the content's.
         bytes_sent: Of LFS files.
         ranges: The Range header of each request for an LFS file.
-        tokens: Authorization headers that came.
+        tokens: Authorization headers that came, and those that came to the host of the LFS files.
     """
 
     model_id: str
@@ -39,6 +39,7 @@ class Hub:
     bytes_sent: int = 0
     ranges: list[str | None] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)
+    tokens_of_cdn: list[str] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     is_down: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -91,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = urlsplit(self.path).path
         hub.paths.append(path)
         if token := self.headers.get("Authorization"):
-            hub.tokens.append(token)
+            (hub.tokens_of_cdn if path.startswith("/cdn/") else hub.tokens).append(token)
         api, files = f"/api/models/{hub.model_id}", f"/{hub.model_id}/resolve/"
         if hub.is_down:
             self._answer(503, b"")
