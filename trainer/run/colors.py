@@ -31,8 +31,8 @@ TOKENS: Mapping[str, tuple[str, str]] = {
     "--warnt": ("#fcf3e0", "#2a2212"),
     "--badt": ("#fdeceb", "#311a19"),
 }
-"""{variable: (light, dark)}. Surfaces (`bg`, `panel`, `sunk`, `line`, `edge`), text (`ink` and paler), the accent (`acc`
-for text and lines, `fill` under white text, `tint` behind), kinds of memory, states and what stands behind them."""
+"""{variable: (light, dark)}. Surfaces (`bg`, `panel`, `sunk`, `line`, `edge`), text (`ink` and paler), the accent
+(`acc` for text and lines, `fill` under white text, `tint` behind), kinds of memory, states and what stands behind them."""
 
 MEMORY_KINDS = ("weights", "optimizer", "gathered", "activations", "reserve")
 """Kinds of memory, each with the token of its name. Nothing else has these colours."""
