@@ -32,7 +32,7 @@ TOKENS: Mapping[str, tuple[str, str]] = {
     "--badt": ("#fdeceb", "#311a19"),
 }
 """{variable: (light, dark)}. Surfaces (`bg`, `panel`, `sunk`, `line`, `edge`), text (`ink` and paler), the accent
-(`acc` for text and lines, `fill` under white text, `tint` behind), kinds of memory, states and what stands behind them."""
+(`acc` for text and lines, `fill` under white text, `tint` behind), kinds of memory, states and what is behind them."""
 
 MEMORY_KINDS = ("weights", "optimizer", "gathered", "activations", "reserve")
 """Kinds of memory, each with the token of its name. Nothing else has these colours."""
