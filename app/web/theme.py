@@ -5,7 +5,8 @@ from __future__ import annotations
 import gradio as gr
 from gradio.themes.utils import colors
 
-from app.html import COLORS, PANELS
+from app.html import PANELS
+from trainer.run.colors import variables
 
 FONTS = ("system-ui", "sans-serif")
 MONO = ("ui-monospace", "monospace")
@@ -32,8 +33,9 @@ def theme() -> gr.Theme:
 
 
 _COLORS = f"""
-:root {{ {" ".join(f"{name}: {day};" for name, (day, _) in COLORS.items())} }}
-.dark {{ {" ".join(f"{name}: {night};" for name, (_, night) in COLORS.items())} }}
+:root {{ color-scheme: light; {variables(is_dark=False)} }}
+:root:has(> .dark) {{ color-scheme: dark; }}
+.dark, :root[data-theme="dark"] {{ {variables(is_dark=True)} }}
 """
 
 CSS = (
@@ -56,9 +58,9 @@ h2 { font-size: 1rem; }
 .wide th, .wide td { border: 0; border-bottom: 1px solid color-mix(in srgb, currentColor 15%, transparent);
   padding: .3rem .75rem .3rem 0; text-align: left; }
 .buckets { list-style: none; margin: 0; padding: 0; font-size: .85rem; }
-.buckets li { display: flex; gap: .5rem; align-items: center; } .buckets i { height: .7rem; background: var(--line-0); }
+.buckets li { display: flex; gap: .5rem; align-items: center; } .buckets i { height: .7rem; background: var(--fill); }
 .histogram { display: inline-flex; align-items: flex-end; gap: 1px; height: 2rem; width: 12rem; }
-.histogram i { flex: 1; background: var(--line-0); }
+.histogram i { flex: 1; background: var(--fill); }
 .wrong { outline: 2px solid var(--bad); }
 .wrong .info, .wrong [class*=info] { color: var(--bad); }
 .events { font-size: .85rem; max-height: 12rem; overflow-y: auto; }

@@ -44,6 +44,7 @@ LINES: Sequence[tuple[str, str]] = (
     ("#00749c", "#4dc3ee"),
     ("#a8431a", "#f2976b"),
     TOKENS["--ink2"],
+    TOKENS["--ink3"],
 )
 """(light, dark) of the lines of a chart that has several, in their order; `--line-0` and on."""
 ALL_TOKENS: Mapping[str, tuple[str, str]] = {
