@@ -39,6 +39,7 @@ from trainer.run.events import (
     smoothed,
 )
 from trainer.run.folder import RunDir, is_run
+from trainer.run.prompts import prompts_in_force
 from trainer.run.report import Line, thin
 
 SILENT_S = 180.0
@@ -75,6 +76,7 @@ class RunView:
         speed: Images or tokens trained per second, and which of the two.
         seconds: Mean seconds of the last steps: "step" for the whole step, and each of STEP_PARTS.
         eta_s: Seconds until the last step; None before the first step.
+        prompts: The prompts of the next samples, as they were configured or requested: with [trigger].
         imbalance: Largest peak memory of a rank, relative to the mean of all ranks.
         silent_s: Seconds since the run last wrote anything.
         is_alive: Whether processes of the run exist, which may hold for a moment after its end.
@@ -97,6 +99,7 @@ class RunView:
     ranks: tuple[RankState, ...]
     imbalance: float
     samples: tuple[SampleEvent, ...]
+    prompts: tuple[str, ...]
     exports: tuple[ExportEvent, ...]
     error: ErrorEvent | None
     silent_s: float
@@ -165,7 +168,7 @@ class Follower:
         self._num_read = 0
         self._validations: dict[int, ValidationEvent] = {}
         self._stage: StageEvent | None = None
-        self._samples: dict[tuple[int, int], SampleEvent] = {}
+        self._samples: dict[tuple[int, int, str], SampleEvent] = {}  # a resumed run draws some files again
         self._events: list[AnyEvent] = []
         self._status = StatusEvent(state="created", time=0.0)
         self._error: ErrorEvent | None = None
@@ -236,7 +239,7 @@ class Follower:
             case StageEvent():
                 self._stage = event
             case SampleEvent():
-                self._samples[event.index, event.step] = event
+                self._samples[event.index, event.step, event.path] = event
             case ValidationEvent():
                 self._validations[event.step] = event
             case ErrorEvent():
@@ -270,6 +273,7 @@ class Follower:
             ranks=ranks,
             imbalance=max(peaks) / statistics.fmean(peaks) if any(peaks) else 1.0,
             samples=tuple(sample for _, sample in sorted(self._samples.items())),
+            prompts=prompts_in_force(self._events, self.config),
             exports=tuple(event for event in self._events if isinstance(event, ExportEvent)),
             error=self._error,
             silent_s=now - last_written if last_written else 0.0,
