@@ -17,6 +17,7 @@ import torch
 
 from trainer import adapters
 from trainer.checkpoint.restore import StoredWeights
+from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter
@@ -166,7 +167,7 @@ def _take_trained_weights(loaded: LoadedModel, cfg: RunConfig, family: ModelFami
 def _write(run: RunDir, cfg: RunConfig, family: ModelFamily, source: Path, result: _Result) -> Path:
     folder, suffix = new_folder(run), result.drawer.suffix(0)
     for name, content in (("trained", result.trained), ("base", result.base)):
-        (folder / f"{name}{suffix}").write_bytes(content)
+        files.create(folder / f"{name}{suffix}", content)
     drawing = Drawing(
         prompt=result.drawer.prompts[0],
         seed=cfg.sample.seed,
