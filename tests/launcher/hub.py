@@ -65,10 +65,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         parts = self._parts()
         if parts == ["api", "whoami-v2"]:
-            known = self._is_known()
-            self._answer(
-                {"name": "ada", "type": "user"} if known else {"error": "Invalid token"}, 200 if known else 401
-            )
+            self._who()
         elif parts[:2] == ["api", "models"]:
             self._info("/".join(parts[2:4]))
 

@@ -84,6 +84,7 @@ def test_a_drawing_is_the_last_sample_and_without_training_the_first(pictures: P
     assert drawing.source == "checkpoints/step-000003"
 
 
+@pytest.mark.slow
 def test_other_settings_draw_another_image_and_no_drawing_replaces_another(pictures: Path, tmp_path: Path) -> None:
     run = trained_run(tmp_path, run_config(pictures, **SAMPLES))
     one = drawn(run, "something else", size=(32, 32), steps=1, guidance=1.5, seed=6)
@@ -154,6 +155,7 @@ def test_what_cannot_be_drawn_is_refused_before_a_process_is_started(pictures: P
     assert not (run.path / "drawings").exists()
 
 
+@pytest.mark.slow
 def test_the_page_starts_a_drawing_and_reads_how_it_ended(pictures: Path, tmp_path: Path) -> None:
     run = trained_run(tmp_path, run_config(pictures, **SAMPLES | {"sample__every": 0}))
     code = commands.begin_drawing(run, DrawingRequest("--a 'fox'", size=(32, 32), seed=1)).wait()
