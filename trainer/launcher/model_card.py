@@ -273,7 +273,7 @@ class _Card:
             "Learning rate": f"{cfg.optim.lr:g}, {cfg.optim.schedule}",
             "Optimizer": cfg.optim.type,
             "Precision": cfg.train.precision,
-            "Base stored as": "bf16" if cfg.quantize.format == "none" else cfg.quantize.format,
+            "Base stored as": cfg.train.precision if cfg.quantize.format == "none" else cfg.quantize.format,
             "Seed": cfg.train.seed,
         }
         rows |= {"Length": f"{cfg.data.length} tokens"} if self.is_text else {"Resolution": f"{cfg.data.resolution} px"}
