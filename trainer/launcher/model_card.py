@@ -211,13 +211,13 @@ class _Card:
     def _adapter_code(self, base: str) -> str:
         return (
             "import torch\nfrom diffusers import DiffusionPipeline\n\n"
-            f'pipe = DiffusionPipeline.from_pretrained("{base}", torch_dtype=torch.bfloat16)\n'
+            f'pipe = DiffusionPipeline.from_pretrained("{base}", dtype=torch.bfloat16)\n'
             f'pipe.load_lora_weights("{self.repo}", weight_name={json.dumps(self.main.name)})\n{self._drawing_code}'
         )
 
     def _model_code(self, base: str) -> str:
         component = self.facts.components[0] if self.facts else ""
-        nested, dtype = self.main / component, "torch_dtype=torch.bfloat16"
+        nested, dtype = self.main / component, "dtype=torch.bfloat16"
         folder = f"{self.main.name}/{component}" if nested.is_dir() else self.main.name
         return (
             "import torch\nfrom diffusers import AutoModel, DiffusionPipeline\n\n"
