@@ -16,6 +16,8 @@ from trainer.config.errors import InputError
 
 Calls = Mapping[str, Callable[..., Any]]
 """{name: function}; a function returns what JSON can hold."""
+MOST_DEPTH = 30
+"""Levels of nesting of what a script sends: a config has up to 20."""
 
 
 def server_functions(calls: Iterable[Calls]) -> list[Callable[[Any], Any]]:
@@ -28,6 +30,7 @@ def _answering(name: str, function: Callable[..., Any]) -> Callable[[Any], Any]:
 
     def answer(values: Any) -> dict[str, Any]:
         try:
+            _require_plain(values)
             return {"value": checked(**values if isinstance(values, dict) else {})}
         except ValidationError as error:
             first = error.errors()[0]
@@ -38,3 +41,16 @@ def _answering(name: str, function: Callable[..., Any]) -> Callable[[Any], Any]:
 
     answer.__name__ = name
     return answer
+
+
+def _require_plain(value: Any, depth: int = 0) -> None:
+    """Raise InputError for what no form sends and no file can hold: deep nesting, and half of a character."""
+    if depth > MOST_DEPTH:
+        raise InputError(f"nested deeper than {MOST_DEPTH} levels; reload the page")
+    if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise InputError("the text holds half of a character (a lone surrogate); remove it")
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list):
+        for inner in value:
+            _require_plain(inner, depth + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from trainer.config.errors import InputError
@@ -14,7 +15,7 @@ def find_folder(field: str, path: str) -> Path:
     Nothing is downloaded. Raises InputError with the download command for a hub id that is not cached. A local folder
     that does not exist is left to `read_json`, whose error says what was expected in it.
     """
-    if Path(path).exists() or not HUB_ID.fullmatch(path):
+    if os.path.exists(path) or not HUB_ID.fullmatch(path):
         return Path(path)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
