@@ -76,7 +76,7 @@ GROUPS: Mapping[str, str] = {
 """{group: what is in it}"""
 _LINES = {
     "lora": "A small update of each layer. Loads everywhere.",
-    "locon": "LoRA for convolutions too; for SDXL.",
+    "locon": "LoRA that changes convolutions as well.",
     "dora": "LoRA with trained lengths: closer to full training.",
     "loha": "Products of small matrices: more detail for the same size.",
     "lokr": "Kronecker products: small files, good for styles.",

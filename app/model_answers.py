@@ -6,10 +6,9 @@ from typing import Any
 
 from app.form_answers import kinds
 from app.model_choices import ModelChoice, PresetChoice
-from trainer.config.errors import InputError
 from trainer.config.models import published_models
+from trainer.launcher import preflight
 from trainer.plan.hardware import CARDS
-from trainer.weights.hub import find_folder
 
 
 def model(choice: ModelChoice, image: str = "") -> dict[str, Any]:
@@ -29,18 +28,11 @@ def model(choice: ModelChoice, image: str = "") -> dict[str, Any]:
         "is_gated": bool(known and known.is_gated),
         "download": known.download_command if known else "",
         "is_built_in": choice.is_built_in,
-        "is_here": choice.is_built_in or _is_here(choice.path),
+        "is_here": choice.is_built_in or preflight.has_model(choice.path),
         "fits": choice.fits,
         "image": image,
         "presets": [_preset(preset) for preset in choice.presets],
     }
-
-
-def _is_here(path: str) -> bool:
-    try:
-        return find_folder("model.path", path).exists()
-    except InputError:
-        return False
 
 
 def _preset(preset: PresetChoice) -> dict[str, Any]:

@@ -11,9 +11,8 @@ import re
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +21,7 @@ from trainer.config.errors import InputError
 from trainer.run import process
 from trainer.run.events import (
     ENDS,
+    SMOOTHED_STEPS,
     AnyEvent,
     ErrorEvent,
     EventReader,
@@ -34,12 +34,15 @@ from trainer.run.events import (
     StatusEvent,
     StepEvent,
     ValidationEvent,
+    default_decay,
+    format_duration,
     format_speed,
-    losses_by_name,
+    seconds_waited,
     smoothed,
+    step_parts,
 )
 from trainer.run.folder import RunDir, is_run
-from trainer.run.report import Line, thin
+from trainer.run.report import Line, Look, loss_lines, seconds_lines
 
 SILENT_S = 180.0
 """A running rank or run that writes nothing for this long is shown as stuck."""
@@ -48,9 +51,6 @@ AVERAGED_STEPS = 50
 DRAWN_STEPS = 1000
 """A running run with more steps has its curves redrawn every `steps // DRAWN_STEPS` steps: one step is not visible."""
 LOG_BYTES = 64 * 1024
-STEP_PARTS = ("data", "forward", "backward", "communication", "optimizer")
-"""Parts of a step's time."""
-Axis = Literal["step", "time"]
 Level = Literal["all", "warnings", "errors"]
 LEVELS: Mapping[Level, re.Pattern[str]] = {
     "all": re.compile(""),
@@ -73,7 +73,8 @@ class RunView:
     Attributes:
         stage: The current stage, where the config has stages.
         speed: Images or tokens trained per second, and which of the two.
-        seconds: Mean seconds of the last steps: "step" for the whole step, and each of STEP_PARTS.
+        seconds: Mean seconds of the parts of the last steps, which add up to the whole step (`events.step_parts`).
+        waited_s: Mean seconds within these parts in which the computation waited for other ranks; NaN: not measured.
         eta_s: Seconds until the last step; None before the first step.
         imbalance: Largest peak memory of a rank, relative to the mean of all ranks.
         silent_s: Seconds since the run last wrote anything.
@@ -93,6 +94,7 @@ class RunView:
     loss: float | None
     speed: tuple[float, str]
     seconds: Mapping[str, float]
+    waited_s: float
     eta_s: float | None
     ranks: tuple[RankState, ...]
     imbalance: float
@@ -103,6 +105,11 @@ class RunView:
     is_alive: bool
     curves: tuple[int, int]
     problems: tuple[str, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of the last steps."""
+        return sum(self.seconds.values())
 
     @property
     def is_running(self) -> bool:
@@ -130,9 +137,9 @@ class RunView:
                 return self._training
             case "finished":
                 exported = f"; exported {self.exports[-1].path}" if self.exports else ""
-                return f"Finished after {self.step} steps{exported}"
+                return f"Finished after {self.step:,} steps{exported}"
             case "stopped":
-                return f"Stopped at step {self.step} of {self.num_steps}; resume continues it"
+                return f"Stopped at step {self.step:,} of {self.num_steps:,}; resume continues it"
             case "failed":
                 return f"Failed at step {self.step}"
         counted = f" {self.done} of {self.total}" if self.total else ""
@@ -141,9 +148,9 @@ class RunView:
 
     @property
     def _training(self) -> str:
-        left = "" if self.eta_s is None else f", about {timedelta(seconds=round(self.eta_s))} left"
+        left = "" if self.eta_s is None else f", about {format_duration(self.eta_s)} left"
         stage = f"stage {self.stage.number} of {self.stage.count}, {self.stage.name}, " if self.stage else ""
-        return f"Training: {stage}step {self.step} of {self.num_steps}, {format_speed(*self.speed)}{left}"
+        return f"Training: {stage}step {self.step:,} of {self.num_steps:,}, {format_speed(*self.speed)}{left}"
 
 
 class Follower:
@@ -181,11 +188,16 @@ class Follower:
                 self._read()
             return self._view(process.derive_state(is_alive, self._status.state), is_alive)
 
-    def lines(self, chart: str, axis: Axis = "step") -> list[Line]:
-        """Return the lines of one of CHARTS, thinned."""
+    def lines(self, chart: str) -> list[Line]:
+        """Return the lines of one of CHARTS, with every step as it was measured and its minutes."""
         with self._lock:
             self._read()
-            return [Line(line.label, thin(line.points)) for line in CHARTS[chart](self, axis) if line.points]
+            return [replace(line, minutes=self._minutes(line)) for line in CHARTS[chart](self) if line.points]
+
+    def _minutes(self, line: Line) -> list[float]:
+        events: Iterable[StepEvent | ValidationEvent] = self.validations if line.look == "dots" else self._steps
+        began = (self._steps or self.validations)[0].time
+        return [(event.time - began) / 60 for event in events]
 
     def events(self) -> list[AnyEvent]:
         """Return all events except steps, oldest first."""
@@ -245,10 +257,10 @@ class Follower:
 
     def _view(self, state: State, is_alive: bool) -> RunView:
         recent = self._steps[-AVERAGED_STEPS:]
+        losses = (event.loss for event in self._steps[-SMOOTHED_STEPS:])
         now = time.time()
         ranks = tuple(RankState(**vars(line), age_s=now - line.time) for _, line in sorted(self._lines.items()))
-        seconds = {part: _mean(getattr(step, f"seconds_{part}") for step in recent) for part in STEP_PARTS}
-        seconds["step"] = _mean(step.seconds for step in recent)
+        seconds = step_parts(recent)
         step = self._steps[-1].step if self._steps else 0
         num_steps = sum(self.config.stage_steps)
         last_written = max([self._last_event, *(line.time for line in self._lines.values())])
@@ -263,10 +275,11 @@ class Follower:
             stage=self._stage,
             step=step,
             num_steps=num_steps,
-            loss=smoothed(event.loss for event in recent)[-1] if recent else None,
+            loss=smoothed(losses, self.decay)[-1] if recent else None,
             speed=(_mean(event.speed[0] for event in recent), recent[-1].speed[1] if recent else "images"),
             seconds=seconds,
-            eta_s=(num_steps - step) * seconds["step"] if recent else None,
+            waited_s=seconds_waited(recent),
+            eta_s=(num_steps - step) * sum(seconds.values()) if recent else None,
             ranks=ranks,
             imbalance=max(peaks) / statistics.fmean(peaks) if any(peaks) else 1.0,
             samples=tuple(sample for _, sample in sorted(self._samples.items())),
@@ -278,9 +291,10 @@ class Follower:
             problems=self._problems(),
         )
 
-    def at(self, axis: Axis, event: StepEvent | ValidationEvent) -> float:
-        """Return the position of an event on the axis: its step, or minutes since the first step."""
-        return event.step if axis == "step" else (event.time - self._steps[0].time) / 60
+    @property
+    def decay(self) -> float:
+        """The decay of the smoothed curves of this run."""
+        return default_decay(sum(self.config.stage_steps))
 
     @property
     def steps(self) -> Sequence[StepEvent]:
@@ -296,39 +310,28 @@ def _mean(values: Iterator[float]) -> float:
     return statistics.fmean(found) if found else 0.0
 
 
-def _line(follower: Follower, axis: Axis, label: str, value: Callable[[StepEvent], float]) -> Line:
-    return Line(label, [(follower.at(axis, step), value(step)) for step in follower.steps])
+def _line(follower: Follower, label: str, value: Callable[[StepEvent], float], look: Look = "line") -> Line:
+    return Line(label, [(step.step, value(step)) for step in follower.steps], look, follower.decay)
 
 
-def _loss(follower: Follower, axis: Axis) -> Iterator[Line]:
-    yield _line(follower, axis, "each step", lambda step: step.loss)
-    means = smoothed(step.loss for step in follower.steps)
-    yield Line("smoothed", [(follower.at(axis, step), mean) for step, mean in zip(follower.steps, means, strict=True)])
-    for name, losses in losses_by_name(follower.steps).items():
-        pairs = zip(follower.steps, smoothed(losses), strict=True)
-        yield Line(f"{name}, smoothed", [(follower.at(axis, step), mean) for step, mean in pairs])
-    if follower.steps:
-        yield Line("validation", [(follower.at(axis, event), event.loss) for event in follower.validations])
+def _loss(follower: Follower) -> list[Line]:
+    validations = [(event.step, event.loss) for event in follower.validations]
+    return [*loss_lines(follower.steps, follower.decay), Line("validation", validations, "dots")]
 
 
-def _learning_rate(follower: Follower, axis: Axis) -> Iterator[Line]:
-    yield _line(follower, axis, "learning rate", lambda step: step.lr)
+def _learning_rate(follower: Follower) -> list[Line]:
+    return [_line(follower, "learning rate", lambda step: step.lr)]
 
 
-def _grad_norm(follower: Follower, axis: Axis) -> Iterator[Line]:
-    yield _line(follower, axis, "before clipping", lambda step: step.grad_norm)
+def _grad_norm(follower: Follower) -> list[Line]:
+    return [_line(follower, "before clipping", lambda step: step.grad_norm, "noisy")]
 
 
-def _seconds(follower: Follower, axis: Axis) -> Iterator[Line]:
-    yield _line(follower, axis, "whole step", lambda step: step.seconds)
-    yield _line(follower, axis, "data", lambda step: step.seconds_data)
-    yield _line(follower, axis, "forward", lambda step: step.seconds_forward)
-    yield _line(follower, axis, "backward", lambda step: step.seconds_backward)
-    yield _line(follower, axis, "communication", lambda step: step.seconds_communication)
-    yield _line(follower, axis, "optimizer", lambda step: step.seconds_optimizer)
+def _seconds(follower: Follower) -> list[Line]:
+    return seconds_lines(follower.steps, follower.decay)
 
 
-CHARTS: Mapping[str, Callable[[Follower, Axis], Iterator[Line]]] = {
+CHARTS: Mapping[str, Callable[[Follower], list[Line]]] = {
     "Loss": _loss,
     "Learning rate": _learning_rate,
     "Gradient norm": _grad_norm,

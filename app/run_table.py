@@ -133,14 +133,14 @@ def size(run: RunDir) -> int:
     return sum(file.lstat().st_size for file in run.path.rglob("*") if file.is_file())
 
 
-def overlaid(followers: Sequence[Follower], chart: str = "Loss", label: str = "smoothed") -> list[Line]:
-    """Return one line per run: the line `label` of the chart, labelled with the run's name."""
-    lines = []
-    for follower in followers:
-        found = {line.label: line for line in follower.lines(chart)}
-        if label in found:
-            lines.append(Line(follower.run.path.name, found[label].points))
-    return lines
+def overlaid(followers: Sequence[Follower], chart: str = "Loss", label: str = "each step") -> list[Line]:
+    """Return one smoothed line per run: the line `label` of the chart, labelled with the run's name."""
+    return [
+        replace(line, label=follower.run.path.name, look="smoothed")
+        for follower in followers
+        for line in follower.lines(chart)
+        if line.label == label
+    ]
 
 
 def differing(followers: Sequence[Follower]) -> dict[str, tuple[str, ...]]:

@@ -13,6 +13,7 @@ from pydantic import ValidationError, validate_call
 
 from app.monitor import explained
 from trainer.config.errors import InputError
+from trainer.config.sections import half_character
 
 Calls = Mapping[str, Callable[..., Any]]
 """{name: function}; a function returns what JSON can hold."""
@@ -47,8 +48,8 @@ def _require_plain(value: Any, depth: int = 0) -> None:
     """Raise InputError for what no form sends and no file can hold: deep nesting, and half of a character."""
     if depth > MOST_DEPTH:
         raise InputError(f"nested deeper than {MOST_DEPTH} levels; reload the page")
-    if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise InputError("the text holds half of a character (a lone surrogate); remove it")
+    if isinstance(value, str) and (wrong := half_character(value)):
+        raise InputError(f"the text {wrong}")
     if isinstance(value, dict):
         value = [*value, *value.values()]
     if isinstance(value, list):

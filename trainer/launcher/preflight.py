@@ -130,6 +130,14 @@ def check_machine(loaded: ConfigFile) -> None:
     network.require_free_port(loaded.config.parallel)
 
 
+def has_model(path: str) -> bool:
+    """Whether the model that `model.path` names is on this machine."""
+    try:
+        return find_folder("model.path", path).exists()
+    except InputError:
+        return False
+
+
 def check_rules(loaded: ConfigFile) -> None:
     """The part of `check` that needs the config only: fields that a new run may not combine."""
     loaded.refuse(_new_run_rules(loaded.config))

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,9 @@ NUM_THUMBNAILS = 8
 
 def calls(studio: Studio) -> Calls:
     """Return the functions of the screen's script. Most return the state of the form, as `_state` describes it."""
-    functions = (state, edit, preset, restore, fix, apply_yaml, save_preset, record, verify, read_again)
-    functions += (start, enqueue, copy, retry, models, browse, glance, thumbnails)
-    return {f"new_{function.__name__}": partial(function, studio) for function in functions}
+    changing: list[Callable[..., Any]] = [state, edit, preset, restore, fix, apply_yaml, save_preset, read_again]
+    others: list[Callable[..., Any]] = [record, verify, start, enqueue, copy, retry, models, browse, glance, thumbnails]
+    return {f"new_{function.__name__}": partial(function, studio) for function in (*changing, *others)}
 
 
 def state(
