@@ -11,30 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 from app import folders, form
 from app.form import Checked
+from app.html import memory_kind
 from app.model_choices import METHODS as METHOD_NAMES
 from app.plan_preview import PlanPreview
 from trainer.config import families
 from trainer.config.errors import InputError
 from trainer.config.fields import Slot, all_names, label, slot
 from trainer.config.load import COMMAND_LINE, dump_config, load_config_text, similar_name
+from trainer.config.models import published_models
 from trainer.config.schema import RunConfig
 from trainer.metrics.gpus import Gpu
 from trainer.plan.memory import MemoryPlan, verdict
 from trainer.plan.phases import Item, moment
+from trainer.run.colors import MEMORY_KINDS
 
 if TYPE_CHECKING:
     from app.studio import Studio
 
-KINDS: Mapping[str, str] = {
-    "optimizer": "optimizer",
-    "gradients": "optimizer",
-    "gathered blocks": "gathered",
-    "gathered weights": "gathered",
-    "gradients being reduced": "gathered",
-    "activations": "activations",
-    "reserve": "reserve",
-}
-"""{part of a plan: kind of memory, which has one colour}; all others are weights."""
 LINE = re.compile(r"^\S*?:(\d+): ?(.*)$")
 
 
@@ -199,9 +192,9 @@ def plan(preview: PlanPreview, cfg: RunConfig, gpus: list[Gpu]) -> dict[str, Any
 
 def kinds(found: MemoryPlan) -> list[list[Any]]:
     """Return [kind, bytes] of the fullest moment, in a fixed order."""
-    sizes = dict.fromkeys(("weights", "optimizer", "gathered", "activations", "reserve"), 0.0)
+    sizes = dict.fromkeys(MEMORY_KINDS, 0.0)
     for item in found.fullest.items:
-        sizes[KINDS.get(item.name, "weights")] += item.size
+        sizes[memory_kind(item.name)] += item.size
     return [[kind, size] for kind, size in sizes.items() if size]
 
 
@@ -239,6 +232,13 @@ def data(studio: Studio, checked: Checked) -> dict[str, Any] | None:
         "problems": list(found.problems[:20]),
         "warnings": list(found.warnings[:20]),
     }
+
+
+def download(studio: Studio, model: str) -> dict[str, Any] | None:
+    """Return where the download of a model is; None where there was none."""
+    known = published_models().get(model)
+    state = studio.model_downloads.state(model) if known and not known.is_built_in else None
+    return vars(state) | {"model": model} if state else None
 
 
 def glance(path: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ def model(choice: ModelChoice, image: str = "") -> dict[str, Any]:
         "page": known.page if known else "",
         "is_gated": bool(known and known.is_gated),
         "download": known.download_command if known else "",
+        "advice": known.login_advice if known else "",
         "is_built_in": choice.is_built_in,
         "is_here": choice.is_built_in or preflight.has_model(choice.path),
         "fits": choice.fits,

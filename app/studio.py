@@ -36,6 +36,7 @@ from trainer.config.load import dump_config, load_config
 from trainer.config.presets import FIRST_PRESET, find_presets
 from trainer.config.sections import NAME_HELP, NAME_PATTERN
 from trainer.launcher import commands, preflight, torchrun
+from trainer.launcher.downloads import Downloads as ModelDownloads
 from trainer.launcher.queue import POLL_S, Entry, Queue
 from trainer.metrics import gpus
 from trainer.metrics.gpus import Gpu
@@ -91,6 +92,7 @@ class Studio:
         self._shipped = presets
         self.own_presets = self.runs / "presets"
         self.models = ModelChoices(self.runs)
+        self.model_downloads = ModelDownloads(self.runs / "drafts" / "models")
         self.picker = Picker((Path.home(), Path.cwd(), self.runs.parent))
         self.recent = Recent(self.runs / "drafts" / "folders.json")
         self._drafts = self.runs / "drafts"

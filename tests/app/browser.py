@@ -265,7 +265,10 @@ def write_over(page: Page, name: str, text: str) -> None:
 
 def settled(page: Page) -> None:
     """Wait until what was typed has been answered."""
-    until(page, "document.querySelector('#why').dataset.state && document.querySelector('#why').dataset.busy === undefined")
+    until(
+        page,
+        "document.querySelector('#why').dataset.state && document.querySelector('#why').dataset.busy === undefined",
+    )
 
 
 def recorded(runs: Path, name: str, events: Sequence[AnyEvent] = (), **changes: Any) -> RunDir:

@@ -53,9 +53,11 @@
   /** Show an answer of the server. edits: what was sent with the question. */
   function take(answer, edits = {}) {
     if (!answer) return;
+    const wasDownloading = state?.download?.state === 'downloading';
     state = answer;
     answered = edits;
     draw();
+    if (wasDownloading && state.download?.state === 'done') loadModels();
   }
 
   /** Ask the server to change the draft, after what was typed before. Says under Start what it refuses. */
@@ -83,7 +85,7 @@
     const facts = field(name), id = idOf(name), element = h('div.field', { id: `row-${id}`, data: { field: name } });
     const control = options.control || inputOf(name, facts, id);
     const names = h('span.l', {}, options.label || facts.label);
-    const key = h('span.key', {}, name);
+    const key = h('span.key', {}, facts.unit && facts.number === 'int' ? `${name}, ${facts.unit}` : name);
     const title = control.matches('input, select, textarea')
       ? h('label.lab', { htmlFor: id }, names, key) : h('div.lab', { id: `${id}-label` }, names, key);
     const help = h('p.help', { id: `${id}-help` });
@@ -128,8 +130,7 @@
     };
     const buttons = [['−', 'less', false], ['+', 'more', true]].map(([sign, word, up]) =>
       h('button', { type: 'button', tabIndex: -1, 'aria-label': `${facts.label}: ${word}`, onclick: () => step(up) }, sign));
-    const unit = facts.unit && !['ranks', 'samples'].includes(facts.unit) ? h('i', {}, facts.unit) : null;
-    return h('span.stepper', {}, h('span.unit', {}, control, unit), buttons);
+    return h('span.stepper', {}, h('span.unit', {}, control), buttons);
   }
 
   const paint = slider => slider.style.setProperty('--p', `${100 * (slider.value - slider.min) / (slider.max - slider.min)}%`);
@@ -172,7 +173,7 @@
       h('button', { type: 'button', 'aria-pressed': String(!wantsAll), onclick: () => { wantsAll = false; drawModels(); } }, 'Suggested'),
       h('button', { type: 'button', 'aria-pressed': String(wantsAll), onclick: () => { wantsAll = true; drawModels(); } }, `All ${models.length}`)]);
     $('model-filter').hidden = models.length <= MOST_SUGGESTED;
-    fill($('model-facts'), [own], () => own ? modelFacts(own) : []);
+    fill($('model-facts'), [own, state.download], () => own ? modelFacts(own) : []);
     fill($('presets'), [own?.presets, state.preset], () => (own ? own.presets : []).map(preset => presetTile(preset)));
     say($('presets-note'), own ? `${studio.counted(own.presets.length, 'preset')} for ${own.name}` : `from ${state.preset}`);
   }
@@ -200,7 +201,23 @@
     const licence = model.licence ? [h('span.grow'), model.page
       ? h('a.sm', { href: model.page, target: '_blank', rel: 'noopener noreferrer', title: model.licence_note }, `Licence: ${model.licence}`)
       : h('span.sm.dim', { title: model.licence_note }, `Licence: ${model.licence}`)] : [];
-    return [h('b', {}, model.name), h('span.sm.dim', {}, here), ...licence, h('span#download-place', { data: { model: model.path } })];
+    return [h('b', {}, model.name), h('span.sm.dim', {}, here), ...licence, ...(model.is_here || !model.download ? [] : downloadParts(model))];
+  }
+
+  /** How far the download of a model is, and the button that starts, pauses or continues it. */
+  function downloadParts(model) {
+    const found = state.download?.model === model.path ? state.download : null, isRunning = ['waiting', 'downloading'].includes(found?.state);
+    const ask = (name, word) => h('button.btn.s#download', { type: 'button', onclick: async event => {
+      event.target.disabled = true;
+      take(await change(name, { model: model.path }));
+    } }, word);
+    const share = found?.total_bytes ? 100 * found.num_bytes / found.total_bytes : 0;
+    const left = found?.bytes_per_s ? ` · ${studio.size(found.bytes_per_s)}/s · ${studio.duration((found.total_bytes - found.num_bytes) / found.bytes_per_s)} left` : '';
+    return [h('span.download', { data: { state: found?.state || 'none' } },
+      found ? h('span.bar', { role: 'progressbar', 'aria-label': 'Download', 'aria-valuenow': Math.round(share), 'aria-valuemin': 0, 'aria-valuemax': 100 }, h('i', { style: { width: `${share}%` } })) : null,
+      found ? h('span.sm.dim', {}, `${studio.size(found.num_bytes)} of ${studio.size(found.total_bytes)}${left}`) : h('span.sm.dim.grow', {}, model.advice),
+      isRunning ? ask('new_pause', 'Pause') : ask('new_download', found ? 'Continue' : 'Download')),
+      found?.message && !isRunning ? h(found.state === 'failed' ? 'p.notice.bad' : 'p.sm.dim', {}, found.message) : null];
   }
 
   function presetTile(preset) {
@@ -395,7 +412,7 @@
     $('why').dataset.state = isReady ? 'ready' : errors.length ? 'refused' : 'waiting';
     fill($('why'), [errors, waiting, problem, state.data?.num_images, state.gpus], () => {
       if (errors.length) return [h('b', {}, `Start waits for ${errors.length === 1 ? 'one thing' : `${errors.length} things`}`),
-        h('ul', {}, errors.map(error => h('li', {}, error.label ? [h('a', { href: '#', onclick: event => { event.preventDefault(); goTo(error.field); } }, error.label), ': '] : '', error.text)))];
+        h('ul', {}, errors.map(error => h('li', {}, error.label ? [h('a', { href: '#', onclick: event => { event.preventDefault(); goTo(error.field); } }, error.label), ': '] : '', inBrief(error))))];
       if (waiting) return [h('p', {}, waiting)];
       const checked = ['model', state.data?.num_images ? studio.counted(state.data.num_images, 'picture') : 'data', state.gpus.length ? studio.counted(state.gpus.length, 'GPU') : 'CPU', 'disk'];
       return [h('p', {}, h('b', {}, 'Ready. '), `Checked: ${checked.join(', ')}.`)];
@@ -405,6 +422,13 @@
     for (const [id, fields] of [['step-1', ['model.path']], ['step-2', ['data.path', 'data.trigger', 'data.validation']], ['step-3', ['adapter.type', 'sample.prompts']]]) {
       $(id).classList.toggle('no', errors.some(error => fields.includes(error.field)));
     }
+  }
+
+  /** What an error says; of a model that can be downloaded here, only that. */
+  function inBrief(error) {
+    const model = models.find(model => model.presets.some(preset => preset.name === state.preset));
+    if (error.field !== 'model.path' || !model?.download || model.is_here || state.rows['model.path'].changed) return error.text;
+    return `${model.name} is not on this machine yet; download it on the first card, ${studio.size(model.bytes)}.`;
   }
 
   function drawGpus() {

@@ -33,6 +33,7 @@ def calls(studio: Studio) -> Calls:
     """Return the functions of the screen's script. Most return the state of the form, as `_state` describes it."""
     changing: list[Callable[..., Any]] = [state, edit, preset, restore, fix, apply_yaml, save_preset, read_again]
     others: list[Callable[..., Any]] = [record, verify, start, enqueue, copy, retry, models, browse, glance, thumbnails]
+    others += [download, pause]
     return {f"new_{function.__name__}": partial(function, studio) for function in (*changing, *others)}
 
 
@@ -183,6 +184,18 @@ def _image(studio: Studio) -> str:
         return ""
 
 
+def download(studio: Studio, model: str, target: str = THIS_MACHINE) -> dict[str, Any]:
+    """Start the download of a model, or continue it."""
+    studio.model_downloads.start(model)
+    return _state(studio, target)
+
+
+def pause(studio: Studio, model: str, target: str = THIS_MACHINE) -> dict[str, Any]:
+    """Pause the download of a model."""
+    studio.model_downloads.pause(model)
+    return _state(studio, target)
+
+
 def browse(studio: Studio, path: str = "") -> dict[str, Any]:
     """Return what is in a folder below the allowed roots."""
     found = studio.picker.listing(path)
@@ -234,6 +247,7 @@ def _state(studio: Studio, target: str, is_fresh: bool = False, is_typing: bool 
         "changes": form_answers.changes(checked),
         "plan": form_answers.plan(preview, checked.config, studio.gpus()),
         "data": None if is_typing else form_answers.data(studio, checked),
+        "download": form_answers.download(studio, checked.config.model.path),
         "disk": form_answers.disk(preview, checked.config, studio.runs),
         "gpus": [gpu.name for gpu in studio.gpus()],
         "recent": studio.recent.all(),
