@@ -213,7 +213,7 @@ def data(studio: Studio, checked: Checked) -> dict[str, Any] | None:
     """Return what was found in the draft's folder; None while it is not known or cannot be read."""
     if any(name.startswith("data.") for name in checked.errors if name != "data.path"):
         return None
-    if "data.path" in checked.errors and not Path(checked.config.data.path or "").is_dir():
+    if "data.path" in checked.errors and not os.path.isdir(checked.config.data.path or ""):
         return None
     found = studio.scans.of(checked.config)
     shapes = [[*size, count] for size, count in sorted(found.buckets.items(), key=lambda item: -item[1])]
