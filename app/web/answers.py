@@ -6,6 +6,7 @@ The answer is `{"value": ...}`, or `{"error": sentence}` for what was refused.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -39,6 +40,9 @@ def _answering(name: str, function: Callable[..., Any]) -> Callable[[Any], Any]:
             return {"error": f"{name}: {place}: {first['msg']}; reload the page"}
         except (InputError, OSError) as error:
             return {"error": explained(error)}
+        except Exception as error:  # noqa: BLE001 - a fault of this program: shown on the page and in the terminal
+            traceback.print_exc()
+            return {"error": f"{name}: {type(error).__name__}, a fault of ShardStudio; its terminal says where"}
 
     answer.__name__ = name
     return answer
