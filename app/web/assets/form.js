@@ -5,7 +5,7 @@
   const TYPING_PAUSE_MS = 250, PATH_PAUSE_MS = 500, AGAIN_MS = 2000, MOST_SUGGESTED = 8;
   const KIND_WORDS = { weights: 'weights', optimizer: 'optimizer', gathered: 'gathered blocks', activations: 'activations', reserve: 'reserve' };
   let root = null, state = null, models = [], inputs = {}, target = '', wantsAll = false, chosenGpus = null;
-  let pending = {}, sent = {}, answered = {}, isSending = false, isLost = false, numAnswers = 0, timer = 0, typingPath = '', shownThumbnails = '';
+  let pending = {}, sent = {}, answered = {}, isSending = false, isLost = false, numAnswers = 0, timer = 0, typingPath = '', shownThumbnails = '', wrongLines = [];
   const field = name => studio.facts.form.fields[name];
   const $ = id => root.querySelector(`#${id}`);
 
@@ -117,7 +117,9 @@
     element.addEventListener('blur', () => { if (state && !(name in pending) && !(name in sent)) showValue(inputs[name], state.rows[name].value); });
     if (facts.path) {
       element.addEventListener('input', () => { typingPath = name; if (facts.path === 'folder') glanceSoon(name, element); });
-      element.addEventListener('change', () => { typingPath = ''; edited(name, element.value, 0); });
+      const typed = () => { typingPath = ''; edited(name, element.value, 0); };
+      element.addEventListener('change', typed);
+      element.addEventListener('blur', () => { if (typingPath === name) typed(); }); // typed, and back to what it was: no change
     }
     return element;
   }
@@ -154,7 +156,7 @@
     element.classList.toggle('wrong', Boolean(now.error));
     element.classList.toggle('changed', Boolean(now.changed));
     input.setAttribute('aria-invalid', String(Boolean(now.error)));
-    say(help, now.error || shown.text || '');
+    if (typingPath !== name || now.error) say(help, now.error || shown.text || ''); // else it says what the folder holds
     if (facts.kind === 'choice' && input.matches('select')) {
       fill(input, now.choices, () => now.choices.map(word => h('option', { value: word }, word)));
       input.removeAttribute('data-value');
@@ -504,17 +506,24 @@
 
   function drawYaml() {
     const area = $('yaml');
-    if (area.dataset.given !== state.yaml && (area.value === area.dataset.given || document.activeElement !== area)) {
-      area.value = area.dataset.given = state.yaml;
-      area.rows = Math.min(28, state.yaml.split('\n').length);
-      $('yaml-wrong').replaceChildren();
-    }
-    drawLines(area.value === state.yaml ? state.marks : [], []);
+    if (area.dataset.given !== state.yaml && area.value === (area.dataset.given || '')) showYaml();
+    drawLines();
+  }
+
+  /** Put the config into the editor, in place of what is there. */
+  function showYaml() {
+    const area = $('yaml');
+    area.value = area.dataset.given = state.yaml;
+    area.rows = Math.min(28, state.yaml.split('\n').length);
+    wrongLines = [];
+    $('yaml-wrong').replaceChildren();
+    drawLines();
   }
 
   /** The numbers of the lines, marked where the config differs from the preset or is wrong. */
-  function drawLines(marks, wrong) {
-    const count = $('yaml').value.split('\n').length;
+  function drawLines() {
+    const text = $('yaml').value, count = text.split('\n').length, marks = text === state.yaml ? state.marks : [], wrong = wrongLines;
+    $('discard-yaml').hidden = text === state.yaml;
     fill($('yaml-lines'), [count, marks, wrong], () => Array.from({ length: count }, (_, at) =>
       h(wrong.includes(at + 1) ? 'i.wrong' : marks.includes(at + 1) ? 'i.mark' : 'i', {}, String(at + 1))));
     $('yaml-lines').scrollTop = $('yaml').scrollTop;
@@ -524,14 +533,13 @@
     const answer = await change('new_apply_yaml', { text: $('yaml').value });
     if (!answer) return;
     if (answer.wrong) {
-      const lines = answer.wrong.map(error => error.line);
-      drawLines([], lines);
+      wrongLines = answer.wrong.map(error => error.line);
+      drawLines();
       $('yaml-wrong').replaceChildren(h('div.notice.bad', { role: 'alert' }, h('ul', {}, answer.wrong.map(error => h('li', {}, error.line ? h('b', {}, `Line ${error.line}: `) : '', error.text)))));
       return;
     }
-    $('yaml').dataset.given = '';
-    $('yaml').blur();
     take(answer);
+    showYaml();
   }
 
   async function savePreset() {
@@ -630,8 +638,8 @@
         targets.map(name => h('option', { value: name }, name)))), h('div#plan')),
       h('div.card', {}, h('h2', {}, 'Time and space'), h('div#time')),
       h('div.card', {}, h('h2', {}, 'Differs from the preset'), h('div#changes'), h('details#yaml-drawer', {}, h('summary', {}, 'YAML'),
-        h('div.yaml', {}, h('div#yaml-lines', { 'aria-hidden': 'true' }), h('textarea#yaml', { 'aria-label': 'Config as YAML', spellcheck: false, wrap: 'off', onscroll: () => { $('yaml-lines').scrollTop = $('yaml').scrollTop; }, oninput: () => drawLines([], []) })),
-        h('div#yaml-wrong'), h('div.chips', {}, h('button.btn.s#apply-yaml', { type: 'button', onclick: applyYaml }, 'Apply'), h('button.btn.s', { type: 'button', onclick: async () => { await navigator.clipboard.writeText($('yaml').value); studio.toast('Copied.'); } }, 'Copy'))), h('div#commands')));
+        h('div.yaml', {}, h('div#yaml-lines', { 'aria-hidden': 'true' }), h('textarea#yaml', { 'aria-label': 'Config as YAML', spellcheck: false, wrap: 'off', onscroll: () => { $('yaml-lines').scrollTop = $('yaml').scrollTop; }, oninput: () => { wrongLines = []; drawLines(); } })),
+        h('div#yaml-wrong'), h('div.chips', {}, h('button.btn.s#apply-yaml', { type: 'button', onclick: applyYaml }, 'Apply'), h('button.btn.s#discard-yaml', { type: 'button', hidden: true, onclick: showYaml }, 'Discard'), h('button.btn.s', { type: 'button', onclick: async () => { await navigator.clipboard.writeText($('yaml').value); studio.toast('Copied.'); } }, 'Copy'))), h('div#commands')));
   }
 
   /** Fetch the state anew, for example for other GPUs. */
