@@ -21,12 +21,13 @@ from app.studio import Studio
 from app.web import bundle, security, theme
 from app.web.access import Access
 from app.web.answers import server_functions
-from app.web.pages import frame, new_run
+from app.web.pages import frame, new_run, results
 from trainer.config.terminal import say
 
 PAGES = (
     frame,
     new_run,
+    results,
 )
 """Modules with a function `calls`: what their screen's script calls."""
 MOST_BROWSERS = 16

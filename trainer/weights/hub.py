@@ -90,8 +90,8 @@ def _how_much(model_id: str, missing: list[str]) -> str:
     if not missing:
         return _ABSENT
     here = cached(model_id).num_bytes_here / GB
-    others = f" and {len(missing) - 1} more files" if len(missing) > 1 else ""
-    return f"only {here:.1f} GB of it are in the local Hugging Face cache; {missing[0]}{others} are missing"
+    more = f"and {len(missing) - 1} more files are" if len(missing) > 1 else "is"
+    return f"only {here:.1f} GB of it are in the local Hugging Face cache; {missing[0]} {more} missing"
 
 
 def _how_to_get(model: PublishedModel) -> str:
