@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -212,7 +213,7 @@ def data(studio: Studio, checked: Checked) -> dict[str, Any] | None:
     """Return what was found in the draft's folder; None while it is not known or cannot be read."""
     if any(name.startswith("data.") for name in checked.errors if name != "data.path"):
         return None
-    if "data.path" in checked.errors and not Path(checked.config.data.path or "").is_dir():
+    if "data.path" in checked.errors and not os.path.isdir(checked.config.data.path or ""):
         return None
     found = studio.scans.of(checked.config)
     shapes = [[*size, count] for size, count in sorted(found.buckets.items(), key=lambda item: -item[1])]
@@ -243,19 +244,22 @@ def download(studio: Studio, model: str) -> dict[str, Any] | None:
 def glance(path: str) -> dict[str, Any]:
     """Return {"images", "captions", "folders"} of a folder that is being typed, or {"wrong": reason}.
 
-    Only that one folder is looked at.
+    Only that one folder is listed; the one above it where it does not exist, for a similar name.
     """
-    folder = Path(path).expanduser()
     if not path.strip():
         return {"wrong": ""}
-    if folder.is_file():
-        return {"wrong": f"'{path}' is a file; name the folder with the images"}
-    if not folder.is_dir():
-        return {"wrong": f"no folder '{path}'{similar_name(folder) or ''}"}
     try:
-        found = folders.listed(folder)
+        return _glance(path, folders.typed_folder(path))
     except InputError as error:
         return {"wrong": str(error)}
+
+
+def _glance(path: str, folder: Path) -> dict[str, Any]:
+    if os.path.isfile(folder):
+        return {"wrong": f"'{path}' is a file; name the folder with the images"}
+    if not os.path.isdir(folder):
+        return {"wrong": f"no folder '{path}'{similar_name(folder)}"}
+    found = folders.listed(folder)
     more = "+" if found.is_cut else ""
     return {
         "images": f"{found.num_images}{more}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,7 @@ def find_folder(field: str, path: str) -> Path:
     Raises:
         InputError: A hub id is not cached, or its download was interrupted. Says how to download it.
     """
-    if Path(path).exists() or not HUB_ID.fullmatch(path):
+    if os.path.exists(path) or not HUB_ID.fullmatch(path):
         return Path(path)
     snapshot, model = _snapshot(path), published_models().get(path)
     if model is None:
