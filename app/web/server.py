@@ -21,13 +21,15 @@ from app.studio import Studio
 from app.web import bundle, security, theme
 from app.web.access import Access
 from app.web.answers import server_functions
-from app.web.pages import frame, new_run, results
+from app.web.pages import frame, machine, new_run, queue, results
 from trainer.config.terminal import say
 
 PAGES = (
     frame,
     new_run,
     results,
+    queue,
+    machine,
 )
 """Modules with a function `calls`: what their screen's script calls."""
 MOST_BROWSERS = 16

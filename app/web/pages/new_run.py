@@ -37,9 +37,7 @@ def calls(studio: Studio) -> Calls:
     return {f"new_{function.__name__}": partial(function, studio) for function in (*changing, *others)}
 
 
-def state(
-    studio: Studio, known: str = "", typing: bool = False, target: str = THIS_MACHINE
-) -> dict[str, Any] | None:
+def state(studio: Studio, known: str = "", typing: bool = False, target: str = THIS_MACHINE) -> dict[str, Any] | None:
     """Return the state of the form, or None for a window that shows it already.
 
     Args:
