@@ -262,8 +262,8 @@ def untouched(found: Mapping[str, str]) -> list[str]:
 def watched(studio: Studio, name: str) -> str:
     """What the page Monitor shows of a run."""
     part: Any = SimpleNamespace(input=None)
-    page = watch.WatchPage(studio, *[part] * 4, dict.fromkeys(monitor.CHARTS, part), *[part] * 7, buttons={})
-    return shown(watch.tick(page).handle(name, "step", False, "torchrun", "all"))
+    page = watch.WatchPage(studio, *[part] * 4, dict.fromkeys(monitor.CHARTS, part), *[part] * 5, buttons={})
+    return shown(watch.tick(page).handle(name, "torchrun", "all"))
 
 
 @pytest.mark.parametrize("file", FILES)
