@@ -1,0 +1,188 @@
+"""Several runs next to each other: results, settings that differ in the form's language, and samples in pairs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from app import form
+from app.monitor import Follower, RunView
+from app.run_table import METHODS, best_validation
+from trainer.config.fields import all_names, slot
+from trainer.config.schema import RunConfig
+from trainer.data.image_files import TRIGGER_PLACE
+from trainer.models import distilled
+from trainer.run.events import SampleEvent, State
+from trainer.run.report import Line
+
+MOST_COMPARED = 5
+EMPTY = "–"
+MODELS_OWN = "the model's own"
+_NOTHING = {EMPTY, "0", "no"}
+"""Values of a field that one adapter has and another lacks, which say no more than that it lacks it."""
+_WORDS = {"lr": "Learning rate", "type": "Method"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one run.
+
+    Attributes:
+        best: (loss, step) of the lowest validation loss; None where none was measured.
+        peak: Bytes of the largest peak memory of a rank; 0 where it was not recorded.
+        speed: Images or tokens per second; None where it was not measured.
+        unit: "images" or "tokens".
+    """
+
+    state: State
+    step: int
+    num_steps: int
+    loss: float | None
+    best: tuple[float, int] | None
+    duration_s: float
+    peak: int
+    speed: float | None
+    unit: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field in which the runs differ.
+
+    Attributes:
+        label: Its name in words, with its unit.
+        values: Its value in each run, in words.
+    """
+
+    field: str
+    label: str
+    values: tuple[str, ...]
+
+
+def result(follower: Follower) -> Result:
+    """Return what came of a run."""
+    view = follower.view()
+    speed, unit = view.speed
+    return Result(
+        state=view.state,
+        step=view.step,
+        num_steps=view.num_steps,
+        loss=_finite(view.loss),
+        best=best_validation(follower),
+        duration_s=view.duration_s,
+        peak=max((rank.peak for rank in view.ranks), default=0),
+        speed=_finite(speed) or None,
+        unit=unit,
+    )
+
+
+def overlaid(followers: Sequence[Follower], names: Sequence[str]) -> list[Line]:
+    """Return the smoothed loss of each run, labelled with its name."""
+    lines = []
+    for follower, name in zip(followers, names, strict=True):
+        lines += [Line(name, line.points) for line in follower.lines("Loss") if line.label == "smoothed"]
+    return lines
+
+
+def differing(configs: Sequence[RunConfig]) -> list[Setting]:
+    """Return the fields in which the runs differ, except their names."""
+    dumped = [config.model_dump(mode="json") for config in configs]
+    rows = []
+    for field in all_names():
+        values = [form.value_at(values, field) for values in dumped]
+        shown = [in_words(field, value, config) for value, config in zip(values, configs, strict=True)]
+        if field != "name" and len(set(shown)) > 1 and not set(shown) <= _NOTHING:
+            rows.append(Setting(field, _label(field), tuple(shown)))
+    return rows
+
+
+def same_prompts(views: Sequence[RunView], configs: Sequence[RunConfig]) -> dict[str, list[SampleEvent | None]]:
+    """Return {prompt: its last sample in each run} of the prompts that more than one run has.
+
+    Prompts are paired as they are written in the configs, with [trigger] in place of each run's own trigger.
+    """
+    rows: dict[str, list[SampleEvent | None]] = {}
+    for at, (view, config) in enumerate(zip(views, configs, strict=True)):
+        for sample in sorted(view.samples, key=lambda sample: sample.step):
+            rows.setdefault(_template(sample, config), [None] * len(views))[at] = sample
+    return {prompt: samples for prompt, samples in rows.items() if sum(s is not None for s in samples) > 1}
+
+
+def _template(sample: SampleEvent, config: RunConfig) -> str:
+    """The prompt of a sample as the config has it; the sample's own when the config was changed since."""
+    filled = {prompt.replace(TRIGGER_PLACE, config.data.trigger): prompt for prompt in config.sample.prompts}
+    return filled.get(sample.prompt, sample.prompt)
+
+
+def in_words(field: str, value: Any, config: RunConfig) -> str:
+    """Return a field's value as the form would say it: yes or no, 64 × 64, Learning rate 1e-4."""
+    if not _has(field, config):
+        return EMPTY
+    if field == "adapter.type":
+        return METHODS[value]
+    if value is None:
+        return _empty(field, config)
+    spec = slot(tuple(field.split(".")))
+    is_size = isinstance(value, list) and spec is not None and spec.unit == "pixels"
+    return " × ".join(map(str, value)) if is_size else _words(value)
+
+
+def _has(field: str, config: RunConfig) -> bool:
+    """Whether the run's adapter has the field; all other sections are the same in all runs."""
+    section, _, key = field.partition(".")
+    return section != "adapter" or key in type(config.adapter).model_fields
+
+
+def _empty(field: str, config: RunConfig) -> str:
+    if field in ("sample.steps", "sample.guidance"):
+        complete = distilled.complete_sample(config.model, config.sample)
+        return f"{MODELS_OWN}, {_words(complete.steps if field == 'sample.steps' else complete.guidance)}"
+    return MODELS_OWN if field.startswith("model.options.") else EMPTY
+
+
+def _words(value: Any) -> str:
+    match value:
+        case None | "" | [] | {}:
+            return EMPTY
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return f"{value:,}"
+        case float():
+            return _number(value)
+        case list():
+            parts = [_words(item) for item in value]
+            return ("\n" if any(isinstance(item, str | dict) for item in value) else ", ").join(parts)
+        case dict():
+            return ", ".join(f"{key}: {_words(item)}" for key, item in value.items() if item not in (None, "", [], {}))
+    return str(value)
+
+
+def _number(value: float) -> str:
+    """A number as people type it: 0.05, 1e-4, 2.5e-5."""
+    if value == 0 or abs(value) >= 1e-3:
+        return f"{value:g}"
+    digits, _, exponent = f"{value:.4e}".partition("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def _label(field: str) -> str:
+    spec, key = slot(tuple(field.split("."))), field.rpartition(".")[2]
+    name = _WORDS.get(key, key.replace("_", " ").capitalize())
+    return f"{name} ({spec.unit})" if spec and spec.unit else name
+
+
+def labels(runs: Mapping[str, str]) -> dict[str, str]:
+    """Return {run: short name}. Runs of equal short names keep the rest of their own.
+
+    Args:
+        runs: {run: its name without time and random part}.
+    """
+    titles = list(runs.values())
+    return {run: title if titles.count(title) == 1 else run for run, title in runs.items()}
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
