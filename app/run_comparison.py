@@ -18,8 +18,10 @@ from trainer.run.events import SampleEvent, State
 from trainer.run.report import Line
 
 MOST_COMPARED = 5
-EMPTY = "–"
+EMPTY = "\N{EN DASH}"
+TIMES = " \N{MULTIPLICATION SIGN} "
 MODELS_OWN = "the model's own"
+_EMPTY_VALUES: tuple[Any, ...] = (None, "", [], {})
 _NOTHING = {EMPTY, "0", "no"}
 """Values of a field that one adapter has and another lacks, which say no more than that it lacks it."""
 _WORDS = {"lr": "Learning rate", "type": "Method"}
@@ -117,7 +119,7 @@ def _template(sample: SampleEvent, config: RunConfig) -> str:
 
 
 def in_words(field: str, value: Any, config: RunConfig) -> str:
-    """Return a field's value as the form would say it: yes or no, 64 × 64, Learning rate 1e-4."""
+    """Return a field's value as the form would say it: yes or no, 1e-4, sizes with a cross between width and height."""
     if not _has(field, config):
         return EMPTY
     if field == "adapter.type":
@@ -126,7 +128,7 @@ def in_words(field: str, value: Any, config: RunConfig) -> str:
         return _empty(field, config)
     spec = slot(tuple(field.split(".")))
     is_size = isinstance(value, list) and spec is not None and spec.unit == "pixels"
-    return " × ".join(map(str, value)) if is_size else _words(value)
+    return TIMES.join(map(str, value)) if is_size else _words(value)
 
 
 def _has(field: str, config: RunConfig) -> bool:
@@ -143,9 +145,9 @@ def _empty(field: str, config: RunConfig) -> str:
 
 
 def _words(value: Any) -> str:
+    if value in _EMPTY_VALUES:
+        return EMPTY
     match value:
-        case None | "" | [] | {}:
-            return EMPTY
         case bool():
             return "yes" if value else "no"
         case int():
@@ -156,7 +158,7 @@ def _words(value: Any) -> str:
             parts = [_words(item) for item in value]
             return ("\n" if any(isinstance(item, str | dict) for item in value) else ", ").join(parts)
         case dict():
-            return ", ".join(f"{key}: {_words(item)}" for key, item in value.items() if item not in (None, "", [], {}))
+            return ", ".join(f"{key}: {_words(item)}" for key, item in value.items() if item not in _EMPTY_VALUES)
     return str(value)
 
 

@@ -28,7 +28,7 @@ from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import MODEL_WORDS, BoftAdapter, DiagOftAdapter, RankAdapter
 from trainer.run import process
-from trainer.run.events import ENDS, State, StepEvent, smoothed
+from trainer.run.events import State, StepEvent, smoothed
 from trainer.run.folder import RunDir, is_run
 
 CURVE_POINTS = 40
@@ -38,9 +38,13 @@ TEXT_CHARS = 160
 READ_S = 0.2
 """How long one answer reads runs that are not known yet; the next answers read the others."""
 RETRY_S = 10.0
-"""A run with a damaged file is read again after this time: a file may be mended without a change of `_stamp`."""
+"""A run with a damaged file is read again after this time: a file may be mended without a change of its stamp."""
+LOOK_EVERY_S = 10.0
+"""Seconds between two looks at all files that rows are read from."""
 COUNT_EVERY_S = 30.0
 """Seconds between two looks at the sizes of all runs."""
+COUNT_NEW_S = 1.0
+"""The same where a run's size is not known yet."""
 METHODS: Mapping[str, str] = {
     "none": "All weights", "lora": "LoRA", "locon": "LoCon", "dora": "DoRA", "loha": "LoHa", "lokr": "LoKr",
     "diag-oft": "Diag-OFT", "boft": "BOFT",
@@ -50,7 +54,12 @@ _TAGS = TypeAdapter(dict[str, tuple[str, ...]])
 _VERSION = 1
 """Increased when rows are read differently, so that rows on disk are read again."""
 
+STAMPED = ("launch.json", "events.jsonl", "config.yaml")
+"""Files that a row is read from. The first one changes with each start."""
+SIZED = (".", "events.jsonl", "checkpoints", "export", "samples", "stages", "logs")
+"""Folders whose time changes when the run folder grows or shrinks, and a file that grows."""
 Stamp = tuple[int, ...]
+"""Times and sizes of files; zeros for those that do not exist."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +105,6 @@ class Summary:
     tags: tuple[str, ...] = ()
     size: int | None = None
 
-    @property
-    def is_running(self) -> bool:
-        return self.state not in (*ENDS, "created", "unread", "damaged")
-
 
 @dataclass(frozen=True)
 class Changes:
@@ -125,7 +130,7 @@ class _Entry:
     """A run as it was last read.
 
     Attributes:
-        stamp: `_stamp` when it was read; () for never.
+        stamp: Stamp of STAMPED when it was read; () for never.
         summary: Its row, without tags and size.
         is_settled: Whether it changes only along with its stamp. A run whose process lives is read each time.
         read_at: Monotonic seconds.
@@ -140,6 +145,12 @@ class _Entry:
     row: Summary | None = None
     version: int = 0
 
+    @property
+    def is_due(self) -> bool:
+        """Whether it is to be read although its stamp is the same."""
+        is_damaged = self.summary.problem != "" and time.monotonic() - self.read_at > RETRY_S
+        return is_damaged or not self.is_settled
+
 
 @dataclass(frozen=True)
 class _Kept:
@@ -151,7 +162,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Size:
-    """Bytes of a run folder, and `_folders_stamp` when they were counted."""
+    """Bytes of a run folder, and the stamp of SIZED when they were counted."""
 
     stamp: Stamp
     size: int
@@ -183,7 +194,7 @@ class Summaries:
         self._sizes: dict[str, _Size] = {}
         self._is_loaded = self._is_unsaved = False
         self._counter: threading.Thread | None = None
-        self._counted_at = -math.inf
+        self._counted_at = self._looked_at = -math.inf
 
     def all(self) -> list[Summary]:
         """Return all rows, newest start first, including damaged runs. No row has tags if their file is damaged."""
@@ -198,21 +209,17 @@ class Summaries:
         """
         with self._lock:
             self._load()
-            found = self._studio.find_runs()
-            rows = self._renew(found, time.monotonic() + budget_s)
-            for name in set(self._entries) - set(rows):
-                del self._entries[name]
-                self._version += 1
-                self._gone[name] = self._version
+            self._renew(time.monotonic() + budget_s, is_thorough=not token)
             self._count_in_background()
             process_id, _, number = token.partition("-")
             since = int(number) if process_id == self._process and number.isdecimal() else -1
+            changed = [entry.row for entry in self._entries.values() if entry.row and entry.version > since]
             return Changes(
                 token=f"{self._process}-{self._version}",
                 is_whole=since < 0,
-                rows=tuple(row for name, row in rows.items() if self._entries[name].version > since),
+                rows=tuple(sorted(changed, key=lambda row: row.launched, reverse=True)),
                 gone=tuple(name for name, version in self._gone.items() if version > since >= 0),
-                num_unread=sum(row.state == "unread" for row in rows.values()),
+                num_unread=sum(entry.summary.state == "unread" for entry in self._entries.values()),
             )
 
     def sample(self, name: str) -> Path | None:
@@ -228,24 +235,48 @@ class Summaries:
             return None
         return RunDir(self._studio.runs / name).own_file(entry.summary.sample)
 
-    def _renew(self, found: Sequence[RunDir], deadline: float) -> dict[str, Summary]:
+    def _renew(self, deadline: float, is_thorough: bool) -> None:
+        """Read the runs that changed, those that were started last first, and update the rows."""
+        there, stale = self._listed(is_thorough)
+        for name in set(self._entries) - there:
+            self._drop(name)
+        for run in sorted(stale, key=lambda run: last_start(run.path), reverse=True):
+            self._read(run, deadline)
         tags = self._tags()
-        rows = {}
-        for run in found:
-            name = run.path.name
-            entry = self._read(run, deadline)
-            if entry is None:
-                continue
-            self._entries[name] = entry
-            counted = self._sizes.get(name)
-            size, own = counted.size if counted else None, tags.get(name, ())
+        for name, entry in self._entries.items():
+            counted, own = self._sizes.get(name), tags.get(name, ())
+            size = counted.size if counted else None
             if entry.row is None or (entry.row.size, entry.row.tags) != (size, own):
                 self._version += 1
-                entry.row = replace(entry.summary, tags=own, size=size)
-                entry.version = self._version
+                entry.row, entry.version = replace(entry.summary, tags=own, size=size), self._version
                 self._gone.pop(name, None)
-            rows[name] = entry.row
-        return rows
+
+    def _listed(self, is_thorough: bool) -> tuple[set[str], list[RunDir]]:
+        """Return the names of all runs, and the runs to be read.
+
+        A run that has ended changes when it is started again, which is looked for each time. Other changes, such as an
+        export or an edited config, are looked for when `is_thorough`, and every LOOK_EVERY_S.
+        """
+        if is_thorough or time.monotonic() - self._looked_at > LOOK_EVERY_S:
+            self._looked_at, num_checked = time.monotonic(), len(STAMPED)
+        else:
+            num_checked = 1
+        there, stale = set(), []
+        folders = self._studio.runs.iterdir() if self._studio.runs.is_dir() else ()
+        for path in folders:
+            run, known = RunDir(path), self._entries.get(path.name)
+            stamp = _stamps(path, STAMPED[:num_checked])
+            is_known = known is not None and known.stamp[: len(stamp)] == stamp and not known.is_due
+            if is_known or is_run(path):
+                there.add(path.name)
+            if not is_known and path.name in there:
+                stale.append(run)
+        return there, stale
+
+    def _drop(self, name: str) -> None:
+        self._entries.pop(name, None)
+        self._version += 1
+        self._gone[name] = self._version
 
     def _tags(self) -> dict[str, tuple[str, ...]]:
         try:
@@ -253,26 +284,26 @@ class Summaries:
         except InputError:  # `tags_problem` names it
             return {}
 
-    def _read(self, run: RunDir, deadline: float) -> _Entry | None:
-        """Return the entry of a run, read again where needed; None for a run that was deleted a moment ago."""
-        now, stamp, known = time.monotonic(), _stamp(run), self._entries.get(run.path.name)
-        if known and known.stamp == stamp and known.is_settled:
-            if not known.summary.problem or now - known.read_at < RETRY_S:
-                return known
+    def _read(self, run: RunDir, deadline: float) -> None:
+        """Read a run, unless it is too late for one that can wait."""
+        name, now, known = run.path.name, time.monotonic(), self._entries.get(run.path.name)
+        stamp = _stamps(run.path, STAMPED)
         if now > deadline and (known is None or known.is_settled):
-            return known or _Entry((), _bare(run, "unread"), is_settled=True)
+            self._entries.setdefault(name, _Entry((), _bare(run, "unread"), is_settled=True))
+            return
         try:
             is_alive = process.alive(run)
             summary = summarized(self._studio.follower(run) if is_alive else Follower(run))
         except (InputError, OSError) as error:
-            if not is_run(run.path):
-                return None
+            if not is_run(run.path):  # deleted a moment ago
+                self._drop(name)
+                return
             is_alive, summary = False, _bare(run, "damaged", _shortened(run, explained(error)))
-        entry = _Entry(_stamp(run), summary, summary.state in ENDS or not is_alive, now)  # reading may record an end
+        entry = _Entry(stamp, summary, is_settled=not is_alive, read_at=now)
         self._is_unsaved |= entry.is_settled
         if known and known.summary == summary:
             entry.row, entry.version = known.row, known.version
-        return entry
+        self._entries[name] = entry
 
     def _load(self) -> None:
         """Take over what an earlier process read. Without it, or when it is damaged, everything is read again."""
@@ -300,7 +331,8 @@ class Summaries:
     def _count_in_background(self) -> None:
         now = time.monotonic()
         is_counting = self._counter is not None and self._counter.is_alive()
-        if is_counting or now - self._counted_at < COUNT_EVERY_S:
+        has_new = any(name not in self._sizes for name in self._entries)
+        if is_counting or now - self._counted_at < (COUNT_NEW_S if has_new else COUNT_EVERY_S):
             return
         self._counted_at = now
         self._counter = threading.Thread(target=self._count, name="sizes", daemon=True)
@@ -309,7 +341,7 @@ class Summaries:
     def _count(self) -> None:
         """Count the bytes of all runs whose folders changed, then keep what is known on disk."""
         for run in self._studio.find_runs():
-            stamp, known = _folders_stamp(run), self._sizes.get(run.path.name)
+            stamp, known = _stamps(run.path, SIZED), self._sizes.get(run.path.name)
             if known is None or known.stamp != stamp:
                 counted = _Size(stamp, size(run))
                 with self._lock:
@@ -327,22 +359,11 @@ def _shortened(run: RunDir, text: str) -> str:
     return text.replace(f"{run.path}/", "")
 
 
-def _stamp(run: RunDir) -> Stamp:
-    """Times and sizes of the files that a row is read from; zeros for those that do not exist."""
-    return _stamps(f"{run.path}/{name}" for name in ("config.yaml", "launch.json", "events.jsonl"))
-
-
-def _folders_stamp(run: RunDir) -> Stamp:
-    """Times of the folders, and of the file of events, which change when the run folder grows or shrinks."""
-    names = ("", "events.jsonl", "checkpoints", "export", "samples", "stages", "logs")
-    return _stamps(f"{run.path}/{name}" for name in names)
-
-
-def _stamps(paths: Iterable[str]) -> Stamp:
+def _stamps(folder: Path, names: Iterable[str]) -> Stamp:
     found: list[int] = []
-    for path in paths:
+    for name in names:
         try:
-            stat = os.stat(path)
+            stat = os.stat(f"{folder}/{name}")
         except OSError:
             found += (0, 0)
         else:

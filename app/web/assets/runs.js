@@ -179,7 +179,7 @@
       line = h('tr', { data: { run: row.name } }, ['check', 'image', ...COLUMNS.map(([key]) => key)].map(key => h(`td.c-${key}`)));
       lines.set(row.name, line);
     }
-    const isChosen = chosen.has(row.name), thumbnail = images.get(row.name) || NO_IMAGE, state = [row, isChosen, thumbnail, editing === row.name];
+    const isChosen = chosen.has(row.name), thumbnail = images.get(row.name) || NO_IMAGE, state = [row, isChosen, thumbnail];
     if (drawn.get(row.name)?.every((value, index) => value === state[index])) return line;
     drawn.set(row.name, state);
     const cell = index => line.children[index];
@@ -274,23 +274,23 @@
 
   function edit(row) {
     const place = lines.get(row.name).querySelector('.tags'), known = [...new Set([...rows.values()].flatMap(other => other.tags))].sort();
-    const close = isBack => {
-      if (editing !== row.name) return;
+    const close = (added, isBack) => {
+      if (editing !== row.name) return; // closed by a key: its blur comes when it is taken out
       editing = '';
+      drawn.delete(row.name);
       delete lines.get(row.name)?.querySelector('.c-name').dataset.key; // the chips come back
       if (rows.has(row.name)) lineOf(rows.get(row.name));
       if (isBack) lines.get(row.name)?.querySelector('.add').focus();
+      if (added.trim()) change(row, { added });
     };
     const list = h('datalist#runs-tags', {}, known.map(tag => h('option', { value: tag })));
     const box = h('input.tag-box', { type: 'text', 'aria-label': `New tag of ${row.title}`, placeholder: 'tag, another', list: 'runs-tags',
       onkeydown: event => {
-        if (event.key === 'Escape') close(true);
-        if (event.key !== 'Enter') return;
-        const added = event.target.value;
-        close(true);
-        if (added.trim()) change(row, { added });
+        if (event.key !== 'Enter' && event.key !== 'Escape') return;
+        event.preventDefault(); // the button that gets the focus would take it for a click
+        close(event.key === 'Enter' ? event.target.value : '', true);
       },
-      onblur: event => { const added = event.target.value; close(false); if (added.trim()) change(row, { added }); } });
+      onblur: event => close(event.target.value, false) });
     editing = row.name;
     place.querySelector('.add').replaceWith(box, list);
     box.focus();
@@ -453,7 +453,7 @@
 
   function results(runs) {
     const bests = runs.map(run => run.best?.[0] ?? Infinity), lowest = Math.min(...bests);
-    const best = (run, index) => (run.best ? [h('b', {}, studio.short(run.best[0])), bests[index] === lowest && runs.length > 1 ? h('span.tag.ok', {}, 'lowest') : null,
+    const best = (run, index) => (run.best ? [h('b', {}, studio.short(run.best[0])), bests[index] === lowest ? [' ', h('span.tag.ok', {}, 'lowest')] : null,
       h('small', {}, `step ${studio.count(run.best[1])}`)] : '–');
     const rows = [['Best validation loss', best], ['Loss, smoothed', run => (run.loss === null ? '–' : studio.short(run.loss))],
       ['State', run => `${run.state}, ${run.step === run.num_steps ? studio.counted(run.step, 'step') : `${studio.count(run.step)} of ${studio.count(run.num_steps)} steps`}`],
