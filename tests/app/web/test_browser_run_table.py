@@ -30,6 +30,8 @@ def recordings(server: Server) -> None:
     recorded(server.runs, "table-slow-20261124-211219-aebff6", optim__lr=1e-4, data__trigger="sks", **fox)
     recorded(server.runs, "table-fast-20261124-211220-aebff7", optim__lr=1e-2, data__trigger="qqq", **fox)
     recorded(server.runs, "table-half", [StatusEvent(state="stopped", step=40)])
+    for name in ("doomed-one", "doomed-two", "doomed-brief"):
+        recorded(server.runs, name, [StatusEvent(state="stopped", step=40)])
     recorded(server.runs, "table-sad", [ErrorEvent(message="CUDA out of memory"), StatusEvent(state="failed")])
 
 
@@ -46,6 +48,11 @@ def table(tab: Page, server: Server) -> Iterator[Page]:
             yield tab
     finally:
         tab.goto("about:blank")
+
+
+def renew(page: Page) -> None:
+    """Let the table ask for what changed, as it does every two seconds, and wait until it shows that."""
+    page.evaluate("(async () => { for (let i = 0; i < 2; i++) await studio.screens.runs.tick() })()")
 
 
 def row(run: str) -> str:
@@ -89,47 +96,50 @@ def test_tags_are_added_and_removed_in_place(table: Page, runs: Path):
     place = table.locator(f"{row('table-half')} .tags")
     place.locator(".add").click()
     table.keyboard.type("first, good")
-    table.wait_for_timeout(2_500)  # the table is renewed meanwhile: what is typed stays
+    run_table.set_tags(runs, "table-half", "meanwhile")
+    renew(table)  # what is typed stays
     table.keyboard.press("Enter")
     place.locator(".tag", has_text="good").wait_for()
-    assert run_table.read_tags(runs)["table-half"] == ("first", "good")
+    assert run_table.read_tags(runs)["table-half"] == ("meanwhile", "first", "good")
     table.locator("#runs-filter").fill("first")
     until(table, f"{NAMES}.join() === 'table-half'")
     place.locator("[aria-label='Remove the tag first from table-half']").click()
-    until_so(table, lambda: run_table.read_tags(runs)["table-half"] == ("good",))
+    until_so(table, lambda: run_table.read_tags(runs)["table-half"] == ("meanwhile", "good"))
     table.locator("#runs-empty", has_text="No run matches").wait_for()
 
 
 def test_runs_are_deleted_after_a_question_that_says_what_is_kept(table: Page, runs: Path):
-    for name in ("table-gone", "table-also-gone"):
-        recorded(runs, name)
+    table.locator("#runs-filter").fill("doomed")
+    for name in ("doomed-one", "doomed-two"):
         table.locator(f"{row(name)} input").check()
     until(table, "![...document.querySelectorAll('tr.sel .c-size')].some(cell => cell.textContent === '…')")
     table.locator("#runs-delete").click()
     question = table.locator("dialog[open]").inner_text()
     assert "Delete 2 runs?" in question
-    assert "table-gone, table-also-gone" in question
+    assert "doomed-one, doomed-two" in question
     assert "kB, with all checkpoints" in question
     assert "Kept: your images and captions" in question
     table.get_by_role("button", name="Cancel").click()
-    assert (runs / "table-gone").exists()
+    assert (runs / "doomed-one").exists()
     table.locator("#runs-delete").click()
     table.get_by_role("button", name="Delete permanently").click()
-    until(table, f"!{NAMES}.some(name => name.endsWith('gone'))")
+    until(table, f"!{NAMES}.includes('doomed-one')")
     table.locator("#runs-bar").wait_for(state="hidden")
-    assert not (runs / "table-gone").exists()
+    assert not (runs / "doomed-one").exists()
 
 
 def test_a_run_that_was_deleted_elsewhere_goes_and_a_damaged_one_says_why(table: Page, runs: Path):
-    run = recorded(runs, "table-brief")
-    hurt = RunDir(runs / "table-hurt")
+    hurt = RunDir(runs / "doomed-hurt")
     hurt.logs.mkdir(parents=True)
     hurt.config_file.write_text("{[")
     try:
-        table.locator(f"{row('table-brief')} input").check()
-        table.locator(f"{row('table-hurt')}[data-state=damaged]", has_text="config.yaml:1: not YAML").wait_for()
-        shutil.rmtree(run.path)
-        table.locator(row("table-brief")).wait_for(state="detached")
+        table.locator("#runs-filter").fill("doomed")
+        table.locator(f"{row('doomed-brief')} input").check()
+        renew(table)
+        table.locator(f"{row('doomed-hurt')}[data-state=damaged]", has_text="config.yaml:1: not YAML").wait_for()
+        shutil.rmtree(runs / "doomed-brief")
+        renew(table)
+        table.locator(row("doomed-brief")).wait_for(state="detached")
         table.locator("#runs-bar").wait_for(state="hidden")
         assert table.locator("[role=alert]:visible").count() == 0
     finally:
