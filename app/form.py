@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, get_origin
 
 from trainer.config import families, files, yaml12
-from trainer.config.errors import Problem
-from trainer.config.fields import Slot, all_names, slot
+from trainer.config.errors import InputError, Problem
+from trainer.config.fields import Slot, all_names, label, slot
 from trainer.config.installation import program
 from trainer.config.load import (
     COMMAND_LINE,
@@ -25,7 +25,8 @@ from trainer.config.load import (
 )
 from trainer.config.schema import RunConfig, rules
 from trainer.config.sections import Section, family_names
-from trainer.launcher import preflight, torchrun
+from trainer.launcher import capacity, preflight, torchrun
+from trainer.metrics.gpus import Gpu
 from trainer.models import distilled
 from trainer.run.folder import RunDir
 
@@ -33,16 +34,27 @@ Kind = Literal["choice", "switch", "text", "lines", "yaml"]
 """How a row is edited: `choice` from a list of words, `switch` on or off, `text` for a word, number or path, `lines`
 for one text per line, `yaml` for anything else."""
 
-STEPS: Mapping[str, tuple[str, ...]] = {
+GROUPS: Mapping[str, tuple[str, ...]] = {
     "Model": ("model", "quantize"),
     "Adapter": ("adapter",),
-    "Dataset": ("data",),
-    "Hardware": (
-        *("name", "parallel", "train", "optim", "objective", "sample"),
-        *("checkpoint", "export", "trackers", "cluster"),
-    ),
+    "Data": ("data",),
+    "Training": ("train", "optim", "objective"),
+    "Sampling": ("sample",),
+    "Saving": ("name", "checkpoint", "export", "trackers"),
+    "Hardware": ("parallel", "train.precision", "train.checkpointing", "train.compile", "train.compile_backend"),
+    "Cluster": ("cluster", "parallel.nodes", "parallel.rendezvous", "parallel.max_restarts", "parallel.timeout"),
 }
-"""{step of the wizard: sections of the config}"""
+"""{group of the form: sections and fields of the config}. A field belongs to the longest name that it starts with."""
+
+MOST_USED = (
+    *("model.path", "data.path", "data.trigger", "data.validation", "adapter.type", "adapter.rank"),
+    *("adapter.block_size", "train.steps", "optim.lr", "train.batch_size", "sample.prompts", "sample.every"),
+    *("data.resolution", "data.length", "name", "checkpoint.keep"),
+)
+"""Fields that matter in most runs. The page shows them on its cards and all others under "More"."""
+
+CARRIED = ("name", "data", "sample.prompts")
+"""Sections and fields whose edits survive the choice of another preset."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,8 @@ class Row:
 
     @property
     def label(self) -> str:
-        return f"{self.field} ({self.unit})" if self.unit else self.field
+        """The field's name in words, with its unit."""
+        return f"{label(self.field)} ({self.unit})" if self.unit else label(self.field)
 
 
 @dataclass(frozen=True)
@@ -154,7 +167,19 @@ def check(draft: Draft) -> Checked:
             wrong = [name for name in valid if name in errors] or list(valid)[-1:]
             valid = {name: value for name, value in valid.items() if name not in wrong}
         else:
-            return Checked(draft, preset, loaded, errors)
+            return Checked(draft, preset, _with_the_rest(draft, loaded, valid, errors), errors)
+
+
+def _with_the_rest(draft: Draft, loaded: ConfigFile, valid: Mapping[str, Any], errors: Mapping[str, str]) -> ConfigFile:
+    """The config with the values that were dropped along with wrong ones, though they are right themselves."""
+    for name in [name for name in draft.values if name not in valid and name not in errors]:
+        values = {key: value for key, value in draft.values.items() if key in valid or key == name}
+        try:
+            loaded = load_config(draft.preset, replace(draft, values=values).overrides)
+        except ConfigError:  # it is wrong with the others only
+            continue
+        valid = values
+    return loaded
 
 
 def check_with_files(checked: Checked) -> Checked:
@@ -164,6 +189,29 @@ def check_with_files(checked: Checked) -> Checked:
     except ConfigError as error:
         return replace(checked, errors=_by_row(error.problems) | dict(checked.errors))
     return checked
+
+
+def check_machine(checked: Checked, runs: Path, gpus: Sequence[Gpu]) -> Checked:
+    """Also check that this machine has what the run needs: model, packages, GPUs, memory and disk.
+
+    Args:
+        checked: The draft so far.
+        runs: Folder of the runs.
+        gpus: This machine's GPUs.
+    """
+    problems = list(capacity.problems(checked.config, runs, gpus))
+    try:
+        preflight.check_machine(checked.loaded)
+    except ConfigError as error:
+        problems += error.problems
+    except InputError as error:
+        problems.append(Problem("", str(error)))
+    return replace(checked, errors=_by_row(problems) | dict(checked.errors))
+
+
+def kind_of(name: str) -> Kind:
+    """Return how a field is edited."""
+    return _kind(name, _slot(name))
 
 
 def rows(checked: Checked) -> tuple[Row, ...]:
@@ -176,10 +224,41 @@ def rows(checked: Checked) -> tuple[Row, ...]:
     )
 
 
-def step_of(name: str) -> str:
-    """Return the step of the wizard that a field belongs to."""
-    section = name.partition(".")[0]
-    return next(step for step, sections in STEPS.items() if section in sections)
+def group_of(name: str) -> str:
+    """Return the group of the form that a field belongs to."""
+    found = [(len(part), group) for group, parts in GROUPS.items() for part in parts if _is_below(name, part)]
+    return max(found)[1]
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A draft after the choice of another preset.
+
+    Attributes:
+        left: Fields whose edits were left behind, because they belong to the former preset.
+        refused: {field: reason} of edits that would have been carried along and that the new preset does not take.
+    """
+
+    draft: Draft
+    left: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+def switched(draft: Draft, preset: Path) -> Switch:
+    """Choose another preset and carry the edits of CARRIED along.
+
+    Raises ConfigError when the preset itself is wrong.
+    """
+    carried = {name: value for name, value in draft.values.items() if any(_is_below(name, part) for part in CARRIED)}
+    checked = check(Draft(preset, carried))
+    wrong = {name: checked.errors[name] for name in carried if name in checked.errors}
+    wrong |= {name: "this model does not read it" for name in carried if not _exists(name, checked.config)}
+    kept = {name: value for name, value in carried.items() if name not in wrong}
+    return Switch(Draft(preset, kept), tuple(name for name in draft.values if name not in carried), wrong)
+
+
+def _is_below(name: str, part: str) -> bool:
+    return name == part or name.startswith(f"{part}.")
 
 
 def from_yaml(checked: Checked, text: str, file: Path) -> Draft:
@@ -223,7 +302,7 @@ def _row(name: str, checked: Checked, values: Mapping[str, Any]) -> Row:
     spec, config = _slot(name), checked.config
     kind = _kind(name, spec)
     value = value_at(values, name)
-    typed = checked.draft.values.get(name, value) if name in checked.errors else value
+    typed = checked.draft.values.get(name, value)
     choices = tuple(word for word in _words(name, spec) if word == value or _fits(name, word, config))
     is_visible = len(choices) > 1 if kind == "choice" else _fits(name, _other_value(spec, value), config)
     return Row(

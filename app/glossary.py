@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 GLOSSARY: Mapping[str, str] = {
     "adapter": "A small set of new weights that is trained while the model itself stays as it is.",
-    "rank": "How many directions an adapter may change in each layer. More learns finer detail and makes a larger file.",
+    "rank": "How many directions an adapter may change in each layer. More learns finer detail; the file is larger.",
     "checkpoint": "A saved state of the run, from which it can be continued exactly.",
     "held out": "Images that are not trained on; their loss shows whether the model learns or memorizes.",
     "validation": "The loss of the held-out images. It falls while the run learns and rises when it memorizes.",

@@ -5,7 +5,6 @@ HTML is made by `Markup("...{}...").format(...)`, which escapes every value that
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from markupsafe import Markup
@@ -17,9 +16,10 @@ from trainer.plan.memory import MemoryPlan, verdict
 from trainer.plan.phases import Item, moment
 from trainer.plan.storage import amount
 from trainer.run import process
+from trainer.run.colors import both_variables
 from trainer.run.events import SampleEvent, format_speed
 from trainer.run.folder import Request, RunDir
-from trainer.run.report import CHART_STYLE, LINE_COLORS
+from trainer.run.report import CHART_STYLE, format_seconds, step_split
 
 GIB = 2**30
 CONFIRMATIONS: Mapping[Request, str] = {
@@ -43,10 +43,13 @@ def status(view: RunView, element_id: str = "") -> Markup:
     """Return the state as a sentence, a progress bar, and loss, speed and seconds of the last steps."""
     share = 100 * view.step / view.num_steps
     rate, unit = format_speed(*view.speed).split()
-    facts = [("step", f"{view.step} / {view.num_steps}"), (unit, rate)]
+    facts = [("step", f"{view.step:,} / {view.num_steps:,}"), (unit, rate)]
     if view.loss is not None:
-        facts.insert(1, ("loss", f"{view.loss:.4f}"))
-    facts += [(f"s {part}", f"{seconds:.3f}") for part, seconds in view.seconds.items() if not math.isnan(seconds)]
+        facts.insert(1, ("loss, smoothed", f"{view.loss:.4f}"))
+        facts.append(("a step", format_seconds(view.step_s)))
+        facts += [(part, format_seconds(seconds)) for part, seconds in view.seconds.items()]
+    if view.waited_s > 0:
+        facts.append(("of which waiting for ranks", format_seconds(view.waited_s)))
     return Markup(
         '<div{id} class="run {mood}" data-run="{run}" data-state="{state}" data-step="{step}">'
         '<p role="status" aria-live="polite" class="sentence">{sentence}</p>{error}'
@@ -66,6 +69,11 @@ def status(view: RunView, element_id: str = "") -> Markup:
     )
 
 
+def split(view: RunView) -> Markup:
+    """Return the seconds of the last steps as a bar of parts that add up, and in words. CHART_STYLE styles it."""
+    return step_split(view.seconds, view.waited_s) if view.loss is not None else Markup()
+
+
 def text_sample(sample: SampleEvent) -> Markup:
     """Return a sample that is text. It can be scrolled by keyboard."""
     return Markup('<pre class="written" tabindex="0" aria-label="Sample of step {}">{}</pre>').format(
@@ -76,6 +84,11 @@ def text_sample(sample: SampleEvent) -> Markup:
 def figure(content: Markup, sample: SampleEvent) -> Markup:
     """Return a sample's content with its prompt and step below."""
     return Markup("<figure>{}<figcaption>{}, step {}</figcaption></figure>").format(content, sample.prompt, sample.step)
+
+
+def missing(reason: str) -> Markup:
+    """Return a small mark for a sample whose file cannot be shown; the reason is its tooltip."""
+    return Markup('<span class="missing" title="{}">missing</span>').format(reason)
 
 
 def newest(figures: Iterable[Markup]) -> Markup:
@@ -92,7 +105,7 @@ def plan_bar(plan: MemoryPlan, checked: str = "") -> Markup:
     most = plan.fullest
     whole = max(most.need, plan.card.memory if plan.card else 0)
     parts = [item for item in most.items if item.size >= whole / 200]
-    colors = [f"var(--line-{number % len(LINE_COLORS)})" for number in range(len(parts))]
+    colors = [f"var(--{memory_kind(item.name)})" for item in parts]
     bar = Markup('<i style="width:{:.2f}%;background:{}"></i>')
     label = Markup('<li title="{}"><i style="background:{}"></i>{} {:.2f}</li>')
     colored = list(zip(parts, colors, strict=True))
@@ -123,6 +136,28 @@ def plan_bar(plan: MemoryPlan, checked: str = "") -> Markup:
         disk=_stored(plan.disk),
         checked=Markup("<p>{}</p>").format(_sentence(checked)) if checked else "",
     )
+
+
+MEMORY_KINDS: Mapping[str, str] = {
+    "weights": "weights",
+    "text encoders": "weights",
+    "autoencoder": "weights",
+    "optimizer": "optimizer",
+    "averaged weights": "optimizer",
+    "gradients": "optimizer",
+    "gathered blocks": "gathered",
+    "gathered weights": "gathered",
+    "gradients being reduced": "gathered",
+    "activations": "activations",
+    "buffers": "reserve",
+}
+"""{part of the memory: its kind, of `colors.MEMORY_KINDS`}"""
+
+
+def memory_kind(part: str) -> str:
+    """Return the kind of a part of the memory: it has the same colour in every plan. A part that is not listed, as what
+    the allocator and the driver take, is "reserve"."""
+    return MEMORY_KINDS.get(part, "reserve")
 
 
 def _stored(items: Sequence[Item]) -> Markup:
@@ -209,35 +244,31 @@ def attempted(act: Callable[[], str]) -> Markup:
         return alert(str(error))
 
 
-COLORS: Mapping[str, tuple[str, str]] = {
-    **{f"--line-{at}": colors for at, colors in enumerate(LINE_COLORS)},
-    "--bad": ("#b91c1c", "#fca5a5"),
-    "--slow": ("#92400e", "#fcd34d"),
-}
-"""{CSS variable: (light, dark)}"""
-
 PANELS = """
 .alert { border-left: 4px solid var(--bad); padding: .25rem .75rem; }
 .alert pre { white-space: pre-wrap; }
 .sentence { font-size: 1.1rem; margin: 0 0 .5rem; }
-.bad .sentence { color: var(--bad); } .slow .sentence { color: var(--slow); }
+.bad .sentence { color: var(--bad); } .slow .sentence { color: var(--warn); }
 .progress { height: .6rem; background: color-mix(in srgb, currentColor 15%, transparent); border-radius: .3rem; }
-.progress i { display: block; height: 100%; background: var(--line-0); border-radius: .3rem; }
+.progress i { display: block; height: 100%; background: var(--fill); border-radius: .3rem; }
 .run dl { display: flex; flex-wrap: wrap; gap: .25rem 1.5rem; margin: .5rem 0 0; }
 .run dt { font-size: .8rem; opacity: .75; } .run dd { margin: 0; font-variant-numeric: tabular-nums; }
 ul.ranks { list-style: none; margin: 0; padding: 0; font-size: .85rem; }
 .rank { display: grid; grid-template-columns: 4rem 1fr; gap: 0 .5rem; margin-bottom: .5rem; align-items: center; }
-.rank span:nth-of-type(n+2) { grid-column: 2; } .rank.late { color: var(--slow); }
+.rank span:nth-of-type(n+2) { grid-column: 2; } .rank.late { color: var(--warn); }
 .bar { position: relative; height: .8rem; background: color-mix(in srgb, currentColor 15%, transparent); }
 .bar i { position: absolute; inset: 0 auto 0 0; }
 .bar .peak { border-right: 2px solid currentColor; }
-.bar .reserved { background: color-mix(in srgb, var(--line-0) 45%, transparent); }
-.bar .allocated { background: var(--line-0); }
-.plan .parts { display: flex; height: 1rem; background: color-mix(in srgb, currentColor 15%, transparent); }
+.bar .reserved { background: color-mix(in srgb, var(--fill) 45%, transparent); }
+.bar .allocated { background: var(--fill); }
+.plan .parts { display: flex; gap: 2px; height: 1rem; border-radius: 4px; overflow: hidden;
+  background: color-mix(in srgb, currentColor 15%, transparent); }
 .plan .parts i { height: 100%; } .plan p { font-size: .85em; margin: 0; }
 .plan ul { display: flex; flex-wrap: wrap; gap: 0 1rem; list-style: none; margin: .25rem 0; padding: 0; }
 .plan li { font-size: .85em; } .plan li i { display: inline-block; width: .8em; height: .8em; margin-right: .35em; }
 .plan p.sentence { font-size: 1rem; margin: 0 0 .25rem; }
+.missing { display: inline-block; font-size: 12px; color: var(--bad); background: var(--badt); border-radius: 99px;
+  padding: 0 8px; }
 .newest { display: grid; grid-template-columns: repeat(auto-fill, minmax(112px, 1fr)); gap: .5rem; }
 .newest figure { margin: 0; } .newest img { width: 100%; } .newest figcaption { font-size: .8rem; }
 .newest:has(.written) { grid-template-columns: repeat(auto-fill, minmax(min(100%, 22rem), 1fr)); }
@@ -249,7 +280,7 @@ ul.ranks { list-style: none; margin: 0; padding: 0; font-size: .85rem; }
 
 IN_NOTEBOOK = f"""
 .shardstudio {{ color-scheme: light dark;
-  {" ".join(f"{name}: light-dark({day}, {night});" for name, (day, night) in COLORS.items())}
+  {both_variables()}
   {CHART_STYLE}{PANELS}
 }}
 [data-jp-theme-light="true"] .shardstudio {{ color-scheme: light; }}

@@ -46,13 +46,12 @@ class Live:
         if self._idle.get(run.path) == launched or not is_run(run.path):
             return None
         try:
-            if process.alive(run):
-                self._idle.pop(run.path, None)
-                return self._follower(run).view()
+            view = self._follower(run).view() if process.alive(run) else None
         except (InputError, OSError):  # the table of runs and its own page say what is wrong
-            pass
-        self._idle[run.path] = launched
-        return None
+            view = None
+        if view is None:
+            self._idle[run.path] = launched
+        return view
 
     def _end(self, path: Path) -> None:
         try:

@@ -12,9 +12,8 @@ import re
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +22,7 @@ from trainer.config.errors import InputError
 from trainer.run import process
 from trainer.run.events import (
     ENDS,
+    SMOOTHED_STEPS,
     AnyEvent,
     ErrorEvent,
     EventReader,
@@ -35,12 +35,16 @@ from trainer.run.events import (
     StatusEvent,
     StepEvent,
     ValidationEvent,
+    default_decay,
+    format_duration,
     format_speed,
-    losses_by_name,
+    seconds_waited,
     smoothed,
+    step_parts,
 )
 from trainer.run.folder import RunDir, is_run
-from trainer.run.report import Line, thin
+from trainer.run.prompts import prompts_in_force
+from trainer.run.report import Line, Look, loss_lines, seconds_lines
 
 SILENT_S = 180.0
 """A running rank or run that writes nothing for this long is shown as stuck."""
@@ -49,9 +53,6 @@ AVERAGED_STEPS = 50
 DRAWN_STEPS = 1000
 """A running run with more steps has its curves redrawn every `steps // DRAWN_STEPS` steps: one step is not visible."""
 LOG_BYTES = 64 * 1024
-STEP_PARTS = ("data", "forward", "backward", "communication", "optimizer")
-"""Parts of a step's time."""
-Axis = Literal["step", "time"]
 Level = Literal["all", "warnings", "errors"]
 LEVELS: Mapping[Level, re.Pattern[str]] = {
     "all": re.compile(""),
@@ -74,9 +75,11 @@ class RunView:
     Attributes:
         stage: The current stage, where the config has stages.
         speed: Images or tokens trained per second, and which of the two.
-        seconds: Mean seconds of the last steps: "step" for the whole step, and each of STEP_PARTS.
+        seconds: Mean seconds of the parts of the last steps, which add up to the whole step (`events.step_parts`).
+        waited_s: Mean seconds within these parts in which the computation waited for other ranks; NaN: not measured.
         eta_s: Seconds until the last step; None before the first step.
         duration_s: Seconds that the run has been running, without the pauses before it was resumed.
+        prompts: The prompts of the next samples, as they were configured or requested: with [trigger].
         imbalance: Largest peak memory of a rank, relative to the mean of all ranks.
         silent_s: Seconds since the run last wrote anything.
         is_alive: Whether processes of the run exist, which may hold for a moment after its end.
@@ -95,17 +98,24 @@ class RunView:
     loss: float | None
     speed: tuple[float, str]
     seconds: Mapping[str, float]
+    waited_s: float
     eta_s: float | None
     duration_s: float
     ranks: tuple[RankState, ...]
     imbalance: float
     samples: tuple[SampleEvent, ...]
+    prompts: tuple[str, ...]
     exports: tuple[ExportEvent, ...]
     error: ErrorEvent | None
     silent_s: float
     is_alive: bool
     curves: tuple[int, int]
     problems: tuple[str, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of the last steps."""
+        return sum(self.seconds.values())
 
     @property
     def is_running(self) -> bool:
@@ -133,9 +143,9 @@ class RunView:
                 return self._training
             case "finished":
                 exported = f"; exported {self.exports[-1].path}" if self.exports else ""
-                return f"Finished after {self.step} steps{exported}"
+                return f"Finished after {self.step:,} steps{exported}"
             case "stopped":
-                return f"Stopped at step {self.step} of {self.num_steps}; resume continues it"
+                return f"Stopped at step {self.step:,} of {self.num_steps:,}; resume continues it"
             case "failed":
                 return f"Failed at step {self.step}"
         counted = f" {self.done} of {self.total}" if self.total else ""
@@ -144,9 +154,9 @@ class RunView:
 
     @property
     def _training(self) -> str:
-        left = "" if self.eta_s is None else f", about {timedelta(seconds=round(self.eta_s))} left"
+        left = "" if self.eta_s is None else f", about {format_duration(self.eta_s)} left"
         stage = f"stage {self.stage.number} of {self.stage.count}, {self.stage.name}, " if self.stage else ""
-        return f"Training: {stage}step {self.step} of {self.num_steps}, {format_speed(*self.speed)}{left}"
+        return f"Training: {stage}step {self.step:,} of {self.num_steps:,}, {format_speed(*self.speed)}{left}"
 
 
 class Follower:
@@ -168,7 +178,7 @@ class Follower:
         self._num_read = 0
         self._validations: dict[int, ValidationEvent] = {}
         self._stage: StageEvent | None = None
-        self._samples: dict[tuple[int, int], SampleEvent] = {}
+        self._samples: dict[tuple[int, int, str], SampleEvent] = {}  # a resumed run draws some files again
         self._events: list[AnyEvent] = []
         self._status = StatusEvent(state="created", time=0.0)
         self._error: ErrorEvent | None = None
@@ -185,11 +195,16 @@ class Follower:
                 self._read()
             return self._view(process.derive_state(is_alive, self._status.state), is_alive)
 
-    def lines(self, chart: str, axis: Axis = "step") -> list[Line]:
-        """Return the lines of one of CHARTS, thinned."""
+    def lines(self, chart: str) -> list[Line]:
+        """Return the lines of one of CHARTS, with every step as it was measured and its minutes."""
         with self._lock:
             self._read()
-            return [Line(line.label, thin(line.points)) for line in CHARTS[chart](self, axis) if line.points]
+            return [replace(line, minutes=self._minutes(line)) for line in CHARTS[chart](self) if line.points]
+
+    def _minutes(self, line: Line) -> list[float]:
+        events: Iterable[StepEvent | ValidationEvent] = self.validations if line.look == "dots" else self._steps
+        began = (self._steps or self.validations)[0].time
+        return [(event.time - began) / 60 for event in events]
 
     def events(self) -> list[AnyEvent]:
         """Return all events except steps, oldest first."""
@@ -241,7 +256,7 @@ class Follower:
             case StageEvent():
                 self._stage = event
             case SampleEvent():
-                self._samples[event.index, event.step] = event
+                self._samples[event.index, event.step, event.path] = event
             case ValidationEvent():
                 self._validations[event.step] = event
             case ErrorEvent():
@@ -258,10 +273,10 @@ class Follower:
 
     def _view(self, state: State, is_alive: bool) -> RunView:
         recent = self._steps[-AVERAGED_STEPS:]
+        losses = (event.loss for event in self._steps[-SMOOTHED_STEPS:])
         now = time.time()
         ranks = tuple(RankState(**vars(line), age_s=now - line.time) for _, line in sorted(self._lines.items()))
-        seconds = {part: _mean(getattr(step, f"seconds_{part}") for step in recent) for part in STEP_PARTS}
-        seconds["step"] = _mean(step.seconds for step in recent)
+        seconds = step_parts(recent)
         step = self._steps[-1].step if self._steps else 0
         num_steps = sum(self.config.stage_steps)
         last_written = max([self._last_event, *(line.time for line in self._lines.values())])
@@ -276,14 +291,16 @@ class Follower:
             stage=self._stage,
             step=step,
             num_steps=num_steps,
-            loss=smoothed(event.loss for event in recent)[-1] if recent else None,
+            loss=smoothed(losses, self.decay)[-1] if recent else None,
             speed=(_mean(event.speed[0] for event in recent), recent[-1].speed[1] if recent else "images"),
             seconds=seconds,
-            eta_s=(num_steps - step) * seconds["step"] if recent else None,
+            waited_s=seconds_waited(recent),
+            eta_s=(num_steps - step) * sum(seconds.values()) if recent else None,
             duration_s=self._duration_s,
             ranks=ranks,
             imbalance=max(peaks) / statistics.fmean(peaks) if any(peaks) else 1.0,
             samples=tuple(sample for _, sample in sorted(self._samples.items())),
+            prompts=prompts_in_force(self._events, self.config),
             exports=tuple(event for event in self._events if isinstance(event, ExportEvent)),
             error=self._error,
             silent_s=now - last_written if last_written else 0.0,
@@ -292,9 +309,10 @@ class Follower:
             problems=self._problems(),
         )
 
-    def at(self, axis: Axis, event: StepEvent | ValidationEvent) -> float:
-        """Return the position of an event on the axis: its step, or minutes since the first step."""
-        return event.step if axis == "step" else (event.time - self._steps[0].time) / 60
+    @property
+    def decay(self) -> float:
+        """The decay of the smoothed curves of this run."""
+        return default_decay(sum(self.config.stage_steps))
 
     @property
     def steps(self) -> Sequence[StepEvent]:
@@ -310,39 +328,28 @@ def _mean(values: Iterator[float]) -> float:
     return statistics.fmean(found) if found else 0.0
 
 
-def _line(follower: Follower, axis: Axis, label: str, value: Callable[[StepEvent], float]) -> Line:
-    return Line(label, [(follower.at(axis, step), value(step)) for step in follower.steps])
+def _line(follower: Follower, label: str, value: Callable[[StepEvent], float], look: Look = "line") -> Line:
+    return Line(label, [(step.step, value(step)) for step in follower.steps], look, follower.decay)
 
 
-def _loss(follower: Follower, axis: Axis) -> Iterator[Line]:
-    yield _line(follower, axis, "each step", lambda step: step.loss)
-    means = smoothed(step.loss for step in follower.steps)
-    yield Line("smoothed", [(follower.at(axis, step), mean) for step, mean in zip(follower.steps, means, strict=True)])
-    for name, losses in losses_by_name(follower.steps).items():
-        pairs = zip(follower.steps, smoothed(losses), strict=True)
-        yield Line(f"{name}, smoothed", [(follower.at(axis, step), mean) for step, mean in pairs])
-    if follower.steps:
-        yield Line("validation", [(follower.at(axis, event), event.loss) for event in follower.validations])
+def _loss(follower: Follower) -> list[Line]:
+    validations = [(event.step, event.loss) for event in follower.validations]
+    return [*loss_lines(follower.steps, follower.decay), Line("validation", validations, "dots")]
 
 
-def _learning_rate(follower: Follower, axis: Axis) -> Iterator[Line]:
-    yield _line(follower, axis, "learning rate", lambda step: step.lr)
+def _learning_rate(follower: Follower) -> list[Line]:
+    return [_line(follower, "learning rate", lambda step: step.lr)]
 
 
-def _grad_norm(follower: Follower, axis: Axis) -> Iterator[Line]:
-    yield _line(follower, axis, "before clipping", lambda step: step.grad_norm)
+def _grad_norm(follower: Follower) -> list[Line]:
+    return [_line(follower, "before clipping", lambda step: step.grad_norm, "noisy")]
 
 
-def _seconds(follower: Follower, axis: Axis) -> Iterator[Line]:
-    yield _line(follower, axis, "whole step", lambda step: step.seconds)
-    yield _line(follower, axis, "data", lambda step: step.seconds_data)
-    yield _line(follower, axis, "forward", lambda step: step.seconds_forward)
-    yield _line(follower, axis, "backward", lambda step: step.seconds_backward)
-    yield _line(follower, axis, "communication", lambda step: step.seconds_communication)
-    yield _line(follower, axis, "optimizer", lambda step: step.seconds_optimizer)
+def _seconds(follower: Follower) -> list[Line]:
+    return seconds_lines(follower.steps, follower.decay)
 
 
-CHARTS: Mapping[str, Callable[[Follower, Axis], Iterator[Line]]] = {
+CHARTS: Mapping[str, Callable[[Follower], list[Line]]] = {
     "Loss": _loss,
     "Learning rate": _learning_rate,
     "Gradient norm": _grad_norm,

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from app import form
+from app.form_answers import in_words
+from app.model_choices import METHODS
 from app.monitor import Follower, RunView
-from app.run_table import METHODS, best_validation
-from trainer.config.fields import all_names, slot
+from app.run_table import best_validation
+from trainer.config.fields import all_names, label, slot
 from trainer.config.schema import RunConfig
-from trainer.data.image_files import TRIGGER_PLACE
+from trainer.config.sections import TRIGGER_PLACE
 from trainer.models import distilled
 from trainer.run.events import SampleEvent, State
 from trainer.run.report import Line
 
 MOST_COMPARED = 5
-EMPTY = "\N{EN DASH}"
-TIMES = " \N{MULTIPLICATION SIGN} "
+EMPTY = in_words(None)
 MODELS_OWN = "the model's own"
-_EMPTY_VALUES: tuple[Any, ...] = (None, "", [], {})
 _NOTHING = {EMPTY, "0", "no"}
 """Values of a field that one adapter has and another lacks, which say no more than that it lacks it."""
-_WORDS = {"lr": "Learning rate", "type": "Method"}
 
 
 @dataclass(frozen=True)
@@ -82,10 +81,12 @@ def result(follower: Follower) -> Result:
 
 def overlaid(followers: Sequence[Follower], names: Sequence[str]) -> list[Line]:
     """Return the smoothed loss of each run, labelled with its name."""
-    lines = []
-    for follower, name in zip(followers, names, strict=True):
-        lines += [Line(name, line.points) for line in follower.lines("Loss") if line.label == "smoothed"]
-    return lines
+    return [
+        replace(line, label=name, look="smoothed")
+        for follower, name in zip(followers, names, strict=True)
+        for line in follower.lines("Loss")
+        if line.label == "each step"
+    ]
 
 
 def differing(configs: Sequence[RunConfig]) -> list[Setting]:
@@ -94,7 +95,7 @@ def differing(configs: Sequence[RunConfig]) -> list[Setting]:
     rows = []
     for field in all_names():
         values = [form.value_at(values, field) for values in dumped]
-        shown = [in_words(field, value, config) for value, config in zip(values, configs, strict=True)]
+        shown = [value_in_words(field, value, config) for value, config in zip(values, configs, strict=True)]
         if field != "name" and len(set(shown)) > 1 and not set(shown) <= _NOTHING:
             rows.append(Setting(field, _label(field), tuple(shown)))
     return rows
@@ -103,32 +104,33 @@ def differing(configs: Sequence[RunConfig]) -> list[Setting]:
 def same_prompts(views: Sequence[RunView], configs: Sequence[RunConfig]) -> dict[str, list[SampleEvent | None]]:
     """Return {prompt: its last sample in each run} of the prompts that more than one run has.
 
-    Prompts are paired as they are written in the configs, with [trigger] in place of each run's own trigger.
+    Prompts are paired as they were written, with [trigger] in place of each run's own trigger.
     """
     rows: dict[str, list[SampleEvent | None]] = {}
     for at, (view, config) in enumerate(zip(views, configs, strict=True)):
         for sample in sorted(view.samples, key=lambda sample: sample.step):
-            rows.setdefault(_template(sample, config), [None] * len(views))[at] = sample
+            prompt = _template(sample, (*config.sample.prompts, *view.prompts), config.data.trigger)
+            rows.setdefault(prompt, [None] * len(views))[at] = sample
     return {prompt: samples for prompt, samples in rows.items() if sum(s is not None for s in samples) > 1}
 
 
-def _template(sample: SampleEvent, config: RunConfig) -> str:
-    """The prompt of a sample as the config has it; the sample's own when the config was changed since."""
-    filled = {prompt.replace(TRIGGER_PLACE, config.data.trigger): prompt for prompt in config.sample.prompts}
+def _template(sample: SampleEvent, prompts: Sequence[str], trigger: str) -> str:
+    """The prompt of a sample as it was written; the sample's own when the prompts were changed since."""
+    filled = {prompt.replace(TRIGGER_PLACE, trigger): prompt for prompt in prompts}
     return filled.get(sample.prompt, sample.prompt)
 
 
-def in_words(field: str, value: Any, config: RunConfig) -> str:
-    """Return a field's value as the form would say it: yes or no, 1e-4, sizes with a cross between width and height."""
+def value_in_words(field: str, value: Any, config: RunConfig) -> str:
+    """Return a field's value as the form writes it. Texts of a list are lines."""
     if not _has(field, config):
         return EMPTY
     if field == "adapter.type":
         return METHODS[value]
     if value is None:
         return _empty(field, config)
-    spec = slot(tuple(field.split(".")))
-    is_size = isinstance(value, list) and spec is not None and spec.unit == "pixels"
-    return TIMES.join(map(str, value)) if is_size else _words(value)
+    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+        return "\n".join(value)
+    return in_words(value)
 
 
 def _has(field: str, config: RunConfig) -> bool:
@@ -140,40 +142,13 @@ def _has(field: str, config: RunConfig) -> bool:
 def _empty(field: str, config: RunConfig) -> str:
     if field in ("sample.steps", "sample.guidance"):
         complete = distilled.complete_sample(config.model, config.sample)
-        return f"{MODELS_OWN}, {_words(complete.steps if field == 'sample.steps' else complete.guidance)}"
+        return f"{MODELS_OWN}, {in_words(complete.steps if field == 'sample.steps' else complete.guidance)}"
     return MODELS_OWN if field.startswith("model.options.") else EMPTY
 
 
-def _words(value: Any) -> str:
-    if value in _EMPTY_VALUES:
-        return EMPTY
-    match value:
-        case bool():
-            return "yes" if value else "no"
-        case int():
-            return f"{value:,}"
-        case float():
-            return _number(value)
-        case list():
-            parts = [_words(item) for item in value]
-            return ("\n" if any(isinstance(item, str | dict) for item in value) else ", ").join(parts)
-        case dict():
-            return ", ".join(f"{key}: {_words(item)}" for key, item in value.items() if item not in _EMPTY_VALUES)
-    return str(value)
-
-
-def _number(value: float) -> str:
-    """A number as people type it: 0.05, 1e-4, 2.5e-5."""
-    if value == 0 or abs(value) >= 1e-3:
-        return f"{value:g}"
-    digits, _, exponent = f"{value:.4e}".partition("e")
-    return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
-
-
 def _label(field: str) -> str:
-    spec, key = slot(tuple(field.split("."))), field.rpartition(".")[2]
-    name = _WORDS.get(key, key.replace("_", " ").capitalize())
-    return f"{name} ({spec.unit})" if spec and spec.unit else name
+    spec = slot(tuple(field.split(".")))
+    return f"{label(field)} ({spec.unit})" if spec and spec.unit else label(field)
 
 
 def labels(runs: Mapping[str, str]) -> dict[str, str]:

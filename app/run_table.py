@@ -21,6 +21,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
+from app.model_choices import METHODS
 from app.monitor import Follower, RunView, explained, last_start
 from app.studio import Studio
 from trainer.config import files
@@ -28,7 +29,7 @@ from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import MODEL_WORDS, BoftAdapter, DiagOftAdapter, RankAdapter
 from trainer.run import process
-from trainer.run.events import State, StepEvent, smoothed
+from trainer.run.events import State, smoothed
 from trainer.run.folder import RunDir, is_run
 
 CURVE_POINTS = 40
@@ -45,11 +46,6 @@ COUNT_EVERY_S = 30.0
 """Seconds between two looks at the sizes of all runs."""
 COUNT_NEW_S = 1.0
 """The same where a run's size is not known yet."""
-METHODS: Mapping[str, str] = {
-    "none": "All weights", "lora": "LoRA", "locon": "LoCon", "dora": "DoRA", "loha": "LoHa", "lokr": "LoKr",
-    "diag-oft": "Diag-OFT", "boft": "BOFT",
-}  # fmt: skip
-"""{`adapter.type`: its name}"""
 _TAGS = TypeAdapter(dict[str, tuple[str, ...]])
 _VERSION = 1
 """Increased when rows are read differently, so that rows on disk are read again."""
@@ -387,7 +383,7 @@ def summarized(follower: Follower) -> Summary:
         model=model_name(config),
         adapter=method(config),
         best=best_validation(follower),
-        curve=_curve(follower.steps, view.num_steps),
+        curve=_curve(follower, view.num_steps),
         duration_s=view.duration_s,
         eta_s=_finite(view.eta_s) if view.is_running else None,
         is_stuck=view.is_stuck,
@@ -430,11 +426,12 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _curve(steps: Sequence[StepEvent], num_steps: int) -> tuple[float, ...]:
+def _curve(follower: Follower, num_steps: int) -> tuple[float, ...]:
     """The smoothed loss at the end of each of up to CURVE_POINTS equal parts of all steps, as far as there are any."""
     num_parts = min(CURVE_POINTS, num_steps)
     values: dict[int, float] = {}
-    for step, mean in zip(steps, smoothed(step.loss for step in steps), strict=True):
+    means = smoothed((step.loss for step in follower.steps), follower.decay)
+    for step, mean in zip(follower.steps, means, strict=True):
         if math.isfinite(mean):
             values[min(num_parts - 1, (step.step - 1) * num_parts // num_steps)] = float(f"{mean:.4g}")
     return tuple(values.values())

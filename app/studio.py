@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from pydantic import TypeAdapter
 
 from app import form
 from app.caption_lengths import Lengths
+from app.folders import Picker, Recent
 from app.form import Checked, Draft
 from app.live import Live
+from app.model_choices import ModelChoices
 from app.monitor import Follower, explained, find_runs
 from app.plan_preview import PlanPreview, PlanPreviews
 from app.scans import Scans
@@ -33,6 +36,7 @@ from trainer.config.load import dump_config, load_config
 from trainer.config.presets import FIRST_PRESET, find_presets
 from trainer.config.sections import NAME_HELP, NAME_PATTERN
 from trainer.launcher import commands, preflight, torchrun
+from trainer.launcher.downloads import Downloads as ModelDownloads
 from trainer.launcher.queue import POLL_S, Entry, Queue
 from trainer.metrics import gpus
 from trainer.metrics.gpus import Gpu
@@ -86,12 +90,18 @@ class Studio:
         self.lengths = Lengths(self.runs)
         self.plan_previews = PlanPreviews(self.runs)
         self._shipped = presets
-        self._own = self.runs / "presets"
+        self.own_presets = self.runs / "presets"
+        self.models = ModelChoices(self.runs)
+        self.model_downloads = ModelDownloads(self.runs / "drafts" / "models")
+        self.picker = Picker((Path.home(), Path.cwd(), self.runs.parent))
+        self.recent = Recent(self.runs / "drafts" / "folders.json")
         self._drafts = self.runs / "drafts"
         self._lock = threading.Lock()
         self._followers: dict[Path, Follower] = {}
         self._exports: dict[Path, subprocess.Popen[bytes]] = {}
         self._last_start: _Start | None = None
+        self._unsaved: Draft | None = None
+        self._draft_lock = threading.Lock()
         self._gpus: tuple[float, list[Gpu]] = (-math.inf, [])
         self.live = Live(self.runs, self.follower)
         self.queue_problem = ""
@@ -121,17 +131,17 @@ class Studio:
 
     def presets(self) -> dict[str, Path]:
         """Return {name: file}: the quickstart first, then those saved here, then the others."""
-        return find_presets(self._own, self._shipped)
+        return find_presets(self.own_presets, self._shipped)
 
     def save_preset(self, checked: Checked, name: str) -> Path:
         """Save a config as a preset and return its file. Raises InputError for a name that is invalid or taken."""
         if not re.fullmatch(NAME_PATTERN, name):
             raise InputError(f"'{name}' is not {NAME_HELP}")
-        file = self._own / f"{name}.yaml"
+        file = self.own_presets / f"{name}.yaml"
         if name in self.presets():
             raise InputError(f"'{name}' is already the name of a preset; choose another")
         try:
-            files.create(files.make_private(self._own) / file.name, dump_config(checked.config))
+            files.create(files.make_private(self.own_presets) / file.name, dump_config(checked.config))
         except FileExistsError as error:
             raise InputError(f"'{name}' is already the name of a preset; choose another") from error
         return file
@@ -146,6 +156,8 @@ class Studio:
 
     def draft(self) -> Draft:
         """Return the saved draft, or the quickstart where there is none or it cannot be read (see `draft_problem`)."""
+        if self._unsaved is not None:
+            return self._unsaved
         self.draft_problem = ""
         try:
             kept = files.read_json(self._drafts / "draft.json", _KEPT)
@@ -158,37 +170,62 @@ class Studio:
             return Draft(self.presets()[FIRST_PRESET])
         return draft
 
+    def change_draft(self, change: Callable[[Draft], Draft]) -> Draft:
+        """Change the draft that all windows share, and save it.
+
+        Where it cannot be saved, it is kept in memory and `draft_problem` says so.
+        """
+        with self._draft_lock, contextlib.ExitStack() as stack:
+            if not self.unwritable:
+                with contextlib.suppress(OSError):  # the save below says why
+                    stack.enter_context(files.locked(files.make_private(self._drafts) / "draft.lock"))
+            draft = change(self.draft())
+            self._save_draft(draft)
+        return draft
+
     def save_draft(self, draft: Draft) -> None:
-        """Save the draft, unless the folder is unwritable."""
+        """Replace the draft, as `change_draft` does."""
+        self.change_draft(lambda _: draft)
+
+    def _save_draft(self, draft: Draft) -> None:
+        kept = _KEPT.dump_json(_Kept(self.name_of(draft.preset), dict(draft.values)))
+        self._unsaved = draft
         if self.unwritable:
             return
-        kept = _KEPT.dump_json(_Kept(self.name_of(draft.preset), dict(draft.values)))
-        folder = files.make_private(self._drafts)
-        with files.locked(folder / "draft.lock"):
-            if (folder / "draft.json").is_dir():
-                files.put_aside(folder / "draft.json")
-            files.replace(folder / "draft.json", kept)
+        try:
+            if (self._drafts / "draft.json").is_dir():
+                files.put_aside(self._drafts / "draft.json")
+            files.replace(self._drafts / "draft.json", kept)
+        except OSError as error:
+            self.draft_problem = f"The form cannot be saved ({error.strerror}): free some space."
+        else:
+            self._unsaved, self.draft_problem = None, ""
 
     def from_yaml(self, checked: Checked, text: str) -> Draft:
         """Return the draft of a config in YAML. Raises ConfigError, which names the lines."""
         return form.from_yaml(checked, text, files.make_private(self._drafts) / "config.yaml")
 
-    def check(self, draft: Draft, is_fresh: bool = False) -> Checked:
-        """Check a draft, its files and its images.
+    def check(self, draft: Draft, is_fresh: bool = False, is_typing: bool = False) -> Checked:
+        """Check a draft, its files, this machine and its images.
 
         Args:
             is_fresh: Read the images again, because they may have changed.
+            is_typing: A path is being typed: its folder is not read yet.
 
         Raises:
             ConfigError: The preset itself is wrong.
         """
-        checked = form.check_with_files(form.check(draft))
-        if checked.errors:
+        checked = form.check_machine(form.check_with_files(form.check(draft)), self.runs, self.gpus())
+        if any(name.startswith("data.") for name in checked.errors):
             return checked
+        if is_typing:
+            return replace(checked, waiting="The folder is read when you leave its field.")
         found = self.scans.of(checked.config, is_fresh)
         if not found.is_complete:
             return replace(checked, waiting=f"Reading the images: {found.num_files} files so far.")
-        return replace(checked, errors={"data.path": "\n".join(found.problems)}) if found.problems else checked
+        if found.problems:
+            return replace(checked, errors={**checked.errors, "data.path": "\n".join(found.problems)})
+        return checked
 
     def plan(self, checked: Checked, target: str) -> PlanPreview:
         """Return the memory plan of a config for one of `plan_preview.TARGETS`."""

@@ -31,6 +31,7 @@ READS_ENVIRONMENT = frozenset(
         "app.web.access",
         "app.web.server",
         "trainer.__main__",
+        "trainer.launcher.capacity",
         "trainer.launcher.network",
         "trainer.run.process",
         "trainer.distributed.world",

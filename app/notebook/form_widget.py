@@ -82,7 +82,7 @@ class Form:
         self._is_showing = False
         self._kept: DisplayHandle | None = None
         looks = _Looks()
-        self._steps = {name: _Step(looks, self._typed, self._show) for name in form.STEPS}
+        self._steps = {name: _Step(looks, self._typed, self._show) for name in form.GROUPS}
         self._tabs = widgets.Tab([step.box for step in self._steps.values()], layout=looks.shown)
         self._review = widgets.HTML(layout=looks.shown, style=looks.html)
         style = widgets.HTML(Markup("<style>{}</style>").format(Markup(CSS)), layout=looks.hidden, style=looks.html)
@@ -154,7 +154,7 @@ class Form:
 
     def _show_rows(self, rows: Sequence[Row]) -> None:
         for index, (name, step) in enumerate(self._steps.items()):
-            own = [row for row in rows if form.step_of(row.field) == name]
+            own = [row for row in rows if form.group_of(row.field) == name]
             step.show(own)
             wrong = sum(bool(row.error) for row in own)
             self._tabs.set_title(index, TITLES.get(name, name) + (f" ({wrong} wrong)" if wrong else ""))

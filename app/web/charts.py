@@ -1,4 +1,4 @@
-"""Line charts for the page: their content as one JSON string, and the script that draws it on a canvas.
+"""Line charts for the page: their content as one JSON string, and what draws it on a canvas (`chart.js`, `chart.css`).
 
 A string, because gradio observes every number of a list: at 10,000 points that took 12 times as long.
 """
@@ -7,27 +7,50 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
-from trainer.run.report import Line
+from trainer.run.report import Line, last_values
 
-DIGITS = 5
+DIGITS = 7
+"""Of a value, as fp32 has."""
+MOST_POINTS = 2000
+"""A line with more points is sent as the means of successive steps, with the lowest and the highest of each."""
+UNITS: Mapping[str, str] = {"Seconds per step": "seconds", "Loss, smoothed": "loss"}
+"""{title of a chart: unit of its y axis}; default: the title in lower case."""
 
 
-def chart_json(title: str, lines: Sequence[Line], axis: str = "step", is_log: bool = False) -> str:
+def chart_json(
+    title: str,
+    lines: Sequence[Line],
+    axis: str = "step",
+    is_log: bool = False,
+    is_small: bool = False,
+    source: str = "",
+) -> str:
     """Return the value of a chart.
 
     Args:
-        axis: Label of the x axis.
-        is_log: Whether the y axis is logarithmic.
+        axis: "step" or "minute": x axis at first; the chart has a switch that is remembered.
+        is_log: Whether the y axis is logarithmic at first.
+        is_small: Whether it is 124 px high and shows its tools in full screen only.
+        source: What is drawn, such as the name of a run. When it changes, the zoom is reset; it names downloads.
     """
+    drawn = [line for line in lines if line.points]
+    grids: list[dict[str, Any]] = []
     return json.dumps(
         {
             "title": title,
-            "axis": axis,
+            "unit": UNITS.get(title, title.lower()),
+            "axis": "minutes" if axis == "minute" else "step",
             "log": is_log,
-            "summary": summary(title, lines, axis),
-            "lines": [{"label": line.label, "points": _rounded(line.points)} for line in lines],
+            "small": is_small,
+            "source": source,
+            "summary": summary(title, drawn, "step"),
+            "lines": [_packed(line, grids) for line in drawn],
+            "grids": grids,
         },
         separators=(",", ":"),
     )
@@ -38,123 +61,58 @@ def summary(title: str, lines: Sequence[Line], axis: str) -> str:
     drawn = [line for line in lines if line.points]
     if not drawn:
         return f"{title}: no data yet."
-    last = ", ".join(f"{line.label} {_short(line.points[-1][1])}" for line in drawn)
-    return f"{title} up to {axis} {_short(drawn[0].points[-1][0])}. Last: {last}."
+    return f"{title} up to {axis} {drawn[0].points[-1][0]:,.0f}. Last: {last_values(drawn)}."
 
 
-def _rounded(points: Sequence[tuple[float, float]]) -> list[tuple[float, float | None]]:
-    return [(float(_short(x)), float(_short(y)) if math.isfinite(y) else None) for x, y in points]
+def _packed(line: Line, grids: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a line as columns. Its steps and minutes are a grid, which lines with equal steps share.
 
-
-def _short(value: float) -> str:
-    return f"{value:.{DIGITS}g}"
-
-
-TEMPLATE = """<figure class="chart"><figcaption><b></b><ul></ul></figcaption>
-<canvas role="img" tabindex="0"></canvas><output aria-hidden="true"></output><p class="sr"></p></figure>"""
-
-CSS = """
-.chart { margin: 0; position: relative; }
-.chart figcaption { display: flex; flex-wrap: wrap; gap: 0 1rem; align-items: baseline; }
-.chart ul { display: flex; flex-wrap: wrap; gap: 0 1rem; margin: 0; padding: 0; list-style: none; font-size: .85em; }
-.chart li::before { content: ""; display: inline-block; width: 1.2em; margin-right: .35em; vertical-align: middle;
-  border-top: 2px var(--dash) var(--ink); }
-.chart canvas { width: 100%; height: 220px; display: block; }
-.chart output { position: absolute; right: 8px; top: 2em; font-size: .8em; pointer-events: none; white-space: pre;
-  background: var(--background-fill-primary); padding: 0 .4em; }
-.chart .sr { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); margin: 0; }
-"""
-
-SCRIPT = """
-const LEFT = 56, RIGHT = 10, TOP = 8, BOTTOM = 24;
-const DASHES = [[], [8, 3], [2, 4], [12, 4, 2, 4], [4, 4], []];
-const canvas = element.querySelector('canvas'), output = element.querySelector('output');
-let chart = null, scale = null;
-const colour = index => getComputedStyle(document.body).getPropertyValue(`--line-${index % 6}`).trim() || '#c2410c';
-const short = value => {
-  const rounded = Number(value.toPrecision(4));
-  return rounded && Math.abs(rounded) < 1e-3 ? rounded.toExponential() : rounded.toString();
-};
-function ticks(low, high, count) {
-  const raw = (high - low) / count, power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map(f => f * power).find(s => s >= raw), found = [];
-  for (let v = Math.ceil(low / step) * step; v <= high + step / 1e6; v += step) found.push(v);
-  return found;
-}
-function draw() {
-  if (!chart || !canvas.clientWidth) return;
-  const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
-  canvas.width = width * ratio; canvas.height = height * ratio;
-  const pen = canvas.getContext('2d'); pen.scale(ratio, ratio);
-  const value = chart.log ? y => y > 0 ? Math.log10(y) : null : y => y;
-  let x0 = Infinity, x1 = -Infinity, y0 = Infinity, y1 = -Infinity, count = 0;
-  for (const line of chart.lines) for (const [x, raw] of line.points) {
-    const y = raw === null ? null : value(raw);
-    if (x < x0) x0 = x; if (x > x1) x1 = x;
-    if (y !== null) { count++; if (y < y0) y0 = y; if (y > y1) y1 = y; }
-  }
-  canvas.dataset.n = count; canvas.dataset.last = count ? x1 : '';
-  if (!count) { scale = null; return; }
-  const room = (y1 - y0) * 0.05 || Math.abs(y0) * 0.05 || 1;
-  y0 -= room; y1 += room; if (x1 <= x0) x1 = x0 + 1;
-  const X = x => LEFT + (x - x0) / (x1 - x0) * (width - LEFT - RIGHT);
-  const Y = y => TOP + (y1 - y) / (y1 - y0) * (height - TOP - BOTTOM);
-  scale = { X, Y, value };
-  const style = getComputedStyle(canvas), ink = style.color;
-  pen.font = `12px ${style.fontFamily}`; pen.fillStyle = ink; pen.strokeStyle = ink; pen.textBaseline = 'middle';
-  pen.lineWidth = 1; pen.textAlign = 'right';
-  for (const v of ticks(y0, y1, 4)) {
-    pen.globalAlpha = 0.15; pen.beginPath(); pen.moveTo(LEFT, Y(v)); pen.lineTo(width - RIGHT, Y(v)); pen.stroke();
-    pen.globalAlpha = 1; pen.fillText(short(chart.log ? 10 ** v : v), LEFT - 6, Y(v));
-  }
-  pen.textAlign = 'center';
-  for (const v of ticks(x0, x1, Math.max(2, width / 90))) pen.fillText(short(v), X(v), height - 9);
-  chart.lines.forEach((line, index) => {
-    pen.strokeStyle = colour(index); pen.setLineDash(DASHES[index % 6]); pen.lineWidth = index === 1 ? 2 : 1.25;
-    pen.beginPath(); let down = false;
-    for (const [x, raw] of line.points) {
-      const y = raw === null ? null : value(raw);
-      if (y === null) { down = false; continue; }
-      if (down) pen.lineTo(X(x), Y(y)); else { pen.moveTo(X(x), Y(y)); pen.lineTo(X(x) + 0.5, Y(y)); }
-      down = true;
+    A long line has `counts` (number of steps that each value is the mean of), `low` and `high`, and its steps are the
+    last of each mean: smoothed with the decay raised to the counts, it is what the steps themselves would give.
+    """
+    steps, values = [step for step, _ in line.points], [value for _, value in line.points]
+    edges = _edges(len(steps))
+    ends = [end - 1 for end in edges[1:]]
+    grid = {
+        "step": [round(steps[at], 6) for at in ends],
+        "minutes": [round(line.minutes[at], 4) for at in ends] if line.minutes else [],
     }
-    pen.stroke();
-  });
-  pen.setLineDash([]);
-}
-function show() {
-  if (!props.value) return;
-  chart = JSON.parse(props.value);
-  element.querySelector('b').textContent = chart.title + (chart.log ? ' (log)' : '');
-  element.querySelector('.sr').textContent = chart.summary;
-  canvas.setAttribute('aria-label', chart.summary);
-  const legend = element.querySelector('ul'), labels = chart.lines.map(line => line.label);
-  if (legend.dataset.labels !== JSON.stringify(labels)) {
-    legend.dataset.labels = JSON.stringify(labels);
-    legend.replaceChildren(...labels.map((label, index) => {
-      const item = document.createElement('li'); item.textContent = label;
-      item.style.setProperty('--ink', `var(--line-${index % 6})`);
-      item.style.setProperty('--dash', DASHES[index % 6].length ? 'dashed' : 'solid');
-      return item;
-    }));
-  }
-  draw();
-}
-canvas.addEventListener('mousemove', event => {
-  if (!scale) return;
-  const rows = [];
-  for (const line of chart.lines) {
-    let best = null, nearest = Infinity;
-    for (const [x, y] of line.points) {
-      const away = Math.abs(scale.X(x) - event.offsetX);
-      if (y !== null && away < nearest) { best = [x, y]; nearest = away; }
+    if grid not in grids:
+        grids.append(grid)
+    packed = {"label": line.label, "look": line.look, "decay": line.decay, "grid": grids.index(grid)}
+    if len(ends) == len(steps):
+        return packed | {"values": [_short(value) for value in values]}
+    finite = [list(filter(math.isfinite, values[start:end])) for start, end in pairwise(edges)]
+    return packed | {
+        "values": [_short(math.fsum(few) / len(few)) if few else None for few in finite],
+        "counts": [len(few) for few in finite],
+        "low": [_short(min(few)) if few else None for few in finite],
+        "high": [_short(max(few)) if few else None for few in finite],
     }
-    if (best) rows.push(`${chart.axis} ${short(best[0])}  ${line.label} ${short(best[1])}`);
-  }
-  output.textContent = rows.join('\\n');
-});
-canvas.addEventListener('mouseleave', () => { output.textContent = ''; });
-new ResizeObserver(draw).observe(canvas);
-new MutationObserver(draw).observe(document.body, { attributes: true, attributeFilter: ['class'] });
-watch('value', show); show();
-"""
+
+
+def _edges(count: int) -> list[int]:
+    """Return where each mean begins, and the end of the last one. Means are of equally many steps but for the last."""
+    stride = max(1, math.ceil(count / MOST_POINTS))
+    return [*range(0, count, stride), count]
+
+
+def _short(value: float) -> float | None:
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+
+
+TEMPLATE = """<figure class="chart"><figcaption><h3></h3><b class="now"></b><div class="tools">
+<label class="smoothing">Smoothing <input type="range" min="0" max="0.99" step="0.01"><b></b></label>
+<label class="log"><input type="checkbox">log</label>
+<span class="axes" role="group" aria-label="X axis"><button type="button" data-axis="step">step</button><button
+ type="button" data-axis="minutes">time</button></span>
+<button type="button" class="reset" title="Also: double click">Reset</button>
+<button type="button" class="csv" title="Download what is drawn as numbers">CSV</button>
+<button type="button" class="png" title="Download as an image">PNG</button>
+<button type="button" class="full" aria-label="Full screen" title="Full screen"><svg
+ viewBox="0 0 12 12" aria-hidden="true"><path d="M1 4V1h3M8 1h3v3M11 8v3H8M4 11H1V8"/></svg></button></div></figcaption>
+<ul class="readout"></ul><div class="area"><canvas role="img" tabindex="0"></canvas><i class="cross"></i><i
+ class="chosen"></i></div><p class="sr" role="status"></p></figure>"""
+
+CSS = Path(__file__).with_name("chart.css").read_text(encoding="utf-8")
+SCRIPT = Path(__file__).with_name("chart.js").read_text(encoding="utf-8")

@@ -21,12 +21,16 @@ from app.studio import Studio
 from app.web import bundle, security, theme
 from app.web.access import Access
 from app.web.answers import server_functions
-from app.web.pages import frame, runs
+from app.web.pages import frame, machine, new_run, queue, results, runs
 from trainer.config.terminal import say
 
 PAGES = (
     frame,
     runs,
+    new_run,
+    results,
+    queue,
+    machine,
 )
 """Modules with a function `calls`: what their screen's script calls."""
 MOST_BROWSERS = 16
@@ -40,6 +44,7 @@ def build(studio: Studio) -> gr.Blocks:
     facts = {
         "glossary": GLOSSARY,
         "unwritable": studio.unwritable,
+        "form": new_run.facts(),
     }
     with gr.Blocks(title="ShardStudio", analytics_enabled=False) as blocks:
         gr.HTML(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gradio as gr
 from gradio.themes.utils import colors
 
-from trainer.run.colors import TOKENS
+from trainer.run.colors import variables
 
 FONTS = ("system-ui", "sans-serif")
 MONO = ("ui-monospace", "monospace")
@@ -33,6 +33,7 @@ def theme() -> gr.Theme:
 
 def css() -> str:
     """Return the colours as CSS variables, light and dark."""
-    light = " ".join(f"{name}: {day};" for name, (day, _) in TOKENS.items())
-    dark = " ".join(f"{name}: {night};" for name, (_, night) in TOKENS.items())
-    return f":root {{ color-scheme: light; {light} }} .dark {{ color-scheme: dark; {dark} }}\n"
+    return (
+        f":root {{ color-scheme: light; {variables(is_dark=False)} }}\n"
+        f".dark {{ color-scheme: dark; {variables(is_dark=True)} }}\n"
+    )

@@ -173,7 +173,7 @@ def faultless(tab: Page, url: str) -> Iterator[None]:
 
 def look_settled(page: Page) -> None:
     """Wait for the first answer, as a user does who reads before the first click."""
-    page.locator("#problems [role]").wait_for()
+    page.locator("#why[data-state]").wait_for()
 
 
 def reload(page: Page) -> None:
@@ -210,7 +210,7 @@ def answers_held(page: Page) -> Iterator[list[tuple[Route, APIResponse]]]:
             route.fulfill(response=answer)
             asked.remove(route)
 
-    handlers = "**/gradio_api/run/**"
+    handlers = "**/gradio_api/component_server/**"
     page.route(handlers, hold)
     yield held
     let_go()
@@ -231,40 +231,44 @@ def state_is(page: Page, *states: str, timeout_s: float = PATIENCE_S) -> None:
     until(page, f"{list(states)}.includes(document.querySelector('#run').dataset.state)", timeout_s)
 
 
+def visit(page: Page, *place: str) -> None:
+    """Go to an address of the page, as a link does."""
+    page.evaluate("place => { location.hash = '#/' + place.map(encodeURIComponent).join('/'); }", list(place))
+
+
 def watch(page: Page, run: str) -> None:
-    """Choose a run, by its name, and wait until the page called Monitor tells of it and no longer of another."""
-    choose(page, "run-choice", run)
-    show(page, "Monitor")
+    """Open the screen of a run, by its name, and wait until it tells of it and no longer of another."""
+    visit(page, "runs", run)
     until(page, f"document.querySelector('#run').dataset.run === {json.dumps(run)}")
 
 
 def show(page: Page, name: str) -> None:
-    """Open one of the pages at the top. A step of the form may have the same name, further down."""
-    page.locator("#pages").get_by_role("tab", name=name, exact=True).first.click()
+    """Open one of the screens in the rail."""
+    page.locator("#rail").get_by_role("link", name=name, exact=True).click()
 
 
-def form_step(page: Page, name: str) -> None:
-    """Open one of the form's steps."""
-    page.locator("#steps").get_by_role("tab", name=name, exact=True).click()
-
-
-def choose(page: Page, dropdown: str, option: str) -> None:
-    """Choose in a list by its name, as with a mouse."""
-    page.locator(f"#{dropdown} input").first.click()
-    page.get_by_role("option", name=option, exact=True).click()
-
-
-def box(page: Page, name: str) -> Locator:
-    """Where the text of a component is typed, by the component's name."""
-    return page.locator(f"#{name} textarea, #{name} input")
+def open_group(page: Page, name: str) -> None:
+    """Open one of the groups under More."""
+    group = page.locator(f"#group-{name.lower()}")
+    if group.get_attribute("open") is None:
+        group.locator("summary").click()
 
 
 def write_over(page: Page, name: str, text: str) -> None:
-    """Type into a box in place of what is there, as with a keyboard."""
-    box(page, name).click()
+    """Type into an input in place of what is there, as with a keyboard."""
+    box = page.locator(f"#{name}")
+    box.click()
     page.keyboard.press("Control+a")
     page.keyboard.press("Delete")
-    box(page, name).press_sequentially(text)
+    box.press_sequentially(text)
+
+
+def settled(page: Page) -> None:
+    """Wait until what was typed has been answered."""
+    until(
+        page,
+        "document.querySelector('#why').dataset.state && document.querySelector('#why').dataset.busy === undefined",
+    )
 
 
 def recorded(runs: Path, name: str, events: Sequence[AnyEvent] = (), **changes: Any) -> RunDir:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from app import run_comparison
+from app.form_answers import in_words
 from app.monitor import Follower
-from app.run_comparison import EMPTY, TIMES, differing, in_words, labels, result, same_prompts
+from app.run_comparison import EMPTY, differing, labels, result, same_prompts, value_in_words
 from tests.app.browser import recorded
 from tests.runs import run_config
 from trainer.config.schema import RunConfig
@@ -23,10 +24,8 @@ def config(**changes: Any) -> RunConfig:
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("optim.lr", 1e-4, "1e-4"),
-        ("optim.lr", 2.5e-5, "2.5e-5"),
         ("optim.lr", 0.05, "0.05"),
-        ("train.steps", 12000, "12,000"),
+        ("train.steps", 12000, "12000"),
         ("quantize.cache", True, "yes"),
         ("quantize.cache", False, "no"),
         ("adapter.type", "diag-oft", "Diag-OFT"),
@@ -36,7 +35,7 @@ def config(**changes: Any) -> RunConfig:
         ("sample.steps", None, "the model's own, 28"),
         ("sample.guidance", None, "the model's own, 4"),
         ("model.options.max_tokens", None, "the model's own"),
-        ("sample.size", [64, 96], f"64{TIMES}96"),
+        ("sample.size", [64, 96], in_words([64, 96])),
         ("sample.prompts", ["a cat", "a dog"], "a cat\na dog"),
         ("sample.prompts", [], EMPTY),
         ("model.train", {"transformer": "full", "vae": "frozen"}, "transformer: full, vae: frozen"),
@@ -44,7 +43,7 @@ def config(**changes: Any) -> RunConfig:
     ],
 )  # fmt: skip
 def test_a_value_is_said_as_the_form_says_it(field: str, value: Any, words: str):
-    assert in_words(field, value, config()) == words
+    assert value_in_words(field, value, config()) == words
 
 
 def test_settings_that_differ_are_named_in_words_and_equal_ones_are_left_out():
@@ -55,8 +54,8 @@ def test_settings_that_differ_are_named_in_words_and_equal_ones_are_left_out():
         "adapter.type": ("Method", ("LoRA", "BOFT")),
         "adapter.rank": ("Rank", ("4", EMPTY)),
         "adapter.block_size": ("Block size (outputs)", (EMPTY, "8")),
-        "optim.lr": ("Learning rate", ("1e-4", "0.001")),
-        "sample.size": ("Size (pixels)", (f"64{TIMES}64", f"1024{TIMES}1024")),
+        "optim.lr": ("Learning rate", ("0.0001", "0.001")),
+        "sample.size": ("Size of the samples (pixels)", (in_words([64, 64]), in_words([1024, 1024]))),
     }
 
 
@@ -105,4 +104,7 @@ def test_runs_of_equal_short_names_keep_their_whole_names():
 def test_the_losses_are_laid_over_each_other_by_name(tmp_path: Path):
     followers = [Follower(recorded(tmp_path / "runs", name)) for name in ("a", "b")]
     lines = run_comparison.overlaid(followers, ["one", "other"])
-    assert [(line.label, len(line.points)) for line in lines] == [("one", 40), ("other", 40)]
+    assert [(line.label, line.look, len(line.points)) for line in lines] == [
+        ("one", "smoothed", 40),
+        ("other", "smoothed", 40),
+    ]

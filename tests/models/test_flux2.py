@@ -31,6 +31,7 @@ from tests.models.common import (
     without_bar,
 )
 from trainer.config.errors import InputError
+from trainer.config.models import published_models
 from trainer.config.sections import ModelConfig, ObjectiveConfig, SampleConfig
 from trainer.models.families.flux2 import ARCHITECTURES, Flux2, image_ids, text_ids
 from trainer.models.objectives import add_noise, draw_sigma, empirical_mu
@@ -417,8 +418,9 @@ def test_a_hub_id_that_is_not_cached_is_refused_with_the_download_command(cache,
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     assert error_of(cache, "black-forest-labs/FLUX.2-klein-base-4B") == (
         "model.path black-forest-labs/FLUX.2-klein-base-4B: neither a folder nor in the local Hugging Face cache. "
-        "Download it with `hf download black-forest-labs/FLUX.2-klein-base-4B`, name a diffusers folder, "
-        "or set model.path: tiny"
+        "FLUX.2 klein 4B is a download of 16 GB. Its licence is Apache 2.0: free to use, commercially too. "
+        f"Download it with `{published_models()['black-forest-labs/FLUX.2-klein-base-4B'].download_command}`, "
+        "or name a diffusers folder, or set model.path: tiny"
     )
 
 

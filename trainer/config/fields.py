@@ -50,6 +50,7 @@ class Slot:
         unit: Unit of a number.
         path: "file", "folder", "model" or empty, as in `sections.option`.
         help: The field's description.
+        title: The field's name in words; empty where its key reads well.
     """
 
     annotation: Any
@@ -57,6 +58,7 @@ class Slot:
     unit: str = ""
     path: str = ""
     help: str = ""
+    title: str = ""
 
     @functools.cached_property
     def options(self) -> tuple[Any, ...]:
@@ -148,6 +150,17 @@ def name(loc: Loc) -> str:
     return "".join(f"[{key}]" if isinstance(key, int) else f".{_visible(key)}" for key in loc).removeprefix(".")
 
 
+TYPES = {"adapter.type": "Method"}
+"""{field that selects a section: its name in words}"""
+
+
+def label(field: str) -> str:
+    """Return a field's name in words: `optim.lr` is "Learning rate"."""
+    spec = slot(tuple(field.split(".")))
+    title = spec.title if spec else ""
+    return title or TYPES.get(field) or field.rpartition(".")[2].replace("_", " ").capitalize()
+
+
 def nearest(loc: Loc) -> Loc | None:
     """Return the field that an unknown `loc` probably means: one of the same name elsewhere, or of similar spelling."""
     above, key = slot(loc[:-1]), str(loc[-1])
@@ -186,6 +199,7 @@ def _slot_of(field: FieldInfo) -> Slot:
         unit=str(extra.get("unit", "")),
         path=str(extra.get("path", "")),
         help=" ".join((field.description or "").split()),  # line breaks of the source are not part of the text
+        title=field.title or "",
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
 from pydantic import model_validator
@@ -18,6 +18,7 @@ from trainer.config.sections import (
     HOST_PORT,
     NAME_PATTERN,
     SINGLE_FILES,
+    TRIGGER_PLACE,
     Adapter,
     AdapterSection,
     CheckpointConfig,
@@ -110,6 +111,18 @@ class RunConfig(Section):
         section = ExportConfig.model_validate({"what": wanted, "format": format, "dtype": dtype})
         changed = self.model_copy(update={"export": section})
         problems = tuple(_export_rules(changed))
+        if problems:
+            raise RuleError(problems)
+        return changed
+
+    def with_prompts(self, prompts: Sequence[str]) -> RunConfig:
+        """Return the config with other `sample.prompts`.
+
+        Raises:
+            RuleError: They cannot be combined with the other fields.
+        """
+        changed = self.model_copy(update={"sample": self.sample.model_copy(update={"prompts": tuple(prompts)})})
+        problems = tuple(_sample_rules(changed))
         if problems:
             raise RuleError(problems)
         return changed
@@ -425,7 +438,7 @@ def _sample_rules(cfg: RunConfig) -> Iterator[Problem]:
             f"{len(sample.images)} files for {len(sample.questions)} questions; give one for each",
             depends_on=("sample.questions",),
         )
-    if not cfg.data.trigger and any("[trigger]" in prompt for prompt in sample.prompts):
+    if not cfg.data.trigger and any(TRIGGER_PLACE in prompt for prompt in sample.prompts):
         yield Problem(
             "sample.prompts",
             "[trigger] stands for data.trigger, which is empty; set it or remove [trigger]",

@@ -18,6 +18,8 @@ from pydantic_core import PydanticCustomError
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
 NAME_HELP = "1 to 64 letters, digits, '_', '.' or '-', not beginning with '.' or '-'"
 MODEL_WORDS = ("tiny", "demo", "random")
+TRIGGER_PLACE = "[trigger]"
+"""Stands for `data.trigger` in captions and prompts."""
 DEMO = Path(__file__).parents[1] / "assets" / "demo"
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.safetensors)", re.ASCII)
 HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[^\s:\[\]]+):(?P<port>\d{1,5})")
@@ -66,18 +68,26 @@ def demo_families() -> tuple[str, ...]:
     return tuple(sorted(folder.name for folder in DEMO.iterdir()))
 
 
-def option(default: Any, *, unit: str = "", path: Literal["", "file", "folder", "model"] = "", **limits: Any) -> Any:
+def option(
+    default: Any,
+    *,
+    title: str | None = None,
+    unit: str = "",
+    path: Literal["", "file", "folder", "model"] = "",
+    **limits: Any,
+) -> Any:
     """Declare a field of a section.
 
     Args:
         default: Its default; `...` for a required field.
+        title: Its name in words, where `weight_decay` read as "Weight decay" is not enough.
         unit: The unit shown in the form and in errors.
         path: Marks a file or folder: a relative path in a preset is relative to the preset. A "model" may also be a hub
             id or one of MODEL_WORDS; it is taken for a path when it exists.
         limits: pydantic's limits (`ge`, `gt`, `le`, `lt`, `pattern`).
     """
     extra: dict[str, Any] = {key: value for key, value in (("unit", unit), ("path", path)) if value}
-    return Field(default, json_schema_extra=extra or None, **limits)
+    return Field(default, title=title, json_schema_extra=extra or None, **limits)
 
 
 class Section(BaseModel):
@@ -93,16 +103,16 @@ MOST_TEXT_WINDOWS = 8
 class ModelOptions(Section):
     architecture: str | None = None
     """Published variant whose architecture `model.path: tiny` imitates. Weights on disk are checked against it."""
-    text_layers: tuple[Layer, ...] | None = None
+    text_layers: tuple[Layer, ...] | None = option(None, title="Layers of the text encoder")
     """Layers of the text encoder whose hidden states are concatenated. Empty: evenly spaced layers, as in the published
     models."""
-    max_tokens: Whole | None = option(None, ge=8, le=4096, unit="tokens")
+    max_tokens: Whole | None = option(None, title="Longest caption", ge=8, le=4096, unit="tokens")
     """Captions are padded or truncated to this length. Empty: the length of the published model, or the tokenizer's
     maximum if that is shorter."""
-    text_windows: Whole = option(1, ge=1, le=MOST_TEXT_WINDOWS)
+    text_windows: Whole = option(1, title="Windows of CLIP", ge=1, le=MOST_TEXT_WINDOWS)
     """Number of 75-token windows in which CLIP reads a caption, as ComfyUI and A1111 do with long prompts. For
     example 3 for captions of up to 225 tokens."""
-    without: tuple[str, ...] = ()
+    without: tuple[str, ...] = option((), title="Text encoders left out")
     """Text encoders to leave out, if the model works without them: for example `text_encoder_3`, a large third one."""
     blocks: str | None = None
     """Class names of the blocks that are sharded one by one, comma-separated. Empty: the blocks the model itself
@@ -112,17 +122,17 @@ class ModelOptions(Section):
 
 
 class ModelConfig(Section):
-    family: str = ""
+    family: str = option("", title="Model family")
     """Model family: the architecture of the base model. Required."""
-    path: str = option("tiny", path="model")
+    path: str = option("tiny", title="Base model", path="model")
     """Base model: a diffusers folder, a single .safetensors file, a downloaded Hugging Face id, `demo` (a small
     built-in model that generates pictograms of 64 x 64 pixels), or `tiny` (random weights, trains in seconds on a CPU).
     For a language model: a transformers folder, or `random` for random weights in the full size of
     `model.options.architecture` or `model.base`."""
-    base: str | None = option(None, path="model")
+    base: str | None = option(None, title="Folder with the other components", path="model")
     """Needed if `model.path` is a single file: a diffusers folder with the configs and the components which that file
     lacks. For `random`: a folder with config.json and tokenizer."""
-    train: dict[str, Literal["frozen", "adapter", "full"]] = option({})
+    train: dict[str, Literal["frozen", "adapter", "full"]] = option({}, title="Trained parts")
     """How each component of the model is trained: by the adapter, fully, or not at all (frozen). Components not listed
     are frozen. Empty: the denoiser is trained, by the adapter or, without an adapter, fully."""
     options: ModelOptions = ModelOptions()
@@ -138,10 +148,10 @@ class AdapterSection(Section):
 
     type: str
     """Kind of adapter."""
-    targets: tuple[str, ...] = ()
+    targets: tuple[str, ...] = option((), title="Layers to adapt")
     """Layers to adapt, by name or regular expression, for example `attn.to_q`. Empty: all linear layers in the model's
     blocks."""
-    start: str | None = option(None, path="file")
+    start: str | None = option(None, title="Adapter to continue from", path="file")
     """Existing adapter file to continue from, in the format of ShardStudio, diffusers, peft, kohya or LyCORIS."""
 
 
@@ -154,7 +164,7 @@ class RankAdapter(AdapterSection):
     """The update is scaled by alpha / rank. Empty: alpha = rank, a scale of 1."""
     dropout: Number = option(0.0, ge=0, lt=1)
     """Probability with which each input of the adapter is dropped during training."""
-    rank_pattern: dict[str, Rank] = option({})
+    rank_pattern: dict[str, Rank] = option({}, title="Rank per layer")
     """Different ranks for some layers: {name or regular expression: rank}."""
 
     @property
@@ -166,7 +176,7 @@ class RankAdapter(AdapterSection):
 class ConvAdapter(RankAdapter):
     """Adapters that also change convolutions."""
 
-    conv_rank: Rank | None = None
+    conv_rank: Rank | None = option(None, title="Rank of convolutions")
     """Rank for the convolutions in the model's blocks, if it has any. Empty: convolutions are not adapted."""
 
 
@@ -180,7 +190,7 @@ class LoconAdapter(ConvAdapter):
     """Low-rank update of linear layers and convolutions (LyCORIS, arXiv 2309.14859)."""
 
     type: Literal["locon"] = "locon"
-    conv_rank: Rank | None = None
+    conv_rank: Rank | None = option(None, title="Rank of convolutions")
     """Rank for the convolutions in the model's blocks, if it has any. Empty: `adapter.rank`."""
 
 
@@ -202,9 +212,9 @@ class LokrAdapter(ConvAdapter):
     type: Literal["lokr"] = "lokr"
     factor: Whole = option(-1, ge=-1, le=1024)
     """Largest size of the small matrix. -1: split each layer as close to square as its sizes allow."""
-    decompose_both: bool = False
+    decompose_both: bool = option(False, title="Factor both matrices")
     """Factor the small matrix into a low-rank product, too."""
-    full_matrix: bool = False
+    full_matrix: bool = option(False, title="Keep both matrices whole")
     """Do not factor either matrix. Rank and alpha are then ignored: the update is not scaled, as in LyCORIS."""
 
 
@@ -224,7 +234,7 @@ class BoftAdapter(AdapterSection):
     block_size: Whole = option(8, ge=2, le=1024, unit="outputs")
     """Number of outputs that are rotated together. Each layer uses the smallest even size, from this one up, that
     splits its width into a power of two of blocks."""
-    num_stages: Whole | None = option(None, ge=1, le=16)
+    num_stages: Whole | None = option(None, title="Butterfly stages", ge=1, le=16)
     """Number of butterfly stages. Empty: enough for every output to mix with every other."""
 
 
@@ -235,17 +245,17 @@ Adapter = Annotated[
 
 
 class QuantizeConfig(Section):
-    format: BaseFormat = "none"
+    format: BaseFormat = option("none", title="Precision of the base")
     """How the linear layers of the frozen base model are stored: in bf16 (`none`), in 8 bits (`int8`, or `fp8`, which
     keeps weights that are already stored in fp8 unchanged), or in 4 bits (`nf4`). Norms, modulation, embedders and the
     output layer stay in bf16. Fewer bits need less GPU memory."""
-    keep: tuple[str, ...] = ()
+    keep: tuple[str, ...] = option((), title="Layers kept in bf16")
     """Layers that stay in bf16, by name or regular expression."""
-    formats: dict[str, BaseFormat] = option({})
+    formats: dict[str, BaseFormat] = option({}, title="Precision per layer")
     """A different format for some layers of the blocks, including modulation: {name or regular expression: format}."""
-    encoders: bool = False
+    encoders: bool = option(False, title="Quantize text encoders")
     """Also quantize the text encoders while captions are encoded; small ones are not quantized."""
-    cache: bool = False
+    cache: bool = option(False, title="Keep the quantized base on disk")
     """Keep the quantized base model on disk, in the cache folder, so that later runs load it without converting."""
 
 
@@ -257,59 +267,59 @@ class DataFolder(Section):
 
 
 class DataConfig(Section):
-    path: str | None = option(None, path="folder")
+    path: str | None = option(None, title="Folder", path="folder")
     """Folder of training images with their captions: a .txt file of the same name next to each image, or one
     metadata.jsonl. For a language model: a folder or file of text, with one document per .txt file, one per line of a
     .jsonl file (text, or prompt and completion), or token ids in a .npy file."""
-    folders: tuple[DataFolder, ...] = ()
+    folders: tuple[DataFolder, ...] = option((), title="More folders")
     """More folders of training data, each with a weight."""
     resolution: Whole = option(1024, ge=16, le=4096, unit="pixels")
     """Training resolution: images are scaled to about this value squared in pixels, and keep their aspect ratio."""
-    max_aspect: Number = option(2.0, ge=1, le=8)
+    max_aspect: Number = option(2.0, title="Most elongated shape", ge=1, le=8)
     """Aspect ratio (longest : shortest side) of the most elongated bucket. Images beyond it are cropped. 1 = squares
     only."""
-    trigger: str = ""
+    trigger: str = option("", title="Trigger word")
     """Trigger word for the learned subject or style. It replaces [trigger] in captions, or is prepended to captions
     without it."""
     repeats: Whole = option(1, ge=1, le=10000)
     """How often each image occurs per epoch."""
-    caption_dropout: Number = option(0.0, ge=0, le=1)
+    caption_dropout: Number = option(0.0, title="Captions left out", ge=0, le=1)
     """Share of samples that are trained with an empty caption, so that the model still works with classifier-free
     guidance. Captions of `data.regularization` are never dropped."""
-    missing_caption: Literal["stop", "empty"] = "stop"
+    missing_caption: Literal["stop", "empty"] = option("stop", title="Image without caption")
     """When an image has no caption: stop and name the image, or train it with an empty caption."""
-    bad_image: Literal["stop", "warn"] = "stop"
+    bad_image: Literal["stop", "warn"] = option("stop", title="Broken image")
     """When an image cannot be decoded: stop and name the image, or leave it out with a warning."""
-    validation: str | Whole = option(0, path="folder")
+    validation: str | Whole = option(0, title="Held out", path="folder")
     """Held-out images for the validation loss: a folder, or the number of images to hold out from the training data.
     For a language model, the folder may also be a file of text."""
-    validation_every: Whole = option(100, ge=1, unit="steps")
+    validation_every: Whole = option(100, title="Validation every", ge=1, unit="steps")
     """Steps between two measurements of the validation loss."""
-    masks: str | None = option(None, path="folder")
+    masks: str | None = option(None, title="Folder of masks", path="folder")
     """Folder of masks with the file names of the training images: white (or opaque) where to learn, black (or
     transparent) where not to. Images without a mask are learned entirely."""
-    mask_background: Number = option(0.0, ge=0, le=1)
+    mask_background: Number = option(0.0, title="Weight outside masks", ge=0, le=1)
     """Loss weight of the black parts of a mask. White parts have weight 1."""
-    regularization: str | None = option(None, path="folder")
+    regularization: str | None = option(None, title="Regularization images", path="folder")
     """Folder of captioned images of the same class without the learned subject, so that the model keeps its knowledge
     of the class. In total they occur as often as the training images, in rotation. Trigger, masks and references do not
     apply to them."""
-    regularization_weight: Number = option(1.0, gt=0, le=100)
+    regularization_weight: Number = option(1.0, title="Weight of regularization", gt=0, le=100)
     """Loss weight of a regularization image. A training image has weight 1."""
-    references: str | None = option(None, path="folder")
+    references: str | None = option(None, title="Images before the edit", path="folder")
     """For edit training: folder of the images before the edit, with the file names of the training images, or with _0,
     _1 and so on after the name for several. They are scaled to `data.resolution` and keep their aspect ratio."""
-    cache: str | None = option(None, path="folder")
+    cache: str | None = option(None, title="Cache folder", path="folder")
     """Folder for encoded images and captions, shared by all runs. Empty: `cache` next to the run folders."""
-    length: Whole = option(1024, ge=2, le=1048576, unit="tokens")
+    length: Whole = option(1024, title="Sequence length", ge=2, le=1048576, unit="tokens")
     """Sequence length. Short documents are packed into one sequence without attending to each other; long ones are
     split."""
     shuffle_window: Whole = option(1024, ge=1, le=1000000, unit="documents")
     """Number of consecutive documents that are shuffled among themselves; they are held in memory."""
-    questions: str | None = option(None, path="file")
+    questions: str | None = option(None, title="File of questions", path="file")
     """Questions about images, for a model that answers them: a .jsonl file whose lines have image (a path relative to
     this file), question and answer. If `data.validation` is a number, as many questions are held out too."""
-    question_share: Number = option(0.5, gt=0, lt=1)
+    question_share: Number = option(0.5, title="Share of questions", gt=0, lt=1)
     """Share of the samples that are questions, if there are captioned images as well."""
 
     @property
@@ -319,56 +329,56 @@ class DataConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    density: Literal["logit_normal", "uniform", "mode", "cosmap"] = "logit_normal"
+    density: Literal["logit_normal", "uniform", "mode", "cosmap"] = option("logit_normal", title="Timestep density")
     """Distribution from which the timesteps of flow matching are drawn, before the shift."""
-    logit_mean: Number = option(0.0, ge=-10, le=10)
+    logit_mean: Number = option(0.0, title="Mean of the timesteps", ge=-10, le=10)
     """Mean of the logit-normal density. Positive values train more on noisy timesteps, as in arXiv 2403.03206 and
     kohya. diffusers' training scripts use the opposite sign: negate values copied from them."""
-    logit_std: Number = option(1.0, gt=0, le=10)
+    logit_std: Number = option(1.0, title="Spread of the timesteps", gt=0, le=10)
     """Standard deviation of the logit-normal density."""
     mode_scale: Number = option(1.29, ge=-1, le=1.75)
     """Scale of the mode density."""
-    shift: Literal["auto", "linear", "empirical", "constant", "none"] = "auto"
+    shift: Literal["auto", "linear", "empirical", "constant", "none"] = option("auto", title="Timestep shift")
     """How timesteps are shifted toward noise: `linear` in the number of image tokens, `empirical` as in the 50-step
     sampler, `constant` by `shift_factor`, or `none`. auto: the model family's own recipe."""
-    shift_factor: Number = option(3.0, gt=0, le=100)
+    shift_factor: Number = option(3.0, title="Factor of the shift", gt=0, le=100)
     """Multiplicative shift for `shift: constant`."""
     prediction: Literal["auto", "epsilon", "v_prediction"] = "auto"
     """Output of a discrete diffusion model: the noise (epsilon) or the velocity. auto: the marker `v_pred` in a
     single file decides, else the scheduler config in the model's folder."""
-    zero_terminal_snr: Literal["auto", "on", "off"] = "auto"
+    zero_terminal_snr: Literal["auto", "on", "off"] = option("auto", title="Zero terminal SNR")
     """Whether the noise schedule of a discrete diffusion model ends in pure noise (arXiv 2305.08891), as in many models
     that predict velocity; they can then generate very dark and very bright images. Sampling starts from that end. auto:
     the marker `ztsnr` in a single file decides, else the scheduler config in the model's folder."""
-    min_snr_gamma: Number | None = option(None, gt=0, le=100)
+    min_snr_gamma: Number | None = option(None, title="Min-SNR gamma", gt=0, le=100)
     """Upper limit of the signal-to-noise loss weight of discrete diffusion (arXiv 2303.09556); 5 is usual. Empty: no
     weighting."""
-    guidance: Number = option(1.0, ge=0, le=100)
+    guidance: Number = option(1.0, title="Guidance in training", ge=0, le=100)
     """Guidance value that a guidance-distilled model receives as input during training."""
-    text_weight: Number = option(0.25, gt=0, le=100)
+    text_weight: Number = option(0.25, title="Weight of text", gt=0, le=100)
     """Loss weight of text answers, for models that learn both text and images. Images have weight 1."""
 
 
 class OptimConfig(Section):
-    type: Literal["adamw", "adamw8bit", "schedulefree"] = "adamw"
+    type: Literal["adamw", "adamw8bit", "schedulefree"] = option("adamw", title="Optimizer")
     """AdamW, AdamW with 8-bit state (needs the extra `eightbit`), or schedule-free AdamW."""
-    lr: Number = option(1e-4, gt=0, le=10)
+    lr: Number = option(1e-4, title="Learning rate", gt=0, le=10)
     """Learning rate, reached after warm-up."""
-    beta1: Number = option(0.9, ge=0, lt=1)
+    beta1: Number = option(0.9, title="Beta 1", ge=0, lt=1)
     """Decay of the first moment."""
-    beta2: Number = option(0.999, ge=0, lt=1)
+    beta2: Number = option(0.999, title="Beta 2", ge=0, lt=1)
     """Decay of the second moment."""
-    eps: Number = option(1e-8, gt=0, le=1)
+    eps: Number = option(1e-8, title="Epsilon", gt=0, le=1)
     """Added to the denominator of the update, for numerical stability."""
     weight_decay: Number = option(0.01, ge=0, le=10)
     """Decoupled weight decay."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = option("constant", title="Schedule")
     """Learning rate after warm-up: constant, or decaying to zero at the last step, linearly or along a cosine."""
-    warmup: Whole = option(0, ge=0, unit="steps")
+    warmup: Whole = option(0, title="Warm-up", ge=0, unit="steps")
     """Steps over which the learning rate rises linearly from zero."""
-    clip_norm: Number | None = option(1.0, gt=0)
+    clip_norm: Number | None = option(1.0, title="Gradient clipping", gt=0)
     """Gradients are clipped to this global norm. Empty: no clipping."""
-    ema: Number = option(0.0, ge=0, lt=1)
+    ema: Number = option(0.0, title="Average of the weights (EMA)", ge=0, lt=1)
     """Decay of the exponential moving average (EMA) of the trained weights, which samples and the export then use.
     0 = off."""
 
@@ -376,9 +386,9 @@ class OptimConfig(Section):
 class TrainConfig(Section):
     steps: Whole = option(1000, ge=1, le=10_000_000, unit="steps")
     """Optimizer steps."""
-    batch_size: Whole = option(1, ge=1, le=65536, unit="samples")
+    batch_size: Whole = option(1, title="Samples per step", ge=1, le=65536, unit="samples")
     """Images, or sequences of text, per optimizer step, over all ranks."""
-    micro_batch: Whole = option(1, ge=1, le=4096, unit="samples")
+    micro_batch: Whole = option(1, title="Samples per GPU at once", ge=1, le=4096, unit="samples")
     """Images, or sequences of text, per rank and forward pass. Gradients are accumulated until `train.batch_size` is
     reached."""
     seed: Whole = option(0, ge=0, le=2**31 - 1)
@@ -386,50 +396,50 @@ class TrainConfig(Section):
     does not change what is drawn."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """Number type of computation. Trained weights and their optimizer state are fp32 either way."""
-    checkpointing: Literal["none", "full"] | Whole = "none"
+    checkpointing: Literal["none", "full"] | Whole = option("none", title="Gradient checkpointing")
     """Gradient checkpointing (activations are recomputed in backward, which saves memory and costs time): in no block
     (none), in every block (full), or in every n-th block."""
-    compile: bool = False
+    compile: bool = option(False, title="Compile the blocks")
     """Compile each block with torch.compile."""
-    compile_backend: str = "inductor"
+    compile_backend: str = option("inductor", title="Compiler")
     """Backend of torch.compile."""
-    check_replicas: Whole = option(100, ge=0, unit="steps")
+    check_replicas: Whole = option(100, title="Compare replicas every", ge=0, unit="steps")
     """Steps between two checks that replicated weights are equal on all ranks. 0 = never."""
-    non_finite: Literal["stop", "skip"] = "stop"
+    non_finite: Literal["stop", "skip"] = option("stop", title="When the loss is not finite")
     """When a loss or gradient is not finite: end the run, or skip the step and count it. 20 skipped steps in a row end
     the run."""
-    out_of_memory: Literal["stop", "retry"] = "stop"
+    out_of_memory: Literal["stop", "retry"] = option("stop", title="When memory runs out")
     """When memory runs out: end the run, or restart the ranks with gradient checkpointing, and then with a smaller
     `train.micro_batch` at the same batch size. Each retry counts toward `parallel.max_restarts`."""
 
 
 class ParallelConfig(Section):
-    devices: Whole = option(1, ge=1, le=1024, unit="ranks")
+    devices: Whole = option(1, title="GPUs per machine", ge=1, le=1024, unit="ranks")
     """Number of ranks (GPUs) per node."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
+    device: Literal["auto", "cuda", "cpu"] = option("auto", title="Train on")
     """Device to train on. auto: CUDA if there is a GPU, else the CPU."""
-    nodes: Whole = option(1, ge=1, le=1024)
+    nodes: Whole = option(1, title="Machines", ge=1, le=1024)
     """Number of nodes (machines)."""
-    rendezvous: str | None = None
+    rendezvous: str | None = option(None, title="Address of the first machine")
     """host:port of the first node. Required for more than one node."""
-    strategy: Literal["auto", "full", "grad_op", "hybrid", "ddp", "none"] = "auto"
+    strategy: Literal["auto", "full", "grad_op", "hybrid", "ddp", "none"] = option("auto", title="Sharding")
     """Sharding strategy. Sharded across ranks are parameters, gradients and optimizer state (full), gradients and
     optimizer state only (grad_op), everything within groups of ranks (hybrid), or nothing (ddp: every rank holds a full
     copy). none: a single rank. auto: the fastest of these in which the model fits."""
-    shard_size: Whole | None = option(None, ge=1, unit="ranks")
+    shard_size: Whole | None = option(None, title="GPUs per copy of the model", ge=1, unit="ranks")
     """Number of ranks that share one copy of the model under `hybrid`. Empty: the ranks of one node."""
-    cpu_offload: bool = False
+    cpu_offload: bool = option(False, title="Offload to host memory")
     """Keep shards and optimizer state in host memory while they are not used. Slower; needs less GPU memory."""
-    reshard_after_forward: bool | Whole | None = None
+    reshard_after_forward: bool | Whole | None = option(None, title="Free blocks after forward")
     """Free the gathered parameters of a block after forward: true, false, or a number n to keep them sharded over
     groups of n ranks. Empty: decided by the strategy."""
-    prefetch_forward: Whole = option(0, ge=0, le=16, unit="blocks")
+    prefetch_forward: Whole = option(0, title="Blocks gathered ahead, forward", ge=0, le=16, unit="blocks")
     """Blocks that are gathered ahead in forward. 0 = torch's default order."""
-    prefetch_backward: Whole = option(0, ge=0, le=16, unit="blocks")
+    prefetch_backward: Whole = option(0, title="Blocks gathered ahead, backward", ge=0, le=16, unit="blocks")
     """Blocks that are gathered ahead in backward. 0 = torch's default order (one)."""
-    max_restarts: Whole = option(0, ge=0, le=100)
+    max_restarts: Whole = option(0, title="Restarts after a failure", ge=0, le=100)
     """How often torchrun restarts the ranks from the newest checkpoint after a failure."""
-    timeout: Whole = option(600, ge=10, le=86400, unit="seconds")
+    timeout: Whole = option(600, title="Longest wait for a rank", ge=10, le=86400, unit="seconds")
     """Longest time that a rank waits for the others in a collective operation."""
 
     @property
@@ -439,33 +449,33 @@ class ParallelConfig(Section):
 
 
 class SampleConfig(Section):
-    every: Whole = option(0, ge=0, unit="steps")
+    every: Whole = option(0, title="Samples every", ge=0, unit="steps")
     """Steps between two sets of samples: images, or text from a language model. 0 = no samples."""
-    prompts: tuple[str, ...] = ()
+    prompts: tuple[str, ...] = option((), title="Sample prompts")
     """Prompts of the samples; [trigger] is replaced by `data.trigger`. A language model continues them."""
-    negative: str = ""
+    negative: str = option("", title="Negative prompt")
     """Negative prompt: what the samples should not show. Used with guidance above 1 by models without guidance
     embedding."""
-    size: tuple[Pixels, Pixels] = option((1024, 1024), unit="pixels")
+    size: tuple[Pixels, Pixels] = option((1024, 1024), title="Size of the samples", unit="pixels")
     """Width and height of the samples."""
-    steps: Whole | None = option(None, ge=1, le=1000)
+    steps: Whole | None = option(None, title="Denoising steps", ge=1, le=1000)
     """Denoising steps. Empty: 28, or the number a distilled model was made for."""
     guidance: Number | None = option(None, ge=0, le=100)
     """Guidance scale of the samples. Empty: 4. A distilled model is always sampled without guidance."""
-    seed: Whole = option(0, ge=0, le=2**31 - 1)
+    seed: Whole = option(0, title="Seed of the samples", ge=0, le=2**31 - 1)
     """Seed of the samples. All sets start from the same noise, so that they can be compared."""
-    scheduler: Literal["auto", "euler"] = "auto"
+    scheduler: Literal["auto", "euler"] = option("auto", title="Sampler")
     """Sampler of a discrete diffusion model. auto: the one its diffusers pipeline uses according to the model's folder,
     for example DPM++ or Euler ancestral. euler: Euler's method, whatever the folder names."""
-    references: tuple[str, ...] = option((), path="file")
+    references: tuple[str, ...] = option((), title="Input images of the samples", path="file")
     """For edit training: input images of the samples, one per prompt, in the same order."""
-    tokens: Whole = option(100, ge=1, le=65536, unit="tokens")
+    tokens: Whole = option(100, title="Longest sample text", ge=1, le=65536, unit="tokens")
     """Maximum number of tokens of a sample text."""
     temperature: Number = option(0.8, ge=0, le=10)
     """Sampling temperature of text: higher values give more varied text; 0 always takes the most likely token."""
-    questions: tuple[str, ...] = ()
+    questions: tuple[str, ...] = option((), title="Questions for the samples")
     """Questions about `sample.images` that the model answers as additional samples."""
-    images: tuple[str, ...] = option((), path="file")
+    images: tuple[str, ...] = option((), title="Images of these questions", path="file")
     """Images that `sample.questions` are about, one per question, in the same order."""
 
 
@@ -481,53 +491,53 @@ FORMER_DEFAULTS: Mapping[str, object] = {"sample.steps": 28, "sample.guidance": 
 
 
 class CheckpointConfig(Section):
-    every: Whole = option(500, ge=0, unit="steps")
+    every: Whole = option(500, title="Checkpoint every", ge=0, unit="steps")
     """Steps between two checkpoints. 0 = only at the end and when the run is stopped."""
-    keep: Whole = option(3, ge=1, le=10000)
+    keep: Whole = option(3, title="Checkpoints kept", ge=1, le=10000)
     """Number of newest checkpoints to keep; older ones are deleted."""
-    keep_best: Whole = option(1, ge=0, le=10000)
+    keep_best: Whole = option(1, title="Best checkpoints kept", ge=0, le=10000)
     """Number of checkpoints with the lowest validation loss to keep as well. The loss is measured before each save."""
 
 
 class ExportConfig(Section):
-    what: Literal["auto", "none", "adapter", "merged", "full"] = "auto"
+    what: Literal["auto", "none", "adapter", "merged", "full"] = option("auto", title="Exported weights")
     """Content of the export at the end: the adapter alone, the base model merged with the adapter, or the fully trained
     model. auto: adapter, or full without an adapter."""
-    format: ExportFormat = "auto"
+    format: ExportFormat = option("auto", title="File format")
     """File layout. auto: files that both diffusers and ComfyUI load (two files if one does not work for both); for a
     language model, files that peft and transformers load."""
-    dtype: Literal["bf16", "fp16", "fp32", "fp8"] = "bf16"
+    dtype: Literal["bf16", "fp16", "fp32", "fp8"] = option("bf16", title="Precision of the file")
     """Number type of the exported weights. fp8 (e4m3) works for single files only."""
 
 
 class TrackersConfig(Section):
-    tensorboard: bool = False
+    tensorboard: bool = option(False, title="TensorBoard")
     """Also write metrics and samples for TensorBoard into the run folder. Needs the package tensorboard."""
-    wandb: bool = False
+    wandb: bool = option(False, title="Weights & Biases")
     """Also log metrics and samples to wandb. Without login or network they are kept for `wandb sync`. Needs the package
     wandb."""
     trackio: bool = False
     """Also log metrics and samples to trackio, a dashboard on this machine. Needs the package trackio."""
-    project: str = option("shardstudio", pattern=NAME_PATTERN)
+    project: str = option("shardstudio", title="Project name", pattern=NAME_PATTERN)
     """Project name in wandb and trackio."""
-    debug: bool = False
+    debug: bool = option(False, title="Debug log of every rank")
     """Every rank also writes a timed debug log: logs/debug-rank0.log, logs/debug-rank1.log and so on."""
 
 
 class ClusterConfig(Section):
-    slurm: dict[str, str | Whole | None] = option({})
+    slurm: dict[str, str | Whole | None] = option({}, title="Options of SLURM")
     """Long options of sbatch, for example {partition: gpu, time: 24:00:00}; an empty text for an option without a
     value. They override the options that are derived from other fields; null removes one: {gpus-per-node: null}."""
-    warning: Whole = option(120, ge=1, le=65535, unit="seconds")
+    warning: Whole = option(120, title="Warning before the time limit", ge=1, le=65535, unit="seconds")
     """How long before the SLURM time limit the run saves a checkpoint, stops and is requeued. One step and one
     checkpoint must fit into this time."""
-    image: str | None = None
+    image: str | None = option(None, title="Container image")
     """Kubernetes: container image with ShardStudio."""
-    program: str | None = option("/opt/shardstudio", pattern=r"^/")
+    program: str | None = option("/opt/shardstudio", title="Checkout in the image", pattern=r"^/")
     """Kubernetes: folder of the ShardStudio checkout in the image. Empty: installed by pip in the image."""
     volume: str | None = None
     """Kubernetes: PersistentVolumeClaim that holds runs, data and models. All nodes must be able to write to it."""
-    mount: str = option("/data", pattern=r"^/")
+    mount: str = option("/data", title="Mount point", pattern=r"^/")
     """Kubernetes: path at which the volume is mounted, both in the pods and on the machine that writes the manifest."""
 
 

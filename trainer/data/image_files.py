@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from trainer.config.errors import InputError
 from trainer.config.files import opened
-from trainer.config.sections import DataConfig, half_character
+from trainer.config.sections import TRIGGER_PLACE, DataConfig, half_character
 from trainer.config.terminal import shortened
 from trainer.data import image_warnings
 from trainer.data.image_io import IMAGE_SUFFIXES, ImageFile, files_below, read_header
@@ -20,7 +20,6 @@ from trainer.data.masks_references import Findings, Masks, References
 from trainer.data.text_files import rows
 
 OTHER_IMAGE_SUFFIXES = frozenset({".gif", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".tga", ".psd", ".exr", ".dng"})
-TRIGGER_PLACE = "[trigger]"
 MAX_SHOWN_PROBLEMS = 20
 MOST_WRONG_ROWS = 1000
 """Wrong rows after which the rest of a .jsonl is not read."""

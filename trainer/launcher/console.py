@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from trainer.config.terminal import printable, say
 from trainer.run.events import (
+    SMOOTHED_STEPS,
     AnyEvent,
     CheckpointEvent,
     ErrorEvent,
     ExportEvent,
+    PromptsEvent,
     SampleEvent,
     StageEvent,
     State,
@@ -23,6 +25,7 @@ from trainer.run.events import (
     StepEvent,
     ValidationEvent,
     WarningEvent,
+    default_decay,
     format_losses,
     format_speed,
     losses_by_name,
@@ -35,7 +38,15 @@ if TYPE_CHECKING:
 LINE_EVERY_S = 5.0
 AVERAGED_STEPS = 50
 MessageEvent = (
-    StatusEvent | StageEvent | ValidationEvent | SampleEvent | CheckpointEvent | ExportEvent | WarningEvent | ErrorEvent
+    StatusEvent
+    | StageEvent
+    | ValidationEvent
+    | SampleEvent
+    | PromptsEvent
+    | CheckpointEvent
+    | ExportEvent
+    | WarningEvent
+    | ErrorEvent
 )
 """Every event but StepEvent. Steps are too many to print each."""
 
@@ -51,7 +62,7 @@ class StepSummary:
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
         self.peaks: dict[int, int] = {}
-        self._recent: deque[StepEvent] = deque(maxlen=AVERAGED_STEPS)
+        self._recent: deque[StepEvent] = deque(maxlen=SMOOTHED_STEPS)
 
     def add(self, event: StepEvent) -> None:
         self._recent.append(event)
@@ -63,10 +74,11 @@ class StepSummary:
     def __str__(self) -> str:
         if not self._recent:
             return ""
-        loss = smoothed(event.loss for event in self._recent)[-1]
-        seconds = statistics.fmean(event.seconds for event in self._recent)
+        decay = default_decay(self.num_steps)
+        loss = smoothed((event.loss for event in self._recent), decay)[-1]
+        seconds = statistics.fmean(event.seconds for event in list(self._recent)[-AVERAGED_STEPS:])
         left = timedelta(seconds=round((self.num_steps - self.step) * seconds))
-        means = {name: smoothed(losses)[-1] for name, losses in losses_by_name(self._recent).items()}
+        means = {name: smoothed(losses, decay)[-1] for name, losses in losses_by_name(self._recent).items()}
         parts = [f"loss {loss:.4f}{format_losses(means)}", format_speed(*self._recent[-1].speed), f"ETA {left}"]
         if self.peaks:
             parts.append("peak " + " ".join(f"{peak / 2**20:.0f}" for _, peak in sorted(self.peaks.items())) + " MiB")
@@ -208,6 +220,9 @@ def sentence(event: MessageEvent) -> str:
         case SampleEvent():
             text = f": {' '.join(event.text.split())}" if event.is_text else ""
             return f"step {event.step}: sample {event.path}{text}"
+        case PromptsEvent():
+            prompts = "; ".join(" ".join(prompt.split()) for prompt in event.prompts)
+            return f"step {event.step}: samples from other prompts: {prompts}"
         case CheckpointEvent():
             return f"step {event.step}: checkpoint {event.path}"
         case ExportEvent():

@@ -14,7 +14,7 @@ from trainer.config.load import ConfigFile, load_config, similar_name, stage_con
 from trainer.config.schema import RunConfig, start_rules
 from trainer.config.sections import HUB_ID, MODEL_WORDS, NoAdapter
 from trainer.data import image_files, question_files, text_files
-from trainer.launcher import network
+from trainer.launcher import capacity, network
 from trainer.metrics import trackers
 from trainer.models import distilled
 from trainer.run import manifest, process, stages
@@ -23,18 +23,21 @@ from trainer.run.manifest import Progress
 from trainer.weights.hub import find_folder
 
 
-def new_run(loaded: ConfigFile, runs: Path, at: Path | None = None) -> RunDir:
+def new_run(loaded: ConfigFile, runs: Path, at: Path | None = None, is_here: bool = True) -> RunDir:
     """Check a config and make the folder of a new run, without starting it.
 
     Args:
         loaded: The config.
         runs: Folder in which the run folder is made.
         at: Exact path of the run folder, instead.
+        is_here: Whether this machine trains it. False for a scheduler's job: other machines have its GPUs.
 
     Raises:
         InputError: The config, its files or its images are wrong. Nothing was written.
     """
     check(loaded)
+    if is_here:
+        loaded.refuse(list(capacity.problems(loaded.config, (at.absolute().parent if at else runs))))
     _prepare_cache(loaded, at.absolute().parent if at else runs)
     run = RunDir.create(runs, loaded.config, at)
     files.make_private_if_new(shared_cache(loaded.config, run.path.parent))  # it holds encoded images and captions
@@ -98,9 +101,7 @@ def check(loaded: ConfigFile, is_new: bool = True) -> None:
     for index in range(len(loaded.config.stages)):
         _check_stage(loaded, index, is_new)
     _check_data(loaded.config)
-    _check_model(loaded)
-    _check_trackers(loaded)
-    network.require_free_port(loaded.config.parallel)
+    check_machine(loaded)
 
 
 def check_named(loaded: ConfigFile, is_new: bool = True) -> None:
@@ -116,6 +117,25 @@ def check_named(loaded: ConfigFile, is_new: bool = True) -> None:
     cfg = loaded.config
     rules = _new_run_rules(cfg) if is_new else []
     loaded.refuse([*rules, *_missing_paths(cfg, is_new)])
+
+
+def check_machine(loaded: ConfigFile) -> None:
+    """The part of `check` that looks at this machine: the model, the packages of trackers and the port.
+
+    Raises:
+        InputError: Something is missing.
+    """
+    _check_model(loaded)
+    _check_trackers(loaded)
+    network.require_free_port(loaded.config.parallel)
+
+
+def has_model(path: str) -> bool:
+    """Whether the model that `model.path` names is on this machine."""
+    try:
+        return find_folder("model.path", path).exists()
+    except InputError:
+        return False
 
 
 def check_rules(loaded: ConfigFile) -> None:
@@ -156,14 +176,13 @@ def _check_model(loaded: ConfigFile) -> None:
     try:
         find_folder(field, path)
     except InputError as error:
-        raise InputError(f"{loaded.where(field)}: {error}") from error
+        loaded.refuse([Problem(field, str(error).removeprefix(f"{field} "))])
     loaded.refuse(list(distilled.refused(model)))
 
 
 def _check_trackers(loaded: ConfigFile) -> None:
-    """Raise InputError with the install command if a tracker's package is missing."""
-    for problem in trackers.missing(loaded.config.trackers):
-        raise InputError(f"{loaded.where(problem.field)}: {problem}")
+    """Raise ConfigError with the install command if a tracker's package is missing."""
+    loaded.refuse(list(trackers.missing(loaded.config.trackers)))
 
 
 def _missing_paths(cfg: RunConfig, is_new: bool) -> list[Problem]:

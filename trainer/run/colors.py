@@ -1,8 +1,11 @@
-"""The colours of the page, the notebooks and the report, light and dark."""
+"""The colours of the page, the notebooks and the report, light and dark, as variables of CSS.
+
+Text in `ink`, `ink2`, `ink3`, `acc`, `ok`, `warn` and `bad` has a contrast of at least 4.5 : 1 on `bg` and `panel`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 TOKENS: Mapping[str, tuple[str, str]] = {
     "--bg": ("#f6f6f7", "#0e0f11"),
@@ -28,4 +31,33 @@ TOKENS: Mapping[str, tuple[str, str]] = {
     "--warnt": ("#fcf3e0", "#2a2212"),
     "--badt": ("#fdeceb", "#311a19"),
 }
-"""{CSS variable: (light, dark)}"""
+"""{variable: (light, dark)}. Surfaces (`bg`, `panel`, `sunk`, `line`, `edge`), text (`ink` and paler), the accent
+(`acc` for text and lines, `fill` under white text, `tint` behind), kinds of memory, states and what is behind them."""
+
+MEMORY_KINDS = ("weights", "optimizer", "gathered", "activations", "reserve")
+"""Kinds of memory, each with the token of its name. Nothing else has these colours."""
+
+LINES: Sequence[tuple[str, str]] = (
+    TOKENS["--acc"],
+    ("#b0247f", "#f18ac8"),
+    ("#5f7000", "#b7c94a"),
+    ("#00749c", "#4dc3ee"),
+    ("#a8431a", "#f2976b"),
+    TOKENS["--ink2"],
+    TOKENS["--ink3"],
+)
+"""(light, dark) of the lines of a chart that has several, in their order; `--line-0` and on."""
+ALL_TOKENS: Mapping[str, tuple[str, str]] = {
+    **TOKENS,
+    **{f"--line-{number}": pair for number, pair in enumerate(LINES)},
+}
+
+
+def variables(is_dark: bool) -> str:
+    """Return the declarations of all tokens in one mode: the body of a CSS rule."""
+    return " ".join(f"{name}: {pair[is_dark]};" for name, pair in ALL_TOKENS.items())
+
+
+def both_variables() -> str:
+    """Return the declarations of all tokens with `light-dark()`: the `color-scheme` of the element chooses."""
+    return " ".join(f"{name}: light-dark({day}, {night});" for name, (day, night) in ALL_TOKENS.items())

@@ -91,20 +91,49 @@ class Launch:
 
     @classmethod
     def read(cls, run: RunDir) -> Launch | None:
-        """Read the latest start of a run, or None if it was never started. Fields of later versions are ignored.
+        """Read the latest start of a run, or None if it was never started. Raises InputError as `read_file`."""
+        return cls.read_file(run.launch_file, "remove it if the run has ended")
+
+    @classmethod
+    def read_file(cls, file: Path, remedy: str) -> Launch | None:
+        """Read a start that `write_file` wrote, or None if there is no such file. Fields of later versions are ignored.
+
+        Args:
+            file: The file.
+            remedy: What the user can do about a damaged one.
 
         Raises:
-            InputError: The file is damaged, so that it is unknown whether the run is alive.
+            InputError: The file is damaged, so that it is unknown whether the process is alive.
         """
         try:
-            return files.read_json(run.launch_file, _LAUNCH, "remove it if the run has ended")
+            return files.read_json(file, _LAUNCH, remedy)
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise InputError(f"{run.launch_file}: cannot be read ({error.strerror}); make it readable") from error
+            raise InputError(f"{file}: cannot be read ({error.strerror}); make it readable") from error
 
     def write(self, run: RunDir) -> None:
-        files.replace(run.launch_file, json.dumps(asdict(self), indent=1))
+        self.write_file(run.launch_file)
+
+    def write_file(self, file: Path) -> None:
+        files.replace(file, json.dumps(asdict(self), indent=1))
+
+    def process(self) -> psutil.Process | None:
+        """Return its process if that is alive and visible from here."""
+        if not self.is_here or not self.is_of_this_boot:
+            return None
+        try:
+            process = psutil.Process(self.pid)
+            # The create time is derived from the boot time, and both change when the clock is set.
+            created, known = process.create_time(), self.create_time
+            if self.since_boot is not None:
+                created, known = created - psutil.boot_time(), self.since_boot
+            same = abs(created - known) < 1.0
+            # The command line is empty for a moment while a process starts, and while it exits.
+            same = same and process.cmdline() in (self.argv, [])
+            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            return None
 
 
 _LAUNCH = TypeAdapter(Launch)
@@ -226,20 +255,7 @@ def _has_recorded_its_end(run: RunDir) -> bool:
 
 def _process(run: RunDir) -> psutil.Process | None:
     launch = Launch.read(run)
-    if launch is None or not launch.is_here or not launch.is_of_this_boot:
-        return None
-    try:
-        process = psutil.Process(launch.pid)
-        # The create time is derived from the boot time, and both change when the clock is set.
-        created, known = process.create_time(), launch.create_time
-        if launch.since_boot is not None:
-            created, known = created - psutil.boot_time(), launch.since_boot
-        same = abs(created - known) < 1.0
-        # The command line is empty for a moment while a process starts, and while it exits.
-        same = same and process.cmdline() in (launch.argv, [])
-        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return None
+    return launch.process() if launch else None
 
 
 def status(run: RunDir) -> State:

@@ -6,55 +6,62 @@ Charts are inline SVG and images are embedded, so the file can be mailed or arch
 from __future__ import annotations
 
 import base64
+import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any, Literal
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
+from trainer.run.colors import LINES, both_variables
 from trainer.run.events import (
+    STEP_PARTS,
     AnyEvent,
     ErrorEvent,
     EventReader,
+    ExportEvent,
     RankReader,
     SampleEvent,
     StatusEvent,
     StepEvent,
     ValidationEvent,
     WarningEvent,
+    by_prompt,
+    default_decay,
+    format_duration,
     last_state,
     latest_steps,
     losses_by_name,
+    seconds_waited,
     smoothed,
+    step_parts,
 )
 from trainer.run.folder import RunDir
 
 POINTS_PER_LINE = 600
 SAMPLE_COLUMNS = 8
+MOST_FILES = 20_000
+"""Files of a folder that are counted: storage may be slow."""
+NEAR_ZERO = 0.35
+"""An axis begins at 0 if its lowest value is below this share of the highest."""
 WIDTH, HEIGHT = 640, 240
-LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 28
-LINE_COLORS = (
-    ("#1d4ed8", "#93c5fd"),
-    ("#c2410c", "#fdba74"),
-    ("#15803d", "#86efac"),
-    ("#7e22ce", "#d8b4fe"),
-    ("#be123c", "#fda4af"),
-    ("#0e7490", "#67e8f9"),
-)
-"""(in light mode, in dark mode)"""
+LEFT, RIGHT, TOP, BOTTOM = 80, 12, 12, 46
 IMAGE_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """The Content-Security-Policy of the file: inline style and embedded images only, no scripts and no network."""
 
 Point = tuple[float, float]
+Look = Literal["line", "noisy", "smoothed", "dots"]
+"""How the points of a line are drawn: as they are; faintly, with their smoothed mean over them; their smoothed mean
+alone; or as dots with a line through them."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +70,23 @@ class Line:
 
     Attributes:
         label: Its name in the legend.
-        points: (step, value) in order of the steps. A NaN value leaves a gap.
+        points: (step, value) in order of the steps, as measured. A NaN value leaves a gap.
+        look: How it is drawn. Smoothing is done where it is drawn, before points are left out.
+        decay: Decay of the smoothed mean.
+        minutes: Minutes since the first step, of each point; empty where they are not known.
     """
 
     label: str
     points: Sequence[Point]
+    look: Look = "line"
+    decay: float = 0.9
+    minutes: Sequence[float] = ()
+
+    @property
+    def means(self) -> list[Point]:
+        """The points with smoothed values."""
+        values = smoothed((value for _, value in self.points), self.decay)
+        return [(step, mean) for (step, _), mean in zip(self.points, values, strict=True)]
 
 
 def write_report(run: RunDir) -> Path:
@@ -80,12 +99,13 @@ def write_report(run: RunDir) -> Path:
 def _page(run: RunDir, events: Sequence[AnyEvent]) -> Markup:
     name, cfg = run.path.name, run.config()
     body = [
-        Markup("<h1>{}</h1>").format(name),
-        _facts(cfg, events),
+        Markup("<header><h1>{}</h1><p>{}</p></header>").format(name, " · ".join(_headline(cfg))),
+        _facts(run, cfg, events),
         _messages(events),
-        Markup("<section>{}</section>").format(Markup().join(_charts(run, cfg, events))),
         _samples(run, events),
-        Markup("<h2>Config</h2><pre>{}</pre>").format(run.config_file.read_text(encoding="utf-8")),
+        Markup('<section class="charts">{}</section>').format(Markup().join(_charts(run, cfg, events))),
+        _split(latest_steps(events)),
+        _config(run, cfg),
     ]
     return Markup(
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -95,22 +115,134 @@ def _page(run: RunDir, events: Sequence[AnyEvent]) -> Markup:
     ).format(policy=POLICY, name=name, style=Markup(STYLE), body=Markup().join(body))
 
 
-def _facts(cfg: RunConfig, events: Sequence[AnyEvent]) -> Markup:
-    steps = latest_steps(events)
+def _headline(cfg: RunConfig) -> list[str]:
+    """Return model, method, data and ranks of a run, each in a few words."""
+    ranks = cfg.parallel.world_size
+    return [f"{cfg.model.family}, {cfg.model.path}", _method(cfg), _data(cfg), f"{ranks} rank{'s' * (ranks > 1)}"]
+
+
+def _method(cfg: RunConfig) -> str:
+    adapter = cfg.adapter.model_dump()
+    if adapter["type"] == "none":
+        return "all weights"
+    return f"{adapter['type']} rank {adapter['rank']}" if "rank" in adapter else str(adapter["type"])
+
+
+def _data(cfg: RunConfig) -> str:
+    """Return the number of images as they are now, of the first MOST_FILES of each folder, and the trigger."""
+    folders = list(filter(None, [cfg.data.path, *(folder.path for folder in cfg.data.folders)]))
+    found = [list(islice(Path(folder).rglob("*"), MOST_FILES)) for folder in folders]
+    count = sum(file.suffix.lower() in IMAGE_TYPES for files_there in found for file in files_there)
+    at_least = "at least " if any(len(files_there) == MOST_FILES for files_there in found) else ""
+    names = ", ".join(Path(folder).name for folder in folders)
+    counted = f"{at_least}{count:,} images of {names}" if count else names or "no data"
+    return f"{counted}, trigger {cfg.data.trigger}" if cfg.data.trigger else counted
+
+
+def _facts(run: RunDir, cfg: RunConfig, events: Sequence[AnyEvent]) -> Markup:
+    steps, validation = latest_steps(events), _validation(events)
     facts = [
         ("State", last_state(events)),
-        ("Steps", f"{steps[-1].step if steps else 0} of {sum(cfg.stage_steps)}"),
+        ("Steps", f"{steps[-1].step if steps else 0:,} of {sum(cfg.stage_steps):,}"),
         ("Started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(events[0].time)) if events else "never"),
-        ("Duration", str(timedelta(seconds=round(_duration_s(events))))),
-        ("Ranks", str(cfg.parallel.world_size)),
+        ("Duration", format_duration(_duration_s(events))),
     ]
     if steps:
-        facts.append(("Loss, smoothed", _short(smoothed(step.loss for step in steps)[-1])))
-        facts += [(f"of {name}", _short(smoothed(losses)[-1])) for name, losses in losses_by_name(steps).items()]
+        decay = default_decay(sum(cfg.stage_steps))
+        facts.append(("Loss, smoothed", _short(smoothed((step.loss for step in steps), decay)[-1])))
+        facts += [(f"of {name}", _short(smoothed(losses, decay)[-1])) for name, losses in losses_by_name(steps).items()]
+    if validation:
+        step, lowest = min(validation, key=lambda point: (not math.isfinite(point[1]), point[1]))
+        facts.append(("Lowest validation loss", f"{_short(lowest)} at step {step:,.0f}"))
+    if steps:
         unit = steps[-1].speed[1]
         facts.append((f"{unit.capitalize()} per second", _short(sum(step.speed[0] for step in steps) / len(steps))))
+    facts += [("Exported", _exported(run, event)) for event in _exports(events)]
+    row = Markup("<div><dt>{}</dt><dd>{}</dd></div>")
+    return Markup('<dl class="facts">{}</dl>').format(Markup().join(row.format(*fact) for fact in facts))
+
+
+def _exports(events: Iterable[AnyEvent]) -> list[ExportEvent]:
+    """Return the last export of each file."""
+    return list({event.path: event for event in events if isinstance(event, ExportEvent)}.values())
+
+
+def _exported(run: RunDir, event: ExportEvent) -> str:
+    """Return the name and size of an exported file or folder, or that it is missing."""
+    try:
+        found = run.own_file(event.path)
+        inside = [file for file in found.rglob("*") if file.is_file()] if found.is_dir() else [found]
+        size = sum(file.stat().st_size for file in inside)
+    except (InputError, OSError, ValueError):
+        return f"{event.path}, missing"
+    return f"{event.path}, {format_size(size)}"
+
+
+def format_size(size: float) -> str:
+    """Return the bytes of a file as text: `1.1 MB`, `3.10 GB`. Memory is in GiB, files are in MB and GB."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
+
+
+def _split(steps: Sequence[StepEvent]) -> Markup:
+    return (
+        Markup("<h2>A step</h2>{}").format(step_split(step_parts(steps), seconds_waited(steps))) if steps else Markup()
+    )
+
+
+def step_split(parts: Mapping[str, float], waited: float) -> Markup:
+    """Return the seconds of a step as a bar of parts that add up, and in words. It is styled by CHART_STYLE.
+
+    Args:
+        parts: Those of `step_parts`.
+        waited: Seconds within them in which the computation waited for other ranks; NaN where not measured.
+    """
+    whole = sum(parts.values())
+    shares = {part: seconds / whole if whole else 0.0 for part, seconds in parts.items()}
+    bar = Markup('<i class="{}" style="width:{:.2f}%"></i>')
+    word = Markup('<li><i class="{}"></i>{} <b>{}</b></li>')
+    return Markup(
+        '<div class="split"><div class="parts" role="img" aria-label="{spoken}">{bars}</div>'
+        "<ul>{words}</ul>{waits}</div>"
+    ).format(
+        spoken=", ".join(f"{part} {format_seconds(seconds)}" for part, seconds in parts.items()),
+        bars=Markup().join(bar.format(f"p{at}", 100 * share) for at, share in enumerate(shares.values())),
+        words=Markup().join(
+            word.format(f"p{at}", part, format_seconds(seconds)) for at, (part, seconds) in enumerate(parts.items())
+        ),
+        waits=Markup("<p>of which waiting for other ranks <b>{}</b></p>").format(format_seconds(waited))
+        if waited > 0
+        else "",
+    )
+
+
+def format_seconds(seconds: float) -> str:
+    """Return the time of a part of a step: `6.9 s`, `0.20 s`, `0.004 s`."""
+    digits = 1 if seconds >= 1 else 2 if seconds >= 0.0995 else 3 if seconds >= 0.0005 else 0
+    return f"{seconds:.{digits}f} s"
+
+
+def _config(run: RunDir, cfg: RunConfig) -> Markup:
+    """Return the fields that are not the default, and the whole file, folded."""
+    changed = {"adapter.type": cfg.adapter.type} | _flat(cfg.model_dump(mode="json", exclude_defaults=True))
     row = Markup('<tr><th scope="row">{}</th><td>{}</td></tr>')
-    return Markup("<table>{}</table>").format(Markup().join(row.format(*fact) for fact in facts))
+    rows = Markup().join(row.format(name, _written(value)) for name, value in sorted(changed.items()))
+    return Markup(
+        "<h2>Config</h2><p>Fields that differ from their defaults.</p>"
+        '<div class="wide"><table class="config">{}</table></div>'
+        "<details><summary>The whole config</summary><pre>{}</pre></details>"
+    ).format(rows, run.config_file.read_text(encoding="utf-8"))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return {"section.field": value} of nested values."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
+    return found
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _duration_s(events: Sequence[AnyEvent]) -> float:
@@ -135,42 +267,53 @@ def _messages(events: Iterable[AnyEvent]) -> Markup:
 
 
 def _charts(run: RunDir, cfg: RunConfig, events: Sequence[AnyEvent]) -> Iterator[Markup]:
-    steps = latest_steps(events)
-    loss = _line("each step", steps, lambda step: step.loss)
-    means = smoothed(step.loss for step in steps)
-    parts = {f"{name}, smoothed": smoothed(losses) for name, losses in losses_by_name(steps).items()}
-    lines = [
-        Line(label, [(step.step, mean) for step, mean in zip(steps, values, strict=True)])
-        for label, values in ({"smoothed": means} | parts).items()
-    ]
-    yield chart("Loss", [loss, *lines])
-    yield chart("Validation loss", [Line("held out", _validation(events))])
+    steps, decay = latest_steps(events), default_decay(sum(cfg.stage_steps))
+    yield chart("Loss", [*loss_lines(steps, decay), Line("validation", _validation(events), "dots")])
     yield chart("Learning rate", [_line("learning rate", steps, lambda step: step.lr)])
-    yield chart("Gradient norm", [_line("before clipping", steps, lambda step: step.grad_norm)])
-    yield chart("Seconds per step", _step_time(steps))
+    yield chart("Gradient norm", [_line("before clipping", steps, lambda step: step.grad_norm, "noisy", decay)])
+    yield chart("Seconds per step", seconds_lines(steps, decay), "seconds")
     memory, problems = _memory(run, cfg.parallel.world_size)
-    yield chart("Memory allocated, GiB", memory)
+    yield chart("Memory allocated", memory, "GiB")
     yield from map(Markup('<p class="warning">{}</p>').format, problems)
 
 
-def _line(label: str, steps: Sequence[StepEvent], value: Callable[[StepEvent], float]) -> Line:
-    return Line(label, [(step.step, value(step)) for step in steps])
+def _line(
+    label: str, steps: Sequence[StepEvent], value: Callable[[StepEvent], float], look: Look = "line", decay: float = 0.9
+) -> Line:
+    return Line(label, [(step.step, value(step)) for step in steps], look, decay)
+
+
+def loss_lines(steps: Sequence[StepEvent], decay: float) -> list[Line]:
+    """Return the line of the loss, and those of named losses of a model with several."""
+    named = losses_by_name(steps)
+    return [
+        _line("each step", steps, lambda step: step.loss, "noisy", decay),
+        *(_column(name, steps, losses, decay) for name, losses in named.items()),
+    ]
+
+
+def seconds_lines(steps: Sequence[StepEvent], decay: float) -> list[Line]:
+    """Return the lines of the seconds of each step and its parts, without those that were not measured."""
+    parts = [step_parts([step]) for step in steps]
+    columns = {part: [found[part] for found in parts] for part in STEP_PARTS}
+    columns["waiting for other ranks"] = [step.seconds_communication for step in steps]
+    return [
+        _line("whole step", steps, lambda step: step.seconds, "noisy", decay),
+        *(
+            _column(name, steps, values, decay)
+            for name, values in columns.items()
+            if any(value > 0 for value in values)
+        ),
+    ]
+
+
+def _column(label: str, steps: Sequence[StepEvent], values: Sequence[float], decay: float) -> Line:
+    return Line(label, [(step.step, value) for step, value in zip(steps, values, strict=True)], "smoothed", decay)
 
 
 def _validation(events: Iterable[AnyEvent]) -> list[Point]:
     last_per_step = {event.step: event.loss for event in events if isinstance(event, ValidationEvent)}
     return sorted(last_per_step.items())
-
-
-def _step_time(steps: Sequence[StepEvent]) -> list[Line]:
-    return [
-        _line("whole step", steps, lambda step: step.seconds),
-        _line("data", steps, lambda step: step.seconds_data),
-        _line("forward", steps, lambda step: step.seconds_forward),
-        _line("backward", steps, lambda step: step.seconds_backward),
-        _line("optimizer", steps, lambda step: step.seconds_optimizer),
-        _line("communication", steps, lambda step: step.seconds_communication),
-    ]
 
 
 def _memory(run: RunDir, world_size: int) -> tuple[list[Line], list[str]]:
@@ -187,31 +330,90 @@ def _memory(run: RunDir, world_size: int) -> tuple[list[Line], list[str]]:
     return lines, problems
 
 
-def chart(title: str, lines: Sequence[Line]) -> Markup:
+def chart(title: str, lines: Sequence[Line], unit: str = "") -> Markup:
     """Return a line chart over steps as a figure with inline SVG; nothing if no line has a finite value.
 
     It is styled by CHART_STYLE.
+
+    Args:
+        unit: Title of the y axis; default: the chart's title in lower case.
     """
-    drawn = [Line(line.label, thin(line.points)) for line in lines if line.points]
-    finite = [point for line in drawn for point in line.points if math.isfinite(point[1])]
-    if not finite:
+    measured = [line for line in lines if any(math.isfinite(value) for _, value in line.points)]
+    if not measured:
         return Markup()
-    axes = _Axes.around(finite)
-    last = ", ".join(f"{line.label} {_short(line.points[-1][1])}" for line in drawn)
-    path, label = Markup('<path class="c{}" d="{}"/>'), Markup('<li class="c{}">{}</li>')
+    axes = _Axes.around([point for line in measured for point in _in_view(line)])
+    label = Markup('<li class="c{} {}">{}</li>')
+    unit = unit or title.lower()
     return Markup(
         '<figure class="chart"><h2>{title}</h2>'
         '<svg role="img" viewBox="0 0 {width} {height}"><title>{title} by step. Last: {last}</title>'
-        "{grid}{paths}</svg><figcaption><ul>{legend}</ul></figcaption></figure>"
+        "{grid}{titles}{paths}</svg><figcaption><ul>{legend}</ul></figcaption></figure>"
     ).format(
         title=title,
         width=WIDTH,
         height=HEIGHT,
-        last=last,
+        last=last_values(measured),
         grid=axes.grid(),
-        paths=Markup().join(path.format(at % 6, axes.path(line.points)) for at, line in enumerate(drawn)),
-        legend=Markup().join(label.format(at % 6, line.label) for at, line in enumerate(drawn)),
+        titles=_axis_titles(unit),
+        paths=Markup().join(_drawn(axes, line, at % len(LINES)) for at, line in enumerate(measured)),
+        legend=Markup().join(
+            label.format(at % len(LINES), kind, name)
+            for at, line in enumerate(measured)
+            for kind, name in _legend(line)
+        ),
     )
+
+
+def last_values(lines: Iterable[Line]) -> str:
+    """Return the last value of each line, and of its smoothed mean, as text."""
+    last = [(name, line, kind) for line in lines if line.points for kind, name in _legend(line)]
+    return ", ".join(
+        f"{name} {_short((line.means if kind == 'smoothed' else line.points)[-1][1])}" for name, line, kind in last
+    )
+
+
+def _legend(line: Line) -> list[tuple[str, str]]:
+    """Return (class, name) of each path of a line."""
+    match line.look:
+        case "noisy":
+            return [("raw", line.label), ("smoothed", "smoothed")]
+        case "smoothed":
+            return [("smoothed", line.label)]
+    return [(line.look, line.label)]
+
+
+def _in_view(line: Line) -> list[Point]:
+    """Return the finite points that the axes are made for: of noise, all but the lowest and the highest percent."""
+    finite = [point for point in line.points if math.isfinite(point[1])]
+    means = [point for point in line.means if math.isfinite(point[1])]
+    if line.look == "smoothed":
+        return means
+    if line.look == "noisy" and finite:
+        ranked = sorted(finite, key=lambda point: point[1])
+        last = len(ranked) - 1
+        inner = ranked[round(last * 0.01) : round(last * 0.99) + 1]
+        return [*means, *inner]
+    return finite
+
+
+def _drawn(axes: _Axes, line: Line, color: int) -> Markup:
+    path = Markup('<path class="c{} {}" d="{}"/>')
+    found = [
+        path.format(color, kind, axes.path(thin(line.means if kind == "smoothed" else line.points)))
+        for kind, _ in _legend(line)
+    ]
+    if line.look == "dots":
+        dot = Markup('<circle class="dots" cx="{}" cy="{}" r="3"/>')
+        found += [dot.format(*axes.position(*point).split()) for point in line.points if math.isfinite(point[1])]
+    return Markup().join(found)
+
+
+def _axis_titles(unit: str) -> Markup:
+    across, middle = (LEFT + WIDTH - RIGHT) / 2, (TOP + HEIGHT - BOTTOM) / 2
+    return Markup(
+        '<text class="axis" x="{}" y="{}" text-anchor="middle">step</text>'
+        '<text class="axis" transform="translate(14 {}) rotate(-90)" text-anchor="middle">{}</text>'
+    ).format(f"{across:.0f}", HEIGHT - 4, f"{middle:.0f}", unit)
 
 
 def thin(points: Sequence[Point], limit: int = POINTS_PER_LINE) -> Sequence[Point]:
@@ -241,12 +443,15 @@ class _Axes:
 
     @classmethod
     def around(cls, points: Sequence[Point]) -> _Axes:
-        """Return axes that contain all points, with a margin above and below."""
+        """Return axes that contain all points, with a margin above and below, or from 0 if the lowest is near it."""
         steps, values = [point[0] for point in points], [point[1] for point in points]
-        margin = (max(values) - min(values)) * 0.05 or abs(values[0]) * 0.05 or 1.0
-        return cls(min(steps), max(max(steps), min(steps) + 1), min(values) - margin, max(values) + margin)
+        low, high = min(values), max(values)
+        margin = (high - low) * 0.05 or abs(low) * 0.05 or 1.0
+        bottom = 0.0 if 0 <= low < NEAR_ZERO * high else low - margin
+        return cls(min(steps), max(max(steps), min(steps) + 1), bottom, high + margin)
 
     def position(self, step: float, value: float) -> str:
+        value = min(max(value, self.y_min), self.y_max)
         x = LEFT + (step - self.x_min) / (self.x_max - self.x_min) * (WIDTH - LEFT - RIGHT)
         y = HEIGHT - BOTTOM - (value - self.y_min) / (self.y_max - self.y_min) * (HEIGHT - TOP - BOTTOM)
         return f"{x:.1f} {y:.1f}"
@@ -271,12 +476,14 @@ class _Axes:
     def _value_mark(self, value: float) -> Markup:
         _, y = self.position(self.x_min, value).split()
         line = Markup('<path class="grid" d="M{} {}H{}"/>').format(LEFT, y, WIDTH - RIGHT)
-        label = Markup('<text x="{}" y="{}" dy="4" text-anchor="end">{}</text>').format(LEFT - 6, y, _short(value))
+        label = Markup('<text x="{}" y="{}" dy="4" text-anchor="end">{}</text>').format(LEFT - 8, y, _short(value))
         return line + label
 
     def _step_mark(self, step: float) -> Markup:
         x, _ = self.position(step, self.y_min).split()
-        return Markup('<text x="{}" y="{}" text-anchor="middle">{:.0f}</text>').format(x, HEIGHT - 8, step)
+        anchor = "end" if float(x) > WIDTH - 40 else "middle"  # a label is never cut by the edge
+        label = Markup('<text x="{}" y="{}" text-anchor="{}">{:,.0f}</text>')
+        return label.format(x, HEIGHT - BOTTOM + 18, anchor, step)
 
 
 def _round_values(low: float, high: float) -> list[float]:
@@ -288,26 +495,25 @@ def _round_values(low: float, high: float) -> list[float]:
 
 
 def _short(value: float) -> str:
-    return f"{value:.4g}"
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def _samples(run: RunDir, events: Iterable[AnyEvent]) -> Markup:
     """Return a table of samples: one row per prompt, one column per step. All steps of a row start from equal noise."""
-    samples = {(event.index, event.step): event for event in events if isinstance(event, SampleEvent)}
+    samples = by_prompt(event for event in events if isinstance(event, SampleEvent))
     if not samples:
         return Markup()
-    all_steps = sorted({step for _, step in samples})
+    all_steps = sorted({step for row in samples.values() for step in row})
     steps = spread(all_steps, SAMPLE_COLUMNS)
-    head = Markup().join(map(Markup('<th scope="col">step {}</th>').format, steps))
+    head = Markup().join(map(Markup('<th scope="col">step {:,}</th>').format, steps))
     rows = []
-    for index in sorted({index for index, _ in samples}):
-        prompt = next(event.prompt for (row, _), event in samples.items() if row == index)
-        cells = Markup().join(Markup("<td>{}</td>").format(_sample(run, samples.get((index, step)))) for step in steps)
+    for (_, prompt), row in samples.items():
+        cells = Markup().join(Markup("<td>{}</td>").format(_sample(run, row.get(step))) for step in steps)
         rows.append(Markup('<tr><th scope="row">{}</th>{}</tr>').format(prompt, cells))
-    shown = f"{len(steps)} of {len(all_steps)} sample steps"
-    return Markup("<h2>Samples</h2><p>{}</p><div><table><tr><td></td>{}</tr>{}</table></div>").format(
-        shown, head, Markup().join(rows)
-    )
+    shown = f"{len(steps)} of {len(all_steps)} steps with samples" if len(steps) < len(all_steps) else ""
+    return Markup(
+        '<h2>Samples</h2><p>{}</p><div class="wide"><table class="samples"><tr><td></td>{}</tr>{}</table></div>'
+    ).format(shown, head, Markup().join(rows))
 
 
 def spread(steps: Sequence[int], limit: int) -> list[int]:
@@ -329,37 +535,75 @@ def _sample(run: RunDir, event: SampleEvent | None) -> Markup:
     except (InputError, OSError, ValueError):
         is_image = False
     if not is_image:
-        return escape(f"{event.path}: no image")
+        return Markup('<span class="missing" title="{}">missing</span>').format(event.path)
     data = base64.b64encode(file.read_bytes()).decode()
     return Markup('<img src="data:{};base64,{}" alt="{}, step {}">').format(kind, data, event.prompt, event.step)
 
 
 CHART_STYLE = f"""
-.chart {{ margin: 0; --faint: light-dark(#d4d4d4, #444);
-  {" ".join(f"--c{at}: light-dark({day}, {night});" for at, (day, night) in enumerate(LINE_COLORS))} }}
-.chart h2 {{ font-size: 1.1rem; margin: 1rem 0 .25rem; }}
-.chart svg {{ width: 100%; }} .chart text {{ font-size: 12px; fill: currentColor; }}
-.chart path {{ fill: none; stroke: currentColor; stroke-width: 1.5; stroke-linecap: round; stroke-linejoin: round; }}
-.chart path.grid {{ stroke: var(--faint); stroke-width: 1; }}
-.chart .c0 {{ color: var(--c0); }} .chart .c1 {{ color: var(--c1); stroke-dasharray: 8 3; }}
-.chart .c2 {{ color: var(--c2); stroke-dasharray: 2 4; }} .chart .c3 {{ color: var(--c3); stroke-dasharray: 12 4 2 4; }}
-.chart .c4 {{ color: var(--c4); stroke-dasharray: 4 4; }} .chart .c5 {{ color: var(--c5); }}
-.chart ul {{ display: flex; flex-wrap: wrap; gap: 0 1.5rem; margin: 0; padding: 0 0 0 64px; }}
-.chart li::marker {{ content: "\\2014  "; }}
+.chart {{ margin: 0; container-type: inline-size; }}
+.chart h2 {{ font-size: 14px; margin: 0 0 8px; }}
+.chart svg {{ display: block; width: 100%; overflow: visible; }} .chart text {{ font-size: 12px; fill: var(--ink3); }}
+@container (max-width: 460px) {{ .chart text {{ font-size: 18px; }} }}
+.chart path {{ fill: none; stroke: currentColor; stroke-width: 2; stroke-linecap: round; stroke-linejoin: round; }}
+.chart path.grid {{ stroke: var(--line); stroke-width: 1; }}
+.chart path.raw {{ stroke-width: 1; opacity: .25; }} .chart path.dots {{ stroke: var(--ink); stroke-width: 1.5; }}
+.chart circle {{ fill: var(--ink); }}
+{" ".join(f".chart path.c{at} {{ color: var(--line-{at}); }}" for at in range(len(LINES)))}
+.chart path.c1, .chart path.c4 {{ stroke-dasharray: 8 4; }} .chart path.c2, .chart path.c5 {{ stroke-dasharray: 2 4; }}
+.chart path.c3 {{ stroke-dasharray: 12 4 2 4; }} .chart path.c6 {{ stroke-dasharray: 4 4; }}
+ .chart path.raw, .chart path.dots {{ stroke-dasharray: none; }}
+.chart ul {{ display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 8px 0 0; padding: 0; font-size: 12px;
+  list-style: none; }}
+.chart li::before {{ content: ""; display: inline-block; width: 14px; margin-right: 6px; vertical-align: middle;
+  border-top: 2px solid currentColor; }}
+.chart li {{ color: var(--ink2); }} .chart li.raw::before {{ border-width: 1px; opacity: .45; }}
+.chart li.dots::before {{ border-color: var(--ink); }}
+{" ".join(f".chart li.c{at}:not(.dots)::before {{ border-color: var(--line-{at}); }}" for at in range(len(LINES)))}
+.split .parts {{ display: flex; gap: 2px; height: 12px; border-radius: 4px; overflow: hidden; }}
+.split ul {{ display: flex; flex-wrap: wrap; gap: 2px 14px; font-size: 12px; margin: 8px 0 0; padding: 0;
+  list-style: none; color: var(--ink2); }}
+.split li i {{ display: inline-block; width: 9px; height: 9px; border-radius: 2px; margin-right: 6px; }}
+.split p {{ font-size: 12px; margin: 4px 0 0; color: var(--ink3); }}
+{
+    " ".join(
+        f".split .p{at} {{ background: color-mix(in srgb, var(--acc) {share}%, var(--sunk)); }}"
+        for at, share in enumerate((18, 100, 72, 50, 32))
+    )
+}
 """
 """Style that a chart needs on any page. The `color-scheme` of the surrounding element selects light or dark."""
 
 STYLE = f"""
-:root {{ color-scheme: light dark; --ink: light-dark(#1a1a1a, #ededed); --paper: light-dark(#fff, #161616);
-  --faint: light-dark(#d4d4d4, #444); --error: light-dark(#b91c1c, #fca5a5); --warning: light-dark(#92400e, #fcd34d); }}
-body {{ margin: 0; font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); }}
-main {{ max-width: 1320px; margin: auto; padding: 1rem; }}
-h1 {{ overflow-wrap: anywhere; }} h2 {{ font-size: 1.1rem; margin: 1rem 0 .25rem; }}
-section {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 0 1.5rem; }}
+:root {{ color-scheme: light dark; {both_variables()} }}
+body {{ margin: 0; font: 13px/1.5 system-ui, sans-serif; font-variant-numeric: tabular-nums; color: var(--ink);
+  background: var(--bg); }}
+main {{ max-width: 1376px; margin: auto; padding: 24px 16px 64px; }}
+header p {{ color: var(--ink2); margin: 4px 0 0; overflow-wrap: anywhere; }}
+h1 {{ font-size: 20px; line-height: 1.3; margin: 0; overflow-wrap: anywhere; }}
+h2 {{ font-size: 14px; margin: 24px 0 8px; }}
+p {{ margin: 0 0 8px; color: var(--ink3); }}
+.facts, .charts > figure, .split, .wide, details {{ background: var(--panel); border: 1px solid var(--line);
+  border-radius: 10px; padding: 16px; }}
+.facts {{ display: flex; flex-wrap: wrap; gap: 12px 28px; margin: 16px 0; }}
+dt {{ font-size: 12px; color: var(--ink3); }} dd {{ margin: 0; font-size: 16px; font-weight: 600;
+  overflow-wrap: anywhere; }}
+.charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 16px;
+  margin-top: 24px; }}
 {CHART_STYLE}
-th {{ text-align: left; font-weight: 600; padding: .1rem 1rem .1rem 0; vertical-align: top; }}
-td {{ padding: .1rem .25rem; }} div {{ overflow-x: auto; }} img {{ width: 192px; display: block; }}
-.error {{ color: var(--error); }} .warning {{ color: var(--warning); }}
+table {{ border-collapse: collapse; }} .wide {{ overflow-x: auto; }}
+th {{ text-align: left; font-weight: 600; padding: 4px 16px 4px 0; vertical-align: top; }}
+td {{ padding: 4px 6px; vertical-align: top; overflow-wrap: anywhere; }}
+.samples th[scope=col] {{ font-weight: 400; color: var(--ink3); padding-left: 6px; }}
+.samples th[scope=row] {{ min-width: 7rem; }}
+.config th {{ font: 12px ui-monospace, monospace; }}
+img {{ width: 160px; display: block; border-radius: 6px; }}
+.missing {{ display: inline-block; font-size: 12px; color: var(--bad); background: var(--badt); border-radius: 99px;
+  padding: 0 8px; }}
+p.error {{ color: var(--bad); background: var(--badt); }} p.warning {{ color: var(--warn); background: var(--warnt); }}
+p.error, p.warning {{ border-radius: 6px; padding: 8px 12px; overflow-wrap: anywhere; }}
 pre.written {{ white-space: pre-wrap; min-width: 14rem; max-height: 20rem; overflow: auto; margin: 0; }}
-pre {{ overflow-x: auto; border: 1px solid var(--faint); padding: .75rem; }}
+details {{ margin-top: 16px; }} summary {{ cursor: pointer; font-weight: 600; }}
+pre {{ overflow-x: auto; font: 12px/1.5 ui-monospace, monospace; }}
+:focus-visible {{ outline: 2px solid var(--acc); outline-offset: 2px; }}
 """

@@ -361,7 +361,7 @@
 
   async function remove() {
     const list = chosenRows(), sizes = list.map(row => row.size), total = sizes.reduce((sum, size) => sum + (size || 0), 0);
-    const names = list.slice(0, 8).map(row => row.title).join(', ') + (list.length > 8 ? ` and ${list.length - 8} more` : '');
+    const names = list.slice(0, 8).map(row => row.name).join(', ') + (list.length > 8 ? ` and ${list.length - 8} more` : '');
     const size = sizes.includes(null) ? `at least ${studio.size(total)}` : studio.size(total);
     const text = [h('b', {}, names), h('br'), `Deleted: ${size}, with all checkpoints, samples, exports and logs of ${list.length === 1 ? 'this run' : 'these runs'}. `
       + 'This cannot be undone.', h('br'), 'Kept: your images and captions, the model, presets, and other runs.'];
@@ -434,12 +434,15 @@
     const legend = h('div.legend'), place = h('div');
     container.append(h('div.ttl', {}, h('h2', {}, title)), legend, place);
     return { set(content) {
-      const { lines: all, summary } = JSON.parse(content), points = all.flatMap(line => line.points).filter(([, y]) => y !== null);
-      const [x1, low, high] = [Math.max(1, ...points.map(([x]) => x)), Math.min(...points.map(([, y]) => y)), Math.max(...points.map(([, y]) => y))];
+      const { lines: all, grids, summary } = JSON.parse(content);
+      const curves = all.map(({ values, grid, decay }) => {
+        let mean = null;
+        return values.map((value, index) => [grids[grid].step[index], (mean = mean === null || value === null ? value ?? mean : decay * mean + (1 - decay) * value)]);
+      });
+      const points = curves.flat(), x1 = Math.max(1, ...points.map(([x]) => x)), low = Math.min(...points.map(([, y]) => y)), high = Math.max(...points.map(([, y]) => y));
       const draw = ([x, y]) => `${(600 * x / x1).toFixed(1)},${(225 - 220 * (y - low) / (high - low || 1)).toFixed(1)}`;
       legend.replaceChildren(...all.map((line, index) => h('span', {}, svg('svg', { viewBox: '0 0 24 4', width: 24, height: 4 }, stroke('0,2 24,2', index)), line.label)));
-      place.replaceChildren(svg('svg', { viewBox: '0 0 600 230', role: 'img', 'aria-label': summary, class: 'plot' },
-        ...all.map((line, index) => stroke(line.points.filter(([, y]) => y !== null).map(draw).join(' '), index))));
+      place.replaceChildren(svg('svg', { viewBox: '0 0 600 230', role: 'img', 'aria-label': summary, class: 'plot' }, ...curves.map((curve, index) => stroke(curve.map(draw).join(' '), index))));
     } };
   }
 

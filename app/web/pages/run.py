@@ -39,15 +39,13 @@ class WatchPage:
     samples: gr.HTML
     log: gr.HTML
     events: gr.HTML
-    axis: gr.Radio
-    is_log: gr.Checkbox
     source: gr.Dropdown
     level: gr.Radio
     buttons: dict[str, gr.Button]
 
     @property
     def inputs(self) -> list[Any]:
-        return [self.run, self.axis, self.is_log, self.source, self.level]
+        return [self.run, self.source, self.level]
 
     @property
     def outputs(self) -> list[Any]:
@@ -61,9 +59,6 @@ def build(studio: Studio, run: gr.Dropdown, buttons: dict[str, gr.Button]) -> Wa
     status = gr.HTML(elem_id="status")
     retry = gr.Button("", visible=False, elem_id="retry")
     with gr.Row():
-        axis = gr.Radio(["step", "time"], value="step", label="X axis", elem_id="axis")
-        is_log = gr.Checkbox(False, label="Loss on a logarithmic scale", elem_id="log-scale")
-    with gr.Row():
         with gr.Column(scale=3):
             drawn = {title: _chart(title) for title in monitor.CHARTS}
         with gr.Column(scale=2):
@@ -74,9 +69,7 @@ def build(studio: Studio, run: gr.Dropdown, buttons: dict[str, gr.Button]) -> Wa
         source = gr.Dropdown(["torchrun"], value="torchrun", label="Log source", elem_id="log-of")
         level = gr.Radio(list(monitor.LEVELS), value="all", label="Log level", elem_id="log-level")
     log = gr.HTML(elem_id="log", autoscroll=True, max_height=320)
-    page = WatchPage(
-        studio, run, status, retry, ranks, drawn, samples, log, events, axis, is_log, source, level, buttons
-    )
+    page = WatchPage(studio, run, status, retry, ranks, drawn, samples, log, events, source, level, buttons)
     for name, button in buttons.items():
         button.click(_requester(studio, name), run, message, **QUIET)
     return page
@@ -85,30 +78,28 @@ def build(studio: Studio, run: gr.Dropdown, buttons: dict[str, gr.Button]) -> Wa
 def tick(page: WatchPage) -> Tick:
     """Return the periodic update of the chosen run."""
 
-    def handle(name: str, axis: str, is_log: bool, source: str, level: str) -> list[Any]:
+    def handle(name: str, source: str, level: str) -> list[Any]:
         if not name:
             return [SKIP] * len(page.outputs)
         try:
-            return _contents(page, page.studio.run(name), axis, is_log, source, level)
+            return _contents(page, page.studio.run(name), source, level)
         except (InputError, OSError) as error:
             return [alert(monitor.explained(error)), *[SKIP] * (len(page.outputs) - 1)]
 
-    options = (page.axis, page.is_log, page.source, page.level)
+    options = (page.source, page.level)
     return Tick(handle, page.inputs, page.outputs, tuple(option.input for option in options))
 
 
-def _contents(page: WatchPage, run: RunDir, axis: str, is_log: bool, source: str, level: str) -> list[Any]:
+def _contents(page: WatchPage, run: RunDir, source: str, level: str) -> list[Any]:
     follower = page.studio.follower(run)
     view = follower.view()
     files = monitor.log_files(run)
     is_there = source in files and os.path.lexists(files[source])
     log = monitor.log_tail(files[source], cast(Level, level)) if is_there else ""
-    drawn = (run.path.name, view.curves, axis, is_log)
-    chosen: monitor.Axis = "time" if axis == "time" else "step"
-    word = "minute" if axis == "time" else "step"
+    drawn = (run.path.name, view.curves)
 
     def chart(title: str) -> str:
-        return charts.chart_json(title, follower.lines(title, chosen), word, is_log and title == "Loss")
+        return charts.chart_json(title, follower.lines(title), is_small=title != "Loss", source=run.path.name)
 
     return [
         html.status(view, "run") + "".join(map(alert, view.problems)),
@@ -126,7 +117,7 @@ def _contents(page: WatchPage, run: RunDir, axis: str, is_log: bool, source: str
 def _chart(title: str) -> gr.HTML:
     name = title.lower().replace(" ", "-")
     return gr.HTML(
-        charts.chart_json(title, []),
+        charts.chart_json(title, [], is_small=title != "Loss"),
         html_template=charts.TEMPLATE,
         css_template=charts.CSS,
         js_on_load=charts.SCRIPT,

@@ -1,38 +1,86 @@
-"""The pictures of the page in the READMEs: `python -m tests.app.web.screenshots`, or `make screenshots`."""
+"""The pictures of the page in the READMEs: `python -m tests.app.web.screenshots`, or `make screenshots`.
+
+With a folder as its argument it takes a picture of every screen at four widths, light and dark, to be looked at.
+"""
 
 from __future__ import annotations
 
 import io
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from tests.app.browser import ROOT, TRAINED_WITHIN_S, opened, serving, show, start_chromium, state_is, until, watch
+from tests.app.browser import (
+    ROOT,
+    TRAINED_WITHIN_S,
+    Scheme,
+    opened,
+    recorded,
+    serving,
+    start_chromium,
+    state_is,
+    until,
+    visit,
+)
 from tests.app.notebook.lab import choose as choose_menu
 from tests.app.notebook.lab import position_of, serving_lab
 from trainer.run import process
 from trainer.run.folder import RunDir
 
 PICTURES = ROOT / "tests" / "pictures"
-PAGES = ("Train", "Monitor", "Samples", "Dataset", "Queue", "Runs", "Export", "Doctor")
+WIDTHS = (390, 820, 1280, 1920)
+SCHEMES: tuple[Scheme, ...] = ("light", "dark")
+LAST = {
+    "new": "#thumbs img",
+    "run": "#page-run .strip img",
+    "samples": "#page-run img",
+    "files": "#exports tr",
+    "runs": "#page-runs tbody img",
+    "compare": "#page-compare table",
+    "queue": "#page-queue h1",
+    "data": "#page-data img",
+    "machine": "#page-machine table",
+}
+"""{screen: what it shows last}"""
 COLOURS = 64
 
 
-def take(browser: Browser, url: str, run: str, folder: Path) -> list[Path]:
-    """A picture of every page, with a run that has ended."""
-    files = []
+def places(run: str, other: str) -> dict[str, tuple[str, ...]]:
+    """{screen: its address} with these runs."""
+    of_run = {"run": ("runs", run), "samples": ("runs", run, "samples"), "files": ("runs", run, "files")}
+    rest = {name: (name,) for name in ("runs", "queue", "data", "machine")}
+    return {"new": ("new",), **of_run, "compare": ("compare", f"{run},{other}"), **rest}
+
+
+def take(browser: Browser, url: str, run: str, other: str, folder: Path) -> list[Path]:
+    """A picture of every screen, with a run that has ended."""
     with opened(browser, url, height=800) as page:
-        watch(page, run)
-        until(page, "document.querySelector('#chart-loss canvas').dataset.n > 0")
-        for name in PAGES:
-            show(page, name)
-            _settle(page, name)
-            files.append(_save(page.screenshot(), folder / f"page-{name.lower()}.png"))
-    return files
+        return [_save(page.screenshot(), folder / f"page-{name}.png") for name in _visited(page, places(run, other))]
+
+
+def take_all(browser: Browser, url: str, run: str, other: str, folder: Path) -> Iterator[Path]:
+    """Every screen, whole, at each width and in each scheme."""
+    for width in WIDTHS:
+        for scheme in SCHEMES:
+            with opened(browser, url, width=width, scheme=scheme) as page:
+                for name in _visited(page, places(run, other)):
+                    file = folder / f"{name}-{width}-{scheme}.png"
+                    page.screenshot(path=file, full_page=True)
+                    yield file
+
+
+def _visited(page: Page, found: dict[str, tuple[str, ...]]) -> Iterator[str]:
+    for name, place in found.items():
+        visit(page, *place)
+        page.locator(LAST[name]).first.wait_for()
+        until(page, "[...document.images].filter(image => image.offsetParent).every(image => image.complete)")
+        page.wait_for_timeout(700)
+        yield name
 
 
 def take_notebook(browser: Browser, folder: Path) -> Path:
@@ -56,15 +104,6 @@ def take_notebook(browser: Browser, folder: Path) -> Path:
     return picture
 
 
-def _settle(page: Page, name: str) -> None:
-    """Wait for what the page shows last."""
-    last = {"Samples": "#matrix img", "Dataset": "#counted p", "Runs": "#runs tr", "Export": "#exports p, #exports tr"}
-    last |= {"Doctor": "#checks tr", "Queue": "#queue p, #queue tr", "Monitor": "#newest img", "Train": "#start"}
-    page.locator(last[name]).first.wait_for()
-    until(page, "[...document.images].every(image => image.complete)")
-    page.wait_for_timeout(500)
-
-
 def _save(png: bytes, file: Path) -> Path:
     """Few colours: READMEs are read over the network."""
     with Image.open(io.BytesIO(png)) as picture:
@@ -72,21 +111,25 @@ def _save(png: bytes, file: Path) -> Path:
     return file
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """Train the quickstart by the page and take the pictures."""
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+    with tempfile.TemporaryDirectory() as temporary, sync_playwright() as playwright:
         browser = start_chromium(playwright)
-        runs = Path(folder) / "runs"
+        runs = Path(temporary) / "runs"
+        other = recorded(runs, "ink-comic", adapter={"type": "boft"}).path.name
         with serving(runs) as server:
             with opened(browser, server.url) as page:
                 page.locator("#start").click()
                 state_is(page, "finished", timeout_s=TRAINED_WITHIN_S)
             [run] = runs.glob("quickstart-*")
-            for file in take(browser, server.url, run.name, PICTURES):
+            folder = Path(arguments[0]) if arguments else PICTURES
+            folder.mkdir(parents=True, exist_ok=True)
+            for file in (take_all if arguments else take)(browser, server.url, run.name, other, folder):
                 print(file)
-        print(take_notebook(browser, PICTURES))
+        if not arguments:
+            print(take_notebook(browser, PICTURES))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

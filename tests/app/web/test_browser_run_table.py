@@ -154,8 +154,8 @@ def test_runs_are_compared_in_the_forms_language_and_their_samples_pair(table: P
     assert table.evaluate("location.hash").startswith("#/compare/table-slow-20261124-211219-aebff6,table-fast-")
     cells = "[...document.querySelectorAll('#compare-settings tbody tr')].map(row => row.innerText.split(/[\\t\\n]+/))"
     assert sorted(table.evaluate(cells)) == [
-        ["Learning rate", "optim.lr", "1e-4", "0.01"],
-        ["Trigger", "data.trigger", "sks", "qqq"],
+        ["Learning rate", "optim.lr", "0.0001", "0.01"],
+        ["Trigger word", "data.trigger", "sks", "qqq"],
     ]
     assert table.locator("#compare-settings thead").inner_text().split() == ["table-slow", "table-fast"]
     assert table.locator("#compare-results tr", has_text="lowest").inner_text().split()[:5] == [

@@ -1,0 +1,89 @@
+"""Static facts about the models that the presets train: name, size, licence, and which files of the hub are needed.
+
+They are in models.yaml. The page shows them, and everything that downloads a model or asks for one reads them here.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from trainer.config.yaml12 import parse
+
+FACTS = Path(__file__).with_suffix(".yaml")
+WILDCARD = "*"
+
+
+@dataclass(frozen=True)
+class PublishedModel:
+    """A model that a preset trains.
+
+    Attributes:
+        id: Its hub id, or the word of `model.path` for a model that comes with the program.
+        name: The name that people use.
+        num_parameters: Parameters of what is trained, without text encoders and autoencoder.
+        num_bytes: Size of the files to download, to the nearest GB. 0 for a model that comes with the program.
+        licence: Name of its licence; empty if it is not known.
+        licence_meaning: The licence in one line.
+        is_gated: Whether the hub asks for a login, and for consent to the licence on the model's page.
+        include: Patterns of the files that are needed, as `hf download --include` takes them. A repository often has
+            the same weights a second time, in one file or in another precision.
+        optional: Folders that a run can do without, by `model.options.without`.
+    """
+
+    id: str
+    name: str
+    num_parameters: int
+    num_bytes: int = 0
+    licence: str = ""
+    licence_meaning: str = ""
+    is_gated: bool = False
+    include: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it comes with the program, so that nothing is downloaded."""
+        return not self.include
+
+    @property
+    def page(self) -> str:
+        """The model's page on the hub; empty if it is built in."""
+        return "" if self.is_built_in else f"https://huggingface.co/{self.id}"
+
+    @property
+    def download_command(self) -> str:
+        """The shell command that downloads what is needed, and no more; empty if it is built in."""
+        if self.is_built_in:
+            return ""
+        quoted = (f'"{pattern}"' if WILDCARD in pattern else pattern for pattern in self.include)
+        return " ".join([f"hf download {self.id}", *(f"--include {pattern}" for pattern in quoted)])
+
+    @property
+    def login_advice(self) -> str:
+        """A sentence on what a gated model needs before its download; empty for any other."""
+        if not self.is_gated:
+            return ""
+        return f"It is gated: accept its licence on {self.page}, and log in with `hf auth login`."
+
+    @property
+    def licence_note(self) -> str:
+        """The licence with its meaning, as `Apache 2.0: free to use, commercially too`; empty if it is not known."""
+        return f"{self.licence}: {self.licence_meaning}" if self.licence else ""
+
+    def needs(self, path: str) -> bool:
+        """Whether a file of the repository is needed. path: as `transformer/config.json`."""
+        return any(fnmatchcase(path, pattern) for pattern in self.include)
+
+
+@functools.cache
+def published_models() -> dict[str, PublishedModel]:
+    """Return the models that the presets train, by `PublishedModel.id`: the built-in one first."""
+    facts: dict[str, dict[str, Any]] = parse(FACTS.read_text(encoding="utf-8")).value
+    named = {model_id: {"id": model_id, **values} for model_id, values in facts.items()}
+    return TypeAdapter(dict[str, PublishedModel]).validate_python(named)
