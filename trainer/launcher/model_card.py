@@ -211,13 +211,13 @@ class _Card:
     def _adapter_code(self, base: str) -> str:
         return (
             "import torch\nfrom diffusers import DiffusionPipeline\n\n"
-            f'pipe = DiffusionPipeline.from_pretrained("{base}", torch_dtype=torch.bfloat16)\n'
+            f'pipe = DiffusionPipeline.from_pretrained("{base}", dtype=torch.bfloat16)\n'
             f'pipe.load_lora_weights("{self.repo}", weight_name={json.dumps(self.main.name)})\n{self._drawing_code}'
         )
 
     def _model_code(self, base: str) -> str:
         component = self.facts.components[0] if self.facts else ""
-        nested, dtype = self.main / component, "torch_dtype=torch.bfloat16"
+        nested, dtype = self.main / component, "dtype=torch.bfloat16"
         folder = f"{self.main.name}/{component}" if nested.is_dir() else self.main.name
         return (
             "import torch\nfrom diffusers import AutoModel, DiffusionPipeline\n\n"
@@ -273,7 +273,7 @@ class _Card:
             "Learning rate": f"{cfg.optim.lr:g}, {cfg.optim.schedule}",
             "Optimizer": cfg.optim.type,
             "Precision": cfg.train.precision,
-            "Base stored as": "bf16" if cfg.quantize.format == "none" else cfg.quantize.format,
+            "Base stored as": cfg.train.precision if cfg.quantize.format == "none" else cfg.quantize.format,
             "Seed": cfg.train.seed,
         }
         rows |= {"Length": f"{cfg.data.length} tokens"} if self.is_text else {"Resolution": f"{cfg.data.resolution} px"}

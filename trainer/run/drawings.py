@@ -115,7 +115,10 @@ _DRAWING = TypeAdapter(Drawing)
 
 
 def drawings(run: RunDir) -> Iterator[Drawing]:
-    """Yield the finished drawings of a run, newest first. Damaged records are left out."""
+    """Yield the finished drawings of a run, newest first. Damaged records are left out.
+
+    The paths in a record may be anything where the run folder is a stranger's: open them by `RunDir.own_file`.
+    """
     found = []
     for record in (run.path / "drawings").glob(f"*/{RECORD}"):
         try:
