@@ -44,12 +44,13 @@ function smoothed(values, decay, counts) {
 }
 function number(value, digits = 4) {
   if (value === null) return '–';
-  if (chart.unit === 'seconds') return value.toLocaleString('en-US', { maximumFractionDigits: 3 });
+  if (chart.unit === 'seconds') return fixed(value, 3);
   const size = Math.abs(value);
   if (size && (size < 1e-3 || size >= 1e9)) return trimmed(value.toExponential(digits - 1));
-  if (size >= 10 ** digits) return value.toLocaleString('en-US', { maximumFractionDigits: 0 });
+  if (size >= 10 ** digits) return fixed(value, 0);
   return value.toLocaleString('en-US', { maximumSignificantDigits: digits });
 }
+const fixed = (value, decimals) => value.toLocaleString('en-US', { maximumFractionDigits: decimals });
 const trimmed = text => text.replace(/\.?0+e/, 'e').replace('e+', 'e');
 function tickLabel(value, step) {
   if (!value) return '0';
@@ -63,8 +64,7 @@ function linearTicks(low, high, most, least = 0) {
   const raw = Math.max((high - low) / most, least), power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map(factor => factor * power).find(found => found >= raw * (1 - 1e-9));
   const found = [];
-  // + 0, since Math.ceil gives -0 and a label would have its sign.
-  for (let k = Math.ceil(low / step - 1e-9) + 0; k * step <= high + step * 1e-9; k++) found.push({ at: k * step, step });
+  for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k++) found.push({ at: k * step, step });
   return found;
 }
 function logTicks(low, high, most) {
@@ -124,11 +124,11 @@ function yRange(range, log) {
   for (const line of chart.lines) {
     const [from, to] = inView(line, range);
     for (const [kind, values] of paths(line)) {
-      const few = values.slice(from, to).filter(value => value !== null && (!log || value > 0));
+      const few = column => column.slice(from, to).filter(value => value !== null && (!log || value > 0));
       if (kind === 'raw') {  // a few spikes do not flatten the rest
-        few.sort((a, b) => a - b);
-        seen.push(few[few.length * 0.01 | 0], few[Math.min(few.length - 1, few.length * 0.99 | 0)]);
-      } else for (const value of few) seen.push(value);
+        const [low, high] = [line.low, line.high].map(column => few(column ?? values).sort((a, b) => a - b));
+        seen.push(low[low.length * 0.01 | 0], high[Math.min(high.length - 1, high.length * 0.99 | 0)]);
+      } else for (const value of few(values)) seen.push(value);
     }
   }
   let low = Infinity, high = -Infinity;
@@ -212,24 +212,41 @@ function drawLine(pen, line, index) {
   for (const [kind, values] of paths(line)) {
     pen.strokeStyle = pen.fillStyle = kind === 'dots' ? scale.ink : color;
     pen.globalAlpha = kind === 'raw' ? FAINT : 1;
-    pen.lineWidth = { raw: 1, dots: 1.5 }[kind] ?? 2;
+    pen.lineWidth = { raw: 1.01, dots: 1.5 }[kind] ?? 2;  // 1 is drawn piece by piece, darker at each bend
     pen.setLineDash(kind === 'raw' || kind === 'dots' ? [] : DASHES[index % COLORS]);
-    pen.beginPath();
-    stroke(pen, at, values, from, to, kind === 'raw' && line.low ? line : null);
-    pen.stroke();
+    if (kind === 'raw' && to - from > scale.right - scale.left) drawBand(pen, at, line, from, to);
+    else stroke(pen, at, values, from, to, kind === 'raw' && line.low ? line : null);
     if (kind === 'dots') drawDots(pen, at, values, from, to);
   }
   pen.restore();
 }
+const LEAST_MOVE = 0.5, FAR = 1e5;  // pixels
+function place(value) { const y = scale.y(value); return Number.isFinite(y) ? y : FAR; }  // FAR: of 0 on a log axis
 function stroke(pen, at, values, from, to, spread) {
-  let isDown = false;
-  const far = 1e5, place = value => { const y = scale.y(value); return Number.isFinite(y) ? y : far; };
+  let isDown = false, last = -Infinity;
+  pen.beginPath();
   for (let i = from; i < to; i++) {
     if (values[i] === null) { isDown = false; continue; }
     const x = scale.x(at[i]), y = place(spread ? spread.low[i] : values[i]);
+    if (isDown && x - last < LEAST_MOVE && i < to - 1 && !spread) continue;
     if (isDown) pen.lineTo(x, y); else { pen.moveTo(x, y); pen.lineTo(x + 0.5, y); }
     if (spread) pen.lineTo(x, place(spread.high[i]));
-    isDown = true;
+    isDown = true; last = x;
+  }
+  pen.stroke();
+}
+// More points than pixels: one bar from the lowest to the highest of each column. Lines would cover each other.
+function drawBand(pen, at, line, from, to) {
+  const low = line.low ?? line.values, high = line.high ?? line.values, columns = new Map();
+  for (let i = from; i < to; i++) {
+    if (low[i] === null) continue;
+    const x = Math.round(scale.x(at[i])), known = columns.get(x);
+    if (!known) columns.set(x, [low[i], high[i]]);
+    else { known[0] = Math.min(known[0], low[i]); known[1] = Math.max(known[1], high[i]); }
+  }
+  for (const [x, [bottom, top]] of columns) {
+    const y = place(top);
+    pen.fillRect(x, y, 1, Math.max(1, place(bottom) - y));
   }
 }
 function drawDots(pen, at, values, from, to) {
@@ -268,7 +285,7 @@ function showCross() {
 }
 function read(grid, at) {
   const isMinutes = axisName() === 'minutes', rows = [];
-  const where = isMinutes ? `${number(grid.minutes[at])} (step ${number(grid.step[at], 9)})` : number(grid.step[at], 9);
+  const step = number(grid.step[at], 9), where = isMinutes ? `${fixed(grid.minutes[at], 2)} (step ${step})` : step;
   rows.push(item(isMinutes ? 'minute' : 'step', where));
   chart.lines.forEach((line, index) => {
     const own = indexAt(line.grid.step, grid.step[at]), isOther = own >= 0 && line.grid.step[own] !== grid.step[at];
@@ -389,7 +406,8 @@ function download(blob, ending) {
 function csv() {
   // A cell that begins like a formula would be one for a spreadsheet.
   const cell = text => `"${(/^[=+\-@\t\r]/.test(text) ? `'${text}` : text).replaceAll('"', '""')}"`;
-  const names = chart.lines.flatMap(({ label, low }) => (low ? [label, `${label}, lowest`, `${label}, highest`] : [label]));
+  const names = chart.lines.flatMap(({ label, low }) =>
+    low ? [label, `${label}, lowest`, `${label}, highest`] : [label]);
   const rows = new Map();
   let at = 0;
   for (const line of chart.lines) {
@@ -414,7 +432,8 @@ find('.png').addEventListener('click', () => {
   pen.fillStyle = style.getPropertyValue('--panel').trim() || '#ffffff'; pen.fillRect(0, 0, sheet.width, sheet.height);
   pen.drawImage(canvas, 0, head * ratio);
   pen.scale(ratio, ratio); pen.fillStyle = scale?.ink ?? '#17181c';
-  pen.font = `600 14px ${style.fontFamily}`; pen.fillText([chart.title, chart.source].filter(Boolean).join(' · '), 8, 18);
+  pen.font = `600 14px ${style.fontFamily}`;
+  pen.fillText([chart.title, chart.source].filter(Boolean).join(' · '), 8, 18);
   pen.font = `12px ${style.fontFamily}`;
   let x = 8;
   chart.lines.forEach((line, index) => {

@@ -62,11 +62,12 @@ def test_a_training_run_tells_step_speed_and_time_left(run: RunDir):
     assert follower.view().sentence == "Encoding 3 of 8"
     write(run, StatusEvent(state="training"), *(step(number) for number in range(1, 11)))
     view = follower.view()
-    assert view.sentence == "Training: step 10 of 100, 8.00 images/s, about 0:01:21 left"
+    assert view.sentence == "Training: step 10 of 100, 8.00 images/s, about 1 min 21 s left"
     assert (view.step, view.loss, view.speed) == (10, pytest.approx(1.0), (8.0, "images"))
     assert dict(view.seconds) == pytest.approx(
-        {"data": 0.1, "forward": 0.2, "backward": 0.4, "communication": 0.15, "optimizer": 0.05, "step": 0.9}
+        {"data": 0.1, "forward": 0.2, "backward": 0.4, "optimizer": 0.05, "other": 0.15}
     )
+    assert (view.step_s, view.waited_s) == (pytest.approx(0.9), pytest.approx(0.15))
 
 
 def test_the_curves_of_a_long_run_are_drawn_anew_when_it_is_seen(run: RunDir, living):
@@ -94,20 +95,29 @@ def test_only_what_is_new_is_read_and_a_repeated_step_counts_once(run: RunDir):
 
 
 @pytest.mark.usefixtures("living")
-def test_curves_run_over_steps_or_minutes_and_long_ones_are_thinned(run: RunDir):
+def test_curves_have_every_step_with_its_minutes(run: RunDir):
     follower = Follower(run)
     write(run, *(step(number, loss=number % 7, time=1000.0 + 6 * number) for number in range(1, 2001)))
     write(run, ValidationEvent(step=2000, loss=0.5, time=1000.0 + 12000))
     follower.view()
-    each, smooth, validation = follower.lines("Loss", "time")
-    assert (each.label, smooth.label, validation.label) == ("each step", "smoothed", "validation")
-    assert len(each.points) <= 600
-    assert 0 <= each.points[0][0] < 1
-    assert validation.points == [(pytest.approx(199.9), 0.5)]
+    each, validation = follower.lines("Loss")
+    assert (each.label, each.look, each.decay) == ("each step", "noisy", 0.81)
+    assert (each.points[:2], each.points[-1]) == ([(1, 1), (2, 2)], (2000, 5))
+    assert (each.minutes[0], each.minutes[-1]) == (0, pytest.approx(199.9))
+    assert (validation.points, validation.look) == ([(2000, 0.5)], "dots")
+    assert validation.minutes == [pytest.approx(199.9)]
     assert set(monitor.CHARTS) == {"Loss", "Learning rate", "Gradient norm", "Seconds per step"}
     assert [line.label for line in follower.lines("Seconds per step")] == [
-        *("whole step", "data", "forward", "backward", "communication", "optimizer")
+        *("whole step", "data", "forward", "backward", "optimizer", "other", "waiting for other ranks")
     ]
+
+
+@pytest.mark.usefixtures("living")
+def test_the_loss_that_is_named_is_the_last_of_the_smoothed_curve(run: RunDir):
+    follower = Follower(run)
+    write(run, *(step(number, loss=1 / number) for number in range(1, 1201)))
+    [each, *_] = follower.lines("Loss")
+    assert follower.view().loss == pytest.approx(each.means[-1][1], rel=1e-9)
 
 
 @pytest.mark.usefixtures("living")

@@ -6,6 +6,7 @@ import multiprocessing
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,13 @@ from trainer.run.events import (
     StepEvent,
     ValidationEvent,
     WarningEvent,
+    default_decay,
+    format_duration,
     last_state,
     latest_steps,
+    seconds_waited,
     smoothed,
+    step_parts,
 )
 
 WARNING = WarningEvent(time=1.0, message="ok")
@@ -226,4 +231,67 @@ def test_the_last_status_is_the_state_and_a_run_without_one_is_created():
 
 def test_the_smoothed_loss_starts_at_the_first_value_and_leaves_nan_out():
     assert smoothed([2.0, 4.0, math.nan], decay=0.5) == pytest.approx([2.0, 10 / 3, 10 / 3], abs=1e-12)
-    assert math.isnan(smoothed([math.nan])[0])
+    assert math.isnan(smoothed([math.nan], decay=0.9)[0])
+
+
+def test_the_smoothed_loss_is_the_published_mean_with_bias_correction():
+    """Adam, arXiv 1412.6980, algorithm 1: m_t = d m_(t-1) + (1 - d) g_t, and m_t / (1 - d^t)."""
+    decay, values, mean, expected = 0.9, [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0], 0.0, []
+    for t, value in enumerate(values, 1):
+        mean = decay * mean + (1 - decay) * value
+        expected.append(mean / (1 - decay**t))
+    assert smoothed(values, decay) == pytest.approx(expected, abs=1e-12)
+    with_gap = smoothed([*values[:4], math.nan, *values[4:]], decay)
+    assert with_gap == pytest.approx([*expected[:4], expected[3], *expected[4:]], abs=1e-12)
+
+
+def test_means_of_equal_steps_are_smoothed_as_the_steps_themselves():
+    steps = [2.0] * 3 + [5.0] * 4 + [1.0]
+    means = smoothed([2.0, 5.0, 1.0], 0.9, counts=[3, 4, 1])
+    assert means == pytest.approx([smoothed(steps, 0.9)[at] for at in (2, 6, 7)], abs=1e-12)
+
+
+def test_the_default_decay_grows_with_the_planned_steps():
+    assert [default_decay(steps) for steps in (1, 60, 300, 1500, 10_000, 10**6)] == [0.5, 0.74, 0.9, 0.96, 0.99, 0.99]
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[StepEvent]:
+    """The steps of a run of the quickstart on two ranks of one machine, as they were written."""
+    file = Path(__file__).parent / "assets" / "quickstart-steps.jsonl"
+    return [event for event in EventReader(file).read() if isinstance(event, StepEvent)]
+
+
+def test_the_parts_of_each_step_of_a_real_run_add_up_to_it(trained):
+    assert len(trained) == 20
+    for step in trained:
+        parts = step_parts([step])
+        assert tuple(parts) == ("data", "forward", "backward", "optimizer", "other")
+        assert sum(parts.values()) == pytest.approx(step.seconds, abs=1e-9)
+        assert 0 <= parts["other"] < 0.02 * step.seconds
+        assert parts["forward"] == step.seconds_forward
+        # Counted with the parts, communication would make the step longer than it was.
+        assert sum(parts.values()) + step.seconds_communication > 1.2 * step.seconds
+    mean = sum(step.seconds for step in trained) / 20
+    assert sum(step_parts(trained).values()) == pytest.approx(mean, abs=1e-9)
+    assert 0.2 * mean < seconds_waited(trained) < mean
+
+
+def test_parts_longer_than_the_step_are_scaled_to_it_and_those_not_measured_are_other():
+    long = replace(
+        step_event(1), seconds=1.0, seconds_data=0.0, seconds_forward=0.5, seconds_backward=1.0, seconds_optimizer=0.5
+    )
+    assert step_parts([long]) == {"data": 0.0, "forward": 0.25, "backward": 0.5, "optimizer": 0.25, "other": 0.0}
+    unknown = replace(long, seconds_backward=math.nan, seconds_optimizer=0.25, seconds_communication=math.nan)
+    assert step_parts([unknown]) == {"data": 0.0, "forward": 0.5, "backward": 0.0, "optimizer": 0.25, "other": 0.25}
+    assert math.isnan(seconds_waited([unknown]))
+    assert step_parts([]) == dict.fromkeys(("data", "forward", "backward", "optimizer", "other"), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (59.4, "59 s"), (60, "1 min"), (165, "2 min 45 s"), (11_040, "3 h 4 min"), (3600, "1 h"),
+     (200_000, "2 d 7 h")],
+)  # fmt: skip
+def test_a_duration_is_written_with_its_two_largest_units(seconds, text):
+    assert format_duration(seconds) == text

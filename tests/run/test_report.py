@@ -8,10 +8,12 @@ from xml.etree import ElementTree
 import pytest
 
 from trainer.config.schema import RunConfig
-from trainer.config.sections import DataConfig, ModelConfig, ParallelConfig
+from trainer.config.sections import DataConfig, LoraAdapter, ModelConfig, ParallelConfig
+from trainer.run.colors import LINES, MEMORY_KINDS, TOKENS
 from trainer.run.events import (
     ErrorEvent,
     EventWriter,
+    ExportEvent,
     RankLine,
     SampleEvent,
     StatusEvent,
@@ -20,7 +22,7 @@ from trainer.run.events import (
     WarningEvent,
 )
 from trainer.run.folder import RunDir
-from trainer.run.report import Line, chart, thin, write_report
+from trainer.run.report import Line, chart, format_size, thin, write_report
 
 PIXEL = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c6360f8cf000001010100"
@@ -86,47 +88,97 @@ def test_a_rank_s_file_that_cannot_be_read_is_named_in_the_report(run, damage):
         )
     said = text_of(page(run))
     assert f"{run.rank_file(0)}: not a regular file; remove it, or put a file in its place" in said
-    assert "Memory allocated, GiB" in said
+    assert "Memory allocated" in said
+
+
+def facts_of(report: ElementTree.Element) -> dict[str, str]:
+    return {text_of(row[0]): text_of(row[1]) for row in report.find(".//dl[@class='facts']")}
 
 
 def test_the_report_of_a_run_shows_its_facts_curves_samples_and_config(run):
     (run.samples / "1.png").write_bytes(PIXEL)
+    (run.export / "fox.safetensors").write_bytes(bytes(1_234_567))
+    exported = ExportEvent(step=10, time=1050.0, path="export/fox.safetensors", what="adapter", format="auto")
     record(
         run,
         StatusEvent(time=1000.0, state="starting"),
         *(step_event(step) for step in range(1, 11)),
         ValidationEvent(step=10, time=1010.0, loss=0.25),
         SampleEvent(step=10, time=1010.0, prompt=PROMPT, index=0, path="samples/1.png"),
-        StatusEvent(step=10, time=1060.0, state="finished"),
+        exported,
+        StatusEvent(step=10, time=1165.0, state="finished"),
     )
     with EventWriter(run.rank_file(1)) as writer:
         line = RankLine(rank=1, step=10, phase="training", allocated=2**30, reserved=2**31, peak=2**31, limit=2**34)
         writer.write(line)
     report = page(run)
-    facts = {text_of(row[0]): text_of(row[1]) for row in report.find(".//table")}
+    facts = facts_of(report)
     assert facts.pop("Started").startswith("1970-01-01")
     assert facts == {
         "State": "finished",
-        "Steps": "10 of 1000",
-        "Duration": "0:01:00",
-        "Ranks": "2",
+        "Steps": "10 of 1,000",
+        "Duration": "2 min 45 s",
         "Loss, smoothed": "0.5",
+        "Lowest validation loss": "0.25 at step 10",
         "Images per second": "4",
+        "Exported": "export/fox.safetensors, 1.2 MB",
     }
     titles = [text_of(title) for title in report.iterfind(".//svg/title")]
     assert titles == [
-        "Loss by step. Last: each step 0.5, smoothed 0.5",
-        "Validation loss by step. Last: held out 0.25",
+        "Loss by step. Last: each step 0.5, smoothed 0.5, validation 0.25",
         "Learning rate by step. Last: learning rate 0.0001",
-        "Gradient norm by step. Last: before clipping 2",
-        "Seconds per step by step. Last: whole step 1, data 0.1, forward 0.3, backward 0.4, optimizer 0.1, "
-        "communication 0.1",
-        "Memory allocated, GiB by step. Last: rank 1 1",
+        "Gradient norm by step. Last: before clipping 2, smoothed 2",
+        "Seconds per step by step. Last: whole step 1, smoothed 1, data 0.1, forward 0.3, backward 0.4, optimizer 0.1, "
+        "other 0.1, waiting for other ranks 0.1",
+        "Memory allocated by step. Last: rank 1 1",
     ]
-    assert report.find(".//pre").text == run.config_file.read_text()
+    said = text_of(report.find(".//div[@class='split']"))
+    assert said == (
+        "data 0.10 sforward 0.30 sbackward 0.40 soptimizer 0.10 sother 0.10 sof which waiting for other ranks 0.10 s"
+    )
     [picture] = report.iterfind(".//img")
     assert picture.get("src").startswith("data:image/png;base64,iVBORw0KGgo")
     assert picture.get("alt") == f"{PROMPT}, step 10"
+    order = [
+        element.get("class") for element in report.iter() if element.get("class") in ("facts", "samples", "charts")
+    ]
+    assert order == ["facts", "samples", "charts"], "samples are above the charts"
+
+
+def test_the_head_of_the_report_names_model_method_and_data(tmp_path):
+    images = tmp_path / "foxes"
+    images.mkdir()
+    for name in ("a.png", "b.JPG", "a.txt"):
+        (images / name).write_bytes(PIXEL)
+    data = DataConfig(path=str(images), trigger="fxx")
+    cfg = RunConfig(name="fox", model=ModelConfig(family="flux2", path="demo"), data=data, adapter=LoraAdapter(rank=8))
+    head = page(RunDir.create(tmp_path, cfg, at=tmp_path / "fox")).find(".//header/p")
+    assert text_of(head) == "flux2, demo · lora rank 8 · 2 images of foxes, trigger fxx · 1 rank"
+
+
+def test_the_report_opens_with_what_differs_from_the_defaults_and_folds_the_rest(run):
+    report = page(run)
+    rows = {text_of(row[0]): text_of(row[1]) for row in report.find(".//table[@class='config']")}
+    assert rows == {
+        "adapter.type": "lora",
+        "data.path": str(run.path.parent),
+        "model.family": "flux2",
+        "name": "fox",
+        "parallel.devices": "2",
+    }
+    folded = report.find(".//details")
+    assert folded.get("open") is None
+    assert folded.find("pre").text == run.config_file.read_text()
+
+
+def test_a_sample_or_export_whose_file_is_gone_is_marked_as_missing(run):
+    exported = ExportEvent(path="export/gone.safetensors", what="adapter", format="auto")
+    record(run, exported, SampleEvent(step=1, prompt="a fox", index=0, path="samples/gone.png"))
+    report = page(run)
+    mark = report.find(".//span[@class='missing']")
+    assert (text_of(mark), mark.get("title")) == ("missing", "samples/gone.png")
+    assert facts_of(report)["Exported"] == "export/gone.safetensors, missing"
+    assert "Errno" not in text_of(report)
 
 
 def test_the_report_asks_no_server_and_runs_no_script(run):
@@ -147,7 +199,7 @@ def test_a_failed_run_says_why_in_its_report(run):
 def test_a_run_that_never_started_has_a_report_without_charts(run):
     report = page(run)
     assert report.find(".//svg") is None
-    assert text_of(report.find(".//table/tr/td")) == "created"
+    assert facts_of(report)["State"] == "created"
 
 
 def test_pauses_between_two_starts_do_not_count_as_duration(run):
@@ -158,8 +210,7 @@ def test_pauses_between_two_starts_do_not_count_as_duration(run):
         StatusEvent(time=9000.0, state="starting"),
         StatusEvent(time=9060.0, state="finished"),
     )
-    facts = {text_of(row[0]): text_of(row[1]) for row in page(run).find(".//table")}
-    assert facts["Duration"] == "0:02:00"
+    assert facts_of(page(run))["Duration"] == "2 min"
 
 
 def test_samples_are_a_matrix_of_prompts_and_at_most_eight_steps(run):
@@ -186,16 +237,67 @@ def test_a_long_line_keeps_its_spike_in_at_most_600_points():
     assert thinned == sorted(thinned)
 
 
+def paths(svg: ElementTree.Element) -> dict[str, str]:
+    """{class: d} of the lines, without the grid."""
+    return {path.get("class"): path.get("d") for path in svg.iterfind(".//path") if path.get("class") != "grid"}
+
+
 def test_a_chart_scales_its_points_between_the_axes_and_leaves_a_gap_at_nan():
     svg = ElementTree.fromstring(chart("Loss", [Line("loss", [(0, 0.0), (50, 1.0), (75, math.nan), (100, 0.5)])]))
-    [path] = [path.get("d") for path in svg.iterfind(".//path") if path.get("class") == "c0"]
-    assert path == "M64.0 202.9h0L346.0 21.1M628.0 112.0h0"
+    assert paths(svg) == {"c0 line": "M80.0 194.0h0L354.0 20.7M628.0 107.3h0"}
 
 
 def test_a_chart_of_one_constant_value_is_drawn():
     svg = ElementTree.fromstring(chart("Learning rate", [Line("lr", [(3, 1e-4)])]))
-    assert [path.get("d") for path in svg.iterfind(".//path") if path.get("class") == "c0"] == ["M64.0 112.0h0"]
+    assert paths(svg) == {"c0 line": "M80.0 103.0h0"}
+
+
+def test_a_noisy_line_is_drawn_faintly_under_its_smoothed_mean_and_a_spike_does_not_flatten_it():
+    points = [(step, float(step % 2)) for step in range(1, 201)]
+    points[99] = (100, 1e6)
+    drawn = paths(ElementTree.fromstring(chart("Loss", [Line("each step", points, "noisy", 0.0)])))
+    assert list(drawn) == ["c0 raw", "c0 smoothed"]
+    assert drawn["c0 raw"] == drawn["c0 smoothed"], "a decay of 0 smooths nothing"
+    steady = paths(ElementTree.fromstring(chart("Loss", [Line("each step", points[:99], "noisy", 0.99)])))
+    heights = [float(point.split()[1]) for point in steady["c0 smoothed"].split("L")[60:]]
+    assert max(heights) - min(heights) < 5
+
+
+def test_axes_of_a_chart_have_titles_and_separators_and_no_label_is_cut():
+    svg = ElementTree.fromstring(
+        chart("Seconds per step", [Line("each", [(0, 1.0), (10_000, 2.0)], "dots")], "seconds")
+    )
+    texts = {text_of(text): text for text in svg.iterfind(".//svg/text")}
+    assert {"step", "seconds", "2,000", "10,000"} <= set(texts)
+    assert texts["10,000"].get("text-anchor") == "end"
+    assert len(svg.findall(".//circle")) == 2
 
 
 def test_a_chart_without_a_finite_value_is_left_out():
     assert chart("Loss", [Line("loss", [(0, math.nan)]), Line("none", [])]) == ""
+
+
+@pytest.mark.parametrize(("size", "text"), [(900, "0.9 kB"), (1_123_064, "1.1 MB"), (64.4e9, "64.40 GB")])
+def test_the_size_of_a_file_is_in_decimal_units(size, text):
+    assert format_size(size) == text
+
+
+def test_text_has_contrast_on_all_surfaces_and_bars_can_be_told_apart_from_them():
+    for mode in (0, 1):
+        for surface in ("--bg", "--panel", "--sunk"):
+            for ink in ("--ink", "--ink2", "--ink3", "--acc", "--ok", "--warn", "--bad"):
+                assert contrast(TOKENS[ink][mode], TOKENS[surface][mode]) >= 4.5, (ink, surface, mode)
+        for color in [*(TOKENS[f"--{kind}"] for kind in MEMORY_KINDS), *LINES]:
+            assert contrast(color[mode], TOKENS["--panel"][mode]) >= 3
+
+
+def contrast(one: str, other: str) -> float:
+    """Of WCAG 2, between 1 and 21."""
+    low, high = sorted(map(luminance, (one, other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def luminance(color: str) -> float:
+    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

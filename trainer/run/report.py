@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,6 +46,8 @@ from trainer.run.folder import RunDir
 
 POINTS_PER_LINE = 600
 SAMPLE_COLUMNS = 8
+MOST_FILES = 20_000
+"""Files of a folder that are counted: storage may be slow."""
 NEAR_ZERO = 0.35
 """An axis begins at 0 if its lowest value is below this share of the highest."""
 WIDTH, HEIGHT = 640, 240
@@ -126,10 +128,13 @@ def _method(cfg: RunConfig) -> str:
 
 
 def _data(cfg: RunConfig) -> str:
+    """Return the number of images as they are now, of the first MOST_FILES of each folder, and the trigger."""
     folders = [cfg.data.path, *(folder.path for folder in cfg.data.folders)]
-    counts = [sum(file.suffix.lower() in IMAGE_TYPES for file in Path(folder).rglob("*")) for folder in folders]
+    found = [list(islice(Path(folder).rglob("*"), MOST_FILES)) for folder in folders]
+    count = sum(file.suffix.lower() in IMAGE_TYPES for files_there in found for file in files_there)
+    at_least = "at least " if any(len(files_there) == MOST_FILES for files_there in found) else ""
     names = ", ".join(Path(folder).name for folder in folders)
-    counted = f"{sum(counts):,} images of {names}" if any(counts) else names
+    counted = f"{at_least}{count:,} images of {names}" if count else names
     return f"{counted}, trigger {cfg.data.trigger}" if cfg.data.trigger else counted
 
 
@@ -211,7 +216,7 @@ def step_split(parts: Mapping[str, float], waited: float) -> Markup:
 
 def format_seconds(seconds: float) -> str:
     """Return the time of a part of a step: `6.9 s`, `0.20 s`, `0.004 s`."""
-    digits = 1 if seconds >= 1 else 2 if seconds >= 0.1 else 3 if seconds >= 0.0005 else 0
+    digits = 1 if seconds >= 1 else 2 if seconds >= 0.0995 else 3 if seconds >= 0.0005 else 0
     return f"{seconds:.{digits}f} s"
 
 

@@ -68,7 +68,7 @@ def test_start_is_reached_and_pressed_by_the_keyboard(page: Page):
 
 def test_every_chart_says_in_words_what_it_shows(page: Page, finished: str):
     watch(page, finished)
-    until(page, "document.querySelector('#chart-loss canvas').dataset.n === '82'")
+    until(page, "document.querySelector('#chart-loss canvas').dataset.n === '42'")
     label = page.locator("#chart-loss canvas").get_attribute("aria-label")
     assert label.startswith("Loss up to step 40. Last: each step 0.02")
 
