@@ -42,6 +42,7 @@ from trainer.run.events import (
     step_parts,
 )
 from trainer.run.folder import RunDir, is_run
+from trainer.run.prompts import prompts_in_force
 from trainer.run.report import Line, Look, loss_lines, seconds_lines
 
 SILENT_S = 180.0
@@ -76,6 +77,7 @@ class RunView:
         seconds: Mean seconds of the parts of the last steps, which add up to the whole step (`events.step_parts`).
         waited_s: Mean seconds within these parts in which the computation waited for other ranks; NaN: not measured.
         eta_s: Seconds until the last step; None before the first step.
+        prompts: The prompts of the next samples, as they were configured or requested: with [trigger].
         imbalance: Largest peak memory of a rank, relative to the mean of all ranks.
         silent_s: Seconds since the run last wrote anything.
         is_alive: Whether processes of the run exist, which may hold for a moment after its end.
@@ -99,6 +101,7 @@ class RunView:
     ranks: tuple[RankState, ...]
     imbalance: float
     samples: tuple[SampleEvent, ...]
+    prompts: tuple[str, ...]
     exports: tuple[ExportEvent, ...]
     error: ErrorEvent | None
     silent_s: float
@@ -172,7 +175,7 @@ class Follower:
         self._num_read = 0
         self._validations: dict[int, ValidationEvent] = {}
         self._stage: StageEvent | None = None
-        self._samples: dict[tuple[int, int], SampleEvent] = {}
+        self._samples: dict[tuple[int, int, str], SampleEvent] = {}  # a resumed run draws some files again
         self._events: list[AnyEvent] = []
         self._status = StatusEvent(state="created", time=0.0)
         self._error: ErrorEvent | None = None
@@ -248,7 +251,7 @@ class Follower:
             case StageEvent():
                 self._stage = event
             case SampleEvent():
-                self._samples[event.index, event.step] = event
+                self._samples[event.index, event.step, event.path] = event
             case ValidationEvent():
                 self._validations[event.step] = event
             case ErrorEvent():
@@ -283,6 +286,7 @@ class Follower:
             ranks=ranks,
             imbalance=max(peaks) / statistics.fmean(peaks) if any(peaks) else 1.0,
             samples=tuple(sample for _, sample in sorted(self._samples.items())),
+            prompts=prompts_in_force(self._events, self.config),
             exports=tuple(event for event in self._events if isinstance(event, ExportEvent)),
             error=self._error,
             silent_s=now - last_written if last_written else 0.0,

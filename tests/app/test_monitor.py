@@ -17,6 +17,7 @@ from trainer.run.events import (
     ErrorEvent,
     EventWriter,
     ExportEvent,
+    PromptsEvent,
     RankLine,
     SampleEvent,
     StatusEvent,
@@ -53,6 +54,15 @@ def living(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_that_was_never_started_says_so(run: RunDir):
     view = Follower(run).view()
     assert (view.state, view.sentence, view.is_running) == ("created", "Not started yet", False)
+
+
+def test_samples_keep_the_prompt_that_they_were_drawn_from(run: RunDir):
+    old, new = (SampleEvent(step=5, prompt=prompt, index=0, path=f"samples/{prompt}.png") for prompt in ("old", "new"))
+    again = SampleEvent(step=5, prompt="new", index=0, path="samples/new.png", time=1.0)
+    write(run, old, PromptsEvent(step=5, prompts=("new [trigger]",)), new, again)
+    view = Follower(run).view()
+    assert view.samples == (again, old)
+    assert view.prompts == ("new [trigger]",)
 
 
 @pytest.mark.usefixtures("living")

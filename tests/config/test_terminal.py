@@ -15,7 +15,7 @@ from trainer.config.terminal import complain, printable, say, shortened
 from trainer.launcher.commands import explain
 from trainer.launcher.console import BarDisplay, LineDisplay
 from trainer.run import failure
-from trainer.run.events import EventWriter, SampleEvent, StatusEvent, WarningEvent
+from trainer.run.events import EventWriter, PromptsEvent, SampleEvent, StatusEvent, WarningEvent
 from trainer.run.folder import RunDir
 
 EVIL = "\x1b[2J\x1b]0;pwned\x07\x9b31m\u202egnp\u2066"
@@ -103,6 +103,7 @@ def test_what_a_run_says_is_shown_by_escapes_in_lines_and_in_the_bar(
 ) -> None:
     events = (
         SampleEvent(step=1, prompt=EVIL, index=0, path="samples/a.txt", text=f"written {EVIL}"),
+        PromptsEvent(step=1, prompts=("a", EVIL)),
         WarningEvent(message=f"left out: {EVIL}"),
         StatusEvent(state="encoding", done=1, total=2, message=EVIL),
         StatusEvent(state="training", message=EVIL),
@@ -110,7 +111,7 @@ def test_what_a_run_says_is_shown_by_escapes_in_lines_and_in_the_bar(
     for event in events:
         LineDisplay(1).show(event)
     lines = capsys.readouterr().out
-    assert is_harmless(lines) and lines.count(SHOWN) == 4
+    assert is_harmless(lines) and lines.count(SHOWN) == 5
     monkeypatch.setenv("COLUMNS", "300")
     with BarDisplay(1) as bar:
         for event in events:

@@ -13,7 +13,7 @@ from tests.data.profiles import DISPLAY_P3, SRGB, rgb_profile, srgb_curve
 from tests.runs import alone, make_pictures, run_config
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.data import encode
+from trainer.data import encode, prompts
 from trainer.data.encode import encode_data
 from trainer.data.image_files import scan
 from trainer.data.image_io import load_rgb, read_header
@@ -58,7 +58,7 @@ def test_a_second_run_loads_no_encoder(pictures: Path) -> None:
 
 def test_another_way_of_encoding_uses_nothing_of_the_old(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, _ = encoded(run_config(pictures))
-    monkeypatch.setattr(encode, "CACHE_VERSION", encode.CACHE_VERSION + 1)
+    monkeypatch.setattr(prompts, "CACHE_VERSION", prompts.CACHE_VERSION + 1)
     after, _ = encoded(run_config(pictures))
     assert {photo.latents for photo in after.train}.isdisjoint(photo.latents for photo in before.train)
     assert after.empty != before.empty

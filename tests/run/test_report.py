@@ -228,6 +228,20 @@ def test_samples_are_a_matrix_of_prompts_and_at_most_eight_steps(run):
     ]
 
 
+def test_a_prompt_that_was_changed_has_a_row_of_its_own(run):
+    for step, prompt in ((0, "old"), (10, "old"), (20, "new")):
+        (run.samples / f"{step}.png").write_bytes(PIXEL)
+        record(run, SampleEvent(step=step, prompt=prompt, index=0, path=f"samples/{step}.png"))
+    report = page(run)
+    rows = [text_of(head) for head in report.iterfind(".//table/tr/th[@scope='row']")]
+    assert rows[-2:] == ["old", "new"]
+    assert [picture.get("alt") for picture in report.iterfind(".//img")] == [
+        "old, step 0",
+        "old, step 10",
+        "new, step 20",
+    ]
+
+
 def test_a_long_line_keeps_its_spike_in_at_most_600_points():
     points = [(step, 1.0) for step in range(100_000)]
     points[77_777] = (77_777, 9.0)

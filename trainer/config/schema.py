@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
 from pydantic import model_validator
@@ -110,6 +110,18 @@ class RunConfig(Section):
         section = ExportConfig.model_validate({"what": wanted, "format": format, "dtype": dtype})
         changed = self.model_copy(update={"export": section})
         problems = tuple(_export_rules(changed))
+        if problems:
+            raise RuleError(problems)
+        return changed
+
+    def with_prompts(self, prompts: Sequence[str]) -> RunConfig:
+        """Return the config with other `sample.prompts`.
+
+        Raises:
+            RuleError: They cannot be combined with the other fields.
+        """
+        changed = self.model_copy(update={"sample": self.sample.model_copy(update={"prompts": tuple(prompts)})})
+        problems = tuple(_sample_rules(changed))
         if problems:
             raise RuleError(problems)
         return changed

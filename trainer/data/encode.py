@@ -20,18 +20,15 @@ from trainer.data import image_warnings
 from trainer.data.buckets import bucket_sizes, choose_bucket
 from trainer.data.cache import Crew, ExampleCache, content_keys, encode_missing, key_of, missing
 from trainer.data.captions import measure
-from trainer.data.image_files import TRIGGER_PLACE, CaptionedImage, scan
+from trainer.data.image_files import CaptionedImage, scan
 from trainer.data.image_io import ImageFile, is_invisible, load_mask, load_rgb, read_header
-from trainer.data.image_source import EncodedData, EncodedImage, EncodedPrompt
+from trainer.data.image_source import EncodedData, EncodedImage, EncodedPrompt, with_trigger
+from trainer.data.prompts import CACHE_VERSION, origin_of, text_keys
 from trainer.distributed.context import RankContext
 from trainer.distributed.world import World
 from trainer.models.base import ImageFamily, LoadModule
 from trainer.models.objectives import Example
 from trainer.run.events import Emit, StatusEvent, WarningEvent
-from trainer.weights.quantization import VERSION
-
-CACHE_VERSION = 1
-"""Part of every key: raise it when equal images or captions are encoded differently than before."""
 
 T = TypeVar("T")
 
@@ -90,25 +87,17 @@ class _DataEncoder:
             texts[self.context.cfg.sample.negative],
             texts[""],
             self.family.dropped_text,
+            self._origin,
             self.family.reads_original_size,
         )
 
     @cached_property
     def _origin(self) -> str:
-        """The part of a key that all encodings of the family depend on."""
-        return f"{CACHE_VERSION} {self.context.cfg.model.family} {self.family.fingerprint()}"
-
-    @property
-    def _encoder_types(self) -> tuple[object, ...]:
-        """The part of a caption's key for the encoders' precision: quantized encoders give other embeddings."""
-        quantize, precision = self.context.cfg.quantize, self.context.cfg.train.precision
-        return (precision, quantize.format, VERSION) if quantize.encoders else (precision,)
+        return origin_of(self.context.cfg, self.family)
 
     @property
     def _prompts(self) -> list[str]:
-        return [
-            prompt.replace(TRIGGER_PLACE, self.context.cfg.data.trigger) for prompt in self.context.cfg.sample.prompts
-        ]
+        return with_trigger(self.context.cfg.sample.prompts, self.context.cfg.data)
 
     def _encoded_prompts(
         self, texts: Mapping[str, str], samples: Sequence[ImageFile], latents: Mapping[Path, str]
@@ -129,10 +118,8 @@ class _DataEncoder:
         if self.context.world.rank == 0:
             for warning in measure(self.family, self.context.cfg, images).warnings:
                 self.context.emit(WarningEvent(message=warning))
-        captions = dict.fromkeys(
-            ["", self.context.cfg.sample.negative, *self._prompts, *(image.caption for image in images)]
-        )
-        keys = {caption: key_of(self._origin, "text", *self._encoder_types, caption) for caption in captions}
+        captions = ["", self.context.cfg.sample.negative, *self._prompts, *(image.caption for image in images)]
+        keys = text_keys(self.context.cfg, self._origin, captions)
         captions_by_key = {key: caption for caption, key in keys.items()}
         work = {key: captions_by_key[key] for key in missing(captions_by_key, self.cache, self._crew)}
         if work:

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from trainer.config.schema import RunConfig
+from trainer.config.sections import DataConfig
 from trainer.data.cache import ExampleCache, key_of
-from trainer.data.image_files import CaptionedImage
+from trainer.data.image_files import TRIGGER_PLACE, CaptionedImage
 from trainer.data.image_io import png
 from trainer.data.loader import BatchSizes, ImageBatchSampler, ImageItem
+from trainer.data.prompts import PromptEncoder
 from trainer.data.source import DataSource, Draw, SampleDrawer
 from trainer.models.base import ImageFamily, LoadModule
 from trainer.models.objectives import Example
@@ -51,6 +53,7 @@ class EncodedData:
         negative: Key of the negative prompt.
         empty: Key of the empty caption.
         dropped_text: `ImageFamily.dropped_text`.
+        origin: The part of every key that the encoders are in (`prompts.origin_of`).
         with_size: Whether an example also holds "original_size" (2,), height and width of the image's file.
     """
 
@@ -61,6 +64,7 @@ class EncodedData:
     negative: str
     empty: str
     dropped_text: Callable[[Example, Example], Example]
+    origin: str
     with_size: bool = False
 
     def example(self, item: ImageItem) -> Example:
@@ -154,11 +158,29 @@ class ImageSource(DataSource):
 
 
 class ImageDrawer(SampleDrawer):
-    """Draws images for the encoded prompts; the family's autoencoder decodes them. load: loads the autoencoder."""
+    """Draws images for the encoded prompts; the family's autoencoder decodes them.
 
-    def __init__(self, cfg: RunConfig, family: ImageFamily, load: LoadModule, data: EncodedData) -> None:
+    Args:
+        load: Loads the autoencoder.
+        encoder: Encodes prompts that `data` does not hold.
+    """
+
+    def __init__(
+        self, cfg: RunConfig, family: ImageFamily, load: LoadModule, data: EncodedData, encoder: PromptEncoder
+    ) -> None:
         self.prompts = tuple(prompt.text for prompt in data.prompts)
         self._sample, self._family, self._load, self._data = cfg.sample, family, load, data
+        self._config, self._encoder = cfg.data, encoder
+        self._references = [prompt.reference for prompt in data.prompts]
+
+    def change_prompts(self, prompts: Sequence[str]) -> None:
+        texts = with_trigger(prompts, self._config)
+        keys = self._encoder.encode(texts)
+        references = self._references if self._sample.references else [None] * len(texts)
+        changed = zip(texts, references, strict=True)
+        encoded = tuple(EncodedPrompt(text, keys[text], reference) for text, reference in changed)
+        self._data = replace(self._data, prompts=encoded)
+        self.prompts = tuple(texts)
 
     def follow_recipe(self, recipe: int) -> None:
         if recipe < 2:
@@ -176,6 +198,11 @@ class ImageDrawer(SampleDrawer):
             return png(self._family.sample(model, autoencoder, text, negative, self._sample, rng))
 
         return draw
+
+
+def with_trigger(prompts: Sequence[str], data: DataConfig) -> list[str]:
+    """Return prompts with `data.trigger` in place of [trigger]."""
+    return [prompt.replace(TRIGGER_PLACE, data.trigger) for prompt in prompts]
 
 
 def batch_keys(family: ImageFamily, data: EncodedData) -> Callable[[ImageItem], Hashable]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,9 +94,16 @@ class MixedDrawer(SampleDrawer):
 
     def __init__(self, cfg: RunConfig, family: MultimodalFamily, images: ImageDrawer) -> None:
         self._cfg, self._family, self._images = cfg, family, images
-        self._num_images = len(images.prompts)
         self._question_images = tuple(read_header(Path(file)) for file in cfg.sample.images)
         self.prompts = (*images.prompts, *cfg.sample.questions)
+
+    def change_prompts(self, prompts: Sequence[str]) -> None:
+        self._images.change_prompts(prompts)
+        self.prompts = (*self._images.prompts, *self._cfg.sample.questions)
+
+    @property
+    def _num_images(self) -> int:
+        return len(self._images.prompts)
 
     def follow_recipe(self, recipe: int) -> None:
         self._images.follow_recipe(recipe)

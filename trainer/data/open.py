@@ -5,6 +5,7 @@ from __future__ import annotations
 from trainer.data.encode import encode_data
 from trainer.data.image_source import ImageDrawer, ImageSource
 from trainer.data.mixed_source import MixedDrawer, MixedSource
+from trainer.data.prompts import PromptEncoder
 from trainer.data.source import DataSource, SampleDrawer
 from trainer.data.text_source import TextDrawer, TextSource
 from trainer.distributed.context import RankContext
@@ -29,9 +30,11 @@ def open_data(family: ModelFamily, load: LoadModule, context: RankContext) -> tu
             return TextSource(cfg, family, context.world), TextDrawer(cfg, family)
         case MultimodalFamily():
             data = encode_data(family, load, context)
+            encoder = PromptEncoder(family, context, data.cache, data.origin)
             mixed = MixedSource(cfg, family, data, context.emit)
-            return mixed, MixedDrawer(cfg, family, ImageDrawer(cfg, family, load, data))
+            return mixed, MixedDrawer(cfg, family, ImageDrawer(cfg, family, load, data, encoder))
         case ImageFamily():
             data = encode_data(family, load, context)
-            return ImageSource(cfg, family, data), ImageDrawer(cfg, family, load, data)
+            encoder = PromptEncoder(family, context, data.cache, data.origin)
+            return ImageSource(cfg, family, data), ImageDrawer(cfg, family, load, data, encoder)
     raise TypeError(f"{type(family).__name__} is neither a text, an image nor a multimodal family")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from torch import nn
@@ -74,6 +74,17 @@ class SampleDrawer(ABC):
 
     def follow_recipe(self, recipe: int) -> None:  # noqa: B027  most drawers are the same in every recipe
         """Draw by the recipe that a resumed run began with (`manifest.RECIPE`). Called before `prepare`."""
+
+    @abstractmethod
+    def change_prompts(self, prompts: Sequence[str]) -> None:
+        """Draw from other prompts from now on. Collective.
+
+        Args:
+            prompts: Those that replace `sample.prompts`, checked by `run.prompts.check_prompts`.
+
+        Raises:
+            InputError: They cannot be encoded; raised on every rank. The former prompts stay.
+        """
 
     @property
     def groups(self) -> tuple[range, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -90,6 +90,9 @@ class TextDrawer(SampleDrawer):
     def __init__(self, cfg: RunConfig, family: TextFamily) -> None:
         self.prompts = cfg.sample.prompts
         self._cfg, self._family = cfg, family
+
+    def change_prompts(self, prompts: Sequence[str]) -> None:
+        self.prompts = tuple(prompts)
 
     def suffix(self, index: int) -> str:
         return ".txt"

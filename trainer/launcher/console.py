@@ -17,6 +17,7 @@ from trainer.run.events import (
     CheckpointEvent,
     ErrorEvent,
     ExportEvent,
+    PromptsEvent,
     SampleEvent,
     StageEvent,
     State,
@@ -37,7 +38,15 @@ if TYPE_CHECKING:
 LINE_EVERY_S = 5.0
 AVERAGED_STEPS = 50
 MessageEvent = (
-    StatusEvent | StageEvent | ValidationEvent | SampleEvent | CheckpointEvent | ExportEvent | WarningEvent | ErrorEvent
+    StatusEvent
+    | StageEvent
+    | ValidationEvent
+    | SampleEvent
+    | PromptsEvent
+    | CheckpointEvent
+    | ExportEvent
+    | WarningEvent
+    | ErrorEvent
 )
 """Every event but StepEvent. Steps are too many to print each."""
 
@@ -211,6 +220,9 @@ def sentence(event: MessageEvent) -> str:
         case SampleEvent():
             text = f": {' '.join(event.text.split())}" if event.is_text else ""
             return f"step {event.step}: sample {event.path}{text}"
+        case PromptsEvent():
+            prompts = "; ".join(" ".join(prompt.split()) for prompt in event.prompts)
+            return f"step {event.step}: samples from other prompts: {prompts}"
         case CheckpointEvent():
             return f"step {event.step}: checkpoint {event.path}"
         case ExportEvent():

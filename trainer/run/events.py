@@ -137,7 +137,7 @@ class SampleEvent(Event):
 
     Attributes:
         prompt: Its prompt.
-        index: Position of the prompt in `sample.prompts`.
+        index: Position of the prompt among those that samples were drawn from.
         path: The file.
         text: Beginning of a text sample; empty for an image.
     """
@@ -152,6 +152,21 @@ class SampleEvent(Event):
     def is_text(self) -> bool:
         """Whether it is text and not an image. `text` can be empty either way."""
         return self.path.endswith(".txt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptsEvent(Event):
+    """From here on, samples are drawn from other prompts, which were requested during the run.
+
+    Attributes:
+        prompts: The prompts, as they were requested: with [trigger].
+        instead_of: The config's own `sample.prompts`, which they replace. A run that goes on with other prompts in its
+            config draws those.
+    """
+
+    prompts: tuple[str, ...]
+    instead_of: tuple[str, ...] = ()
+    type: Literal["prompts"] = "prompts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +247,7 @@ AnyEvent = (
     | StageEvent
     | StepEvent
     | SampleEvent
+    | PromptsEvent
     | ValidationEvent
     | CheckpointEvent
     | ExportEvent
@@ -406,6 +422,17 @@ def latest_steps(events: Iterable[AnyEvent]) -> list[StepEvent]:
                 steps.pop()
             steps.append(event)
     return steps
+
+
+def by_prompt(samples: Iterable[SampleEvent]) -> dict[tuple[int, str], dict[int, SampleEvent]]:
+    """Return {(position of the prompt, prompt): {step: its latest sample}}, in this order.
+
+    All samples of one row start from equal noise. A position has several rows where its prompt was changed.
+    """
+    rows: dict[tuple[int, str], dict[int, SampleEvent]] = {}
+    for sample in samples:
+        rows.setdefault((sample.index, sample.prompt), {})[sample.step] = sample
+    return dict(sorted(rows.items(), key=lambda row: (row[0][0], min(row[1]))))
 
 
 def losses_by_name(steps: Iterable[StepEvent]) -> dict[str, list[float]]:

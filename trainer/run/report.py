@@ -33,6 +33,7 @@ from trainer.run.events import (
     StepEvent,
     ValidationEvent,
     WarningEvent,
+    by_prompt,
     default_decay,
     format_duration,
     last_state,
@@ -499,16 +500,15 @@ def _short(value: float) -> str:
 
 def _samples(run: RunDir, events: Iterable[AnyEvent]) -> Markup:
     """Return a table of samples: one row per prompt, one column per step. All steps of a row start from equal noise."""
-    samples = {(event.index, event.step): event for event in events if isinstance(event, SampleEvent)}
+    samples = by_prompt(event for event in events if isinstance(event, SampleEvent))
     if not samples:
         return Markup()
-    all_steps = sorted({step for _, step in samples})
+    all_steps = sorted({step for row in samples.values() for step in row})
     steps = spread(all_steps, SAMPLE_COLUMNS)
     head = Markup().join(map(Markup('<th scope="col">step {:,}</th>').format, steps))
     rows = []
-    for index in sorted({index for index, _ in samples}):
-        prompt = next(event.prompt for (row, _), event in samples.items() if row == index)
-        cells = Markup().join(Markup("<td>{}</td>").format(_sample(run, samples.get((index, step)))) for step in steps)
+    for (_, prompt), row in samples.items():
+        cells = Markup().join(Markup("<td>{}</td>").format(_sample(run, row.get(step))) for step in steps)
         rows.append(Markup('<tr><th scope="row">{}</th>{}</tr>').format(prompt, cells))
     shown = f"{len(steps)} of {len(all_steps)} steps with samples" if len(steps) < len(all_steps) else ""
     return Markup(

@@ -22,6 +22,7 @@ from trainer import adapters
 from trainer.checkpoint import config_changes
 from trainer.checkpoint.restore import newest_intact, restore
 from trainer.checkpoint.save import Checkpointer, TrainState
+from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data.loader import BatchSizes, Loader
 from trainer.data.open import open_data
@@ -55,7 +56,10 @@ from trainer.optim import (
 from trainer.parallel.replicas import check_reduced, diverged
 from trainer.rng import SampleRng, derived_seed
 from trainer.run.events import (
+    AnyEvent,
     Emit,
+    EventReader,
+    PromptsEvent,
     State,
     StatusEvent,
     StepEvent,
@@ -64,6 +68,7 @@ from trainer.run.events import (
 from trainer.run.folder import Request, RunDir
 from trainer.run.manifest import RECIPE, Progress
 from trainer.run.preemption import Preemption
+from trainer.run.prompts import check_prompts, clear_prompts, prompts_in_force, requested_prompts
 from trainer.train.log import RunLog
 from trainer.train.sampling import Sampler
 
@@ -147,9 +152,10 @@ class Trainer:
         built = build_model(cfg, self.family)
         export_notes = check_export(cfg, self.family, built.trainables)
         load = encoder_loader(cfg, world, cache, self.log.listener("encoding"))
-        context = RankContext(cfg, world, cache, emit, self._is_stopping)
+        events = EventReader(run.events_file).read() if world.rank == 0 else []
+        context = RankContext(self._drawing(events), world, cache, emit, self._is_stopping)
         self.data, self.drawer = open_data(self.family, load, context)
-        self.sampler = Sampler(self.drawer, cfg.sample.seed, run, world, self.log, before)
+        self.sampler = Sampler(self.drawer, cfg.sample.seed, run, world, self.log, before, events)
         emit(StatusEvent(state="loading"))
         started = time.perf_counter()
         self.loaded = load_model(built, cfg, self.family, world, cache, self.log.listener("loading"))
@@ -414,6 +420,7 @@ class Trainer:
 
     def draw_samples(self) -> list[Path]:
         """Draw one image or text per prompt, from the same noise at every step. Returns their paths on rank 0."""
+        self._change_prompts()
         if not self.drawer.prompts:
             self.log.warn("no samples are drawn: sample.prompts is empty", self.step)
             return []
@@ -424,6 +431,40 @@ class Trainer:
         paths = self.sampler.write(drawn, self.step)
         self.log.enter("training", self.step)
         return paths
+
+    def _drawing(self, events: Sequence[AnyEvent]) -> RunConfig:
+        """The config with the prompts that were requested before a run was resumed. events: on rank 0."""
+        prompts = self.world.gather(prompts_in_force(events, self.cfg))[0]
+        try:
+            return self.cfg.with_prompts(prompts)
+        except InputError as error:  # other fields of the config were changed since
+            self.log.warn(f"samples are drawn from sample.prompts, not from those requested before: {error}")
+            return self.cfg
+
+    def _change_prompts(self) -> None:
+        """Take the prompts that were requested since the last samples. If they cannot be used, the former ones stay."""
+        prompts, problem = self.world.gather(self._requested_prompts())[0]
+        if prompts and not problem:
+            try:
+                self.drawer.change_prompts(prompts)
+                self.log.emit(PromptsEvent(step=self.step, prompts=prompts, instead_of=self.cfg.sample.prompts))
+            except InputError as error:
+                problem = str(error)
+        if problem:
+            self.log.warn(f"the samples keep their prompts: {problem}", self.step)
+        if self.world.rank == 0 and (prompts or problem):
+            clear_prompts(self.run, prompts)
+
+    def _requested_prompts(self) -> tuple[tuple[str, ...] | None, str]:
+        """(the requested prompts, if any; why they cannot be used), on rank 0, the only one that sees requests."""
+        prompts = None
+        try:
+            prompts = requested_prompts(self.run) if self.world.rank == 0 else None
+            if prompts is not None:
+                check_prompts(self.cfg, prompts)
+        except InputError as error:
+            return prompts, str(error)
+        return prompts, ""
 
     def save(self) -> None:
         """Begin a checkpoint; it is written while training goes on."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -11,7 +12,7 @@ from trainer.config import files
 from trainer.data.source import Draw, SampleDrawer
 from trainer.distributed.world import World
 from trainer.rng import SampleRng
-from trainer.run.events import SampleEvent
+from trainer.run.events import AnyEvent, SampleEvent
 from trainer.run.folder import RunDir
 from trainer.train.log import RunLog
 
@@ -25,11 +26,22 @@ class Sampler:
     Args:
         seed: `sample.seed`.
         before: Optimizer steps of the stages before, which are added to the step in a file's name.
+        events: Those of the run so far, on rank 0: samples of other prompts are never overwritten.
     """
 
-    def __init__(self, drawer: SampleDrawer, seed: int, run: RunDir, world: World, log: RunLog, before: int) -> None:
+    def __init__(
+        self,
+        drawer: SampleDrawer,
+        seed: int,
+        run: RunDir,
+        world: World,
+        log: RunLog,
+        before: int,
+        events: Iterable[AnyEvent] = (),
+    ) -> None:
         self._drawer, self._seed, self._run, self._world, self._log = drawer, seed, run, world, log
         self._before = before
+        self._prompts = {event.path: event.prompt for event in events if isinstance(event, SampleEvent)}
 
     def are_missing(self, step: int) -> bool:
         """Whether samples of this step are missing: before the first step, or where a run was killed after saving."""
@@ -61,14 +73,20 @@ class Sampler:
                 paths.append(path)
                 text = content.decode()[:SHOWN_TEXT] if path.suffix == ".txt" else ""
                 name = str(path.relative_to(self._run.path))
-                prompt = self._drawer.prompts[index]
+                prompt = self._prompts[name] = self._drawer.prompts[index]
                 self._log.emit(SampleEvent(step=step, prompt=prompt, index=index, path=name, text=text))
         except OSError as error:
             self._log.warn(f"samples could not be written ({error}); free disk space", step)
         return paths
 
     def _file(self, index: int, step: int) -> Path:
-        return self._run.samples / f"step-{self._before + step:06d}-{index}{self._drawer.suffix(index)}"
+        """The file of a sample. Where another prompt has taken its name, this prompt's digest is added to it."""
+        prompt, suffix = self._drawer.prompts[index], self._drawer.suffix(index)
+        file = self._run.samples / f"step-{self._before + step:06d}-{index}{suffix}"
+        if self._prompts.get(str(file.relative_to(self._run.path)), prompt) == prompt:
+            return file
+        digest = hashlib.blake2b(prompt.encode(), digest_size=4).hexdigest()
+        return file.with_name(f"{file.stem}-{digest}{suffix}")
 
 
 def draw_all(numbers: Sequence[int], draw: Callable[[int], bytes], world: World) -> dict[int, bytes]:

@@ -16,6 +16,7 @@ from app.web.pages.renew import SKIP, Lazy, Tick, choices
 from app.web.served_files import FULL
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
+from trainer.run.events import by_prompt
 from trainer.run.report import spread
 
 COLUMNS = 8
@@ -69,12 +70,10 @@ def matrix(studio: Studio, view: RunView, config: RunConfig) -> Markup:
     """Return the table of samples, at up to COLUMNS steps."""
     if not view.samples:
         return Markup("<p>No samples yet. Set sample.every and sample.prompts, or press Sample now.</p>")
-    at = {(sample.index, sample.step): sample for sample in view.samples}
-    steps = spread(sorted({step for _, step in at}), COLUMNS)
+    steps = spread(sorted({sample.step for sample in view.samples}), COLUMNS)
     rows = []
-    for index in sorted({index for index, _ in at}):
-        row = [at.get((index, step)) for step in steps]
+    for (_, prompt), samples in by_prompt(view.samples).items():
+        row = [samples.get(step) for step in steps]
         cells = [parts.sample(studio, view.path, sample, config) if sample else Markup() for sample in row]
-        prompt = next(sample.prompt for (number, _), sample in at.items() if number == index)
         rows.append((prompt, cells))
     return parts.matrix([f"step {step}" for step in steps], rows)
