@@ -7,6 +7,8 @@ from pathlib import Path
 FOLDER = Path(__file__).with_name("assets")
 SCREENS: tuple[str, ...] = (
     "form",
+    "samples",
+    "files",
 )
 """Screens with a script and a style sheet of their own."""
 SCRIPTS = ("core", "frame", *SCREENS)
