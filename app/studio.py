@@ -303,9 +303,14 @@ class Studio:
     def export(self, run: RunDir, what: str, format: str, dtype: str) -> None:
         """Start exporting a run's newest checkpoint. Raises InputError for a combination that is not supported."""
         with self._lock:
-            if run.path in self._exports and self._exports[run.path].poll() is None:
+            if self.is_exporting(run):
                 raise InputError(f"{run.path.name} is being exported; wait until it is done")
             self._exports[run.path] = commands.begin_export(run, run.config().exporting(what, format, dtype))
+
+    def is_exporting(self, run: RunDir) -> bool:
+        """Whether an export that this process started is still going on."""
+        process = self._exports.get(run.path)
+        return process is not None and process.poll() is None
 
     def export_state(self, run: RunDir) -> str:
         """Return the state of the run's export as a sentence, "" without one. Raises InputError when it failed."""

@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 FOLDER = Path(__file__).with_name("assets")
-SCREENS: tuple[str, ...] = ("form",)
+SCREENS: tuple[str, ...] = (
+    "charts",
+    "lightbox",
+    "form",
+    "run",
+    "samples",
+    "files",
+)
 """Screens with a script and a style sheet of their own."""
 SCRIPTS = ("core", "frame", *SCREENS)
 STYLES = ("page", *SCREENS)

@@ -18,15 +18,18 @@ from fastapi import FastAPI
 
 from app.glossary import GLOSSARY
 from app.studio import Studio
-from app.web import bundle, security, theme
+from app.web import bundle, routes, security, theme
 from app.web.access import Access
 from app.web.answers import server_functions
-from app.web.pages import frame, new_run
+from app.web.pages import files, frame, new_run, run, samples
 from trainer.config.terminal import say
 
 PAGES = (
     frame,
     new_run,
+    run,
+    samples,
+    files,
 )
 """Modules with a function `calls`: what their screen's script calls."""
 MOST_BROWSERS = 16
@@ -102,8 +105,10 @@ def _mounted(blocks: gr.Blocks, studio: Studio) -> FastAPI:
     blocks._queue.sleep_when_free = blocks._queue.progress_update_sleep_when_free = QUEUE_POLL_S
     blocks.state_session_capacity = MOST_BROWSERS
     without_docs: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
+    app = FastAPI(**without_docs)
+    routes.add(app, studio)
     return gr.mount_gradio_app(  # type: ignore[no-any-return]
-        FastAPI(**without_docs),
+        app,
         blocks,
         "/",
         app_kwargs=without_docs,
