@@ -279,6 +279,17 @@ class Studio:
             preflight.continued_run(run, ())
             torchrun.start(run.config(), run)
 
+    def extend(self, run: RunDir, steps: int) -> None:
+        """Let a run that has ended go on for more steps. Raises InputError when it is running or cannot go on."""
+        if steps < 1:
+            raise InputError(f"{steps} steps; give at least 1 more")
+        with self._lock:
+            config = run.config()
+            if config.stages:
+                raise InputError(f"{run.path.name}: a run with stages ends with its last one; copy it to a new run")
+            preflight.continued_run(run, [f"train.steps={config.train.steps + steps}"])
+            torchrun.start(run.config(), run)
+
     def find_runs(self) -> list[RunDir]:
         """Return all runs, newest start first."""
         return find_runs(self.runs)

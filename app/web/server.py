@@ -44,6 +44,7 @@ def build(studio: Studio) -> gr.Blocks:
         "glossary": GLOSSARY,
         "unwritable": studio.unwritable,
         "form": new_run.facts(),
+        "run": run.facts(),
     }
     with gr.Blocks(title="ShardStudio", analytics_enabled=False) as blocks:
         gr.HTML(
