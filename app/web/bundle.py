@@ -6,9 +6,14 @@ from pathlib import Path
 
 FOLDER = Path(__file__).with_name("assets")
 SCREENS: tuple[str, ...] = (
+    "charts",
+    "lightbox",
     "form",
-    "runs",
+    "run",
+    "samples",
+    "files",
     "results",
+    "runs",
     "queue",
     "machine",
 )
