@@ -200,15 +200,18 @@ class Queue:
         taken = self._put_damaged_aside()
         self._put_back_interrupted()
         self._note_failures()
-        while (waiting := self.waiting()) and not self.settings.is_paused and self._has_free_gpus(waiting[0]):
+        while (waiting := self.waiting()) and not self.settings.is_paused and not self.blockers(waiting[0]):
             taken.append(self._take(waiting[0]))
             self._note_failures()
         return taken
 
-    def _has_free_gpus(self, entry: Entry) -> bool:
-        """Whether no running run uses a GPU of this one. A run without a list of GPUs uses all."""
-        others = self.running()
-        return not others or (bool(entry.gpus) and all(o.gpus and not set(o.gpus) & set(entry.gpus) for o in others))
+    def blockers(self, entry: Entry) -> list[Entry]:
+        """Return the running runs that use a GPU of this one. A run without a list of GPUs uses all."""
+        return [
+            other
+            for other in self.running()
+            if not entry.gpus or not other.gpus or set(other.gpus) & set(entry.gpus)
+        ]
 
     def _take(self, entry: Entry) -> Entry:
         entry = replace(entry, taken_at=time.time())
