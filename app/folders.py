@@ -80,7 +80,7 @@ class Picker:
         root = next((root for root in self.roots if real.is_relative_to(root)), None)
         if root is None:
             raise InputError(f"{folder}: outside {' and '.join(map(str, self.roots))}; type its path into the field")
-        if not real.is_dir():
+        if not os.path.isdir(real):
             raise InputError(f"{folder}: not a folder")
         return listed(real, "" if real == root else str(real.parent))
 

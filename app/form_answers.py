@@ -20,6 +20,7 @@ from trainer.config.fields import Slot, all_names, label, slot
 from trainer.config.load import COMMAND_LINE, dump_config, load_config_text, similar_name
 from trainer.config.models import published_models
 from trainer.config.schema import RunConfig
+from trainer.launcher import capacity
 from trainer.metrics.gpus import Gpu
 from trainer.plan.memory import MemoryPlan, verdict
 from trainer.plan.phases import Item, moment
@@ -205,7 +206,7 @@ def _item(item: Item) -> dict[str, Any]:
 def disk(preview: PlanPreview, cfg: RunConfig, runs: Path) -> dict[str, Any]:
     """Return the bytes that are free below the runs, and those that checkpoints and export will take; 0 if unknown."""
     sizes = {item.name: item.size for item in preview.plan.disk} if preview.plan else {}
-    need = sizes.get("export", 0.0) + sizes.get("checkpoint", 0.0) * (cfg.checkpoint.keep + cfg.checkpoint.keep_best)
+    need = sizes.get("export", 0.0) + sizes.get("checkpoint", 0.0) * capacity.num_checkpoints(cfg)
     return {"free": round(shutil.disk_usage(runs).free, -7) if runs.is_dir() else 0, "need": need}
 
 

@@ -33,7 +33,9 @@ def _answering(name: str, function: Callable[..., Any]) -> Callable[[Any], Any]:
     def answer(values: Any) -> dict[str, Any]:
         try:
             _require_plain(values)
-            return {"value": checked(**values if isinstance(values, dict) else {})}
+            if not isinstance(values, dict):  # also a file, which gradio takes in place of arguments
+                raise InputError(f"{name}: the arguments are not an object; reload the page")
+            return {"value": checked(**values)}
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))

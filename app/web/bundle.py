@@ -7,6 +7,7 @@ from pathlib import Path
 FOLDER = Path(__file__).with_name("assets")
 SCREENS: tuple[str, ...] = (
     "form",
+    "runs",
     "results",
     "queue",
     "machine",
