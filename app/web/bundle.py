@@ -10,6 +10,7 @@ SCREENS: tuple[str, ...] = (
     "runs",
     "results",
     "queue",
+    "data",
     "machine",
 )
 """Screens with a script and a style sheet of their own."""

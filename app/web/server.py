@@ -21,7 +21,7 @@ from app.studio import Studio
 from app.web import bundle, security, theme
 from app.web.access import Access
 from app.web.answers import server_functions
-from app.web.pages import frame, machine, new_run, queue, results, runs
+from app.web.pages import data, frame, machine, new_run, queue, results, runs
 from trainer.config.terminal import say
 
 PAGES = (
@@ -30,6 +30,7 @@ PAGES = (
     new_run,
     results,
     queue,
+    data,
     machine,
 )
 """Modules with a function `calls`: what their screen's script calls."""
