@@ -15,6 +15,7 @@ SCREENS: tuple[str, ...] = (
     "results",
     "runs",
     "queue",
+    "data",
     "machine",
 )
 """Screens with a script and a style sheet of their own."""

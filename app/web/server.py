@@ -21,7 +21,7 @@ from app.studio import Studio
 from app.web import bundle, routes, security, theme
 from app.web.access import Access
 from app.web.answers import server_functions
-from app.web.pages import files, frame, machine, new_run, queue, results, run, runs, samples
+from app.web.pages import data, files, frame, machine, new_run, queue, results, run, runs, samples
 from trainer.config.terminal import say
 
 PAGES = (
@@ -33,6 +33,7 @@ PAGES = (
     samples,
     files,
     queue,
+    data,
     machine,
 )
 """Modules with a function `calls`: what their screen's script calls."""
