@@ -265,9 +265,14 @@
     }
     if (!answer) return;
     take(answer);
-    fill($('left'), [answer.left, name], () => answer.left.length ? [h('div.notice', { role: 'status' },
+    if (!answer.left.length) return; // what was left behind before can still be brought back
+    fill($('left'), [answer.left, name], () => [h('div.notice', { role: 'status' },
       h('p', {}, `Left behind, as they belong to the former preset: ${answer.left.join(', ')}. `,
-        h('button.btn.s', { type: 'button', onclick: async () => { take(await change('new_restore', answer.undo)); $('left').replaceChildren(); $('left').removeAttribute('data-key'); } }, 'Undo')))] : []);
+        h('button.btn.s', { type: 'button', onclick: async () => {
+          const former = await change('new_restore', answer.undo);
+          take(former);
+          if (former) fill($('left'), [], () => []);
+        } }, 'Undo')))]);
   }
 
   // --- card 2: the data ---------------------------------------------------------------------------------------------
