@@ -6,6 +6,7 @@ the notebook display what is read here.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import statistics
@@ -77,6 +78,7 @@ class RunView:
         seconds: Mean seconds of the parts of the last steps, which add up to the whole step (`events.step_parts`).
         waited_s: Mean seconds within these parts in which the computation waited for other ranks; NaN: not measured.
         eta_s: Seconds until the last step; None before the first step.
+        duration_s: Seconds that the run has been running, without the pauses before it was resumed.
         prompts: The prompts of the next samples, as they were configured or requested: with [trigger].
         imbalance: Largest peak memory of a rank, relative to the mean of all ranks.
         silent_s: Seconds since the run last wrote anything.
@@ -98,6 +100,7 @@ class RunView:
     seconds: Mapping[str, float]
     waited_s: float
     eta_s: float | None
+    duration_s: float
     ranks: tuple[RankState, ...]
     imbalance: float
     samples: tuple[SampleEvent, ...]
@@ -180,6 +183,7 @@ class Follower:
         self._status = StatusEvent(state="created", time=0.0)
         self._error: ErrorEvent | None = None
         self._last_event = 0.0
+        self._duration_s = 0.0
 
     def view(self) -> RunView:
         """Read what is new and return the run's state. A process that died silently is first recorded as failed."""
@@ -235,6 +239,7 @@ class Follower:
         return (*self._unread.values(), *passed)
 
     def _take(self, event: AnyEvent) -> None:
+        self._duration_s += self._seconds_until(event)
         self._last_event = event.time
         match event:
             case StepEvent():
@@ -257,6 +262,14 @@ class Follower:
             case ErrorEvent():
                 self._error = event
         self._events.append(event)
+
+    def _seconds_until(self, event: AnyEvent) -> float:
+        """Return the running time between the last event and this one."""
+        if not self._last_event or (isinstance(event, StatusEvent) and event.state == "starting"):
+            return 0.0
+        # Whoever finds the process gone records the error, which may be days after a power cut.
+        most = process.MAX_SILENCE_S if isinstance(event, ErrorEvent) else math.inf
+        return min(max(0.0, event.time - self._last_event), most)
 
     def _view(self, state: State, is_alive: bool) -> RunView:
         recent = self._steps[-AVERAGED_STEPS:]
@@ -283,6 +296,7 @@ class Follower:
             seconds=seconds,
             waited_s=seconds_waited(recent),
             eta_s=(num_steps - step) * sum(seconds.values()) if recent else None,
+            duration_s=self._duration_s,
             ranks=ranks,
             imbalance=max(peaks) / statistics.fmean(peaks) if any(peaks) else 1.0,
             samples=tuple(sample for _, sample in sorted(self._samples.items())),
@@ -353,11 +367,11 @@ def explained(error: InputError | OSError) -> str:
 def find_runs(root: Path) -> list[RunDir]:
     """Return the runs below a folder, newest start first. Some may be damaged."""
     folders = filter(is_run, root.iterdir()) if root.is_dir() else ()
-    return [RunDir(path) for path in sorted(folders, key=_started, reverse=True)]
+    return [RunDir(path) for path in sorted(folders, key=last_start, reverse=True)]
 
 
-def _started(run: Path) -> float:
-    """Time of the last start, from the folder of logs: unix seconds, 0 where there is none."""
+def last_start(run: Path) -> float:
+    """Return when a run was last started or made, from its folder of logs: unix seconds, 0 where there is none."""
     try:
         return os.stat(f"{run}/logs").st_mtime
     except OSError:

@@ -7,7 +7,10 @@ from pathlib import Path
 FOLDER = Path(__file__).with_name("assets")
 SCREENS: tuple[str, ...] = (
     "form",
+    "runs",
     "results",
+    "queue",
+    "machine",
 )
 """Screens with a script and a style sheet of their own."""
 SCRIPTS = ("core", "frame", *SCREENS)

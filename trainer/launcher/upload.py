@@ -175,7 +175,7 @@ def _make_repository(api: HfApi, wanted: Upload) -> None:
 @contextmanager
 def _explained(repo: str, endpoint: str) -> Iterator[None]:
     """Turn errors of the hub and the network into sentences."""
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled  # type: ignore[attr-defined]
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 
     try:
         yield

@@ -19,7 +19,6 @@ from tests.app.browser import (
     until,
     until_so,
     watch,
-    write_over,
 )
 from trainer.run import process
 from trainer.run.events import ErrorEvent, EventReader, EventWriter, StatusEvent
@@ -39,41 +38,6 @@ def recordings(server: Server) -> None:
     with EventWriter(scripted.events_file) as events:
         events.write(ErrorEvent(step=40, message=BAD, remedy=BAD))
         events.write(StatusEvent(step=40, state="failed", message=BAD))
-
-
-def test_runs_are_compared_by_what_differs(page: Page, runs: Path):
-    recorded(runs, "slow", optim__lr=1e-4)
-    recorded(runs, "fast", optim__lr=1e-2)
-    show(page, "Runs")
-    page.locator("#runs tr", has_text="fast").wait_for()
-    choose(page, "compare", "fast")
-    choose(page, "compare", "slow")
-    page.locator("#differences tr", has_text="optim.lr").wait_for()
-    assert page.locator("#differences table").first.locator("tbody tr").count() == 1
-    assert page.locator("#differences .matrix img").count() == 4
-    until(page, "document.querySelector('#compared-loss canvas').dataset.n === '80'")
-
-
-def test_a_run_is_tagged_cloned_and_deleted_after_a_question(page: Page, runs: Path):
-    run = recorded(runs, "gone", optim__lr=3e-3)
-    show(page, "Runs")
-    page.locator("#runs tr", has_text="gone").wait_for()
-    choose(page, "one-run", "gone")
-    write_over(page, "tags", "first, good")
-    page.locator("#save-tags").click()
-    page.locator("#runs tr", has_text="first, good").wait_for()
-    page.locator("#delete").click()
-    page.locator("#delete-no").click()
-    page.locator("#delete-question").wait_for(state="hidden")
-    assert run.path.exists()
-    page.locator("#clone").click()
-    page.locator("#start").wait_for()
-    assert "optim.lr" not in page.locator("#changes").inner_text()
-    show(page, "Runs")
-    page.locator("#delete").click()
-    page.locator("#delete-yes").click()
-    page.locator("#runs tr", has_text="gone").wait_for(state="detached")
-    assert not run.path.exists()
 
 
 def test_samples_are_a_matrix_with_a_viewer_and_a_slider(page: Page):

@@ -217,7 +217,7 @@ def shown(results: Any) -> str:
 def answers(studio: Studio) -> dict[str, str]:
     """What the page shows in all places, by place."""
     found = {
-        "runs": shown(runs._shower(studio)(None, [])),
+        "runs": json.dumps(runs.calls(studio)["runs_list"]()),
         "queue": shown(queue._shown(studio, None)),
         "names": " ".join(run.path.name for run in studio.find_runs()),
         "presets": " ".join(studio.presets()),
@@ -247,7 +247,7 @@ def _checked_preset(studio: Studio) -> Any:
 def untouched(found: Mapping[str, str]) -> list[str]:
     """What is not said any more of the things that nothing happened to."""
     wanted = {
-        "runs": ["good</th><td>finished", "harmed"],
+        "runs": ['"name": "good", "state": "finished"', "harmed"],
         "queue": ["good-taken", "good-waits"],
         "names": ["good", "harmed"],
         "presets": ["good-preset", "harmed-preset", "quickstart"],
@@ -262,8 +262,8 @@ def untouched(found: Mapping[str, str]) -> list[str]:
 def watched(studio: Studio, name: str) -> str:
     """What the page Monitor shows of a run."""
     part: Any = SimpleNamespace(input=None)
-    page = watch.WatchPage(studio, *[part] * 4, dict.fromkeys(monitor.CHARTS, part), *[part] * 7, buttons={})
-    return shown(watch.tick(page).handle(name, "step", False, "torchrun", "all"))
+    page = watch.WatchPage(studio, *[part] * 4, dict.fromkeys(monitor.CHARTS, part), *[part] * 5, buttons={})
+    return shown(watch.tick(page).handle(name, "torchrun", "all"))
 
 
 @pytest.mark.parametrize("file", FILES)
