@@ -265,8 +265,12 @@
     }
     if (!answer) return;
     take(answer);
-    $('left').replaceChildren();
-    if (answer.left.length) offerUndo(`Left behind, as they belong to the former preset: ${answer.left.join(', ')}. `, async () => take(await change('new_restore', answer.undo)));
+    if (!answer.left.length) return; // what was left behind before can still be brought back
+    offerUndo(`Left behind, as they belong to the former preset: ${answer.left.join(', ')}. `, async () => {
+      const former = await change('new_restore', answer.undo);
+      take(former);
+      return Boolean(former);
+    });
   }
 
   // --- card 2: the data ---------------------------------------------------------------------------------------------
@@ -510,12 +514,13 @@
     offerUndo('The form is as in the preset again. ', async () => {
       for (const [name, value] of Object.entries(values)) edited(name, value, 0);
       await settled();
+      return true;
     });
   }
 
-  /** A sentence under the models with a button that takes back what it tells of. */
+  /** A sentence under the models with a button that takes back what it tells of; `undo` resolves to whether it did. */
   function offerUndo(sentence, undo) {
-    $('left').replaceChildren(h('div.notice', { role: 'status' }, h('p', {}, sentence, h('button.btn.s', { type: 'button', onclick: async () => { $('left').replaceChildren(); await undo(); } }, 'Undo'))));
+    $('left').replaceChildren(h('div.notice', { role: 'status' }, h('p', {}, sentence, h('button.btn.s', { type: 'button', onclick: async () => { if (await undo()) $('left').replaceChildren(); } }, 'Undo'))));
   }
 
   const copyButton = text => h('button.btn.s', { type: 'button', onclick: async () => { await navigator.clipboard.writeText(text); studio.toast('Copied.'); } }, 'Copy');
