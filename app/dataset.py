@@ -23,8 +23,11 @@ MOST_COUNTED = 5000
 """Images whose captions are read for every view, in about 0.3 s. Of more, only those on the page are, unless a filter
 needs all."""
 NUM_WORDS = 30
-WORD = re.compile(r"\[trigger\]|\w[\w'’-]+")
-COMMON = frozenset("an the of in on at to and or with by for from is are it its as his her their".split())
+WORD = re.compile(r"\[trigger\]|\w[\w'\u2019-]+")
+COMMON = frozenset(
+    ("an", "the", "of", "in", "on", "at", "to", "and", "or", "with", "by")
+    + ("for", "from", "is", "are", "it", "its", "as", "his", "her", "their")
+)
 """Words that say nothing about an image, left out of the most frequent ones."""
 Show = Literal["all", "uncaptioned", "problems", "held_out"]
 

@@ -208,9 +208,7 @@ class Queue:
     def blockers(self, entry: Entry) -> list[Entry]:
         """Return the running runs that use a GPU of this one. A run without a list of GPUs uses all."""
         return [
-            other
-            for other in self.running()
-            if not entry.gpus or not other.gpus or set(other.gpus) & set(entry.gpus)
+            other for other in self.running() if not entry.gpus or not other.gpus or set(other.gpus) & set(entry.gpus)
         ]
 
     def _take(self, entry: Entry) -> Entry:
