@@ -54,6 +54,7 @@ studio.runTabs = studio.runTabs || {};
   }
 
   function choose(index) {
+    if (!steps.length) return;
     chosen = Math.max(0, Math.min(last(), index));
     movedAt = performance.now();
     draw();
@@ -307,6 +308,7 @@ studio.runTabs = studio.runTabs || {};
   // --- playing and keys -----------------------------------------------------------------------------------------------
 
   function stop() {
+    if (!timer) return;
     clearInterval(timer);
     timer = 0;
     if (steps.length) drawScrub();
@@ -369,7 +371,7 @@ studio.runTabs = studio.runTabs || {};
     const to = by => () => { stop(); choose(chosen + by); };
     Object.assign(parts, { number: h('span'), of: h('small'), ticks: h('div.ticks', { 'aria-hidden': 'true' }),
       before: button('before', '←', 'Step before', to(-1)), play: button('play', '▶', 'Play', play), after: button('after', '→', 'Step after', to(1)),
-      range: h('input#samples-step', { type: 'range', min: 0, 'aria-label': 'Step of the samples', oninput: () => { stop(); choose(Number(parts.range.value)); } }) });
+      range: h('input#samples-step', { type: 'range', min: 0, 'aria-label': 'Step of the samples', oninput: event => { const to = Number(event.target.value); stop(); choose(to); } }) });
     return h('section.card.scrub#samples-scrub', { 'aria-label': 'Step' }, h('div.bign', {}, parts.number, parts.of),
       h('div.tk', {}, parts.ticks, parts.range), h('div.nav2', {}, parts.before, parts.play, parts.after));
   }
