@@ -119,7 +119,11 @@ def test_only_what_the_config_supports_can_be_chosen(tmp_path: Path):
         "single_file": ("bf16", "fp16", "fp32", "fp8"),
     }
     assert list(exports.choices(run_config(images, adapter__type="none"))) == ["full"]
-    assert list(exports.choices(run_config(images, adapter={"type": "boft"}))["adapter"]) == ["auto", "comfyui", "lycoris"]
+    assert list(exports.choices(run_config(images, adapter={"type": "boft"}))["adapter"]) == [
+        "auto",
+        "comfyui",
+        "lycoris",
+    ]
 
 
 def test_the_name_of_a_file_can_be_any_bytes(run: RunDir):
@@ -156,7 +160,7 @@ def test_the_newest_checkpoint_of_a_running_run_and_of_an_export_stays(run: RunD
     Launch(process.pid, process.create_time(), process.cmdline()).write(run)
     assert (by_step(run, is_alive=True)[20].refusal, by_step(run, is_exporting=True)[20].refusal) == ("", "")
     assert by_step(run, is_exporting=True)[40].refusal == "It is being exported. Wait until that is done."
-    with pytest.raises(InputError, match="step-000040 is not deleted. The run is running"):
+    with pytest.raises(InputError, match=r"step-000040 is not deleted\. The run is running"):
         exports.delete_checkpoint(run, "checkpoints/step-000040", is_exporting=False)
     exports.delete_checkpoint(run, "checkpoints/step-000020", is_exporting=False)
     assert list(run.checkpoints.iterdir()) == [newest]

@@ -146,6 +146,7 @@ studio.runTabs = studio.runTabs || {};
     parts.before.disabled = chosen === 0;
     parts.after.disabled = chosen === last();
     studio.fill(parts.ticks, [steps, [...missing], parts.ticks.clientWidth], ticks);
+    parts.ticks.classList.toggle('gone', missing.has(step));
     parts.ticks.style.setProperty('--at', last() ? chosen / last() : 0);
     studio.say(parts.play, timer ? '❚❚' : '▶');
     parts.play.setAttribute('aria-label', timer ? 'Pause' : 'Play');
@@ -277,7 +278,7 @@ studio.runTabs = studio.runTabs || {};
     setRange(parts.leftRange, left, last(), stepWord(from));
     studio.say(parts.leftLabel, `Left side: ${stepWord(from)}`);
     studio.fill(parts.prompts, data.rows.map(rowKey), () => data.rows.map((other, at) => h('button', {
-      type: 'button', onclick: () => { pairRow = at; draw(); } }, h('span.small'), h('span', {}, other.prompt || '(no prompt)'))));
+      type: 'button', onclick: () => { pairRow = at; fitPair(); draw(); } }, h('span.small'), h('span', {}, other.prompt || '(no prompt)'))));
     [...parts.prompts.children].forEach((button, at) => {
       button.setAttribute('aria-pressed', String(at === pairRow));
       const answer = answers.get(keyOf(data.rows[at], to));
@@ -297,10 +298,18 @@ studio.runTabs = studio.runTabs || {};
 
   const imageOf = (row, step, answer) => h('img', { src: answer.src, alt: `${row.prompt}, ${stepWord(step)}`, draggable: false });
 
+  /** A prompt that was not drawn at the two steps is shown at its own first and last one. */
+  function fitPair() {
+    const row = data.rows[pairRow];
+    if (!row.has.has(steps[left])) left = steps.indexOf(row.steps[0]);
+    if (!row.has.has(steps[chosen])) chosen = steps.indexOf(row.steps.at(-1));
+  }
+
   function setView(isPair) {
     inPair = isPair;
     movedAt = performance.now();
-    if (!data) return;
+    if (!steps.length) return;
+    if (inPair) fitPair();
     draw();
     setTimeout(load, SETTLED_MS + 10);
   }

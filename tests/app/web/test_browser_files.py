@@ -68,6 +68,7 @@ def test_a_file_that_is_being_written_is_not_offered_and_the_one_it_replaces_say
     page.get_by_role("button", name="Download the old file").wait_for()
     page.locator("#files-exported", has_text="A newer file of this name is being written").wait_for()
     draft.unlink()
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
     page.get_by_role("button", name="Download", exact=True).wait_for()
 
 
@@ -119,7 +120,9 @@ def test_a_checkpoint_is_deleted_after_a_question_that_says_what_is_lost(page: P
     page.get_by_role("button", name="Delete the checkpoint of step 40").click()
     page.locator("dialog", has_text="a resume goes on from step 20").get_by_role("button", name="Keep it").click()
     page.get_by_role("button", name="Delete the checkpoint of step 20").click()
-    page.locator("dialog", has_text="Neither a resume nor an export needs it").get_by_role("button", name="Delete").click()
+    page.locator("dialog", has_text="Neither a resume nor an export needs it").get_by_role(
+        "button", name="Delete"
+    ).click()
     page.get_by_role("button", name="Delete the checkpoint of step 20").wait_for(state="detached")
     assert not first.exists()
     assert last.is_dir()
