@@ -435,24 +435,3 @@ studio.runTabs = studio.runTabs || {};
 
   studio.runTabs.samples = { build, show, tick: async () => { await refresh(); load(); } };
 }
-
-// For trying these tabs: the run's screen itself is run.js.
-studio.screens.run = studio.screens.run || (() => {
-  const { h } = studio, TABS = ['samples', 'files'], roots = {};
-  const tabOf = place => (TABS.includes(place[2]) ? place[2] : 'samples');
-  let links;
-  return {
-    title: 'Run',
-    build(root) {
-      links = h('div.head');
-      root.append(links);
-      for (const tab of TABS) { roots[tab] = h(`div#run-${tab}`); root.append(roots[tab]); studio.runTabs[tab].build(roots[tab]); }
-    },
-    show(place) {
-      links.replaceChildren(h('h1', {}, place[1]), ...TABS.map(tab => h('a.btn', { href: studio.link('runs', place[1], tab) }, tab)));
-      for (const tab of TABS) roots[tab].hidden = tab !== tabOf(place);
-      return studio.runTabs[tabOf(place)].show(place[1]);
-    },
-    tick: place => studio.runTabs[tabOf(place)].tick(place[1]),
-  };
-})();
