@@ -38,6 +38,13 @@ class Listing:
     is_cut: bool
 
 
+def typed_folder(path: str) -> Path:
+    """Return the folder that a person names, with `~` for a home. Raises InputError for what no path can be."""
+    if "\0" in path:
+        raise InputError("a path cannot hold the character NUL; remove it")
+    return Path(os.path.expanduser(path))  # one of an unknown user stays as it is, as in a config
+
+
 def listed(folder: Path, above: str = "") -> Listing:
     """Return what is directly in a folder. Raises InputError where it cannot be read."""
     folders, images, texts, count = [], set(), set(), 0
@@ -68,12 +75,12 @@ class Picker:
 
     def listing(self, path: str) -> Listing:
         """Return a folder's content; an empty path stands for the first root. Raises InputError outside the roots."""
-        folder = Path(path).expanduser() if path else self.roots[0]
+        folder = typed_folder(path) if path else self.roots[0]
         real = folder.resolve()
         root = next((root for root in self.roots if real.is_relative_to(root)), None)
         if root is None:
             raise InputError(f"{folder}: outside {' and '.join(map(str, self.roots))}; type its path into the field")
-        if not real.is_dir():
+        if not os.path.isdir(real):
             raise InputError(f"{folder}: not a folder")
         return listed(real, "" if real == root else str(real.parent))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from trainer.config.fields import Slot, all_names, label, slot
 from trainer.config.load import COMMAND_LINE, dump_config, load_config_text, similar_name
 from trainer.config.models import published_models
 from trainer.config.schema import RunConfig
+from trainer.launcher import capacity
 from trainer.metrics.gpus import Gpu
 from trainer.plan.memory import MemoryPlan, verdict
 from trainer.plan.phases import Item, moment
@@ -204,7 +206,7 @@ def _item(item: Item) -> dict[str, Any]:
 def disk(preview: PlanPreview, cfg: RunConfig, runs: Path) -> dict[str, Any]:
     """Return the bytes that are free below the runs, and those that checkpoints and export will take; 0 if unknown."""
     sizes = {item.name: item.size for item in preview.plan.disk} if preview.plan else {}
-    need = sizes.get("export", 0.0) + sizes.get("checkpoint", 0.0) * (cfg.checkpoint.keep + cfg.checkpoint.keep_best)
+    need = sizes.get("export", 0.0) + sizes.get("checkpoint", 0.0) * capacity.num_checkpoints(cfg)
     return {"free": round(shutil.disk_usage(runs).free, -7) if runs.is_dir() else 0, "need": need}
 
 
@@ -212,7 +214,7 @@ def data(studio: Studio, checked: Checked) -> dict[str, Any] | None:
     """Return what was found in the draft's folder; None while it is not known or cannot be read."""
     if any(name.startswith("data.") for name in checked.errors if name != "data.path"):
         return None
-    if "data.path" in checked.errors and not Path(checked.config.data.path or "").is_dir():
+    if "data.path" in checked.errors and not os.path.isdir(checked.config.data.path or ""):
         return None
     found = studio.scans.of(checked.config)
     shapes = [[*size, count] for size, count in sorted(found.buckets.items(), key=lambda item: -item[1])]
@@ -227,7 +229,7 @@ def data(studio: Studio, checked: Checked) -> dict[str, Any] | None:
         "text_bytes": sum(found.texts.values()),
         "num_questions": found.num_questions,
         "shapes": shapes,
-        "held_out": max(0, len(found.images) - trained) if trained else 0,
+        "held_out": len(found.held_out),
         "problems": list(found.problems[:20]),
         "warnings": list(found.warnings[:20]),
     }
@@ -243,19 +245,22 @@ def download(studio: Studio, model: str) -> dict[str, Any] | None:
 def glance(path: str) -> dict[str, Any]:
     """Return {"images", "captions", "folders"} of a folder that is being typed, or {"wrong": reason}.
 
-    Only that one folder is looked at.
+    Only that one folder is listed; the one above it where it does not exist, for a similar name.
     """
-    folder = Path(path).expanduser()
     if not path.strip():
         return {"wrong": ""}
-    if folder.is_file():
-        return {"wrong": f"'{path}' is a file; name the folder with the images"}
-    if not folder.is_dir():
-        return {"wrong": f"no folder '{path}'{similar_name(folder) or ''}"}
     try:
-        found = folders.listed(folder)
+        return _glance(path, folders.typed_folder(path))
     except InputError as error:
         return {"wrong": str(error)}
+
+
+def _glance(path: str, folder: Path) -> dict[str, Any]:
+    if os.path.isfile(folder):
+        return {"wrong": f"'{path}' is a file; name the folder with the images"}
+    if not os.path.isdir(folder):
+        return {"wrong": f"no folder '{path}'{similar_name(folder)}"}
+    found = folders.listed(folder)
     more = "+" if found.is_cut else ""
     return {
         "images": f"{found.num_images}{more}",

@@ -86,6 +86,11 @@ def figure(content: Markup, sample: SampleEvent) -> Markup:
     return Markup("<figure>{}<figcaption>{}, step {}</figcaption></figure>").format(content, sample.prompt, sample.step)
 
 
+def missing(reason: str) -> Markup:
+    """Return a small mark for a sample whose file cannot be shown; the reason is its tooltip."""
+    return Markup('<span class="missing" title="{}">missing</span>').format(reason)
+
+
 def newest(figures: Iterable[Markup]) -> Markup:
     """Return the section of the newest samples."""
     return Markup('<h2>Newest samples</h2><div class="newest">{}</div>').format(Markup().join(figures))
@@ -256,11 +261,14 @@ ul.ranks { list-style: none; margin: 0; padding: 0; font-size: .85rem; }
 .bar .peak { border-right: 2px solid currentColor; }
 .bar .reserved { background: color-mix(in srgb, var(--fill) 45%, transparent); }
 .bar .allocated { background: var(--fill); }
-.plan .parts { display: flex; height: 1rem; background: color-mix(in srgb, currentColor 15%, transparent); }
+.plan .parts { display: flex; gap: 2px; height: 1rem; border-radius: 4px; overflow: hidden;
+  background: color-mix(in srgb, currentColor 15%, transparent); }
 .plan .parts i { height: 100%; } .plan p { font-size: .85em; margin: 0; }
 .plan ul { display: flex; flex-wrap: wrap; gap: 0 1rem; list-style: none; margin: .25rem 0; padding: 0; }
 .plan li { font-size: .85em; } .plan li i { display: inline-block; width: .8em; height: .8em; margin-right: .35em; }
 .plan p.sentence { font-size: 1rem; margin: 0 0 .25rem; }
+.missing { display: inline-block; font-size: 12px; color: var(--bad); background: var(--badt); border-radius: 99px;
+  padding: 0 8px; }
 .newest { display: grid; grid-template-columns: repeat(auto-fill, minmax(112px, 1fr)); gap: .5rem; }
 .newest figure { margin: 0; } .newest img { width: 100%; } .newest figcaption { font-size: .8rem; }
 .newest:has(.written) { grid-template-columns: repeat(auto-fill, minmax(min(100%, 22rem), 1fr)); }

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from app.monitor import Follower, RunView, find_runs
+from app.monitor import Follower, RunView, last_start
 from trainer.config.errors import InputError
 from trainer.run import process
-from trainer.run.folder import RunDir
+from trainer.run.folder import RunDir, is_run
 
 
 class Live:
@@ -30,7 +30,9 @@ class Live:
     def views(self) -> list[RunView]:
         """Return the running runs, newest start first. Those that cannot be read are left out."""
         with self._lock:
-            found = [view for run in find_runs(self._runs) if (view := self._view(run)) is not None]
+            folders = self._runs.iterdir() if self._runs.is_dir() else ()
+            found = [view for path in folders if (view := self._view(RunDir(path))) is not None]
+            found.sort(key=lambda view: last_start(view.path), reverse=True)
             for path in self._seen - {view.path for view in found}:
                 self._end(path)
             self._seen = {view.path for view in found}
@@ -41,7 +43,7 @@ class Live:
             launched = run.launch_file.stat().st_mtime_ns
         except OSError:  # never started
             return None
-        if self._idle.get(run.path) == launched:
+        if self._idle.get(run.path) == launched or not is_run(run.path):
             return None
         try:
             view = self._follower(run).view() if process.alive(run) else None

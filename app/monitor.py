@@ -429,11 +429,11 @@ def explained(error: InputError | OSError) -> str:
 def find_runs(root: Path) -> list[RunDir]:
     """Return the runs below a folder, newest start first. Some may be damaged."""
     folders = filter(is_run, root.iterdir()) if root.is_dir() else ()
-    return [RunDir(path) for path in sorted(folders, key=_started, reverse=True)]
+    return [RunDir(path) for path in sorted(folders, key=last_start, reverse=True)]
 
 
-def _started(run: Path) -> float:
-    """Time of the last start, from the folder of logs: unix seconds, 0 where there is none."""
+def last_start(run: Path) -> float:
+    """Return when a run was last started or made, from its folder of logs: unix seconds, 0 where there is none."""
     try:
         return os.stat(f"{run}/logs").st_mtime
     except OSError:

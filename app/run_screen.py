@@ -203,11 +203,8 @@ def _steps(found: Sequence[SampleEvent]) -> dict[str, Any]:
             cell = {"index": sample.index, "prompt": sample.prompt, "step": sample.step, "is_text": sample.is_text}
             if cell not in cells[sample.step]:
                 cells[sample.step].append(cell)
-    return {
-        "steps": [{"step": step, "cells": cells[step]} for step in shown],
-        "num_steps": len(steps),
-        "num_samples": len(found),
-    }
+    listed = [{"step": step, "cells": cells[step]} for step in shown]
+    return {"steps": listed, "num_steps": len(steps), "num_samples": len(found)}
 
 
 def log(run: RunDir, wish: LogWish) -> dict[str, Any]:

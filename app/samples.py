@@ -104,7 +104,8 @@ def settings(config: RunConfig, is_text: bool) -> str:
     """Return how all samples of a run are drawn, as a sentence."""
     sample = distilled.complete_sample(config.model, config.sample)
     if is_text:
-        return f"All continue with at most {sample.tokens} tokens, temperature {sample.temperature:g}, seed {sample.seed}."
+        ending = f"temperature {sample.temperature:g}, seed {sample.seed}."
+        return f"All continue with at most {sample.tokens} tokens, {ending}"
     return (
         f"All start from the same noise: {sample.steps} denoising steps, guidance {sample.guidance:g}, "
         f"seed {sample.seed}."

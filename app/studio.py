@@ -24,6 +24,7 @@ from app.caption_lengths import Lengths
 from app.folders import Picker, Recent
 from app.form import Checked, Draft
 from app.live import Live
+from app.machine import Machine
 from app.model_choices import ModelChoices
 from app.monitor import Follower, explained, find_runs
 from app.plan_preview import PlanPreview, PlanPreviews
@@ -104,6 +105,7 @@ class Studio:
         self._draft_lock = threading.Lock()
         self._gpus: tuple[float, list[Gpu]] = (-math.inf, [])
         self.live = Live(self.runs, self.follower)
+        self.machine = Machine(self.runs)
         self.queue_problem = ""
         self.draft_problem = ""
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import ipywidgets as widgets
 from IPython.display import DisplayHandle, display
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from app import html
 from app.monitor import Follower, RunView
@@ -155,7 +155,7 @@ class Dashboard:
         try:
             small = self._thumbnails.of(self.run.path / sample.path, SIDE)
         except InputError as error:
-            return escape(str(error))
+            return html.missing(str(error))
         data = base64.b64encode(small.read_bytes()).decode()
         return Markup('<img alt="{}" src="data:image/webp;base64,{}">').format(sample.prompt, data)
 

@@ -22,9 +22,6 @@ from trainer.config.load import ConfigError, ConfigFile, load_config
 Typed = Callable[[str, str | bool], None]
 """Called with a field and the value typed into its row."""
 
-TITLES = {"Hardware": "Hardware and training"}
-"""{step: title of its tab} where they differ"""
-
 TEXTAREA_ROWS = {"lines": 3, "yaml": 2}
 CODE_WIDTH = 100
 CODE = re.compile("`([^`]+)`")
@@ -157,7 +154,7 @@ class Form:
             own = [row for row in rows if form.group_of(row.field) == name]
             step.show(own)
             wrong = sum(bool(row.error) for row in own)
-            self._tabs.set_title(index, TITLES.get(name, name) + (f" ({wrong} wrong)" if wrong else ""))
+            self._tabs.set_title(index, f"{name} ({wrong} wrong)" if wrong else name)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ The answer is `{"value": ...}`, or `{"error": sentence}` for what was refused.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,9 +14,12 @@ from pydantic import ValidationError, validate_call
 
 from app.monitor import explained
 from trainer.config.errors import InputError
+from trainer.config.sections import half_character
 
 Calls = Mapping[str, Callable[..., Any]]
 """{name: function}; a function returns what JSON can hold."""
+MOST_DEPTH = 30
+"""Levels of nesting of what a script sends: a config has up to 20."""
 
 
 def server_functions(calls: Iterable[Calls]) -> list[Callable[[Any], Any]]:
@@ -28,13 +32,32 @@ def _answering(name: str, function: Callable[..., Any]) -> Callable[[Any], Any]:
 
     def answer(values: Any) -> dict[str, Any]:
         try:
-            return {"value": checked(**values if isinstance(values, dict) else {})}
+            _require_plain(values)
+            if not isinstance(values, dict):  # also a file, which gradio takes in place of arguments
+                raise InputError(f"{name}: the arguments are not an object; reload the page")
+            return {"value": checked(**values)}
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
             return {"error": f"{name}: {place}: {first['msg']}; reload the page"}
         except (InputError, OSError) as error:
             return {"error": explained(error)}
+        except Exception as error:  # noqa: BLE001 - a fault of this program: shown on the page and in the terminal
+            traceback.print_exc()
+            return {"error": f"{name}: {type(error).__name__}, a fault of ShardStudio; its terminal says where"}
 
     answer.__name__ = name
     return answer
+
+
+def _require_plain(value: Any, depth: int = 0) -> None:
+    """Raise InputError for what no form sends and no file can hold: deep nesting, and half of a character."""
+    if depth > MOST_DEPTH:
+        raise InputError(f"nested deeper than {MOST_DEPTH} levels; reload the page")
+    if isinstance(value, str) and (wrong := half_character(value)):
+        raise InputError(f"the text {wrong}")
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list):
+        for inner in value:
+            _require_plain(inner, depth + 1)

@@ -12,6 +12,11 @@ SCREENS: tuple[str, ...] = (
     "run",
     "samples",
     "files",
+    "results",
+    "runs",
+    "queue",
+    "data",
+    "machine",
 )
 """Screens with a script and a style sheet of their own."""
 SCRIPTS = ("core", "frame", *SCREENS)

@@ -21,15 +21,20 @@ from app.studio import Studio
 from app.web import bundle, routes, security, theme
 from app.web.access import Access
 from app.web.answers import server_functions
-from app.web.pages import files, frame, new_run, run, samples
+from app.web.pages import data, files, frame, machine, new_run, queue, results, run, runs, samples
 from trainer.config.terminal import say
 
 PAGES = (
     frame,
+    runs,
     new_run,
+    results,
     run,
     samples,
     files,
+    queue,
+    data,
+    machine,
 )
 """Modules with a function `calls`: what their screen's script calls."""
 MOST_BROWSERS = 16
@@ -58,9 +63,9 @@ def build(studio: Studio) -> gr.Blocks:
     return blocks  # type: ignore[no-any-return]
 
 
-def serve(runs: Path, access: Access) -> None:
-    """Serve the page of the folder `runs` until Ctrl-C."""
-    studio = Studio(runs)
+def serve(folder: Path, access: Access) -> None:
+    """Serve the page of a folder of runs until Ctrl-C."""
+    studio = Studio(folder)
     studio.prepare()
     studio.run_queue()
     token = secrets.token_urlsafe(32)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app import form
+from app import form, form_answers
 from app.form import Draft, Row
 from trainer.config.fields import all_names, slot
 from trainer.config.load import ConfigError, dump_config, load_config
@@ -29,13 +29,14 @@ def typed(*changes: tuple[str, str | bool], preset: Path = QUICKSTART) -> Draft:
     return draft
 
 
-def test_every_field_of_the_schema_has_a_row_with_its_help_and_a_step():
+def test_every_field_of_the_schema_has_a_row_with_its_help_a_group_and_a_name_in_words():
     rows = rows_of(Draft(QUICKSTART))
     assert list(rows) == [name for name in all_names() if name != "stages"]
     for name, row in rows.items():
         assert row.help == slot(tuple(name.split("."))).help
         assert "\n" not in row.help
-        assert form.step_of(name) in form.STEPS
+        assert form.group_of(name) in form.GROUPS
+        assert row.label and "_" not in row.label and row.label[0] == row.label[0].upper()
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS.glob("*.yaml")), ids=lambda file: file.stem)
@@ -220,6 +221,90 @@ def test_overrides_of_the_command_line_become_a_draft(overrides: list[str], valu
 def test_a_wrong_override_is_refused():
     with pytest.raises(ConfigError, match=r"command line: train\.steps: needs a whole number"):
         form.from_overrides(QUICKSTART, ["train.steps=many"])
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("name", "Saving"),
+        ("train.steps", "Training"),
+        ("train.precision", "Hardware"),
+        ("parallel.devices", "Hardware"),
+        ("parallel.nodes", "Cluster"),
+        ("quantize.format", "Model"),
+        ("export.what", "Saving"),
+    ],
+)
+def test_a_field_is_in_the_group_of_the_longest_name_it_starts_with(name: str, group: str):
+    assert form.group_of(name) == group
+
+
+OTHER = PRESETS / "sdxl-lora-1gpu.yaml"
+TEXT = PRESETS / "qwen3-8b-qlora-1x24gb.yaml"
+
+
+def test_another_preset_takes_edits_of_data_name_and_prompts_along_and_leaves_others_behind():
+    mine = {"data.path": "/pics", "data.trigger": "sks", "name": "fox", "sample.prompts": ["a fox"]}
+    found = form.switched(Draft(QUICKSTART, {"optim.lr": 1.0, **mine, "sample.every": 5, "adapter.rank": 3}), OTHER)
+    assert found == form.Switch(Draft(OTHER, mine), ("optim.lr", "sample.every", "adapter.rank"), {})
+
+
+def test_edits_that_the_other_preset_does_not_take_are_named_with_the_reason():
+    found = form.switched(Draft(QUICKSTART, {"data.resolution": 48, "data.masks": "/m", "name": "fox"}), TEXT)
+    unread = "this model does not read it"
+    assert (found.draft, found.left) == (Draft(TEXT, {"name": "fox"}), ())
+    assert found.refused == {"data.resolution": unread, "data.masks": unread}
+    wrong = form.switched(Draft(QUICKSTART, {"name": "a b/c", "data.resolution": "large"}), OTHER)
+    assert wrong.draft == Draft(OTHER)
+    assert wrong.refused["data.resolution"] == "needs a whole number, not 'large'"
+    assert wrong.refused["name"].startswith("'a b/c' is not 1 to 64 letters")
+
+
+def test_a_preset_that_is_wrong_itself_is_refused(tmp_path: Path):
+    file = tmp_path / "wrong.yaml"
+    file.write_text("train: 5")
+    with pytest.raises(ConfigError, match="train: needs a section"):
+        form.switched(Draft(QUICKSTART), file)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "–"),
+        ("", "–"),
+        ([], "–"),
+        ({}, "–"),
+        (True, "yes"),
+        (False, "no"),
+        (0, "0"),
+        (0.0, "0"),
+        (1e-4, "0.0001"),
+        ([64, 128], "64 × 128"),
+        (["a", "b"], "a, b"),
+        ({"transformer": "adapter", "vae": False}, "transformer: adapter, vae: no"),
+        ([{"path": "a", "repeats": 2}], "path: a, repeats: 2"),
+        ("<b>", "<b>"),
+    ],
+)
+def test_a_value_is_written_in_words(value: Any, words: str):
+    assert form_answers.in_words(value) == words
+
+
+def test_lines_of_the_yaml_that_differ_from_the_preset_are_marked():
+    text = form_answers.config_text(
+        form.check(typed(("train.steps", "7"), ("optim.warmup", "1"), ("adapter.rank", "4")))
+    )
+    lines = text["yaml"].splitlines()
+    assert [lines[number - 1].strip() for number in text["marks"]] == ["rank: 4", "warmup: 1", "steps: 7"]
+    assert form_answers.config_text(form.check(Draft(QUICKSTART)))["marks"] == []
+
+
+def test_a_wrong_value_is_a_difference_too():
+    changes = form_answers.changes(form.check(typed(("train.steps", "many"), ("optim.lr", "0.001"))))
+    assert changes == [
+        {"field": "optim.lr", "label": "Learning rate", "old": "0.004", "new": "0.001"},
+        {"field": "train.steps", "label": "Steps", "old": "100", "new": "many"},
+    ]
 
 
 def test_yaml_that_was_edited_becomes_the_draft(tmp_path: Path):

@@ -25,7 +25,7 @@ def make_run(root: Path, **changes: Any) -> RunDir:
     [
         ((), "prompts: 0; give 1 to 100"),
         (("a",) * 101, "prompts: 101; give 1 to 100"),
-        (("a", " \n"), "prompt 2: empty; write what the sample should show, or remove it"),
+        (("a", " \n"), "prompt 2: empty; write what the sample should show"),
         (("a" * 10_001,), "prompt 1: 10,001 characters; shorten it to 10,000"),
         (("a \ud83d",), "prompt 1: holds \\ud83d, which is half a character; remove it"),
         (

@@ -30,6 +30,7 @@ SAMPLES: dict[str, Any] = {
     "sample__steps": 2,
     "data__trigger": "fox",
 }
+RANKS = (pytest.param(1, marks=pytest.mark.slow), 2)
 TEXTS: dict[str, Any] = {"sample__every": 1, "sample__prompts": ("Sentence", "Double"), "sample__tokens": 4}
 
 
@@ -65,7 +66,7 @@ def read(run: RunDir, kind: type[Any]) -> list[Any]:
     return [event for event in events if isinstance(event, kind)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_requested_prompts_are_drawn_from_then_on_by_any_number_of_ranks(
     pictures: Path, tmp_path: Path, ranks: int
 ) -> None:
@@ -85,6 +86,7 @@ def test_requested_prompts_are_drawn_from_then_on_by_any_number_of_ranks(
     assert read(run, WarningEvent) == []
 
 
+@pytest.mark.slow
 def test_an_image_of_a_requested_prompt_is_that_of_a_configured_one(pictures: Path, tmp_path: Path) -> None:
     cfg = run_config(pictures, **SAMPLES)
     run, other = make_run(tmp_path / "a", cfg, "run"), make_run(tmp_path / "b", cfg, "run")
@@ -118,7 +120,7 @@ def test_a_resumed_run_draws_the_prompts_that_were_requested_last_and_overwrites
     assert steps(alone(), cfg.with_prompts(("of the config",)), run) == [(0, "of the config")]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_prompts_that_cannot_be_encoded_leave_the_former_ones_and_the_run(
     pictures: Path, tmp_path: Path, ranks: int
 ) -> None:
@@ -146,7 +148,7 @@ def without_its_encoder(world: World, cfg: RunConfig, run: RunDir) -> tuple[str,
     return trainer.drawer.prompts
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_a_language_model_continues_requested_prompts(tmp_path: Path, ranks: int) -> None:
     strategy = "none" if ranks == 1 else "full"
     cfg = text_config(make_text(tmp_path / "text"), parallel__devices=ranks, parallel__strategy=strategy, **TEXTS)
@@ -157,6 +159,7 @@ def test_a_language_model_continues_requested_prompts(tmp_path: Path, ranks: int
     assert (run.path / last.path).read_text(encoding="utf-8") == last.text
 
 
+@pytest.mark.slow
 def test_a_model_that_also_answers_keeps_its_questions(pictures: Path, tmp_path: Path) -> None:
     asked = {"sample__questions": ["What is it?"], "sample__images": [str(pictures / "00.png")], "sample__tokens": 2}
     cfg = run_config(pictures, model={"family": "bagel"}, **SAMPLES, **asked)
@@ -165,6 +168,7 @@ def test_a_model_that_also_answers_keeps_its_questions(pictures: Path, tmp_path:
     assert [Path(event.path).suffix for event in read(run, SampleEvent)] == [".png", ".txt"]
 
 
+@pytest.mark.slow
 def test_a_quantized_encoder_encodes_requested_prompts(pictures: Path, tmp_path: Path) -> None:
     cfg = run_config(pictures, quantize={"format": "nf4", "encoders": True}, **SAMPLES)
     run, other = make_run(tmp_path / "a", cfg, "run"), make_run(tmp_path / "b", cfg, "run")

@@ -26,6 +26,10 @@ class Hub:
         sizes: {path: size in the listing}, where it differs from the content's.
         bytes_sent: Of LFS files.
         ranges: The Range header of each request for an LFS file.
+        paths: What was asked for.
+        is_down: Whether every answer is an error.
+        ignores_ranges: Whether a file is sent from its beginning, whatever is asked for.
+        breaks_after: Bytes of LFS files after which the connection ends, once.
         tokens: Authorization headers that came, and those that came to the host of the LFS files.
     """
 
@@ -42,6 +46,8 @@ class Hub:
     tokens_of_cdn: list[str] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     is_down: bool = False
+    ignores_ranges: bool = False
+    breaks_after: int | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def entry(self, path: str) -> dict[str, object]:
@@ -123,6 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
         hub, content = self.server.hub, self.server.hub.files[name]
         asked = self.headers.get("Range")
         hub.ranges.append(asked)
+        asked = None if hub.ignores_ranges else asked
         start = int(asked.removeprefix("bytes=").partition("-")[0]) if asked else 0
         self.send_response(206 if asked else 200)
         self.send_header("Content-Length", str(len(content) - start))
@@ -132,6 +139,10 @@ class _Handler(BaseHTTPRequestHandler):
         for at in range(start, len(content), PIECE):
             if hub.hold_after is not None and hub.bytes_sent >= hub.hold_after:
                 hub.released.wait(60)
+            if hub.breaks_after is not None and hub.bytes_sent >= hub.breaks_after:
+                hub.breaks_after = None
+                self.close_connection = True
+                return
             self.wfile.write(content[at : at + PIECE])
             with hub.lock:
                 hub.bytes_sent += len(content[at : at + PIECE])

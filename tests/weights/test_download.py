@@ -18,7 +18,7 @@ from huggingface_hub import constants
 
 from tests.weights.hub_server import COMMIT, PIECE, Hub, HubServer, sha256
 from trainer.config.models import published_models
-from trainer.weights.download import DownloadState
+from trainer.weights.download import CHUNK, DownloadState
 from trainer.weights.hub import cached, find_folder
 
 FLUX2 = "black-forest-labs/FLUX.2-dev"
@@ -27,7 +27,7 @@ WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 FILES = {
     "model_index.json": b'{"_class_name": "Pipe", "transformer": ["d", "T"]}',
     "transformer/config.json": b"{}",
-    WEIGHTS: random.Random(0).randbytes(22 * MIB),
+    WEIGHTS: random.Random(0).randbytes(6 * MIB),
     "vae/diffusion_pytorch_model.safetensors": b"v" * 1000,
     "flux2-dev.safetensors": b"the same again",
     "README.md": b"read",
@@ -67,7 +67,12 @@ class Here:
         argv = [sys.executable, "-m", "trainer.weights.download", FLUX2, "--progress", str(self.progress)]
         own = {"HF_ENDPOINT": self.server.url, "HF_HOME": str(self.folder), "HF_HUB_OFFLINE": "0", **environment}
         return subprocess.Popen(
-            argv, env={**os.environ, **own}, preexec_fn=limited, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            argv,
+            env={**os.environ, **own},
+            preexec_fn=limited,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
 
     def end(self, process: subprocess.Popen[str]) -> tuple[int, DownloadState, str]:
@@ -99,26 +104,29 @@ def test_only_the_files_that_are_needed_are_downloaded(here):
     folder = find_folder("model.path", FLUX2)
     assert folder.name == COMMIT
     for name, content in FILES.items():
-        assert ((folder / name).is_file() and (folder / name).read_bytes() == content) is published_models()[FLUX2].needs(name)
+        assert ((folder / name).is_file() and (folder / name).read_bytes() == content) is published_models()[
+            FLUX2
+        ].needs(name)
     assert here.parts == [] and cached(FLUX2).is_complete
     assert here.end(here.start())[:2] == (code, state), "a second start has nothing to do"
     assert here.hub.bytes_sent == len(FILES[WEIGHTS]) + 1000
 
 
 def test_a_download_that_was_killed_continues_where_it_was(here):
-    here.hub.hold_after = 12 * MIB
+    here.hub.hold_after = 3 * MIB
     process = here.start()
-    until(lambda: any(part.stat().st_size == 10 * MIB for part in here.parts))
+    until(lambda: any(part.stat().st_size >= 2 * MIB for part in here.parts))
     process.kill()
     process.communicate()
-    assert cached(FLUX2).num_bytes_here >= 10 * MIB and not cached(FLUX2).is_complete
+    [begin] = [part.stat().st_size for part in here.parts]
+    assert cached(FLUX2).num_bytes_here >= begin and not cached(FLUX2).is_complete
     here.hub.hold_after, here.hub.bytes_sent = None, 0
     here.hub.released.set()
     here.hub.ranges.clear()
     code, state, _ = here.end(here.start())
     assert (code, state.state, state.num_bytes) == (0, "done", TOTAL)
-    assert here.hub.ranges == [f"bytes={10 * MIB}-"]
-    assert here.hub.bytes_sent - 12 * MIB <= PIECE, "which the connection of the killed process had left"
+    assert here.hub.ranges == [f"bytes={begin}-"]
+    assert here.hub.bytes_sent - (6 * MIB - begin) <= PIECE, "which the connection of the killed process had left"
     assert (find_folder("model.path", FLUX2) / WEIGHTS).read_bytes() == FILES[WEIGHTS]
 
 
@@ -130,13 +138,13 @@ def test_the_progress_file_says_how_far_it_is_and_how_fast(here):
     first = DownloadState.read(here.progress)
     assert first == DownloadState("waiting", 0, 113 * 10**9, 0.0, "Asking the hub for the list of files.")
     until(lambda: DownloadState.read(here.progress).state == "downloading")
-    here.hub.hold_after = 12 * MIB
+    here.hub.hold_after = 3 * MIB
     here.hub.released.set()
     here.hub.released.clear()
-    until(lambda: DownloadState.read(here.progress).num_bytes > 10 * MIB)
+    until(lambda: DownloadState.read(here.progress).num_bytes > 2 * MIB)
     state = DownloadState.read(here.progress)
     assert (state.state, state.total_bytes, state.message) == ("downloading", TOTAL, "")
-    assert MIB < state.bytes_per_s < 20 * MIB
+    assert MIB / 4 < state.bytes_per_s < 30 * MIB
     here.hub.released.set()
     assert here.end(process)[1].state == "done"
 
@@ -144,21 +152,38 @@ def test_the_progress_file_says_how_far_it_is_and_how_fast(here):
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", [signal.SIGTERM, signal.SIGINT])
 def test_it_is_paused_by_a_signal(here, ends):
-    here.hub.hold_after = 12 * MIB
+    here.hub.hold_after = 3 * MIB
     process = here.start()
-    until(lambda: any(part.stat().st_size == 10 * MIB for part in here.parts))
+    until(lambda: any(part.stat().st_size >= 2 * MIB for part in here.parts))
     process.send_signal(ends)
     code, state, printed = here.end(process)
     assert (code, state.state, state.bytes_per_s) == (130, "paused", 0.0)
-    assert 10 * MIB < state.num_bytes < 11 * MIB
+    assert 2 * MIB < state.num_bytes < 4 * MIB
     assert state.message == "Paused. Start it again: it continues where it was." and printed == f"{state.message}\n"
+
+
+@pytest.mark.slow
+def test_a_connection_that_breaks_is_made_again_and_nothing_is_sent_twice(here):
+    here.hub.breaks_after = 3 * MIB
+    assert here.end(here.start())[:1] == (0,)
+    assert len(here.hub.ranges) == 3 and here.hub.bytes_sent < TOTAL + CHUNK
+
+
+@pytest.mark.slow
+def test_a_server_that_only_sends_whole_files_is_no_reason_to_fail(here):
+    here.hub.ignores_ranges = True
+    blobs = here.cache / f"models--{FLUX2.replace('/', '--')}" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{sha256(FILES[WEIGHTS])}.incomplete").write_bytes(FILES[WEIGHTS][:MIB])
+    assert here.end(here.start())[0] == 0
+    assert (find_folder("model.path", FLUX2) / WEIGHTS).read_bytes() == FILES[WEIGHTS]
 
 
 @pytest.mark.slow
 def test_a_part_that_is_damaged_is_removed_and_not_taken_for_the_model(here):
     blobs = here.cache / f"models--{FLUX2.replace('/', '--')}" / "blobs"
     blobs.mkdir(parents=True)
-    (blobs / f"{sha256(FILES[WEIGHTS])}.incomplete").write_bytes(b"x" * 10 * MIB)
+    (blobs / f"{sha256(FILES[WEIGHTS])}.incomplete").write_bytes(b"x" * 2 * MIB)
     code, state, _ = here.end(here.start())
     assert (code, state.state) == (1, "failed")
     assert state.message == f"{WEIGHTS} arrived damaged and was removed; start the download again."
@@ -169,7 +194,7 @@ def test_a_part_that_is_damaged_is_removed_and_not_taken_for_the_model(here):
 def test_a_part_that_is_longer_than_its_file_is_begun_again(here):
     blobs = here.cache / f"models--{FLUX2.replace('/', '--')}" / "blobs"
     blobs.mkdir(parents=True)
-    (blobs / f"{sha256(FILES[WEIGHTS])}.incomplete").write_bytes(b"x" * 23 * MIB)
+    (blobs / f"{sha256(FILES[WEIGHTS])}.incomplete").write_bytes(b"x" * 7 * MIB)
     assert here.end(here.start())[0] == 0
 
 
@@ -192,7 +217,8 @@ def test_a_login_that_did_not_accept_the_licence_is_refused_and_its_token_is_wri
     here.hub.is_gated = True
     assert failure(here, here.start(HF_TOKEN=TOKEN)) == (
         "The account that is logged in may not download FLUX.2 dev: accept its licence on "
-        "https://huggingface.co/black-forest-labs/FLUX.2-dev, or log in with another by `hf auth login`, and start again."
+        "https://huggingface.co/black-forest-labs/FLUX.2-dev, or log in with another by `hf auth login`, "
+        "and start again."
     )
     assert f"Bearer {TOKEN}" in here.hub.tokens
     assert TOKEN not in "".join(file.read_text(errors="replace") for file in here.folder.rglob("*") if file.is_file())
@@ -227,6 +253,7 @@ def test_a_hub_that_is_out_of_order(here):
     )
 
 
+@pytest.mark.slow
 def test_an_environment_without_network(here):
     assert failure(here, here.start(HF_HUB_OFFLINE="1")) == (
         "HF_HUB_OFFLINE is set, so nothing is downloaded; unset it."
@@ -241,20 +268,21 @@ def test_a_disk_that_is_too_small_is_noticed_before_the_weights(here):
     assert here.hub.bytes_sent == 0
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_keeps_what_is_there(here):
-    message = failure(here, here.start(limit_bytes=15 * MIB))
+    message = failure(here, here.start(limit_bytes=4 * MIB))
     assert message == (
         f"{here.cache}: cannot be written (File too large). Make room, and start again: it continues where it was."
     )
-    assert [part.stat().st_size for part in here.parts] == [15 * MIB]
+    assert [part.stat().st_size for part in here.parts] == [4 * MIB]
     here.hub.ranges.clear()
     assert here.end(here.start())[0] == 0
-    assert here.hub.ranges == [f"bytes={15 * MIB}-"]
+    assert here.hub.ranges == [f"bytes={4 * MIB}-"]
 
 
 @pytest.mark.slow
 def test_two_processes_do_not_download_the_same_model(here):
-    here.hub.hold_after = 12 * MIB
+    here.hub.hold_after = 3 * MIB
     first = here.start()
     until(lambda: bool(here.parts))
     second = here.start()

@@ -111,7 +111,7 @@ def test_a_download_that_was_interrupted_is_refused(cache, absent, has_listing):
     store(cache, FLUX2, here, has_listing)
     assert cached(FLUX2) == CachedModel(sum(len(FILES[name]) for name in here), is_complete=False)
     assert refusal(FLUX2).startswith(f"model.path {FLUX2}: only 0.0 GB of it are in the local Hugging Face cache; ")
-    assert has_listing is False or f"; {absent} are missing. FLUX.2 dev is a download of 113 GB." in refusal(FLUX2)
+    assert has_listing is False or f"; {absent} is missing. FLUX.2 dev is a download of 113 GB." in refusal(FLUX2)
 
 
 @pytest.mark.parametrize("has_listing", [True, False], ids=["with a listing", "of an older library"])
@@ -122,13 +122,13 @@ def test_a_whole_model_is_found(cache, has_listing):
 
 def test_a_component_that_is_absent_is_refused_also_without_a_listing(cache):
     store(cache, FLUX2, tuple(name for name in NEEDED if not name.startswith("vae/")), has_listing=False)
-    assert "; vae/config.json are missing." in refusal(FLUX2)
+    assert "; vae/config.json is missing." in refusal(FLUX2)
 
 
 def test_a_file_whose_content_was_deleted_is_missing(cache):
     snapshot = store(cache, FLUX2, NEEDED)
     (snapshot / PARTS[0]).resolve().unlink()
-    assert not cached(FLUX2).is_complete and f"; {PARTS[0]} are missing." in refusal(FLUX2)
+    assert not cached(FLUX2).is_complete and f"; {PARTS[0]} is missing." in refusal(FLUX2)
 
 
 def test_only_what_is_needed_counts_and_what_has_no_name_yet(cache):
@@ -152,7 +152,7 @@ def test_an_encoder_that_a_run_can_do_without_may_be_absent_but_not_in_part(cach
     assert not cached(SD35).is_complete and find_folder("model.path", SD35) == snapshot
     (snapshot / "text_encoder_3").mkdir()
     (snapshot / "text_encoder_3" / "config.json").write_text("{}")
-    assert "; text_encoder_3/model-1.safetensors are missing." in refusal(SD35)
+    assert "; text_encoder_3/model-1.safetensors is missing." in refusal(SD35)
 
 
 def test_a_model_that_no_preset_trains_is_taken_as_it_is(cache):

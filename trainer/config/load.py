@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ from trainer.config.yaml12 import Loc
 
 MOST_GUESSES = 20
 """Number of unknown fields for which a field of similar spelling is searched."""
+MOST_NAMES = 5000
+"""Number of files next to a missing one that are compared with its name."""
 MOST_FINDINGS = 200
 """Number of invalid values that are reported at once."""
 MOST_STAGES = 32
@@ -467,8 +470,15 @@ def _read_text(path: Path) -> str:
 
 
 def similar_name(path: Path) -> str:
-    """Return a hint at the file or folder next to `path` with the most similar name; empty if none is similar."""
-    names = sorted(entry.name for entry in path.parent.glob("*"))
+    """Return a hint at the file or folder next to `path` with the most similar name; empty if none is similar.
+
+    At most MOST_NAMES of its neighbours are compared: a form asks while its user types.
+    """
+    try:
+        with os.scandir(path.parent) as entries:
+            names = sorted(entry.name for entry in itertools.islice(entries, MOST_NAMES))
+    except OSError:  # there is no such folder, or its names cannot be read: nothing to suggest
+        return ""
     near = difflib.get_close_matches(path.name, names, 1)
     return f"; did you mean '{path.with_name(near[0])}'?" if near else ""
 

@@ -18,6 +18,8 @@ from pydantic_core import PydanticCustomError
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
 NAME_HELP = "1 to 64 letters, digits, '_', '.' or '-', not beginning with '.' or '-'"
 MODEL_WORDS = ("tiny", "demo", "random")
+TRIGGER_PLACE = "[trigger]"
+"""Stands for `data.trigger` in captions and prompts."""
 DEMO = Path(__file__).parents[1] / "assets" / "demo"
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.safetensors)", re.ASCII)
 HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[^\s:\[\]]+):(?P<port>\d{1,5})")

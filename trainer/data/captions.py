@@ -16,8 +16,9 @@ from pathlib import Path
 from trainer.config.errors import InputError
 from trainer.config.load import load_config
 from trainer.config.schema import RunConfig
+from trainer.config.sections import TRIGGER_PLACE
 from trainer.config.terminal import say
-from trainer.data.image_files import TRIGGER_PLACE, CaptionedImage, scan
+from trainer.data.image_files import CaptionedImage, scan
 from trainer.data.measured import Answer, CutCaption, Measured
 from trainer.models import families
 from trainer.models.base import ImageFamily, TextLength

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from trainer.config.schema import RunConfig
-from trainer.config.sections import DataConfig
+from trainer.config.sections import TRIGGER_PLACE, DataConfig
 from trainer.data.cache import ExampleCache, key_of
-from trainer.data.image_files import TRIGGER_PLACE, CaptionedImage
+from trainer.data.image_files import CaptionedImage
 from trainer.data.image_io import png
 from trainer.data.loader import BatchSizes, ImageBatchSampler, ImageItem
 from trainer.data.prompts import PromptEncoder

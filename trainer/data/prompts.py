@@ -42,6 +42,18 @@ def text_keys(cfg: RunConfig, origin: str, texts: Sequence[str]) -> dict[str, st
     return {text: key_of(origin, "text", *types, text) for text in texts}
 
 
+@torch.no_grad()
+def encode_texts(family: ImageFamily, load: LoadModule, cache: ExampleCache, texts: Mapping[str, str]) -> None:
+    """Write the embeddings of {text: key} into the cache, with encoders that are loaded and freed here."""
+    encoder = family.text_encoder(load)
+    for text, key in texts.items():
+        cache.write(key, family.encode_text(encoder, text))
+    del encoder
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 class PromptEncoder:
     """Encodes prompts on the CPU of rank 0, while the model and its optimizer fill the GPUs.
 
@@ -101,7 +113,6 @@ class PromptEncoder:
                 time.sleep(POLL_S)
         self._agree(problem)
 
-    @torch.no_grad()
     def _encode_alone(self, missing: Mapping[str, str]) -> None:
         cfg, cpu = self._context.cfg, torch.device("cpu")
         alone = replace(
@@ -109,11 +120,7 @@ class PromptEncoder:
         )
         with _all_threads():
             load = within_host_memory(encoder_loader(cfg, alone, self._context.cache), cfg)
-            encoder = self._family.text_encoder(load)
-            for prompt, key in missing.items():
-                self._cache.write(key, self._family.encode_text(encoder, prompt))
-        del encoder
-        gc.collect()
+            encode_texts(self._family, load, self._cache, missing)
 
     def _send(self, key: str) -> None:
         """Write an example of rank 0's cache into those of machines that have their own. One at a time: they may be

@@ -81,7 +81,7 @@ def _missing_memory(plan: MemoryPlan) -> Iterator[Problem]:
 def _missing_disk(cfg: RunConfig, plan: MemoryPlan, runs: Path) -> Iterator[Problem]:
     sizes = {item.name: item.size for item in plan.disk}
     need = sizes.get("export", 0) + sizes.get("cached base", 0)
-    need += sizes.get("checkpoint", 0) * (cfg.checkpoint.keep + cfg.checkpoint.keep_best + 1)  # one is being written
+    need += sizes.get("checkpoint", 0) * num_checkpoints(cfg)
     free = shutil.disk_usage(_existing(runs)).free
     if need > MOST_DISK * free:
         yield Problem(
@@ -89,6 +89,12 @@ def _missing_disk(cfg: RunConfig, plan: MemoryPlan, runs: Path) -> Iterator[Prob
             f"{cfg.checkpoint.keep}: checkpoints and export take {amount(need)}, {runs} has {amount(free)} free; "
             "keep fewer, free some space, or choose another folder",
         )
+
+
+def num_checkpoints(cfg: RunConfig) -> int:
+    """Return the most checkpoints that a run has on the disk at the same time."""
+    saves = sum(cfg.stage_steps) // cfg.checkpoint.every + 1 if cfg.checkpoint.every else len(cfg.stage_steps)
+    return min(saves, cfg.checkpoint.keep + cfg.checkpoint.keep_best + 1)  # one more while it is being written
 
 
 def _existing(folder: Path) -> Path:

@@ -21,6 +21,7 @@ from trainer.launcher.console import MessageEvent, ProgressDisplay, progress_dis
 from trainer.launcher.schedulers import Scheduler
 from trainer.launcher.torchrun import RunHandle
 from trainer.run import failure, manifest, process
+from trainer.run.drawings import DrawingRequest, check_request
 from trainer.run.events import (
     ErrorEvent,
     EventReader,
@@ -237,6 +238,37 @@ def export_output(run: RunDir, code: int) -> str:
         return (run.logs / _EXPORT_OUTPUT).read_text(encoding="utf-8").strip()
     log = run.logs / _EXPORT_LOG
     return f"the export failed: {failure.last_line(log)}\nlog: {log}"
+
+
+_DRAW_LOG, _DRAW_OUTPUT = "draw.log", "draw-answer.txt"
+
+
+def begin_drawing(run: RunDir, request: DrawingRequest, device: str | None = None) -> subprocess.Popen[bytes]:
+    """Start to draw a prompt with and without what a run has trained, in a separate process.
+
+    Its exit code is 2 for the user's mistake. `drawings.drawings` reads what it writes.
+
+    Args:
+        run: The run.
+        request: What to draw.
+        device: auto, cuda or cpu; None is the run's own.
+
+    Raises:
+        InputError: Nothing was trained yet, or the request cannot be drawn.
+    """
+    run.complete_folders(check_request(run, request))
+    argv = [sys.executable, "-m", "trainer.train.draw", str(run.path), *request.arguments()]
+    argv += [f"--device={device}"] if device else []
+    with (run.logs / _DRAW_LOG).open("ab") as log, (run.logs / _DRAW_OUTPUT).open("wb") as output:
+        return subprocess.Popen(argv, env=process.worker_environment(), stdout=output, stderr=log)
+
+
+def drawing_output(run: RunDir, code: int) -> str:
+    """Return the folder of the last drawing of a run, or why it failed. code: exit code of its process."""
+    if code in (0, 2):
+        return (run.logs / _DRAW_OUTPUT).read_text(encoding="utf-8").strip()
+    log = run.logs / _DRAW_LOG
+    return f"the drawing failed: {failure.last_line(log)}\nlog: {log}"
 
 
 def _run(loaded: ConfigFile, run: RunDir) -> int:

@@ -18,10 +18,11 @@ from trainer.config import files
 from trainer.config.errors import InputError, not_one_of
 from trainer.config.models import published_models
 from trainer.run.process import Launch, worker_environment
-from trainer.weights.download import CONTINUES, DownloadState
-from trainer.weights.hub import cached
+from trainer.weights.download import CONTINUES, MODULE, DownloadState
+from trainer.weights.hub import CachedModel, cached
 
-MODULE = "trainer.weights.download"
+__all__ = ["CachedModel", "DownloadState", "Downloads", "cached"]
+
 PAUSE_TIMEOUT_S = 10.0
 """Seconds that a process has to end by itself. It may be killed: nothing is lost but the last moment's bytes."""
 MAX_SILENCE_S = 60.0
@@ -44,7 +45,7 @@ class Downloads:
         The process uses the network even if HF_HUB_OFFLINE is set: the user asks for it here.
 
         Raises:
-            InputError: It is not a published model that can be downloaded, or its download is running.
+            InputError: It is not a published model that can be downloaded, is here already, or its download is running.
             OSError: The folder cannot be written.
         """
         _require_known(model_id)
@@ -54,9 +55,12 @@ class Downloads:
         with files.locked(folder / "lock"):
             if self._is_alive(model_id):
                 raise InputError(f"{model_id}: is being downloaded already")
-            here, total = cached(model_id).num_bytes_here, published_models()[model_id].num_bytes
-            DownloadState("waiting", min(here, total), total, message="Starting.").write(self._progress(model_id))
-            argv = [sys.executable, "-m", MODULE, model_id, "--progress", str(self._progress(model_id))]
+            here, total = cached(model_id), published_models()[model_id].num_bytes
+            if here.is_complete:  # else a newer revision would take its place, which an interruption leaves in part
+                raise InputError(f"{model_id}: is here already")
+            waiting = DownloadState("waiting", min(here.num_bytes_here, total), total, message="Starting.")
+            waiting.write(self._progress(model_id))
+            argv = [sys.executable, *self._arguments(model_id)]
             process = _spawn(argv, self.log(model_id))
             Launch.of(process, argv).write_file(self._launch(model_id))
         # Somebody must wait for the process, or it stays as a zombie after its end.
@@ -70,8 +74,7 @@ class Downloads:
         Raises:
             InputError: The record of its process is damaged.
         """
-        launch = self._read_launch(model_id)
-        process = launch.process() if launch else None
+        process = self._process(model_id)
         if process is None:
             return
         process.terminate()
@@ -117,11 +120,20 @@ class Downloads:
         """Raises InputError if the record of its process is damaged."""
         launch = self._read_launch(model_id)
         if launch is None or launch.is_here:
-            return launch is not None and launch.process() is not None
+            return self._process(model_id) is not None
         try:
             return time.time() - self._progress(model_id).stat().st_mtime < MAX_SILENCE_S
         except FileNotFoundError:
             return False
+
+    def _process(self, model_id: str) -> psutil.Process | None:
+        """The process of a download, if it is alive here. Another one that the record may name is none of ours."""
+        launch = self._read_launch(model_id)
+        is_own = launch is not None and launch.argv[1:] == self._arguments(model_id)
+        return launch.process() if launch and is_own else None
+
+    def _arguments(self, model_id: str) -> list[str]:
+        return ["-m", MODULE, model_id, "--progress", str(self._progress(model_id))]
 
     def _folder_of(self, model_id: str) -> Path:
         return self.folder / model_id.replace("/", "--")

@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import RankAdapter
@@ -82,10 +83,14 @@ def name_of(cfg: RunConfig) -> str:
         folder = find_folder(*named)
     except InputError as error:
         raise InputError(f"{error}; or name model.options.architecture, to plan without the files") from error
-    configs = sorted([*folder.glob("*config.json"), *folder.glob("*/config.json")])
-    if not configs:
+    try:
+        configs = sorted([*folder.glob("*config.json"), *folder.glob("*/config.json")])
+        texts = [files.read(config).decode() for config in configs]
+    except (OSError, UnicodeDecodeError) as error:  # a name that is too long, no right to read, or not a model's file
+        raise InputError(f"{named[0]} {folder}: cannot be read ({error}); expected a folder with a model") from error
+    if not texts:
         raise InputError(f"{named[0]} {folder}: no config.json of it or its parts; expected a folder with a model")
-    return f"{model.family}-{_digest([config.read_text(encoding='utf-8') for config in configs])}"
+    return f"{model.family}-{_digest(texts)}"
 
 
 def key_of(cfg: RunConfig) -> str:

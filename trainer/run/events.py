@@ -466,7 +466,7 @@ def default_decay(num_steps: int) -> float:
         num_steps: Planned steps of the run, at least 1, so that the curve keeps its shape while the run goes on.
     """
     least, most = DECAYS
-    return min(most, max(least, round(1 - 3 * num_steps**-0.6, 2)))
+    return min(most, max(least, round(1 - 3 * math.pow(num_steps, -0.6), 2)))
 
 
 def smoothed(values: Iterable[float], decay: float, counts: Iterable[int] | None = None) -> list[float]:

@@ -182,7 +182,7 @@ class RunDir:
 
     @property
     def requests(self) -> Path:
-        """Requests to the running trainer: empty files, named as `Request`."""
+        """Requests to the running trainer: empty files, named as `Request`, and prompts (`trainer.run.prompts`)."""
         return self.path / "requests"
 
     @property

@@ -73,13 +73,18 @@ def check_prompts(cfg: RunConfig, prompts: Sequence[str]) -> RunConfig:
     if not 1 <= len(prompts) <= MOST_PROMPTS:
         raise InputError(f"prompts: {len(prompts)}; give 1 to {MOST_PROMPTS}")
     for number, prompt in enumerate(prompts, 1):
-        if not prompt.strip():
-            raise InputError(f"prompt {number}: empty; write what the sample should show, or remove it")
-        if len(prompt) > MOST_CHARACTERS:
-            raise InputError(f"prompt {number}: {len(prompt):,} characters; shorten it to {MOST_CHARACTERS:,}")
-        if problem := half_character(prompt):
-            raise InputError(f"prompt {number}: {problem}")
+        check_prompt(prompt, f"prompt {number}")
     return cfg.with_prompts(prompts)
+
+
+def check_prompt(prompt: str, name: str) -> None:
+    """Raise InputError for a text from which nothing can be drawn. name: what the message calls it."""
+    if not prompt.strip():
+        raise InputError(f"{name}: empty; write what the sample should show")
+    if len(prompt) > MOST_CHARACTERS:
+        raise InputError(f"{name}: {len(prompt):,} characters; shorten it to {MOST_CHARACTERS:,}")
+    if problem := half_character(prompt):
+        raise InputError(f"{name}: {problem}")
 
 
 def prompts_in_force(events: Iterable[AnyEvent], cfg: RunConfig) -> tuple[str, ...]:

@@ -130,12 +130,12 @@ def _method(cfg: RunConfig) -> str:
 
 def _data(cfg: RunConfig) -> str:
     """Return the number of images as they are now, of the first MOST_FILES of each folder, and the trigger."""
-    folders = [cfg.data.path, *(folder.path for folder in cfg.data.folders)]
+    folders = list(filter(None, [cfg.data.path, *(folder.path for folder in cfg.data.folders)]))
     found = [list(islice(Path(folder).rglob("*"), MOST_FILES)) for folder in folders]
     count = sum(file.suffix.lower() in IMAGE_TYPES for files_there in found for file in files_there)
     at_least = "at least " if any(len(files_there) == MOST_FILES for files_there in found) else ""
     names = ", ".join(Path(folder).name for folder in folders)
-    counted = f"{at_least}{count:,} images of {names}" if count else names
+    counted = f"{at_least}{count:,} images of {names}" if count else names or "no data"
     return f"{counted}, trigger {cfg.data.trigger}" if cfg.data.trigger else counted
 
 

@@ -453,7 +453,10 @@ class Trainer:
         if problem:
             self.log.warn(f"the samples keep their prompts: {problem}", self.step)
         if self.world.rank == 0 and (prompts or problem):
-            clear_prompts(self.run, prompts)
+            try:
+                clear_prompts(self.run, prompts)
+            except OSError as error:  # it is taken again before the next samples, which changes nothing
+                self.log.warn(f"the request for other prompts could not be removed ({error})", self.step)
 
     def _requested_prompts(self) -> tuple[tuple[str, ...] | None, str]:
         """(the requested prompts, if any; why they cannot be used), on rank 0, the only one that sees requests."""

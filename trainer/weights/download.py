@@ -32,8 +32,9 @@ from trainer.config import files
 from trainer.config.errors import InputError, not_one_of
 from trainer.config.models import PublishedModel, published_models
 from trainer.config.terminal import complain, say
-from trainer.weights.hub import GB, repository_folder
+from trainer.weights.hub import GB, cached, repository_folder
 
+MODULE = "trainer.weights.download"
 State = Literal["waiting", "downloading", "done", "failed", "paused"]
 EXIT_CODES: dict[State, int] = {"done": 0, "failed": 1, "paused": 130}
 INTERVAL_S = 1.0
@@ -43,6 +44,8 @@ NUM_PARALLEL = 4
 """Files that are downloaded at a time: one connection rarely fills a fast line."""
 RESERVE = GB
 """Bytes that a download leaves free on the disk: runs write their checkpoints there."""
+CHUNK = 2**20
+"""Bytes that are written at a time. With the library's 10 MB, a slow line seems to stand still."""
 WEIGHTS = ".safetensors"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CONTINUES = "it continues where it was"
@@ -119,16 +122,21 @@ class Download(threading.Thread):
     @property
     def num_bytes(self) -> int:
         """Bytes of the needed files that are here."""
+        if not self.is_listed:
+            return min(cached(self._model.id).num_bytes_here, self.total_bytes)
         return sum(self._num_bytes_of(file) for file in self._files)
 
     def _download(self) -> None:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import constants, snapshot_download
         from huggingface_hub.utils import disable_progress_bars
 
         disable_progress_bars()
+        constants.DOWNLOAD_CHUNK_SIZE = CHUNK
         include = list(self._model.include)
         # Small files first: a gated model is refused here.
-        self._snapshot = Path(snapshot_download(self._model.id, allow_patterns=include, ignore_patterns=[f"*{WEIGHTS}"]))
+        self._snapshot = Path(
+            snapshot_download(self._model.id, allow_patterns=include, ignore_patterns=[f"*{WEIGHTS}"])
+        )
         self._files = _needed_files(self._model, self._snapshot.name)
         self.total_bytes = sum(file.num_bytes for file in self._files)
         self.is_listed = True
@@ -139,8 +147,8 @@ class Download(threading.Thread):
 
     def _require_space(self) -> None:
         """Raise InputError if the disk has too little space for what is missing."""
-        free = shutil.disk_usage(self._folder).free
-        if free < (missing := self.total_bytes - self.num_bytes) + RESERVE:
+        free, missing = shutil.disk_usage(self._folder).free, self.total_bytes - self.num_bytes
+        if missing and free < missing + RESERVE:
             raise InputError(
                 f"{self._model.name} needs {missing / GB:.1f} GB more, and {free / GB:.1f} GB are free in "
                 f"{self._folder.parent}; make room, or set HF_HOME to a folder on a larger disk."
@@ -214,10 +222,11 @@ def _only_one(folder: Path) -> Iterator[None]:
     lock_file.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(lock_file, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(f"Another process is downloading it into {folder.parent} already.") from error
         yield
-    except BlockingIOError as error:
-        raise InputError(f"Another process is downloading it into {folder.parent} already.") from error
     finally:
         os.close(lock)
 
@@ -302,7 +311,9 @@ def _follow(download: Download, progress: _Progress) -> tuple[State, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Download a model. Returns the exit code: 0 done, 1 failed, 2 wrong arguments, 130 paused."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.weights.download", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.weights.download", description="Download a published model."
+    )
     parser.add_argument("id", help="hub id of a published model")
     parser.add_argument("--progress", type=Path, required=True, metavar="FILE", help="JSON, written once a second")
     given = parser.parse_args(arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,7 @@ def find_folder(field: str, path: str) -> Path:
     Raises:
         InputError: A hub id is not cached, or its download was interrupted. Says how to download it.
     """
-    if Path(path).exists() or not HUB_ID.fullmatch(path):
+    if os.path.exists(path) or not HUB_ID.fullmatch(path):
         return Path(path)
     snapshot, model = _snapshot(path), published_models().get(path)
     if model is None:
@@ -89,8 +90,8 @@ def _how_much(model_id: str, missing: list[str]) -> str:
     if not missing:
         return _ABSENT
     here = cached(model_id).num_bytes_here / GB
-    others = f" and {len(missing) - 1} more files" if len(missing) > 1 else ""
-    return f"only {here:.1f} GB of it are in the local Hugging Face cache; {missing[0]}{others} are missing"
+    more = f"and {len(missing) - 1} more files are" if len(missing) > 1 else "is"
+    return f"only {here:.1f} GB of it are in the local Hugging Face cache; {missing[0]} {more} missing"
 
 
 def _how_to_get(model: PublishedModel) -> str:

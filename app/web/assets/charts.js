@@ -53,6 +53,7 @@
     return found;
   }
   function logTicks(low, high, most) {
+    if (high < 3 * low) return linearTicks(low, high, most);
     for (const factors of [[1, 1.5, 2, 3, 5, 7], [1, 2, 5], [1, 3], [1]]) {
       const found = [];
       for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++)
@@ -472,9 +473,10 @@
       if (!chart) return;
       const smooth = chart.lines.filter(line => line.look === 'noisy' || line.look === 'smoothed');
       find('.smoothing').hidden = !smooth.length;
-      if (smooth.length && document.activeElement !== slider) slider.value = decayOf(smooth[0]);
+      const decays = new Set(smooth.map(decayOf)), [decay] = decays;
+      if (decays.size && document.activeElement !== slider) slider.value = decay;
       slider.style.setProperty('--p', `${slider.value / slider.max * 100}%`);
-      find('.smoothing b').textContent = smooth.length ? decayOf(smooth[0]).toFixed(2) : '';
+      find('.smoothing b').textContent = decays.size > 1 ? 'by run' : decay?.toFixed(2) ?? '';
       slider.setAttribute('aria-valuetext', find('.smoothing b').textContent);
       logBox.checked = isLog();
       find('.axes').hidden = !chart.hasMinutes;

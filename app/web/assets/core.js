@@ -65,7 +65,7 @@ studio.ask = function (title, text, answers, kind = '') {
       h('h2', {}, title), h('p', {}, text), h('div.row-end', {}, buttons.reverse()));
     document.body.append(dialog);
     dialog.showModal();
-    buttons.at(-1).focus();
+    (kind === 'stop' ? buttons[0] : buttons.at(-1)).focus(); // Enter never deletes what was not read
   });
 };
 
@@ -83,12 +83,15 @@ studio.Refused = class extends Error {
   constructor(sentence, lost = false) { super(sentence); this.lost = lost; }
 };
 
+const MOST_SENT = 4e6; // bytes of a body that security.Guard lets in, less what is around it
 /** Call a function of the server. Throws `Refused`. */
 studio.call = async function (name, values = {}) {
   let answer;
+  if (JSON.stringify(values).length > MOST_SENT) throw new studio.Refused('This is too long to be sent: shorten it to 4 million characters.');
   try {
     answer = await studio.server[name](values);
-  } catch {
+  } catch { /* as without an answer */ }
+  if (!answer) { // gradio's client gives undefined where nothing came, and for a refusal by status
     studio.reached(false);
     throw new studio.Refused('The page’s server does not answer. Is ShardStudio still running in its terminal?', true);
   }

@@ -5,7 +5,7 @@
   const TYPING_PAUSE_MS = 250, PATH_PAUSE_MS = 500, AGAIN_MS = 2000, MOST_SUGGESTED = 8;
   const KIND_WORDS = { weights: 'weights', optimizer: 'optimizer', gathered: 'gathered blocks', activations: 'activations', reserve: 'reserve' };
   let root = null, state = null, models = [], inputs = {}, target = '', wantsAll = false, chosenGpus = null;
-  let pending = {}, answered = {}, isSending = false, timer = 0, typingPath = '', shownThumbnails = '';
+  let pending = {}, sent = {}, answered = {}, isSending = false, isLost = false, numAnswers = 0, timer = 0, typingPath = '', shownThumbnails = '', wrongLines = [];
   const field = name => studio.facts.form.fields[name];
   const $ = id => root.querySelector(`#${id}`);
 
@@ -23,29 +23,34 @@
   async function send() {
     clearTimeout(timer);
     if (isSending || !Object.keys(pending).length) return;
-    const edits = pending;
+    const edits = sent = pending;
     pending = {};
     isSending = true;
-    let isLost = false;
     try {
-      take(await call('new_edit', { edits, typing: Boolean(typingPath), target }), edits);
+      const answer = await call('new_edit', { edits, typing: Boolean(typingPath), target });
+      if (isLost) complain('');
+      [isLost, sent] = [false, {}];
+      take(answer, edits);
     } catch (error) {
       if (!(error instanceof studio.Refused)) throw error;
-      pending = { ...edits, ...pending };
       isLost = error.lost;
-      if (!isLost) { pending = {}; complain(error.message); }
+      if (isLost) pending = { ...edits, ...pending };
+      else complain(error.message);
     } finally {
       isSending = false;
+      sent = {};
     }
     if (Object.keys(pending).length) timer = setTimeout(send, isLost ? AGAIN_MS : 0);
     drawStart();
   }
 
-  /** Wait until everything typed has been answered. */
+  /** Wait until everything typed has been answered. Throws `Refused` while the server does not answer. */
   async function settled() {
     typingPath = '';
+    isLost = false;
     while (Object.keys(pending).length || isSending) {
       await send();
+      if (isLost) throw new studio.Refused('The page’s server does not answer. What you typed is kept here.', true);
       await new Promise(resolve => setTimeout(resolve, 30));
     }
   }
@@ -53,6 +58,7 @@
   /** Show an answer of the server. edits: what was sent with the question. */
   function take(answer, edits = {}) {
     if (!answer) return;
+    numAnswers++;
     const wasDownloading = state?.download?.state === 'downloading';
     state = answer;
     answered = edits;
@@ -60,10 +66,11 @@
     if (wasDownloading && state.download?.state === 'done') loadModels();
   }
 
-  /** Ask the server to change the draft, after what was typed before. Says under Start what it refuses. */
+  /** Ask the server to change the draft, between what was typed before and after. Says under Start what it refuses. */
   async function change(name, values = {}) {
-    await settled();
     try {
+      await settled();
+      isSending = true;
       const answer = await call(name, { ...values, target });
       complain('');
       return answer;
@@ -71,6 +78,9 @@
       if (!(error instanceof studio.Refused)) throw error;
       complain(error.message);
       return null;
+    } finally {
+      isSending = false;
+      timer = setTimeout(send, 0);
     }
   }
 
@@ -104,10 +114,12 @@
     else if (facts.kind === 'choice') element = h('select', { id, onchange: say });
     else if (facts.kind === 'text') element = h('input', { type: 'text', id, spellcheck: false, autocomplete: 'off', inputMode: facts.number ? 'decimal' : 'text', oninput: say });
     else element = h('textarea', { id, rows: facts.kind === 'lines' ? 3 : 2, spellcheck: facts.kind === 'lines', oninput: say });
-    element.addEventListener('blur', () => { if (state && !(name in pending)) showValue(inputs[name], state.rows[name].value); });
+    element.addEventListener('blur', () => { if (state && !(name in pending) && !(name in sent)) showValue(inputs[name], state.rows[name].value); });
     if (facts.path) {
       element.addEventListener('input', () => { typingPath = name; if (facts.path === 'folder') glanceSoon(name, element); });
-      element.addEventListener('change', () => { typingPath = ''; edited(name, element.value, 0); });
+      const typed = () => { typingPath = ''; edited(name, element.value, 0); };
+      element.addEventListener('change', typed);
+      element.addEventListener('blur', () => { if (typingPath === name) typed(); }); // typed, and back to what it was: no change
     }
     return element;
   }
@@ -144,13 +156,13 @@
     element.classList.toggle('wrong', Boolean(now.error));
     element.classList.toggle('changed', Boolean(now.changed));
     input.setAttribute('aria-invalid', String(Boolean(now.error)));
-    say(help, now.error || shown.text || '');
+    if (typingPath !== name || now.error) say(help, now.error || shown.text || ''); // else it says what the folder holds
     if (facts.kind === 'choice' && input.matches('select')) {
       fill(input, now.choices, () => now.choices.map(word => h('option', { value: word }, word)));
       input.removeAttribute('data-value');
     }
     if (input.placeholder !== undefined) input.placeholder = now.placeholder || '';
-    const isFocused = document.activeElement === input, isTyped = name in pending || (isFocused && (name in answered || now.value === shown.sent));
+    const isFocused = document.activeElement === input, isTyped = name in pending || name in sent || (isFocused && (name in answered || now.value === shown.sent));
     if (!isTyped) showValue(shown, now.value);
     shown.sent = now.value;
   }
@@ -253,9 +265,12 @@
     }
     if (!answer) return;
     take(answer);
-    fill($('left'), [answer.left, name], () => answer.left.length ? [h('div.notice', { role: 'status' },
-      h('p', {}, `Left behind, as they belong to the former preset: ${answer.left.join(', ')}. `,
-        h('button.btn.s', { type: 'button', onclick: async () => { take(await change('new_restore', answer.undo)); $('left').replaceChildren(); $('left').removeAttribute('data-key'); } }, 'Undo')))] : []);
+    if (!answer.left.length) return; // what was left behind before can still be brought back
+    offerUndo(`Left behind, as they belong to the former preset: ${answer.left.join(', ')}. `, async () => {
+      const former = await change('new_restore', answer.undo);
+      take(former);
+      return Boolean(former);
+    });
   }
 
   // --- card 2: the data ---------------------------------------------------------------------------------------------
@@ -486,25 +501,50 @@
       ? state.changes.map(change => h('div.facts', {}, h('a', { href: '#', title: change.field, onclick: event => { event.preventDefault(); goTo(change.field); } }, change.label),
         h('span.dim', {}, change.old === '–' ? change.new : `${change.old} → ${change.new}`)))
       : [h('p.dim', {}, `As in the preset ${state.preset}.`)]);
+    $('reset').hidden = !state.changes.length;
     fill($('commands'), [state.commands], () => state.commands.map(([title, text]) => h('details', {}, h('summary', {}, title), h('pre.code', { tabIndex: 0 }, text), copyButton(text))));
     drawYaml();
+  }
+
+  /** Undo every edit; one click brings them back. */
+  async function reset() {
+    await settled();
+    const values = Object.fromEntries(state.changes.map(change => [change.field, state.rows[change.field].value]));
+    take(await change('new_restore', { preset: state.preset, values: {} }));
+    offerUndo('The form is as in the preset again. ', async () => {
+      for (const [name, value] of Object.entries(values)) edited(name, value, 0);
+      await settled();
+      return true;
+    });
+  }
+
+  /** A sentence under the models with a button that takes back what it tells of; `undo` resolves to whether it did. */
+  function offerUndo(sentence, undo) {
+    $('left').replaceChildren(h('div.notice', { role: 'status' }, h('p', {}, sentence, h('button.btn.s', { type: 'button', onclick: async () => { if (await undo()) $('left').replaceChildren(); } }, 'Undo'))));
   }
 
   const copyButton = text => h('button.btn.s', { type: 'button', onclick: async () => { await navigator.clipboard.writeText(text); studio.toast('Copied.'); } }, 'Copy');
 
   function drawYaml() {
     const area = $('yaml');
-    if (area.dataset.given !== state.yaml && (area.value === area.dataset.given || document.activeElement !== area)) {
-      area.value = area.dataset.given = state.yaml;
-      area.rows = Math.min(28, state.yaml.split('\n').length);
-      $('yaml-wrong').replaceChildren();
-    }
-    drawLines(area.value === state.yaml ? state.marks : [], []);
+    if (area.dataset.given !== state.yaml && area.value === (area.dataset.given || '')) showYaml();
+    drawLines();
+  }
+
+  /** Put the config into the editor, in place of what is there. */
+  function showYaml() {
+    const area = $('yaml');
+    area.value = area.dataset.given = state.yaml;
+    area.rows = Math.min(28, state.yaml.split('\n').length);
+    wrongLines = [];
+    $('yaml-wrong').replaceChildren();
+    drawLines();
   }
 
   /** The numbers of the lines, marked where the config differs from the preset or is wrong. */
-  function drawLines(marks, wrong) {
-    const count = $('yaml').value.split('\n').length;
+  function drawLines() {
+    const text = $('yaml').value, count = text.split('\n').length, marks = text === state.yaml ? state.marks : [], wrong = wrongLines;
+    $('discard-yaml').hidden = text === state.yaml;
     fill($('yaml-lines'), [count, marks, wrong], () => Array.from({ length: count }, (_, at) =>
       h(wrong.includes(at + 1) ? 'i.wrong' : marks.includes(at + 1) ? 'i.mark' : 'i', {}, String(at + 1))));
     $('yaml-lines').scrollTop = $('yaml').scrollTop;
@@ -514,14 +554,13 @@
     const answer = await change('new_apply_yaml', { text: $('yaml').value });
     if (!answer) return;
     if (answer.wrong) {
-      const lines = answer.wrong.map(error => error.line);
-      drawLines([], lines);
+      wrongLines = answer.wrong.map(error => error.line);
+      drawLines();
       $('yaml-wrong').replaceChildren(h('div.notice.bad', { role: 'alert' }, h('ul', {}, answer.wrong.map(error => h('li', {}, error.line ? h('b', {}, `Line ${error.line}: `) : '', error.text)))));
       return;
     }
-    $('yaml').dataset.given = '';
-    $('yaml').blur();
     take(answer);
+    showYaml();
   }
 
   async function savePreset() {
@@ -529,8 +568,14 @@
     const save = h('button.btn.main', { type: 'submit' }, 'Save');
     const dialog = h('dialog.dialog#save-dialog', { 'aria-label': 'Save as preset', onclose: () => dialog.remove() }, h('form', { onsubmit: async event => {
       event.preventDefault();
-      await settled();
-      try { take(await call('new_save_preset', { name: name.value, target })); } catch (error) { wrong.replaceChildren(studio.alert(error.message)); return; }
+      try {
+        await settled();
+        take(await call('new_save_preset', { name: name.value, target }));
+      } catch (error) {
+        if (!(error instanceof studio.Refused)) throw error;
+        wrong.replaceChildren(studio.alert(error.message));
+        return;
+      }
       dialog.close();
       await loadModels();
       studio.toast(`Saved as ${state.saved}`);
@@ -547,7 +592,7 @@
     try {
       await settled();
       drawStart();
-      if (!state.ready) return;
+      if (!state?.ready) { $('why').scrollIntoView({ block: 'center' }); return; }
       complain('');
       const run = await call('new_start');
       studio.askToNotify();
@@ -562,8 +607,7 @@
 
   async function enqueue() {
     const gpus = chosenGpus ? [...chosenGpus].sort() : [];
-    await settled();
-    await studio.act($('enqueue'), $('outcome'), () => call('new_enqueue', { gpus }));
+    await studio.act($('enqueue'), $('outcome'), async () => { await settled(); return call('new_enqueue', { gpus }); });
     drawStart();
   }
 
@@ -614,16 +658,17 @@
       h('div.card', {}, h('div.ttl', {}, h('h2#plan-title', {}, 'Memory of each GPU'), h('span.grow'), h('select.target#plan-for', { 'aria-label': 'Plan for', onchange: async event => { target = event.target.value; await refresh(); } },
         targets.map(name => h('option', { value: name }, name)))), h('div#plan')),
       h('div.card', {}, h('h2', {}, 'Time and space'), h('div#time')),
-      h('div.card', {}, h('h2', {}, 'Differs from the preset'), h('div#changes'), h('details#yaml-drawer', {}, h('summary', {}, 'YAML'),
-        h('div.yaml', {}, h('div#yaml-lines', { 'aria-hidden': 'true' }), h('textarea#yaml', { 'aria-label': 'Config as YAML', spellcheck: false, wrap: 'off', onscroll: () => { $('yaml-lines').scrollTop = $('yaml').scrollTop; }, oninput: () => drawLines([], []) })),
-        h('div#yaml-wrong'), h('div.chips', {}, h('button.btn.s#apply-yaml', { type: 'button', onclick: applyYaml }, 'Apply'), h('button.btn.s', { type: 'button', onclick: async () => { await navigator.clipboard.writeText($('yaml').value); studio.toast('Copied.'); } }, 'Copy'))), h('div#commands')));
+      h('div.card', {}, h('div.ttl', {}, h('h2', {}, 'Differs from the preset'), h('span.grow'), h('button.btn.s#reset', { type: 'button', hidden: true, onclick: reset }, 'Back to the preset')), h('div#changes'), h('details#yaml-drawer', {}, h('summary', {}, 'YAML'),
+        h('div.yaml', {}, h('div#yaml-lines', { 'aria-hidden': 'true' }), h('textarea#yaml', { 'aria-label': 'Config as YAML', spellcheck: false, wrap: 'off', onscroll: () => { $('yaml-lines').scrollTop = $('yaml').scrollTop; }, oninput: () => { wrongLines = []; drawLines(); } })),
+        h('div#yaml-wrong'), h('div.chips', {}, h('button.btn.s#apply-yaml', { type: 'button', onclick: applyYaml }, 'Apply'), h('button.btn.s#discard-yaml', { type: 'button', hidden: true, onclick: showYaml }, 'Discard'), h('button.btn.s', { type: 'button', onclick: async () => { await navigator.clipboard.writeText($('yaml').value); studio.toast('Copied.'); } }, 'Copy'))), h('div#commands')));
   }
 
   /** Fetch the state anew, for example for other GPUs. */
   async function refresh(known = '') {
     if (isSending || Object.keys(pending).length) return;
-    const answer = await call('new_state', { known, target });
-    if (!isSending && !Object.keys(pending).length) take(answer);
+    const before = numAnswers;
+    const answer = await call('new_state', { known, typing: Boolean(typingPath), target });
+    if (before === numAnswers && !isSending && !Object.keys(pending).length) take(answer);
   }
 
   studio.screens.new = {
@@ -633,7 +678,7 @@
       target = studio.facts.form.this_machine;
       root.append(h('div.head', {}, h('h1', {}, 'New run'), h('span.grow'), h('a.btn', { href: link('runs') }, 'Copy a run …'),
         h('button.btn#save-preset', { type: 'button', onclick: savePreset }, 'Save as preset')), h('div.cols', {}, h('div.left', {}, cards()), panel()),
-        h('div.phone', {}, h('button.btn.main', { type: 'button', onclick: () => $('start').click() }, 'Start'), h('span.sm#phone-note')));
+        h('div.phone', {}, h('button.btn.main', { type: 'button', onclick: start }, 'Start'), h('span.sm#phone-note')));
       studio.shortcut('Ctrl Enter', 'Start the run', start, 'new');
       studio.shortcut('/', 'Search the settings', () => $('search').focus(), 'new');
       loadModels().catch(error => complain(error.message));

@@ -215,9 +215,9 @@ studio.runTabs = studio.runTabs || {};
         : [h('b', {}, `Finished${time}.`), ' No export is in the run folder.'];
       return [h('p', {}, words), h('div.run-acts', {},
         file?.is_file ? button('download', 'Download', () => download(file.name), '.main') : null,
-        studio.server.run_draw ? button('draw', 'Draw with it', () => studio.runTabs.draw(name)) : null,
+        button('draw', 'Draw with it', () => studio.results.draw(name)),
         h('a.btn#export-as', { href: studio.link('runs', name, 'files') }, 'Export as …'),
-        studio.server.run_upload ? button('upload', 'Upload to the hub …', () => studio.runTabs.upload(name)) : null)];
+        button('upload', 'Upload to the hub …', () => studio.results.upload(name)))];
     });
   }
 

@@ -6,6 +6,7 @@ restart of either side loses nothing.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -36,9 +37,14 @@ def calls(studio: Studio) -> Calls:
     return {f"new_{function.__name__}": partial(function, studio) for function in (*changing, *others)}
 
 
-def state(studio: Studio, known: str = "", target: str = THIS_MACHINE) -> dict[str, Any] | None:
-    """Return the state of the form, or None for a window that shows it already. known: `key` of what it shows."""
-    answer = _state(studio, target)
+def state(studio: Studio, known: str = "", typing: bool = False, target: str = THIS_MACHINE) -> dict[str, Any] | None:
+    """Return the state of the form, or None for a window that shows it already.
+
+    Args:
+        known: `key` of what it shows.
+        typing: As for `edit`.
+    """
+    answer = _state(studio, target, is_typing=typing)
     return None if answer["key"] == known else answer
 
 
@@ -46,6 +52,9 @@ def edit(
     studio: Studio, edits: dict[str, str | bool], typing: bool = False, target: str = THIS_MACHINE
 ) -> dict[str, Any]:
     """Change fields. typing: a path is still being typed, whose folder is not read yet."""
+    unknown = [name for name in edits if name not in form_answers.FIELDS]
+    if unknown:  # a window that an older or a newer version drew
+        raise InputError(f"{', '.join(unknown)}: not a setting of this version; reload the page")
 
     def change(draft: Draft) -> Draft:
         for name, value in edits.items():
@@ -62,20 +71,28 @@ def preset(studio: Studio, name: str, is_forced: bool = False, target: str = THI
     Edits of data, name and prompts are carried along. Where the preset does not take one of them, nothing is changed
     and the answer is `{"refused": {label: reason}}`, unless `is_forced`.
     """
-    before = studio.draft()
-    found = form.switched(before, studio.preset(name))
+    file = studio.preset(name)
+    switches: list[tuple[Draft, form.Switch]] = []
+
+    def change(draft: Draft) -> Draft:
+        found = form.switched(draft, file)
+        switches.append((draft, found))
+        return draft if found.refused and not is_forced else found.draft
+
+    studio.change_draft(change)
+    before, found = switches[0]
     if found.refused and not is_forced:
         return {"refused": {label(field): reason for field, reason in found.refused.items()}}
-    studio.save_draft(found.draft)
     left = [*found.left, *found.refused]
     undo = {"preset": studio.name_of(before.preset), "values": dict(before.values)}
     return _state(studio, target) | {"left": [label(field) for field in left], "undo": undo}
 
 
 def restore(studio: Studio, preset: str, values: dict[str, Any], target: str = THIS_MACHINE) -> dict[str, Any]:
-    """Bring a former draft back."""
+    """Bring a former draft back, with what was typed since into fields that a change of the preset keeps."""
+    file = studio.preset(preset)
     known = {field: value for field, value in values.items() if field in form_answers.FIELDS}
-    studio.save_draft(Draft(studio.preset(preset), known))
+    studio.change_draft(lambda draft: Draft(file, known | dict(form.switched(draft, file).draft.values)))
     return _state(studio, target)
 
 
@@ -96,9 +113,11 @@ def apply_yaml(studio: Studio, text: str, target: str = THIS_MACHINE) -> dict[st
 
 
 def save_preset(studio: Studio, name: str, target: str = THIS_MACHINE) -> dict[str, Any]:
-    """Save the form as a preset and go on with that."""
-    file = studio.save_preset(form.check(studio.draft()), name)
-    studio.save_draft(Draft(file))
+    """Save the form as a preset and go on with that. Values that are wrong stay typed; the preset has them not."""
+    checked = form.check(studio.draft())
+    file = studio.save_preset(checked, name)
+    wrong = {field: value for field, value in checked.draft.values.items() if field in checked.errors}
+    studio.save_draft(Draft(file, wrong))
     return _state(studio, target) | {"saved": str(file)}
 
 
@@ -125,7 +144,8 @@ def start(studio: Studio) -> str:
     run = studio.start(draft)
     folder = form.check(draft).config.data.path
     if folder:
-        studio.recent.add(folder)
+        with contextlib.suppress(OSError):  # the run is under way; the list of folders is only a convenience
+            studio.recent.add(folder)
     return run.path.name
 
 
@@ -136,18 +156,15 @@ def enqueue(studio: Studio, gpus: list[int]) -> str:
 
 
 def copy(studio: Studio, run: str) -> None:
-    """Bring the config of a run into the form."""
-    studio.save_draft(Draft(studio.run(run).config_file))
+    """Bring the config of a run into the form. Raises InputError for one that is damaged."""
+    studio.save_draft(form.check(Draft(studio.run(run).config_file)).draft)
 
 
 def retry(studio: Studio, run: str) -> str:
     """Bring the config of a failed run into the form, with the changes that its error suggests. Returns a sentence."""
     error = studio.follower(studio.run(run)).view().error
     changes = error.retry if error else ()
-    draft = Draft(studio.run(run).config_file)
-    for name, _, value in (override.partition("=") for override in changes):
-        draft = draft.typed(name, value)
-    studio.save_draft(draft)
+    studio.save_draft(form.from_overrides(studio.run(run).config_file, changes))
     return f"The settings of {run}, with {', '.join(changes)}." if changes else f"The settings of {run}."
 
 

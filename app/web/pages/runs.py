@@ -1,149 +1,138 @@
-"""The page Runs: the table of all runs; tag, compare, clone or delete them."""
+"""The screens Runs and compare: the table of all runs with tags and deletion, and several runs next to each other."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import shutil
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-import gradio as gr
-from markupsafe import Markup
-
-from app import run_table
-from app.html import alert, attempted
-from app.monitor import Follower, explained
-from app.run_table import MOST_COMPARED, Summary
+from app import run_comparison, run_table
+from app.monitor import Follower, RunView, explained
+from app.run_comparison import MOST_COMPARED
+from app.run_table import Summaries, Summary
 from app.studio import Studio
 from app.web import charts
-from app.web.pages import parts
-from app.web.pages.parts import QUIET, table
-from app.web.pages.renew import Tick, choices
+from app.web.answers import Calls
+from app.web.pages.frame import title
+from app.web.served_files import FULL, SMALL
 from trainer.config.errors import InputError
+from trainer.run.events import SampleEvent
+from trainer.run.folder import RunDir
 
 
-def build(studio: Studio) -> tuple[gr.Button, gr.Button, gr.Dropdown, Tick]:
-    """Lay out the page, inside a `gr.Blocks`. Returns the buttons Watch and Clone, the chosen run, and the update."""
-    listed = gr.HTML(elem_id="runs")
-    with gr.Row():
-        chosen = gr.Dropdown([], label="Run", elem_id="one-run", scale=3)
-        tags = gr.Textbox(label="Tags, comma-separated", elem_id="tags", max_lines=1, scale=3)
-        save = gr.Button("Save tags", elem_id="save-tags")
-        watch = gr.Button("Watch", elem_id="watch")
-        clone = gr.Button("Clone into the form", elem_id="clone")
-        delete = gr.Button("Delete …", elem_id="delete")
-    with gr.Row(visible=False, elem_id="delete-question") as question:
-        warning = gr.HTML()
-        yes = gr.Button("Delete permanently", variant="stop", elem_id="delete-yes")
-        no = gr.Button("Cancel", elem_id="delete-no")
-    message = gr.HTML(elem_id="runs-message")
-    compared = gr.Dropdown([], label=f"Compare 2 to {MOST_COMPARED} runs", multiselect=True, elem_id="compare")
-    curves = gr.HTML(
-        charts.chart_json("Loss, smoothed", []),
-        html_template=charts.TEMPLATE,
-        css_template=charts.CSS,
-        js_on_load=charts.SCRIPT,
-        elem_id="compared-loss",
-    )
-    differences = gr.HTML(elem_id="differences")
-    in_question = gr.State("")
-    chosen.input(lambda name: _saved_tags(studio, name), chosen, tags, **QUIET)
-    save.click(_attempt(studio, _save_tags), [chosen, tags], message, **QUIET)
-    delete.click(_ask_to_delete(studio), chosen, [question, warning, in_question], **QUIET)
-    yes.click(_attempt(studio, _delete), [in_question, tags], message, **QUIET).then(
-        lambda: gr.update(visible=False), None, question, **QUIET
-    )
-    no.click(lambda: gr.update(visible=False), None, question, **QUIET)
-    compared.input(_comparer(studio), compared, [curves, differences], **QUIET)
-    return watch, clone, chosen, Tick(_shower(studio), [chosen, compared], [listed, chosen, compared])
+def calls(studio: Studio) -> Calls:
+    """Return the functions of the screens' script."""
+    summaries = Summaries(studio)
+
+    def runs_list(token: str = "") -> dict[str, Any]:
+        changes = summaries.changes(token)
+        return {
+            "token": changes.token,
+            "is_whole": changes.is_whole,
+            "rows": [_row(row) for row in changes.rows],
+            "gone": changes.gone,
+            "num_unread": changes.num_unread,
+            "problem": run_table.tags_problem(studio.runs),
+            "free": shutil.disk_usage(studio.runs).free if studio.runs.is_dir() else None,
+        }
+
+    def runs_images(runs: list[str]) -> dict[str, str]:
+        return {name: _last_sample(studio, summaries, name) for name in runs}
+
+    def runs_tag(runs: list[str], added: str = "", removed: str = "") -> None:
+        names = [studio.run(name).path.name for name in runs]
+        run_table.change_tags(studio.runs, names, added, removed)
+
+    def runs_delete(runs: list[str]) -> dict[str, Any]:
+        refused = []
+        for name in runs:
+            try:
+                run_table.delete(studio.run(name))
+            except (InputError, OSError) as error:
+                refused.append(explained(error))
+        return {"num_deleted": len(runs) - len(refused), "refused": refused}
+
+    def runs_resume(run: str) -> None:
+        studio.resume(studio.run(run))
+
+    def compare_show(runs: list[str], known: str = "") -> dict[str, Any]:
+        return _comparison(studio, runs, known)
+
+    return {
+        function.__name__: function
+        for function in (runs_list, runs_images, runs_tag, runs_delete, runs_resume, compare_show)
+    }
 
 
-def _shower(studio: Studio) -> Callable[[str | None, list[str]], list[Any]]:
-    summaries = run_table.Summaries(studio)
-    head = ("Run", "State", "Step", "Loss", "Started", "Model", "Adapter", "Tags")
-
-    def show(chosen: str | None, compared: list[str]) -> list[Any]:
-        found, problem = summaries.all(), run_table.tags_problem(studio.runs)
-        names = [summary.name for summary in found]
-        there = [name for name in compared if name in names]
-        listing = table(head, map(_row, found)) if found else Markup("<p>No runs yet.</p>")
-        listing = alert(problem) + listing if problem else listing
-        return [listing, choices(names, chosen, None), choices(names, compared, there)]
-
-    return show
+def _row(summary: Summary) -> dict[str, Any]:
+    values = asdict(summary)
+    short = title(summary.name)
+    return values | {"title": short, "id": summary.name.removeprefix(f"{short}-") if short != summary.name else ""}
 
 
-def _row(summary: Summary) -> tuple[str, ...]:
-    started = time.strftime("%Y-%m-%d %H:%M", time.localtime(summary.started)) if summary.started else ""
-    loss = "" if summary.loss is None else f"{summary.loss:.4f}"
-    steps = f"{summary.step} / {summary.num_steps}" if summary.num_steps else ""
-    state = f"{summary.state}: {summary.problem}" if summary.problem else summary.state
-    return (
-        summary.name, state, steps, loss, started, summary.model, summary.adapter, ", ".join(summary.tags),
-    )  # fmt: skip
-
-
-def _saved_tags(studio: Studio, name: str) -> str:
+def _last_sample(studio: Studio, summaries: Summaries, name: str) -> str:
+    """The address of the thumbnail of a run's last sample; "" when there is none or its file cannot be shown."""
     try:
-        return ", ".join(run_table.read_tags(studio.runs).get(name, ()))
-    except InputError:  # the table says so
+        file = summaries.sample(name)
+        return _address(studio.thumbnails.of(file)) if file else ""
+    except (InputError, OSError, ValueError):  # the run's own page says why
         return ""
 
 
-def _save_tags(studio: Studio, name: str, text: str) -> str:
-    run_table.set_tags(studio.runs, studio.run(name).path.name, text)
-    return f"Tags of {name} saved."
-
-
-def _delete(studio: Studio, name: str, _: str) -> str:
-    run_table.delete(studio.run(name))
-    return f"{name} deleted."
-
-
-def _attempt(studio: Studio, act: Callable[[Studio, str, str], str]) -> Callable[[str | None, str], Markup]:
-    return lambda name, text: attempted(lambda: act(studio, name or "", text))
-
-
-def _ask_to_delete(studio: Studio) -> Callable[[str | None], list[Any]]:
-    def handle(name: str | None) -> list[Any]:
+def _comparison(studio: Studio, names: list[str], known: str) -> dict[str, Any]:
+    """What the screen shows; only `key` when that is `known`."""
+    followers, problems = [], []
+    for name in dict.fromkeys(names):
         try:
-            run = studio.run(name)
-        except InputError:  # no run is chosen, or it was deleted elsewhere
-            return [gr.update(visible=False), "", ""]
-        question = Markup("<p>{}: {:,.0f} MB with its checkpoints, samples and exports.</p>").format(
-            run.path.name, run_table.size(run) / 1e6
-        )
-        return [gr.update(visible=True), question, run.path.name]
-
-    return handle
-
-
-def _comparer(studio: Studio) -> Callable[[list[str]], list[Any]]:
-    def handle(names: list[str]) -> list[Any]:
-        try:
-            followers = [studio.follower(studio.run(name)) for name in names[:MOST_COMPARED]]
-            for follower in followers:
-                follower.view()
+            follower = studio.follower(studio.run(name))
+            follower.view()
         except (InputError, OSError) as error:
-            return [gr.skip(), alert(explained(error))]
-        chart = charts.chart_json("Loss, smoothed", run_table.overlaid(followers))
-        if len(followers) < 2:
-            return [chart, Markup("<p>Choose at least two runs.</p>")]
-        head = [follower.run.path.name for follower in followers]
-        settings = table(
-            ("Setting", *head), ((name, *values) for name, values in run_table.differing(followers).items())
-        )
-        return [chart, settings + _samples(studio, followers)]
-
-    return handle
-
-
-def _samples(studio: Studio, followers: Sequence[Follower]) -> Markup:
+            problems.append(explained(error))
+        else:
+            followers.append(follower)
+    if len(followers) > MOST_COMPARED:
+        problems.append(f"{MOST_COMPARED} runs can be compared at once; the others are left out.")
+        followers = followers[:MOST_COMPARED]
     views = [follower.view() for follower in followers]
-    rows = []
-    for prompt, samples in run_table.same_prompts(views).items():
-        cells = [
-            parts.sample(studio, view.path, sample, follower.config) if sample else Markup()
-            for follower, view, sample in zip(followers, views, samples, strict=True)
-        ]
-        rows.append((prompt, cells))
-    return parts.matrix([follower.run.path.name for follower in followers], rows) if rows else Markup()
+    key = repr([problems, [(view.path.name, view.state, view.curves, len(view.samples)) for view in views]])
+    return {"key": key} if key == known else {"key": key, "problems": problems} | _compared(studio, followers, views)
+
+
+def _compared(studio: Studio, followers: list[Follower], views: list[RunView]) -> dict[str, Any]:
+    labels = run_comparison.labels({view.path.name: title(view.path.name) for view in views})
+    configs = [follower.config for follower in followers]
+    pairs = run_comparison.same_prompts(views, configs)
+    return {
+        "runs": [
+            {"name": name, "label": label, **asdict(run_comparison.result(follower))}
+            for (name, label), follower in zip(labels.items(), followers, strict=True)
+        ],
+        "chart": charts.chart_json("Loss, smoothed", run_comparison.overlaid(followers, list(labels.values()))),
+        "settings": [asdict(setting) for setting in run_comparison.differing(configs)],
+        "samples": [
+            {
+                "prompt": prompt,
+                "cells": [_cell(studio, view, sample) for view, sample in zip(views, samples, strict=True)],
+            }
+            for prompt, samples in pairs.items()
+        ],
+    }
+
+
+def _cell(studio: Studio, view: RunView, sample: SampleEvent | None) -> dict[str, Any] | None:
+    if sample is None:
+        return None
+    facts: dict[str, Any] = {"step": sample.step, "prompt": sample.prompt}
+    if sample.is_text:
+        return facts | {"text": sample.text}
+    try:
+        file = RunDir(view.path).own_file(sample.path)
+        small, full = (_address(studio.thumbnails.of(file, side)) for side in (2 * SMALL, FULL))
+    except (InputError, OSError, ValueError) as error:
+        return facts | {"problem": str(error)}
+    return facts | {"small": small, "full": full}
+
+
+def _address(file: Path) -> str:
+    return f"/gradio_api/file={file}"

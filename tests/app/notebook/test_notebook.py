@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from tests.runs import awaited, make_pictures, run_config, write_preset
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigError
 from trainer.run import process
+from trainer.run.colors import MEMORY_KINDS
 from trainer.run.events import (
     AnyEvent,
     ErrorEvent,
@@ -335,3 +337,23 @@ def test_a_plan_shows_what_each_gpu_holds_and_what_would_make_it_fit():
     assert 'data-verdict="does not fit"' in shown
     assert "<li>fits with parallel.cpu_offload=true: " in shown
     assert "fits with" not in notebook.plan(config, "8x80gb")._repr_html_()
+
+
+def test_a_part_of_the_memory_has_the_same_colour_in_every_plan():
+    colors: dict[str, set[str]] = {}
+    for preset, machine in (("flux2-dev-lora-4gpu", "8x80gb"), ("qwen3-8b-qlora-1x24gb", "1x24gb")):
+        page = notebook.plan(notebook.config(preset), machine)._repr_html_()
+        for color, part in re.findall(r'<li title="[^"]*"><i style="background:var\(--(\w+)\)"></i>([a-z ]+) ', page):
+            colors.setdefault(part, set()).add(color)
+    assert colors == {part: {html.memory_kind(part)} for part in colors}
+    assert {"weights", "activations", "reserve"} <= set(colors)
+    assert set.union(*colors.values()) <= set(MEMORY_KINDS)
+
+
+def test_a_sample_whose_file_is_gone_is_a_small_mark(runs: Path, shown: Shown):
+    run = recorded(runs, "one")
+    for file in run.samples.glob("*.png"):
+        file.unlink()
+    Dashboard(run, "one")._ipython_display_()
+    page = shown.outputs[0]["text/html"]
+    assert page.count(">missing</span>") == 4

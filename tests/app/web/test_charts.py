@@ -209,6 +209,16 @@ def test_smoothing_and_axis_are_chosen_once_for_all_charts_and_remembered(sheet:
     assert (readout(loss)[0], readout(loss)[2]) == ("minute 0.07 (step 2)", expected)
 
 
+def test_runs_that_are_compared_have_the_smoothing_of_their_length_until_one_is_chosen(sheet: Page):
+    lines = [Line("short", [(1, 3.0), (2, 1.0)], "smoothed", 0.5), Line("long", [(1, 3.0), (2, 1.0)], "smoothed", 0.99)]
+    [compared] = mount(sheet, chart_json("Loss, smoothed", lines))
+    assert compared.locator(".smoothing b").text_content() == "by run"
+    assert readout(compared)[1:] == [f"short {smoothed([3, 1], 0.5)[1]:.4g}", f"long {smoothed([3, 1], 0.99)[1]:.4g}"]
+    compared.locator(".smoothing input").fill("0")
+    sheet.evaluate(DRAWN)
+    assert readout(compared)[1:] == ["short 1", "long 1"]
+
+
 def test_the_last_label_is_whole_and_a_logarithmic_axis_has_marks_within_a_decade(sheet: Page):
     texts = """value => { const found = [], own = CanvasRenderingContext2D.prototype.fillText;
       CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {

@@ -23,8 +23,11 @@ from app import run_table as all_runs
 from app.captions import Captions, Card
 from app.form import Draft
 from app.studio import Studio
-from app.web.pages import export, queue, runs, samples, watch
+from app.web.answers import Calls
+from app.web.pages import files, queue, runs, samples
+from app.web.pages import run as watch
 from app.web.pages.renew import SKIP, Lazy
+from trainer.config.errors import InputError
 from trainer.config.load import ConfigError, load_config_text
 from trainer.launcher.queue import Entry, Queue
 from trainer.run.events import EventWriter, ExportEvent, RankLine, SampleEvent, StatusEvent, StepEvent
@@ -217,15 +220,17 @@ def shown(results: Any) -> str:
 def answers(studio: Studio) -> dict[str, str]:
     """What the page shows in all places, by place."""
     found = {
-        "runs": shown(runs._shower(studio)(None, [])),
+        "runs": json.dumps(runs.calls(studio)["runs_list"]()),
         "queue": shown(queue._shown(studio, None)),
         "names": " ".join(run.path.name for run in studio.find_runs()),
         "presets": " ".join(studio.presets()),
     }
     for name in ("good", "harmed"):
         found[f"watch {name}"] = watched(studio, name)
-        found[f"samples {name}"] = shown(samples._shower(studio)(name, None))
-        found[f"exports {name}"] = shown(export._shower(studio)(name, None, None, None))
+        found[f"samples {name}"] = asked(samples.calls(studio), "samples_list", name=name)
+        cells = [samples.Cell(0, f"a boat of {name}", step) for step in (1, 2)]
+        found[f"images {name}"] = asked(samples.calls(studio), "samples_images", name=name, cells=cells)
+        found[f"exports {name}"] = asked(files.calls(studio), "files_list", name=name)
     draft, said = studio.draft(), studio.draft_problem
     found["draft"] = f"{draft.values} {said}"
     captions = Captions(studio.runs / "drafts" / "captions.jsonl")
@@ -240,6 +245,14 @@ def answers(studio: Studio) -> dict[str, str]:
     return found
 
 
+def asked(calls: Calls, function: str, **values: Any) -> str:
+    """What a script of the page is answered, as text."""
+    try:
+        return str(calls[function](**values))
+    except (InputError, OSError) as error:
+        return monitor.explained(error)
+
+
 def _checked_preset(studio: Studio) -> Any:
     return form.check(Draft(studio.preset("harmed-preset"))).config.name
 
@@ -247,7 +260,7 @@ def _checked_preset(studio: Studio) -> Any:
 def untouched(found: Mapping[str, str]) -> list[str]:
     """What is not said any more of the things that nothing happened to."""
     wanted = {
-        "runs": ["good</th><td>finished", "harmed"],
+        "runs": ['"name": "good", "state": "finished"', "harmed"],
         "queue": ["good-taken", "good-waits"],
         "names": ["good", "harmed"],
         "presets": ["good-preset", "harmed-preset", "quickstart"],
@@ -262,8 +275,8 @@ def untouched(found: Mapping[str, str]) -> list[str]:
 def watched(studio: Studio, name: str) -> str:
     """What the page Monitor shows of a run."""
     part: Any = SimpleNamespace(input=None)
-    page = watch.WatchPage(studio, *[part] * 4, dict.fromkeys(monitor.CHARTS, part), *[part] * 7, buttons={})
-    return shown(watch.tick(page).handle(name, "step", False, "torchrun", "all"))
+    page = watch.WatchPage(studio, *[part] * 4, dict.fromkeys(monitor.CHARTS, part), *[part] * 5, buttons={})
+    return shown(watch.tick(page).handle(name, "torchrun", "all"))
 
 
 @pytest.mark.parametrize("file", FILES)

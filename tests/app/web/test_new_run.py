@@ -1,252 +1,518 @@
-"""The handlers of the Train page as a browser asks them, also when its requests overtake the answers."""
+"""The functions that the script of the screen New run calls, as a browser calls them."""
 
 from __future__ import annotations
 
-import gc
+import json
 import re
+import resource
+import threading
 import time
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import gradio as gr
 import pytest
 
-from app import form
+from app import form_answers, scans
 from app.form import Draft
-from app.plan_preview import THIS_MACHINE
 from app.studio import Studio
-from app.web.pages import train
-from app.web.pages.train import TrainPage
+from app.web.answers import server_functions
+from app.web.pages import new_run
+from tests.app.browser import recorded
 from tests.runs import make_pictures, write_preset
+from trainer.run.events import ErrorEvent, StatusEvent
 
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # gradio's event loops
-
-
-SCHNELL = "flux1-schnell-lora-1gpu"
+TEXT = "qwen3-8b-qlora-1x24gb"
 RECORDED_WITHIN_S = 240
 PREFLIGHT_S = 0.1
-"""Measured by `make bench`; here only what is far beyond fails."""
+"""Measured by `make bench`; only a time far above it fails here."""
 
 
-class Shown:
-    """What a browser shows of the page."""
+class Window:
+    """A window of the page: calls functions and keeps the last state."""
 
-    def __init__(self, page: TrainPage) -> None:
-        self.page = page
-        self.token, self.preset, self.wants_all, self.refreshes, self.target = "", "quickstart", False, 0, THIS_MACHINE
-        self.plan, self.fixes, self.can_record, self.can_verify = "", [], False, False
-        self.values = {name: component.value for name, component in page.inputs.items()}
-        self.visible = {name for name, component in page.inputs.items() if component.visible}
+    def __init__(self, studio: Studio) -> None:
+        self._functions = {function.__name__: function for function in server_functions([new_run.calls(studio)])}
+        self.state: dict[str, Any] = {}
 
-    def ask(self) -> list[Any]:
-        return train.on_edit(self.page)(*self.sent)
+    def ask(self, name: str, /, **values: Any) -> dict[str, Any]:
+        """Return the answer as it travels: {"value": ...} or {"error": ...}."""
+        return json.loads(json.dumps(self._functions[f"new_{name}"](values), allow_nan=False))
 
-    @property
-    def sent(self) -> list[Any]:
-        return [self.token, self.preset, self.wants_all, self.refreshes, self.target, *self.values.values()]
+    def call(self, name: str, /, **values: Any) -> Any:
+        """Return the value of the answer."""
+        answer = self.ask(name, **values)
+        assert "error" not in answer, answer["error"]
+        if isinstance(answer["value"], dict) and "key" in answer["value"]:
+            self.state = answer["value"]
+        return answer["value"]
 
-    def take(self, answer: list[Any]) -> None:
-        self.token = answer[0]
-        at = self.page.outputs.index
-        self.preset = answer[at(self.page.preset)].get("value", self.preset)
-        self.plan, self.can_record = answer[at(self.page.plan.bar)], answer[at(self.page.plan.record)]["visible"]
-        self.can_verify = answer[at(self.page.plan.verify)]["visible"]
-        updates = [answer[at(fix)] for fix in self.page.plan.fixes]
-        self.fixes = [update["value"] for update in updates if update["visible"]]
-        for name, update in zip(self.values, answer[-len(self.values) :], strict=True):
-            self.values[name] = update.get("value", self.values[name])
-            if "visible" in update:
-                (self.visible.add if update["visible"] else self.visible.discard)(name)
+    def refused(self, name: str, /, **values: Any) -> str:
+        """Return the sentence that a call is refused with."""
+        return self.ask(name, **values)["error"]
+
+    def type(self, field: str, value: str | bool, **values: Any) -> None:
+        self.call("edit", edits={field: value}, **values)
+
+    def value(self, field: str) -> str | bool:
+        return self.state["rows"][field]["value"]
+
+    def errors(self) -> dict[str, str]:
+        return {error["field"]: error["text"] for error in self.state["errors"]}
+
+    def read(self) -> dict[str, Any]:
+        """Look until the images are read."""
+        return self.until(lambda state: not state["waiting"])
+
+    def until(self, is_so: Callable[[dict[str, Any]], bool], timeout_s: float = 20) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        while not is_so(self.call("state")):
+            assert time.monotonic() < deadline, self.state
+            time.sleep(0.02)
+        return self.state
 
 
 @pytest.fixture
 def studio(tmp_path: Path) -> Studio:
     folder = make_pictures(tmp_path / "pictures", count=2)
     studio = Studio(tmp_path / "runs")
+    studio.prepare()
     write_preset(studio.runs / "presets" / "own.yaml", folder)
     return studio
 
 
 @pytest.fixture
-def browser(studio: Studio) -> Iterator[Shown]:
-    with gr.Blocks(analytics_enabled=False):
-        shown = Shown(train.build(studio))
-    shown.take(train.on_open(shown.page))
-    yield shown
-    gc.collect()
+def window(studio: Studio) -> Window:
+    window = Window(studio)
+    window.call("state")
+    return window
 
 
-def test_the_page_says_beside_start_what_to_know_before_a_distilled_model_is_trained() -> None:
-    presets = Path(__file__).parents[3] / "presets"
-    shown = {
-        name: train._problems(form.check(Draft(presets / f"{name}.yaml")), "") for name in ("sdxl-lora-1gpu", SCHNELL)
-    }
-    assert shown["sdxl-lora-1gpu"] == '<p role="status">Ready to start.</p>'
-    assert "the model was distilled to draw in 4 steps without guidance" in shown[SCHNELL]
+def test_a_window_that_shows_the_state_is_answered_with_nothing(window: Window):
+    window.read()
+    key = window.state["key"]
+    assert window.ask("state", known=key) == {"value": None}
+    window.type("train.steps", "7")
+    assert window.ask("state", known=key)["value"]["key"] == window.state["key"] != key
 
 
-def test_a_chosen_preset_fills_the_inputs(browser: Shown, studio: Studio):
-    browser.preset = "own"
-    browser.take(browser.ask())
-    assert browser.values["data.path"].endswith("pictures")
-    assert browser.values["train.steps"] == "20"
+def test_a_chosen_preset_fills_the_inputs(window: Window, studio: Studio):
+    window.call("preset", name="own")
+    assert window.value("data.path").endswith("pictures")
+    assert (window.value("train.steps"), window.state["preset"]) == ("20", "own")
     assert studio.draft() == Draft(studio.preset("own"))
 
 
-def test_all_settings_are_shown_when_they_are_wanted_and_no_longer_when_not(browser: Shown):
-    in_front = set(browser.visible)
-    assert "train.steps" in in_front
-    browser.wants_all = True
-    browser.take(browser.ask())
-    assert browser.visible > in_front | {"parallel.max_restarts", "cluster.slurm"}
-    browser.wants_all = False
-    browser.take(browser.ask())
-    assert browser.visible == in_front
+def test_every_setting_has_a_row_a_group_and_words(window: Window):
+    facts = new_run.facts()
+    assert set(window.state["rows"]) == set(facts["fields"])
+    assert {field["group"] for field in facts["fields"].values()} == set(facts["groups"])
+    assert window.state["rows"]["adapter.block_size"]["hidden"]
+    assert "hidden" not in window.state["rows"]["parallel.max_restarts"]
 
 
-def test_what_is_typed_before_the_answer_to_a_preset_is_all_that_differs_from_it(browser: Shown, studio: Studio):
-    browser.preset = "own"
-    late = browser.ask()
-    browser.values["train.steps"] = "57"
-    overtaking = browser.ask()
-    browser.take(late)
-    browser.take(overtaking)
-    assert studio.draft() == Draft(studio.preset("own"), {"train.steps": 57})
-    assert browser.values["data.path"].endswith("pictures")
+def test_a_value_typed_back_is_kept_while_two_other_fields_are_wrong(window: Window, studio: Studio):
+    """Two problems of different kinds: neither makes another field forget what was typed."""
+    window.type("data.trigger", "")
+    window.type("sample.size", "abc")
+    assert set(window.errors()) == {"sample.prompts", "sample.size"}
+    window.type("train.batch_size", "8")
+    assert {"field": "train.batch_size", "label": "Samples per step", "old": "16", "new": "8"} in window.state[
+        "changes"
+    ]
+    window.type("train.batch_size", "16")
+    assert window.value("train.batch_size") == "16"
+    assert json.loads((studio.runs / "drafts" / "draft.json").read_text())["values"]["train.batch_size"] == 16
+    assert "train.batch_size" not in [change["field"] for change in window.state["changes"]]
+    window.call("edit", edits={"data.trigger": "sks", "sample.size": "[64, 64]"})
+    assert (window.value("train.batch_size"), window.errors()) == ("16", {})
+    assert "batch_size: 16" in window.state["yaml"]
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_what_is_shown_is_what_would_be_started_in_whatever_order_answers_come(
-    browser: Shown, studio: Studio, order: tuple[int, int]
-):
-    browser.preset = "own"
-    answers = [browser.ask(), browser.ask()]  # gradio tells of one choice twice
-    for index in order:
-        browser.take(answers[index])
-    browser.values["train.steps"] = "7"
-    browser.take(browser.ask())
-    assert studio.draft() == Draft(studio.preset("own"), {"train.steps": 7})
+def test_what_start_uses_is_what_is_shown(window: Window, studio: Studio):
+    window.call("preset", name="own")
+    window.call("edit", edits={"train.steps": "3", "name": "mine"})
+    assert window.read()["ready"]
+    queued = window.call("enqueue", gpus=[])
+    assert queued == "mine waits in the queue as number 1."
+    [entry] = studio.queue.waiting()
+    assert "steps: 3" in entry.config and "name: mine" in entry.config
 
 
-def test_a_look_before_the_first_answer_is_at_the_kept_draft(browser: Shown, studio: Studio):
-    kept = Draft(studio.preset("own"), {"train.steps": 9})
-    studio.save_draft(kept)
-    fresh = Shown(browser.page)  # gradio tells of the choice of a tab while the page is opened
-    fresh.take(fresh.ask())
-    assert (fresh.preset, fresh.values["train.steps"]) == ("own", "9")
-    assert studio.draft() == kept
+def test_an_error_that_another_field_caused_goes_with_its_cause(window: Window):
+    window.type("train.steps", "6")
+    assert "must be less than train.steps 6" in window.errors()["optim.warmup"]
+    window.type("train.steps", "60")
+    assert window.errors() == {}
+    assert "error" not in window.state["rows"]["optim.warmup"]
 
 
-def test_after_a_restart_of_the_page_a_browser_goes_on_with_what_it_shows(browser: Shown, studio: Studio):
-    browser.preset = "own"
-    browser.take(browser.ask())
-    with gr.Blocks(analytics_enabled=False):
-        browser.page = train.build(studio)
-    browser.values["train.steps"] = "33"
-    browser.take(browser.ask())
+def test_a_wrong_value_names_its_row_and_keeps_start_from_starting(window: Window):
+    window.type("train.steps", "many")
+    assert window.state["errors"] == [
+        {"field": "train.steps", "label": "Steps", "text": "needs a whole number, not 'many'"}
+    ]
+    assert (window.value("train.steps"), window.state["ready"]) == ("many", False)
+    assert "train.steps: needs a whole number" in window.refused("start")
+
+
+def test_after_a_restart_of_the_page_a_window_goes_on_with_what_it_shows(window: Window, studio: Studio):
+    window.call("preset", name="own")
+    again = Window(Studio(studio.runs))
+    again.type("train.steps", "33")
     assert studio.draft() == Draft(studio.preset("own"), {"train.steps": 33})
+    assert window.call("state")["key"] == again.state["key"]
 
 
-def test_advice_on_what_is_typed_stands_under_the_status(browser: Shown):
-    browser.values |= {"adapter.type": "loha", "optim.lr": "2e-4"}
-    said = browser.ask()[browser.page.outputs.index(browser.page.problems)]
-    assert said.endswith(
-        '</p><div class="slow"><p class="sentence">optim.lr: 0.0002 is a usual learning rate for lora, but loha '
-        "learns about ten times more slowly with it; try 10 times as much.</p></div>"
-    )
+def test_advice_and_warnings_do_not_keep_start_from_starting(window: Window):
+    window.call("edit", edits={"adapter.type": "loha", "optim.lr": "2e-4"})
+    assert window.read()["ready"]
+    assert window.state["warnings"] == [
+        "optim.lr: 0.0002 is a usual learning rate for lora, but loha learns about ten times more slowly with it; "
+        "try 10 times as much"
+    ]
+    window.call("preset", name="flux1-schnell-lora-1gpu")
+    assert "the model was distilled to draw in 4 steps without guidance" in window.state["warnings"][0]
 
 
-def test_images_are_read_again_when_the_page_is_come_back_to(browser: Shown, studio: Studio, tmp_path: Path):
-    def told() -> str:
-        for _ in range(100):
-            answer = browser.ask()
-            browser.take(answer)
-            text = str(answer[browser.page.outputs.index(browser.page.problems)])
-            if "Reading the images" not in text:
-                return text
-        raise AssertionError(text)
-
-    browser.preset = "own"
-    assert "Ready" in told()
-    (tmp_path / "pictures" / "broken.png").write_bytes(b"no picture")
-    assert "Ready" in told()
-    browser.refreshes += 1
-    assert "broken.png" in told()
+def test_a_model_that_is_not_here_is_an_error_before_start(window: Window):
+    window.call("preset", name="flux2-dev-lora-4gpu")
+    assert "download" in window.errors()["model.path"].lower()
+    assert not window.state["ready"]
 
 
-def test_a_preset_that_is_gone_is_told(browser: Shown, studio: Studio):
-    browser.preset = "own"
-    browser.take(browser.ask())
+def test_images_are_read_again_when_that_is_asked_for(window: Window, tmp_path: Path):
+    window.call("preset", name="own")
+    assert window.read()["data"]["num_images"] == 2
+    (tmp_path / "pictures" / "broken.png").write_bytes(b"no image")
+    assert window.read()["ready"]
+    window.call("read_again")
+    assert "broken.png" in window.until(lambda state: bool(state["errors"]))["errors"][0]["text"]
+    assert "broken.png" in window.state["data"]["problems"][0]
+
+
+@pytest.fixture
+def opened_folders() -> Iterator[list[str]]:
+    """The folders that this process lists meanwhile."""
+    import sys
+
+    found: list[str] = []
+    is_over = False
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("os.scandir", "os.listdir") and not is_over:
+            found.append(str(arguments[0]))
+
+    sys.addaudithook(hook)
+    yield found
+    is_over = True
+
+
+def test_a_path_that_is_being_typed_is_not_read(window: Window, tmp_path: Path, opened_folders: list[str]):
+    (tmp_path / "pictures" / "below").mkdir()
+    window.type("data.path", str(tmp_path / "pictures"), typing=True)
+    assert window.state["waiting"] == "The folder is read when you leave its field."
+    assert (window.state["data"], window.state["ready"]) == (None, False)
+    window.call("state", typing=True)  # what an open window asks every two seconds
+    time.sleep(2 * scans.PATIENCE_S)
+    assert [folder for folder in opened_folders if folder.startswith(str(tmp_path / "pictures"))] == []
+    window.type("data.path", str(tmp_path / "pictures"))
+    window.read()
+    assert str(tmp_path / "pictures") in opened_folders
+
+
+def test_another_preset_takes_what_belongs_to_the_user_along(window: Window, tmp_path: Path):
+    edits = {"data.path": str(tmp_path / "pictures"), "data.trigger": "sks", "name": "fox", "optim.lr": "1e-3"}
+    window.call("edit", edits=edits | {"sample.prompts": "a fox"})
+    answer = window.call("preset", name="sdxl-lora-1gpu")
+    assert answer["left"] == ["Learning rate"]
+    assert (window.value("data.trigger"), window.value("name"), window.value("sample.prompts")) == (
+        "sks", "fox", "a fox"
+    )  # fmt: skip
+    assert window.value("data.path") == str(tmp_path / "pictures")
+    window.call("edit", edits={"data.trigger": "later", "train.steps": "9"})
+    window.call("restore", **answer["undo"])
+    assert (window.state["preset"], window.value("optim.lr")) == ("quickstart", "0.001")
+    assert (window.value("data.trigger"), window.value("train.steps")) == ("later", "100")
+
+
+def test_an_edit_that_the_other_model_does_not_take_is_named_before_anything_changes(window: Window, studio: Studio):
+    window.call("edit", edits={"data.resolution": "48", "name": "fox", "optim.lr": "1e-3"})
+    before = studio.draft()
+    assert window.call("preset", name=TEXT) == {"refused": {"Resolution": "this model does not read it"}}
+    assert studio.draft() == before
+    answer = window.call("preset", name=TEXT, is_forced=True)
+    assert (answer["left"], studio.draft().values) == (["Learning rate", "Resolution"], {"name": "fox"})
+    window.call("restore", **answer["undo"])
+    assert studio.draft() == before
+
+
+def test_a_preset_that_is_gone_is_named(window: Window, studio: Studio):
+    window.call("preset", name="own")
     studio.preset("own").unlink()
-    assert "own" in str(browser.ask())
+    assert "own" in window.call("state")["problem"]
+    assert "own" in window.refused("preset", name="own")
 
 
-def test_the_plan_is_for_the_gpus_that_are_chosen(browser: Shown):
-    browser.preset = "flux2-dev-lora-4gpu"
-    browser.take(browser.ask())
-    assert "No GPU here; it fits 32 GB (RTX 5090) and larger." in browser.plan
-    assert browser.fixes == []
-    browser.target = "24gb"
-    browser.take(browser.ask())
-    assert 'data-verdict="does not fit"' in browser.plan
-    assert len(browser.fixes) == 3
-    assert browser.fixes[0] == "Make it fit: quantize.format=nf4"
+def test_the_plan_is_for_the_gpus_that_are_chosen(window: Window):
+    window.call("preset", name="flux2-dev-lora-4gpu")
+    assert (window.state["plan"]["limit"], window.state["plan"]["fixes"]) == (None, [])
+    assert window.state["plan"]["need"] == sum(size for _, size in window.state["plan"]["kinds"]) > 24 * 2**30
+    window.call("state", target="24gb")
+    assert (window.state["plan"]["verdict"], len(window.state["plan"]["fixes"])) == ("does not fit", 3)
+    assert window.state["plan"]["fixes"][0]["text"] == "quantize.format=nf4"
 
 
-def test_a_way_to_make_the_run_fit_is_taken_over_with_a_click(browser: Shown, studio: Studio):
-    browser.preset, browser.target = "flux2-dev-lora-4gpu", "24gb"
-    browser.take(browser.ask())
-    handler = train.page_handler(browser.page, partial(train._apply_fix, 0))
-    browser.take(handler(*browser.sent))
-    assert browser.values["quantize.format"] == "nf4"
-    assert 'data-verdict="fits"' in browser.plan
-    assert browser.fixes == []
+def test_a_change_that_makes_the_run_fit_is_one_call(window: Window, studio: Studio):
+    window.call("preset", name="flux2-dev-lora-4gpu", target="24gb")
+    window.call("fix", changes=window.state["plan"]["fixes"][0]["changes"], target="24gb")
+    assert (window.state["plan"]["verdict"], window.state["plan"]["fixes"]) == ("fits", [])
     assert studio.draft().values == {"quantize.format": "nf4"}
 
 
-def clicked_and_awaited(browser: Shown, handler: Any, waiting: str) -> None:
-    """Click, see what is said meanwhile, and look until it is no longer said."""
-    browser.take(train.page_handler(browser.page, handler)(*browser.sent))
-    assert waiting in browser.plan
-    assert not browser.can_record
-    assert not browser.can_verify
-    ends = time.monotonic() + RECORDED_WITHIN_S
-    while waiting in browser.plan and time.monotonic() < ends:
-        time.sleep(1)
-        browser.take(browser.ask())
+def test_yaml_becomes_the_draft_and_changed_lines_are_marked(window: Window, studio: Studio):
+    text = window.state["yaml"]
+    window.call("apply_yaml", text=text.replace("steps: 100", "steps: 77"))
+    assert studio.draft().values == {"train.steps": 77}
+    lines = window.state["yaml"].splitlines()
+    assert [lines[number - 1].strip() for number in window.state["marks"]] == ["steps: 77"]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "sentence"),
+    [
+        ("train:\n  steps: 7\n  batch_size: [\n", 4, ""),
+        ("model: {family: flux2}\ntrain:\n  stepz: 7\n", 3, "train.stepz: unknown field; did you mean 'steps'?"),
+        ("\0", 1, ""),
+        ("a: " + "[" * 2000, 1, ""),
+    ],
+)
+def test_wrong_yaml_is_named_with_its_lines_and_changes_nothing(
+    window: Window, studio: Studio, text: str, line: int, sentence: str
+):
+    wrong = window.call("apply_yaml", text=text)["wrong"]
+    assert line in [found["line"] for found in wrong]
+    assert sentence in [found["text"] for found in wrong] if sentence else wrong[0]["text"]
+    assert studio.draft() == Draft(studio.presets()["quickstart"])
+
+
+def test_errors_of_yaml_without_a_line_have_none():
+    text = "drafts/config.yaml:12: a: wrong\nno file at all\nx.yaml:3: b"
+    assert form_answers.by_line(text) == [
+        {"line": 12, "text": "a: wrong"}, {"line": 0, "text": "no file at all"}, {"line": 3, "text": "b"}
+    ]  # fmt: skip
+
+
+def test_a_saved_preset_is_gone_on_with_and_what_is_wrong_stays_typed(window: Window, studio: Studio):
+    window.call("edit", edits={"train.steps": "55", "optim.lr": "fast"})
+    saved = window.call("save_preset", name="mine")["saved"]
+    assert "steps: 55" in Path(saved).read_text()
+    assert (window.state["preset"], window.value("train.steps"), window.value("optim.lr")) == ("mine", "55", "fast")
+    assert [change["label"] for change in window.state["changes"]] == ["Learning rate"]
+    assert "already the name of a preset" in window.refused("save_preset", name="mine")
+
+
+def test_the_settings_of_a_run_come_into_the_form(window: Window, studio: Studio):
+    recorded(studio.runs, "old", train__steps=40)
+    window.call("copy", run="old")
+    window.call("state")
+    assert (window.state["preset"], window.value("train.steps")) == ("old", "40")
+
+
+def test_a_damaged_run_does_not_take_the_place_of_what_was_typed(window: Window, studio: Studio):
+    run = recorded(studio.runs, "old")
+    window.type("train.steps", "7")
+    run.config_file.write_text("train: 5\n")
+    assert "config.yaml:1: train: needs a section" in window.refused("copy", run="old")
+    assert "needs a section" in window.refused("retry", run="old")
+    assert "needs a section" in window.refused("restore", preset="old", values={})
+    assert studio.draft().values == {"train.steps": 7}
+
+
+@pytest.mark.parametrize(
+    ("retry", "said"),
+    [
+        (("train.micro_batch=1", "optim.lr=1e-5"), "The settings of old, with train.micro_batch=1, optim.lr=1e-5."),
+        ((), "The settings of old."),
+    ],
+)
+def test_a_failed_run_is_tried_again_with_what_its_error_suggests(
+    window: Window, studio: Studio, retry: tuple[str, ...], said: str
+):
+    failed = [ErrorEvent(message="m", remedy="r", retry=retry), StatusEvent(state="failed", step=40)]
+    recorded(studio.runs, "old", failed)
+    assert window.call("retry", run="old") == said
+    assert len(studio.draft().values) == len(retry)
+
+
+@pytest.mark.parametrize("retry", ["<b>=1", "train=5", "no override", "train.steps=many", "stages=[]]"])
+def test_a_strangers_suggestion_that_is_none_is_refused(window: Window, studio: Studio, retry: str):
+    failed = [ErrorEvent(message="m", remedy="r", retry=(retry,)), StatusEvent(state="failed", step=40)]
+    recorded(studio.runs, "old", failed)
+    assert "command line: " in window.refused("retry", run="old")
+    assert studio.draft().preset == studio.presets()["quickstart"]
+
+
+def test_a_started_run_is_named_also_when_its_folder_cannot_be_remembered(window: Window, studio: Studio):
+    window.call("preset", name="own")
+    window.read()
+    (studio.runs / "drafts" / "folders.json").mkdir()
+    name = window.call("start")
+    [run] = studio.find_runs()
+    assert run.path.name == name
+    from trainer.run import process
+
+    process.terminate(run)
+
+
+def test_two_windows_that_edit_different_fields_at_once_lose_no_edit(studio: Studio):
+    fields = {"train.steps": 200, "train.seed": 9, "optim.warmup": 3, "sample.every": 25}
+    windows = [threading.Thread(target=type_up_to, args=(Window(studio), *pair)) for pair in fields.items()]
+    for window in windows:
+        window.start()
+    for window in windows:
+        window.join()
+    assert studio.draft().values == fields
+
+
+def type_up_to(window: Window, field: str, last: int, count: int = 4) -> None:
+    for number in range(last - count + 1, last + 1):
+        window.type(field, str(number))
+
+
+def test_a_preset_that_is_chosen_while_somebody_types_loses_no_later_edit(studio: Studio):
+    """Each edit is either made before the choice, and left behind with a word, or stays."""
+    typing, choosing = Window(studio), Window(studio)
+    done: list[int] = []
+
+    def type_steps() -> None:
+        for number in range(48, 60):
+            typing.type("train.seed", str(number))
+            done.append(number)
+
+    thread = threading.Thread(target=type_steps)
+    thread.start()
+    while len(done) < 3:
+        time.sleep(0.005)
+    answer = choosing.call("preset", name="own")
+    thread.join()
+    assert studio.draft() == Draft(studio.preset("own"), {"train.seed": 59})
+    assert answer["left"] == ["Seed"]
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process can grow, as on a full disk."""
+    import signal
+
+    former, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, former)
+
+
+def test_on_a_full_disk_edits_stay_in_memory_and_are_saved_when_there_is_space(window: Window, studio: Studio):
+    file = studio.runs / "drafts" / "draft.json"
+    window.type("train.steps", "7")
+    with full_disk():
+        window.type("train.seed", "9")
+        assert window.state["problem"] == "The form cannot be saved (File too large): free some space."
+        window.type("optim.warmup", "3")
+        assert (window.value("train.seed"), window.value("optim.warmup")) == ("9", "3")
+        assert json.loads(file.read_text())["values"] == {"train.steps": 7}
+    window.type("sample.every", "25")
+    assert window.state["problem"] == ""
+    assert json.loads(file.read_text())["values"] == {
+        "train.steps": 7, "train.seed": 9, "optim.warmup": 3, "sample.every": 25
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("edit", {"edits": {"no.such": "1"}}, "no.such: not a setting of this version; reload the page"),
+        ("edit", {"edits": {"stages": "[]"}}, "stages: not a setting of this version; reload the page"),
+        ("edit", {"edits": {"name": "\ud800"}}, "half a character"),
+        ("restore", {"preset": "../../etc", "values": {}}, "not the name of a run"),
+        ("preset", {"name": "<img src=x onerror=alert(1)>"}, "not the name of a run"),
+        ("preset", {"name": "/etc/passwd"}, "not the name of a run"),
+        ("save_preset", {"name": "../own"}, "'../own' is not"),
+        ("save_preset", {"name": "a" * 5000}, "is not"),
+        ("copy", {"run": ".."}, "'..' is not the name of a run"),
+        ("retry", {"run": "drafts"}, "not a run folder"),
+        ("enqueue", {"gpus": [-1]}, "GPUs: '-1' is not a list of numbers"),
+        ("browse", {"path": "/etc"}, "/etc: outside "),
+        ("browse", {"path": "a\0b"}, "a path cannot hold the character NUL; remove it"),
+    ],
+)
+def test_what_no_window_of_the_page_sends_is_refused_and_changes_nothing(
+    window: Window, studio: Studio, name: str, values: dict[str, Any], said: str
+):
+    before = studio.draft()
+    assert said in window.refused(name, **values)
+    assert studio.draft() == before
+    assert not (studio.runs / "own.yaml").exists()
+
+
+def test_whatever_is_typed_as_a_path_is_named_at_its_row_and_the_form_goes_on(window: Window):
+    fields = {"data.path", "model.path", "model.base", "adapter.start", "data.masks"}
+    for text in ("y" * 5000, "x" * 300, "a\0b", "~nobody/x", "/root/\x01"):
+        window.call("edit", edits=dict.fromkeys(fields, text))
+        assert {field for field in fields if window.value(field) != text} == set()
+        assert fields - set(window.errors()) in (set(), {"model.path"}), text[:9]  # model.base takes its place
+    window.call("edit", edits=dict.fromkeys(fields, "") | {"model.path": "y" * 5000, "train.steps": "7"})
+    assert "no file or folder 'yyy" in window.errors()["model.path"]
+    assert window.value("train.steps") == "7"
+
+
+def test_values_that_no_window_sends_back_are_wrong_values_and_no_more(window: Window):
+    values = {"train.steps": {"a": [1]}, "name": [[[]]], "zzz": 1, "optim.lr": 1e999, "data.path": None}
+    window._functions["new_restore"]({"preset": "quickstart", "values": values})
+    window.call("state")
+    assert {"train.steps", "name", "optim.lr"} <= set(window.errors())
+    assert "zzz" not in window.state["rows"]
+
+
+def test_the_models_are_offered_with_their_presets(window: Window):
+    found = window.call("models")
+    demo = next(model for model in found if model["path"] == "demo" and model["family"] == "flux2")
+    assert demo["image"].startswith("/gradio_api/file=")
+    assert {"quickstart"} <= {preset["name"] for preset in demo["presets"]}
+    known = [model for model in found if model["is_known"] and not model["is_built_in"]]
+    assert known and all(model["bytes"] and model["download"] for model in known)
+
+
+def test_images_of_the_draft_are_shown_as_thumbnails(window: Window, studio: Studio):
+    window.call("preset", name="own")
+    window.read()
+    shown = window.call("thumbnails")
+    assert [image["name"] for image in shown] == ["00.png", "01.png"]
+    for image in shown:
+        assert Path(image["src"].removeprefix("/gradio_api/file=")).parent == studio.thumbnails.folder
 
 
 @pytest.mark.slow
-def test_a_model_that_was_not_recorded_is_recorded_with_a_click(browser: Shown, studio: Studio):
-    browser.preset = "own"
-    browser.take(browser.ask())
-    assert "No recording of" in browser.plan
-    assert browser.can_record
-    clicked_and_awaited(browser, train._record, "Recording ")
-    assert "GiB on each GPU" in browser.plan
+@pytest.mark.parametrize(("name", "preset"), [("record", "own"), ("verify", "quickstart")])
+def test_a_model_is_recorded_and_a_plan_verified_with_a_click(window: Window, name: str, preset: str):
+    window.call("preset", name=preset)
+    assert window.state["plan"][f"can_{name}"]
+    window.call(name)
+    assert window.state["plan"]["is_waiting"]
+    assert not window.state["plan"][f"can_{name}"]
+    plan = window.until(lambda state: not state["plan"]["is_waiting"], RECORDED_WITHIN_S)["plan"]
+    assert plan["need"] > 0
+    if name == "verify":
+        said = re.search(r"planned 0\.06 \(([+-][\d.]+)%\)", plan["checked"])
+        assert said is not None and abs(float(said[1])) < 1
 
 
-@pytest.mark.slow
-def test_a_plan_is_compared_with_a_trace_with_a_click(browser: Shown):
-    browser.preset = "quickstart"
-    browser.take(browser.ask())
-    assert browser.can_verify
-    clicked_and_awaited(browser, train._verify, "Tracing the whole model, block by block.")
-    said = re.search(
-        r"Training traced, block by block: 0\.06 GiB of tensors; planned 0\.06 \(([+-][\d.]+)%\)", browser.plan
-    )
-    assert said is not None
-    assert abs(float(said[1])) < 1
-    assert not browser.can_verify
-
-
-def test_a_plan_with_its_ways_is_there_while_somebody_types(browser: Shown, studio: Studio):
-    browser.preset, browser.target = "flux2-dev-lora-4gpu", "24gb"
-    browser.take(browser.ask())
-    checked = form.check(studio.draft())
-    began = time.perf_counter()
-    for _ in range(5):
-        studio.plan(checked, "24gb")
-    assert (time.perf_counter() - began) / 5 < 3 * PREFLIGHT_S
+def test_an_edit_of_a_large_model_is_answered_while_somebody_types(window: Window):
+    window.call("preset", name="flux2-dev-lora-4gpu", target="24gb")
+    began = time.process_time()
+    for number in range(5):
+        window.type("train.seed", str(number), target="24gb")
+    assert (time.process_time() - began) / 5 < 5 * PREFLIGHT_S

@@ -7,15 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
-from playwright.sync_api import Browser
 
-from tests.app.browser import ROOT, Server, opened, recorded, serving, watch
+from tests.app.browser import ROOT, Server, recorded, serving
 
 USER, PASSWORD = "ada", "long enough"
 
@@ -35,14 +36,118 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-WAYS = ("queue/join", "run/predict")
-"""Addresses handlers are asked at; the page uses the second."""
+CALL = "component_server/"
+WAYS = (CALL, "queue/join", "run/predict")
+"""Addresses that gradio has for functions; the page uses the first."""
 
 
-def ask(client: httpx.Client, way: str, **options) -> httpx.Response:
-    """Ask for the first handler of the page by its number, as nobody but the page's script should."""
-    body = {"data": [None], "fn_index": 0, "session_hash": "guessed"}
-    return client.post(f"/gradio_api/{way}", json=body, **options)
+def ask(client: httpx.Client, way: str = CALL, name: str = "live", data: Any = None, **options: Any) -> httpx.Response:
+    """Ask for a function as the page's script does, or at the addresses that it does not use."""
+    body = {"data": data or {}, "fn_index": 0, "component_id": COMPONENT, "fn_name": name, "session_hash": "guessed"}
+    return client.post(f"/gradio_api/{way}", json=body | options.pop("body", {}), **options)
+
+
+COMPONENT = 1
+"""The number of the page's only component."""
+ALONE = {"connection": "close"}
+"""Of a request whose answer may be a fault of gradio, after which uvicorn closes the connection."""
+
+
+def refused(client: httpx.Client, name: str, /, **values: Any) -> str:
+    """The sentence with which a function refuses what it is asked for."""
+    answer = ask(client, name=name, data=values)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["error"]
+
+
+def test_the_page_is_one_component_whose_functions_answer_its_owner(client: httpx.Client):
+    [component] = [found for found in client.get("/config").json()["components"] if found["type"] == "html"]
+    assert (component["id"], component["props"]["elem_id"]) == (COMPONENT, "studio")
+    assert set(ask(client).json()["value"]) >= {"runs", "ended", "num_waiting"}
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_gradios_other_ways_to_a_function_lead_nowhere(client: httpx.Client, way: str):
+    answer = ask(client, way)
+    assert answer.status_code >= 400 or "error" in answer.text.lower()
+
+
+OTHERS = "preprocess postprocess get_config __class__ __init__ unrender load start calls nothing _answering new_run"
+
+
+@pytest.mark.parametrize("name", ["", *OTHERS.split(), "new_record.__globals__", "live.__wrapped__", "../live"])
+def test_nothing_but_the_exported_functions_can_be_called(client: httpx.Client, name: str):
+    assert ask(client, name=name).status_code == 404
+
+
+@pytest.mark.parametrize("body", [{"component_id": 0}, {"component_id": 99}, {"component_id": "x"}, {"data": "x" * 9}])
+def test_no_other_component_has_functions(client: httpx.Client, body: dict[str, Any]):
+    answer = ask(client, body=body, name="new_edit", headers=ALONE)
+    assert answer.status_code >= 400 or "error" in answer.json()
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("new_copy", {"run": "../../etc"}, "'../../etc' is not the name of a run"),
+        ("new_retry", {"run": "drafts"}, "not a run folder"),
+        ("new_preset", {"name": "/etc/passwd"}, "'/etc/passwd' is not the name of a run"),
+        ("new_preset", {"name": "<img src=x>"}, "is not the name of a run"),
+        ("new_restore", {"preset": "..", "values": {}}, "'..' is not the name of a run"),
+        ("new_save_preset", {"name": "../../probed"}, "'../../probed' is not"),
+        ("new_browse", {"path": "/etc"}, "/etc: outside "),
+        ("new_browse", {"path": "~/../etc"}, "outside "),
+        ("new_browse", {"path": "/proc/self/root/etc"}, "outside "),
+        ("new_edit", {"edits": {"no.field": "1"}}, "no.field: not a setting of this version; reload the page"),
+        ("new_edit", {"edits": {"train.steps": 5}}, "Input should be a valid string"),
+        ("new_edit", {"edits": "all"}, "Input should be a valid dictionary"),
+        ("new_edit", {"edits": {}, "studio": 1}, "studio: Unexpected keyword argument"),
+        ("new_start", {"config": "x"}, "config: Unexpected keyword argument"),
+        ("new_enqueue", {"gpus": ["0; rm"]}, "Input should be a valid integer"),
+        ("new_glance", {"path": ["/etc"]}, "Input should be a valid string"),
+        ("new_fix", {"changes": {"__class__": 1}}, "__class__: not a setting of this version"),
+    ],
+)
+def test_hostile_arguments_are_refused_with_a_sentence(client: httpx.Client, name: str, values: Any, said: str):
+    assert said in refused(client, name, **values)
+
+
+def test_a_glance_tells_names_and_numbers_and_never_what_is_in_a_file(client: httpx.Client, runs: Path):
+    """It takes any path, as the field of the form does: the owner of the page is the user of this machine."""
+    secret = runs / "drafts" / "secret"
+    found = ask(client, name="new_glance", data={"path": str(secret)}).json()["value"]
+    assert found == {"wrong": f"'{secret}' is a file; name the folder with the images"}
+    assert set(ask(client, name="new_glance", data={"path": "/etc"}).json()["value"]) == {
+        "images",
+        "captions",
+        "folders",
+    }
+
+
+def test_a_hostile_config_is_answered_with_its_lines_and_saved_nowhere_else(client: httpx.Client, runs: Path):
+    before = {file for file in runs.rglob("*") if "config.yaml" in file.name}
+    for text in ("!!python/object/apply:os.system [id]", "a: &a [*a]", "\0", "a: " + "[" * 5000, "name: ../../x\n"):
+        assert ask(client, name="new_apply_yaml", data={"text": text}).json()["value"]["wrong"], text[:20]
+    after = {file for file in runs.rglob("*") if "config.yaml" in file.name}
+    assert after - before <= {runs / "drafts" / "config.yaml"}
+
+
+def test_a_body_that_is_too_long_or_of_unknown_length_is_refused(client: httpx.Client):
+    assert ask(client, name="new_edit", data={"edits": {"name": "x" * 5 * 2**20}}).status_code == 413
+    assert client.post(f"/gradio_api/{CALL}", content=iter([b"{}"])).status_code == 411
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'"x"', b"\xff", b'{"data": {}}', b"[" * 20_000])
+def test_what_is_no_request_for_a_function_is_refused_and_the_page_goes_on(client: httpx.Client, content: bytes):
+    answer = client.post(f"/gradio_api/{CALL}", content=content, headers=ALONE | {"content-type": "application/json"})
+    assert answer.status_code >= 400
+    assert ask(client).status_code == 200
+
+
+def test_a_file_in_a_call_is_not_taken(client: httpx.Client):
+    body = {"component_id": "1", "fn_name": "live", "session_hash": "guessed"}
+    answer = client.post(f"/gradio_api/{CALL}", data=body, files={"data": b"x" * 100})
+    assert answer.json() == {"error": "live: the arguments are not an object; reload the page"}
 
 
 @pytest.mark.parametrize(
@@ -73,14 +178,13 @@ def test_no_file_but_thumbnails_is_served(client: httpx.Client, runs: Path, path
     assert answer.status_code in (400, 403, 404), answer.text
 
 
-def test_a_thumbnail_is_a_picture_and_nothing_else(client: httpx.Client, server: Server, browser: Browser):
-    recorded(server.runs, "shown")
-    with opened(browser, server.url) as page:
-        watch(page, "shown")
-        page.locator("#newest img").first.wait_for()
-        address = page.locator("#newest img").first.get_attribute("src")
-    answer = client.get(address)
+def test_a_thumbnail_is_an_image_and_nothing_else(client: httpx.Client, own_data: Path):
+    deadline = time.monotonic() + 20
+    while not (shown := ask(client, name="new_thumbnails").json()["value"]):
+        assert time.monotonic() < deadline
+    answer = client.get(shown[0]["src"])
     assert (answer.headers["content-type"], answer.headers["x-content-type-options"]) == ("image/webp", "nosniff")
+    assert client.get(f"/gradio_api/file={own_data}/00.png").status_code in (403, 404)
 
 
 @pytest.mark.parametrize("address", ["/gradio_api/file=http://127.0.0.1:1/", "/gradio_api/proxy=http://127.0.0.1:1/x"])
@@ -136,7 +240,7 @@ def test_with_a_password_nothing_is_told_without_it(guarded: Server):
     with httpx.Client(base_url=guarded.origin) as stranger:
         assert "token" not in guarded.url
         assert stranger.get("/").status_code == 401
-        assert [ask(stranger, way).status_code for way in WAYS] == [401, 401]
+        assert {ask(stranger, way).status_code for way in WAYS} == {401}
         assert stranger.get("/config").status_code == 401
         assert stranger.get("/gradio_api/info").status_code == 401
         assert stranger.get(f"/gradio_api/file={guarded.runs}/config.yaml").status_code == 401
@@ -194,7 +298,7 @@ def test_ctrl_c_ends_the_page_at_once_while_a_browser_shows_it(tmp_path: Path):
         assert "Traceback" not in server.log
 
 
-def refused(*options: str, **environment: str) -> tuple[int, str]:
+def not_started(*options: str, **environment: str) -> tuple[int, str]:
     """Exit code and message of a page that does not start."""
     argv = [sys.executable, "launch.py", "--runs", "/nonexistent/runs", *options]
     answer = subprocess.run(
@@ -208,10 +312,10 @@ def test_a_page_that_others_could_open_does_not_start(tmp_path: Path):
     opened.write_text("ada:long enough")
     opened.chmod(0o644)
     needs = "others could start runs here; add --auth-file FILE with one line USER:PASS, or set SHARDSTUDIO_AUTH"
-    assert refused("--host", "0.0.0.0") == (2, f"--host 0.0.0.0: {needs}")
+    assert not_started("--host", "0.0.0.0") == (2, f"--host 0.0.0.0: {needs}")
     asked = f"--auth-file {opened}: others may read it (mode 0644); run chmod 600 {opened}"
-    assert refused("--auth-file", str(opened)) == (2, asked)
-    assert refused("--doctor", "--name", "a.example")[1].endswith("--name goes with the page only; leave it out")
+    assert not_started("--auth-file", str(opened)) == (2, asked)
+    assert not_started("--doctor", "--name", "a.example")[1].endswith("--name goes with the page only; leave it out")
 
 
 def test_the_page_tells_no_secret(client: httpx.Client, server: Server):

@@ -202,3 +202,17 @@ def test_the_command_line_names_a_damaged_file_and_ends_with_code_2(tmp_path: Pa
     (tmp_path / "runs" / "queue" / "settings.json").write_text(content if content != '{"later": 1}' else "null")
     code, said = sentences(["--queue", "--runs", str(tmp_path / "runs")], tmp_path)
     assert code == 2 and "settings.json: damaged (" in said and said.count("\n") == 0, said
+
+
+EDITOR = """
+from pathlib import Path; from app.studio import Studio; import sys
+studio = Studio(Path(sys.argv[1])); field = {"a": "train.seed", "b": "sample.every"}[sys.argv[2]]
+print("ready", flush=True); input()
+for number in range(1, 16): studio.change_draft(lambda draft: draft.typed(field, str(number)))
+"""
+
+
+def test_two_pages_whose_users_edit_different_fields_lose_no_edit(tmp_path: Path):
+    Studio(tmp_path).prepare()
+    two(EDITOR, tmp_path)
+    assert Studio(tmp_path).draft().values == {"train.seed": 15, "sample.every": 15}

@@ -1,0 +1,89 @@
+"""What is done with a run's result: a drawing with it, an upload to the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from app.results import Results
+from app.studio import Studio
+from app.web.answers import Calls
+from app.web.served_files import FULL
+from trainer.config.errors import InputError
+from trainer.launcher import upload
+from trainer.launcher.upload import Upload
+from trainer.run.drawings import Drawing, DrawingRequest
+from trainer.run.folder import RunDir
+
+MOST_DRAWINGS = 12
+
+
+def calls(studio: Studio) -> Calls:
+    """Return the functions of the script."""
+    functions: list[Callable[..., Any]] = [draw, drawings, upload_question, start_upload, upload_state]
+    results = Results()
+    return {f"result_{function.__name__}": partial(function, studio, results) for function in functions}
+
+
+def draw(studio: Studio, results: Results, run: str, prompt: str, seed: int | None = None) -> None:
+    """Start to draw a prompt with and without what the run has trained."""
+    results.draw(studio.run(run), DrawingRequest(prompt, seed))
+
+
+def drawings(studio: Studio, results: Results, run: str) -> dict[str, Any]:
+    """Return the state of the drawing that was started last, and the finished ones."""
+    found = studio.run(run)
+    finished = [_drawing(studio, found, drawing) for drawing in results.drawings(found)[:MOST_DRAWINGS]]
+    config = found.config()
+    return {
+        "state": asdict(results.drawing(found)),
+        "drawings": finished,
+        "seed": config.sample.seed,
+        "prompts": [prompt.replace("[trigger]", config.data.trigger) for prompt in config.sample.prompts],
+    }
+
+
+def _drawing(studio: Studio, run: RunDir, drawing: Drawing) -> dict[str, Any]:
+    texts = {"trained": "", "base": ""}
+    addresses = dict(texts)
+    for name, path in (("trained", drawing.trained), ("base", drawing.base)):
+        try:
+            file = run.own_file(path)
+            if drawing.is_text:
+                texts[name] = file.read_text(encoding="utf-8", errors="replace")[:20_000]
+            else:
+                addresses[name] = f"/gradio_api/file={studio.thumbnails.of(file, FULL)}"
+        except (InputError, OSError, ValueError):  # shown as missing
+            continue
+    return {
+        "prompt": drawing.prompt,
+        "seed": drawing.seed,
+        "seconds": drawing.seconds,
+        "time": drawing.time,
+        "is_text": drawing.is_text,
+        "texts": texts,
+        "images": addresses,
+    }
+
+
+def upload_question(
+    studio: Studio, results: Results, run: str, repo: str, is_private: bool, overwrites: bool
+) -> dict[str, str]:
+    """Return what would be uploaded, who would see it, and the model card."""
+    found = studio.run(run)
+    return {
+        "text": upload.describe(found, Upload(repo, is_private, overwrites)),
+        "card": results.card(found, repo),
+    }
+
+
+def start_upload(studio: Studio, results: Results, run: str, repo: str, is_private: bool, overwrites: bool) -> None:
+    """Upload the run's exported files. The user has agreed to what `upload_question` said."""
+    results.upload(studio.run(run), repo, is_private, overwrites)
+
+
+def upload_state(studio: Studio, results: Results, run: str) -> dict[str, Any]:
+    """Return how the upload that was started last is doing."""
+    return asdict(results.uploaded(studio.run(run)))

@@ -1,0 +1,88 @@
+"""How the page's scripts call functions: arguments are checked, and what is refused travels as a sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.web.answers import MOST_DEPTH, server_functions
+from trainer.config.errors import InputError
+
+
+def scale(value: float, by: int = 2) -> float:
+    return value * by
+
+
+def refuse() -> None:
+    raise InputError("train.steps: is 0")
+
+
+def lose() -> None:
+    raise FileNotFoundError(2, "No such file or directory", "/runs/a/config.yaml")
+
+
+def fail() -> None:
+    raise KeyError("secret")
+
+
+def echo(values: dict[str, Any]) -> dict[str, Any]:
+    return values
+
+
+ANSWERS = {
+    function.__name__: function
+    for function in server_functions(
+        [{"scale": scale, "refuse": refuse, "lose": lose}, {"fail": fail, "echo": echo, "not_its_name": scale}]
+    )
+}
+
+
+LOST = "/runs/a/config.yaml: cannot be read (No such file or directory); repair or remove it"
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "answer"),
+    [
+        ("scale", {"value": 3}, {"value": 6.0}),
+        ("not_its_name", {"value": 3, "by": 3}, {"value": 9.0}),
+        ("scale", {}, {"error": "scale: value: Missing required argument; reload the page"}),
+        ("scale", {"value": 1, "more": 2}, {"error": "scale: more: Unexpected keyword argument; reload the page"}),
+        ("scale", None, {"error": "scale: the arguments are not an object; reload the page"}),
+        ("scale", [1], {"error": "scale: the arguments are not an object; reload the page"}),
+        ("refuse", {}, {"error": "train.steps: is 0"}),
+        ("lose", {}, {"error": LOST}),
+        (
+            "echo",
+            {"values": {"a": "\ud83d"}},
+            {"error": "the text holds \\ud83d, which is half a character; remove it"},
+        ),
+        ("echo", {"values": {"\ud83d": 1}}, {"error": "the text holds \\ud83d, which is half a character; remove it"}),
+        ("echo", {"values": {"a": "\U0001f642 \0"}}, {"value": {"a": "\U0001f642 \0"}}),
+    ],
+)
+def test_a_function_is_answered_or_refused_with_a_sentence(name: str, values: Any, answer: dict[str, Any]):
+    assert ANSWERS[name](values) == answer
+
+
+def test_a_wrong_type_names_the_argument():
+    answer = ANSWERS["scale"]({"value": "many"})
+    assert answer["error"].startswith("scale: value: Input should be a valid number")
+    assert answer["error"].endswith("; reload the page")
+
+
+def test_what_is_nested_too_deeply_is_refused():
+    nested: Any = 1
+    for _ in range(MOST_DEPTH - 2):
+        nested = [nested]
+    assert ANSWERS["echo"]({"values": {"a": nested}}) == {"value": {"a": nested}}
+    for _ in range(MOST_DEPTH):
+        nested = [nested]
+    assert "nested deeper than 30 levels" in ANSWERS["echo"]({"values": {"a": nested}})["error"]
+
+
+def test_a_fault_of_the_program_is_named_without_what_it_holds_and_shown_in_the_terminal(
+    capfd: pytest.CaptureFixture[str],
+):
+    assert ANSWERS["fail"]({}) == {"error": "fail: KeyError, a fault of ShardStudio; its terminal says where"}
+    assert "KeyError: 'secret'" in capfd.readouterr().err

@@ -1,0 +1,160 @@
+"""A server that speaks what an upload needs of the Hugging Face hub's protocol: small files in the commit, large ones
+by git-lfs' batch endpoint."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import yaml
+
+TOKEN = "hf_of_ada"
+
+
+@dataclass
+class Repository:
+    """private: whether it is.  files: by path, as committed."""
+
+    private: bool = False
+    files: dict[str, bytes] = field(default_factory=dict)
+
+
+@dataclass
+class Hub:
+    """What the server holds. Its user is `ada`, who may write to her own repositories only."""
+
+    url: str = ""
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    large: dict[str, bytes] = field(default_factory=dict)
+    commits: int = 0
+
+
+@contextmanager
+def serving() -> Iterator[Hub]:
+    """A hub on a free port of this machine."""
+    hub = Hub()
+
+    class Handler(_Handler):
+        state = hub
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    state: Hub
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        parts = self._parts()
+        if parts == ["api", "whoami-v2"]:
+            self._who()
+        elif parts[:2] == ["api", "models"]:
+            self._info("/".join(parts[2:4]))
+
+    def do_PUT(self) -> None:
+        content = self._body()
+        oid = self._parts()[-1]
+        assert hashlib.sha256(content).hexdigest() == oid
+        self.state.large[oid] = content
+        self._answer({})
+
+    def do_POST(self) -> None:
+        parts, body = self._parts(), self._body()
+        if parts == ["api", "validate-yaml"]:
+            _, front, _ = json.loads(body)["content"].split("---\n", 2)
+            assert isinstance(yaml.safe_load(front), dict)
+            self._answer({"errors": [], "warnings": []})
+        elif parts == ["api", "repos", "create"]:
+            self._create(json.loads(body))
+        elif parts[-1] == "batch":
+            self._batch(json.loads(body))
+        elif parts[4] == "preupload":
+            files = [self._mode(file) for file in json.loads(body)["files"]]
+            self._answer({"files": files})
+        elif parts[4] == "commit":
+            self._commit("/".join(parts[2:4]), body)
+
+    def _who(self) -> None:
+        if self.headers.get("authorization") == f"Bearer {TOKEN}":
+            self._answer({"name": "ada", "type": "user"})
+        else:
+            self._answer({"error": "Invalid token"}, 401)
+
+    def _info(self, name: str) -> None:
+        repository = self.state.repositories.get(name)
+        if repository is None:
+            self._answer({"error": "Repository not found"}, 404, "RepoNotFound")
+            return
+        siblings = [{"rfilename": path} for path in (".gitattributes", *repository.files)]
+        self._answer({"id": name, "private": repository.private, "siblings": siblings, "tags": [], "downloads": 0})
+
+    def _create(self, wanted: dict[str, Any]) -> None:
+        if wanted["organization"] != "ada":
+            self._answer({"error": "You don't have the rights to create a model under this namespace"}, 403)
+            return
+        name = f"{wanted['organization']}/{wanted['name']}"
+        self.state.repositories[name] = Repository(wanted.get("visibility") == "private" or bool(wanted.get("private")))
+        self._answer({"url": f"{self.state.url}/{name}", "name": name})
+
+    def _mode(self, file: dict[str, Any]) -> dict[str, Any]:
+        is_large = file["path"].endswith((".safetensors", ".png"))
+        return {"path": file["path"], "uploadMode": "lfs" if is_large else "regular", "shouldIgnore": False}
+
+    def _batch(self, wanted: dict[str, Any]) -> None:
+        upload = [
+            {**one, "actions": {"upload": {"href": f"{self.state.url}/lfs/{one['oid']}"}}} for one in wanted["objects"]
+        ]
+        self._answer({"transfer": "basic", "objects": upload})
+
+    def _commit(self, name: str, body: bytes) -> None:
+        lines = [json.loads(line) for line in body.splitlines()]
+        files = self.state.repositories[name].files
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.state.large[value["oid"]]
+        self.state.commits += 1
+        self._answer({"commitUrl": f"{self.state.url}/{name}/commit/1", "commitOid": "1" * 40})
+
+    def _parts(self) -> list[str]:
+        return self.path.partition("?")[0].strip("/").split("/")
+
+    def _body(self) -> bytes:
+        if self.headers.get("transfer-encoding") == "chunked":
+            content = b""
+            while size := int(self.rfile.readline(), 16):
+                content += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+            return content
+        return self.rfile.read(int(self.headers.get("content-length", 0)))
+
+    def _answer(self, content: dict[str, Any], status: int = 200, code: str = "") -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        if code:
+            self.send_header("X-Error-Code", code)
+        self.end_headers()
+        self.wfile.write(data)

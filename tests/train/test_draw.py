@@ -1,0 +1,168 @@
+"""Drawings: with the trained weights they are the run's last sample, without them the sample of step 0."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.runs import alone, make_pictures, make_run, make_text, run_config, text_config, train
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
+from trainer.export import export
+from trainer.launcher import commands
+from trainer.run.drawings import Drawing, DrawingRequest, check_request, drawings
+from trainer.run.events import EventWriter, ExportEvent
+from trainer.run.folder import RunDir
+from trainer.train.draw import draw, on_one_device
+
+SAMPLES: dict[str, Any] = {
+    "sample__every": 100,
+    "sample__prompts": ("first", "a [trigger]"),
+    "sample__size": (64, 32),
+    "sample__steps": 2,
+    "sample__seed": 5,
+    "data__trigger": "fox",
+    "train__steps": 3,
+    "optim__lr": 2e-2,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "full": {"adapter__type": "none", "optim__lr": 1e-3, "optim__ema": 0.5},
+    "dora": {"adapter": {"type": "dora", "rank": 4}, "quantize__format": "nf4"},
+    "boft": {"adapter": {"type": "boft"}, "optim__type": "schedulefree"},
+    "lokr": {"adapter": {"type": "lokr", "rank": 4, "dropout": 0.5}},
+    "sdxl": {"model": {"family": "sdxl"}},
+    "bagel": {"model": {"family": "bagel"}},
+}
+SLOW = ("boft", "lokr", "sdxl", "bagel", "dora")
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pictures(tmp_path_factory.mktemp("draw") / "pictures", count=4)
+
+
+def trained_run(root: Path, cfg: RunConfig) -> RunDir:
+    """A run that drew samples before its first and after its last step."""
+    run = make_run(root, cfg, "run")
+    train(alone(), cfg, run)
+    return run
+
+
+def drawn(run: RunDir, prompt: str, **settings: Any) -> Drawing:
+    cfg = on_one_device(run, check_request(run, DrawingRequest(prompt, **settings)))
+    folder = draw(run, cfg, alone())
+    (drawing,) = (one for one in drawings(run) if (run.path / one.trained).parent == folder)
+    return drawing
+
+
+def distance(one: Path, other: Path) -> int:
+    """Largest difference of two images, in levels of 256."""
+    levels = [np.asarray(Image.open(io.BytesIO(file.read_bytes()))).astype(int) for file in (one, other)]
+    return int(abs(levels[0] - levels[1]).max())
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow if k in SLOW else ()) for k in KINDS])
+def test_a_drawing_is_the_last_sample_and_without_training_the_first(pictures: Path, tmp_path: Path, kind: str) -> None:
+    run = trained_run(tmp_path, run_config(pictures, **SAMPLES | KINDS[kind]))
+    drawing = drawn(run, "a [trigger]")
+    first, last = run.samples / "step-000000-1.png", run.samples / "step-000003-1.png"
+    assert distance(run.path / drawing.trained, last) <= 1
+    assert distance(run.path / drawing.base, first) <= 1
+    assert distance(first, last) > 3
+    assert (drawing.prompt, drawing.seed, drawing.number) == ("a fox", 5, 1)
+    assert (drawing.size, drawing.steps, drawing.guidance) == ((64, 32), 2, 4.0)
+    assert drawing.source == "checkpoints/step-000003"
+
+
+@pytest.mark.slow
+def test_other_settings_draw_another_image_and_no_drawing_replaces_another(pictures: Path, tmp_path: Path) -> None:
+    run = trained_run(tmp_path, run_config(pictures, **SAMPLES))
+    one = drawn(run, "something else", size=(32, 32), steps=1, guidance=1.5, seed=6)
+    other = drawn(run, "something else", size=(32, 32), steps=1, guidance=1.5, seed=7)
+    assert (one.number, one.seed, one.size, one.steps, one.guidance) == (0, 6, (32, 32), 1, 1.5)
+    assert distance(run.path / one.base, run.path / other.base) > 0
+    with Image.open(run.path / one.trained) as image:
+        assert image.size == (32, 32)
+    assert list(drawings(run)) == [other, one]
+    (run.path / other.trained).with_name("drawing.json").write_text("[]", encoding="utf-8")
+    assert list(drawings(run)) == [one]
+
+
+@pytest.mark.slow
+def test_weights_in_host_memory_draw_the_same(pictures: Path, tmp_path: Path) -> None:
+    run = trained_run(tmp_path, run_config(pictures, **SAMPLES))
+    cfg = on_one_device(run, check_request(run, DrawingRequest("first")), offload=True)
+    assert distance(draw(run, cfg, alone()) / "trained.png", run.samples / "step-000003-0.png") <= 1
+
+
+def test_without_a_checkpoint_the_exported_adapter_is_drawn_with(pictures: Path, tmp_path: Path) -> None:
+    cfg = run_config(pictures, export__dtype="fp32", **SAMPLES)
+    run = trained_run(tmp_path, cfg)
+    (exported,) = export(cfg, run, tmp_path / "cache")
+    with EventWriter(run.events_file) as events:
+        path = str(exported.path.relative_to(run.path))
+        events.write(ExportEvent(path=path, what="adapter", format="auto"))
+    shutil.rmtree(run.checkpoints / "step-000003")
+    drawing = drawn(run, "first")
+    assert drawing.source == path
+    assert distance(run.path / drawing.trained, run.samples / "step-000003-0.png") <= 1
+    assert distance(run.path / drawing.base, run.samples / "step-000000-0.png") <= 1
+
+
+def test_a_language_model_writes_two_texts(tmp_path: Path) -> None:
+    changes = {"sample__every": 100, "sample__prompts": ("Sentence 1", "Double"), "sample__tokens": 8}
+    cfg = text_config(make_text(tmp_path / "text"), **changes, optim__lr=3e-2, train__steps=8)
+    run = trained_run(tmp_path, cfg)
+    drawing = drawn(run, "Double")
+    texts = [(run.path / file).read_text(encoding="utf-8") for file in (drawing.base, drawing.trained)]
+    assert texts == [(run.samples / f"step-00000{step}-1.txt").read_text(encoding="utf-8") for step in (0, 8)]
+    assert texts[0] != texts[1]
+    assert drawing.is_text
+    assert (drawing.size, drawing.steps) == (None, None)
+    with pytest.raises(InputError, match="guidance: has no effect for causal_lm; leave it out"):
+        check_request(run, DrawingRequest("a", guidance=2.0))
+
+
+REFUSED: dict[str, tuple[Callable[[RunDir], object], DrawingRequest, str]] = {
+    "empty": (lambda run: None, DrawingRequest(" "), "prompt: empty; write what the sample should show"),
+    "steps": (lambda run: None, DrawingRequest("a", steps=0), "steps: Input should be greater than or equal to 1"),
+    "size": (lambda run: None, DrawingRequest("a", size=(40, 32)), "size: 40 x 32 is not in multiples of 16 pixels"),
+    "nothing": (
+        lambda run: shutil.rmtree(run.checkpoints),
+        DrawingRequest("a"),
+        "{run}: has no complete checkpoint and no exported adapter yet; save a checkpoint first",
+    ),
+}
+
+
+def test_what_cannot_be_drawn_is_refused_before_a_process_is_started(pictures: Path, tmp_path: Path) -> None:
+    run = trained_run(tmp_path, run_config(pictures, **SAMPLES | {"sample__every": 0}))
+    for change, request, message in REFUSED.values():
+        change(run)
+        with pytest.raises(InputError) as error:
+            commands.begin_drawing(run, request)
+        assert str(error.value) == message.format(run=run.path)
+    assert not (run.path / "drawings").exists()
+
+
+@pytest.mark.slow
+def test_the_page_starts_a_drawing_and_reads_how_it_ended(pictures: Path, tmp_path: Path) -> None:
+    run = trained_run(tmp_path, run_config(pictures, **SAMPLES | {"sample__every": 0}))
+    code = commands.begin_drawing(run, DrawingRequest("--a 'fox'", size=(32, 32), seed=1)).wait()
+    output = commands.drawing_output(run, code)
+    assert code == 0, output
+    (drawing,) = drawings(run)
+    assert str((run.path / drawing.trained).parent) == output
+    assert drawing.prompt == "--a 'fox'"
+    assert json.loads((Path(output) / "drawing.json").read_text(encoding="utf-8"))["seed"] == 1
+    assert sorted(os.listdir(output)) == ["base.png", "drawing.json", "trained.png"]

@@ -1,0 +1,321 @@
+"""The model card of a run: the README.md of its repository on the Hugging Face hub. No torch.
+
+It says nothing of the machine: no paths, no names of users or hosts. Prompts of the newest samples are in it.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib.metadata
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config import yaml12
+from trainer.config.errors import InputError
+from trainer.config.families import FamilyFacts, of, trains_on
+from trainer.config.schema import RunConfig
+from trainer.config.sections import HUB_ID, MODEL_WORDS, NoAdapter, RankAdapter
+from trainer.data import image_files, text_files
+from trainer.run import stages
+from trainer.run.events import EventReader, ExportEvent, SampleEvent, latest_steps
+from trainer.run.folder import RunDir
+
+PROJECT = "ShardStudio"
+SAMPLE_FOLDER = "images"
+IN_DIFFUSERS = ("lora", "locon", "dora")
+"""Adapters that diffusers' `load_lora_weights` reads."""
+PACKAGES = ("shardstudio", "torch", "diffusers", "transformers", "peft")
+
+
+@dataclass(frozen=True)
+class Published:
+    """What is published of a run.
+
+    Attributes:
+        what: adapter, merged or full.
+        format: `export.format` of the exports.
+        exports: The exported files and folders, the main one first.
+        samples: The newest sample of each prompt.
+    """
+
+    what: str
+    format: str
+    exports: tuple[Path, ...]
+    samples: tuple[SampleEvent, ...]
+
+    def files(self, run: RunDir) -> dict[str, Path]:
+        """{path in the repository: file} of exports and sample images."""
+        found: dict[str, Path] = {}
+        for export in self.exports:
+            inside = sorted(file for file in export.rglob("*") if file.is_file()) if export.is_dir() else [export]
+            found |= {str(file.relative_to(export.parent)): file for file in inside}
+        return found | {name_of(sample): run.own_file(sample.path) for sample in self.samples if not sample.is_text}
+
+
+def published(run: RunDir) -> Published:
+    """Return the newest exports of a run that are all of the same kind, and its newest samples.
+
+    Raises:
+        InputError: Nothing was exported, or the files are gone.
+    """
+    events = EventReader(run.events_file).read()
+    home = run.export.resolve()
+    exports: dict[Path, ExportEvent] = {}
+    for event in events:
+        if isinstance(event, ExportEvent):
+            file = run.own_file(event.path)
+            exports.pop(file, None)
+            if file.exists() and file.is_relative_to(home):
+                exports[file] = event
+    if not exports:
+        raise InputError(f"{run.path}: nothing was exported, or the files are gone; export the run first")
+    newest = list(exports.values())[-1]
+    same = [file for file, event in exports.items() if (event.what, event.format) == (newest.what, newest.format)]
+    samples = [event for event in events if isinstance(event, SampleEvent)]
+    last = max((sample.step for sample in samples), default=0)
+    latest = {sample.index: sample for sample in samples if sample.step == last}
+    shown = tuple(sample for _, sample in sorted(latest.items()) if _is_shown(run, sample))
+    return Published(newest.what, newest.format, tuple(same[::-1]), shown)
+
+
+def _is_shown(run: RunDir, sample: SampleEvent) -> bool:
+    return sample.is_text or (sample.path.endswith(".png") and run.own_file(sample.path).is_file())
+
+
+def name_of(sample: SampleEvent) -> str:
+    """The path of a sample image in the repository."""
+    return f"{SAMPLE_FOLDER}/{Path(sample.path).name}"
+
+
+def model_card(run: RunDir, repo: str = "OWNER/NAME", licence: str | None = None) -> str:
+    """Return the model card of a run: Markdown with YAML in front, as the hub reads it.
+
+    Args:
+        run: A run with an export.
+        repo: The repository that the card is for.
+        licence: Licence of the base model, as the hub names it, for example `apache-2.0`; None if it is not known.
+
+    Raises:
+        InputError: As `published`.
+    """
+    what, cfg = published(run), stages.current(run, run.config()).config
+    card = _Card(run, cfg, what, base_of(run.config()), repo)
+    front = yaml12.dump(card.front(licence))
+    parts = [f"---\n{front}---", f"# {_plain(cfg.name)}", *card.sections()]
+    return "\n\n".join(parts) + "\n"
+
+
+def base_of(cfg: RunConfig) -> str | None:
+    """Return the hub id of the base model; None for one that is not on the hub."""
+    for path in (cfg.model.path, cfg.model.base):
+        if path and path not in MODEL_WORDS and HUB_ID.fullmatch(path):
+            return path
+    return None
+
+
+@dataclass(frozen=True)
+class _Card:
+    """base: hub id of the base model, if it has one."""
+
+    run: RunDir
+    cfg: RunConfig
+    what: Published
+    base: str | None
+    repo: str
+
+    @property
+    def is_text(self) -> bool:
+        return trains_on(self.cfg) == "text"
+
+    @property
+    def facts(self) -> FamilyFacts | None:
+        return of(self.cfg.model.family)
+
+    @property
+    def main(self) -> Path:
+        """The main export."""
+        return self.what.exports[0]
+
+    @property
+    def library(self) -> str:
+        if self.is_text:
+            return "peft" if self.what.what == "adapter" else "transformers"
+        return "diffusers"
+
+    def front(self, licence: str | None) -> dict[str, Any]:
+        """The fields that the hub reads."""
+        task = "text-generation" if self.is_text else "text-to-image"
+        relation = {"adapter": "adapter", "merged": "merge", "full": "finetune"}[self.what.what]
+        kind = [] if isinstance(self.cfg.adapter, NoAdapter) else [self.cfg.adapter.type]
+        front: dict[str, Any] = {
+            **({"base_model": self.base, "base_model_relation": relation} if self.base else {}),
+            **({"license": licence} if licence else {}),
+            "library_name": self.library,
+            "pipeline_tag": task,
+            "tags": [*kind, self.library, task, "shardstudio"],
+        }
+        if self.cfg.data.trigger and not self.is_text:
+            front["instance_prompt"] = self.cfg.data.trigger
+        widget = [self._widget(sample) for sample in self.what.samples]
+        return front | ({"widget": widget} if widget else {})
+
+    def _widget(self, sample: SampleEvent) -> dict[str, Any]:
+        output = {"text": sample.text} if sample.is_text else {"url": name_of(sample)}
+        return {"text": sample.prompt, "output": output}
+
+    def sections(self) -> Iterator[str]:
+        yield self._summary()
+        yield f"## Use\n\n{self._use()}"
+        if self.what.samples:
+            shown = "\n\n".join(map(self._sample, self.what.samples))
+            yield f"## Samples\n\nDrawn after {self.what.samples[0].step} steps, all from the same seed.\n\n{shown}"
+        rows = "\n".join(f"| {name} | {value} |" for name, value in self._settings().items())
+        yield f"## Training\n\n| | |\n|---|---|\n{rows}"
+
+    def _summary(self) -> str:
+        base = (
+            f"[{self.base}](https://huggingface.co/{self.base})" if self.base else "a base model that is not on the hub"
+        )
+        kind = {
+            "adapter": f"A {self.cfg.adapter.type} adapter of {base}",
+            "merged": f"{base} merged with a {self.cfg.adapter.type} adapter" if self.base else "A merged model",
+            "full": f"A fine-tune of {base}",
+        }[self.what.what]
+        trigger = self.cfg.data.trigger
+        word = f" Write `{_code(trigger)}` in a prompt for what it learned." if trigger and not self.is_text else ""
+        return f"{kind}, trained with {PROJECT}.{word}"
+
+    def _use(self) -> str:
+        name, base = self.main.name, self.base or "BASE"
+        needs_base = "" if self.base else "\n\nReplace `BASE` with the folder of the base model."
+        if self.is_text:
+            return f"```python\n{self._text_code(base)}\n```{needs_base}"
+        if self.what.what == "adapter" and self._is_read_by_diffusers:
+            return (
+                f"```python\n{self._adapter_code(base)}\n```{needs_base}\n\nComfyUI: put `{name}` into `models/loras`."
+            )
+        if self.main.is_dir() and self.what.what != "adapter" and self.facts:
+            return f"```python\n{self._model_code(base)}\n```{needs_base}"
+        folder = "loras" if self.what.what == "adapter" else "diffusion_models"
+        return f"ComfyUI: put `{name}` into `models/{folder}`."
+
+    @property
+    def _is_read_by_diffusers(self) -> bool:
+        answers = self.facts is not None and "questions" in self.facts.data_fields  # diffusers has no such pipeline
+        return self.cfg.adapter.type in IN_DIFFUSERS and self.what.format in ("auto", "diffusers") and not answers
+
+    def _adapter_code(self, base: str) -> str:
+        return (
+            "import torch\nfrom diffusers import DiffusionPipeline\n\n"
+            f'pipe = DiffusionPipeline.from_pretrained("{base}", dtype=torch.bfloat16)\n'
+            f'pipe.load_lora_weights("{self.repo}", weight_name={json.dumps(self.main.name)})\n{self._drawing_code}'
+        )
+
+    def _model_code(self, base: str) -> str:
+        component = self.facts.components[0] if self.facts else ""
+        nested, dtype = self.main / component, "dtype=torch.bfloat16"
+        folder = f"{self.main.name}/{component}" if nested.is_dir() else self.main.name
+        return (
+            "import torch\nfrom diffusers import AutoModel, DiffusionPipeline\n\n"
+            f'{component} = AutoModel.from_pretrained("{self.repo}", subfolder="{folder}", {dtype})\n'
+            f'pipe = DiffusionPipeline.from_pretrained("{base}", {component}={component}, {dtype})\n'
+            f"{self._drawing_code}"
+        )
+
+    @property
+    def _drawing_code(self) -> str:
+        prompt = next((sample.prompt for sample in self.what.samples), self.cfg.data.trigger or "a prompt")
+        return (
+            "pipe.enable_model_cpu_offload()\n"
+            f"image = pipe(prompt={json.dumps(prompt, ensure_ascii=False)}).images[0]\n"
+            'image.save("image.png")'
+        )
+
+    def _text_code(self, base: str) -> str:
+        name = json.dumps(self.main.name)
+        if self.what.what == "adapter":
+            return (
+                "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+                f'model = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto")\n'
+                f'model = PeftModel.from_pretrained(model, "{self.repo}", subfolder={name})\n'
+                f'tokenizer = AutoTokenizer.from_pretrained("{base}")'
+            )
+        return (
+            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+            f'model = AutoModelForCausalLM.from_pretrained("{self.repo}", subfolder={name}, dtype="auto")\n'
+            f'tokenizer = AutoTokenizer.from_pretrained("{self.repo}", subfolder={name})'
+        )
+
+    def _sample(self, sample: SampleEvent) -> str:
+        if sample.is_text:
+            return f"```text\n{sample.text.replace('```', '` ` `')}\n```"
+        return f"![{_plain(sample.prompt)}]({name_of(sample)})\n\n*{_plain(sample.prompt)}*"
+
+    def _settings(self) -> dict[str, str]:
+        """The rows of the table: numbers and names of the program, never a path."""
+        cfg = self.cfg
+        steps = latest_steps(EventReader(self.run.events_file).read())
+        rows: dict[str, object] = {
+            "Method": "full fine-tune" if isinstance(cfg.adapter, NoAdapter) else cfg.adapter.type
+        }
+        if isinstance(cfg.adapter, RankAdapter):
+            rows |= {
+                "Rank": cfg.adapter.rank,
+                "Alpha": cfg.adapter.rank if cfg.adapter.alpha is None else cfg.adapter.alpha,
+            }
+        rows |= {
+            "Steps": steps[-1].step if steps else 0,
+            "Batch size": cfg.train.batch_size,
+            "Learning rate": f"{cfg.optim.lr:g}, {cfg.optim.schedule}",
+            "Optimizer": cfg.optim.type,
+            "Precision": cfg.train.precision,
+            "Base stored as": cfg.train.precision if cfg.quantize.format == "none" else cfg.quantize.format,
+            "Seed": cfg.train.seed,
+        }
+        rows |= {"Length": f"{cfg.data.length} tokens"} if self.is_text else {"Resolution": f"{cfg.data.resolution} px"}
+        rows |= dataset_size(cfg)
+        rows["Versions"] = ", ".join(f"{name} {version}" for name, version in versions().items())
+        return {name: str(value) for name, value in rows.items()}
+
+
+def dataset_size(cfg: RunConfig) -> dict[str, str]:
+    """Return {"Dataset": its size}; {} if the data cannot be read any more."""
+    try:
+        if trains_on(cfg) == "text":
+            trained, held_out = text_files.of_config(cfg.data)
+            sizes = text_files.sizes((*trained, *held_out))
+            return {"Dataset": f"{_counted(len(sizes), 'file')} of text, {sum(sizes.values()) / 1e6:,.1f} MB"}
+        found = image_files.scan(cfg.data)
+    except (InputError, OSError):
+        return {}
+    return {"Dataset": f"{_counted(len(found.train) + len(found.validation), 'image')} with captions"}
+
+
+def versions() -> Mapping[str, str]:
+    """{package: installed version}"""
+    installed = {}
+    for name in PACKAGES:
+        try:
+            installed[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # the program runs from a checkout
+            continue
+    return installed
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
+
+
+def _plain(text: str) -> str:
+    """Return text in one line that Markdown and HTML show as it is."""
+    line = html.escape(" ".join(text.split()), quote=False)
+    return re.sub(r"([\\`*_\[\]()!|~#])", r"\\\1", line)
+
+
+def _code(text: str) -> str:
+    """Return text for a code span."""
+    return " ".join(text.replace("`", "'").split())
