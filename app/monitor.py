@@ -79,6 +79,7 @@ class RunView:
         waited_s: Mean seconds within these parts in which the computation waited for other ranks; NaN: not measured.
         eta_s: Seconds until the last step; None before the first step.
         duration_s: Seconds that the run has been running, without the pauses before it was resumed.
+        last_event_s: Unix seconds of the last event; 0 without one.
         prompts: The prompts of the next samples, as they were configured or requested: with [trigger].
         imbalance: Largest peak memory of a rank, relative to the mean of all ranks.
         silent_s: Seconds since the run last wrote anything.
@@ -101,6 +102,7 @@ class RunView:
     waited_s: float
     eta_s: float | None
     duration_s: float
+    last_event_s: float
     ranks: tuple[RankState, ...]
     imbalance: float
     samples: tuple[SampleEvent, ...]
@@ -297,6 +299,7 @@ class Follower:
             waited_s=seconds_waited(recent),
             eta_s=(num_steps - step) * sum(seconds.values()) if recent else None,
             duration_s=self._duration_s,
+            last_event_s=self._last_event,
             ranks=ranks,
             imbalance=max(peaks) / statistics.fmean(peaks) if any(peaks) else 1.0,
             samples=tuple(sample for _, sample in sorted(self._samples.items())),
@@ -345,6 +348,13 @@ def _grad_norm(follower: Follower) -> list[Line]:
     return [_line(follower, "before clipping", lambda step: step.grad_norm, "noisy")]
 
 
+def _speed(follower: Follower) -> list[Line]:
+    if not follower.steps:
+        return []
+    unit = follower.steps[-1].speed[1]
+    return [_line(follower, f"{unit} per second", lambda step: step.speed[0], "noisy")]
+
+
 def _seconds(follower: Follower) -> list[Line]:
     return seconds_lines(follower.steps, follower.decay)
 
@@ -353,6 +363,7 @@ CHARTS: Mapping[str, Callable[[Follower], list[Line]]] = {
     "Loss": _loss,
     "Learning rate": _learning_rate,
     "Gradient norm": _grad_norm,
+    "Speed": _speed,
     "Seconds per step": _seconds,
 }
 
@@ -379,7 +390,7 @@ def last_start(run: Path) -> float:
 
 
 def log_files(run: RunDir) -> dict[str, Path]:
-    """Return {source: file} of the latest start: torchrun, and each rank's stderr and stdout."""
+    """Return {source: file} of the latest start: torchrun, and the errors and the output of each rank."""
     launches = {int(number): file for file in run.logs.glob("launch-*.log") if (number := file.stem[7:]).isdecimal()}
     found = {"torchrun": launches[max(launches)]} if launches else {}
     attempts = sorted(run.logs.glob("*/attempt_*"), key=lambda folder: folder.lstat().st_mtime)
@@ -389,16 +400,52 @@ def log_files(run: RunDir) -> dict[str, Path]:
     return found
 
 
-def log_tail(file: Path, level: Level, num_lines: int = 200) -> str:
-    """Return the last lines of a log at a level, or the reason why the log cannot be read."""
+@dataclass(frozen=True)
+class LogPart:
+    """What was appended to a log.
+
+    Attributes:
+        text: Its complete lines at the wanted level, each with its line feed.
+        rest: The last line, as far as it is written.
+        offset: Bytes of complete lines read so far. The next call continues there.
+        is_fresh: Whether it does not continue what was read before: it is the first part, the file was replaced, or
+            more than LOG_BYTES were appended.
+    """
+
+    text: str = ""
+    rest: str = ""
+    offset: int = 0
+    is_fresh: bool = True
+
+
+def read_log(file: Path, level: Level, offset: int = 0) -> LogPart:
+    """Read what was appended to a log, but at most its last LOG_BYTES. A file that does not exist yet is empty.
+
+    Raises:
+        InputError: It is not a file, or cannot be read.
+    """
     try:
         with files.opened(file) as log:
-            size = log.seek(0, 2)
-            log.seek(max(0, size - LOG_BYTES))
-            lines = log.read().decode("utf-8", errors="replace").splitlines()
+            size = os.fstat(log.fileno()).st_size
+            start = offset if 0 <= size - offset <= LOG_BYTES else max(0, size - LOG_BYTES)
+            log.seek(start)
+            data = log.read(size - start)
+    except FileNotFoundError:
+        return LogPart()
     except OSError as error:
-        return str(files.unreadable(file, error))
-    except InputError as error:
-        return str(error)
-    wanted = [line for line in (lines[1:] if size > LOG_BYTES else lines) if LEVELS[level].search(line)]
-    return "\n".join(wanted[-num_lines:])
+        raise files.unreadable(file, error) from error
+    *lines, rest = map(_as_shown, data.split(b"\n"))
+    if start not in (0, offset):
+        del lines[:1]  # its beginning was not read
+    wanted = LEVELS[level].search
+    return LogPart(
+        text="".join(f"{line}\n" for line in lines if wanted(line)),
+        rest=rest if wanted(rest) else "",
+        offset=start + data.rfind(b"\n") + 1,
+        is_fresh=offset == 0 or start != offset,
+    )
+
+
+def _as_shown(line: bytes) -> str:
+    """Return a line as a terminal shows it: progress bars write over their line after a carriage return."""
+    return line.decode("utf-8", errors="replace").rstrip("\r").rpartition("\r")[2]
