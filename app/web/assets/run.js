@@ -106,7 +106,7 @@ studio.runTabs = studio.runTabs || {};
     }
   }
 
-  const seconds = value => (value >= 60 ? studio.duration(value) : `${value >= 10 ? value.toFixed(0) : value >= 1 ? value.toFixed(1) : value.toPrecision(2)} s`);
+  const seconds = value => (value >= 60 ? studio.duration(value) : `${value.toFixed(value >= 10 ? 0 : value >= 1 ? 1 : value >= 0.0995 ? 2 : value >= 0.0005 ? 3 : 0)} s`);
 
   function drawProgress({ step, num_steps, marks, stages, figures, is_running }) {
     parts.progress.setAttribute('aria-valuenow', step);
