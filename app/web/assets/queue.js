@@ -3,7 +3,7 @@
 {
   const { h, fill, say, call, link } = studio;
   const STATES = { finished: 'ok', failed: 'bad', stopped: 'warn', training: 'acc', starting: 'acc', deleted: '' };
-  let root = null, state = null;
+  let root = null, state = null, numActs = 0;
   const $ = id => root.querySelector(`#${id}`);
 
   function show(found) {
@@ -13,6 +13,7 @@
 
   /** Change the queue and show what came of it. */
   async function act(name, values = {}) {
+    numActs += 1;
     try {
       show(await call(name, values));
       $('queue-message').replaceChildren();
@@ -102,9 +103,10 @@
     },
     async show() { await act('queue_state'); },
     async tick() {
+      const before = numActs;
       let found;
       try { found = await call('queue_state'); } catch (error) { if (error instanceof studio.Refused) return; throw error; }
-      show(found);
+      if (before === numActs) show(found); // else it may be older than what was done meanwhile
     },
   };
 }
