@@ -25,8 +25,10 @@ needs all."""
 NUM_WORDS = 30
 WORD = re.compile(r"\[trigger\]|\w[\w'\u2019-]+")
 COMMON = frozenset(
-    ("an", "the", "of", "in", "on", "at", "to", "and", "or", "with", "by")
-    + ("for", "from", "is", "are", "it", "its", "as", "his", "her", "their")
+    (
+        *("an", "the", "of", "in", "on", "at", "to", "and", "or", "with", "by"),
+        *("for", "from", "is", "are", "it", "its", "as", "his", "her", "their"),
+    )
 )
 """Words that say nothing about an image, left out of the most frequent ones."""
 Show = Literal["all", "uncaptioned", "problems", "held_out"]

@@ -187,7 +187,8 @@ def check_in_words(event: ExportEvent) -> str:
         return "verified: reloaded and exactly equal"
     if event.difference > LARGEST_ROUNDING:
         return f"reloaded, it differs from what was trained by {event.difference:.1e}: do not use it"
-    return f"verified: reloaded and equal within {event.dtype or 'its'} rounding ({event.difference:.1e})"
+    rounding = f"{event.dtype} rounding" if event.dtype else "rounding"
+    return f"verified: reloaded and equal within {rounding} ({event.difference:.1e})"
 
 
 def unfinished(run: RunDir, view: RunView) -> list[Unfinished]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import secrets
 import statistics
 import threading
 import time
@@ -66,6 +67,20 @@ class RankState(RankLine):
     """The last line that one rank wrote, and its age in seconds."""
 
     age_s: float
+
+
+@dataclass(frozen=True)
+class _Derived:
+    """What a view takes from all steps and events. It is computed when there are new ones."""
+
+    num_read: tuple[int, int]
+    loss: float | None
+    speed: tuple[float, str]
+    seconds: Mapping[str, float]
+    waited_s: float
+    samples: tuple[SampleEvent, ...]
+    prompts: tuple[str, ...]
+    exports: tuple[ExportEvent, ...]
 
 
 @dataclass(frozen=True)
@@ -164,6 +179,11 @@ class RunView:
 class Follower:
     """Follows one run. Thread-safe.
 
+    Attributes:
+        run: The run.
+        config: The config that it was last started with.
+        token: Differs between any two followers, so that what was read by one is not mixed with what another reads.
+
     Raises:
         InputError, OSError: By every method, when the run's config, launch record or events cannot be read.
     """
@@ -171,6 +191,8 @@ class Follower:
     def __init__(self, run: RunDir) -> None:
         self.run = run
         self.config = run.config()
+        self.token = secrets.token_hex(4)
+        self._folder = run.path.stat().st_ino
         self._lock = threading.Lock()
         self._event_reader = EventReader(run.events_file)
         self._rank_readers: dict[int, RankReader] = {}
@@ -186,6 +208,7 @@ class Follower:
         self._error: ErrorEvent | None = None
         self._last_event = 0.0
         self._duration_s = 0.0
+        self._derived: _Derived | None = None
 
     def view(self) -> RunView:
         """Read what is new and return the run's state. A process that died silently is first recorded as failed."""
@@ -196,6 +219,14 @@ class Follower:
                 process.settle(self.run)
                 self._read()
             return self._view(process.derive_state(is_alive, self._status.state), is_alive)
+
+    def is_outdated(self) -> bool:
+        """Whether the run folder was deleted and made again since, with another run of the same name."""
+        try:
+            size = self.run.events_file.stat().st_size
+        except FileNotFoundError:
+            size = 0
+        return size < self._event_reader.offset or self.run.path.stat().st_ino != self._folder
 
     def lines(self, chart: str) -> list[Line]:
         """Return the lines of one of CHARTS, with every step as it was measured and its minutes."""
@@ -274,11 +305,9 @@ class Follower:
         return min(max(0.0, event.time - self._last_event), most)
 
     def _view(self, state: State, is_alive: bool) -> RunView:
-        recent = self._steps[-AVERAGED_STEPS:]
-        losses = (event.loss for event in self._steps[-SMOOTHED_STEPS:])
+        found = self._derive()
         now = time.time()
         ranks = tuple(RankState(**vars(line), age_s=now - line.time) for _, line in sorted(self._lines.items()))
-        seconds = step_parts(recent)
         step = self._steps[-1].step if self._steps else 0
         num_steps = sum(self.config.stage_steps)
         last_written = max([self._last_event, *(line.time for line in self._lines.values())])
@@ -293,18 +322,18 @@ class Follower:
             stage=self._stage,
             step=step,
             num_steps=num_steps,
-            loss=smoothed(losses, self.decay)[-1] if recent else None,
-            speed=(_mean(event.speed[0] for event in recent), recent[-1].speed[1] if recent else "images"),
-            seconds=seconds,
-            waited_s=seconds_waited(recent),
-            eta_s=(num_steps - step) * sum(seconds.values()) if recent else None,
+            loss=found.loss,
+            speed=found.speed,
+            seconds=found.seconds,
+            waited_s=found.waited_s,
+            eta_s=(num_steps - step) * sum(found.seconds.values()) if self._steps else None,
             duration_s=self._duration_s,
             last_event_s=self._last_event,
             ranks=ranks,
             imbalance=max(peaks) / statistics.fmean(peaks) if any(peaks) else 1.0,
-            samples=tuple(sample for _, sample in sorted(self._samples.items())),
-            prompts=prompts_in_force(self._events, self.config),
-            exports=tuple(event for event in self._events if isinstance(event, ExportEvent)),
+            samples=found.samples,
+            prompts=found.prompts,
+            exports=found.exports,
             error=self._error,
             silent_s=now - last_written if last_written else 0.0,
             is_alive=is_alive,
@@ -312,10 +341,32 @@ class Follower:
             problems=self._problems(),
         )
 
+    def _derive(self) -> _Derived:
+        num_read = (self._num_read, len(self._events))
+        if self._derived is None or self._derived.num_read != num_read:
+            recent = self._steps[-AVERAGED_STEPS:]
+            losses = (event.loss for event in self._steps[-SMOOTHED_STEPS:])
+            self._derived = _Derived(
+                num_read=num_read,
+                loss=smoothed(losses, self.decay)[-1] if recent else None,
+                speed=(_mean(event.speed[0] for event in recent), recent[-1].speed[1] if recent else "images"),
+                seconds=step_parts(recent),
+                waited_s=seconds_waited(recent),
+                samples=tuple(sample for _, sample in sorted(self._samples.items())),
+                prompts=prompts_in_force(self._events, self.config),
+                exports=tuple(event for event in self._events if isinstance(event, ExportEvent)),
+            )
+        return self._derived
+
     @property
     def decay(self) -> float:
         """The decay of the smoothed curves of this run."""
         return default_decay(sum(self.config.stage_steps))
+
+    @property
+    def num_events(self) -> int:
+        """Number of events that were read so far, without steps."""
+        return len(self._events)
 
     @property
     def steps(self) -> Sequence[StepEvent]:

@@ -45,7 +45,9 @@ class Saved:
 
 def read(run: RunDir) -> Notes:
     """Read the notes of a run. Raises InputError when the file cannot be read."""
-    file = run.own_file("notes.md")
+    file = run.path / "notes.md"
+    if file.is_symlink():
+        file = run.own_file("notes.md")
     try:
         content = files.read(file, 4 * MOST_CHARACTERS)
     except FileNotFoundError:

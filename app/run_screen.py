@@ -21,6 +21,7 @@ from app.studio import Studio
 from trainer.config.errors import InputError
 from trainer.config.models import published_models
 from trainer.config.schema import RunConfig
+from trainer.config.sections import RankAdapter
 from trainer.launcher.console import sentence
 from trainer.metrics.gpus import Gpu
 from trainer.run import manifest
@@ -93,11 +94,10 @@ def changes(parts: Mapping[str, Part], known: Mapping[str, str]) -> dict[str, An
 
 def overview(studio: Studio, follower: Follower, view: RunView, known: Mapping[str, str]) -> dict[str, Part]:
     """Return the parts of the overview, without its curves and its log."""
-    events = follower.events()
     return {
         "memory": Part.of(memory(view, studio.gpus())),
         "samples": samples(view),
-        "events": Part(str(len(events)), lambda: _new_events(events, known.get("events", "0"))),
+        "events": Part(str(follower.num_events), lambda: _new_events(follower.events(), known.get("events", "0"))),
         "prompts": Part.of({"now": list(view.prompts), "asked": _asked_prompts(follower.run)}),
         "notes": Part.of(_notes(follower.run)),
     }
@@ -155,8 +155,9 @@ def about(config: RunConfig) -> str:
     """Return model, method and number of ranks: "FLUX.2 dev · LoRA rank 16 · 4 ranks"."""
     known = published_models().get(config.model.path)
     name = known.name if known else Path(config.model.path).name or config.model.path
-    size = config.adapter.model_dump().get("rank")
-    method = method_title(config) + (f" rank {size}" if size else "")
+    method = method_title(config)
+    if isinstance(config.adapter, RankAdapter):
+        method += f" rank {config.adapter.rank}"
     num_ranks = config.parallel.devices
     return " · ".join((name, method, f"{num_ranks} rank" + "s" * (num_ranks != 1)))
 

@@ -307,7 +307,9 @@ class Studio:
     def follower(self, run: RunDir) -> Follower:
         """Return the follower of a run, which all browsers share."""
         with self._lock:
-            follower = self._followers.pop(run.path, None) or Follower(run)
+            follower = self._followers.pop(run.path, None)
+            if follower is None or follower.is_outdated():
+                follower = Follower(run)
             self._followers[run.path] = follower
             for path in list(self._followers)[:-MOST_FOLLOWED]:
                 del self._followers[path]

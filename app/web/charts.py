@@ -14,19 +14,26 @@ DIGITS = 7
 """Of a value, as fp32 has."""
 MOST_POINTS = 2000
 """A line with more points is sent as the means of successive steps, with the lowest and the highest of each."""
+MOST_SMALL_POINTS = 600
+"""The same for a small chart, which is drawn 300 pixels wide."""
 
 
-def chart_json(title: str, lines: Sequence[Line], source: str = "") -> str:
+def chart_json(title: str, lines: Sequence[Line], source: str = "", most_points: int = MOST_POINTS) -> str:
     """Return the content of a chart.
 
     Args:
         title: Title of the chart, for its summary.
         lines: Its lines. Those without points are left out.
         source: What is drawn, such as the name of a run. When it changes, the zoom is reset; it names downloads.
+        most_points: A line with more points is sent as the means of successive steps.
     """
     drawn = [line for line in lines if line.points]
     grids: list[dict[str, Any]] = []
-    content = {"source": source, "summary": summary(title, drawn), "lines": [_packed(line, grids) for line in drawn]}
+    content = {
+        "source": source,
+        "summary": summary(title, drawn),
+        "lines": [_packed(line, grids, most_points) for line in drawn],
+    }
     return json.dumps({**content, "grids": grids}, separators=(",", ":"))
 
 
@@ -38,14 +45,14 @@ def summary(title: str, lines: Sequence[Line]) -> str:
     return f"{title} up to step {drawn[0].points[-1][0]:,.0f}. Last: {last_values(drawn)}."
 
 
-def _packed(line: Line, grids: list[dict[str, Any]]) -> dict[str, Any]:
+def _packed(line: Line, grids: list[dict[str, Any]], most_points: int) -> dict[str, Any]:
     """Return a line as columns. Its steps and minutes are a grid, which lines with equal steps share.
 
     A long line has `counts` (number of steps that each value is the mean of), `low` and `high`, and its steps are the
     last of each mean: smoothed with the decay raised to the counts, it is what the steps themselves would give.
     """
     steps, values = [step for step, _ in line.points], [value for _, value in line.points]
-    edges = _edges(len(steps))
+    edges = _edges(len(steps), most_points)
     ends = [end - 1 for end in edges[1:]]
     grid = {
         "step": [round(steps[at], 6) for at in ends],
@@ -65,9 +72,9 @@ def _packed(line: Line, grids: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _edges(count: int) -> list[int]:
+def _edges(count: int, most_points: int) -> list[int]:
     """Return where each mean begins, and the end of the last one. Means are of equally many steps but for the last."""
-    stride = max(1, math.ceil(count / MOST_POINTS))
+    stride = max(1, math.ceil(count / most_points))
     return [*range(0, count, stride), count]
 
 

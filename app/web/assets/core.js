@@ -65,7 +65,7 @@ studio.ask = function (title, text, answers, kind = '') {
       h('h2', {}, title), h('p', {}, text), h('div.row-end', {}, buttons.reverse()));
     document.body.append(dialog);
     dialog.showModal();
-    buttons.at(-1).focus();
+    (kind === 'stop' ? buttons[0] : buttons.at(-1)).focus(); // Enter never deletes what was not read
   });
 };
 

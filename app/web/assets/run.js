@@ -37,7 +37,7 @@ studio.runTabs = studio.runTabs || {};
     if (answer.log) drawLog(answer.log);
   }
 
-  const DRAW = { head: drawHead, memory: drawMemory, samples: drawSteps, events: drawEvents, prompts: drawPrompts, notes: drawNotes, curves: drawCurves };
+  const DRAW = { run: () => {}, head: drawHead, memory: drawMemory, samples: drawSteps, events: drawEvents, prompts: drawPrompts, notes: drawNotes, curves: drawCurves };
 
   function complain(text) {
     studio.fill(parts.problem, text, () => (text ? studio.alert(text) : []));
@@ -80,6 +80,7 @@ studio.runTabs = studio.runTabs || {};
     drawError(head.error);
     drawDone(head);
     drawSplit(head);
+    parts.edit.hidden = !head.is_running;
     saySampleSteps();
     parts.charts.hidden = head.figures.loss === null && !head.step;
     parts.noCharts.hidden = !parts.charts.hidden;
@@ -116,7 +117,7 @@ studio.runTabs = studio.runTabs || {};
     const at = stages ? ends.slice(0, -1) : regular;
     studio.fill(parts.marks, [at, num_steps], () => at.map(mark => h('b', { style: { left: `${100 * mark / num_steps}%` } })));
     const note = stages ? `stage ${stages.number} of ${stages.names.length}: ${stages.names[stages.number - 1]}`
-      : at.length ? `a mark: a checkpoint, every ${studio.counted(every, 'step')}` : '';
+      : at.length ? `a checkpoint every ${studio.counted(every, 'step')}` : '';
     studio.say(parts.markNote, note);
     studio.say(parts.time, figures.duration_s >= 1 ? `${is_running ? 'running for' : 'ran for'} ${studio.duration(figures.duration_s)}` : '0');
     studio.say(parts.last, studio.count(num_steps));
@@ -278,6 +279,7 @@ studio.runTabs = studio.runTabs || {};
     parts.strip.classList.toggle('texts', cells.some(cell => cell.is_text));
     const running = data.prompts?.now.length ? 'No samples yet. Sample draws some after this step.' : 'This run has no prompts to draw samples from.';
     studio.say(parts.stripNote, cells.length ? (count > cells.length ? `${cells.length} of ${studio.count(count)} prompts` : '') : data.head.is_running ? running : 'No samples were drawn.');
+    parts.stripNote.hidden = !parts.stripNote.textContent;
   }
 
   function figure(cell, answer, act) {

@@ -54,6 +54,7 @@ studio.runTabs = studio.runTabs || {};
   }
 
   function choose(index) {
+    if (!steps.length) return;
     chosen = Math.max(0, Math.min(last(), index));
     movedAt = performance.now();
     draw();
@@ -145,6 +146,7 @@ studio.runTabs = studio.runTabs || {};
     parts.before.disabled = chosen === 0;
     parts.after.disabled = chosen === last();
     studio.fill(parts.ticks, [steps, [...missing], parts.ticks.clientWidth], ticks);
+    parts.ticks.classList.toggle('gone', missing.has(step));
     parts.ticks.style.setProperty('--at', last() ? chosen / last() : 0);
     studio.say(parts.play, timer ? '❚❚' : '▶');
     parts.play.setAttribute('aria-label', timer ? 'Pause' : 'Play');
@@ -276,7 +278,7 @@ studio.runTabs = studio.runTabs || {};
     setRange(parts.leftRange, left, last(), stepWord(from));
     studio.say(parts.leftLabel, `Left side: ${stepWord(from)}`);
     studio.fill(parts.prompts, data.rows.map(rowKey), () => data.rows.map((other, at) => h('button', {
-      type: 'button', onclick: () => { pairRow = at; draw(); } }, h('span.small'), h('span', {}, other.prompt || '(no prompt)'))));
+      type: 'button', onclick: () => { pairRow = at; fitPair(); draw(); } }, h('span.small'), h('span', {}, other.prompt || '(no prompt)'))));
     [...parts.prompts.children].forEach((button, at) => {
       button.setAttribute('aria-pressed', String(at === pairRow));
       const answer = answers.get(keyOf(data.rows[at], to));
@@ -296,10 +298,18 @@ studio.runTabs = studio.runTabs || {};
 
   const imageOf = (row, step, answer) => h('img', { src: answer.src, alt: `${row.prompt}, ${stepWord(step)}`, draggable: false });
 
+  /** A prompt that was not drawn at the two steps is shown at its own first and last one. */
+  function fitPair() {
+    const row = data.rows[pairRow];
+    if (!row.has.has(steps[left])) left = steps.indexOf(row.steps[0]);
+    if (!row.has.has(steps[chosen])) chosen = steps.indexOf(row.steps.at(-1));
+  }
+
   function setView(isPair) {
     inPair = isPair;
     movedAt = performance.now();
-    if (!data) return;
+    if (!steps.length) return;
+    if (inPair) fitPair();
     draw();
     setTimeout(load, SETTLED_MS + 10);
   }
@@ -307,6 +317,7 @@ studio.runTabs = studio.runTabs || {};
   // --- playing and keys -----------------------------------------------------------------------------------------------
 
   function stop() {
+    if (!timer) return;
     clearInterval(timer);
     timer = 0;
     if (steps.length) drawScrub();
@@ -369,7 +380,7 @@ studio.runTabs = studio.runTabs || {};
     const to = by => () => { stop(); choose(chosen + by); };
     Object.assign(parts, { number: h('span'), of: h('small'), ticks: h('div.ticks', { 'aria-hidden': 'true' }),
       before: button('before', '←', 'Step before', to(-1)), play: button('play', '▶', 'Play', play), after: button('after', '→', 'Step after', to(1)),
-      range: h('input#samples-step', { type: 'range', min: 0, 'aria-label': 'Step of the samples', oninput: () => { stop(); choose(Number(parts.range.value)); } }) });
+      range: h('input#samples-step', { type: 'range', min: 0, 'aria-label': 'Step of the samples', oninput: event => { const to = Number(event.target.value); stop(); choose(to); } }) });
     return h('section.card.scrub#samples-scrub', { 'aria-label': 'Step' }, h('div.bign', {}, parts.number, parts.of),
       h('div.tk', {}, parts.ticks, parts.range), h('div.nav2', {}, parts.before, parts.play, parts.after));
   }
@@ -424,24 +435,3 @@ studio.runTabs = studio.runTabs || {};
 
   studio.runTabs.samples = { build, show, tick: async () => { await refresh(); load(); } };
 }
-
-// For trying these tabs: the run's screen itself is run.js.
-studio.screens.run = studio.screens.run || (() => {
-  const { h } = studio, TABS = ['samples', 'files'], roots = {};
-  const tabOf = place => (TABS.includes(place[2]) ? place[2] : 'samples');
-  let links;
-  return {
-    title: 'Run',
-    build(root) {
-      links = h('div.head');
-      root.append(links);
-      for (const tab of TABS) { roots[tab] = h(`div#run-${tab}`); root.append(roots[tab]); studio.runTabs[tab].build(roots[tab]); }
-    },
-    show(place) {
-      links.replaceChildren(h('h1', {}, place[1]), ...TABS.map(tab => h('a.btn', { href: studio.link('runs', place[1], tab) }, tab)));
-      for (const tab of TABS) roots[tab].hidden = tab !== tabOf(place);
-      return studio.runTabs[tabOf(place)].show(place[1]);
-    },
-    tick: place => studio.runTabs[tabOf(place)].tick(place[1]),
-  };
-})();

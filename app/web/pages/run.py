@@ -38,7 +38,9 @@ def calls(studio: Studio) -> Calls:
             return {"is_gone": True}
         follower = studio.follower(run)
         view = follower.view()
-        parts = {"head": run_screen.head(follower, view)}
+        if known.get("run") != follower.token:  # the first call, or another run of the same name
+            known = {}
+        parts = {"run": Part(follower.token, lambda: None), "head": run_screen.head(follower, view)}
         if not only_head:
             parts |= run_screen.overview(studio, follower, view, known) | {"curves": _curves(follower, view)}
         answer = {"title": title(name), "parts": run_screen.changes(parts, known)}
@@ -81,7 +83,9 @@ def calls(studio: Studio) -> Calls:
 def _curves(follower: Follower, view: RunView) -> Part:
     """Return {chart: its content}. A run that was resumed repeats steps, so that `view.curves` changes, too."""
     source = follower.run.path.name
-    return Part(
-        repr(view.curves),
-        lambda: {name: charts.chart_json(name, follower.lines(name), source) for name in CHARTS},
-    )
+
+    def make() -> dict[str, str]:
+        sizes = {name: charts.MOST_SMALL_POINTS if at else charts.MOST_POINTS for at, name in enumerate(CHARTS)}
+        return {name: charts.chart_json(name, follower.lines(name), source, size) for name, size in sizes.items()}
+
+    return Part(repr(view.curves), make)

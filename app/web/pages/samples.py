@@ -77,7 +77,7 @@ def _shown(studio: Studio, run: RunDir, sample: SampleEvent | None, is_full: boo
     try:
         file = run.own_file(sample.path)
         if not file.is_file():
-            return {"problem": f"{sample.path} is missing"}
+            return {"problem": f"{sample.path}: not in the run folder any more"}
         return {"src": f"/gradio_api/file={studio.thumbnails.of(file, FULL if is_full else SMALL)}", **download}
     except (InputError, OSError, ValueError) as error:
         return {"problem": str(error), **download}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from app.web.pages.files import exported
+from app.exports import exported
 from app.web.served_files import Thumbnails
 from tests.data.test_hostile_data import NOT_REGULAR, POSTSCRIPT, called, png_of, refused
 from tests.data.test_image_io import ORIENTED
@@ -112,14 +112,4 @@ def test_a_link_that_leads_out_of_an_export_is_not_offered(tmp_path: Path):
     (run.export / "lora.safetensors").write_bytes(b"weights")
     (run.export / "other.safetensors").symlink_to(tmp_path / "key")
     (run.export / "folder").symlink_to(tmp_path)
-    assert exported(run) == [run.export / "lora.safetensors"]
-
-
-def test_an_export_that_is_still_being_written_is_not_listed(tmp_path: Path):
-    run = RunDir(tmp_path / "run")
-    run.export.mkdir(parents=True)
-    (run.export / "lora.safetensors").write_bytes(b"weights")
-    (run.export / "draft-lora.safetensors").write_bytes(b"wei")
-    (run.export / "draft-merged").mkdir()
-    (run.export / "draft-merged" / "config.json").write_text("{}")
     assert exported(run) == [run.export / "lora.safetensors"]
