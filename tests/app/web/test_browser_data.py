@@ -69,7 +69,9 @@ def test_figures_filters_and_words_choose_images(own_data: Path, page: Page):
     assert page.locator("#held .one").all_inner_texts() == ["06.png", "07.png"]
     for name, shown in (("uncaptioned", ["02.png"]), ("held_out", ["06.png", "07.png"])):
         page.locator(f"#shows [data-show={name}]").click()
-        until(page, f"[...document.querySelectorAll('.pc')].map(card => card.dataset.name).join() === '{','.join(shown)}'")
+        until(
+            page, f"[...document.querySelectorAll('.pc')].map(card => card.dataset.name).join() === '{','.join(shown)}'"
+        )
     assert card(page, "06.png").get_by_text("held out").is_visible()
     page.locator("#shows [data-show=all]").click()
     page.locator("#words [data-word=boat]").click()

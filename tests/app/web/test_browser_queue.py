@@ -102,7 +102,9 @@ def test_two_runs_of_the_queue_train_one_after_the_other(own_data: Path, page: P
         page.locator("#toasts", has_text="queue").first.wait_for()
         settled(page)
     show(page, "Queue")
-    ended = "[...document.querySelectorAll('#taken tr[data-name=own]')].filter(row => row.innerText.includes('finished'))"
+    ended = (
+        "[...document.querySelectorAll('#taken tr[data-name=own]')].filter(row => row.innerText.includes('finished'))"
+    )
     until(page, f"{ended}.length === 2", timeout_s=TRAINED_WITHIN_S)
     first, second = (EventReader(file).read() for file in sorted(runs.glob("own-*/events.jsonl")))
     assert first[-1].time < second[0].time
