@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.app.browser import TRAINED_WITHIN_S, answers_held, reload, settled, show, until, until_so, visit
+from tests.app.browser import TRAINED_WITHIN_S, answers_held, settled, show, until, until_so, visit
 from tests.runs import run_config
 from trainer.launcher.queue import Queue, Settings
 from trainer.run.events import EventReader
@@ -88,8 +88,7 @@ def test_what_the_queue_was_told_outlives_answers_that_come_late(queue: Queue, p
         page.get_by_role("button", name="Pause the queue", exact=True).click()
         page.locator("#after [data-after=pause]").click()
     page.locator("#queue-paused", has_text="Paused").wait_for()
-    reload(page)
-    show(page, "Queue")
+    page.reload()
     expect(page.locator("#after [data-after=pause]")).to_have_attribute("aria-pressed", "true")
     page.get_by_role("button", name="Resume the queue").click()
     page.locator("#pause", has_text="Pause the queue").wait_for()
