@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -59,14 +59,27 @@ class Change:
 _CHANGE = TypeAdapter(Change)
 
 
-def cards(images: Iterable[Path]) -> list[Card]:
-    """Return the images with their captions. Raises InputError for a caption that is unreadable or too long to show."""
-    return [Card(image, _caption(image.with_suffix(".txt"))) for image in images]
+class ChangedElsewhere(InputError):
+    """A caption's file is not what it was when it was loaded.
+
+    Attributes:
+        text: What the file holds now; None where it is gone.
+    """
+
+    def __init__(self, file: Path, text: str | None) -> None:
+        super().__init__(f"{file}: changed elsewhere since it was loaded; left unchanged")
+        self.text = text
 
 
-def _caption(file: Path) -> str:
-    text = _read(file) or ""
-    if (size := len(text.encode())) > MAX_CAPTION:
+def saved(image: Path) -> str | None:
+    """Return the text of an image's caption file, None where there is none.
+
+    Raises:
+        InputError: It cannot be read, is not UTF-8, or is too long to show.
+    """
+    file = image.with_suffix(".txt")
+    text = _read(file)
+    if text is not None and (size := len(text.encode())) > MAX_CAPTION:
         raise InputError(f"{file}: {too_long(size)}")
     return text
 
@@ -87,6 +100,25 @@ class Captions:
         """Replace the caption of an image."""
         self._apply([(card, caption)])
 
+    def save(self, image: Path, before: str | None, caption: str) -> None:
+        """Write a caption that a person has edited. Does nothing where the file holds it already.
+
+        Args:
+            before: The text of its file when it was loaded; None where there was no file.
+
+        Raises:
+            ChangedElsewhere: The file has another text now, which is kept.
+        """
+        card = Card(image, "")
+        _check(card.file, caption)
+        with self._opened() as log:
+            now = _read(card.file)
+            if now == caption:
+                return
+            if now != before:
+                raise ChangedElsewhere(card.file, now)
+            self._write_all(log, [(card, caption)])
+
     def replace(self, cards: Sequence[Card], search: str, replacement: str) -> int:
         """Replace a text in all captions. Returns the number of changed captions."""
         found = [
@@ -94,6 +126,13 @@ class Captions:
         ]
         self._apply(found)
         return len(found)
+
+    def undoable(self) -> int:
+        """Return the number of captions that `undo` would restore; 0 where nothing was changed."""
+        if not os.path.lexists(self._log):
+            return 0
+        with self._opened() as log:
+            return len(self._latest(log))
 
     def undo(self) -> int:
         """Undo the latest batch of changes.
@@ -120,18 +159,21 @@ class Captions:
         for card, caption in captions:
             _check(card.file, caption)
         with self._opened() as log:
-            latest = self._latest(log)
-            batch = latest[-1].batch + 1 if latest else 1
-            new = [Change(str(card.file), _read(card.file), caption, batch) for card, caption in captions]
-            end = log.seek(0, os.SEEK_END)
-            is_torn = end > 0 and os.pread(log.fileno(), 1, end - 1) != b"\n"
-            lines = "".join(f"{json.dumps(asdict(change))}\n" for change in new)
-            log.write((b"\n" if is_torn else b"") + lines.encode())
-            log.flush()
-            os.fsync(log.fileno())
-            for card, caption in captions:
-                _write(card.file, caption)
-            self._shorten(log)
+            self._write_all(log, captions)
+
+    def _write_all(self, log: BinaryIO, captions: Sequence[tuple[Card, str]]) -> None:
+        latest = self._latest(log)
+        batch = latest[-1].batch + 1 if latest else 1
+        new = [Change(str(card.file), _read(card.file), caption, batch) for card, caption in captions]
+        end = log.seek(0, os.SEEK_END)
+        is_torn = end > 0 and os.pread(log.fileno(), 1, end - 1) != b"\n"
+        lines = "".join(f"{json.dumps(asdict(change))}\n" for change in new)
+        log.write((b"\n" if is_torn else b"") + lines.encode())
+        log.flush()
+        os.fsync(log.fileno())
+        for card, caption in captions:
+            _write(card.file, caption)
+        self._shorten(log)
 
     @contextmanager
     def _opened(self) -> Iterator[BinaryIO]:

@@ -229,7 +229,7 @@ def data(studio: Studio, checked: Checked) -> dict[str, Any] | None:
         "text_bytes": sum(found.texts.values()),
         "num_questions": found.num_questions,
         "shapes": shapes,
-        "held_out": max(0, len(found.images) - trained) if trained else 0,
+        "held_out": len(found.held_out),
         "problems": list(found.problems[:20]),
         "warnings": list(found.warnings[:20]),
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import secrets
 import statistics
 import threading
 import time
@@ -69,6 +70,20 @@ class RankState(RankLine):
 
 
 @dataclass(frozen=True)
+class _Derived:
+    """What a view takes from all steps and events. It is computed when there are new ones."""
+
+    num_read: tuple[int, int]
+    loss: float | None
+    speed: tuple[float, str]
+    seconds: Mapping[str, float]
+    waited_s: float
+    samples: tuple[SampleEvent, ...]
+    prompts: tuple[str, ...]
+    exports: tuple[ExportEvent, ...]
+
+
+@dataclass(frozen=True)
 class RunView:
     """A run at one moment.
 
@@ -79,6 +94,7 @@ class RunView:
         waited_s: Mean seconds within these parts in which the computation waited for other ranks; NaN: not measured.
         eta_s: Seconds until the last step; None before the first step.
         duration_s: Seconds that the run has been running, without the pauses before it was resumed.
+        last_event_s: Unix seconds of the last event; 0 without one.
         prompts: The prompts of the next samples, as they were configured or requested: with [trigger].
         imbalance: Largest peak memory of a rank, relative to the mean of all ranks.
         silent_s: Seconds since the run last wrote anything.
@@ -101,6 +117,7 @@ class RunView:
     waited_s: float
     eta_s: float | None
     duration_s: float
+    last_event_s: float
     ranks: tuple[RankState, ...]
     imbalance: float
     samples: tuple[SampleEvent, ...]
@@ -162,6 +179,11 @@ class RunView:
 class Follower:
     """Follows one run. Thread-safe.
 
+    Attributes:
+        run: The run.
+        config: The config that it was last started with.
+        token: Differs between any two followers, so that what was read by one is not mixed with what another reads.
+
     Raises:
         InputError, OSError: By every method, when the run's config, launch record or events cannot be read.
     """
@@ -169,6 +191,8 @@ class Follower:
     def __init__(self, run: RunDir) -> None:
         self.run = run
         self.config = run.config()
+        self.token = secrets.token_hex(4)
+        self._folder = run.path.stat().st_ino
         self._lock = threading.Lock()
         self._event_reader = EventReader(run.events_file)
         self._rank_readers: dict[int, RankReader] = {}
@@ -184,6 +208,7 @@ class Follower:
         self._error: ErrorEvent | None = None
         self._last_event = 0.0
         self._duration_s = 0.0
+        self._derived: _Derived | None = None
 
     def view(self) -> RunView:
         """Read what is new and return the run's state. A process that died silently is first recorded as failed."""
@@ -194,6 +219,14 @@ class Follower:
                 process.settle(self.run)
                 self._read()
             return self._view(process.derive_state(is_alive, self._status.state), is_alive)
+
+    def is_outdated(self) -> bool:
+        """Whether the run folder was deleted and made again since, with another run of the same name."""
+        try:
+            size = self.run.events_file.stat().st_size
+        except FileNotFoundError:
+            size = 0
+        return size < self._event_reader.offset or self.run.path.stat().st_ino != self._folder
 
     def lines(self, chart: str) -> list[Line]:
         """Return the lines of one of CHARTS, with every step as it was measured and its minutes."""
@@ -272,11 +305,9 @@ class Follower:
         return min(max(0.0, event.time - self._last_event), most)
 
     def _view(self, state: State, is_alive: bool) -> RunView:
-        recent = self._steps[-AVERAGED_STEPS:]
-        losses = (event.loss for event in self._steps[-SMOOTHED_STEPS:])
+        found = self._derive()
         now = time.time()
         ranks = tuple(RankState(**vars(line), age_s=now - line.time) for _, line in sorted(self._lines.items()))
-        seconds = step_parts(recent)
         step = self._steps[-1].step if self._steps else 0
         num_steps = sum(self.config.stage_steps)
         last_written = max([self._last_event, *(line.time for line in self._lines.values())])
@@ -291,17 +322,18 @@ class Follower:
             stage=self._stage,
             step=step,
             num_steps=num_steps,
-            loss=smoothed(losses, self.decay)[-1] if recent else None,
-            speed=(_mean(event.speed[0] for event in recent), recent[-1].speed[1] if recent else "images"),
-            seconds=seconds,
-            waited_s=seconds_waited(recent),
-            eta_s=(num_steps - step) * sum(seconds.values()) if recent else None,
+            loss=found.loss,
+            speed=found.speed,
+            seconds=found.seconds,
+            waited_s=found.waited_s,
+            eta_s=(num_steps - step) * sum(found.seconds.values()) if self._steps else None,
             duration_s=self._duration_s,
+            last_event_s=self._last_event,
             ranks=ranks,
             imbalance=max(peaks) / statistics.fmean(peaks) if any(peaks) else 1.0,
-            samples=tuple(sample for _, sample in sorted(self._samples.items())),
-            prompts=prompts_in_force(self._events, self.config),
-            exports=tuple(event for event in self._events if isinstance(event, ExportEvent)),
+            samples=found.samples,
+            prompts=found.prompts,
+            exports=found.exports,
             error=self._error,
             silent_s=now - last_written if last_written else 0.0,
             is_alive=is_alive,
@@ -309,10 +341,32 @@ class Follower:
             problems=self._problems(),
         )
 
+    def _derive(self) -> _Derived:
+        num_read = (self._num_read, len(self._events))
+        if self._derived is None or self._derived.num_read != num_read:
+            recent = self._steps[-AVERAGED_STEPS:]
+            losses = (event.loss for event in self._steps[-SMOOTHED_STEPS:])
+            self._derived = _Derived(
+                num_read=num_read,
+                loss=smoothed(losses, self.decay)[-1] if recent else None,
+                speed=(_mean(event.speed[0] for event in recent), recent[-1].speed[1] if recent else "images"),
+                seconds=step_parts(recent),
+                waited_s=seconds_waited(recent),
+                samples=tuple(sample for _, sample in sorted(self._samples.items())),
+                prompts=prompts_in_force(self._events, self.config),
+                exports=tuple(event for event in self._events if isinstance(event, ExportEvent)),
+            )
+        return self._derived
+
     @property
     def decay(self) -> float:
         """The decay of the smoothed curves of this run."""
         return default_decay(sum(self.config.stage_steps))
+
+    @property
+    def num_events(self) -> int:
+        """Number of events that were read so far, without steps."""
+        return len(self._events)
 
     @property
     def steps(self) -> Sequence[StepEvent]:
@@ -345,6 +399,13 @@ def _grad_norm(follower: Follower) -> list[Line]:
     return [_line(follower, "before clipping", lambda step: step.grad_norm, "noisy")]
 
 
+def _speed(follower: Follower) -> list[Line]:
+    if not follower.steps:
+        return []
+    unit = follower.steps[-1].speed[1]
+    return [_line(follower, f"{unit} per second", lambda step: step.speed[0], "noisy")]
+
+
 def _seconds(follower: Follower) -> list[Line]:
     return seconds_lines(follower.steps, follower.decay)
 
@@ -353,6 +414,7 @@ CHARTS: Mapping[str, Callable[[Follower], list[Line]]] = {
     "Loss": _loss,
     "Learning rate": _learning_rate,
     "Gradient norm": _grad_norm,
+    "Speed": _speed,
     "Seconds per step": _seconds,
 }
 
@@ -379,7 +441,7 @@ def last_start(run: Path) -> float:
 
 
 def log_files(run: RunDir) -> dict[str, Path]:
-    """Return {source: file} of the latest start: torchrun, and each rank's stderr and stdout."""
+    """Return {source: file} of the latest start: torchrun, and the errors and the output of each rank."""
     launches = {int(number): file for file in run.logs.glob("launch-*.log") if (number := file.stem[7:]).isdecimal()}
     found = {"torchrun": launches[max(launches)]} if launches else {}
     attempts = sorted(run.logs.glob("*/attempt_*"), key=lambda folder: folder.lstat().st_mtime)
@@ -389,16 +451,52 @@ def log_files(run: RunDir) -> dict[str, Path]:
     return found
 
 
-def log_tail(file: Path, level: Level, num_lines: int = 200) -> str:
-    """Return the last lines of a log at a level, or the reason why the log cannot be read."""
+@dataclass(frozen=True)
+class LogPart:
+    """What was appended to a log.
+
+    Attributes:
+        text: Its complete lines at the wanted level, each with its line feed.
+        rest: The last line, as far as it is written.
+        offset: Bytes of complete lines read so far. The next call continues there.
+        is_fresh: Whether it does not continue what was read before: it is the first part, the file was replaced, or
+            more than LOG_BYTES were appended.
+    """
+
+    text: str = ""
+    rest: str = ""
+    offset: int = 0
+    is_fresh: bool = True
+
+
+def read_log(file: Path, level: Level, offset: int = 0) -> LogPart:
+    """Read what was appended to a log, but at most its last LOG_BYTES. A file that does not exist yet is empty.
+
+    Raises:
+        InputError: It is not a file, or cannot be read.
+    """
     try:
         with files.opened(file) as log:
-            size = log.seek(0, 2)
-            log.seek(max(0, size - LOG_BYTES))
-            lines = log.read().decode("utf-8", errors="replace").splitlines()
+            size = os.fstat(log.fileno()).st_size
+            start = offset if 0 <= size - offset <= LOG_BYTES else max(0, size - LOG_BYTES)
+            log.seek(start)
+            data = log.read(size - start)
+    except FileNotFoundError:
+        return LogPart()
     except OSError as error:
-        return str(files.unreadable(file, error))
-    except InputError as error:
-        return str(error)
-    wanted = [line for line in (lines[1:] if size > LOG_BYTES else lines) if LEVELS[level].search(line)]
-    return "\n".join(wanted[-num_lines:])
+        raise files.unreadable(file, error) from error
+    *lines, rest = map(_as_shown, data.split(b"\n"))
+    if start not in (0, offset):
+        del lines[:1]  # its beginning was not read
+    wanted = LEVELS[level].search
+    return LogPart(
+        text="".join(f"{line}\n" for line in lines if wanted(line)),
+        rest=rest if wanted(rest) else "",
+        offset=start + data.rfind(b"\n") + 1,
+        is_fresh=offset == 0 or start != offset,
+    )
+
+
+def _as_shown(line: bytes) -> str:
+    """Return a line as a terminal shows it: progress bars write over their line after a carriage return."""
+    return line.decode("utf-8", errors="replace").rstrip("\r").rpartition("\r")[2]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainer.config import families
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data import image_warnings, question_files, text_files
-from trainer.data.buckets import bucket_sizes, images_per_bucket
+from trainer.data.buckets import bucket_sizes, choose_bucket
 from trainer.data.image_files import Watcher, scan
+from trainer.data.image_io import ImageFile
 
 PATIENCE_S = 0.5
 """How long `Scans.of` waits for a scan; few folders take longer."""
@@ -31,6 +34,14 @@ DEFAULT_MULTIPLE = 16
 
 
 @dataclass(frozen=True)
+class Flaw:
+    """What is wrong with an image, in a few words. is_error: whether it cannot be trained on."""
+
+    text: str
+    is_error: bool = False
+
+
+@dataclass(frozen=True)
 class ScanResult:
     """The data of a config, as far as it was scanned.
 
@@ -41,6 +52,11 @@ class ScanResult:
         problems: Errors that prevent a run, a sentence per file.
         buckets: {(width, height): number of training images}.
         num_questions: Training questions about images.
+        sizes: (width, height) of all buckets; empty where `data.resolution` is wrong.
+        cropped: {bucket: mean share of the pixels that the crop to it removes}.
+        held_out: Images that are not trained on. As long as there are problems: those that will be held out.
+        flaws: Images that cannot be used, are enlarged much, or lose much to the crop.
+        listed: {image: caption} of every metadata.jsonl.
     """
 
     num_files: int
@@ -51,6 +67,11 @@ class ScanResult:
     warnings: tuple[str, ...] = ()
     buckets: Mapping[tuple[int, int], int] = field(default_factory=dict)
     num_questions: int = 0
+    sizes: tuple[tuple[int, int], ...] = ()
+    cropped: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    held_out: frozenset[Path] = frozenset()
+    flaws: Mapping[Path, Flaw] = field(default_factory=dict)
+    listed: Mapping[Path, str] = field(default_factory=dict)
 
 
 class Scans:
@@ -105,6 +126,9 @@ class _Scan(Watcher):
         self._config = config
         self._num_files = 0
         self._images: list[Path] = []
+        self._files: list[ImageFile] = []
+        self._bad: list[Path] = []
+        self._listed: dict[Path, str] = {}
         self._asked_at = time.monotonic()
         self._is_dropped = False
         self._result: Future[ScanResult] = Future()
@@ -133,6 +157,15 @@ class _Scan(Watcher):
         self._images.append(image)
         self._require_needed()
 
+    def read(self, file: ImageFile) -> None:
+        self._files.append(file)
+
+    def bad(self, image: Path) -> None:
+        self._bad.append(image)
+
+    def listed(self, captions: Mapping[Path, str]) -> None:
+        self._listed |= captions
+
     def _require_needed(self) -> None:
         if self._is_dropped or time.monotonic() - self._asked_at > FORGOTTEN_S:
             raise _Forgotten
@@ -147,26 +180,58 @@ class _Scan(Watcher):
     def _read(self) -> ScanResult:
         if families.trains_on(self._config) == "text":
             return self._read_text()
-        data, known = self._config.data, families.of(self._config.model.family)
-        multiple = known.size_multiple if known else DEFAULT_MULTIPLE
+        sizes: tuple[tuple[int, int], ...] = ()
         try:
-            dataset, questions = scan(data, self), question_files.of_config(data)
-            sizes = bucket_sizes(data.resolution, multiple, data.max_aspect, known.longest_side if known else None)
+            dataset, questions = scan(self._config.data, self), question_files.of_config(self._config.data)
+            sizes = _sizes(self._config)
         except InputError as error:
             problems = tuple(str(error).split("\n"))
-            return ScanResult(self._num_files, images=tuple(self._images), problems=problems)
-        buckets = images_per_bucket(dataset.train, sizes)
-        return ScanResult(
-            self._num_files,
-            images=tuple(self._images),
+            with suppress(InputError):  # a wrong resolution, which is named when the images are in order
+                sizes = _sizes(self._config)
+            return replace(self._measured(sizes, self._to_hold_out()), problems=problems)
+        found = self._measured(sizes, frozenset(image.path for image in dataset.validation))
+        return replace(
+            found,
             warnings=(
                 *dataset.warnings,
                 *image_warnings.of_buckets(dataset.images, sizes),
                 *questions.warnings,
             ),
-            buckets=buckets,
             num_questions=len(questions.train),
         )
+
+    def _measured(self, sizes: tuple[tuple[int, int], ...], held_out: frozenset[Path]) -> ScanResult:
+        """The images that were read, with their buckets and what is wrong with them."""
+        flaws = {image: Flaw("cannot be used", is_error=True) for image in self._bad}
+        kept: dict[tuple[int, int], list[float]] = {}
+        for file in self._files if sizes else ():
+            size = choose_bucket(file.width, file.height, sizes)
+            scale, share = image_warnings.fit(file, size)
+            if flaw := _flaw(scale, share):
+                flaws[file.path] = flaw
+            if file.path not in held_out:
+                kept.setdefault(size, []).append(share)
+        counted = [size for size in sizes if size in kept]
+        return ScanResult(
+            self._num_files,
+            images=tuple(self._images),
+            buckets={size: len(kept[size]) for size in counted},
+            sizes=sizes,
+            cropped={size: 1 - sum(kept[size]) / len(kept[size]) for size in counted},
+            held_out=held_out,
+            flaws=flaws,
+            listed=self._listed,
+        )
+
+    def _to_hold_out(self) -> frozenset[Path]:
+        """The images that will be held out when all problems are solved."""
+        data = self._config.data
+        if isinstance(data.validation, str):
+            folder = _absolute(data.validation)
+            return frozenset(file.path for file in self._files if file.path.is_relative_to(folder))
+        others = _absolute(data.regularization) if data.regularization else None
+        own = [file.path for file in self._files if others is None or not file.path.is_relative_to(others)]
+        return frozenset(own[len(own) - data.validation :] if data.validation < len(own) else ())
 
     def _read_text(self) -> ScanResult:
         try:
@@ -174,3 +239,20 @@ class _Scan(Watcher):
         except InputError as error:
             return ScanResult(0, problems=(str(error),))
         return ScanResult(len(texts), texts=texts)
+
+
+def _sizes(config: RunConfig) -> tuple[tuple[int, int], ...]:
+    """The (width, height) of all buckets. Raises InputError for a resolution below the model's."""
+    data, known = config.data, families.of(config.model.family)
+    multiple = known.size_multiple if known else DEFAULT_MULTIPLE
+    return bucket_sizes(data.resolution, multiple, data.max_aspect, known.longest_side if known else None)
+
+
+def _flaw(scale: float, kept: float) -> Flaw | None:
+    if scale > image_warnings.MOST_ENLARGED:
+        return Flaw(f"enlarged × {scale:.1f}")
+    return Flaw(f"{kept:.0%} kept") if kept < image_warnings.LEAST_KEPT else None
+
+
+def _absolute(path: str) -> Path:
+    return Path(os.path.abspath(Path(path).expanduser()))

@@ -24,6 +24,7 @@ from app.caption_lengths import Lengths
 from app.folders import Picker, Recent
 from app.form import Checked, Draft
 from app.live import Live
+from app.machine import Machine
 from app.model_choices import ModelChoices
 from app.monitor import Follower, explained, find_runs
 from app.plan_preview import PlanPreview, PlanPreviews
@@ -104,6 +105,7 @@ class Studio:
         self._draft_lock = threading.Lock()
         self._gpus: tuple[float, list[Gpu]] = (-math.inf, [])
         self.live = Live(self.runs, self.follower)
+        self.machine = Machine(self.runs)
         self.queue_problem = ""
         self.draft_problem = ""
 
@@ -279,6 +281,17 @@ class Studio:
             preflight.continued_run(run, ())
             torchrun.start(run.config(), run)
 
+    def extend(self, run: RunDir, steps: int) -> None:
+        """Let a run that has ended go on for more steps. Raises InputError when it is running or cannot go on."""
+        if steps < 1:
+            raise InputError(f"{steps} steps; give at least 1 more")
+        with self._lock:
+            config = run.config()
+            if config.stages:
+                raise InputError(f"{run.path.name}: a run with stages ends with its last one; copy it to a new run")
+            preflight.continued_run(run, [f"train.steps={config.train.steps + steps}"])
+            torchrun.start(run.config(), run)
+
     def find_runs(self) -> list[RunDir]:
         """Return all runs, newest start first."""
         return find_runs(self.runs)
@@ -294,7 +307,9 @@ class Studio:
     def follower(self, run: RunDir) -> Follower:
         """Return the follower of a run, which all browsers share."""
         with self._lock:
-            follower = self._followers.pop(run.path, None) or Follower(run)
+            follower = self._followers.pop(run.path, None)
+            if follower is None or follower.is_outdated():
+                follower = Follower(run)
             self._followers[run.path] = follower
             for path in list(self._followers)[:-MOST_FOLLOWED]:
                 del self._followers[path]
@@ -303,9 +318,14 @@ class Studio:
     def export(self, run: RunDir, what: str, format: str, dtype: str) -> None:
         """Start exporting a run's newest checkpoint. Raises InputError for a combination that is not supported."""
         with self._lock:
-            if run.path in self._exports and self._exports[run.path].poll() is None:
+            if self.is_exporting(run):
                 raise InputError(f"{run.path.name} is being exported; wait until it is done")
             self._exports[run.path] = commands.begin_export(run, run.config().exporting(what, format, dtype))
+
+    def is_exporting(self, run: RunDir) -> bool:
+        """Whether an export that this process started is still going on."""
+        process = self._exports.get(run.path)
+        return process is not None and process.poll() is None
 
     def export_state(self, run: RunDir) -> str:
         """Return the state of the run's export as a sentence, "" without one. Raises InputError when it failed."""

@@ -168,8 +168,16 @@ def _export(cfg: RunConfig, run: RunDir, before: int, weights: Mapping[str, Tens
     with EventWriter(run.events_file) as events:
         for file in exported:
             path = str(file.path.relative_to(run.path))
-            what, format = cfg.export_what, cfg.export.format
-            events.write(ExportEvent(step=step, path=path, what=what, format=format, difference=file.difference))
+            events.write(
+                ExportEvent(
+                    step=step,
+                    path=path,
+                    what=cfg.export_what,
+                    format=cfg.export.format,
+                    difference=file.difference,
+                    dtype=cfg.export.dtype,
+                )
+            )
     return [file.path for file in exported]
 
 

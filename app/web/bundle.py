@@ -6,10 +6,16 @@ from pathlib import Path
 
 FOLDER = Path(__file__).with_name("assets")
 SCREENS: tuple[str, ...] = (
+    "charts",
+    "lightbox",
     "form",
-    "runs",
+    "run",
+    "samples",
+    "files",
     "results",
+    "runs",
     "queue",
+    "data",
     "machine",
 )
 """Screens with a script and a style sheet of their own."""

@@ -1,15 +1,11 @@
-"""Line charts for the page: their content as one JSON string, and what draws it on a canvas (`chart.js`, `chart.css`).
-
-A string, because gradio observes every number of a list: at 10,000 points that took 12 times as long.
-"""
+"""The content of a line chart as one JSON string. `assets/charts.js` draws it."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from trainer.run.report import Line, last_values
@@ -18,60 +14,45 @@ DIGITS = 7
 """Of a value, as fp32 has."""
 MOST_POINTS = 2000
 """A line with more points is sent as the means of successive steps, with the lowest and the highest of each."""
-UNITS: Mapping[str, str] = {"Seconds per step": "seconds", "Loss, smoothed": "loss"}
-"""{title of a chart: unit of its y axis}; default: the title in lower case."""
+MOST_SMALL_POINTS = 600
+"""The same for a small chart, which is drawn 300 pixels wide."""
 
 
-def chart_json(
-    title: str,
-    lines: Sequence[Line],
-    axis: str = "step",
-    is_log: bool = False,
-    is_small: bool = False,
-    source: str = "",
-) -> str:
-    """Return the value of a chart.
+def chart_json(title: str, lines: Sequence[Line], source: str = "", most_points: int = MOST_POINTS) -> str:
+    """Return the content of a chart.
 
     Args:
-        axis: "step" or "minute": x axis at first; the chart has a switch that is remembered.
-        is_log: Whether the y axis is logarithmic at first.
-        is_small: Whether it is 124 px high and shows its tools in full screen only.
+        title: Title of the chart, for its summary.
+        lines: Its lines. Those without points are left out.
         source: What is drawn, such as the name of a run. When it changes, the zoom is reset; it names downloads.
+        most_points: A line with more points is sent as the means of successive steps.
     """
     drawn = [line for line in lines if line.points]
     grids: list[dict[str, Any]] = []
-    return json.dumps(
-        {
-            "title": title,
-            "unit": UNITS.get(title, title.lower()),
-            "axis": "minutes" if axis == "minute" else "step",
-            "log": is_log,
-            "small": is_small,
-            "source": source,
-            "summary": summary(title, drawn, "step"),
-            "lines": [_packed(line, grids) for line in drawn],
-            "grids": grids,
-        },
-        separators=(",", ":"),
-    )
+    content = {
+        "source": source,
+        "summary": summary(title, drawn),
+        "lines": [_packed(line, grids, most_points) for line in drawn],
+    }
+    return json.dumps({**content, "grids": grids}, separators=(",", ":"))
 
 
-def summary(title: str, lines: Sequence[Line], axis: str) -> str:
+def summary(title: str, lines: Sequence[Line]) -> str:
     """Return the chart as a sentence, for screen readers."""
     drawn = [line for line in lines if line.points]
     if not drawn:
         return f"{title}: no data yet."
-    return f"{title} up to {axis} {drawn[0].points[-1][0]:,.0f}. Last: {last_values(drawn)}."
+    return f"{title} up to step {drawn[0].points[-1][0]:,.0f}. Last: {last_values(drawn)}."
 
 
-def _packed(line: Line, grids: list[dict[str, Any]]) -> dict[str, Any]:
+def _packed(line: Line, grids: list[dict[str, Any]], most_points: int) -> dict[str, Any]:
     """Return a line as columns. Its steps and minutes are a grid, which lines with equal steps share.
 
     A long line has `counts` (number of steps that each value is the mean of), `low` and `high`, and its steps are the
     last of each mean: smoothed with the decay raised to the counts, it is what the steps themselves would give.
     """
     steps, values = [step for step, _ in line.points], [value for _, value in line.points]
-    edges = _edges(len(steps))
+    edges = _edges(len(steps), most_points)
     ends = [end - 1 for end in edges[1:]]
     grid = {
         "step": [round(steps[at], 6) for at in ends],
@@ -91,28 +72,11 @@ def _packed(line: Line, grids: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _edges(count: int) -> list[int]:
+def _edges(count: int, most_points: int) -> list[int]:
     """Return where each mean begins, and the end of the last one. Means are of equally many steps but for the last."""
-    stride = max(1, math.ceil(count / MOST_POINTS))
+    stride = max(1, math.ceil(count / most_points))
     return [*range(0, count, stride), count]
 
 
 def _short(value: float) -> float | None:
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
-
-
-TEMPLATE = """<figure class="chart"><figcaption><h3></h3><b class="now"></b><div class="tools">
-<label class="smoothing">Smoothing <input type="range" min="0" max="0.99" step="0.01"><b></b></label>
-<label class="log"><input type="checkbox">log</label>
-<span class="axes" role="group" aria-label="X axis"><button type="button" data-axis="step">step</button><button
- type="button" data-axis="minutes">time</button></span>
-<button type="button" class="reset" title="Also: double click">Reset</button>
-<button type="button" class="csv" title="Download what is drawn as numbers">CSV</button>
-<button type="button" class="png" title="Download as an image">PNG</button>
-<button type="button" class="full" aria-label="Full screen" title="Full screen"><svg
- viewBox="0 0 12 12" aria-hidden="true"><path d="M1 4V1h3M8 1h3v3M11 8v3H8M4 11H1V8"/></svg></button></div></figcaption>
-<ul class="readout"></ul><div class="area"><canvas role="img" tabindex="0"></canvas><i class="cross"></i><i
- class="chosen"></i></div><p class="sr" role="status"></p></figure>"""
-
-CSS = Path(__file__).with_name("chart.css").read_text(encoding="utf-8")
-SCRIPT = Path(__file__).with_name("chart.js").read_text(encoding="utf-8")

@@ -18,10 +18,10 @@ from fastapi import FastAPI
 
 from app.glossary import GLOSSARY
 from app.studio import Studio
-from app.web import bundle, security, theme
+from app.web import bundle, routes, security, theme
 from app.web.access import Access
 from app.web.answers import server_functions
-from app.web.pages import frame, machine, new_run, queue, results, runs
+from app.web.pages import data, files, frame, machine, new_run, queue, results, run, runs, samples
 from trainer.config.terminal import say
 
 PAGES = (
@@ -29,7 +29,11 @@ PAGES = (
     runs,
     new_run,
     results,
+    run,
+    samples,
+    files,
     queue,
+    data,
     machine,
 )
 """Modules with a function `calls`: what their screen's script calls."""
@@ -45,6 +49,7 @@ def build(studio: Studio) -> gr.Blocks:
         "glossary": GLOSSARY,
         "unwritable": studio.unwritable,
         "form": new_run.facts(),
+        "run": run.facts(),
     }
     with gr.Blocks(title="ShardStudio", analytics_enabled=False) as blocks:
         gr.HTML(
@@ -106,8 +111,10 @@ def _mounted(blocks: gr.Blocks, studio: Studio) -> FastAPI:
     blocks._queue.sleep_when_free = blocks._queue.progress_update_sleep_when_free = QUEUE_POLL_S
     blocks.state_session_capacity = MOST_BROWSERS
     without_docs: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
+    app = FastAPI(**without_docs)
+    routes.add(app, studio)
     return gr.mount_gradio_app(  # type: ignore[no-any-return]
-        FastAPI(**without_docs),
+        app,
         blocks,
         "/",
         app_kwargs=without_docs,

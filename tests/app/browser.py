@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import psutil
-from playwright.sync_api import APIResponse, Browser, Locator, Page, Playwright, Route
+from playwright.sync_api import APIResponse, Browser, Page, Playwright, Route
 
 from tests.runs import make_pictures, run_config
 from trainer.config.schema import RunConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from app import captions
-from app.captions import Captions, Card
+from app.captions import Captions, Card, ChangedElsewhere
 from tests.runs import make_pictures
 from trainer.config.errors import InputError
 
@@ -18,7 +18,7 @@ def pictures(tmp_path: Path) -> Path:
 
 
 def cards_of(folder: Path) -> list[Card]:
-    return captions.cards(sorted(folder.glob("*.png")))
+    return [Card(image, captions.saved(image) or "") for image in sorted(folder.glob("*.png"))]
 
 
 def captions_of(folder: Path) -> list[str]:
@@ -90,3 +90,31 @@ def test_a_caption_that_could_not_be_read_again_is_refused_before_it_is_noted(
         captions.write(card, caption)
     assert card.file.read_text() == before
     assert captions.undo() == 0
+
+
+def test_a_caption_that_another_window_changed_is_kept_and_shown(pictures: Path, tmp_path: Path):
+    captions, image = Captions(tmp_path / "drafts" / "captions.jsonl"), pictures / "00.png"
+    captions.save(image, "picture number 0", "mine")
+    with pytest.raises(ChangedElsewhere) as caught:
+        captions.save(image, "picture number 0", "theirs")
+    assert caught.value.text == "mine" and captions_of(pictures)[0] == "mine"
+    captions.save(image, "picture number 0", "mine")  # the same words from both
+    captions.save(image, "mine", "theirs")
+    image.with_suffix(".txt").unlink()
+    with pytest.raises(ChangedElsewhere) as caught:
+        captions.save(image, "theirs", "again")
+    assert caught.value.text is None
+    captions.save(image, None, "again")
+    assert captions_of(pictures)[0] == "again"
+
+
+def test_what_can_be_undone_is_known_before(pictures: Path, tmp_path: Path):
+    captions = Captions(tmp_path / "drafts" / "captions.jsonl")
+    assert captions.undoable() == 0 and not (tmp_path / "drafts").exists()
+    captions.save(pictures / "00.png", "picture number 0", "picture number 0")
+    assert captions.undoable() == 0
+    captions.replace(cards_of(pictures), "picture", "drawing")
+    captions.save(pictures / "00.png", "drawing number 0", "one")
+    assert captions.undoable() == 1 and captions.undo() == 1
+    assert captions.undoable() == 3 and captions.undo() == 3
+    assert captions.undoable() == 0

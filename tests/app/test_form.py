@@ -291,7 +291,9 @@ def test_a_value_is_written_in_words(value: Any, words: str):
 
 
 def test_lines_of_the_yaml_that_differ_from_the_preset_are_marked():
-    text = form_answers.config_text(form.check(typed(("train.steps", "7"), ("optim.warmup", "1"), ("adapter.rank", "4"))))
+    text = form_answers.config_text(
+        form.check(typed(("train.steps", "7"), ("optim.warmup", "1"), ("adapter.rank", "4")))
+    )
     lines = text["yaml"].splitlines()
     assert [lines[number - 1].strip() for number in text["marks"]] == ["rank: 4", "warmup: 1", "steps: 7"]
     assert form_answers.config_text(form.check(Draft(QUICKSTART)))["marks"] == []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from app import model_answers
-from app.model_choices import METHODS, VERDICTS, ModelChoice, ModelChoices, PresetChoice
+from app.model_choices import METHODS, VERDICTS, ModelChoice, PresetChoice
 from app.studio import Studio
 from tests.runs import write_preset
 from trainer.config.fields import slot

@@ -116,7 +116,8 @@ def test_curves_have_every_step_with_its_minutes(run: RunDir):
     assert (each.minutes[0], each.minutes[-1]) == (0, pytest.approx(199.9))
     assert (validation.points, validation.look) == ([(2000, 0.5)], "dots")
     assert validation.minutes == [pytest.approx(199.9)]
-    assert set(monitor.CHARTS) == {"Loss", "Learning rate", "Gradient norm", "Seconds per step"}
+    assert set(monitor.CHARTS) == {"Loss", "Learning rate", "Gradient norm", "Speed", "Seconds per step"}
+    assert [line.label for line in follower.lines("Speed")] == ["images per second"]
     assert [line.label for line in follower.lines("Seconds per step")] == [
         *("whole step", "data", "forward", "backward", "optimizer", "other", "waiting for other ranks")
     ]
@@ -197,13 +198,40 @@ def test_runs_are_found_with_the_latest_start_first(tmp_path: Path):
     assert [run.path.name for run in monitor.find_runs(tmp_path)] == ["b", "a", "c"]
 
 
-def test_a_log_is_read_from_its_end_and_by_level(tmp_path: Path):
+def test_a_log_is_read_from_its_end_by_level_and_then_only_what_was_appended(tmp_path: Path):
     file = tmp_path / "stderr.log"
-    file.write_text("\n".join([f"line {n}" for n in range(20000)] + ["UserWarning: look", "RuntimeError: boom", "end"]))
-    assert monitor.log_tail(file, "all", 2) == "RuntimeError: boom\nend"
-    assert monitor.log_tail(file, "warnings") == "UserWarning: look\nRuntimeError: boom"
-    assert monitor.log_tail(file, "errors") == "RuntimeError: boom"
-    assert len(monitor.log_tail(file, "all", 10**6)) <= monitor.LOG_BYTES
+    assert monitor.read_log(file, "all") == monitor.LogPart()
+    file.write_text("\n".join([f"line {n}" for n in range(20000)] + ["UserWarning: look", "RuntimeError: boom", "en"]))
+    first = monitor.read_log(file, "all")
+    assert first.is_fresh
+    assert first.text.endswith("\nUserWarning: look\nRuntimeError: boom\n")
+    assert first.text.startswith("line ")
+    assert len(first.text) <= monitor.LOG_BYTES
+    assert (first.rest, first.offset) == ("en", file.stat().st_size - 2)
+    with file.open("a") as log:
+        log.write("d\n 10 %\r 50 %\r100 %\nlast")
+    second = monitor.read_log(file, "all", first.offset)
+    assert (second.text, second.rest, second.is_fresh) == ("end\n100 %\n", "last", False)
+    assert monitor.read_log(file, "all", second.offset).text == ""
+    assert monitor.read_log(file, "warnings").text == "UserWarning: look\nRuntimeError: boom\n"
+    assert monitor.read_log(file, "errors").text == "RuntimeError: boom\n"
+
+
+def test_a_log_that_was_replaced_or_grew_beyond_what_is_shown_is_read_anew(tmp_path: Path):
+    file = tmp_path / "stderr.log"
+    file.write_text("a long first line\n")
+    offset = monitor.read_log(file, "all").offset
+    file.write_text("new\n")
+    assert monitor.read_log(file, "all", offset) == monitor.LogPart("new\n", "", 4, is_fresh=True)
+    file.write_text("new\n" + "x" * monitor.LOG_BYTES + "\nend\n")
+    assert monitor.read_log(file, "all", 4) == monitor.LogPart("end\n", "", file.stat().st_size, is_fresh=True)
+
+
+def test_a_run_has_run_for_its_time_without_the_pause_before_it_was_resumed(run: RunDir, living):
+    times = [("starting", 100.0), ("training", 160.0), ("stopped", 200.0), ("starting", 9000.0), ("training", 9010.0)]
+    write(run, *(StatusEvent(state=state, time=at) for state, at in times))
+    view = Follower(run).view()
+    assert (view.duration_s, view.last_event_s) == (110.0, 9010.0)
 
 
 def test_the_logs_are_those_of_the_latest_start(run: RunDir):

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from app import run_table
-from app.monitor import CHARTS, log_files, log_tail
+from app import run_screen
+from app.monitor import CHARTS
+from app.run_screen import LogWish
 from app.studio import Studio
 from tests.app.browser import recorded
 from tests.fuzz import target
@@ -113,8 +115,10 @@ def _watch(studio: Studio, run: RunDir) -> None:
     assert view.sentence
     for chart in CHARTS:
         follower.lines(chart)
-    for file in log_files(run).values():
-        log_tail(file, "all")
+    for source in run_screen.log(run, LogWish())["sources"]:
+        run_screen.log(run, LogWish(source))
+    parts = {"head": run_screen.head(follower, view), **run_screen.overview(studio, follower, view, {})}
+    run_screen.changes(parts, {})
     report.write_report(run)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.launcher.queue import Queue, Settings, run_queue
 from trainer.run import process
+from trainer.run.events import EventWriter, StatusEvent
 
 # What the queue starts instead of the trainer: a run that does what its name says, once its file `go` is there.
 WORKER = """
@@ -209,3 +211,45 @@ def test_a_run_that_was_deleted_or_damaged_keeps_no_other_from_its_turn(queue: Q
         assert names(queue.start_next()) == ["next"]
     assert queue.state_of(deleted) == "deleted"
     assert queue.state_of(damaged).startswith(f"damaged: {queue.run_of(damaged).launch_file}: damaged (")
+
+
+def test_a_run_knows_when_it_was_queued_and_taken_also_after_it_was_moved(queue: Queue, config):
+    before = time.time()
+    for name in ("a", "b"):
+        queue.add(config(name))
+    queue.move(2, -1)
+    first, second = queue.waiting()
+    assert before <= second.queued_at <= first.queued_at <= time.time() and first.taken_at == 0.0
+    with queue.starting():
+        (taken,) = queue.start_next()
+    assert taken.name == "b" and queue.taken() == [taken]
+    assert taken.queued_at == first.queued_at <= taken.taken_at <= time.time()
+    process.wait(queue.run_of(taken))
+
+
+def test_a_queue_of_an_older_version_is_read_without_times(queue: Queue, config):
+    queue.add(config("old"))
+    (file,) = (queue.runs / "queue" / "waiting").glob("*.json")
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps({key: values[key] for key in ("number", "name", "config", "gpus", "run", "error")}))
+    assert [(entry.name, entry.queued_at) for entry in queue.waiting()] == [("old", 0.0)]
+
+
+def test_the_events_of_a_run_that_has_ended_are_read_once(queue: Queue, config):
+    queue.add(config("long"))
+    with queue.starting():
+        (entry,) = queue.start_next()
+    run = queue.run_of(entry)
+    process.wait(run)
+    with EventWriter(run.events_file) as events:
+        for step in range(5_000):
+            events.write(StatusEvent(state="training", step=step))
+        events.write(StatusEvent(state="finished", step=5_000))
+    assert queue.state_of(entry) == "finished"
+    began = time.process_time()
+    for _ in range(20):
+        assert queue.state_of(entry) == "finished" and not queue.has_failed(entry)
+    assert time.process_time() - began < 0.1
+    with EventWriter(run.events_file) as events:
+        events.write(StatusEvent(state="stopped", step=5_001))
+    assert queue.state_of(entry) == "stopped"

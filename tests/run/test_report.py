@@ -234,7 +234,7 @@ def test_a_prompt_that_was_changed_has_a_row_of_its_own(run):
         record(run, SampleEvent(step=step, prompt=prompt, index=0, path=f"samples/{step}.png"))
     report = page(run)
     rows = [text_of(head) for head in report.iterfind(".//table/tr/th[@scope='row']")]
-    assert rows[-2:] == ["old", "new"]
+    assert [row for row in rows if row in ("old", "new")] == ["old", "new"]
     assert [picture.get("alt") for picture in report.iterfind(".//img")] == [
         "old, step 0",
         "old, step 10",

@@ -58,6 +58,19 @@ def choose_bucket(width: int, height: int, sizes: Iterable[tuple[int, int]]) -> 
     return min(sizes, key=lambda size: (abs(math.log(size[0] / size[1]) - aspect), size))
 
 
+def kept_part(width: int, height: int, size: tuple[int, int]) -> tuple[float, float]:
+    """The shares of an image's width and height that the crop to a bucket keeps, around its center; one of them is 1.
+
+    Args:
+        width: Pixels of the image.
+        height: Pixels of the image.
+        size: (width, height) of the bucket.
+    """
+    scale_x, scale_y = size[0] / width, size[1] / height
+    scale = max(scale_x, scale_y)
+    return scale_x / scale, scale_y / scale
+
+
 def images_per_bucket(images: Iterable[ImageFile], sizes: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
     """Count the images per bucket: {size: images} in the order of `sizes`, without empty buckets."""
     counts = Counter(choose_bucket(image.width, image.height, sizes) for image in images)

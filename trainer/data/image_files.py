@@ -74,6 +74,15 @@ class Watcher:
     def reading(self, image: Path) -> None:
         """Called before the header and the caption of an image are read."""
 
+    def read(self, file: ImageFile) -> None:
+        """Called for an image whose header was read, also where its caption is missing or cannot be read."""
+
+    def bad(self, image: Path) -> None:
+        """Called for an image that cannot be used: itself, its mask or a reference cannot be read or does not fit."""
+
+    def listed(self, captions: Mapping[Path, str]) -> None:
+        """Called with {image: caption} of a folder's metadata.jsonl; a .txt next to the image is used instead."""
+
 
 def scan(cfg: DataConfig, watcher: Watcher | None = None) -> Dataset:
     """Find the images of all folders of the config, with captions, masks and references; only headers are read.
@@ -179,6 +188,7 @@ class _Scanner:
         files = self._files(source)
         paths = self._paths(source, files)
         captions = self._metadata([file for file in files if file.name == "metadata.jsonl"], frozenset(paths))
+        self._watcher.listed(captions)
         images = [image for path in paths if (image := self._image(path, captions, source)) is not None]
         if paths and not images and not self.findings.problems:
             self.findings.problems.append(f"{source.field}: {source.root}: none of its {len(paths)} images can be read")
@@ -249,8 +259,10 @@ class _Scanner:
             mask = self._masks.of(name, file) if self._masks and source.is_own else None
             references = self._references.of(name, file) if self._references and source.is_own else ()
         except InputError as error:
+            self._watcher.bad(path)
             self._bad_image(str(error))
             return None
+        self._watcher.read(file)
         if caption is None:
             return None
         return CaptionedImage(

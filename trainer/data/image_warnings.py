@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainer.config.errors import InputError
 from trainer.config.files import opened
-from trainer.data.buckets import choose_bucket
+from trainer.data.buckets import choose_bucket, kept_part
 from trainer.data.image_io import ImageFile
 
 MOST_ENLARGED = 1.5
@@ -47,11 +47,10 @@ def of_buckets(images: Sequence[ImageFile], sizes: Sequence[tuple[int, int]]) ->
     """Warn of images that are enlarged or cropped much. sizes: (width, height) of all buckets."""
     enlarged, cropped = [], []
     for image in images:
-        width, height = choose_bucket(image.width, image.height, sizes)
-        scale_x, scale_y = width / image.width, height / image.height
-        if (scale := max(scale_x, scale_y)) > MOST_ENLARGED:
+        scale, kept = fit(image, choose_bucket(image.width, image.height, sizes))
+        if scale > MOST_ENLARGED:
             enlarged.append(f"{image.path} {scale:.1f} times")
-        if (kept := min(scale_x, scale_y) / scale) < LEAST_KEPT:
+        if kept < LEAST_KEPT:
             cropped.append(f"{image.path} of which {kept:.0%} is kept")
     if enlarged:
         count = counted(len(enlarged), "image is", "images are")
@@ -65,6 +64,12 @@ def of_buckets(images: Sequence[ImageFile], sizes: Sequence[tuple[int, int]]) ->
             f"{count} more than a third to the crop to a bucket: first {cropped[0]}; "
             "crop by hand, or raise data.max_aspect"
         )
+
+
+def fit(image: ImageFile, size: tuple[int, int]) -> tuple[float, float]:
+    """Return (scale, share of its pixels that is kept) of an image that fills a bucket of this (width, height)."""
+    kept_x, kept_y = kept_part(image.width, image.height, size)
+    return size[0] / (image.width * kept_x), kept_x * kept_y
 
 
 def counted(number: int, one: str, more: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config import files
+from trainer.run.folder import DRAFT, FORMER
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ def draft(final: Path) -> Iterator[Path]:
 
     A draft left by an earlier process is removed first. A file or folder at `final` is replaced only at the end.
     """
-    path = final.with_name(f"draft-{final.name}")
+    path = final.with_name(f"{DRAFT}{final.name}")
     _remove(path)
     try:
         yield path
@@ -46,7 +47,7 @@ def _replace(path: Path, final: Path) -> None:
     if not final.is_dir():
         files.rename(path, final)
         return
-    former = final.with_name(f"{final.name}.former")
+    former = final.with_name(f"{final.name}{FORMER}")
     _remove(former)
     files.rename(final, former)
     files.rename(path, final)

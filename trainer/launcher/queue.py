@@ -25,10 +25,12 @@ from trainer.config.load import dump_config, load_config_text
 from trainer.config.schema import RunConfig
 from trainer.launcher import preflight, torchrun
 from trainer.run import process
+from trainer.run.events import ENDS, State
 from trainer.run.folder import RunDir, is_run
 
 POLL_S = 1.0
 AfterFailure = Literal["go on", "pause"]
+_Versions = tuple[tuple[int, int] | None, ...]
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Entry:
         gpus: Indices of the GPUs it may use; empty for all.
         run: Name of its run folder, once it was started.
         error: Why it could not be started.
+        queued_at: Unix seconds; 0 in the queues of older versions.
+        taken_at: Unix seconds of its start; 0 while it waits, and in the queues of older versions.
     """
 
     number: int
@@ -50,6 +54,8 @@ class Entry:
     gpus: tuple[int, ...] = ()
     run: Annotated[str, Field(pattern=r"^([A-Za-z0-9_][A-Za-z0-9._-]*)?$")] = ""
     error: str = ""
+    queued_at: float = 0.0
+    taken_at: float = 0.0
 
 
 _ENTRY = TypeAdapter(Entry)
@@ -89,12 +95,14 @@ class Queue:
         self._folder = self.runs / "queue"
         self._waiting, self._taken = self._folder / "waiting", self._folder / "taken"
         self._settings = self._folder / "settings.json"
+        self._ends: dict[str, tuple[_Versions, State]] = {}  # {run: (its files when they were read, how it ended)}
 
     def add(self, config: RunConfig, gpus: Sequence[int] = ()) -> Entry:
         """Append a run, with a copy of its config. Raises InputError if the queue cannot be written."""
         with self._changing():
             numbers = [*_files(self._waiting), *_files(self._taken)]
-            entry = Entry(max(numbers, default=0) + 1, config.name, dump_config(config), tuple(gpus))
+            number = max(numbers, default=0) + 1
+            entry = Entry(number, config.name, dump_config(config), tuple(gpus), queued_at=time.time())
             self._write(self._waiting, entry)
         return entry
 
@@ -192,17 +200,19 @@ class Queue:
         taken = self._put_damaged_aside()
         self._put_back_interrupted()
         self._note_failures()
-        while (waiting := self.waiting()) and not self.settings.is_paused and self._has_free_gpus(waiting[0]):
+        while (waiting := self.waiting()) and not self.settings.is_paused and not self.blockers(waiting[0]):
             taken.append(self._take(waiting[0]))
             self._note_failures()
         return taken
 
-    def _has_free_gpus(self, entry: Entry) -> bool:
-        """Whether no running run uses a GPU of this one. A run without a list of GPUs uses all."""
-        others = self.running()
-        return not others or (bool(entry.gpus) and all(o.gpus and not set(o.gpus) & set(entry.gpus) for o in others))
+    def blockers(self, entry: Entry) -> list[Entry]:
+        """Return the running runs that use a GPU of this one. A run without a list of GPUs uses all."""
+        return [
+            other for other in self.running() if not entry.gpus or not other.gpus or set(other.gpus) & set(entry.gpus)
+        ]
 
     def _take(self, entry: Entry) -> Entry:
+        entry = replace(entry, taken_at=time.time())
         with self._changing():
             self._write(self._taken, entry)
             _file(self._waiting, entry.number).unlink()
@@ -252,7 +262,8 @@ class Queue:
         if entry.error:
             return True
         try:
-            process.settle(self.run_of(entry))
+            if self._ended(self.run_of(entry)) is None:
+                process.settle(self.run_of(entry))
         except (InputError, OSError):
             return is_run(self.run_of(entry).path)  # a deleted run has not failed
         return self.state_of(entry) == "failed"
@@ -265,9 +276,24 @@ class Queue:
         if not is_run(run.path):
             return "deleted"
         try:
-            return process.status(run)
+            return self._status(run)
         except (InputError, OSError) as error:
             return f"damaged: {_explained(error)}"
+
+    def _status(self, run: RunDir) -> State:
+        """Return the state of a run. One that has ended is read once: its events may be many."""
+        if (ended := self._ended(run)) is not None:
+            return ended
+        files_read = _versions(run)
+        state = process.status(run)
+        if state in ENDS:
+            self._ends[run.path.name] = files_read, state
+        return state
+
+    def _ended(self, run: RunDir) -> State | None:
+        """Return how a run has ended, as it was read before; None where that is not known, or may have changed."""
+        known = self._ends.get(run.path.name)
+        return known[1] if known and known[0] == _versions(run) else None
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
@@ -315,6 +341,12 @@ def run_queue(runs: Path, say: Callable[[str], None], module: str = "trainer") -
         if queue.settings.is_paused:
             say("the queue is paused; resume it in the page, or set is_paused: false in queue/settings.json")
         return int(any(queue.has_failed(entry) for entry in taken))
+
+
+def _versions(run: RunDir) -> _Versions:
+    """(modification time, bytes) of the files that tell the state of a run; None for one that is missing."""
+    found = [file.stat() if file.exists() else None for file in (run.events_file, run.launch_file)]
+    return tuple((one.st_mtime_ns, one.st_size) if one else None for one in found)
 
 
 def _file(folder: Path, number: int) -> Path:

@@ -27,6 +27,10 @@ Request = Literal["stop", "save", "sample"]
 
 NOT_RUNS = frozenset({"cache", "downloads", "drafts", "presets", "queue", "thumbnails"})
 """Names of other folders next to the run folders. None of them is ever taken for a run, whatever it holds."""
+DRAFT = "draft-"
+"""Start of the name of a file or folder in `export` that is not complete yet. Its final name follows."""
+FORMER = ".former"
+"""End of the name of an exported folder while a newer one takes its place."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +107,9 @@ class RunDir:
     @property
     def stage_folders(self) -> list[Path]:
         """The folders of all stages, in order; empty for a run without stages."""
-        folders = (self.path / "stages").glob("*-*")
-        return sorted(folders, key=lambda folder: int(folder.name.partition("-")[0]))
+        numbers = {folder: folder.name.partition("-")[0] for folder in (self.path / "stages").glob("*-*")}
+        numbered = [folder for folder, number in numbers.items() if number.isdecimal()]
+        return sorted(numbered, key=lambda folder: int(numbers[folder]))
 
     @property
     def current_stage(self) -> int:

@@ -65,7 +65,7 @@ studio.ask = function (title, text, answers, kind = '') {
       h('h2', {}, title), h('p', {}, text), h('div.row-end', {}, buttons.reverse()));
     document.body.append(dialog);
     dialog.showModal();
-    buttons.at(-1).focus();
+    (kind === 'stop' ? buttons[0] : buttons.at(-1)).focus(); // Enter never deletes what was not read
   });
 };
 
@@ -188,17 +188,17 @@ applyTheme();
 
 // --- shortcuts ------------------------------------------------------------------------------------------------------
 
-/** Register a shortcut. `keys` is what a person presses ("g r", "Ctrl Enter", "?"); `screen` limits it to one. */
+/** Register a shortcut. `keys` is what a person presses ("g r", "Ctrl Enter", "?"); `screen` limits it to one screen or,
+ * as in "run samples", to one of its tabs. An action that returns false leaves the key to the browser. */
 studio.shortcut = (keys, text, action, screen = '') => studio.keys.push({ keys, text, action, screen });
 let pressed = '';
 addEventListener('keydown', event => {
-  const isTyping = event.target.closest?.('input:not([type=checkbox]):not([type=radio]), textarea, select, [contenteditable]');
-  const name = `${event.ctrlKey || event.metaKey ? 'Ctrl ' : ''}${event.key}`;
+  const isTyping = event.target.closest?.('input:not([type=checkbox], [type=radio], [type=range]), textarea, select, [contenteditable]');
+  const name = `${event.ctrlKey || event.metaKey ? 'Ctrl ' : ''}${event.key === ' ' ? 'Space' : event.key}`;
   if ((isTyping && !name.startsWith('Ctrl ')) || document.querySelector('dialog[open]') || event.altKey) return;
-  const sequence = pressed ? `${pressed} ${name}` : name, screen = studio.place()[0];
-  const found = studio.keys.filter(key => !key.screen || key.screen === studio.shown).find(key => key.keys === sequence || key.keys === name);
+  const sequence = pressed ? `${pressed} ${name}` : name, places = ['', studio.shown, `${studio.shown} ${studio.place()[2]}`];
+  const found = studio.keys.filter(key => places.includes(key.screen)).find(key => key.keys === sequence || key.keys === name);
   pressed = studio.keys.some(key => key.keys.startsWith(name + ' ')) && !found ? name : '';
   if (!found) return;
-  event.preventDefault();
-  found.action(event);
+  if (found.action(event) !== false) event.preventDefault();
 });

@@ -265,9 +265,12 @@
     }
     if (!answer) return;
     take(answer);
-    fill($('left'), [answer.left, name], () => answer.left.length ? [h('div.notice', { role: 'status' },
-      h('p', {}, `Left behind, as they belong to the former preset: ${answer.left.join(', ')}. `,
-        h('button.btn.s', { type: 'button', onclick: async () => { take(await change('new_restore', answer.undo)); $('left').replaceChildren(); $('left').removeAttribute('data-key'); } }, 'Undo')))] : []);
+    if (!answer.left.length) return; // what was left behind before can still be brought back
+    offerUndo(`Left behind, as they belong to the former preset: ${answer.left.join(', ')}. `, async () => {
+      const former = await change('new_restore', answer.undo);
+      take(former);
+      return Boolean(former);
+    });
   }
 
   // --- card 2: the data ---------------------------------------------------------------------------------------------
@@ -498,8 +501,26 @@
       ? state.changes.map(change => h('div.facts', {}, h('a', { href: '#', title: change.field, onclick: event => { event.preventDefault(); goTo(change.field); } }, change.label),
         h('span.dim', {}, change.old === '–' ? change.new : `${change.old} → ${change.new}`)))
       : [h('p.dim', {}, `As in the preset ${state.preset}.`)]);
+    $('reset').hidden = !state.changes.length;
     fill($('commands'), [state.commands], () => state.commands.map(([title, text]) => h('details', {}, h('summary', {}, title), h('pre.code', { tabIndex: 0 }, text), copyButton(text))));
     drawYaml();
+  }
+
+  /** Undo every edit; one click brings them back. */
+  async function reset() {
+    await settled();
+    const values = Object.fromEntries(state.changes.map(change => [change.field, state.rows[change.field].value]));
+    take(await change('new_restore', { preset: state.preset, values: {} }));
+    offerUndo('The form is as in the preset again. ', async () => {
+      for (const [name, value] of Object.entries(values)) edited(name, value, 0);
+      await settled();
+      return true;
+    });
+  }
+
+  /** A sentence under the models with a button that takes back what it tells of; `undo` resolves to whether it did. */
+  function offerUndo(sentence, undo) {
+    $('left').replaceChildren(h('div.notice', { role: 'status' }, h('p', {}, sentence, h('button.btn.s', { type: 'button', onclick: async () => { if (await undo()) $('left').replaceChildren(); } }, 'Undo'))));
   }
 
   const copyButton = text => h('button.btn.s', { type: 'button', onclick: async () => { await navigator.clipboard.writeText(text); studio.toast('Copied.'); } }, 'Copy');
@@ -637,7 +658,7 @@
       h('div.card', {}, h('div.ttl', {}, h('h2#plan-title', {}, 'Memory of each GPU'), h('span.grow'), h('select.target#plan-for', { 'aria-label': 'Plan for', onchange: async event => { target = event.target.value; await refresh(); } },
         targets.map(name => h('option', { value: name }, name)))), h('div#plan')),
       h('div.card', {}, h('h2', {}, 'Time and space'), h('div#time')),
-      h('div.card', {}, h('h2', {}, 'Differs from the preset'), h('div#changes'), h('details#yaml-drawer', {}, h('summary', {}, 'YAML'),
+      h('div.card', {}, h('div.ttl', {}, h('h2', {}, 'Differs from the preset'), h('span.grow'), h('button.btn.s#reset', { type: 'button', hidden: true, onclick: reset }, 'Back to the preset')), h('div#changes'), h('details#yaml-drawer', {}, h('summary', {}, 'YAML'),
         h('div.yaml', {}, h('div#yaml-lines', { 'aria-hidden': 'true' }), h('textarea#yaml', { 'aria-label': 'Config as YAML', spellcheck: false, wrap: 'off', onscroll: () => { $('yaml-lines').scrollTop = $('yaml').scrollTop; }, oninput: () => { wrongLines = []; drawLines(); } })),
         h('div#yaml-wrong'), h('div.chips', {}, h('button.btn.s#apply-yaml', { type: 'button', onclick: applyYaml }, 'Apply'), h('button.btn.s#discard-yaml', { type: 'button', hidden: true, onclick: showYaml }, 'Discard'), h('button.btn.s', { type: 'button', onclick: async () => { await navigator.clipboard.writeText($('yaml').value); studio.toast('Copied.'); } }, 'Copy'))), h('div#commands')));
   }

@@ -8,6 +8,7 @@
   };
   const PAGES = [['new', 'New run', 'n'], ['runs', 'Runs', 'r'], ['queue', 'Queue', 'q'], ['data', 'Data', 'd'], ['machine', 'Machine', 'm']];
   const LIVE_EVERY_S = 2, THEMES = [['', 'System'], ['light', 'Light'], ['dark', 'Dark']];
+  const KEYS = { ArrowLeft: '←', ArrowRight: '→' };
   const ENDED = { finished: 'has finished', failed: 'has failed', stopped: 'was stopped' };
   let live = null, known = {}, built = {};
 
@@ -32,7 +33,7 @@
   }
 
   function showShortcuts() {
-    const rows = studio.keys.map(key => h('tr', {}, h('td', {}, key.keys.split(' ').map(k => h('kbd', {}, k))),
+    const rows = studio.keys.map(key => h('tr', {}, h('td', {}, key.keys.split(' ').map(k => h('kbd', {}, KEYS[k] || k))),
       h('td', {}, key.text, key.screen ? h('span.dim', {}, ` (${key.screen})`) : null)));
     const dialog = h('dialog.dialog', { 'aria-label': 'Keyboard shortcuts', onclose: () => dialog.remove() }, h('h2', {}, 'Keyboard shortcuts'),
       h('table', {}, h('tbody', {}, rows)), h('form.row-end', { method: 'dialog' }, h('button.btn', {}, 'Close')));

@@ -1,55 +1,91 @@
 // The screen Queue: runs that wait for their GPUs, and those that the queue has started.
 'use strict';
 {
-  const { h, fill, call, link } = studio;
-  const STATES = { finished: 'ok', failed: 'bad', stopped: 'warn', waiting: '' };
+  const { h, fill, say, call, link } = studio;
+  const STATES = { finished: 'ok', failed: 'bad', stopped: 'warn', training: 'acc', starting: 'acc', deleted: '' };
   let root = null, state = null;
   const $ = id => root.querySelector(`#${id}`);
+
+  function show(found) {
+    state = found;
+    draw();
+  }
 
   /** Change the queue and show what came of it. */
   async function act(name, values = {}) {
     try {
-      state = await call(name, values);
+      show(await call(name, values));
       $('queue-message').replaceChildren();
     } catch (error) {
       if (!(error instanceof studio.Refused)) throw error;
       $('queue-message').replaceChildren(studio.alert(error.message));
     }
-    draw();
+  }
+
+  async function move(key, by) {
+    await act('queue_move', { key, by });
+    root.querySelector(`tr[data-key="${key}"]`)?.focus();
+  }
+
+  async function remove(row) {
+    const text = `${row.name} will not be trained, and the settings that it waits with are lost.`;
+    if (await studio.ask('Remove it from the queue?', text, ['Remove', 'Keep'], 'stop') === 0) await act('queue_remove', { key: row.key });
+  }
+
+  /** The waiting run whose row has the keyboard, and its place. */
+  function chosen() {
+    const key = document.activeElement?.closest('#waiting tr[data-key]')?.dataset.key;
+    const at = state ? state.waiting.findIndex(row => row.key === key) : -1;
+    return [state?.waiting[at], at];
+  }
+
+  function moveChosen(by) {
+    const [row, at] = chosen();
+    if (row && at + by >= 0 && at + by < state.waiting.length) move(row.key, by);
   }
 
   const gpus = row => row.gpus.length ? row.gpus.join(', ') : state.num_gpus ? 'all' : 'CPU';
+  const waited = (from, to) => h('td', { data: { from: from || '' } }, from ? studio.duration((to || Date.now() / 1e3) - from) : '–');
 
   function waitingRow(row, at, all) {
-    const move = (sign, by, word, isOff) => h('button.btn.s', { type: 'button', disabled: isOff, 'aria-label': `${row.name}: ${word}`, title: word, onclick: () => act('queue_move', { number: row.number, by }) }, sign);
-    return h('tr', { data: { number: row.number } }, h('td', {}, String(at + 1)), h('th', { scope: 'row' }, row.name, row.problem ? h('p.notice.bad', {}, row.problem) : null),
-      h('td', {}, row.model), h('td', {}, row.method), h('td', {}, gpus(row)),
-      h('td.acts', {}, move('↑', -1, 'earlier', at === 0), move('↓', 1, 'later', at === all.length - 1),
-        h('button.btn.s.stop', { type: 'button', 'aria-label': `${row.name}: remove`, onclick: async () => {
-          if (await studio.ask('Remove it from the queue?', `${row.name} will not be trained. Its settings are gone from the queue.`, ['Remove', 'Keep'], 'stop') === 0) await act('queue_remove', { number: row.number });
-        } }, 'Remove')));
+    const mover = (sign, by, word, isOff) => h('button.btn.s', { type: 'button', disabled: isOff, 'aria-label': `${row.name}: ${word}`, title: word, onclick: () => move(row.key, by) }, sign);
+    return h('tr', { tabIndex: 0, data: { key: row.key, name: row.name } }, h('td', {}, String(at + 1)), h('th', { scope: 'row' }, row.name, row.problem ? h('p.notice.bad', {}, row.problem) : null),
+      h('td', {}, row.model), h('td', {}, row.method), h('td', {}, gpus(row)), h('td', {}, h('span.tag', {}, state.is_paused ? 'paused' : at ? 'waiting' : 'next')),
+      h('td', {}, studio.when(row.queued_at)), waited(row.queued_at),
+      h('td.acts', {}, mover('↑', -1, 'Move up', at === 0), mover('↓', 1, 'Move down', at === all.length - 1),
+        h('button.btn.s.stop', { type: 'button', 'aria-label': `${row.name}: Remove`, onclick: () => remove(row) }, 'Remove')));
   }
 
   function takenRow(row) {
-    const name = row.run ? h('a', { href: link('runs', row.run) }, row.name) : row.name;
-    return h('tr', { data: { number: row.number } }, h('th', { scope: 'row' }, name), h('td', {}, row.model), h('td', {}, row.method), h('td', {}, gpus(row)),
-      h('td', {}, row.error ? h('p.notice.bad', {}, row.error) : h(STATES[row.state] ? `span.tag.${STATES[row.state]}` : 'span.tag', {}, row.state)));
+    const name = row.run && row.state !== 'deleted' ? h('a', { href: link('runs', row.run) }, row.name) : row.name;
+    return h('tr', { data: { name: row.name } }, h('th', { scope: 'row' }, name), h('td', {}, row.model), h('td', {}, row.method), h('td', {}, gpus(row)),
+      h('td', {}, row.error ? h('p.notice.bad', {}, row.error) : h(STATES[row.state] ? `span.tag.${STATES[row.state]}` : 'span.tag', {}, row.state)),
+      h('td', {}, studio.when(row.taken_at)), row.queued_at ? waited(row.queued_at, row.taken_at) : h('td', {}, '–'));
   }
 
   const table = (id, heads, rows) => h('div.scroll', {}, h(`table.wide#${id}`, {}, h('thead', {}, h('tr', {}, heads.map(head => h('th', { scope: 'col' }, head)))), h('tbody', {}, rows)));
 
+  function settings() {
+    const choose = (kind, word) => h('button', { type: 'button', 'aria-pressed': String(state.after_failure === kind), data: { after: kind }, onclick: () => act('queue_change', { after_failure: kind }) }, word);
+    return [
+      h('span.after', {}, 'After a failure', h('span.seg#after', { role: 'group', 'aria-label': 'After a failure' }, choose('go on', 'start the next run'), choose('pause', 'pause the queue'))),
+      h(state.is_paused ? 'button.btn.main#pause' : 'button.btn#pause', { type: 'button', onclick: () => act('queue_change', { is_paused: !state.is_paused }) }, state.is_paused ? 'Resume the queue' : 'Pause the queue')];
+  }
+
   function draw() {
+    const focused = chosen()[0]?.key;
     fill($('queue-problems'), state.problems, () => state.problems.map(studio.alert));
-    fill($('queue-settings'), [state.is_paused, state.after_failure], () => [
-      h(state.is_paused ? 'span.tag.warn' : 'span.tag.ok', { role: 'status' }, state.is_paused ? 'paused: nothing is started' : 'starts the next run when its GPUs are free'),
-      h('label.after', {}, 'After a failure', h('select#after', { onchange: event => act('queue_change', { after_failure: event.target.value }) },
-        [['go on', 'start the next run'], ['pause', 'pause the queue']].map(([value, word]) => h('option', { value, selected: value === state.after_failure }, word)))),
-      h(state.is_paused ? 'button.btn.main#pause' : 'button.btn#pause', { type: 'button', onclick: () => act('queue_change', { is_paused: !state.is_paused }) }, state.is_paused ? 'Resume the queue' : 'Pause the queue')]);
-    fill($('queue-waiting'), [state.waiting, state.num_gpus], () => state.waiting.length
-      ? table('waiting', ['', 'Run', 'Model', 'Method', 'GPUs', ''], state.waiting.map(waitingRow))
-      : h('div.empty', {}, h('h2', {}, 'Nothing waits'), h('p', {}, 'Fill in New run and press “Add to queue”. Runs start one after the other, as their GPUs become free.'), h('a.btn.main', { href: link('new') }, 'New run')));
+    fill($('queue-settings'), [state.is_paused, state.after_failure], settings);
+    $('queue-paused').hidden = !state.is_paused || !!state.waiting.length;
+    fill($('queue-waiting'), [state.waiting, state.num_gpus, state.is_paused], () => state.waiting.length
+      ? table('waiting', ['', 'Run', 'Model', 'Method', 'GPUs', 'State', 'Queued', 'Waits for', ''], state.waiting.map(waitingRow))
+      : h('div.empty', {}, h('h2', {}, 'Nothing is waiting.'), h('p', {}, 'Fill in ', h('a', { href: link('new') }, 'New run'), ' and press “Add to queue”. Runs start one after the other, as their GPUs become free.')));
+    if (focused && !chosen()[0]) root.querySelector(`tr[data-key="${focused}"]`)?.focus();
+    for (const cell of root.querySelectorAll('#waiting [data-from]')) if (cell.dataset.from) say(cell, studio.duration(Date.now() / 1e3 - cell.dataset.from));
+    say($('queue-next'), state.next);
     $('queue-taken-card').hidden = !state.taken.length;
-    fill($('queue-taken'), [state.taken, state.num_gpus], () => table('taken', ['Run', 'Model', 'Method', 'GPUs', 'State'], state.taken.map(takenRow)));
+    fill($('queue-taken'), [state.taken, state.num_gpus], () => table('taken', ['Run', 'Model', 'Method', 'GPUs', 'State', 'Started', 'Waited'], state.taken.map(takenRow)));
+    say($('queue-earlier'), state.num_earlier ? `${studio.counted(state.num_earlier, 'earlier run')} not shown: they are in Runs.` : '');
   }
 
   studio.screens.queue = {
@@ -57,13 +93,18 @@
     build(section) {
       root = section;
       root.append(h('div.head', {}, h('h1', {}, 'Queue'), h('span.grow'), h('div.settings#queue-settings')), h('div#queue-message'), h('div#queue-problems'),
-        h('section.card', { 'aria-label': 'Waiting runs' }, h('div#queue-waiting')),
-        h('section.card#queue-taken-card', { hidden: true, 'aria-labelledby': 'h-taken' }, h('div.ttl', {}, h('h2#h-taken', {}, 'Started by the queue')), h('div#queue-taken')));
+        h('p.notice.warn#queue-paused', { hidden: true, role: 'status' }, 'Paused: no run is started until you resume the queue.'),
+        h('section.card', { 'aria-label': 'Waiting runs' }, h('div#queue-waiting'), h('p.dim.sm#queue-next', { role: 'status' })),
+        h('section.card#queue-taken-card', { hidden: true, 'aria-labelledby': 'h-taken' }, h('div.ttl', {}, h('h2#h-taken', {}, 'Started by the queue')), h('div#queue-taken'), h('p.dim.sm#queue-earlier')));
+      studio.shortcut('Ctrl ArrowUp', 'Move the run of the chosen row up', () => moveChosen(-1), 'queue');
+      studio.shortcut('Ctrl ArrowDown', 'Move the run of the chosen row down', () => moveChosen(1), 'queue');
+      studio.shortcut('Delete', 'Remove the run of the chosen row', () => { const [row] = chosen(); if (row) remove(row); }, 'queue');
     },
     async show() { await act('queue_state'); },
     async tick() {
-      try { state = await call('queue_state'); } catch (error) { if (error instanceof studio.Refused) return; throw error; }
-      draw();
+      let found;
+      try { found = await call('queue_state'); } catch (error) { if (error instanceof studio.Refused) return; throw error; }
+      show(found);
     },
   };
 }

@@ -1,4 +1,4 @@
-// What is done with a run: other prompts for its samples, a drawing with it, an upload to the hub. Each is a dialog.
+// What is done with a run's result: a drawing with it, an upload to the hub. Each is a dialog.
 'use strict';
 {
   const { h, call } = studio;
@@ -34,22 +34,6 @@
       place.replaceChildren(studio.alert(error.message));
     }
   }
-
-  studio.results.prompts = async function (run) {
-    const area = h('textarea#new-prompts', { rows: 8, 'aria-label': 'Prompts, one a line' }), place = h('div'), note = h('p.sm.dim');
-    const save = h('button.btn.main', { type: 'button', onclick: () => tried(place, async () => {
-      const prompts = area.value.split('\n').map(line => line.trim()).filter(Boolean);
-      studio.toast(await call('result_set_prompts', { run, prompts }));
-      element.close();
-    }) }, 'Use from the next samples on');
-    const element = dialog('prompts-dialog', 'Prompts of the samples to come', h('p.sm', {}, 'One a line; [trigger] becomes the trigger word. The config of the run stays as it is; earlier samples stay, too.'),
-      area, note, place, h('div.row-end', {}, closeButton(), save));
-    await tried(place, async () => {
-      const found = await call('result_prompts', { run });
-      area.value = found.prompts.join('\n');
-      note.textContent = found.is_requested ? 'Requested already; the trainer takes them when it draws next.' : '';
-    });
-  };
 
   function drawing(found) {
     const side = (name, title) => h('figure', {}, found.is_text ? h('pre.code.written', { tabIndex: 0 }, found.texts[name])

@@ -432,25 +432,8 @@
 
   /** Draw the smoothed losses. `content` is JSON as app/web/charts.py makes it. */
   function drawLoss(container, content) {
-    chart ??= (studio.chart || sketch)(container, { title: 'Loss, smoothed', ylabel: 'loss' });
+    chart ??= studio.chart(container, { title: 'Loss, smoothed', ylabel: 'loss' });
     chart.set(content);
-  }
-
-  /** A plain chart, until studio.chart is there. */
-  function sketch(container, { title }) {
-    const legend = h('div.legend'), place = h('div');
-    container.append(h('div.ttl', {}, h('h2', {}, title)), legend, place);
-    return { set(content) {
-      const { lines: all, grids, summary } = JSON.parse(content);
-      const curves = all.map(({ values, grid, decay }) => {
-        let mean = null;
-        return values.map((value, index) => [grids[grid].step[index], (mean = mean === null || value === null ? value ?? mean : decay * mean + (1 - decay) * value)]);
-      });
-      const points = curves.flat(), x1 = Math.max(1, ...points.map(([x]) => x)), low = Math.min(...points.map(([, y]) => y)), high = Math.max(...points.map(([, y]) => y));
-      const draw = ([x, y]) => `${(600 * x / x1).toFixed(1)},${(225 - 220 * (y - low) / (high - low || 1)).toFixed(1)}`;
-      legend.replaceChildren(...all.map((line, index) => h('span', {}, svg('svg', { viewBox: '0 0 24 4', width: 24, height: 4 }, stroke('0,2 24,2', index)), line.label)));
-      place.replaceChildren(svg('svg', { viewBox: '0 0 600 230', role: 'img', 'aria-label': summary, class: 'plot' }, ...curves.map((curve, index) => stroke(curve.map(draw).join(' '), index))));
-    } };
   }
 
   const stroke = (points, index) => svg('polyline', { points, fill: 'none', 'stroke-width': 2, stroke: STYLES[index][0], 'stroke-dasharray': STYLES[index][1] });

@@ -1,244 +1,206 @@
-"""The page Dataset: the draft's images with editable captions, their buckets, and errors in the files."""
+"""The screen Data: the draft's images with captions to edit, their shapes, and what is wrong with them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gradio as gr
-from markupsafe import Markup
-
 from app import captions as caption_files
-from app import form, html
+from app import dataset, form
 from app.caption_lengths import LengthsResult
-from app.captions import Captions, Card
-from app.html import alert, attempted, note
+from app.captions import Captions, ChangedElsewhere
+from app.dataset import Filter, Item, Show
 from app.scans import ScanResult
 from app.studio import Studio
-from app.web.pages.parts import QUIET, WAITING_S, column_heads, listed, thumbnail
+from app.web.answers import Calls
+from app.web.served_files import FULL
+from trainer.config import families
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.data.measured import CutCaption
-from trainer.plan.storage import amount
 
-PER_PAGE = 12
-MAX_REST = 600
+MOST_REST = 600
 """Characters shown of the truncated part of a caption."""
-MEASURING = "Measuring the captions in tokens."
+MOST_SHOWN = 8
+"""Held-out images, and files of text, that are shown in the summary."""
 
 
-def build(studio: Studio) -> list[Any]:
-    """Lay out the page, inside a `gr.Blocks`. Returns [handler, inputs, outputs] that read the images again."""
+def calls(studio: Studio) -> Calls:
+    """Return the functions of the screen's script."""
     captions = Captions(studio.runs / "drafts" / "captions.jsonl")
-    message = gr.HTML(elem_id="dataset-message")
-    problems = gr.HTML(elem_id="dataset-problems")
-    with gr.Row():
-        search = gr.Textbox(label="Search in captions", elem_id="search", max_lines=1)
-        replacement = gr.Textbox(label="Replace with", elem_id="replacement", max_lines=1)
-        replace = gr.Button("Replace all", elem_id="replace")
-        undo = gr.Button("Undo", elem_id="undo")
-    with gr.Row():
-        page = gr.Number(1, label="Page", minimum=1, precision=0, elem_id="page")
-        counted = gr.HTML(elem_id="counted")
-    cut = gr.HTML(elem_id="cut")
-    files: list[gr.State] = []
-    images: list[gr.HTML] = []
-    texts: list[gr.Textbox] = []
-    ends: list[gr.HTML] = []
-    for row in range(PER_PAGE // 4):
-        with gr.Row():
-            for column in range(4):
-                with gr.Column(min_width=160):
-                    index = 4 * row + column
-                    files.append(gr.State(""))
-                    images.append(gr.HTML(elem_classes="card", padding=False))
-                    texts.append(
-                        gr.Textbox(label=f"Caption {index + 1}", lines=2, visible=False, elem_id=f"card-{index}")
-                    )
-                    ends.append(gr.HTML(elem_id=f"end-{index}", padding=False))
-    compute = gr.Button("Show timesteps per bucket", elem_id="compute-timesteps")
-    timesteps = gr.HTML(elem_id="timesteps")
-    compute.click(lambda: _timesteps(studio), None, timesteps, **QUIET)
-    waiting = gr.Timer(WAITING_S, active=False)
-    measuring = gr.Timer(WAITING_S, active=False)
-    measured = [measuring, cut, *ends]
-    outputs = [message, waiting, counted, problems, *files, *images, *texts, *measured]
-    renew, read_again = _renewer(studio), _renewer(studio, is_fresh=True)
-    page.change(renew, page, outputs, **QUIET)
-    waiting.tick(renew, page, outputs, trigger_mode="once", **QUIET)
-    replace.click(_replacer(studio, captions, read_again), [search, replacement, page], outputs, **QUIET)
-    undo.click(_undoer(captions, read_again), page, outputs, **QUIET)
-    measuring.tick(_measurer(studio), files, measured, trigger_mode="once", **QUIET)
-    for file, text in zip(files, texts, strict=True):
-        written = [message, measuring, cut]
-        text.input(_writer(studio, captions), [file, text], written, trigger_mode="always_last", **QUIET)
-    return [read_again, page, outputs]
+    editing: list[Callable[..., Any]] = [view, save, replace, undo]
+    others: list[Callable[..., Any]] = [thumbnail, timesteps]
+    functions = {f"data_{function.__name__}": partial(function, studio, captions) for function in editing}
+    return functions | {f"data_{function.__name__}": partial(function, studio) for function in others}
 
 
-def _found(studio: Studio, is_fresh: bool) -> tuple[RunConfig, ScanResult]:
+def view(
+    studio: Studio,
+    captions: Captions,
+    show: Show = "all",
+    search: str = "",
+    word: str = "",
+    page: int = 0,
+    is_fresh: bool = False,
+) -> dict[str, Any]:
+    """Return a page of the draft's images and the figures of all of them.
+
+    Args:
+        show: Which images, as `dataset.Filter` has it; also `search` and `word`.
+        page: Its number, from 0.
+        is_fresh: Read the files again, because they may have changed.
+    """
     config = form.check(studio.draft()).config
-    return config, studio.scans.of(config, is_fresh)
+    found = studio.scans.of(config, is_fresh)
+    state = _summary(config, found)
+    if not found.is_complete:
+        if is_fresh:
+            studio.lengths.forget()
+        return state
+    lengths = _lengths(studio, config, found, is_fresh)
+    cut = {caption.image: caption for caption in lengths.measured.cut} if lengths and lengths.measured else {}
+    seen = dataset.view(config.data, found, cut, Filter(show, search, word), page)
+    return state | {
+        "cards": [_card(item, config, found, cut.get(str(item.image))) for item in seen.items],
+        "first": seen.first,
+        "per_page": dataset.PER_PAGE,
+        "num_chosen": seen.num_chosen,
+        "num_replaceable": seen.num_replaceable,
+        "counts": asdict(seen.counts) if seen.counts else None,
+        "held_out": _held_out(config, found),
+        "lengths": _measured(lengths),
+        **_undo(captions),
+    }
 
 
-def _renewer(studio: Studio, is_fresh: bool = False) -> Callable[..., list[Any]]:
-    def renew(page: float, message: str = "") -> list[Any]:
-        try:
-            config, found = _found(studio, is_fresh)
-            first = (max(1, int(page or 1)) - 1) * PER_PAGE
-            shown = caption_files.cards(found.images[first : first + PER_PAGE])
-        except InputError as error:
-            return [alert(str(error)), *(gr.skip() for _ in range(5 + 4 * PER_PAGE))]
-        message = message if message or is_fresh else gr.skip()
-        if not found.is_complete:
-            if is_fresh:
-                studio.lengths.forget()
-            counted = note(f"{found.num_files} files so far; reading images.")
-            return [message, gr.Timer(active=True), counted, *(gr.skip() for _ in range(3 + 4 * PER_PAGE))]
-        empty = PER_PAGE - len(shown)
-        text = f"{len(found.images)} images, {first + 1} to {first + len(shown)} shown" if shown else _others(found)
-        return [
-            message,
-            gr.Timer(active=False),
-            Markup("<p>{}</p>").format(text) + _notes(found, config.data.trigger) + _buckets(found.buckets),
-            _problems(found),
-            *(str(card.image) for card in shown),
-            *[""] * empty,
-            *(thumbnail(studio, card.image, card.image.name) for card in shown),
-            *[""] * empty,
-            *(gr.update(value=card.caption, label=card.image.name, visible=True) for card in shown),
-            *[gr.update(value="", visible=False)] * empty,
-            *_measured(studio, config, found, [*(str(card.image) for card in shown), *[""] * empty], is_fresh),
-        ]
+def save(studio: Studio, captions: Captions, image: str, before: str | None, caption: str) -> dict[str, Any]:
+    """Save an edited caption.
 
-    return renew
+    Args:
+        before: The text of its file when it was loaded, None where there was none.
 
-
-def _measurer(studio: Studio, is_fresh: bool = False) -> Callable[..., list[Any]]:
-    def measure(*files: str) -> list[Any]:
-        try:
-            config, found = _found(studio, is_fresh=False)
-        except InputError as error:
-            return [gr.Timer(active=False), alert(str(error)), *[""] * len(files)]
-        return _measured(studio, config, found, files, is_fresh)
-
-    return measure
-
-
-def _measured(studio: Studio, config: RunConfig, found: ScanResult, files: Sequence[str], is_fresh: bool) -> list[Any]:
-    """Updates of the timer, of the sentences about all captions, and of the truncated part of each file's caption."""
-    if found.problems or not found.images:
-        return [gr.Timer(active=False), "", *[""] * len(files)]
-    known = studio.lengths.of(config, is_fresh)
-    if known.measured is None:
-        return [gr.Timer(active=known.is_waiting), _unmeasured(known), *[""] * len(files)]
-    ends = {caption.image: _end(caption) for caption in known.measured.cut}
-    whole = "No caption is truncated."
-    sentences = Markup().join(map(Markup("<p>{}</p>").format, known.measured.warnings or (whole,)))
-    summary = _unmeasured(known) if known.is_waiting else sentences
-    return [gr.Timer(active=known.is_waiting), summary, *(ends.get(file, "") for file in files)]
-
-
-def _unmeasured(known: LengthsResult) -> Markup:
-    return alert(known.failure) if known.failure and not known.is_waiting else note(MEASURING)
-
-
-def _end(caption: CutCaption) -> Markup:
-    """The truncated part of a caption, with the words before it."""
-    more = "…" if len(caption.rest) > MAX_REST else ""
-    return Markup(
-        '<p class="cut" tabindex="0">Truncated: {0.encoder} reads {0.read} of {0.needed} tokens.<br>'
-        "…{0.before}<del>{1}{2}</del></p>"
-    ).format(caption, caption.rest[:MAX_REST], more)
-
-
-def _writer(studio: Studio, captions: Captions) -> Callable[[str, str], list[Any]]:
-    def write(file: str, text: str) -> str:
-        image = Path(file)
-        captions.write(Card(image, ""), text.strip())
-        return _with_problem(f"Caption of {image.name} saved.", captions)
-
-    measure_again = _measurer(studio, is_fresh=True)
-    return lambda file, text: [attempted(lambda: write(file, text)) if file else "", *measure_again()]
-
-
-def _replacer(studio: Studio, captions: Captions, renew: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    def replace(search: str, replacement: str) -> str:
-        _, found = _found(studio, is_fresh=False)
-        if not found.is_complete:
-            raise InputError("The images are still being read; try again when that is done")
-        count = captions.replace(caption_files.cards(found.images), search, replacement)
-        return _with_problem(f"Replaced in {count} captions.", captions)
-
-    return lambda search, replacement, page: renew(page, attempted(lambda: replace(search, replacement)))
-
-
-def _undoer(captions: Captions, renew: Callable[..., list[Any]]) -> Callable[[float], list[Any]]:
-    def undo() -> str:
-        return _with_problem(f"{captions.undo()} captions restored.", captions)
-
-    return lambda page: renew(page, attempted(undo))
-
-
-def _with_problem(done: str, captions: Captions) -> str:
-    return f"{done} {captions.problem}".rstrip()
-
-
-def _notes(found: ScanResult, trigger: str) -> Markup:
-    """The number of questions and the trigger, where there are any."""
-    notes = Markup()
-    if found.num_questions:
-        notes += Markup("<p>{} questions about images to train on.</p>").format(found.num_questions)
-    if trigger:
-        notes += Markup("<p>[trigger] in a caption becomes <b>{}</b>.</p>").format(trigger)
-    return notes
-
-
-def _others(found: ScanResult) -> str:
-    """The files of a language model's data, shown where there are no images."""
-    files = found.texts
-    if not files:
-        return "No images here."
-    counted = "1 file" if len(files) == 1 else f"{len(files)} files"
-    return f"{counted} of text, {amount(sum(files.values()))}, first {next(iter(files)).name}"
-
-
-def _buckets(counts: Mapping[tuple[int, int], int]) -> Markup:
-    if not counts:
-        return Markup()
-    most = max(counts.values())
-    bar = Markup('<li><span>{} x {}</span><i style="width:{:.0f}%"></i><span>{}</span></li>')
-    bars = Markup().join(bar.format(*size, 60 * count / most, count) for size, count in counts.items())
-    return Markup('<h2>Images per bucket</h2><ul class="buckets">{}</ul>').format(bars)
-
-
-def _timesteps(studio: Studio) -> Markup:
-    """A table of the effective shift and the distribution of timesteps per bucket."""
+    Returns:
+        {"saved": text of the file now}, or {"changed": its text} where it was changed elsewhere meanwhile.
+    """
+    text = caption.strip()
     try:
-        rows = studio.timesteps(studio.draft())
+        captions.save(dataset.image_at(image), before, text)
+    except ChangedElsewhere as error:
+        return {"changed": error.text}
+    config = form.check(studio.draft()).config
+    found = studio.scans.of(config, is_fresh=bool(before) != bool(text))  # whether it has a caption at all has changed
+    if found.is_complete:
+        _lengths(studio, config, found, is_fresh=True)
+    return {"saved": caption_files.saved(Path(image)), **_undo(captions)}
+
+
+def replace(studio: Studio, captions: Captions, search: str, replacement: str) -> int:
+    """Replace a text in all captions. Returns the number of captions that were changed."""
+    found = studio.scans.of(form.check(studio.draft()).config)
+    if not found.is_complete:
+        raise InputError("The images are still being read; try again when that is done")
+    return captions.replace(dataset.replaceable(found), search, replacement)
+
+
+def undo(studio: Studio, captions: Captions) -> int:
+    """Undo the latest change. Returns the number of captions that were restored."""
+    return captions.undo()
+
+
+def thumbnail(studio: Studio, image: str, is_full: bool = False) -> str:
+    """Return the address of a copy of an image; small, or large enough for a screen."""
+    file = dataset.image_at(image)
+    return f"/gradio_api/file={studio.thumbnails.of(file, FULL) if is_full else studio.thumbnails.of(file)}"
+
+
+def timesteps(studio: Studio) -> list[dict[str, Any]]:
+    """Return the effective shift and the distribution of timesteps of each bucket; none for text."""
+    return studio.timesteps(studio.draft())
+
+
+def _summary(config: RunConfig, found: ScanResult) -> dict[str, Any]:
+    roots = dataset.folders(config.data)
+    return {
+        "name": config.name,
+        "folders": [str(folder) for folder in roots],
+        "trigger": config.data.trigger,
+        "resolution": config.data.resolution,
+        "needs_captions": config.data.missing_caption == "stop",
+        "is_text": families.trains_on(config) == "text",
+        "is_complete": found.is_complete,
+        "num_files": found.num_files,
+        "num_images": len(found.images) if found.is_complete else 0,
+        "num_trained": sum(found.buckets.values()),
+        "num_held_out": len(found.held_out),
+        "num_questions": found.num_questions,
+        "texts": [[file.name, size] for file, size in list(found.texts.items())[:MOST_SHOWN]],
+        "num_texts": len(found.texts),
+        "text_bytes": sum(found.texts.values()),
+        "shapes": [[*size, count, found.cropped[size]] for size, count in found.buckets.items()],
+        "problems": [_shortened(problem, roots) for problem in found.problems],
+        "warnings": [_shortened(warning, roots) for warning in found.warnings],
+    }
+
+
+def _shortened(sentence: str, roots: list[Path]) -> str:
+    """A sentence with its files named below their folder, which stands at the top of the page."""
+    for root in roots:
+        sentence = sentence.replace(f"{root}/", "")
+    return sentence
+
+
+def _card(item: Item, config: RunConfig, found: ScanResult, cut: CutCaption | None) -> dict[str, Any]:
+    flaw = found.flaws.get(item.image)
+    card: dict[str, Any] = {
+        "image": str(item.image),
+        "name": _shortened(str(item.image), dataset.folders(config.data)),
+        "saved": item.saved,
+        "caption": item.caption,
+        "problem": item.problem,
+        "flaw": asdict(flaw) if flaw else None,
+        "is_held_out": item.image in found.held_out,
+        "cut": _cut(cut) if cut else None,
+        "shape": None,
+    }
+    try:
+        card["shape"] = asdict(dataset.shape(item.image, found.sizes))
+    except InputError as error:
+        card["problem"] = item.problem or str(error)
+    return card
+
+
+def _cut(caption: CutCaption) -> dict[str, Any]:
+    more = "…" if len(caption.rest) > MOST_REST else ""
+    return asdict(caption) | {"rest": caption.rest[:MOST_REST] + more}
+
+
+def _held_out(config: RunConfig, found: ScanResult) -> list[dict[str, str]]:
+    roots = dataset.folders(config.data)
+    images = [image for image in found.images if image in found.held_out][:MOST_SHOWN] if found.held_out else []
+    return [{"image": str(image), "name": _shortened(str(image), roots)} for image in images]
+
+
+def _lengths(studio: Studio, config: RunConfig, found: ScanResult, is_fresh: bool) -> LengthsResult | None:
+    if found.problems or not found.images:
+        return None
+    return studio.lengths.of(config, is_fresh)
+
+
+def _measured(lengths: LengthsResult | None) -> Mapping[str, Any] | None:
+    """What is known of all captions' lengths; None where they are not measured."""
+    if lengths is None:
+        return None
+    sentences = lengths.measured.warnings if lengths.measured else ()
+    return {"is_waiting": lengths.is_waiting, "failure": lengths.failure, "sentences": list(sentences)}
+
+
+def _undo(captions: Captions) -> dict[str, Any]:
+    """What can be undone, and what is wrong with the list of changes."""
+    try:
+        count = captions.undoable()
     except (InputError, OSError) as error:
-        return alert(str(error))
-    if not rows:
-        return Markup("<p>Text has no timesteps.</p>")
-    line = Markup(
-        '<tr><th scope="row">{width} x {height}</th><td>{images}</td><td>{shift:.2f}</td><td>{drawn}</td></tr>'
-    )
-    cells = Markup().join(line.format(**row, drawn=_histogram(row["timesteps"])) for row in rows)
-    head = column_heads(("Bucket", "Images", "Shift", "Timesteps, image to noise"))
-    return Markup('<div class="wide"><table><thead><tr>{}</tr></thead><tbody>{}</tbody></table></div>').format(
-        head, cells
-    )
-
-
-def _histogram(shares: Sequence[float]) -> Markup:
-    most, middle = max(shares), sum((at + 0.5) * share for at, share in enumerate(shares)) / len(shares)
-    bars = Markup().join(Markup('<i style="height:{:.0f}%"></i>').format(100 * share / most) for share in shares)
-    return Markup('<span class="histogram" role="img" aria-label="mean {:.2f}">{}</span>').format(middle, bars)
-
-
-def _problems(found: ScanResult) -> Markup:
-    if found.problems:
-        return html.blockers(listed(found.problems))
-    if found.warnings:
-        return Markup("<h2>Warnings</h2><ul>{}</ul>").format(listed(found.warnings))
-    return Markup("<p>No problems in the files.</p>")
+        return {"num_undoable": 0, "history_problem": str(error)}
+    return {"num_undoable": count, "history_problem": captions.problem}

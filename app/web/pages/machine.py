@@ -10,7 +10,6 @@ from typing import Any
 from app import machine
 from app.studio import Studio
 from app.web.answers import Calls
-from trainer.launcher import doctor
 
 
 def calls(studio: Studio) -> Calls:
@@ -19,10 +18,20 @@ def calls(studio: Studio) -> Calls:
     return {f"machine_{function.__name__}": partial(function, studio) for function in functions}
 
 
-def checks(studio: Studio) -> dict[str, Any]:
-    """Run the checks. Returns them, with a headline about all of them."""
-    found = list(doctor.checks(studio.runs))
-    return {"headline": machine.headline(found, studio.gpus()), "checks": [asdict(check) for check in found]}
+def checks(studio: Studio, is_fresh: bool = False) -> dict[str, Any]:
+    """Return the newest results, with a headline about all of them. `is_fresh` starts further checks."""
+    found = studio.machine.examined(is_fresh)
+    packages = machine.packages(found.checks)
+    return {
+        "headline": machine.headline(found.checks, studio.gpus()) if found.checks else "",
+        "checks": [asdict(check) for check in found.checks if check not in packages or check.verdict != "ok"],
+        "versions": [[check.what, check.fact] for check in packages if check.verdict == "ok"],
+        "disk": asdict(found.disk) if found.disk else None,
+        "folder": str(studio.runs),
+        "at": found.at,
+        "is_running": found.is_running,
+        "failure": found.failure,
+    }
 
 
 def gpus(studio: Studio) -> list[dict[str, Any]]:

@@ -89,9 +89,10 @@ def preset(studio: Studio, name: str, is_forced: bool = False, target: str = THI
 
 
 def restore(studio: Studio, preset: str, values: dict[str, Any], target: str = THIS_MACHINE) -> dict[str, Any]:
-    """Bring a former draft back."""
+    """Bring a former draft back, with what was typed since into fields that a change of the preset keeps."""
+    file = studio.preset(preset)
     known = {field: value for field, value in values.items() if field in form_answers.FIELDS}
-    studio.save_draft(form.check(Draft(studio.preset(preset), known)).draft)
+    studio.change_draft(lambda draft: Draft(file, known | dict(form.switched(draft, file).draft.values)))
     return _state(studio, target)
 
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from app.model_choices import method_title
+from app import queue_rows
 from app.studio import Studio
 from app.web.answers import Calls
-from trainer.config.errors import InputError
-from trainer.config.load import load_config_text
-from trainer.config.models import published_models
-from trainer.launcher.queue import AfterFailure, Entry
+from trainer.launcher.queue import AfterFailure
 
 MOST_TAKEN = 30
 """Runs that the queue has started, shown at most."""
@@ -28,27 +24,29 @@ def calls(studio: Studio) -> Calls:
 
 def state(studio: Studio) -> dict[str, Any]:
     """Return waiting runs in their order, those that were started, newest first, and the settings."""
-    queue = studio.queue
-    waiting, taken = queue.waiting(), queue.taken()
+    queue, settings = studio.queue, studio.queue.settings
+    taken = queue.taken()
     return {
-        "waiting": [_row(entry, "waiting") for entry in waiting],
-        "taken": [_row(entry, queue.state_of(entry)) for entry in reversed(taken[-MOST_TAKEN:])],
-        "is_paused": queue.settings.is_paused,
-        "after_failure": queue.settings.after_failure,
+        "waiting": [queue_rows.row(entry) for entry in queue.waiting()],
+        "taken": [queue_rows.row(entry, queue.state_of(entry)) for entry in reversed(taken[-MOST_TAKEN:])],
+        "num_earlier": max(0, len(taken) - MOST_TAKEN),
+        "next": queue_rows.next_start(queue),
+        "is_paused": settings.is_paused,
+        "after_failure": settings.after_failure,
         "problems": [text for text in (studio.queue_problem, *queue.problems()) if text],
         "num_gpus": len(studio.gpus()),
     }
 
 
-def move(studio: Studio, number: int, by: int) -> dict[str, Any]:
+def move(studio: Studio, key: str, by: int) -> dict[str, Any]:
     """Move a waiting run by some places; negative is earlier."""
-    studio.queue.move(number, by)
+    studio.queue.move(queue_rows.find(studio.queue, key).number, by)
     return state(studio)
 
 
-def remove(studio: Studio, number: int) -> dict[str, Any]:
-    """Take a waiting run out of the queue."""
-    studio.queue.remove(number)
+def remove(studio: Studio, key: str) -> dict[str, Any]:
+    """Remove a waiting run from the queue."""
+    studio.queue.remove(queue_rows.find(studio.queue, key).number)
     return state(studio)
 
 
@@ -58,25 +56,3 @@ def change(studio: Studio, is_paused: bool | None = None, after_failure: AfterFa
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     studio.queue.change(replace(studio.queue.settings, **changes))
     return state(studio)
-
-
-def _row(entry: Entry, what: str) -> dict[str, Any]:
-    return {
-        "number": entry.number,
-        "name": entry.name,
-        "gpus": list(entry.gpus),
-        "run": entry.run,
-        "error": entry.error,
-        "state": what,
-        **_described(entry),
-    }
-
-
-def _described(entry: Entry) -> dict[str, str]:
-    try:
-        config = load_config_text(entry.config, (), Path(f"{entry.name}.yaml")).config
-    except InputError as error:  # of a version that had other fields
-        return {"model": "", "method": "", "problem": str(error)}
-    known = published_models().get(config.model.path)
-    name = known.name if known else config.model.path.rpartition("/")[2]
-    return {"model": name, "method": method_title(config), "problem": ""}

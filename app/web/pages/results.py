@@ -1,4 +1,4 @@
-"""What is done with a run's result: other prompts for its samples, a drawing with it, an upload to the hub."""
+"""What is done with a run's result: a drawing with it, an upload to the hub."""
 
 from __future__ import annotations
 
@@ -16,33 +16,15 @@ from trainer.launcher import upload
 from trainer.launcher.upload import Upload
 from trainer.run.drawings import Drawing, DrawingRequest
 from trainer.run.folder import RunDir
-from trainer.run.prompts import request_prompts, requested_prompts
 
 MOST_DRAWINGS = 12
 
 
 def calls(studio: Studio) -> Calls:
     """Return the functions of the script."""
-    functions: list[Callable[..., Any]] = [prompts, set_prompts]
-    of_results: list[Callable[..., Any]] = [draw, drawings, upload_question, start_upload, upload_state]
+    functions: list[Callable[..., Any]] = [draw, drawings, upload_question, start_upload, upload_state]
     results = Results()
-    return {
-        **{f"result_{function.__name__}": partial(function, studio) for function in functions},
-        **{f"result_{function.__name__}": partial(function, studio, results) for function in of_results},
-    }
-
-
-def prompts(studio: Studio, run: str) -> dict[str, Any]:
-    """Return the prompts of the samples to come, and whether others were requested that the trainer has not taken."""
-    found = studio.run(run)
-    requested = requested_prompts(found)
-    return {"prompts": requested or studio.follower(found).view().prompts, "is_requested": requested is not None}
-
-
-def set_prompts(studio: Studio, run: str, prompts: list[str]) -> str:
-    """Request other prompts for the samples to come. Returns a sentence."""
-    request_prompts(studio.run(run), prompts)
-    return "The next samples are drawn from these prompts."
+    return {f"result_{function.__name__}": partial(function, studio, results) for function in functions}
 
 
 def draw(studio: Studio, results: Results, run: str, prompt: str, seed: int | None = None) -> None:

@@ -1,79 +1,83 @@
-"""The page Samples: a table of prompts by steps, and the first and last sample of one prompt."""
+"""The samples of a run: rows per prompt, and thumbnails of those that are shown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
-import gradio as gr
-from markupsafe import Markup
+from annotated_types import MaxLen
 
-from app.html import alert
-from app.monitor import RunView, explained
+from app import samples
 from app.studio import Studio
-from app.web.pages import parts
-from app.web.pages.renew import SKIP, Lazy, Tick, choices
-from app.web.served_files import FULL
+from app.web.answers import Calls
+from app.web.served_files import FULL, SMALL
 from trainer.config.errors import InputError
-from trainer.config.schema import RunConfig
-from trainer.run.events import by_prompt
-from trainer.run.report import spread
-
-COLUMNS = 8
+from trainer.run.events import SampleEvent
+from trainer.run.folder import RunDir
 
 
-def build(studio: Studio, run: gr.Dropdown) -> Tick:
-    """Lay out the page, inside a `gr.Blocks`."""
-    matrix = gr.HTML(elem_id="matrix")
-    with gr.Row():
-        prompt = gr.Dropdown([], label="Prompt to compare", elem_id="slider-prompt")
-        slider = gr.ImageSlider(label="First and last sample", interactive=False, elem_id="slider", type="filepath")
-    return Tick(_shower(studio), [run, prompt], [matrix, prompt, slider], (prompt.input,))
+@dataclass(frozen=True)
+class Cell:
+    """A sample that a script asks for."""
+
+    index: int
+    prompt: str
+    step: int
 
 
-def _shower(studio: Studio) -> Callable[[str, str | None], list[Any]]:
-    def show(name: str, prompt: str | None) -> list[Any]:
-        try:
-            run = studio.run(name)
-        except InputError:
-            return [SKIP] * 3
-        try:
-            follower = studio.follower(run)
-            view = follower.view()
-        except (InputError, OSError) as error:
-            return [alert(explained(error)), choices([], prompt, None), None]
-        drawn = (name, len(view.samples))
-        prompts = list(dict.fromkeys(sample.prompt for sample in view.samples))
-        chosen = prompt if prompt in prompts else next(iter(prompts), None)
-        return [
-            Lazy(drawn, lambda: matrix(studio, view, follower.config)),
-            choices(prompts, prompt, chosen),
-            Lazy((drawn, chosen), lambda: pair(studio, view, chosen)),
-        ]
+def calls(studio: Studio) -> Calls:
+    """Return the functions of the script of the tab Samples."""
 
-    return show
+    def samples_list(name: str, known: str = "") -> dict[str, Any] | None:
+        run = studio.run(name)
+        follower = studio.follower(run)
+        view = follower.view()
+        version = samples.version(run, view)
+        if version == known:
+            return None
+        rows = samples.rows(run, view.samples)
+        return {
+            "version": version,
+            "rows": [asdict(row) for row in rows],
+            "num_steps": view.num_steps,
+            "is_running": view.is_running,
+            "size": samples.num_bytes(run),
+            "seed": follower.config.sample.seed,
+            "settings": samples.settings(follower.config, any(row.is_text for row in rows)) if rows else "",
+        }
+
+    def samples_images(
+        name: str, cells: Annotated[list[Cell], MaxLen(64)], is_full: bool = False
+    ) -> list[dict[str, str]]:
+        run = studio.run(name)
+        view = studio.follower(run).view()
+        wanted = {(cell.index, cell.prompt, cell.step) for cell in cells}
+        found = {key: sample for sample in view.samples if (key := _key(sample)) in wanted}
+        return [_shown(studio, run, found.get((cell.index, cell.prompt, cell.step)), is_full) for cell in cells]
+
+    return {"samples_list": samples_list, "samples_images": samples_images}
 
 
-def pair(studio: Studio, view: RunView, prompt: str | None) -> tuple[str, str] | None:
-    """Return the first and last sample image of a prompt; None without two, or when one was deleted."""
-    found = sorted((sample for sample in view.samples if sample.prompt == prompt), key=lambda sample: sample.step)
-    if len(found) < 2 or found[0].is_text:
-        return None
+def _key(sample: SampleEvent) -> tuple[int, str, int]:
+    return sample.index, sample.prompt, sample.step
+
+
+def _shown(studio: Studio, run: RunDir, sample: SampleEvent | None, is_full: bool) -> dict[str, str]:
+    """Return {"text": ...}, {"src": address} or {"problem": sentence}, with "file" when it can be downloaded."""
+    if sample is None:
+        return {"problem": "there is no such sample any more"}
+    name = sample.path.rpartition("/")[2]
     try:
-        first, last = (str(studio.thumbnails.of(view.path / sample.path, FULL)) for sample in (found[0], found[-1]))
-    except InputError:
-        return None
-    return first, last
-
-
-def matrix(studio: Studio, view: RunView, config: RunConfig) -> Markup:
-    """Return the table of samples, at up to COLUMNS steps."""
-    if not view.samples:
-        return Markup("<p>No samples yet. Set sample.every and sample.prompts, or press Sample now.</p>")
-    steps = spread(sorted({sample.step for sample in view.samples}), COLUMNS)
-    rows = []
-    for (_, prompt), samples in by_prompt(view.samples).items():
-        row = [samples.get(step) for step in steps]
-        cells = [parts.sample(studio, view.path, sample, config) if sample else Markup() for sample in row]
-        rows.append((prompt, cells))
-    return parts.matrix([f"step {step}" for step in steps], rows)
+        samples.own_file(run, name)
+        download = {"file": name}
+    except (InputError, OSError, ValueError):
+        download = {}
+    if sample.is_text:
+        return {"text": sample.text, **download}
+    try:
+        file = run.own_file(sample.path)
+        if not file.is_file():
+            return {"problem": f"{sample.path}: not in the run folder any more"}
+        return {"src": f"/gradio_api/file={studio.thumbnails.of(file, FULL if is_full else SMALL)}", **download}
+    except (InputError, OSError, ValueError) as error:
+        return {"problem": str(error), **download}

@@ -52,7 +52,11 @@ LOST = "/runs/a/config.yaml: cannot be read (No such file or directory); repair 
         ("scale", [1], {"error": "scale: the arguments are not an object; reload the page"}),
         ("refuse", {}, {"error": "train.steps: is 0"}),
         ("lose", {}, {"error": LOST}),
-        ("echo", {"values": {"a": "\ud83d"}}, {"error": "the text holds \\ud83d, which is half a character; remove it"}),
+        (
+            "echo",
+            {"values": {"a": "\ud83d"}},
+            {"error": "the text holds \\ud83d, which is half a character; remove it"},
+        ),
         ("echo", {"values": {"\ud83d": 1}}, {"error": "the text holds \\ud83d, which is half a character; remove it"}),
         ("echo", {"values": {"a": "\U0001f642 \0"}}, {"value": {"a": "\U0001f642 \0"}}),
     ],

@@ -5,6 +5,7 @@ The first of these files: its run goes on while another process does the tests o
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from playwright.sync_api import Browser, Page
 from tests.app.browser import (
     TRAINED_WITHIN_S,
     Server,
-    choose,
     form_step,
     opened,
     reload,
@@ -68,29 +68,26 @@ def test_one_click_trains_the_quickstart_and_no_mishap_of_the_page_ends_it(train
     assert states[-1] == "finished"
 
 
-def test_what_was_exported_is_listed_with_its_check_and_downloaded(trained: RunDir, page: Page, tmp_path: Path):
-    choose(page, "run-choice", trained.path.name)
-    show(page, "Export")
+def test_what_was_exported_is_listed_with_its_check_and_downloaded(trained: RunDir, page: Page):
+    page.evaluate(f"location.hash = '#/runs/{trained.path.name}/files'")
     [file] = trained.export.glob("*.safetensors")
-    row = page.locator("#exports tr", has_text=file.name)
-    row.wait_for()
-    assert float(row.locator("td").last.inner_text()) < 4e-3
-    page.locator("#checksum").click()
-    page.locator("#export-message", has_text="SHA-256").wait_for()
-    until(page, "!document.querySelector('#download').disabled")
+    row = page.locator("#files-exported tr", has_text=file.name)
+    row.get_by_text("verified: reloaded and equal within bf16 rounding").wait_for()
+    assert "Adapter · Automatic · bf16" in row.inner_text()
+    row.get_by_role("button", name="Checksum").click()
+    row.locator(".sum", has_text=hashlib.sha256(file.read_bytes()).hexdigest()).wait_for()
     with page.expect_download() as download:
-        page.locator("#download").click()
+        row.get_by_role("button", name="Download").click()
     assert Path(download.value.path()).read_bytes() == file.read_bytes()
+    assert page.locator("#files-checkpoints tbody tr").count() == len(list(trained.checkpoints.glob("step-*")))
 
 
 @pytest.mark.slow
 def test_another_export_is_begun_from_what_the_adapter_allows(trained: RunDir, page: Page):
-    choose(page, "run-choice", trained.path.name)
-    show(page, "Export")
-    page.locator("#exports tr").first.wait_for()
-    choose(page, "export-what", "merged")
-    page.locator("#export").click()
-    page.locator("#export-message", has_text="Exported and verified").wait_for(timeout=180_000)
-    page.locator("#exports tr", has_text="merged").first.wait_for()
-    page.wait_for_timeout(2_000)
-    assert page.locator("#export-message").inner_text() == "Exported and verified.", "it stays"
+    page.evaluate(f"location.hash = '#/runs/{trained.path.name}/files'")
+    page.locator("#files-what").select_option("merged")
+    page.locator("#files-export").click()
+    page.locator("#files-state", has_text="Exported and verified").wait_for(timeout=180_000)
+    page.locator("#files-exported tr", has_text="merged").first.wait_for()
+    page.wait_for_timeout(2_500)
+    assert page.locator("#files-state").inner_text() == "Exported and verified.", "it stays"

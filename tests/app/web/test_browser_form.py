@@ -1,159 +1,365 @@
-"""The form in Chromium: its rows, drafts and presets, and what keeps Start from starting."""
+"""The screen New run in Chromium: what is typed is kept, what is wrong is said where it is, and Start says why not."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
-from playwright.sync_api import Browser, Page
+import pytest
+from playwright.sync_api import Browser, Page, Route
 
 from tests.app.browser import (
     ROOT,
     Server,
-    answers_held,
-    box,
-    choose,
-    form_step,
+    open_group,
     opened,
     reload,
+    serving,
+    settled,
+    until,
     until_so,
+    visited,
     write_over,
 )
-from tests.runs import make_pictures, write_preset
+from tests.runs import make_pictures
+
+SDXL = "sdxl-lora-1gpu"
+CALLS = "**/gradio_api/component_server/**"
 
 
-def test_the_form_shows_what_the_adapter_has_and_tells_a_wrong_value_at_its_row(page: Page):
-    form_step(page, "Adapter")
-    page.locator("#all-settings input").check()
+def value(page: Page, field: str) -> str:
+    return page.locator(f"#field-{field}").input_value()
+
+
+def reads(page: Page, field: str, text: str) -> None:
+    """Wait until an input shows a text."""
+    until(page, f"document.querySelector('#field-{field}').value === {json.dumps(text)}")
+
+
+def values(draft: Path) -> dict[str, Any]:
+    """The edits that the server keeps."""
+    return json.loads(draft.read_text())["values"]
+
+
+def choose_sdxl(page: Page) -> None:
+    """Choose the model by its tile, and then its LoRA."""
+    page.locator("#model-filter button", has_text="All").click()
+    page.locator("#tiles [data-model*='stable-diffusion-xl']").first.click()
+    page.locator(f"#presets [data-preset='{SDXL}']").click()
+    until(page, f"document.querySelector('#page-new').dataset.preset === {json.dumps(SDXL)}")
+
+
+def test_the_form_shows_what_the_method_has_and_a_wrong_value_at_its_row(page: Page):
     page.locator("#field-adapter-rank").wait_for()
-    choose(page, "field-adapter-type", "boft")
+    page.locator("#methods").get_by_text("BOFT", exact=True).click()
     page.locator("#field-adapter-rank").wait_for(state="hidden")
     page.locator("#field-adapter-block_size").wait_for()
-    form_step(page, "Hardware")
     write_over(page, "field-train-steps", "many")
-    page.locator("#field-train-steps.wrong").wait_for()
-    page.locator("#problems [role=alert]", has_text="train.steps").wait_for()
+    page.locator("#row-field-train-steps.wrong .help", has_text="needs a whole number, not 'many'").wait_for()
+    settled(page)
+    assert page.locator("#field-train-steps").get_attribute("aria-invalid") == "true"
+    assert page.locator("#start").is_disabled()
+    page.locator("#why a", has_text="Steps").click()
+    assert page.evaluate("document.activeElement.id") == "field-train-steps"
+
+
+def test_settings_are_found_by_words_and_a_changed_one_is_counted(page: Page):
+    page.locator("#search").fill("restarts")
+    restarts = page.locator("#field-parallel-max_restarts")
+    restarts.wait_for()
+    assert page.locator("#group-sampling").is_hidden()
+    write_over(page, "field-parallel-max_restarts", "2")
+    page.locator("#changes a", has_text="Restarts").wait_for()
+    page.locator("#search").fill("")
+    restarts.wait_for(state="hidden")
+    assert page.locator("#group-cluster .num-changed").inner_text() == "1 changed"
+    page.locator("#search").fill("zzz")
+    page.locator("#no-match").wait_for()
+
+
+@pytest.mark.parametrize("delay_ms", [0, 40])
+def test_a_value_typed_back_stays_while_two_other_fields_are_wrong(page: Page, draft: Path, delay_ms: int):
+    write_over(page, "field-data-trigger", "")
+    open_group(page, "Sampling")
+    write_over(page, "field-sample-size", "abc")
+    box = page.locator("#field-train-batch_size")
+    for text in ("8", "16"):
+        box.click()
+        page.keyboard.press("Control+a")
+        page.keyboard.type(text, delay=delay_ms)
+        settled(page)
+        assert (box.input_value(), values(draft)["train.batch_size"]) == (text, int(text))
+    page.locator("#field-name").click()
+    settled(page)
+    assert box.input_value() == "16"
+    page.locator("#why", has_text="Start waits for 2 things").wait_for()
+
+
+@pytest.mark.parametrize("delay_ms", [0, 300])
+def test_an_error_goes_with_what_caused_it(page: Page, delay_ms: int):
+    """`6` of a half-typed `60` leaves no room for the warm-up."""
+    open_group(page, "Training")
+    page.locator("#field-train-steps").click()
+    page.keyboard.press("Control+a")
+    page.keyboard.type("60", delay=delay_ms)
+    page.locator("#changes", has_text="60").wait_for()
+    settled(page)
+    page.locator("#why[data-state=ready]").wait_for()
+    assert page.locator(".field.wrong, .reddot:visible").count() == 0
+
+
+def test_what_keeps_start_from_starting_is_said_below_it_and_leads_to_its_field(page: Page):
+    choose_sdxl(page)
+    why = page.locator("#why[data-state=refused]")
+    why.wait_for()
+    assert page.locator("#start").is_disabled() and page.locator("#enqueue").is_disabled()
+    assert "Stable Diffusion XL" in why.inner_text() or "model" in why.inner_text().lower()
+    start, reasons = page.locator("#start").bounding_box(), why.bounding_box()
+    assert 0 <= reasons["y"] - start["y"] - start["height"] < 40
+    page.keyboard.press("Control+Enter")  # refused, and shown
+    until(page, "(b => b.top >= 0 && b.top < innerHeight)(document.querySelector('#why').getBoundingClientRect())")
+    assert "#/runs" not in page.url
+
+
+def test_another_preset_keeps_the_data_and_says_what_it_leaves_behind(page: Page, runs: Path, draft: Path):
+    folder = make_pictures(runs.parent / "carried", count=2)
+    write_over(page, "field-data-path", str(folder))
+    page.keyboard.press("Enter")
+    write_over(page, "field-data-trigger", "sks")
+    write_over(page, "field-optim-lr", "0.002")
+    settled(page)
+    choose_sdxl(page)
+    page.locator("#left", has_text="Left behind, as they belong to the former preset: Learning rate").wait_for()
+    assert (value(page, "data-path"), value(page, "data-trigger")) == (str(folder), "sks")
+    assert values(draft) == {"data.path": str(folder), "data.trigger": "sks"}
+    page.locator("#left").get_by_text("Undo").click()
+    reads(page, "optim-lr", "0.002")
+    assert page.locator("#page-new").get_attribute("data-preset") == "quickstart"
+
+
+def test_a_path_is_glanced_at_while_it_is_typed_and_read_when_the_field_is_left(page: Page, runs: Path):
+    folder = make_pictures(runs.parent / "typed", count=3)
+    (folder / "broken.png").write_bytes(b"no image")
+    write_over(page, "field-data-path", str(folder))
+    page.locator("#row-field-data-path .help", has_text="4 images, 3 with a caption").wait_for()
+    page.locator("#why", has_text="The folder is read when you leave its field.").wait_for()
+    page.keyboard.press("Tab")
+    page.locator("#why", has_text="broken.png").wait_for()
+    (folder / "broken.png").unlink()
+    page.locator("#field-data-path").click()
+    page.keyboard.type("x")
+    page.keyboard.press("Backspace")  # as it was: the browser knows of no change
+    page.locator("#field-name").click()
+    settled(page)
+    until(page, "!document.querySelector('#why').textContent.includes('when you leave')")
+
+
+def test_a_folder_is_chosen_from_a_list(page: Page, runs: Path):
+    folder = make_pictures(runs.parent / "listed", count=2)
+    write_over(page, "field-data-path", str(runs.parent))
+    page.locator("#browse").click()
+    page.locator("#picker").get_by_role("button", name="listed", exact=True).click()
+    page.locator("#picker", has_text="2 images, 2 with a caption").wait_for()
+    page.locator("#picker").get_by_text("Take this folder").click()
+    page.locator("#data-tag", has_text="2 pictures").wait_for()
+    assert value(page, "data-path") == str(folder)
+
+
+def test_a_folder_that_is_not_there_keeps_start_from_starting(page: Page):
+    write_over(page, "field-data-path", "/no/such/folder")
+    page.keyboard.press("Tab")
+    page.locator("#row-field-data-path.wrong .help", has_text="/no/such/folder").wait_for()
+    settled(page)
     assert page.locator("#start").is_disabled()
 
 
-def test_all_settings_are_there_when_they_are_asked_for(page: Page):
-    form_step(page, "Hardware")
-    restarts, timeout = page.locator("#field-parallel-max_restarts"), page.locator("#field-parallel-timeout")
-    restarts.wait_for(state="hidden")
-    page.locator("#all-settings input").check()
-    restarts.wait_for()
-    write_over(page, "field-parallel-max_restarts", "3")
-    page.locator("#changes", has_text="parallel.max_restarts").wait_for()
-    page.locator("#all-settings input").uncheck()
-    timeout.wait_for(state="hidden")
-    assert restarts.is_visible()  # what was set stays
-
-
-def test_the_draft_is_there_after_a_reload_and_in_another_browser(page: Page, browser: Browser, server: Server):
-    form_step(page, "Hardware")
+def test_a_reload_keeps_the_place_and_the_draft_which_every_window_shows(page: Page, browser: Browser, server: Server):
     write_over(page, "field-train-steps", "123")
     page.locator("#changes", has_text="123").wait_for()
+    page.evaluate("location.hash = '#/new'")
     reload(page)
+    assert page.url.endswith("#/new")
     page.locator("#changes", has_text="123").wait_for()
     with opened(browser, server.url) as other:
         other.locator("#changes", has_text="123").wait_for()
         assert "train.steps=123" in (other.locator("#commands").text_content() or "")
+        write_over(page, "field-name", "mine")
+        write_over(other, "field-train-steps", "66")
+        reads(page, "train-steps", "66")
+        reads(other, "name", "mine")
 
 
-def test_a_folder_that_is_not_there_keeps_start_from_starting(page: Page):
-    form_step(page, "Dataset")
-    write_over(page, "field-data-path", "/no/such/folder")
-    page.locator("#field-data-path.wrong", has_text="/no/such/folder").wait_for()
-    assert page.locator("#start").is_disabled()
+def test_wrong_yaml_is_marked_at_its_line_and_stays_and_right_yaml_becomes_the_form(page: Page):
+    page.locator("#yaml-drawer summary").click()
+    wrong = "model: {family: flux2, path: demo}\ndata: {path: quickstart}\ntrain:\n  stepz: 77\n"
+    page.locator("#yaml").fill(wrong)
+    page.locator("#apply-yaml").click()
+    page.locator("#yaml-wrong li", has_text="Line 4: train.stepz: unknown field; did you mean 'steps'?").wait_for()
+    assert page.locator("#yaml-lines .wrong").all_inner_texts() == ["4"]
+    write_over(page, "field-name", "other")  # another answer takes neither the text nor its marks away
+    page.locator("#changes", has_text="other").wait_for()
+    assert page.locator("#yaml").input_value() == wrong
+    assert page.locator("#yaml-lines .wrong").all_inner_texts() == ["4"]
+    page.locator("#yaml").fill(wrong.replace("stepz", "steps"))
+    page.locator("#apply-yaml").click()
+    reads(page, "train-steps", "77")
+    assert page.locator("#yaml-wrong li").count() == 0
+    assert "steps: 77" in page.locator("#yaml").input_value()
+    page.locator("#yaml").fill("a: b")
+    page.locator("#discard-yaml").click()
+    assert "steps: 77" in page.locator("#yaml").input_value()
 
 
-def test_wrong_yaml_is_told_with_its_line_and_right_yaml_becomes_the_form(page: Page):
-    page.get_by_role("button", name="Full config").click()
-    write_yaml(page, "train:\n  steps: 77\n  batch_size: [\n")
-    page.locator("#take-yaml").click()
-    page.locator("#problems [role=alert]", has_text="config.yaml:4").wait_for()
-    write_yaml(page, "model: {family: flux2, path: demo}\ndata: {path: quickstart}\ntrain: {steps: 77}\n")
-    page.locator("#take-yaml").click()
-    page.locator("#changes tr", has_text="train.steps").get_by_text("77").wait_for()
-
-
-def write_yaml(page: Page, text: str) -> None:
-    page.locator("#yaml .cm-content").click()
-    page.keyboard.press("Control+a")
-    page.keyboard.insert_text(text)
-
-
-def test_a_preset_can_be_kept(page: Page, runs: Path):
-    form_step(page, "Hardware")
+def test_a_preset_can_be_saved_and_unfolds_nothing(page: Page, runs: Path):
     write_over(page, "field-train-steps", "55")
     page.locator("#changes", has_text="55").wait_for()
-    page.get_by_role("button", name="Full config").click()
-    write_over(page, "preset-name", "mine")
+    shown = page.locator(".field:visible").count()
     page.locator("#save-preset").click()
-    page.locator("#problems", has_text="Saved as").wait_for()
+    page.locator("#preset-name").fill("mine")
+    page.keyboard.press("Enter")
+    page.locator("#toasts", has_text="Saved as").wait_for()
     assert "steps: 55" in (runs / "presets" / "mine.yaml").read_text()
+    assert page.locator(".field:visible").count() == shown
+    (runs / "presets" / "mine.yaml").unlink()
 
 
-def test_what_overtakes_an_answer_changes_nothing_but_what_was_typed(own_data: Path, page: Page):
-    form_step(page, "Hardware")
-    with answers_held(page) as held:
-        choose(page, "preset", "quickstart")
+@contextmanager
+def held_back(page: Page, name: str) -> Iterator[list[Route]]:
+    """Requests for one function do not reach the server meanwhile."""
+    held: list[Route] = []
+    page.route(
+        CALLS, lambda route: held.append(route) if name in (route.request.post_data or "") else route.continue_()
+    )
+    yield held
+    for route in held:
+        route.continue_()
+    page.unroute(CALLS)
+
+
+def test_what_is_typed_while_a_preset_is_under_way_is_an_edit_of_the_new_one(page: Page, draft: Path):
+    with held_back(page, "new_preset") as held:
+        page.locator("#model-filter button", has_text="All").click()
+        page.locator("#tiles [data-model*='stable-diffusion-xl']").first.click()
+        until_so(page, lambda: bool(held))
         write_over(page, "field-train-steps", "57")
-        until_so(page, lambda: any(len(route.request.post_data_json["data"]) > 50 for route, _ in held))  # all fields
-    page.locator("#commands", has_text="quickstart.yaml").wait_for(state="attached")
-    page.wait_for_timeout(1_500)  # for what else is under way
-    shown, told = box(page, "field-train-steps").input_value(), page.locator("#commands").text_content() or ""
-    assert "data.path" not in page.locator("#changes").inner_text()
-    assert (f"train.steps={shown}" in told) == (shown != "100"), told
+        page.wait_for_timeout(400)
+        assert value(page, "train-steps") == "57"
+    settled(page)
+    until_so(page, lambda: values(draft) == {"train.steps": 57})
+    assert value(page, "train-steps") == "57"
+    assert page.locator("#page-new").get_attribute("data-preset") != "quickstart"
 
 
-def test_a_page_that_opens_asks_for_the_kept_draft_once(page: Page):
-    """A second answer would show it again, over a preset chosen meanwhile."""
+def test_an_old_answer_that_arrives_late_does_not_undo_what_was_typed(page: Page, draft: Path):
+    with held_back(page, "new_state") as held:
+        until_so(page, lambda: bool(held))  # asked every two seconds
+        old = held.pop(0)
+        answer = old.fetch()
+        write_over(page, "field-train-steps", "58")
+        settled(page)
+        old.fulfill(response=answer)
+        page.wait_for_timeout(300)
+        assert (value(page, "train-steps"), values(draft)) == ("58", {"train.steps": 58})
+
+
+def test_a_page_that_opens_asks_for_the_draft_once(page: Page):
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.post_data or "") if request.method == "POST" else None)
     reload(page)
-    page.wait_for_timeout(1_500)
-    asking = [json.loads(data)["data"] for data in asked if data.startswith("{")]
-    assert len(asking) >= 3  # the draft, the run's state, what is slow
-    assert not [values for values in asking if len(values) > 50], asking  # all fields
+    page.wait_for_timeout(500)
+    names = [json.loads(data)["fn_name"] for data in asked if data.startswith("{")]
+    assert names.count("new_state") == names.count("new_models") == 1, names
+    assert "new_edit" not in names
 
 
-def test_a_preset_whose_images_are_broken_is_shown_as_it_is(page: Page, runs: Path):
-    folder = make_pictures(runs.parent / "broken")
+def test_a_folder_whose_images_are_broken_is_shown_as_it_is(page: Page, runs: Path):
+    folder = make_pictures(runs.parent / "broken", count=2)
     (folder / "00.png").write_bytes(b"no image")
-    write_preset(runs / "presets" / "broken.yaml", folder)
-    reload(page)
-    choose(page, "preset", "broken")
-    page.locator("#problems [role=alert]", has_text="00.png").wait_for()
-    form_step(page, "Dataset")
-    page.locator("#field-data-path.wrong").wait_for()
-    assert box(page, "field-data-path").input_value() == str(folder)
+    write_over(page, "field-data-path", str(folder))
+    page.keyboard.press("Enter")
+    page.locator("#row-field-data-path.wrong .help", has_text="00.png").wait_for()
+    assert value(page, "data-path") == str(folder)
+    page.locator("#data-tag", has_text="1 problem").wait_for()
 
 
-def test_a_full_disk_is_told_and_the_page_goes_on(page: Page, server: Server):
+def test_a_full_disk_is_named_and_the_page_goes_on(page: Page, server: Server):
     process = psutil.Process(server.process.pid)
     unlimited = process.rlimit(psutil.RLIMIT_FSIZE)
     process.rlimit(psutil.RLIMIT_FSIZE, (0, unlimited[1]))
     try:
-        form_step(page, "Hardware")
         write_over(page, "field-train-steps", "99")
-        page.locator("#problems", has_text="The form cannot be saved").wait_for()
+        page.locator("#warnings [role=alert]", has_text="The form cannot be saved").wait_for()
+        settled(page)
         page.locator("#start").click()
-        told = page.locator("#outcome [role=alert]", has_text="the run folder cannot be made")
-        told.wait_for()
+        refused = page.locator("#outcome [role=alert]", has_text="the run folder cannot be made")
+        refused.wait_for()
         write_over(page, "field-train-steps", "98")  # no answer to what is typed takes it away
         page.locator("#changes", has_text="98").wait_for()
-        assert told.is_visible()
+        assert refused.is_visible()
     finally:
         process.rlimit(psutil.RLIMIT_FSIZE, unlimited)
+
+
+@pytest.mark.slow
+def test_what_is_typed_while_the_server_is_killed_is_there_when_it_is_back(browser: Browser, tmp_path: Path):
+    runs = tmp_path / "runs"
+    with serving(runs) as server, opened(browser, server.url) as page:
+        page.locator("#field-name").click()
+        page.keyboard.press("Control+a")
+        page.keyboard.type("ki")
+        server.kill()
+        page.keyboard.type("lled", delay=50)
+        write_over(page, "field-optim-lr", "0.002")
+        page.locator("#lost").wait_for()
+        page.locator("#start").click()
+        page.locator("#outcome", has_text="server does not answer. What you typed is kept here.").wait_for()
+        server.start()
+        page.locator("#lost").wait_for(state="hidden")
+        settled(page)
+        assert (value(page, "name"), value(page, "optim-lr")) == ("killed", "0.002")
+        assert values(runs / "drafts" / "draft.json") == {"name": "killed", "optim.lr": 0.002}
+        page.locator("#outcome [role=alert]").wait_for(state="hidden")
+
+
+def test_on_a_phone_start_says_why_it_waits_and_nothing_is_wider_than_the_window(
+    tab: Page, server: Server, draft: Path
+):
+    with visited(tab, server.url, width=390, height=844) as page:
+        write_over(page, "field-train-steps", "many")
+        page.locator("#phone-note", has_text="waits for 1").wait_for()
+        page.evaluate("scrollTo(0, 0)")
+        page.locator(".phone button").click()
+        until(page, "(b => b.top >= 0 && b.top < innerHeight)(document.querySelector('#why').getBoundingClientRect())")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        page.set_viewport_size({"width": 640, "height": 450})  # 1280 x 900 at 200 %
+        assert page.evaluate("document.documentElement.scrollWidth") <= 640
+
+
+def test_with_the_keyboard_alone_a_field_is_changed_and_start_is_reached(page: Page):
+    page.evaluate("document.querySelector('#field-optim-lr').focus()")
+    page.keyboard.press("Control+a")
+    page.keyboard.type("0.002")
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.id") == "start":
+            break
+    assert page.evaluate("document.activeElement.id") == "start"
+    settled(page)
+    assert value(page, "optim-lr") == "0.002"
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("/")
+    assert page.evaluate("document.activeElement.id") == "search"
 
 
 def test_a_port_that_is_taken_is_named(server: Server, tmp_path: Path):
     argv = [sys.executable, "launch.py", "--runs", str(tmp_path), "--port", str(server.port)]
     answer = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
     assert answer.returncode == 2
-    told = f"--port {server.port}: cannot be used on 127.0.0.1 (Address already in use); name another\n"
-    assert answer.stderr == told
+    said = f"--port {server.port}: cannot be used on 127.0.0.1 (Address already in use); name another\n"
+    assert answer.stderr == said

@@ -1,4 +1,4 @@
-"""Runs in Chromium: side by side, their samples, tags, exports, and two pages on one folder."""
+"""Runs in Chromium: side by side, tags, and two pages on one folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ BAD = '<img src=x onerror="window.taken = 1">'
 def recordings(server: Server) -> None:
     """Runs that are there before a page is opened."""
     recorded(server.runs, "drawn")
-    recorded(server.runs, "unsaved")
     recorded(server.runs, "shared", [StatusEvent(state="stopped", step=20)])
     scripted = recorded(server.runs, "scripted", sample__prompts=[BAD, BAD])
     (scripted.logs / "launch-1.log").write_text(BAD)
@@ -40,22 +39,10 @@ def recordings(server: Server) -> None:
         events.write(StatusEvent(step=40, state="failed", message=BAD))
 
 
-def test_samples_are_a_matrix_with_a_viewer_and_a_slider(page: Page):
-    choose(page, "run-choice", "drawn")
-    show(page, "Samples")
-    until(page, "document.querySelectorAll('#matrix img').length === 4")
-    page.locator("#matrix a.thumbnail").last.click()
-    page.locator("#viewer[open]", has_text="a dog · step 40 · seed 0, prompt 2").wait_for()
-    page.keyboard.press("Escape")
-    until(page, "document.querySelectorAll('#slider img').length >= 2")
-
-
 def test_text_of_a_run_is_never_a_script(page: Page):
     watch(page, "scripted")
     page.locator("#status", has_text="onerror").wait_for()
     page.locator("#log", has_text="onerror").wait_for()
-    show(page, "Samples")
-    page.locator("#matrix", has_text="onerror").wait_for()
     assert page.evaluate("window.taken") is None
 
 
@@ -69,30 +56,6 @@ def test_the_chosen_run_is_shown_also_when_an_answer_about_another_comes_late(pa
     state_is(page, "failed")
     page.wait_for_timeout(2_000)
     state_is(page, "failed")
-
-
-def test_what_is_downloaded_is_of_the_chosen_run(page: Page, runs: Path):
-    show(page, "Export")
-    for name in ("drawn", "scripted"):
-        (RunDir.open(runs / name).export / "same.safetensors").write_text(name)
-        choose(page, "run-choice", name)
-        page.locator("#exports tr", has_text="same.safetensors").wait_for()
-        until_so(page, lambda wanted=name: downloaded(page) == wanted)
-
-
-def downloaded(page: Page) -> str:
-    until(page, "!document.querySelector('#download').disabled")
-    with page.expect_download() as download:
-        page.locator("#download").click()
-    return Path(download.value.path()).read_text()
-
-
-def test_a_failed_export_is_told(page: Page):
-    choose(page, "run-choice", "unsaved")
-    show(page, "Export")
-    page.locator("#exports", has_text="No exports yet").wait_for()
-    page.locator("#export").click()
-    page.locator("#export-message", has_text="has no complete checkpoint to export").wait_for()
 
 
 def test_two_pages_on_one_folder_see_the_same_and_one_resumes(page: Page, browser: Browser, runs: Path):

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Download, Locator, Page
 
-from app.web import charts
+from app.web import bundle
 from app.web.charts import MOST_POINTS, chart_json
 from trainer.run.colors import variables
 from trainer.run.events import default_decay, smoothed
@@ -26,18 +26,19 @@ REFRESH_MS = 100.0
 """Main thread of the browser, for five charts of 10,000 steps."""
 BEYOND = 3
 """Tests fail at this multiple of a limit: other work shares the cores."""
-PAGE = f"""<!doctype html><style>:root {{ {variables(is_dark=False)} }} .dark, :root[data-theme=dark] {{
-{variables(is_dark=True)} }} body {{ background: var(--panel); font: 13px sans-serif; }} {charts.CSS}</style><body>"""
-MOUNT = """([values, template, script]) => {
-  document.body.replaceChildren();
-  window.renewals = values.map(value => {
-    const element = document.createElement('div'), acts = [], props = { value };
-    element.innerHTML = template; document.body.append(element);
-    new Function('element', 'props', 'watch', script)(element, props, (_, act) => acts.push(act));
-    return next => { props.value = next; acts.forEach(act => act()); };
+ASSETS = {file.name: file.read_text() for file in bundle.FOLDER.iterdir()}
+PAGE = f"""<!doctype html><style>:root {{ {variables(is_dark=False)} }} .dark {{ {variables(is_dark=True)} }}
+{ASSETS["page.css"]} {ASSETS["charts.css"]}</style><body><div id=studio></div>
+<script>{ASSETS["core.js"]} {ASSETS["charts.js"]}</script>"""
+MOUNT = """charts => {
+  const root = document.querySelector('#studio');
+  root.replaceChildren(studio.h('section.page'));
+  window.mounted = charts.map(([options, value]) => {
+    const chart = studio.chart(root.firstElementChild, options);
+    if (value) chart.set(value);
+    return chart;
   });
 }"""
-"""As gradio does with the parts of a `gr.HTML`."""
 DRAWN = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
 
 
@@ -53,8 +54,10 @@ def sheet(tab: Page) -> Iterator[Page]:
     tab.unroute(f"{SITE}/**")
 
 
-def mount(page: Page, *values: str) -> list[Locator]:
-    page.evaluate(MOUNT, [list(values), charts.TEMPLATE, charts.SCRIPT])
+def mount(page: Page, *values: str, **options: object) -> list[Locator]:
+    """Draw charts, the first of the loss and the second of the gradient norm. options: of all of them."""
+    titles = ("Loss", "Gradient norm", "Learning rate", "Speed", "Seconds per step")
+    page.evaluate(MOUNT, [[{"title": title, **options}, value] for title, value in zip(titles, values, strict=False)])
     page.evaluate(DRAWN)
     return [page.locator(".chart").nth(at) for at in range(len(values))]
 
@@ -91,9 +94,10 @@ def drag(page: Page, chart: Locator, start: float, end: float) -> None:
 
 
 def in_browser(page: Page, *arguments: object) -> list[float | None]:
-    source = charts.SCRIPT[charts.SCRIPT.index("function smoothed") : charts.SCRIPT.index("function number")]
+    source = ASSETS["charts.js"].partition("function smoothed")[2].partition("function number")[0]
     found: list[float | None] = page.evaluate(
-        f"([values, decay, counts]) => {{ {source}; return smoothed(values, decay, counts); }}", list(arguments)
+        f"([values, decay, counts]) => {{ function smoothed{source}; return smoothed(values, decay, counts); }}",
+        list(arguments),
     )
     return found
 
@@ -138,7 +142,7 @@ def test_a_short_line_is_sent_whole_and_a_long_one_keeps_its_spike():
 def test_all_charts_of_a_page_show_the_same_step(sheet: Page):
     validation = Line("validation", [(20, 0.5), (40, 0.25)], "dots", minutes=[20 / 30, 40 / 30])
     loss, norm = mount(sheet, chart_json("Loss", [noisy([1 / step for step in range(1, 51)]), validation]),
-                       chart_json("Gradient norm", [noisy([2.0] * 50)], is_small=True))  # fmt: skip
+                       chart_json("Gradient norm", [noisy([2.0] * 50)]))  # fmt: skip
     assert readout(loss)[::3] == ["step 50", "validation 0.25 of 40"]
     point_at(sheet, norm, 0.6)
     assert readout(loss)[0] == readout(norm)[0] != "step 50"
@@ -185,7 +189,7 @@ def test_a_drag_zooms_all_charts_and_a_double_click_or_the_button_resets_them(sh
     point_at(sheet, norm, 0.999)
     assert readout(norm)[0] == "step 1,000"
     drag(sheet, norm, 0.5, 0.6)
-    sheet.evaluate("value => renewals[0](value)", chart_json("Loss", [noisy(noise(1000))], source="another run"))
+    sheet.evaluate("value => mounted[0].set(value)", chart_json("Loss", [noisy(noise(1000))], source="another run"))
     sheet.evaluate(DRAWN)
     assert loss.locator(".reset").is_disabled()
 
@@ -221,12 +225,13 @@ def test_the_last_label_is_whole_and_a_logarithmic_axis_has_marks_within_a_decad
         const wide = this.measureText(text).width;
         const left = { center: x - wide / 2, right: x - wide }[this.textAlign] ?? x;
         found.push([text, left, left + wide]); own.call(this, text, x, y); };
-      renewals[0](value);
+      mounted[0].set(value);
       return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => {
         CanvasRenderingContext2D.prototype.fillText = own; done(found); }))); }"""
     long = Line("each step", [(step, 0.2 + 0.6 * (step % 2)) for step in range(1, 10_001)], "noisy")
     [loss] = mount(sheet, chart_json("Loss", [long]))
-    found = sheet.evaluate(texts, chart_json("Loss", [long], is_log=True))
+    loss.locator(".log input").check()
+    found = sheet.evaluate(texts, chart_json("Loss", [long]))
     width = loss.locator("canvas").evaluate("canvas => canvas.clientWidth")
     labels = {text: (left, right) for text, left, right in found}
     assert {"10,000", "8,000", "0.2", "0.5", "step", "loss"} <= set(labels)
@@ -258,20 +263,17 @@ def text_of(download: Download, folder: Path) -> str:
     return (folder / "file").read_text()
 
 
-@pytest.mark.parametrize(
-    "switch", ["document.body.className = 'dark'", "document.documentElement.dataset.theme = 'dark'"]
-)
-def test_a_chart_is_drawn_anew_in_the_colours_of_the_other_theme(sheet: Page, switch: str):
+def test_a_chart_is_drawn_anew_in_the_colours_of_the_other_theme(sheet: Page):
     [loss] = mount(sheet, chart_json("Loss", [noisy(noise(50))]))
     image = "canvas => canvas.toDataURL()"
     before = loss.locator("canvas").evaluate(image)
-    sheet.evaluate(f"() => {{ {switch} }}")
+    sheet.evaluate("() => studio.setTheme('dark')")
     sheet.evaluate(DRAWN)
     assert loss.locator("canvas").evaluate(image) != before
 
 
 def test_a_small_chart_is_124_pixels_high_and_shows_its_last_value(sheet: Page):
-    [norm] = mount(sheet, chart_json("Gradient norm", [noisy([0.25] * 9)], is_small=True))
+    [norm] = mount(sheet, chart_json("Gradient norm", [noisy([0.25] * 9)]), small=True)
     assert norm.locator("canvas").evaluate("canvas => canvas.clientHeight") == 124
     assert norm.locator(".now").text_content() == "0.25"
     assert norm.get_by_role("button").all_text_contents() == [""], "only full screen"
@@ -281,7 +283,8 @@ def test_charts_without_data_and_of_one_point_are_drawn_without_an_error(sheet: 
     found: list[str] = []
     sheet.on("pageerror", lambda error: found.append(str(error)))
     empty, one, none = mount(sheet, chart_json("Loss", []), chart_json("Loss", [noisy([0.5])]),
-                             chart_json("Loss", [noisy([math.nan, math.nan])], is_log=True))  # fmt: skip
+                             chart_json("Loss", [noisy([math.nan, math.nan])]))  # fmt: skip
+    none.locator(".log input").check()
     for chart in (empty, one, none):
         point_at(sheet, chart, 0.5)
         drag(sheet, chart, 0.3, 0.6)
@@ -293,9 +296,7 @@ def test_charts_without_data_and_of_one_point_are_drawn_without_an_error(sheet: 
 def test_ten_thousand_steps_are_drawn_within_a_tenth_of_a_second(sheet: Page):
     def values(count: int) -> list[str]:
         parts = [Line(f"part {at}", list(enumerate(noise(count, at), 1)), "smoothed", 0.99) for at in range(6)]
-        single = [
-            chart_json(title, [noisy(noise(count))]) for title in ("Loss", "Gradient norm", "Learning rate", "Speed")
-        ]
+        single = [chart_json(title, [noisy(noise(count))]) for title in ("Loss", "Norm", "Rate", "Speed")]
         return [*single, chart_json("Seconds per step", [noisy(noise(count)), *parts])]
 
     mount(sheet, *values(10_000))
@@ -310,7 +311,7 @@ def test_ten_thousand_steps_are_drawn_within_a_tenth_of_a_second(sheet: Page):
     for count in (10_001, 10_006, 10_011):
         sheet.evaluate("values => { window.next = values; }", values(count))
         before = busy_ms()
-        sheet.evaluate("() => next.forEach((value, at) => renewals[at](value))")
+        sheet.evaluate("() => next.forEach((value, at) => mounted[at].set(value))")
         sheet.evaluate(DRAWN)
         spent.append(busy_ms() - before)
     assert statistics.median(spent) <= BEYOND * REFRESH_MS, spent

@@ -23,8 +23,11 @@ from app import run_table as all_runs
 from app.captions import Captions, Card
 from app.form import Draft
 from app.studio import Studio
-from app.web.pages import export, queue, runs, samples, watch
+from app.web.answers import Calls
+from app.web.pages import files, queue, runs, samples
+from app.web.pages import run as watch
 from app.web.pages.renew import SKIP, Lazy
+from trainer.config.errors import InputError
 from trainer.config.load import ConfigError, load_config_text
 from trainer.launcher.queue import Entry, Queue
 from trainer.run.events import EventWriter, ExportEvent, RankLine, SampleEvent, StatusEvent, StepEvent
@@ -224,8 +227,10 @@ def answers(studio: Studio) -> dict[str, str]:
     }
     for name in ("good", "harmed"):
         found[f"watch {name}"] = watched(studio, name)
-        found[f"samples {name}"] = shown(samples._shower(studio)(name, None))
-        found[f"exports {name}"] = shown(export._shower(studio)(name, None, None, None))
+        found[f"samples {name}"] = asked(samples.calls(studio), "samples_list", name=name)
+        cells = [samples.Cell(0, f"a boat of {name}", step) for step in (1, 2)]
+        found[f"images {name}"] = asked(samples.calls(studio), "samples_images", name=name, cells=cells)
+        found[f"exports {name}"] = asked(files.calls(studio), "files_list", name=name)
     draft, said = studio.draft(), studio.draft_problem
     found["draft"] = f"{draft.values} {said}"
     captions = Captions(studio.runs / "drafts" / "captions.jsonl")
@@ -238,6 +243,14 @@ def answers(studio: Studio) -> dict[str, str]:
     except ConfigError as error:
         found["preset"] = str(error)
     return found
+
+
+def asked(calls: Calls, function: str, **values: Any) -> str:
+    """What a script of the page is answered, as text."""
+    try:
+        return str(calls[function](**values))
+    except (InputError, OSError) as error:
+        return monitor.explained(error)
 
 
 def _checked_preset(studio: Studio) -> Any:

@@ -118,7 +118,9 @@ def test_a_value_typed_back_is_kept_while_two_other_fields_are_wrong(window: Win
     window.type("sample.size", "abc")
     assert set(window.errors()) == {"sample.prompts", "sample.size"}
     window.type("train.batch_size", "8")
-    assert {"field": "train.batch_size", "label": "Samples per step", "old": "16", "new": "8"} in window.state["changes"]
+    assert {"field": "train.batch_size", "label": "Samples per step", "old": "16", "new": "8"} in window.state[
+        "changes"
+    ]
     window.type("train.batch_size", "16")
     assert window.value("train.batch_size") == "16"
     assert json.loads((studio.runs / "drafts" / "draft.json").read_text())["values"]["train.batch_size"] == 16
@@ -229,8 +231,10 @@ def test_another_preset_takes_what_belongs_to_the_user_along(window: Window, tmp
         "sks", "fox", "a fox"
     )  # fmt: skip
     assert window.value("data.path") == str(tmp_path / "pictures")
+    window.call("edit", edits={"data.trigger": "later", "train.steps": "9"})
     window.call("restore", **answer["undo"])
     assert (window.state["preset"], window.value("optim.lr")) == ("quickstart", "0.001")
+    assert (window.value("data.trigger"), window.value("train.steps")) == ("later", "100")
 
 
 def test_an_edit_that_the_other_model_does_not_take_is_named_before_anything_changes(window: Window, studio: Studio):

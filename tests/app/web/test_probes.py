@@ -72,11 +72,10 @@ def test_gradios_other_ways_to_a_function_lead_nowhere(client: httpx.Client, way
     assert answer.status_code >= 400 or "error" in answer.text.lower()
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["", "preprocess", "postprocess", "get_config", "__class__", "__init__", "unrender", "load", "start", "calls", "nothing"]
-    + ["_answering", "new_run", "new_record.__globals__", "live.__wrapped__", "../live"],
-)
+OTHERS = "preprocess postprocess get_config __class__ __init__ unrender load start calls nothing _answering new_run"
+
+
+@pytest.mark.parametrize("name", ["", *OTHERS.split(), "new_record.__globals__", "live.__wrapped__", "../live"])
 def test_nothing_but_the_exported_functions_can_be_called(client: httpx.Client, name: str):
     assert ask(client, name=name).status_code == 404
 
@@ -118,7 +117,11 @@ def test_a_glance_tells_names_and_numbers_and_never_what_is_in_a_file(client: ht
     secret = runs / "drafts" / "secret"
     found = ask(client, name="new_glance", data={"path": str(secret)}).json()["value"]
     assert found == {"wrong": f"'{secret}' is a file; name the folder with the images"}
-    assert set(ask(client, name="new_glance", data={"path": "/etc"}).json()["value"]) == {"images", "captions", "folders"}
+    assert set(ask(client, name="new_glance", data={"path": "/etc"}).json()["value"]) == {
+        "images",
+        "captions",
+        "folders",
+    }
 
 
 def test_a_hostile_config_is_answered_with_its_lines_and_saved_nowhere_else(client: httpx.Client, runs: Path):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from app.web.pages.export import exported
+from app.exports import exported
 from app.web.served_files import Thumbnails
 from tests.data.test_hostile_data import NOT_REGULAR, POSTSCRIPT, called, png_of, refused
 from tests.data.test_image_io import ORIENTED

@@ -1,0 +1,206 @@
+"""The images of a draft with their captions: filtered, counted, and one page of them. The page Data shows them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from app import captions
+from app.captions import Card
+from app.scans import ScanResult
+from trainer.config.errors import InputError
+from trainer.config.sections import DataConfig
+from trainer.data.buckets import choose_bucket, kept_part
+from trainer.data.image_io import IMAGE_SUFFIXES, read_header
+
+PER_PAGE = 24
+MOST_COUNTED = 5000
+"""Images whose captions are read for every view, in about 0.3 s. Of more, only those on the page are, unless a filter
+needs all."""
+NUM_WORDS = 30
+WORD = re.compile(r"\[trigger\]|\w[\w'\u2019-]+")
+COMMON = frozenset(
+    (
+        *("an", "the", "of", "in", "on", "at", "to", "and", "or", "with", "by"),
+        *("for", "from", "is", "are", "it", "its", "as", "his", "her", "their"),
+    )
+)
+"""Words that say nothing about an image, left out of the most frequent ones."""
+Show = Literal["all", "uncaptioned", "problems", "held_out"]
+
+
+@dataclass(frozen=True)
+class Item:
+    """An image with its caption.
+
+    Attributes:
+        saved: The text of its caption file; None where there is none, or it cannot be read.
+        caption: That, else the caption of a metadata.jsonl, else "".
+        problem: Why the caption cannot be read.
+    """
+
+    image: Path
+    saved: str | None
+    caption: str
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which images are shown; all conditions hold for each.
+
+    Attributes:
+        search: Text that the caption contains, in upper or lower case.
+        word: Word that the caption contains, in lower case.
+    """
+
+    show: Show = "all"
+    search: str = ""
+    word: str = ""
+
+    @property
+    def needs_captions(self) -> bool:
+        return self.show in ("uncaptioned", "problems") or bool(self.search or self.word)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of images, and words with the number of captions that contain them, most frequent first."""
+
+    captions: int
+    uncaptioned: int
+    problems: int
+    words: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class View:
+    """One page of the images that a filter chooses.
+
+    Attributes:
+        first: Index of the first item among the chosen ones.
+        num_chosen: Chosen images on all pages.
+        num_replaceable: Captions that contain the search text as it is written.
+        counts: None for more than MOST_COUNTED images.
+    """
+
+    items: tuple[Item, ...]
+    first: int
+    num_chosen: int
+    num_replaceable: int
+    counts: Counts | None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of an image, its bucket, and the shares of width and height that the crop to the bucket keeps."""
+
+    width: int
+    height: int
+    bucket: tuple[int, int]
+    kept: tuple[float, float]
+
+
+def view(data: DataConfig, found: ScanResult, truncated: Collection[str], chosen: Filter, page: int) -> View:
+    """Return a page of images, the first one being 0.
+
+    Args:
+        data: The config's section.
+        found: The images, completely read.
+        truncated: Images whose caption the model does not read to its end.
+        chosen: Which images to show.
+        page: Number of the page; the last one where there are fewer.
+    """
+    is_counted = len(found.images) <= MOST_COUNTED
+    if not is_counted and not chosen.needs_captions:
+        images = [image for image in found.images if chosen.show == "all" or image in found.held_out]
+        first = _first(len(images), page)
+        return View(tuple(items(images[first : first + PER_PAGE], found)), first, len(images), 0, None)
+    everything = list(items(found.images, found))
+    flawed = {item.image for item in everything if _is_flawed(item, data, found, truncated)}
+    shown = [item for item in everything if _is_chosen(item, chosen, found, flawed)]
+    first = _first(len(shown), page)
+    return View(
+        tuple(shown[first : first + PER_PAGE]),
+        first,
+        len(shown),
+        sum(chosen.search in item.caption for item in everything) if chosen.search else 0,
+        _counts(everything, len(flawed)) if is_counted else None,
+    )
+
+
+def items(images: Iterable[Path], found: ScanResult) -> Iterator[Item]:
+    """Yield images with their captions as they are on the disk now."""
+    for image in images:
+        try:
+            saved = captions.saved(image)
+        except InputError as error:
+            yield Item(image, None, "", str(error))
+        else:
+            yield Item(image, saved, found.listed.get(image, "") if saved is None else saved)
+
+
+def replaceable(found: ScanResult) -> list[Card]:
+    """Return all captions that can be read, for `Captions.replace`."""
+    return [Card(item.image, item.caption) for item in items(found.images, found) if not item.problem]
+
+
+def shape(image: Path, sizes: Sequence[tuple[int, int]]) -> Shape:
+    """Return how an image is cropped to one of the buckets. Raises InputError when it cannot be read."""
+    file = read_header(image)
+    bucket = choose_bucket(file.width, file.height, sizes) if sizes else (file.width, file.height)
+    return Shape(file.width, file.height, bucket, kept_part(file.width, file.height, bucket))
+
+
+def image_at(path: str) -> Path:
+    """Return the image file of this path. Raises InputError for everything else."""
+    file = Path(path)
+    if file.suffix.lower() not in IMAGE_SUFFIXES or not file.is_absolute() or not file.is_file():
+        raise InputError(f"{path[:500]!r}: no such image; it may have been moved or deleted")
+    return file
+
+
+def folders(data: DataConfig) -> list[Path]:
+    """Return the folders of images that the config names."""
+    named = [data.path, *(folder.path for folder in data.folders), data.regularization]
+    if isinstance(data.validation, str):
+        named.append(data.validation)
+    return [Path(os.path.abspath(Path(path).expanduser())) for path in named if path]
+
+
+def words(caption: str) -> set[str]:
+    """Return the words of a caption in lower case. `[trigger]` is one."""
+    return set(WORD.findall(caption.lower()))
+
+
+def _first(count: int, page: int) -> int:
+    last = max(0, count - 1) // PER_PAGE
+    return PER_PAGE * min(max(0, page), last)
+
+
+def _is_flawed(item: Item, data: DataConfig, found: ScanResult, truncated: Collection[str]) -> bool:
+    is_missing = not item.caption and data.missing_caption == "stop"
+    return bool(item.problem) or is_missing or item.image in found.flaws or str(item.image) in truncated
+
+
+def _is_chosen(item: Item, chosen: Filter, found: ScanResult, flawed: Collection[Path]) -> bool:
+    by_show = {
+        "all": True,
+        "uncaptioned": not item.caption,
+        "problems": item.image in flawed,
+        "held_out": item.image in found.held_out,
+    }
+    has_text = chosen.search.casefold() in item.caption.casefold()
+    return by_show[chosen.show] and has_text and (not chosen.word or chosen.word in words(item.caption))
+
+
+def _counts(everything: Sequence[Item], num_flawed: int) -> Counts:
+    num_captions = sum(bool(item.caption) for item in everything)
+    frequent = Counter(word for item in everything for word in words(item.caption) - COMMON)
+    ranked = sorted(frequent.items(), key=lambda entry: (-entry[1], entry[0]))[:NUM_WORDS]
+    return Counts(num_captions, len(everything) - num_captions, num_flawed, tuple(ranked))

@@ -1,0 +1,411 @@
+// The screen Data: the draft's images with captions that are saved as they are typed, and what is to be looked at.
+'use strict';
+{
+  const { h, fill, say, call, link, counted } = studio;
+  const SAVED_AFTER_MS = 500, SEARCHED_AFTER_MS = 250, FRESH_AFTER_MS = 400, RETRY_EVERY_S = 2, LOADS = 3;
+  const SHOWS = [['all', 'All'], ['uncaptioned', 'No caption'], ['problems', 'Problems'], ['held_out', 'Held out']];
+  let root = null, data = null, asked = 0, page = 0, filter = { show: 'all', search: '', word: '' };
+  const cards = new Map(), addresses = new Map(), timers = new Map(), saving = new Set();
+  const $ = id => root.querySelector(`#${id}`);
+
+  // --- captions that are not saved yet ------------------------------------------------------------------------------
+
+  /** {image: {text, before, problem}}; also in the browser's memory, so that a reload without a server loses nothing. */
+  const pending = new Map(Object.entries(readKept()));
+
+  function readKept() {
+    try { return JSON.parse(studio.kept('captions') || '{}'); } catch { return {}; }
+  }
+
+  /** Remember or forget one caption; other windows keep theirs in the same place. */
+  function keep(image, value) {
+    if (value) pending.set(image, value); else pending.delete(image);
+    const all = readKept();
+    if (value) all[image] = value; else delete all[image];
+    studio.kept('captions', JSON.stringify(all));
+  }
+
+  function typed(image, text) {
+    const known = pending.get(image), card = cards.get(image);
+    keep(image, { text, before: known ? known.before : card.data.saved, problem: '' });
+    drawState(image);
+    clearTimeout(timers.get(image));
+    timers.set(image, setTimeout(() => { timers.delete(image); save(image); }, SAVED_AFTER_MS));
+  }
+
+  /** Send one caption. What is typed meanwhile is sent after the answer, so that captions arrive in order. */
+  async function save(image) {
+    const sent = pending.get(image);
+    if (!sent || saving.has(image)) return;
+    saving.add(image);
+    drawState(image);
+    let answer = null, problem = '';
+    try {
+      answer = await call('data_save', { image, before: sent.before, caption: sent.text });
+    } catch (error) {
+      if (!(error instanceof studio.Refused)) throw error;
+      problem = error.lost ? '' : error.message;
+    }
+    const now = pending.get(image);
+    if (answer && 'changed' in answer) await decide(image, answer.changed);
+    else if (answer) saved(image, answer, now.text === sent.text);
+    else keep(image, { ...now, problem });
+    saving.delete(image);
+    drawState(image);
+    if (answer && pending.has(image) && !pending.get(image).problem) await save(image);
+  }
+
+  function saved(image, answer, isAll) {
+    const card = cards.get(image);
+    keep(image, isAll ? null : { ...pending.get(image), before: answer.saved });
+    if (card) card.data = { ...card.data, saved: answer.saved, caption: answer.saved ?? '' };
+    if (card && isAll) card.isSaved = true;
+    later('fresh', FRESH_AFTER_MS, () => look());
+  }
+
+  /** Ask which text a caption gets that was changed elsewhere since it was loaded. */
+  async function decide(image, other) {
+    const name = cards.get(image)?.data.name || image, is = other === null ? 'Its caption was removed.' : `It says now: “${other}”`;
+    const answer = await studio.ask(`The caption of ${name} was changed elsewhere`, `${is}\nYou typed: “${pending.get(image).text}”`, ['Keep mine', 'Take the other']);
+    const mine = pending.get(image);
+    if (answer === 0) keep(image, { ...mine, before: other, problem: '' });
+    else if (answer === 1) {
+      keep(image, null);
+      const card = cards.get(image);
+      if (card) { card.data = { ...card.data, saved: other, caption: other ?? '' }; card.box.value = other ?? ''; }
+    } else keep(image, { ...mine, problem: 'Not saved: it was changed elsewhere since it was loaded.' });
+  }
+
+  async function saveAll() {
+    for (const image of [...pending.keys()]) if (!timers.has(image) && !pending.get(image).problem) await save(image);
+  }
+
+  /** Send everything now, before something that reads or writes all captions. */
+  async function settle() {
+    for (const timer of timers.values()) clearTimeout(timer);
+    timers.clear();
+    await saveAll();
+  }
+
+  function later(name, ms, action) {
+    clearTimeout(later[name]);
+    later[name] = setTimeout(action, ms);
+  }
+
+  // --- images -------------------------------------------------------------------------------------------------------
+
+  const waiting = [];
+  let loading = 0;
+
+  /** Fetch addresses of images a few at a time, in the order in which they are shown. */
+  async function load(image, element) {
+    if (addresses.has(image)) { element.src = addresses.get(image); return; }
+    waiting.push([image, element]);
+    while (loading < LOADS && waiting.length) {
+      loading += 1;
+      const [next, target] = waiting.shift();
+      try {
+        if (target.isConnected) {
+          if (!addresses.has(next)) addresses.set(next, await call('data_thumbnail', { image: next }));
+          target.src = addresses.get(next);
+        }
+      } catch (error) {
+        if (!(error instanceof studio.Refused)) throw error;
+        if (!error.lost) target.replaceWith(h('span.missing', {}, error.message));
+      } finally { loading -= 1; }
+    }
+  }
+
+  async function enlarge(image, name) {
+    const picture = h('img', { alt: name }), place = h('div', {}, picture);
+    const dialog = h('dialog.dialog.large', { 'aria-label': name, onclose: () => dialog.remove() }, place,
+      h('form.row-end', { method: 'dialog' }, h('span.grow', {}, name), h('button.btn', {}, 'Close')));
+    document.body.append(dialog);
+    dialog.showModal();
+    try { picture.src = await call('data_thumbnail', { image, is_full: true }); } catch (error) {
+      if (!(error instanceof studio.Refused)) throw error;
+      place.replaceChildren(studio.alert(error.message));
+    }
+  }
+
+  // --- cards --------------------------------------------------------------------------------------------------------
+
+  function makeCard(image) {
+    const card = { data: null, isSaved: false };
+    card.frame = h('div.im');
+    card.box = h('textarea', { placeholder: 'Write a caption', oninput: () => typed(image, card.box.value), onblur: () => { if (timers.has(image)) settle(); } });
+    card.end = h('div.end');
+    card.name = h('b');
+    card.state = h('span', { role: 'status' });
+    card.element = h('article.card.pc', { data: { image } }, card.frame, card.box, card.end, h('div.ft', {}, card.name, card.state));
+    return card;
+  }
+
+  function updateCard(card, fresh) {
+    const before = card.data, { image, name, shape, flaw } = fresh, isTyping = pending.has(image);
+    card.data = fresh;
+    card.element.dataset.name = name;
+    card.box.setAttribute('aria-label', `Caption of ${name}`);
+    card.box.disabled = !!fresh.problem && fresh.saved === null && !!shape;
+    if (isTyping) { if (card.box !== document.activeElement) card.box.value = pending.get(image).text; }
+    else if (!before || card.box !== document.activeElement || card.box.value.trim() === before.caption) { if (card.box.value.trim() !== fresh.caption) card.box.value = fresh.caption; }
+    say(card.name, name);
+    card.name.title = image;
+    fill(card.frame, [shape, name, flaw, fresh.problem], () => {
+      if (!shape) return [h('span.missing', {}, 'cannot be shown')];
+      const picture = h('img', { alt: '' }), [x, y] = shape.kept.map(kept => `${50 * (1 - kept)}%`);
+      load(image, picture);
+      return [h('button.fr', { type: 'button', 'aria-label': `Enlarge ${name}`, style: { 'aspect-ratio': `${shape.width} / ${shape.height}`, '--aspect': shape.width / shape.height }, onclick: () => enlarge(image, name) }, picture,
+        h('span.cr', { style: { inset: `${y} ${x}` } })), h('span.tags')];
+    });
+    drawTags(card);
+    fill(card.end, [fresh.cut, fresh.problem], () => [
+      fresh.cut ? h('p.cut', { tabIndex: 0 }, `Truncated: ${fresh.cut.encoder} reads ${fresh.cut.read} of ${fresh.cut.needed} tokens.`, h('br'), `…${fresh.cut.before}`, h('del', {}, fresh.cut.rest)) : null,
+      fresh.problem ? h('p.wrong', {}, fresh.problem) : null]);
+    drawState(image);
+  }
+
+  function drawTags(card) {
+    const isEmpty = !card.box.value.trim(), { flaw, is_held_out } = card.data, place = card.frame.querySelector('.tags');
+    card.element.classList.toggle('bad', (isEmpty && data.needs_captions) || !!flaw?.is_error || !!card.data.problem);
+    if (place) fill(place, [isEmpty, flaw, is_held_out], () => [
+      isEmpty ? h(data.needs_captions ? 'span.tag.bad' : 'span.tag.warn', {}, 'no caption') : null,
+      flaw ? h(flaw.is_error ? 'span.tag.bad' : 'span.tag.warn', {}, flaw.text) : null,
+      is_held_out ? h('span.tag.acc', {}, 'held out') : null]);
+  }
+
+  /** Say at a card whether its caption is saved. */
+  function drawState(image) {
+    const card = cards.get(image), kept = pending.get(image);
+    drawUnsaved();
+    if (!card) return;
+    const { shape } = card.data;
+    const size = shape ? `${shape.width} × ${shape.height}` : '';
+    card.state.title = shape ? `trained at ${shape.bucket[0]} × ${shape.bucket[1]} pixels` : '';
+    fill(card.state, [kept?.problem, !!kept, saving.has(image), card.isSaved, size], () => {
+      if (kept?.problem) return [h('span.wrong', {}, kept.problem, ' '), h('button.btn.s', { type: 'button', onclick: () => { keep(image, { ...kept, problem: '' }); save(image); } }, 'Try again')];
+      return [kept ? (saving.has(image) ? 'saving …' : 'not saved yet') : card.isSaved ? 'saved' : size].map(text => document.createTextNode(text));
+    });
+    drawTags(card);
+  }
+
+  function drawUnsaved() {
+    if (!root) return;
+    const hidden = [...pending.keys()].filter(image => !cards.has(image) && !saving.has(image));
+    say($('data-unsaved'), hidden.length ? `${counted(hidden.length, 'caption')} of other images ${hidden.length === 1 ? 'is' : 'are'} not saved yet; sent again every few seconds.` : '');
+    $('data-unsaved').hidden = !hidden.length;
+  }
+
+  /** Show the cards of an answer. Those that are shown stay until another page or filter is chosen. */
+  function drawCards(isChosen) {
+    const images = data.cards.map(card => card.image), shown = [...$('grid').children].map(element => element.dataset.image);
+    if (!isChosen && shown.some(image => cards.has(image))) {
+      for (const fresh of data.cards) if (cards.has(fresh.image)) updateCard(cards.get(fresh.image), fresh);
+      return;
+    }
+    for (const image of [...cards.keys()]) if (!images.includes(image)) cards.delete(image);
+    for (const fresh of data.cards) {
+      if (!cards.has(fresh.image)) cards.set(fresh.image, makeCard(fresh.image));
+      updateCard(cards.get(fresh.image), fresh);
+    }
+    if (shown.join('\n') !== images.join('\n') || !images.length) $('grid').replaceChildren(...(images.length ? images.map(image => cards.get(image).element) : [h('p.none', {}, 'No image matches.', ' ',
+      h('button.btn.s', { type: 'button', onclick: () => { $('data-search').value = ''; choose({ show: 'all', search: '', word: '' }); } }, 'Show all'))]));
+    for (const image of images) { // pictures of cards that were not in the document yet
+      const picture = cards.get(image).frame.querySelector('img');
+      if (picture && !picture.getAttribute('src')) load(image, picture);
+    }
+  }
+
+  // --- figures, filters, what is to be looked at --------------------------------------------------------------------
+
+  const figure = (name, value) => h('div', {}, h('span', {}, name), h('b.num', {}, value));
+
+  function drawFigures() {
+    fill($('folder'), data.folders, () => data.folders.length ? data.folders.map(folder => h('code', {}, folder)) : 'No folder is chosen.');
+    const captions = data.counts ? data.counts.captions : null, key = [data.num_images, captions, data.shapes.length, data.num_held_out, data.num_questions, data.trigger, data.resolution, data.num_texts, data.text_bytes, data.is_complete];
+    fill($('figures'), key, () => !data.is_complete ? [] : data.is_text
+      ? [figure('text files', studio.count(data.num_texts)), figure('size', studio.size(data.text_bytes))]
+      : [figure('images', studio.count(data.num_images)), captions === null ? null : figure('captions', studio.count(captions)), figure('shapes', studio.count(data.shapes.length)), figure('held out', studio.count(data.num_held_out)),
+        data.num_questions ? figure('questions to train on', studio.count(data.num_questions)) : null, data.trigger ? figure('[trigger] becomes', data.trigger) : null, figure('scaled to about', `${studio.count(data.resolution)} px`)]);
+    const words = data.is_text ? counted(data.num_texts, 'text file') : [counted(data.num_images, 'image'), captions === null ? null : counted(captions, 'caption'), counted(data.shapes.length, 'shape'), `${data.num_held_out} held out`].filter(Boolean).join(', ');
+    say($('counted'), data.is_complete ? words : `${counted(data.num_files, 'file')} so far; reading the images …`);
+  }
+
+  function drawFilters() {
+    const counts = data.counts, number = { all: data.num_images, uncaptioned: counts?.uncaptioned, problems: counts?.problems, held_out: data.num_held_out };
+    fill($('shows'), [number, filter.show], () => SHOWS.map(([name, word]) => h('button', { type: 'button', data: { show: name }, 'aria-pressed': String(filter.show === name),
+      disabled: number[name] === 0 && filter.show !== name, onclick: () => choose({ show: name }) }, number[name] === undefined ? word : `${word} ${studio.count(number[name])}`)));
+    fill($('words'), [counts?.words, filter.word], () => counts?.words.length ? counts.words.map(([word, count]) => h('button.chip', { type: 'button', data: { word }, 'aria-pressed': String(filter.word === word),
+      title: `in ${counted(count, 'caption')}`, onclick: () => choose({ word: filter.word === word ? '' : word }) }, word, ' ', h('span.dim', {}, studio.count(count))))
+      : h('p.dim', {}, counts ? 'No captions yet.' : 'Not counted for so many images.'));
+    const count = data.num_replaceable, button = $('data-replace');
+    button.disabled = !filter.search || !count;
+    say(button, filter.search ? `Replace in ${counted(count, 'caption')}` : 'Replace');
+    say($('replace-help'), filter.search ? `“${filter.search}” is in ${counted(count, 'caption')}, written like this.` : 'Write the text to replace into the search field.');
+    $('data-undo').disabled = !data.num_undoable;
+    say($('data-undo'), data.num_undoable ? `Undo (${counted(data.num_undoable, 'caption')})` : 'Undo');
+    const last = Math.min(data.first + data.per_page, data.num_chosen);
+    $('data-before').disabled = data.first === 0;
+    $('data-after').disabled = last >= data.num_chosen;
+    say($('data-range'), data.num_chosen ? `${studio.count(data.first + 1)} to ${studio.count(last)} of ${studio.count(data.num_chosen)}` : '');
+    $('data-pages').hidden = data.num_chosen <= data.per_page;
+  }
+
+  function drawIssues() {
+    const item = kind => text => h('li', {}, h(`i.dot.${kind}`), h('span', {}, h('b.sr', {}, kind === 'bad' ? 'Error: ' : 'Warning: '), text));
+    fill($('data-problems'), [data.problems, data.warnings, data.history_problem], () => [
+      data.problems.length ? h('ul.iss', { role: 'alert' }, data.problems.map(item('bad'))) : null,
+      data.warnings.length || data.history_problem ? h('ul.iss', {}, [...data.warnings, data.history_problem].filter(Boolean).map(item('warn'))) : null,
+      data.problems.length || data.warnings.length ? null : h('p', {}, h('span.tag.ok', {}, 'ok'), ' No problems in the files.')]);
+    const lengths = data.lengths;
+    fill($('data-cut'), lengths, () => !lengths ? [] : lengths.is_waiting ? h('p.dim', { role: 'status' }, 'Measuring the captions in tokens.') : lengths.failure ? studio.alert(lengths.failure)
+      : lengths.sentences.length ? h('ul.iss', {}, lengths.sentences.map(item('warn'))) : h('p', {}, h('span.tag.ok', {}, 'ok'), ' No caption is truncated.'));
+    const number = data.problems.length + data.warnings.length + (lengths?.sentences.length || 0);
+    fill($('num-issues'), number, () => number ? h(data.problems.length ? 'span.tag.bad' : 'span.tag.warn', {}, String(number)) : []);
+  }
+
+  function drawShapes() {
+    fill($('shapes'), data.shapes, () => data.shapes.map(([width, height, count, cropped]) => {
+      const scale = 40 / Math.max(width, height), kind = width === height ? 'square' : width > height ? 'landscape' : 'portrait';
+      return h('div.sh', {}, h('i', { style: { width: `${width * scale}px`, height: `${height * scale}px` } }), h('span', {}, `${studio.count(width)} × ${studio.count(height)}`, h('br'),
+        h('span.dim.sm', {}, kind, cropped >= 0.005 ? `, ${Math.round(100 * cropped)} % cut off` : ', nothing cut off')), h('b', {}, studio.count(count)));
+    }));
+    say($('trained'), data.shapes.length ? `${counted(data.num_trained, 'image')} to train on${data.num_held_out ? `; ${studio.count(data.num_held_out)} held out` : ''}.` : 'Shown when images can be read.');
+    $('card-held').hidden = !data.held_out.length;
+    fill($('held'), data.held_out, () => data.held_out.map(({ image, name }) => {
+      const picture = h('img.image', { alt: '', loading: 'lazy' });
+      setTimeout(() => load(image, picture));
+      return h('button.one', { type: 'button', 'aria-label': `Enlarge ${name}`, onclick: () => enlarge(image, name) }, picture, h('span.sm.dim', {}, name));
+    }));
+    const more = data.num_held_out - data.held_out.length;
+    say($('held-more'), more > 0 ? `and ${studio.count(more)} more` : '');
+  }
+
+  function drawTexts() {
+    const more = data.num_texts - data.texts.length;
+    fill($('texts'), [data.texts, more], () => [h('table.wide', {}, h('tbody', {}, data.texts.map(([name, size]) => h('tr', {}, h('th', { scope: 'row' }, name), h('td', {}, studio.size(size)))))), more > 0 ? h('p.dim', {}, `and ${studio.count(more)} more`) : null]);
+  }
+
+  function draw(isChosen) {
+    drawFigures();
+    const hasImages = data.is_complete && data.num_images > 0;
+    $('editor').hidden = !hasImages;
+    $('card-texts').hidden = !data.is_complete || !data.num_texts;
+    $('data-empty').hidden = !data.is_complete || hasImages || !!data.num_texts;
+    $('data-reading').hidden = data.is_complete;
+    for (const id of ['card-shapes', 'card-words', 'card-held']) $(id).hidden = !hasImages;
+    $('card-issues').hidden = !data.is_complete;
+    if (!data.is_complete) return;
+    drawIssues();
+    drawTexts();
+    if (!hasImages) return;
+    drawCards(isChosen);
+    drawFilters();
+    drawShapes();
+    drawUnsaved();
+  }
+
+  // --- asking -------------------------------------------------------------------------------------------------------
+
+  /** Ask for the page that is chosen. The answer of an earlier question is dropped. */
+  async function look(isChosen = false, isFresh = false) {
+    const number = asked += 1, wasComplete = data?.is_complete, folder = data?.folders.join();
+    let found;
+    try {
+      found = await call('data_view', { ...filter, page, is_fresh: isFresh });
+    } catch (error) {
+      if (!(error instanceof studio.Refused)) throw error;
+      if (!error.lost) tell(studio.alert(error.message));
+      return;
+    }
+    if (number !== asked) return;
+    data = found;
+    if (data.is_complete) page = Math.floor(data.first / data.per_page);
+    draw(isChosen || !wasComplete || data.folders.join() !== folder);
+  }
+
+  async function choose(changes, toPage = 0) {
+    filter = { ...filter, ...changes };
+    page = toPage;
+    await settle();
+    await look(true);
+  }
+
+  const tell = element => $('data-message').replaceChildren(...(element ? [element] : []));
+
+  /** Do something with all captions after those that are typed are saved, and say what came of it. */
+  async function act(button, action) {
+    await settle();
+    await studio.act(button, $('data-message'), action);
+    await look(true);
+  }
+
+  const turn = by => { const to = page + by; if (data?.is_complete && to >= 0 && to * data.per_page < data.num_chosen) choose({}, to); };
+
+  async function showTimesteps(button) {
+    button.disabled = true;
+    $('timesteps').replaceChildren(h('p.dim', { role: 'status' }, 'Computing …'));
+    try {
+      const rows = await call('data_timesteps');
+      $('timesteps').replaceChildren(rows.length ? timestepTable(rows) : h('p.dim', {}, 'Text has no timesteps.'));
+    } catch (error) {
+      if (!(error instanceof studio.Refused)) throw error;
+      $('timesteps').replaceChildren(studio.alert(error.message));
+    } finally { button.disabled = false; }
+  }
+
+  function timestepTable(rows) {
+    const histogram = shares => {
+      const most = Math.max(...shares), mean = shares.reduce((sum, share, at) => sum + (at + 0.5) * share, 0) / shares.length;
+      return h('span.histogram', { role: 'img', 'aria-label': `mean ${mean.toFixed(2)}` }, shares.map(share => h('i', { style: { height: `${100 * share / most}%` } })));
+    };
+    return h('div.scroll', {}, h('table.wide', {}, h('thead', {}, h('tr', {}, ['Bucket', 'Shift', 'Timesteps, image to noise'].map(head => h('th', { scope: 'col' }, head)))),
+      h('tbody', {}, rows.map(row => h('tr', {}, h('th', { scope: 'row' }, `${row.width} × ${row.height}`), h('td', {}, row.shift.toFixed(2)), h('td', {}, histogram(row.timesteps)))))));
+  }
+
+  const side = (id, title, note, ...children) => h(`section.card#card-${id}`, { 'aria-labelledby': `h-${id}`, hidden: true }, h('div.ttl', {}, h(`h2#h-${id}`, {}, title), note ? h('span.dim', {}, note) : null), ...children);
+
+  function editor() {
+    const search = h('input#data-search', { type: 'search', placeholder: 'Search captions', 'aria-label': 'Search captions', oninput: () => later('search', SEARCHED_AFTER_MS, () => choose({ search: search.value })) });
+    const replaceRow = h('div.bar2#replace-row', { hidden: true }, h('input#data-replacement', { type: 'text', placeholder: 'Replace with', 'aria-label': 'Replace with' }),
+      h('button.btn#data-replace', { type: 'button', onclick: event => act(event.currentTarget, async () => {
+        const count = await call('data_replace', { search: filter.search, replacement: $('data-replacement').value });
+        return `Replaced in ${counted(count, 'caption')}.`;
+      }) }, 'Replace'), h('span.dim.sm#replace-help'));
+    const crop = h('input#data-crop', { type: 'checkbox', checked: studio.kept('crop') !== 'off', onchange: () => { studio.kept('crop', crop.checked ? 'on' : 'off'); $('grid').classList.toggle('no-crop', !crop.checked); } });
+    return h('div#editor', { hidden: true }, h('div.bar2', {}, search, h('span.seg#shows', { role: 'group', 'aria-label': 'Filter' }), h('span.grow'),
+      h('label.crop.sm', { title: 'Show what the crop to the bucket keeps' }, crop, 'Crop'),
+      h('button.btn.s#data-open-replace', { type: 'button', 'aria-expanded': 'false', 'aria-controls': 'replace-row', onclick: event => { replaceRow.hidden = !replaceRow.hidden; event.currentTarget.setAttribute('aria-expanded', String(!replaceRow.hidden)); } }, 'Replace …'),
+      h('button.btn.s#data-undo', { type: 'button', disabled: true, onclick: event => act(event.currentTarget, async () => `${counted(await call('data_undo'), 'caption')} restored.`) }, 'Undo')), replaceRow,
+    h(crop.checked ? 'div.grid#grid' : 'div.grid.no-crop#grid'), h('nav.pages#data-pages', { 'aria-label': 'Pages of images' }, h('button.btn#data-before', { type: 'button', 'aria-label': 'Page before', onclick: () => turn(-1) }, '←'),
+      h('span.dim#data-range', { role: 'status' }), h('button.btn#data-after', { type: 'button', 'aria-label': 'Page after', onclick: () => turn(1) }, '→')));
+  }
+
+  studio.every(RETRY_EVERY_S, async () => { if (pending.size && studio.server) await saveAll(); });
+
+  studio.screens.data = {
+    title: 'Data',
+    build(section) {
+      root = section;
+      root.append(h('div.head', {}, h('h1', {}, 'Data'), h('span.dim#counted', { role: 'status' }), h('span.grow'), h('button.btn#data-again', { type: 'button', onclick: () => { addresses.clear(); look(true, true); } }, 'Read the files again'), h('a.btn.main', { href: link('new') }, 'To New run')),
+        h('section.card', { 'aria-label': 'Folder' }, h('div.path', {}, h('b', {}, 'Folder'), h('span.folders#folder'), h('a', { href: link('new') }, 'Change it in New run')), h('div.figures#figures')),
+        h('div#data-message'), h('p.notice.warn#data-unsaved', { hidden: true, role: 'status' }),
+        h('p.notice#data-reading', { hidden: true, role: 'status' }, 'The files are being read. You can go on elsewhere meanwhile.'),
+        h('section.card.empty#data-empty', { hidden: true }, h('h2', {}, 'No images here.'), h('p', {}, 'Choose a folder of images in New run; each may have a caption in a text file of its name.'), h('a.btn.main', { href: link('new') }, 'New run')),
+        h('div.two', {}, h('div', {}, side('texts', 'Text files', '', h('div#texts')), editor()),
+          h('div.col', {}, h('section.card#card-issues', { 'aria-labelledby': 'h-issues', hidden: true }, h('div.ttl', {}, h('h2#h-issues', {}, 'To look at'), h('span#num-issues')), h('div#data-problems'), h('div#data-cut')),
+            side('shapes', 'Shapes', 'what images are cropped to', h('div#shapes'), h('p.dim.sm#trained'), h('button.btn.s#compute-timesteps', { type: 'button', onclick: event => showTimesteps(event.currentTarget) }, 'Show timesteps per bucket'), h('div#timesteps', { 'aria-live': 'polite' })),
+            side('held', 'Held out', 'not trained on, to measure progress', h('div.held#held'), h('p.dim.sm#held-more')),
+            side('words', 'Words', 'most frequent; click to filter', h('div.chips#words')))));
+      studio.shortcut('/', 'Search captions', () => $('data-search').focus(), 'data');
+      studio.shortcut('ArrowLeft', 'Page before', () => turn(-1), 'data');
+      studio.shortcut('ArrowRight', 'Page after', () => turn(1), 'data');
+    },
+    async show() {
+      addresses.clear();
+      tell(null);
+      await look(true, true);
+    },
+    async tick() { if (!data || !data.is_complete || data.lengths?.is_waiting) await look(); },
+  };
+}

@@ -1,0 +1,69 @@
+"""Addresses that send files of a run to be kept: all samples as a zip, one sample, and the report.
+
+They are behind `security.Guard`. Nothing that they send is shown as a page with rights: samples are attachments, and
+the report is in a sandbox without scripts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import quote
+
+from fastapi import FastAPI
+from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+
+from app import samples
+from app.monitor import explained
+from app.studio import Studio
+from trainer.config.errors import InputError
+from trainer.run.folder import RunDir
+from trainer.run.report import POLICY, write_report
+
+
+def add(app: FastAPI, studio: Studio) -> None:
+    """Add the addresses to the app, before gradio takes all others."""
+
+    @app.get("/runs/{name}/samples.zip")
+    def samples_zip(name: str) -> Response:
+        try:
+            stream = samples.zipped(studio.run(name))
+        except (InputError, OSError) as error:
+            return _refused(error)
+        return StreamingResponse(stream, media_type="application/zip", headers=attachment(f"{name}-samples.zip"))
+
+    @app.get("/runs/{name}/samples/{file}")
+    def sample(name: str, file: str) -> Response:
+        try:
+            path = samples.own_file(studio.run(name), file)
+        except (InputError, OSError, ValueError) as error:
+            return _refused(error)
+        return FileResponse(path, media_type="application/octet-stream", headers=attachment(f"{name}-{file}"))
+
+    @app.get("/runs/{name}/report")
+    def report(name: str) -> Response:
+        try:
+            path = _fresh_report(studio.run(name))
+        except (InputError, OSError) as error:
+            return _refused(error)
+        policy = {"content-security-policy": f"sandbox; {POLICY}", "cache-control": "no-store"}
+        return FileResponse(path, media_type="text/html", headers=policy)
+
+
+def attachment(name: str) -> dict[str, str]:
+    """Return the headers with which a browser keeps a response as a file. Any name is safe in them."""
+    encoded = quote(name.encode("utf-8", "replace"), safe="")
+    return {"content-disposition": f"attachment; filename*=UTF-8''{encoded}", "cache-control": "no-store"}
+
+
+def _refused(error: InputError | OSError | ValueError) -> Response:
+    sentence = explained(error) if isinstance(error, InputError | OSError) else str(error)
+    return PlainTextResponse(f"{sentence}\n", 404)
+
+
+def _fresh_report(run: RunDir) -> Path:
+    """Return the report, which is first written where there is none of the newest events. A link is replaced."""
+    file, events = run.report, run.events_file
+    changed = events.stat().st_mtime_ns if events.exists() else 0
+    if file.is_symlink() or not file.is_file() or file.stat().st_mtime_ns < changed:
+        write_report(run)
+    return file

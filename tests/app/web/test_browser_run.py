@@ -1,0 +1,260 @@
+"""The screen of one run in Chromium: state, samples, charts, log, notes, questions before what cannot be undone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page
+
+from app.monitor import SILENT_S
+from tests.app.browser import Server, opened, recorded, state_is, until, visited, watch
+from trainer.run import process as processes
+from trainer.run.events import ErrorEvent, EventWriter, ExportEvent, RankLine, StatusEvent
+from trainer.run.folder import RunDir
+
+SCREENS = ((390, 844), (820, 1180), (1280, 800), (1920, 1080))
+LONG_PROMPT = "a very long prompt that does not fit into one line below a small image of 160 pixels"
+
+
+@pytest.fixture(scope="module")
+def finished(server: Server) -> str:
+    """A finished run with an export, and one of its samples missing."""
+    export = ExportEvent(
+        step=40, path="export/fox.safetensors", what="adapter", format="auto", difference=1.3e-3, dtype="bf16"
+    )
+    run = recorded(
+        server.runs,
+        "fox-20261124-211219-aebff6",
+        [export, StatusEvent(state="finished", step=40)],
+        sample__prompts=["a cat", LONG_PROMPT, "a dog"],
+    )
+    (run.export / "fox.safetensors").write_bytes(b"0" * 1_500_000)
+    (run.samples / "step-000040-2.png").unlink()
+    return run.path.name
+
+
+@pytest.fixture(scope="module")
+def failed(server: Server) -> RunDir:
+    error = ErrorEvent(
+        step=40, message="boom", remedy="less", rank=1, retry=("train.checkpointing=full",), log="logs/launch-1.log"
+    )
+    run = recorded(server.runs, "failed", [error, StatusEvent(state="failed", step=40)])
+    (run.logs / "launch-1.log").write_text("all is well\nUserWarning: look\nRuntimeError: boom\n")
+    return run
+
+
+@pytest.fixture
+def running(server: Server) -> Iterator[RunDir]:
+    """A run whose process lives and does nothing."""
+    run = recorded(server.runs, "running", [StatusEvent(state="training", step=40)])
+    process = subprocess.Popen(["sleep", "1000"])
+    processes.Launch(process.pid, psutil.Process(process.pid).create_time(), ["sleep", "1000"]).write(run)
+    yield run
+    process.kill()
+    process.wait()
+    shutil.rmtree(run.path)
+
+
+def write(run: RunDir, *events: StatusEvent) -> None:
+    with EventWriter(run.events_file) as writer:
+        for event in events:
+            writer.write(event)
+
+
+def test_a_finished_run_says_what_it_made_and_each_chart_in_words_what_it_shows(page: Page, finished: str):
+    watch(page, finished)
+    assert page.locator("#run-title").inner_text() == "fox"
+    assert page.locator("#run-state").inner_text() == "finished"
+    done = page.locator("#run-done").inner_text()
+    assert "fox.safetensors 1.5 MB, verified: reloaded and equal within bf16 rounding (1.3e-03)" in done
+    assert page.locator("#run-done").get_by_role("button").all_inner_texts()[0] == "Download"
+    assert page.locator("#run-actions").get_by_role("button").all_inner_texts() == ["Copy to a new run"]
+    assert page.locator("#edit-prompts").is_hidden()
+    until(page, "document.querySelector('#chart-loss canvas').dataset.n === '42'")
+    label = page.locator("#chart-loss canvas").get_attribute("aria-label")
+    assert label.startswith("Loss up to step 40. Last: each step 0.02")
+    assert page.locator("#ranks .rank").count() == 2
+    assert "6.0 GiB allocated, 9.0 reserved, 11.0 peak, of 24.0" in page.locator(".rank").first.get_attribute("title")
+    with page.expect_download() as download:
+        page.locator("#download").click()
+    assert download.value.suggested_filename == "fox.safetensors"
+
+
+def test_samples_open_large_and_a_missing_file_is_a_small_mark(page: Page, finished: str):
+    watch(page, finished)
+    strip = page.locator("#newest")
+    strip.locator("img").nth(1).wait_for()
+    assert strip.locator("figure").count() == 3
+    assert strip.locator(".missing").inner_text() == "missing"
+    strip.get_by_role("button", name="20", exact=True).click()
+    until(page, "document.querySelectorAll('#newest img').length === 3")
+    strip.locator("button.enlarge").first.click()
+    box = page.locator("#lightbox")
+    until(page, "document.querySelector('#lightbox img').naturalWidth === 64")
+    assert box.locator(".words").inner_text() == "Step 20 · 1 of 3\n\na cat"
+    page.keyboard.press("ArrowLeft")
+    assert box.locator(".words").inner_text() == "Step 20 · 3 of 3\n\na dog"
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert LONG_PROMPT in box.locator(".words").inner_text()
+    page.keyboard.press("Escape")
+    box.wait_for(state="detached")
+
+
+def test_a_failure_names_rank_and_remedy_offers_a_retry_and_shows_its_log(page: Page, failed: RunDir):
+    watch(page, failed.path.name)
+    card = page.locator("#run-error[role=alert]")
+    assert card.locator("h2").inner_text() == "Failed on rank 1 at step 40"
+    assert "boom" in card.inner_text()
+    assert "What to do: less" in card.inner_text()
+    assert card.locator("#retry").inner_text() == "Retry with train.checkpointing=full"
+    assert page.locator("#resume").get_attribute("title") == "There is no checkpoint: from the first step"
+    page.locator("#error-log").click()
+    until(page, "document.querySelector('#log').textContent.startsWith('all is well')")
+    page.locator("#log-level").get_by_role("button", name="errors").click()
+    until(page, "document.querySelector('#log').textContent === 'RuntimeError: boom\\n'")
+    (failed.logs / "launch-1.log").write_text("all is well\n")
+    page.locator("#no-log", has_text="No errors in this log.").wait_for()
+    with (failed.logs / "launch-1.log").open("a") as log:
+        log.write("ValueError: again\n")
+    until(page, "document.querySelector('#log').textContent === 'ValueError: again\\n'")
+
+
+def test_stop_asks_first_and_says_so_until_it_has_stopped(page: Page, running: RunDir):
+    watch(page, running.path.name)
+    state_is(page, "training")
+    assert page.locator("#run-actions button").all_inner_texts() == ["Sample", "Save", "Stop"]
+    page.locator("#stop").click()
+    page.get_by_role("button", name="Keep training").click()
+    assert not running.requested("stop")
+    page.locator("#stop").click()
+    dialog = page.get_by_role("dialog", name="Stop this run?")
+    assert "writes a checkpoint" in dialog.inner_text()
+    dialog.get_by_role("button", name="Stop").click()
+    page.locator("#run-pending", has_text="It stops after this step and writes a checkpoint.").wait_for()
+    assert running.requested("stop")
+    write(running, StatusEvent(state="stopped", step=40))
+    state_is(page, "stopped")
+    assert page.locator("#run-pending").is_hidden()
+    assert page.locator("#run-sentence").inner_text() == "Stopped at step 40 of 40; resume continues it"
+
+
+def test_prompts_of_the_samples_to_come_are_edited_while_it_trains(page: Page, running: RunDir):
+    watch(page, running.path.name)
+    page.locator("#edit-prompts").click()
+    boxes = page.locator("#prompts textarea")
+    assert [box.input_value() for box in boxes.all()] == ["a cat", "a dog"]
+    boxes.nth(1).fill("a dog in the snow")
+    page.get_by_role("button", name="Add a prompt").click()
+    page.keyboard.type("a fox")
+    page.locator("#prompts-save").click()
+    page.locator("#newest", has_text="The next samples are of 3 other prompts.").wait_for()
+    asked = json.loads((running.requests / "prompts.json").read_text())
+    assert asked == ["a cat", "a dog in the snow", "a fox"]
+
+
+def test_a_run_that_says_nothing_is_shown_as_silent_and_not_as_running(page: Page, running: RunDir):
+    said = time.time() - 2 * SILENT_S
+    running.events_file.write_text("")
+    write(running, StatusEvent(state="training", step=40, time=said))
+    with EventWriter(running.rank_file(1)) as lines:
+        lines.write(RankLine(rank=1, step=40, phase="training", allocated=1, reserved=1, peak=1, limit=2, time=said))
+    watch(page, running.path.name)
+    page.locator("#run.stuck .sentence", has_text="No step for").wait_for()
+    assert page.locator("#run-state").inner_text() == "no sign of life"
+    page.locator(".rank.late", has_text="silent for").last.wait_for()
+
+
+@pytest.mark.slow
+def test_notes_are_kept_and_another_window_does_not_overwrite_them(
+    page: Page, browser: Browser, server: Server, finished: str
+):
+    file = server.runs / finished / "notes.md"
+    watch(page, finished)
+    page.locator("#notes").fill("Ears too round.")
+    page.get_by_role("status").filter(has_text="Saved.").wait_for()
+    assert file.read_text() == "Ears too round."
+    with opened(browser, server.url) as other:
+        watch(other, finished)
+        until(other, "document.querySelector('#notes').value === 'Ears too round.'")
+        page.locator("#notes").press_sequentially(" Next: rank 32.")
+        other.locator("#notes").press_sequentially(" Or more images.")
+        page.locator("#notes").blur()
+        other.locator("#notes").blur()
+        conflicted, winner = (page, other) if page.locator("#notes-mine").is_visible() else (other, page)
+        conflicted.locator("#notes-mine").wait_for()
+        conflicted.locator("#notes-mine").click()
+        mine = conflicted.locator("#notes").input_value()
+        until(winner, f"document.querySelector('#notes').value === {json.dumps(mine)}")
+    assert file.read_text() == mine
+    file.unlink()
+
+
+def test_the_address_is_kept_and_tabs_have_their_own(page: Page, finished: str):
+    watch(page, finished)
+    page.locator("#tab-samples").click()
+    page.locator("#run-samples .sample-row").first.wait_for()
+    assert page.evaluate("location.hash") == f"#/runs/{finished}/samples"
+    page.reload()
+    page.locator("#run-samples .sample-row").first.wait_for()
+    page.locator("#tab-files").click()
+    page.locator("#run-files", has_text="fox.safetensors").wait_for()
+    page.go_back()
+    page.go_back()
+    page.locator("#newest img").first.wait_for()
+    assert page.locator("#tab-overview").get_attribute("aria-current") == "page"
+
+
+def test_a_run_that_is_deleted_under_the_page_leaves_a_sentence_and_a_way_out(page: Page, server: Server):
+    run = recorded(server.runs, "short-lived")
+    watch(page, "short-lived")
+    shutil.rmtree(run.path)
+    page.locator("#run-gone", has_text="Its folder was deleted or moved").wait_for()
+    assert page.locator("#run").is_hidden()
+    assert page.locator("[role=alert]:visible").count() == 0
+    page.locator("#run-gone").get_by_role("link", name="Runs").click()
+    assert page.evaluate("location.hash") == "#/runs"
+
+
+def test_what_is_typed_stays_in_the_notes_and_the_log_stays_where_it_was_scrolled_to(page: Page, failed: RunDir):
+    (failed.logs / "launch-1.log").write_text("line\n" * 500)
+    watch(page, failed.path.name)
+    until(page, "document.querySelector('#log').scrollTop > 100")
+    page.locator("#log").evaluate("log => { log.scrollTop = 50; }")
+    page.locator("#notes").press_sequentially("half a sen")
+    with (failed.logs / "launch-1.log").open("a") as log:
+        log.write("the last line\n")
+    until(page, "document.querySelector('#log').textContent.endsWith('the last line\\n')")
+    assert page.locator("#log").evaluate("log => log.scrollTop") == 50
+    assert page.locator("#notes").input_value() == "half a sen"
+    assert page.evaluate("document.activeElement.id") == "notes"
+
+
+def test_nothing_lies_beyond_the_edge_of_a_screen(page: Page, finished: str, failed: RunDir):
+    for name in (finished, failed.path.name):
+        watch(page, name)
+        for width, height in SCREENS:
+            page.set_viewport_size({"width": width, "height": height})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, (name, width)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "rules"), [("light", {}), ("dark", {"runOnly": ["color-contrast"]})])
+def test_everybody_can_read_and_reach_it(tab: Page, server: Server, finished: str, failed: RunDir, scheme, rules):
+    found = []
+    with visited(tab, server.url, scheme=scheme) as page:
+        for name in (finished, failed.path.name):
+            watch(page, name)
+            page.locator("#newest img").first.wait_for()
+            for violation in Axe().run(page, options={"resultTypes": ["violations"], **rules}).response["violations"]:
+                if violation["impact"] in ("serious", "critical"):
+                    nodes = [node["html"][:160] for node in violation["nodes"][:3]]
+                    found.append((name, violation["id"], nodes))
+    assert not found, found
