@@ -385,7 +385,6 @@
 
   // --- comparison ---------------------------------------------------------------------------------------------------
 
-  const STYLES = [['var(--acc)', ''], ['var(--ink)', '6 3'], ['var(--ink3)', '2 3'], ['var(--optimizer)', '8 3 2 3'], ['var(--gathered)', '']];
   let page, chart, known = '', names = '';
 
   function buildComparison(section) {
@@ -436,8 +435,6 @@
     chart.set(content);
   }
 
-  const stroke = (points, index) => svg('polyline', { points, fill: 'none', 'stroke-width': 2, stroke: STYLES[index][0], 'stroke-dasharray': STYLES[index][1] });
-
   function table(title, runs, rows) {
     const head = runs.map(run => h('th', { scope: 'col' }, h('a', { href: studio.link('runs', run.name), title: run.name }, run.label)));
     return [h('div.ttl', {}, h('h2', {}, title)), h('div.scroll', { tabIndex: 0, role: 'region', 'aria-label': title },
@@ -467,17 +464,21 @@
     if (!rows.length) return [title, h('p.dim', {}, 'These runs have no prompt in common. Give them equal prompts under Sampling to compare their samples.')];
     return [title, h('div.scroll', { tabIndex: 0, role: 'region', 'aria-label': 'Samples' }, h('table.pairs', {},
       h('thead', {}, h('tr', {}, h('td'), runs.map(run => h('th', { scope: 'col' }, run.label)))),
-      h('tbody', {}, rows.map(row => h('tr', {}, h('th', { scope: 'row' }, row.prompt), row.cells.map((cell, index) => h('td', {}, sample(cell, runs[index]))))))))];
+      h('tbody', {}, rows.map(row => h('tr', {}, h('th', { scope: 'row' }, row.prompt), row.cells.map((cell, index) => h('td', {}, sample(cell, runs[index], pairOf(row.cells, runs)))))))))];
   }
 
-  function sample(cell, run) {
+  function sample(cell, run, pair) {
     if (!cell) return h('span.missing', {}, 'no sample');
     const caption = h('small', {}, `step ${studio.count(cell.step)}`);
     if (cell.text !== undefined) return [h('pre.written', { tabIndex: 0, 'aria-label': `Sample of ${run.label}` }, cell.text), caption];
     if (cell.problem) return [h('span.missing', { title: cell.problem }, 'file is missing'), caption];
-    return [h('a', { href: cell.full, target: '_blank', rel: 'noopener', title: `${cell.prompt} · ${run.label}, step ${cell.step}` },
+    return [h('button.zoom', { type: 'button', title: 'Full size', onclick: () => studio.lightbox(pair, pair.findIndex(item => item.src === cell.full)) },
       h('img.image', { src: cell.small, alt: `${cell.prompt}, ${run.label}`, loading: 'lazy' })), caption];
   }
+
+  /** What the lightbox shows of one prompt: the samples of all runs. */
+  const pairOf = (cells, runs) => cells.map((cell, index) => cell && cell.full && { title: runs[index].label, text: `${cell.prompt} · step ${studio.count(cell.step)}`, src: cell.full })
+    .filter(Boolean);
 
   studio.screens.compare = { title: 'Comparison', build: buildComparison, show: showComparison, tick: showComparison };
 }

@@ -162,10 +162,15 @@ def test_runs_are_compared_in_the_forms_language_and_their_samples_pair(table: P
     assert table.locator("#compare-results tr", has_text="lowest").inner_text().split()[:5] == [
         "Best", "validation", "loss", "0.0251", "lowest",
     ]  # fmt: skip
-    assert table.locator("#compare-loss polyline, #compare-loss canvas").count() >= 1
+    assert table.locator("#compare-loss canvas").get_attribute("aria-label").endswith("table-fast 0.03647.")
     rows = table.locator("#compare-samples tbody tr")
     assert [text.splitlines()[0].strip() for text in rows.all_inner_texts()] == ["fox face [trigger]", "a cat"]
     assert rows.locator("img").count() == 4
+    rows.first.locator("button").last.click()
+    table.locator("#lightbox[open]", has_text="table-fast · 2 of 2").wait_for()
+    table.keyboard.press("ArrowLeft")
+    table.locator("#lightbox[open]", has_text="fox face [trigger] · step 40").wait_for()
+    table.keyboard.press("Escape")
     table.reload()
     table.locator("h1", has_text="Comparison of 2 runs").wait_for()
 
