@@ -11,12 +11,12 @@ from playwright.sync_api import Browser, Page
 from tests.app.browser import (
     Server,
     answers_held,
-    choose,
     opened,
     recorded,
     state_is,
     until,
     until_so,
+    visit,
     watch,
 )
 from trainer.run import process
@@ -40,8 +40,12 @@ def recordings(server: Server) -> None:
 
 def test_text_of_a_run_is_never_a_script(page: Page):
     watch(page, "scripted")
-    page.locator("#status", has_text="onerror").wait_for()
+    page.locator("#page-run [role=alert]", has_text="onerror").first.wait_for()
     page.locator("#log", has_text="onerror").wait_for()
+    visit(page, "runs")
+    page.locator("#page-runs tr", has_text="scripted").first.wait_for()
+    visit(page, "runs", "scripted", "samples")
+    page.locator("#page-run", has_text="onerror").wait_for()
     assert page.evaluate("window.taken") is None
 
 
@@ -50,7 +54,7 @@ def test_the_chosen_run_is_shown_also_when_an_answer_about_another_comes_late(pa
     state_is(page, "finished")
     with answers_held(page) as held:
         until_so(page, lambda: bool(held))
-        choose(page, "run-choice", "scripted")
+        visit(page, "runs", "scripted")
         page.wait_for_timeout(1_000)
     state_is(page, "failed")
     page.wait_for_timeout(2_000)
@@ -70,10 +74,12 @@ def test_two_pages_on_one_folder_see_the_same_and_one_resumes(page: Page, browse
             until(one, "!document.querySelector('#resume').disabled")
         for one in (page, other):  # without the time a mouse takes: soon the second button would be off
             one.evaluate("document.querySelector('#resume').click()")
-        answers = [one.locator("#message [role]").inner_text() for one in (page, other)]
-    second, first = sorted(answers, key=lambda answer: "already" not in answer)
-    assert first == "Continuing from the newest checkpoint."
-    assert "is already running" in second
+        refused = "already running"
+        until_so(
+            page, lambda: any(one.locator("#page-run [role=alert]", has_text=refused).count() for one in (page, other))
+        )
+        for one in (page, other):
+            until(one, "document.querySelector('#run').dataset.state !== 'stopped'")
     assert [event.state for event in EventReader(run.events_file).read() if isinstance(event, StatusEvent)].count(
         "starting"
     ) == 1
