@@ -11,8 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 from PIL import Image
 
-from app import run_table
-from app import run_screen
+from app import run_screen, run_table
 from app.monitor import CHARTS
 from app.run_screen import LogWish
 from app.studio import Studio

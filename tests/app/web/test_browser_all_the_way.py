@@ -5,7 +5,6 @@ The first of these files: its run goes on while another process does the tests o
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import pytest

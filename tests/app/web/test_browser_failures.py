@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import resource
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
