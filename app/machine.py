@@ -108,7 +108,7 @@ def headline(checks: Sequence[Check], gpus: Sequence[Gpu]) -> str:
     if failed:
         return f"Runs may not start: see {', '.join(failed)}."
     advice = sum(check.verdict == "warn" for check in checks)
-    more = "" if not advice else f" {advice} remark{'s' if advice > 1 else ''} below."
+    more = "" if not advice else f" {advice} warning{'s' if advice > 1 else ''} below."
     if not gpus:
         return f"CPU only: the demo model trains here, and small language models; FLUX.2 and its kind need GPUs.{more}"
     smallest = min(gpus, key=lambda gpu: gpu.memory)

@@ -347,7 +347,7 @@ class Studio:
                 return states
             self._gpus = (time.monotonic(), states)  # reading may take seconds: other threads get the last states
         states = []
-        with contextlib.suppress(InputError):  # the page Doctor shows what is wrong
+        with contextlib.suppress(InputError):  # the page Machine shows what is wrong
             states = gpus.read()
         self._gpus = (time.monotonic(), states)
         return states

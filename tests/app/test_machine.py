@@ -35,7 +35,7 @@ def gpus(*sizes: int) -> list[Gpu]:
         (
             [FINE, ADVICE],
             (81920, 49152),
-            "2 GPUs, 48 GiB each: runs can start. New run says which models fit. 1 remark below.",
+            "2 GPUs, 48 GiB each: runs can start. New run says which models fit. 1 warning below.",
         ),
         ([FINE, ADVICE, ERROR], (49152,), "Runs may not start: see torch."),
     ],

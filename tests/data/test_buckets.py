@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.config.errors import InputError
-from trainer.data.buckets import bucket_sizes, choose_bucket
+from trainer.data.buckets import bucket_sizes, choose_bucket, kept_part
 
 
 def test_the_buckets_of_1024_pixels_are_these() -> None:
@@ -61,3 +61,12 @@ def test_a_bucket_with_a_side_that_is_too_long_is_smaller_in_its_own_shape() -> 
         nearest = choose_bucket(width, height, bound)
         assert nearest[0] / nearest[1] == pytest.approx(width / height, rel=0.02)
     assert bucket_sizes(512, 16, 1.2, longest=1024) == bucket_sizes(512, 16, 1.2)
+
+
+@pytest.mark.parametrize(
+    ("image", "kept"),
+    [((1000, 500), (0.5, 1.0)), ((500, 1000), (1.0, 0.5)), ((64, 64), (1.0, 1.0)), ((10, 10), (1.0, 1.0))],
+    ids=["wide", "tall", "equal", "small"],
+)
+def test_a_square_bucket_keeps_the_middle_of_an_image(image: tuple[int, int], kept: tuple[float, float]) -> None:
+    assert kept_part(*image, (64, 64)) == kept

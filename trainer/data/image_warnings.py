@@ -69,7 +69,7 @@ def of_buckets(images: Sequence[ImageFile], sizes: Sequence[tuple[int, int]]) ->
 def fit(image: ImageFile, size: tuple[int, int]) -> tuple[float, float]:
     """Return (scale, share of its pixels that is kept) of an image that fills a bucket of this (width, height)."""
     kept_x, kept_y = kept_part(image.width, image.height, size)
-    return size[0] / (image.width * kept_x), kept_x * kept_y
+    return max(size[0] / image.width, size[1] / image.height), kept_x * kept_y
 
 
 def counted(number: int, one: str, more: str) -> str:

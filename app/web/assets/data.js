@@ -180,7 +180,7 @@
     drawUnsaved();
     if (!card) return;
     const { shape } = card.data;
-    const size = shape ? `${shape.width} × ${shape.height}` : '';
+    const size = shape ? `${shape.width}×${shape.height}` : '';
     card.state.title = shape ? `trained at ${shape.bucket[0]} × ${shape.bucket[1]} pixels` : '';
     fill(card.state, [kept?.problem, !!kept, saving.has(image), card.isSaved, size], () => {
       if (kept?.problem) return [h('span.wrong', {}, kept.problem, ' '), h('button.btn.s', { type: 'button', onclick: () => { keep(image, { ...kept, problem: '' }); save(image); } }, 'Try again')];

@@ -6,9 +6,9 @@
   let root = null, found = null;
   const $ = id => root.querySelector(`#${id}`);
 
-  /** A bar with its figure in words behind it. `share` in percent; null where the figure is not known. */
-  function meter(name, share, text) {
-    const bar = share === null ? h('span.dim', {}, 'not reported') : h(share >= 90 ? 'span.bar.full' : 'span.bar', { role: 'meter', 'aria-label': name, 'aria-valuetext': text, 'aria-valuenow': Math.round(share), 'aria-valuemin': 0, 'aria-valuemax': 100 },
+  /** A bar with its figure in words behind it. `share` in percent, null where it is not known; from `full` on it has another colour. */
+  function meter(name, share, text, full = 101) {
+    const bar = share === null ? h('span.dim', {}, 'not reported') : h(share >= full ? 'span.bar.full' : 'span.bar', { role: 'meter', 'aria-label': name, 'aria-valuetext': text, 'aria-valuenow': Math.round(share), 'aria-valuemin': 0, 'aria-valuemax': 100 },
       h('i', { style: { width: `${Math.max(0, Math.min(100, share))}%` } }));
     return h('div.meter', {}, h('span.dim', {}, name), bar, h('span', {}, share === null ? '' : text));
   }
@@ -18,14 +18,14 @@
   function gpu(one) {
     const hasMemory = one.memory > 0 && one.memory_used >= 0;
     return h('section.card', { 'aria-label': `GPU ${one.index}` }, h('div.ttl', {}, h('h2', {}, `GPU ${one.index}`), h('span.dim', {}, one.name)),
-      meter('Memory', hasMemory ? 100 * one.memory_used / one.memory : null, `${(one.memory_used / 1024).toFixed(1)} of ${(one.memory / 1024).toFixed(1)} GiB`),
-      meter('Load', ...known(one.busy, '%')), meter('Temperature', ...known(one.celsius, '°C')));
+      meter('Memory', hasMemory ? 100 * one.memory_used / one.memory : null, `${(one.memory_used / 1024).toFixed(1)} of ${(one.memory / 1024).toFixed(1)} GiB`, 95),
+      meter('Load', ...known(one.busy, '%')), meter('Temperature', ...known(one.celsius, '°C'), 85));
   }
 
   function disk() {
     if (!found.disk) return h('p.dim', {}, 'Being measured …');
     const { free, total, runs } = found.disk, used = total - free;
-    return [meter('In use', 100 * used / total, `${studio.size(used)} of ${studio.size(total)}`),
+    return [meter('In use', 100 * used / total, `${studio.size(used)} of ${studio.size(total)}`, 95),
       h('div.facts', {}, h('span.dim', {}, 'Free'), h('b', {}, studio.size(free))),
       h('div.facts', {}, h('span.dim', {}, 'Taken by the runs folder'), h('b', {}, studio.size(runs))),
       h('div.facts', {}, h('span.dim', {}, 'Runs folder'), h('code', {}, found.folder))];

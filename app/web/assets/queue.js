@@ -3,7 +3,7 @@
 {
   const { h, fill, say, call, link } = studio;
   const STATES = { finished: 'ok', failed: 'bad', stopped: 'warn', training: 'acc', starting: 'acc', deleted: '' };
-  let root = null, state = null;
+  let root = null, state = null, numActs = 0;
   const $ = id => root.querySelector(`#${id}`);
 
   function show(found) {
@@ -13,6 +13,7 @@
 
   /** Change the queue and show what came of it. */
   async function act(name, values = {}) {
+    numActs += 1;
     try {
       show(await call(name, values));
       $('queue-message').replaceChildren();
@@ -45,22 +46,23 @@
   }
 
   const gpus = row => row.gpus.length ? row.gpus.join(', ') : state.num_gpus ? 'all' : 'CPU';
-  const waited = (from, to) => h('td', { data: { from: from || '' } }, from ? studio.duration((to || Date.now() / 1e3) - from) : '–');
+  const waited = (from, to) => h('td', { data: { from: from || '', head: 'Wait' } }, from ? studio.duration((to || Date.now() / 1e3) - from) : '–');
+  const cell = (head, ...children) => h('td', { data: { head } }, ...children);
 
   function waitingRow(row, at, all) {
     const mover = (sign, by, word, isOff) => h('button.btn.s', { type: 'button', disabled: isOff, 'aria-label': `${row.name}: ${word}`, title: word, onclick: () => move(row.key, by) }, sign);
-    return h('tr', { tabIndex: 0, data: { key: row.key, name: row.name } }, h('td', {}, String(at + 1)), h('th', { scope: 'row' }, row.name, row.problem ? h('p.notice.bad', {}, row.problem) : null),
-      h('td', {}, row.model), h('td', {}, row.method), h('td', {}, gpus(row)), h('td', {}, h('span.tag', {}, state.is_paused ? 'paused' : at ? 'waiting' : 'next')),
-      h('td', {}, studio.when(row.queued_at)), waited(row.queued_at),
+    return h('tr', { tabIndex: 0, data: { key: row.key, name: row.name } }, h('td.place', {}, String(at + 1)), h('th', { scope: 'row' }, row.name, row.problem ? h('p.notice.bad', {}, row.problem) : null),
+      cell('Model', row.model), cell('Method', row.method), cell('GPUs', gpus(row)), cell('State', h('span.tag', {}, state.is_paused ? 'paused' : at ? 'waiting' : 'next')),
+      cell('Queued', studio.when(row.queued_at)), waited(row.queued_at),
       h('td.acts', {}, mover('↑', -1, 'Move up', at === 0), mover('↓', 1, 'Move down', at === all.length - 1),
         h('button.btn.s.stop', { type: 'button', 'aria-label': `${row.name}: Remove`, onclick: () => remove(row) }, 'Remove')));
   }
 
   function takenRow(row) {
     const name = row.run && row.state !== 'deleted' ? h('a', { href: link('runs', row.run) }, row.name) : row.name;
-    return h('tr', { data: { name: row.name } }, h('th', { scope: 'row' }, name), h('td', {}, row.model), h('td', {}, row.method), h('td', {}, gpus(row)),
-      h('td', {}, row.error ? h('p.notice.bad', {}, row.error) : h(STATES[row.state] ? `span.tag.${STATES[row.state]}` : 'span.tag', {}, row.state)),
-      h('td', {}, studio.when(row.taken_at)), row.queued_at ? waited(row.queued_at, row.taken_at) : h('td', {}, '–'));
+    return h('tr', { data: { name: row.name } }, h('th', { scope: 'row' }, name), cell('Model', row.model), cell('Method', row.method), cell('GPUs', gpus(row)),
+      cell('State', row.error ? h('p.notice.bad', {}, row.error) : h(STATES[row.state] ? `span.tag.${STATES[row.state]}` : 'span.tag', {}, row.state)),
+      cell('Started', studio.when(row.taken_at)), row.queued_at ? waited(row.queued_at, row.taken_at) : cell('Waited', '–'));
   }
 
   const table = (id, heads, rows) => h('div.scroll', {}, h(`table.wide#${id}`, {}, h('thead', {}, h('tr', {}, heads.map(head => h('th', { scope: 'col' }, head)))), h('tbody', {}, rows)));
@@ -78,7 +80,7 @@
     fill($('queue-settings'), [state.is_paused, state.after_failure], settings);
     $('queue-paused').hidden = !state.is_paused || !!state.waiting.length;
     fill($('queue-waiting'), [state.waiting, state.num_gpus, state.is_paused], () => state.waiting.length
-      ? table('waiting', ['', 'Run', 'Model', 'Method', 'GPUs', 'State', 'Queued', 'Waits for', ''], state.waiting.map(waitingRow))
+      ? table('waiting', ['', 'Run', 'Model', 'Method', 'GPUs', 'State', 'Queued', 'Wait', ''], state.waiting.map(waitingRow))
       : h('div.empty', {}, h('h2', {}, 'Nothing is waiting.'), h('p', {}, 'Fill in ', h('a', { href: link('new') }, 'New run'), ' and press “Add to queue”. Runs start one after the other, as their GPUs become free.')));
     if (focused && !chosen()[0]) root.querySelector(`tr[data-key="${focused}"]`)?.focus();
     for (const cell of root.querySelectorAll('#waiting [data-from]')) if (cell.dataset.from) say(cell, studio.duration(Date.now() / 1e3 - cell.dataset.from));
@@ -102,9 +104,10 @@
     },
     async show() { await act('queue_state'); },
     async tick() {
+      const before = numActs;
       let found;
       try { found = await call('queue_state'); } catch (error) { if (error instanceof studio.Refused) return; throw error; }
-      show(found);
+      if (before === numActs) show(found); // else it may be older than what was done meanwhile
     },
   };
 }

@@ -12,7 +12,7 @@
     ['size', 'Size', -1], ['started', 'Started', -1]];
   const NO_IMAGE = {}, rows = new Map(), images = new Map(), chosen = new Set();
   let root, token = '', answer = null, group = 'all', words = '', sort = ['started', -1], shown = CHUNK, editing = '';
-  let loading = null, isFetching = false;
+  let loading = null, isFetching = false, numTicks = 0;
   const lines = new Map(), drawn = new Map(), wanted = new Set();
 
   // --- what is known ------------------------------------------------------------------------------------------------
@@ -28,6 +28,13 @@
   /** Ask for what changed, until all runs are read. */
   function load() {
     return (loading ??= read().finally(() => { loading = null; }));
+  }
+
+  /** Ask at every tick while something runs or is being read, and at every second one otherwise: an answer costs the server 10 ms. */
+  function tick() {
+    numTicks++;
+    const isQuiet = answer && ![...rows.values()].some(row => isRunning(row) || row.state === 'unread' || row.size === null);
+    return isQuiet && numTicks % 2 ? null : load();
   }
 
   /** Ask again, for an answer that knows what was done just now. */
@@ -374,11 +381,10 @@
     return '';
   }
 
-  studio.screens.runs = { title: 'Runs', build, show: load, tick: load };
+  studio.screens.runs = { title: 'Runs', build, show: load, tick };
 
   // --- comparison ---------------------------------------------------------------------------------------------------
 
-  const STYLES = [['var(--acc)', ''], ['var(--ink)', '6 3'], ['var(--ink3)', '2 3'], ['var(--optimizer)', '8 3 2 3'], ['var(--gathered)', '']];
   let page, chart, known = '', names = '';
 
   function buildComparison(section) {
@@ -429,8 +435,6 @@
     chart.set(content);
   }
 
-  const stroke = (points, index) => svg('polyline', { points, fill: 'none', 'stroke-width': 2, stroke: STYLES[index][0], 'stroke-dasharray': STYLES[index][1] });
-
   function table(title, runs, rows) {
     const head = runs.map(run => h('th', { scope: 'col' }, h('a', { href: studio.link('runs', run.name), title: run.name }, run.label)));
     return [h('div.ttl', {}, h('h2', {}, title)), h('div.scroll', { tabIndex: 0, role: 'region', 'aria-label': title },
@@ -460,17 +464,21 @@
     if (!rows.length) return [title, h('p.dim', {}, 'These runs have no prompt in common. Give them equal prompts under Sampling to compare their samples.')];
     return [title, h('div.scroll', { tabIndex: 0, role: 'region', 'aria-label': 'Samples' }, h('table.pairs', {},
       h('thead', {}, h('tr', {}, h('td'), runs.map(run => h('th', { scope: 'col' }, run.label)))),
-      h('tbody', {}, rows.map(row => h('tr', {}, h('th', { scope: 'row' }, row.prompt), row.cells.map((cell, index) => h('td', {}, sample(cell, runs[index]))))))))];
+      h('tbody', {}, rows.map(row => h('tr', {}, h('th', { scope: 'row' }, row.prompt), row.cells.map((cell, index) => h('td', {}, sample(cell, runs[index], pairOf(row.cells, runs)))))))))];
   }
 
-  function sample(cell, run) {
+  function sample(cell, run, pair) {
     if (!cell) return h('span.missing', {}, 'no sample');
     const caption = h('small', {}, `step ${studio.count(cell.step)}`);
     if (cell.text !== undefined) return [h('pre.written', { tabIndex: 0, 'aria-label': `Sample of ${run.label}` }, cell.text), caption];
     if (cell.problem) return [h('span.missing', { title: cell.problem }, 'file is missing'), caption];
-    return [h('a', { href: cell.full, target: '_blank', rel: 'noopener', title: `${cell.prompt} · ${run.label}, step ${cell.step}` },
+    return [h('button.zoom', { type: 'button', title: 'Full size', onclick: () => studio.lightbox(pair, pair.findIndex(item => item.src === cell.full)) },
       h('img.image', { src: cell.small, alt: `${cell.prompt}, ${run.label}`, loading: 'lazy' })), caption];
   }
+
+  /** What the lightbox shows of one prompt: the samples of all runs. */
+  const pairOf = (cells, runs) => cells.map((cell, index) => cell && cell.full && { title: runs[index].label, text: `${cell.prompt} · step ${studio.count(cell.step)}`, src: cell.full })
+    .filter(Boolean);
 
   studio.screens.compare = { title: 'Comparison', build: buildComparison, show: showComparison, tick: showComparison };
 }

@@ -169,6 +169,7 @@ def _card(item: Item, config: RunConfig, found: ScanResult, cut: CutCaption | No
         card["shape"] = asdict(dataset.shape(item.image, found.sizes))
     except InputError as error:
         card["problem"] = item.problem or str(error)
+    card["problem"] = _shortened(card["problem"], dataset.folders(config.data))
     return card
 
 

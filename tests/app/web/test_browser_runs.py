@@ -14,7 +14,6 @@ from tests.app.browser import (
     choose,
     opened,
     recorded,
-    show,
     state_is,
     until,
     until_so,

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,11 +21,11 @@ from app import form, monitor
 from app import run_table as all_runs
 from app.captions import Captions, Card
 from app.form import Draft
+from app.run_screen import LogWish
 from app.studio import Studio
 from app.web.answers import Calls
 from app.web.pages import files, queue, runs, samples
 from app.web.pages import run as watch
-from app.web.pages.renew import SKIP, Lazy
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigError, load_config_text
 from trainer.launcher.queue import Entry, Queue
@@ -211,17 +210,11 @@ def in_time() -> Iterator[None]:
         signal.signal(signal.SIGALRM, former)
 
 
-def shown(results: Any) -> str:
-    """All that a handler answers, as text."""
-    made = [result.make() if isinstance(result, Lazy) else result for result in results]
-    return " ".join(str(result) for result in made if result is not SKIP)
-
-
 def answers(studio: Studio) -> dict[str, str]:
     """What the page shows in all places, by place."""
     found = {
         "runs": json.dumps(runs.calls(studio)["runs_list"]()),
-        "queue": shown(queue._shown(studio, None)),
+        "queue": asked(queue.calls(studio), "queue_state"),
         "names": " ".join(run.path.name for run in studio.find_runs()),
         "presets": " ".join(studio.presets()),
     }
@@ -273,10 +266,9 @@ def untouched(found: Mapping[str, str]) -> list[str]:
 
 
 def watched(studio: Studio, name: str) -> str:
-    """What the page Monitor shows of a run."""
-    part: Any = SimpleNamespace(input=None)
-    page = watch.WatchPage(studio, *[part] * 4, dict.fromkeys(monitor.CHARTS, part), *[part] * 5, buttons={})
-    return shown(watch.tick(page).handle(name, "torchrun", "all"))
+    """What the screen of a run shows."""
+    wish = LogWish()
+    return asked(watch.calls(studio), "run_view", name=name, known={}, log=wish)
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -1,0 +1,198 @@
+"""The screen Data in Chromium: captions, what is broken or slow, and that nothing typed is lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect
+
+from tests.app.browser import Server, opened, show, until, until_so, visit, write_over
+
+
+def card(page: Page, name: str) -> Locator:
+    return page.locator(f".pc[data-name='{name}']")
+
+
+def caption(page: Page, name: str) -> Locator:
+    return card(page, name).get_by_role("textbox")
+
+
+def said(folder: Path, name: str) -> str:
+    return (folder / name).read_text().strip()
+
+
+@pytest.fixture
+def data(own_data: Path, page: Page) -> Iterator[Page]:
+    """The screen with eight images in the form. What the browser remembers is forgotten afterwards."""
+    show(page, "Data")
+    caption(page, "00.png").wait_for()
+    yield page
+    page.evaluate("localStorage.clear()")
+
+
+def test_a_caption_is_saved_as_it_is_typed_and_undone(own_data: Path, data: Page):
+    undo, replace = data.locator("#data-undo"), data.locator("#data-replace")
+    caption(data, "00.png").fill("a red square")
+    card(data, "00.png").get_by_text("saved", exact=True).wait_for()
+    assert said(own_data, "00.txt") == "a red square"
+    data.locator("#data-open-replace").click()
+    assert replace.is_disabled()
+    write_over(data, "data-search", "picture")
+    data.get_by_text("Replace in 7 captions").wait_for()
+    assert data.locator(".pc").count() == 7
+    write_over(data, "data-replacement", "drawing")
+    replace.click()
+    data.locator("#data-message", has_text="Replaced in 7 captions.").wait_for()
+    assert (own_data / "01.txt").read_text() == "drawing number 1\n"
+    expect(undo).to_have_text("Undo (7 captions)")
+    undo.click()
+    data.locator("#data-message", has_text="7 captions restored.").wait_for()
+    assert (own_data / "01.txt").read_text() == "picture number 1\n"
+    expect(caption(data, "01.png")).to_have_value("picture number 1")
+    data.locator("#data-undo", has_text="Undo (1 caption)").click()
+    until_so(data, lambda: said(own_data, "00.txt") == "picture number 0")
+
+
+def test_figures_filters_and_words_choose_images(own_data: Path, page: Page):
+    (own_data / "02.txt").unlink()
+    (own_data / "05.txt").write_text("a boat in snow")
+    preset = own_data.parent / "runs" / "presets" / "own.yaml"
+    preset.write_text(preset.read_text().replace("resolution: 64", "resolution: 64, validation: 2"))
+    show(page, "Data")
+    expect(page.locator("#counted")).to_have_text("8 images, 7 captions, 3 shapes, 2 held out")
+    expect(page.locator("#trained")).to_have_text("6 images to train on; 2 held out.")
+    assert page.locator("#held .one").all_inner_texts() == ["06.png", "07.png"]
+    for name, shown in (("uncaptioned", ["02.png"]), ("held_out", ["06.png", "07.png"])):
+        page.locator(f"#shows [data-show={name}]").click()
+        until(
+            page, f"[...document.querySelectorAll('.pc')].map(card => card.dataset.name).join() === '{','.join(shown)}'"
+        )
+    assert card(page, "06.png").get_by_text("held out").is_visible()
+    page.locator("#shows [data-show=all]").click()
+    page.locator("#words [data-word=boat]").click()
+    until(page, "document.querySelectorAll('.pc').length === 1")
+    assert card(page, "05.png").is_visible()
+    inset = page.evaluate("getComputedStyle(document.querySelector('.pc .cr')).inset")
+    assert re.fullmatch(r"0px [\d.]+px|[\d.]+px 0px", inset), inset  # 48 x 96 in a bucket of 48 x 80
+
+
+def test_a_card_stays_while_its_caption_is_typed_though_it_no_longer_matches(own_data: Path, page: Page):
+    (own_data / "02.txt").unlink()
+    show(page, "Data")
+    page.locator("#shows [data-show=uncaptioned]").click()
+    until(page, "document.querySelectorAll('.pc').length === 1")
+    caption(page, "02.png").press_sequentially("a boat")
+    card(page, "02.png").get_by_text("saved", exact=True).wait_for()
+    expect(page.locator("#shows [data-show=uncaptioned]")).to_have_text("No caption 0")
+    expect(caption(page, "02.png")).to_be_focused()
+    assert said(own_data, "02.txt") == "a boat"
+
+
+def test_of_two_texts_for_one_caption_none_is_overwritten_unasked(own_data: Path, data: Page):
+    (own_data / "00.txt").write_text("from an editor")
+    caption(data, "00.png").fill("from the page")
+    dialog = data.get_by_role("dialog")
+    dialog.get_by_text("It says now: “from an editor”").wait_for()
+    assert said(own_data, "00.txt") == "from an editor"
+    dialog.get_by_role("button", name="Keep mine").click()
+    until_so(data, lambda: said(own_data, "00.txt") == "from the page")
+    (own_data / "01.txt").write_text("from an editor")
+    caption(data, "01.png").fill("from the page")
+    data.get_by_role("button", name="Take the other").click()
+    expect(caption(data, "01.png")).to_have_value("from an editor")
+    assert said(own_data, "01.txt") == "from an editor"
+
+
+def test_a_caption_typed_without_a_server_is_sent_when_it_is_back(own_data: Path, data: Page):
+    data.route("**/gradio_api/component_server/**", lambda route: route.abort())
+    caption(data, "03.png").fill("typed without a server")
+    card(data, "03.png").get_by_text("not saved yet").wait_for()
+    data.locator("#lost").wait_for()
+    assert said(own_data, "03.txt") == "picture number 3"
+    data.unroute("**/gradio_api/component_server/**")
+    card(data, "03.png").get_by_text("saved", exact=True).wait_for()
+    assert said(own_data, "03.txt") == "typed without a server"
+
+
+def test_a_caption_that_was_not_saved_before_a_reload_is_sent_after_it(own_data: Path, data: Page):
+    data.route("**/gradio_api/component_server/**", lambda route: route.abort())
+    caption(data, "03.png").fill("typed before the reload")
+    data.unroute("**/gradio_api/component_server/**")
+    data.reload()
+    until_so(data, lambda: said(own_data, "03.txt") == "typed before the reload")
+
+
+def test_a_caption_that_is_refused_says_so_and_stays(own_data: Path, data: Page):
+    text = caption(data, "00.png")
+    text.evaluate("(box, text) => { box.value = text; box.dispatchEvent(new Event('input')); }", "a" * 70_000)
+    card(data, "00.png").get_by_text("70000 bytes are too many for a caption").wait_for()
+    assert said(own_data, "00.txt") == "picture number 0" and len(text.input_value()) == 70_000
+    text.fill("shorter")
+    card(data, "00.png").get_by_text("saved", exact=True).wait_for()
+
+
+def test_a_broken_image_is_named_and_keeps_start_from_starting(own_data: Path, page: Page):
+    (own_data / "07.png").write_bytes(b"no image")
+    show(page, "Data")
+    page.locator("#data-problems [role=alert]", has_text="07.png").wait_for()
+    card(page, "07.png").get_by_text("cannot be shown").wait_for()
+    show(page, "New run")
+    until(page, "document.querySelector('#start').disabled")
+    page.locator("#why", has_text="07.png").wait_for()
+
+
+def test_a_folder_that_takes_long_is_waited_for_in_peace(own_data: Path, page: Page):
+    slow = own_data / "metadata.jsonl"
+    slow.write_bytes(b"\n" * 4 * 10**8)  # minutes to read
+    show(page, "Data")
+    page.locator("#counted", has_text="files so far").wait_for()
+    show(page, "New run")
+    page.locator("#why", has_text="Reading the images").wait_for()
+    assert page.locator("#start").is_disabled()
+    os.truncate(slow, 0)  # whoever reads it is at its end
+    until(page, "!document.querySelector('#start').disabled")
+    show(page, "Data")
+    page.locator("#counted", has_text="8 images").wait_for()
+
+
+def test_a_folder_without_images_says_what_to_do(own_data: Path, page: Page, browser: Browser, server: Server):
+    aside = own_data.with_name("aside")
+    own_data.rename(aside)
+    own_data.mkdir()
+    show(page, "Data")
+    page.locator("#data-empty", has_text="No images here.").wait_for()
+    page.locator("#data-problems", has_text="the folder is empty").wait_for()
+    shutil.copytree(aside, own_data, dirs_exist_ok=True)
+    page.locator("#data-again").click()
+    caption(page, "07.png").wait_for()
+    with opened(browser, server.url, width=390) as phone:
+        visit(phone, "data")
+        caption(phone, "07.png").wait_for()
+        assert phone.evaluate("document.documentElement.scrollWidth") == 390
+    shutil.rmtree(aside)
+
+
+@pytest.mark.slow  # loads torch in a process of its own
+def test_the_noise_images_are_trained_at_is_shown_per_bucket(data: Page):
+    data.locator("#compute-timesteps").click()
+    data.locator("#timesteps tr", has_text="64 × 64").locator(".histogram").wait_for()
+
+
+@pytest.mark.slow  # loads torch in a process of its own
+def test_what_is_cut_of_a_caption_is_marked_until_it_is_short_enough(own_data: Path, page: Page):
+    """The tiny model reads 48 tokens with its template; letters of another alphabet take two each."""
+    (own_data / "00.txt").write_text(f"{'ж' * 40} <b>hat</b>")
+    show(page, "Data")
+    end = card(page, "00.png").locator(".cut")
+    end.locator("del", has_text="<b>hat</b>").wait_for()
+    assert "text_encoder reads 48 of" in end.inner_text()
+    assert card(page, "01.png").locator(".cut").count() == 0
+    page.locator("#data-cut", has_text="1 of 8 captions is longer than the model reads").wait_for()
+    caption(page, "00.png").fill("a hat")
+    end.wait_for(state="detached")
+    page.locator("#data-cut", has_text="No caption is truncated.").wait_for()
