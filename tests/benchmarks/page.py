@@ -26,7 +26,7 @@ from trainer.run.events import EventReader, EventWriter, StatusEvent, StepEvent
 from trainer.run.folder import RunDir
 
 FIRST_POINT_S = 2.5
-REFRESH_MS = 200.0
+REFRESH_MS = 100.0
 PAGE_MB = 250.0
 CORE_PERCENT = 5.0
 POINTS = 10_000

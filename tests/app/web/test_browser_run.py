@@ -127,6 +127,17 @@ def test_a_failure_names_rank_and_remedy_offers_a_retry_and_shows_its_log(page: 
     until(page, "document.querySelector('#log').textContent === 'ValueError: again\\n'")
 
 
+def test_a_retry_and_a_copy_bring_the_settings_into_the_form(page: Page, failed: RunDir):
+    watch(page, failed.path.name)
+    page.locator("#retry").click()
+    page.locator("#changes a[title='train.checkpointing']").wait_for()
+    assert page.evaluate("location.hash") == "#/new"
+    watch(page, failed.path.name)
+    page.locator("#copy").click()
+    page.locator("#changes a[title='train.checkpointing']").wait_for(state="detached")
+    assert page.evaluate("location.hash") == "#/new"
+
+
 def test_stop_asks_first_and_says_so_until_it_has_stopped(page: Page, running: RunDir):
     watch(page, running.path.name)
     state_is(page, "training")
