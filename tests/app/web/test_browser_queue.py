@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.app.browser import TRAINED_WITHIN_S, answers_held, settled, show, until, until_so, visit
+from tests.app.browser import TRAINED_WITHIN_S, answers_held, show, until, until_so, visit
 from tests.runs import run_config
 from trainer.launcher.queue import Queue, Settings
 from trainer.run.events import EventReader
@@ -97,10 +97,10 @@ def test_what_the_queue_was_told_outlives_answers_that_come_late(queue: Queue, p
 
 @pytest.mark.slow
 def test_two_runs_of_the_queue_train_one_after_the_other(own_data: Path, page: Page, runs: Path):
-    for _ in range(2):
+    number = len(Queue(runs).taken())
+    for added in (1, 2):
         page.locator("#enqueue").click()
-        page.locator("#toasts", has_text="queue").first.wait_for()
-        settled(page)
+        page.locator("#outcome", has_text=f"own waits in the queue as number {number + added}.").wait_for()
     show(page, "Queue")
     ended = (
         "[...document.querySelectorAll('#taken tr[data-name=own]')].filter(row => row.innerText.includes('finished'))"
