@@ -210,6 +210,8 @@ def test_smoothing_and_axis_are_chosen_once_for_all_charts_and_remembered(sheet:
 
 
 def test_runs_that_are_compared_have_the_smoothing_of_their_length_until_one_is_chosen(sheet: Page):
+    sheet.evaluate("localStorage.clear()")
+    sheet.reload()
     lines = [Line("short", [(1, 3.0), (2, 1.0)], "smoothed", 0.5), Line("long", [(1, 3.0), (2, 1.0)], "smoothed", 0.99)]
     [compared] = mount(sheet, chart_json("Loss, smoothed", lines))
     assert compared.locator(".smoothing b").text_content() == "by run"

@@ -67,14 +67,14 @@ def test_the_report_is_sent_in_a_sandbox_and_written_anew_when_there_are_newer_e
     answer = client.get("/runs/drawn/report")
     assert answer.headers["content-security-policy"].startswith("sandbox; default-src 'none';")
     assert answer.headers["content-type"].startswith("text/html")
-    assert "<td>finished</td>" in answer.text
+    assert "<dd>finished</dd>" in answer.text
     written = run.report.stat().st_mtime_ns
     assert client.get("/runs/drawn/report").text == answer.text
     assert run.report.stat().st_mtime_ns == written
     with EventWriter(run.events_file) as events:
         events.write(StatusEvent(state="stopped", step=40))
     os.utime(run.report, (0, 0))
-    assert "<td>stopped</td>" in client.get("/runs/drawn/report").text
+    assert "<dd>stopped</dd>" in client.get("/runs/drawn/report").text
 
 
 def test_a_report_that_is_a_link_elsewhere_is_replaced_and_not_sent(client: TestClient, run: RunDir):
