@@ -457,12 +457,6 @@ def tags_problem(runs: Path) -> str:
     return ""
 
 
-def set_tags(runs: Path, name: str, text: str) -> None:
-    """Set a run's tags from comma-separated text. Raises InputError as `read_tags` does."""
-    with files.locked(files.make_private(runs / "drafts") / "tags.lock"):
-        _write_tags(runs, read_tags(runs) | {name: _split(text)})
-
-
 def change_tags(runs: Path, names: Iterable[str], added: str = "", removed: str = "") -> None:
     """Add tags to runs and remove others, both from comma-separated text. Raises InputError as `read_tags` does."""
     with files.locked(files.make_private(runs / "drafts") / "tags.lock"):

@@ -83,7 +83,7 @@ def test_an_answer_has_only_what_changed_since_the_one_before(studio: Studio):
     first = settled(summaries)
     assert (first.is_whole, names(first), first.gone) == (True, {"a", "b", "c"}, ())
     assert summaries.changes(first.token) == Changes(first.token, False, (), (), 0)
-    run_table.set_tags(studio.runs, "b", "good")
+    run_table.change_tags(studio.runs, ["b"], "good")
     shutil.rmtree(studio.runs / "c")
     second = summaries.changes(first.token)
     assert [(row.name, row.tags) for row in second.rows] == [("b", ("good",))]
@@ -155,7 +155,7 @@ def test_a_sample_is_a_file_of_its_run(studio: Studio):
 
 
 def test_tags_are_added_and_removed_for_several_runs_at_once(tmp_path: Path):
-    run_table.set_tags(tmp_path, "a", "old, fox")
+    run_table.change_tags(tmp_path, ["a"], "old, fox")
     run_table.change_tags(tmp_path, ["a", "b"], added="fox, v2", removed="old")
     assert run_table.read_tags(tmp_path) == {"a": ("fox", "v2"), "b": ("fox", "v2")}
 

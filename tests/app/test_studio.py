@@ -137,5 +137,5 @@ def test_damaged_tags_are_named_and_left_as_they_are(studio: Studio):
     assert run_table.Summaries(studio).all() == []
     assert run_table.tags_problem(studio.runs).startswith(f"{file}: damaged (")
     with pytest.raises(InputError, match=r"tags\.json: damaged \(.*\); repair or remove it"):
-        run_table.set_tags(studio.runs, "one", "good")
+        run_table.change_tags(studio.runs, ["one"], "good")
     assert file.read_text() == "{"

@@ -34,7 +34,7 @@ SAVES = """
 from app import form
 from app.captions import Captions, Card
 from app.form import Draft
-from app.run_table import set_tags
+from app.run_table import change_tags
 from app.studio import Studio
 from trainer.export.drafts import draft
 from trainer.run.report import write_report
@@ -49,7 +49,7 @@ studio.save_preset(checked, "mine")
 studio.save_draft(checked.draft)
 studio.queue.add(checked.config)
 studio.queue.change(studio.queue.settings)
-set_tags(studio.runs, run.path.name, "one, two")
+change_tags(studio.runs, [run.path.name], "one, two")
 Captions(studio.runs / "drafts" / "captions.jsonl").write(Card(folder / "a.png", ""), "a boat")
 for _ in range(2):
     with draft(run.export / "model") as place:

@@ -81,7 +81,7 @@ def _fill(runs: Path) -> None:
         studio.queue.add(config)
     studio.queue.change(studio.queue.settings)
     studio.save_draft(studio.draft())
-    run_table.set_tags(runs, OTHER, "good, old")
+    run_table.change_tags(runs, [OTHER], "good, old")
 
 
 def _look(studio: Studio) -> None:

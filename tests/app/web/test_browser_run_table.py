@@ -97,7 +97,7 @@ def test_tags_are_added_and_removed_in_place(table: Page, runs: Path):
     place = table.locator(f"{row('table-half')} .tags")
     place.locator(".add").click()
     table.keyboard.type("first, good")
-    run_table.set_tags(runs, "table-half", "meanwhile")
+    run_table.change_tags(runs, ["table-half"], "meanwhile")
     renew(table)  # what is typed stays
     table.keyboard.press("Enter")
     place.locator(".tag", has_text="good").wait_for()

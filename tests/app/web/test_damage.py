@@ -77,7 +77,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("good", "harmed"):
         make_run(studio.runs, name)
         studio.save_preset(_checked(studio), f"{name}-preset")
-        all_runs.set_tags(studio.runs, name, f"tag of {name}")
+        all_runs.change_tags(studio.runs, [name], f"tag of {name}")
     text = RunDir(studio.runs / "good").config_file.read_text()
     for number, name in enumerate(("good", "harmed"), 1):
         _entry(studio.queue, "taken", Entry(number, f"{name}-taken", text, run=name))

@@ -66,7 +66,7 @@ def test_another_user_reads_nothing_that_the_page_keeps_below_the_runs_folder(op
     studio.downloads.offer(exported)
     studio.save_draft(studio.draft())
     studio.queue.add(run_config(make_pictures(open_folder.parent / "pictures")))
-    all_runs.set_tags(open_folder, "run", "secret project")
+    all_runs.change_tags(open_folder, ["run"], "secret project")
     assert readable_by_a_stranger(open_folder) == []
 
 

@@ -23,7 +23,7 @@ from trainer.config.load import ConfigError, load_config, load_config_text
 TAGGER = """
 from pathlib import Path; from app import run_table; import sys
 print("ready", flush=True); input()
-for number in range(20): run_table.set_tags(Path(sys.argv[1]), f"{sys.argv[2]}-{number}", "tag")
+for number in range(20): run_table.change_tags(Path(sys.argv[1]), [f"{sys.argv[2]}-{number}"], "tag")
 """
 WRITER = """
 from pathlib import Path; from app.captions import Captions, Card; import sys
@@ -142,7 +142,7 @@ def test_what_the_page_keeps_can_be_read_by_its_owner_only(tmp_path: Path):
     studio.save_preset(checked, "mine")
     studio.save_draft(checked.draft)
     studio.queue.add(checked.config)
-    run_table.set_tags(tmp_path, "a", "tag")
+    run_table.change_tags(tmp_path, ["a"], "tag")
     modes = {file.name: oct(stat.S_IMODE(file.stat().st_mode)) for file in tmp_path.iterdir()}
     assert modes == {"queue": "0o700", "drafts": "0o700", "presets": "0o700", "tags.json": "0o600"}
 
