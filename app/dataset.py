@@ -18,11 +18,11 @@ from trainer.config.sections import DataConfig
 from trainer.data.buckets import choose_bucket, kept_part
 from trainer.data.image_io import IMAGE_SUFFIXES, read_header
 
-PER_PAGE = 24
+PER_PAGE = 12
 MOST_COUNTED = 5000
 """Images whose captions are read for every view, in about 0.3 s. Of more, only those on the page are, unless a filter
 needs all."""
-NUM_WORDS = 30
+NUM_WORDS = 24
 WORD = re.compile(r"\[trigger\]|\w[\w'\u2019-]+")
 COMMON = frozenset(
     (
@@ -56,16 +56,14 @@ class Filter:
 
     Attributes:
         search: Text that the caption contains, in upper or lower case.
-        word: Word that the caption contains, in lower case.
     """
 
     show: Show = "all"
     search: str = ""
-    word: str = ""
 
     @property
     def needs_captions(self) -> bool:
-        return self.show in ("uncaptioned", "problems") or bool(self.search or self.word)
+        return self.show in ("uncaptioned", "problems") or bool(self.search)
 
 
 @dataclass(frozen=True)
@@ -196,7 +194,7 @@ def _is_chosen(item: Item, chosen: Filter, found: ScanResult, flawed: Collection
         "held_out": item.image in found.held_out,
     }
     has_text = chosen.search.casefold() in item.caption.casefold()
-    return by_show[chosen.show] and has_text and (not chosen.word or chosen.word in words(item.caption))
+    return by_show[chosen.show] and has_text
 
 
 def _counts(everything: Sequence[Item], num_flawed: int) -> Counts:

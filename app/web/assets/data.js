@@ -4,13 +4,13 @@
   const { h, fill, say, call, link, counted } = studio;
   const SAVED_AFTER_MS = 500, SEARCHED_AFTER_MS = 250, FRESH_AFTER_MS = 400, RETRY_EVERY_S = 2, LOADS = 3;
   const SHOWS = [['all', 'All'], ['uncaptioned', 'No caption'], ['problems', 'Problems'], ['held_out', 'Held out']];
-  let root = null, data = null, asked = 0, page = 0, filter = { show: 'all', search: '', word: '' };
-  const cards = new Map(), addresses = new Map(), timers = new Map(), saving = new Set();
+  let root = null, data = null, asked = 0, page = 0, filter = { show: 'all', search: '' };
+  const cards = new Map(), addresses = new Map(), timers = new Map(), saving = new Map();
   const $ = id => root.querySelector(`#${id}`);
 
   // --- captions that are not saved yet ------------------------------------------------------------------------------
 
-  /** {image: {text, before, problem}}; also in the browser's memory, so that a reload without a server loses nothing. */
+  /** {image: {text, before, problem, changed}}; `changed` is the file's text where another program changed it. Also in the browser's memory, so that a reload without a server loses nothing. */
   const pending = new Map(Object.entries(readKept()));
 
   function readKept() {
@@ -27,32 +27,39 @@
 
   function typed(image, text) {
     const known = pending.get(image), card = cards.get(image);
-    keep(image, { text, before: known ? known.before : card.data.saved, problem: '' });
+    keep(image, { before: card.data.saved, ...known, text, problem: '' });
     drawState(image);
     clearTimeout(timers.get(image));
     timers.set(image, setTimeout(() => { timers.delete(image); save(image); }, SAVED_AFTER_MS));
   }
 
-  /** Send one caption. What is typed meanwhile is sent after the answer, so that captions arrive in order. */
+  const isReady = kept => kept && !kept.problem && kept.changed === undefined;
+
+  /** Send one caption, after the one that is on its way. What is typed meanwhile follows, so they arrive in order. */
   async function save(image) {
-    const sent = pending.get(image);
-    if (!sent || saving.has(image)) return;
-    saving.add(image);
+    if (saving.has(image)) return saving.get(image);
+    if (!isReady(pending.get(image))) return undefined;
+    const done = send(image).finally(() => { saving.delete(image); drawState(image); });
+    saving.set(image, done);
     drawState(image);
-    let answer = null, problem = '';
-    try {
-      answer = await call('data_save', { image, before: sent.before, caption: sent.text });
-    } catch (error) {
-      if (!(error instanceof studio.Refused)) throw error;
-      problem = error.lost ? '' : error.message;
+    return done;
+  }
+
+  /** Send one caption, and again until the last text is saved, refused or the server does not answer. */
+  async function send(image) {
+    while (isReady(pending.get(image))) {
+      const sent = pending.get(image);
+      try {
+        const answer = await call('data_save', { image, before: sent.before, caption: sent.text });
+        const now = pending.get(image);
+        if ('changed' in answer) keep(image, { ...now, changed: answer.changed });
+        else saved(image, answer, now.text === sent.text);
+      } catch (error) {
+        if (!(error instanceof studio.Refused)) throw error;
+        if (error.lost) return;
+        keep(image, { ...pending.get(image), problem: error.message });
+      }
     }
-    const now = pending.get(image);
-    if (answer && 'changed' in answer) await decide(image, answer.changed);
-    else if (answer) saved(image, answer, now.text === sent.text);
-    else keep(image, { ...now, problem });
-    saving.delete(image);
-    drawState(image);
-    if (answer && pending.has(image) && !pending.get(image).problem) await save(image);
   }
 
   function saved(image, answer, isAll) {
@@ -63,21 +70,29 @@
     later('fresh', FRESH_AFTER_MS, () => look());
   }
 
-  /** Ask which text a caption gets that was changed elsewhere since it was loaded. */
-  async function decide(image, other) {
-    const name = cards.get(image)?.data.name || image, is = other === null ? 'Its caption was removed.' : `It says now: “${other}”`;
-    const answer = await studio.ask(`The caption of ${name} was changed elsewhere`, `${is}\nYou typed: “${pending.get(image).text}”`, ['Keep mine', 'Take the other']);
-    const mine = pending.get(image);
-    if (answer === 0) keep(image, { ...mine, before: other, problem: '' });
-    else if (answer === 1) {
+  /** Both texts of a caption that was changed elsewhere since it was loaded, and buttons that choose one. */
+  function conflict(image) {
+    const { changed } = pending.get(image);
+    const mine = () => { keep(image, { ...pending.get(image), before: changed, changed: undefined }); save(image); };
+    const theirs = () => {
+      clearTimeout(timers.get(image));
+      timers.delete(image);
       keep(image, null);
       const card = cards.get(image);
-      if (card) { card.data = { ...card.data, saved: other, caption: other ?? '' }; card.box.value = other ?? ''; }
-    } else keep(image, { ...mine, problem: 'Not saved: it was changed elsewhere since it was loaded.' });
+      if (card) {
+        card.data = { ...card.data, saved: changed, caption: changed ?? '' };
+        card.box.value = changed ?? '';
+      }
+      drawState(image);
+      later('fresh', FRESH_AFTER_MS, () => look());
+    };
+    return h('div.conflict', { role: 'alert' },
+      h('p', {}, changed === null ? 'Not saved: the caption’s file was removed meanwhile.' : `Not saved: the file was changed meanwhile. It says: “${changed}”`),
+      h('button.btn.s', { type: 'button', onclick: mine }, 'Use mine'), h('button.btn.s', { type: 'button', onclick: theirs }, 'Use the file’s'));
   }
 
   async function saveAll() {
-    for (const image of [...pending.keys()]) if (!timers.has(image) && !pending.get(image).problem) await save(image);
+    for (const image of new Set([...saving.keys(), ...pending.keys()])) if (!timers.has(image)) await save(image);
   }
 
   /** Send everything now, before something that reads or writes all captions. */
@@ -116,17 +131,20 @@
     }
   }
 
-  async function enlarge(image, name) {
-    const picture = h('img', { alt: name }), place = h('div', {}, picture);
-    const dialog = h('dialog.dialog.large', { 'aria-label': name, onclose: () => dialog.remove() }, place,
-      h('form.row-end', { method: 'dialog' }, h('span.grow', {}, name), h('button.btn', {}, 'Close')));
-    document.body.append(dialog);
-    dialog.showModal();
-    try { picture.src = await call('data_thumbnail', { image, is_full: true }); } catch (error) {
-      if (!(error instanceof studio.Refused)) throw error;
-      place.replaceChildren(studio.alert(error.message));
-    }
+  /** Show images in full size. shown: [{image, name, text}], of which the one of this path comes first. */
+  function enlarge(image, shown) {
+    const load = async path => {
+      try { return await call('data_thumbnail', { image: path, is_full: true }); } catch (error) {
+        if (!(error instanceof studio.Refused)) throw error;
+        studio.toast(error.message, true);
+        return null;
+      }
+    };
+    studio.lightbox(shown.map(item => ({ title: item.name, text: item.text, load: () => load(item.image) })), shown.findIndex(item => item.image === image));
   }
+
+  const onPage = () => [...$('grid').querySelectorAll('.pc')].map(element => cards.get(element.dataset.image)).filter(card => card?.data.shape)
+    .map(card => ({ image: card.data.image, name: card.data.name, text: card.box.value }));
 
   // --- cards --------------------------------------------------------------------------------------------------------
 
@@ -135,9 +153,10 @@
     card.frame = h('div.im');
     card.box = h('textarea', { placeholder: 'Write a caption', oninput: () => typed(image, card.box.value), onblur: () => { if (timers.has(image)) settle(); } });
     card.end = h('div.end');
+    card.conflict = h('div');
     card.name = h('b');
     card.state = h('span', { role: 'status' });
-    card.element = h('article.card.pc', { data: { image } }, card.frame, card.box, card.end, h('div.ft', {}, card.name, card.state));
+    card.element = h('article.card.pc', { data: { image } }, card.frame, card.box, card.conflict, card.end, h('div.ft', {}, card.name, card.state));
     return card;
   }
 
@@ -155,7 +174,7 @@
       if (!shape) return [h('span.missing', {}, 'cannot be shown')];
       const picture = h('img', { alt: '' }), [x, y] = shape.kept.map(kept => `${50 * (1 - kept)}%`);
       load(image, picture);
-      return [h('button.fr', { type: 'button', 'aria-label': `Enlarge ${name}`, style: { 'aspect-ratio': `${shape.width} / ${shape.height}`, '--aspect': shape.width / shape.height }, onclick: () => enlarge(image, name) }, picture,
+      return [h('button.fr', { type: 'button', 'aria-label': `Enlarge ${name}`, style: { 'aspect-ratio': `${shape.width} / ${shape.height}`, '--aspect': shape.width / shape.height }, onclick: () => enlarge(image, onPage()) }, picture,
         h('span.cr', { style: { inset: `${y} ${x}` } })), h('span.tags')];
     });
     drawTags(card);
@@ -182,19 +201,28 @@
     const { shape } = card.data;
     const size = shape ? `${shape.width}×${shape.height}` : '';
     card.state.title = shape ? `trained at ${shape.bucket[0]} × ${shape.bucket[1]} pixels` : '';
+    fill(card.conflict, kept?.changed === undefined ? 0 : [kept.changed], () => kept?.changed === undefined ? [] : conflict(image));
     fill(card.state, [kept?.problem, !!kept, saving.has(image), card.isSaved, size], () => {
-      if (kept?.problem) return [h('span.wrong', {}, kept.problem, ' '), h('button.btn.s', { type: 'button', onclick: () => { keep(image, { ...kept, problem: '' }); save(image); } }, 'Try again')];
+      if (kept?.problem) return retry(image);
       return [kept ? (saving.has(image) ? 'saving …' : 'not saved yet') : card.isSaved ? 'saved' : size].map(text => document.createTextNode(text));
     });
     drawTags(card);
   }
 
+  /** Captions of images that are not on this page and are not saved: some are sent again, others need a decision. */
   function drawUnsaved() {
     if (!root) return;
-    const hidden = [...pending.keys()].filter(image => !cards.has(image) && !saving.has(image));
-    say($('data-unsaved'), hidden.length ? `${counted(hidden.length, 'caption')} of other images ${hidden.length === 1 ? 'is' : 'are'} not saved yet; sent again every few seconds.` : '');
+    const hidden = [...pending.keys()].filter(image => !cards.has(image) && !saving.has(image)), waiting = hidden.filter(image => isReady(pending.get(image)));
+    const others = hidden.filter(image => !waiting.includes(image));
     $('data-unsaved').hidden = !hidden.length;
+    fill($('data-unsaved'), [waiting.length, others.map(image => [image, pending.get(image)])], () => [
+      waiting.length ? h('p', {}, `${counted(waiting.length, 'caption')} of other images ${waiting.length === 1 ? 'is' : 'are'} not saved yet; sent again every few seconds.`) : null,
+      others.map(image => h('div', {}, h('b', {}, image), pending.get(image).changed === undefined ? retry(image) : conflict(image)))]);
   }
+
+  /** Why a caption was refused, and a button that sends it again. */
+  const retry = image => [h('span.wrong', {}, pending.get(image).problem, ' '),
+    h('button.btn.s', { type: 'button', onclick: () => { keep(image, { ...pending.get(image), problem: '' }); save(image); } }, 'Try again')];
 
   /** Show the cards of an answer. Those that are shown stay until another page or filter is chosen. */
   function drawCards(isChosen) {
@@ -209,7 +237,7 @@
       updateCard(cards.get(fresh.image), fresh);
     }
     if (shown.join('\n') !== images.join('\n') || !images.length) $('grid').replaceChildren(...(images.length ? images.map(image => cards.get(image).element) : [h('p.none', {}, 'No image matches.', ' ',
-      h('button.btn.s', { type: 'button', onclick: () => { $('data-search').value = ''; choose({ show: 'all', search: '', word: '' }); } }, 'Show all'))]));
+      h('button.btn.s', { type: 'button', onclick: () => { $('data-search').value = ''; choose({ show: 'all', search: '' }); } }, 'Show all'))]));
     for (const image of images) { // pictures of cards that were not in the document yet
       const picture = cards.get(image).frame.querySelector('img');
       if (picture && !picture.getAttribute('src')) load(image, picture);
@@ -235,8 +263,8 @@
     const counts = data.counts, number = { all: data.num_images, uncaptioned: counts?.uncaptioned, problems: counts?.problems, held_out: data.num_held_out };
     fill($('shows'), [number, filter.show], () => SHOWS.map(([name, word]) => h('button', { type: 'button', data: { show: name }, 'aria-pressed': String(filter.show === name),
       disabled: number[name] === 0 && filter.show !== name, onclick: () => choose({ show: name }) }, number[name] === undefined ? word : `${word} ${studio.count(number[name])}`)));
-    fill($('words'), [counts?.words, filter.word], () => counts?.words.length ? counts.words.map(([word, count]) => h('button.chip', { type: 'button', data: { word }, 'aria-pressed': String(filter.word === word),
-      title: `in ${counted(count, 'caption')}`, onclick: () => choose({ word: filter.word === word ? '' : word }) }, word, ' ', h('span.dim', {}, studio.count(count))))
+    fill($('words'), [counts?.words, filter.search], () => counts?.words.length ? counts.words.map(([word, count]) => h('button.chip', { type: 'button', data: { word }, 'aria-pressed': String(filter.search === word),
+      title: `in ${counted(count, 'caption')}`, onclick: () => searchFor(filter.search === word ? '' : word) }, word, ' ', h('span.dim', {}, studio.count(count))))
       : h('p.dim', {}, counts ? 'No captions yet.' : 'Not counted for so many images.'));
     const count = data.num_replaceable, button = $('data-replace');
     button.disabled = !filter.search || !count;
@@ -247,7 +275,7 @@
     const last = Math.min(data.first + data.per_page, data.num_chosen);
     $('data-before').disabled = data.first === 0;
     $('data-after').disabled = last >= data.num_chosen;
-    say($('data-range'), data.num_chosen ? `${studio.count(data.first + 1)} to ${studio.count(last)} of ${studio.count(data.num_chosen)}` : '');
+    say($('data-range'), data.num_chosen ? `${studio.count(data.first + 1)}–${studio.count(last)} of ${studio.count(data.num_chosen)}` : '');
     $('data-pages').hidden = data.num_chosen <= data.per_page;
   }
 
@@ -275,7 +303,7 @@
     fill($('held'), data.held_out, () => data.held_out.map(({ image, name }) => {
       const picture = h('img.image', { alt: '', loading: 'lazy' });
       setTimeout(() => load(image, picture));
-      return h('button.one', { type: 'button', 'aria-label': `Enlarge ${name}`, onclick: () => enlarge(image, name) }, picture, h('span.sm.dim', {}, name));
+      return h('button.one', { type: 'button', 'aria-label': `Enlarge ${name}`, onclick: () => enlarge(image, data.held_out) }, picture, h('span.sm.dim', {}, name));
     }));
     const more = data.num_held_out - data.held_out.length;
     say($('held-more'), more > 0 ? `and ${studio.count(more)} more` : '');
@@ -331,6 +359,13 @@
     await look(true);
   }
 
+  /** Put a word into the search, as if it was typed. */
+  function searchFor(word) {
+    clearTimeout(later.search);
+    $('data-search').value = word;
+    choose({ search: word });
+  }
+
   const tell = element => $('data-message').replaceChildren(...(element ? [element] : []));
 
   /** Do something with all captions after those that are typed are saved, and say what came of it. */
@@ -377,8 +412,8 @@
       h('label.crop.sm', { title: 'Show what the crop to the bucket keeps' }, crop, 'Crop'),
       h('button.btn.s#data-open-replace', { type: 'button', 'aria-expanded': 'false', 'aria-controls': 'replace-row', onclick: event => { replaceRow.hidden = !replaceRow.hidden; event.currentTarget.setAttribute('aria-expanded', String(!replaceRow.hidden)); } }, 'Replace …'),
       h('button.btn.s#data-undo', { type: 'button', disabled: true, onclick: event => act(event.currentTarget, async () => `${counted(await call('data_undo'), 'caption')} restored.`) }, 'Undo')), replaceRow,
-    h(crop.checked ? 'div.grid#grid' : 'div.grid.no-crop#grid'), h('nav.pages#data-pages', { 'aria-label': 'Pages of images' }, h('button.btn#data-before', { type: 'button', 'aria-label': 'Page before', onclick: () => turn(-1) }, '←'),
-      h('span.dim#data-range', { role: 'status' }), h('button.btn#data-after', { type: 'button', 'aria-label': 'Page after', onclick: () => turn(1) }, '→')));
+    h(crop.checked ? 'div.grid#grid' : 'div.grid.no-crop#grid'), h('nav.pages#data-pages', { 'aria-label': 'Pages of images' }, h('button.btn#data-before', { type: 'button', onclick: () => turn(-1) }, 'Previous'),
+      h('span.dim#data-range', { role: 'status' }), h('button.btn#data-after', { type: 'button', onclick: () => turn(1) }, 'Next')));
   }
 
   studio.every(RETRY_EVERY_S, async () => { if (pending.size && studio.server) await saveAll(); });
@@ -387,19 +422,19 @@
     title: 'Data',
     build(section) {
       root = section;
-      root.append(h('div.head', {}, h('h1', {}, 'Data'), h('span.dim#counted', { role: 'status' }), h('span.grow'), h('button.btn#data-again', { type: 'button', onclick: () => { addresses.clear(); look(true, true); } }, 'Read the files again'), h('a.btn.main', { href: link('new') }, 'To New run')),
+      root.append(h('div.head', {}, h('h1', {}, 'Data'), h('span.dim#counted', { role: 'status' }), h('span.grow'), h('button.btn#data-again', { type: 'button', onclick: () => { addresses.clear(); look(true, true); } }, 'Read again'), h('a.btn.main', { href: link('new') }, 'To New run')),
         h('section.card', { 'aria-label': 'Folder' }, h('div.path', {}, h('b', {}, 'Folder'), h('span.folders#folder'), h('a', { href: link('new') }, 'Change it in New run')), h('div.figures#figures')),
-        h('div#data-message'), h('p.notice.warn#data-unsaved', { hidden: true, role: 'status' }),
+        h('div#data-message'), h('div.notice.warn#data-unsaved', { hidden: true, role: 'status' }),
         h('p.notice#data-reading', { hidden: true, role: 'status' }, 'The files are being read. You can go on elsewhere meanwhile.'),
         h('section.card.empty#data-empty', { hidden: true }, h('h2', {}, 'No images here.'), h('p', {}, 'Choose a folder of images in New run; each may have a caption in a text file of its name.'), h('a.btn.main', { href: link('new') }, 'New run')),
         h('div.two', {}, h('div', {}, side('texts', 'Text files', '', h('div#texts')), editor()),
           h('div.col', {}, h('section.card#card-issues', { 'aria-labelledby': 'h-issues', hidden: true }, h('div.ttl', {}, h('h2#h-issues', {}, 'To look at'), h('span#num-issues')), h('div#data-problems'), h('div#data-cut')),
             side('shapes', 'Shapes', 'what images are cropped to', h('div#shapes'), h('p.dim.sm#trained'), h('button.btn.s#compute-timesteps', { type: 'button', onclick: event => showTimesteps(event.currentTarget) }, 'Show timesteps per bucket'), h('div#timesteps', { 'aria-live': 'polite' })),
             side('held', 'Held out', 'not trained on, to measure progress', h('div.held#held'), h('p.dim.sm#held-more')),
-            side('words', 'Words', 'most frequent; click to filter', h('div.chips#words')))));
+            side('words', 'Words', 'most frequent; click to search', h('div.chips#words')))));
       studio.shortcut('/', 'Search captions', () => $('data-search').focus(), 'data');
-      studio.shortcut('ArrowLeft', 'Page before', () => turn(-1), 'data');
-      studio.shortcut('ArrowRight', 'Page after', () => turn(1), 'data');
+      studio.shortcut('ArrowLeft', 'Previous page', () => turn(-1), 'data');
+      studio.shortcut('ArrowRight', 'Next page', () => turn(1), 'data');
     },
     async show() {
       addresses.clear();

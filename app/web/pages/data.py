@@ -42,14 +42,13 @@ def view(
     captions: Captions,
     show: Show = "all",
     search: str = "",
-    word: str = "",
     page: int = 0,
     is_fresh: bool = False,
 ) -> dict[str, Any]:
     """Return a page of the draft's images and the figures of all of them.
 
     Args:
-        show: Which images, as `dataset.Filter` has it; also `search` and `word`.
+        show: Which images, as `dataset.Filter` has it; also `search`.
         page: Its number, from 0.
         is_fresh: Read the files again, because they may have changed.
     """
@@ -62,7 +61,7 @@ def view(
         return state
     lengths = _lengths(studio, config, found, is_fresh)
     cut = {caption.image: caption for caption in lengths.measured.cut} if lengths and lengths.measured else {}
-    seen = dataset.view(config.data, found, cut, Filter(show, search, word), page)
+    seen = dataset.view(config.data, found, cut, Filter(show, search), page)
     return state | {
         "cards": [_card(item, config, found, cut.get(str(item.image))) for item in seen.items],
         "first": seen.first,

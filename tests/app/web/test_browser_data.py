@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from tests.app.browser import Server, opened, show, until, until_so, visit, write_over
 
@@ -77,6 +77,7 @@ def test_figures_filters_and_words_choose_images(own_data: Path, page: Page):
     page.locator("#words [data-word=boat]").click()
     until(page, "document.querySelectorAll('.pc').length === 1")
     assert card(page, "05.png").is_visible()
+    expect(page.locator("#data-search")).to_have_value("boat")
     inset = page.evaluate("getComputedStyle(document.querySelector('.pc .cr')).inset")
     assert re.fullmatch(r"0px [\d.]+px|[\d.]+px 0px", inset), inset  # 48 x 96 in a bucket of 48 x 80
 
@@ -94,18 +95,54 @@ def test_a_card_stays_while_its_caption_is_typed_though_it_no_longer_matches(own
 
 
 def test_of_two_texts_for_one_caption_none_is_overwritten_unasked(own_data: Path, data: Page):
-    (own_data / "00.txt").write_text("from an editor")
+    (own_data / "00.txt").write_text("from another window")
     caption(data, "00.png").fill("from the page")
-    dialog = data.get_by_role("dialog")
-    dialog.get_by_text("It says now: “from an editor”").wait_for()
-    assert said(own_data, "00.txt") == "from an editor"
-    dialog.get_by_role("button", name="Keep mine").click()
+    card(data, "00.png").get_by_text("It says: “from another window”").wait_for()
+    assert said(own_data, "00.txt") == "from another window"
+    card(data, "00.png").get_by_role("button", name="Use mine").click()
     until_so(data, lambda: said(own_data, "00.txt") == "from the page")
     (own_data / "01.txt").write_text("from an editor")
     caption(data, "01.png").fill("from the page")
-    data.get_by_role("button", name="Take the other").click()
+    card(data, "01.png").get_by_role("button", name="Use the file").click()
     expect(caption(data, "01.png")).to_have_value("from an editor")
+    expect(card(data, "01.png").get_by_role("alert")).to_have_count(0)
     assert said(own_data, "01.txt") == "from an editor"
+
+
+def test_a_caption_in_conflict_can_be_decided_also_when_its_card_is_not_shown(own_data: Path, data: Page):
+    (own_data / "00.txt").unlink()
+    caption(data, "00.png").fill("from the page")
+    card(data, "00.png").get_by_text("file was removed meanwhile").wait_for()
+    data.locator("#data-search").fill("number 5")
+    until(data, "document.querySelectorAll('.pc').length === 1")
+    data.reload()
+    unsaved = data.locator("#data-unsaved")
+    expect(unsaved).to_be_hidden()  # all cards are shown again
+    data.locator("#data-search").fill("number 5")
+    until(data, "document.querySelectorAll('.pc').length === 1")
+    unsaved.get_by_text("00.png").wait_for()
+    assert not (own_data / "00.txt").exists()
+    unsaved.get_by_role("button", name="Use mine").click()
+    until_so(data, lambda: (own_data / "00.txt").exists() and said(own_data, "00.txt") == "from the page")
+    expect(unsaved).to_be_hidden()
+
+
+def test_undo_waits_for_a_caption_that_is_on_its_way(own_data: Path, data: Page):
+    caption(data, "00.png").fill("one")
+    card(data, "00.png").get_by_text("saved", exact=True).wait_for()
+    held: list[Route] = []
+    data.route(
+        "**/gradio_api/component_server/**",
+        lambda route: held.append(route) if "data_save" in (route.request.post_data or "") else route.continue_(),
+    )
+    caption(data, "00.png").fill("two")
+    until_so(data, lambda: bool(held))
+    data.locator("#data-undo").click()
+    data.wait_for_timeout(300)  # what does not wait is sent by now
+    held.pop().continue_()
+    data.locator("#data-message", has_text="1 caption restored.").wait_for()
+    until_so(data, lambda: said(own_data, "00.txt") == "one")
+    expect(caption(data, "00.png")).to_have_value("one")
 
 
 def test_a_caption_typed_without_a_server_is_sent_when_it_is_back(own_data: Path, data: Page):
@@ -175,6 +212,26 @@ def test_a_folder_without_images_says_what_to_do(own_data: Path, page: Page, bro
         caption(phone, "07.png").wait_for()
         assert phone.evaluate("document.documentElement.scrollWidth") == 390
     shutil.rmtree(aside)
+
+
+@pytest.mark.slow  # the numbers of pages are tested in test_dataset.py and test_data.py
+def test_pages_of_images_and_one_of_them_in_full_size(page: Page):
+    show(page, "Data")  # the quickstart
+    expect(page.locator("#data-range")).to_have_text("1–12 of 32")
+    expect(page.get_by_role("button", name="Previous")).to_be_disabled()
+    page.get_by_role("button", name="Next").click()
+    expect(page.locator("#data-range")).to_have_text("13–24 of 32")
+    assert page.locator(".pc").count() == 12
+    heights = page.evaluate("[...document.querySelectorAll('.pc')].map(card => card.offsetHeight)")
+    assert len(set(heights)) == 1
+    card(page, "0013-penguin.png").locator(".fr").click()
+    box = page.locator("#lightbox")
+    box.get_by_text("0013-penguin.png · 2 of 12").wait_for()
+    until(page, "document.querySelector('#lightbox img').naturalWidth > 0")
+    box.get_by_role("button", name="Close").click()
+    page.get_by_role("button", name="Next").click()
+    expect(page.locator("#data-range")).to_have_text("25–32 of 32")
+    expect(page.get_by_role("button", name="Next")).to_be_disabled()
 
 
 @pytest.mark.slow  # loads torch in a process of its own
