@@ -37,16 +37,18 @@ WIDTHS = (390, 820, 1280, 1920)
 SCHEMES: tuple[Scheme, ...] = ("light", "dark")
 LAST = {
     "new": "#thumbs img",
-    "run": "#page-run .strip img",
+    "run": "#page-run img",
     "samples": "#page-run img",
     "files": "#exports tr",
     "runs": "#page-runs tbody img",
     "compare": "#page-compare table",
     "queue": "#page-queue h1",
     "data": "#page-data img",
-    "machine": "#page-machine table",
+    "machine": "#checks tr",
 }
 """{screen: what it shows last}"""
+PICTURED = ("new", "run", "samples", "runs", "compare", "data")
+"""Screens of which app/README.md has a picture."""
 COLOURS = 64
 
 
@@ -58,7 +60,8 @@ def places(run: str, other: str) -> dict[str, tuple[str, ...]]:
 
 
 def take(browser: Browser, url: str, run: str, other: str, folder: Path) -> list[Path]:
-    """A picture of every screen, with a run that has ended."""
+    """A picture of each of PICTURED, with a run that has ended."""
+    chosen = {name: place for name, place in places(run, other).items() if name in PICTURED}
     with opened(browser, url, height=800) as page:
         return [_save(page.screenshot(), folder / f"page-{name}.png") for name in _visited(page, places(run, other))]
 
