@@ -63,7 +63,7 @@ def take(browser: Browser, url: str, run: str, other: str, folder: Path) -> list
     """A picture of each of PICTURED, with a run that has ended."""
     chosen = {name: place for name, place in places(run, other).items() if name in PICTURED}
     with opened(browser, url, height=800) as page:
-        return [_save(page.screenshot(), folder / f"page-{name}.png") for name in _visited(page, places(run, other))]
+        return [_save(page.screenshot(), folder / f"page-{name}.png") for name in _visited(page, chosen)]
 
 
 def take_all(browser: Browser, url: str, run: str, other: str, folder: Path) -> Iterator[Path]:
