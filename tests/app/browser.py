@@ -72,7 +72,7 @@ class Server:
         """Returns the seconds until it answered."""
         began = time.monotonic()
         argv = [sys.executable, str(self.program), "--runs", str(self.runs), "--port", str(self.port)]
-        with self.runs.with_suffix(".log").open("ab") as log:
+        with self._log_file.open("ab") as log:
             environment = {**os.environ, "PYTHONPATH": str(ROOT), **self.environment}
             self.process = subprocess.Popen(
                 [*argv, *self.options],
@@ -100,7 +100,12 @@ class Server:
 
     @property
     def log(self) -> str:
-        return self.runs.with_suffix(".log").read_text()
+        return self._log_file.read_text()
+
+    @property
+    def _log_file(self) -> Path:
+        """One of its own: another server may show the same folder."""
+        return self.runs.with_name(f"{self.runs.name}-{self.port}.log")
 
 
 def free_port() -> int:

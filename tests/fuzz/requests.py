@@ -51,14 +51,20 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
     max_leaves=6,
 )
+ARGUMENTS = st.sampled_from(
+    ["name", "known", "run", "path", "target", "names", "show", "search", "page", "token", "log"]
+)
 BODIES = st.one_of(st.binary(max_size=200), JSON.map(lambda value: json.dumps(value).encode()))
-CHANGING = ("click", "submit")
-"""Events whose handlers start, delete and write: what a user may do anyway."""
+READING = (
+    *("live", "new_state", "new_glance", "new_browse", "new_thumbnails", "runs_list", "runs_images", "compare_show"),
+    *("run_view", "samples_list", "samples_images", "files_list", "queue_state", "data_view", "machine_gpus"),
+)
+"""Functions of the page's scripts that start, delete and write nothing."""
 VALUES = st.one_of(
     st.tuples(METHODS, PATHS, HEADERS, BODIES, st.booleans()),
-    st.tuples(SCALE, st.lists(JSON, max_size=6)),
+    st.tuples(SCALE, JSON | st.dictionaries(ARGUMENTS, JSON, max_size=4)),
 )
-"""A request, and whether it is one of who has opened the page; or a handler of the page and what it is given."""
+"""A request, and whether it is one of who has opened the page; or a function of the page and what it is given."""
 
 
 @contextmanager
@@ -77,17 +83,16 @@ def _prepared(folder: Path) -> Iterator[Callable[[Any], None]]:
     ):
         user.get(server.url)
         cookie = "; ".join(f"{name}={value}" for name, value in user.cookies.items())
-        handlers = [
-            handler["id"]
-            for handler in user.get("/config").json()["dependencies"]
-            if not any(event in CHANGING for _, event in handler["targets"])
-        ]
+        [component] = (one["id"] for one in user.get("/config").json()["components"] if one["type"] == "html")
 
         def answer(value: Any) -> None:
             if len(value) == 2:
                 where, data = value
-                body = {"fn_index": handlers[int(where * len(handlers))], "data": data, "session_hash": "fuzz"}
-                user.post("/gradio_api/run/predict", content=json.dumps(body), headers=AS_JSON)
+                name = READING[int(where * len(READING))]
+                body = {"fn_name": name, "component_id": component, "data": data, "session_hash": "fuzz"}
+                asked = user.post("/gradio_api/component_server/", content=json.dumps(body), headers=AS_JSON)
+                assert asked.status_code == 200, (name, asked.text)
+                assert "a fault of ShardStudio" not in asked.text, (name, data, asked.text)
             else:
                 *request, is_opened = value
                 before = len(server.log)
