@@ -34,6 +34,7 @@ def test_own_images_on_another_model_take_four_clicks_and_two_texts(page: Page, 
     images = make_pictures(runs.parent / "mine")
     preset = write_preset(runs / "presets" / "other.yaml", runs.parent / "none", steps=2)
     text = preset.read_text().replace("family: flux2", "family: flux2, path: tiny")
+    text = text.replace("resolution: 64", "resolution: 64, trigger: TOK")
     preset.write_text(f"{text}sample: {{prompts: ['[trigger]'], every: 0}}\n")
     page.reload()
     settled(page)
