@@ -37,8 +37,8 @@ WIDTHS = (390, 820, 1280, 1920)
 SCHEMES: tuple[Scheme, ...] = ("light", "dark")
 LAST = {
     "new": "#thumbs img",
-    "run": "#page-run img",
-    "samples": "#page-run img",
+    "run": "#page-run img:visible",
+    "samples": "#page-run img:visible",
     "files": "#exports tr",
     "runs": "#page-runs tbody img",
     "compare": "#page-compare table",
