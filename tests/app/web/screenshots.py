@@ -50,6 +50,14 @@ LAST = {
 PICTURED = ("new", "run", "samples", "runs", "compare", "data")
 """Screens of which app/README.md has a picture."""
 COLOURS = 64
+WITHOUT_FOLDERS = """([checkout, temporary]) => {
+  const own = new RegExp(`${temporary}/[^/]*`, 'g');
+  const plain = text => text.replaceAll(checkout, '~/shardstudio').replaceAll(own, '~');
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) walker.currentNode.data = plain(walker.currentNode.data);
+  for (const input of document.querySelectorAll('input, textarea')) input.value = plain(input.value);
+  document.querySelector('#toasts').replaceChildren();
+}"""
 
 
 def places(run: str, other: str) -> dict[str, tuple[str, ...]]:
@@ -63,7 +71,13 @@ def take(browser: Browser, url: str, run: str, other: str, folder: Path) -> list
     """A picture of each of PICTURED, with a run that has ended."""
     chosen = {name: place for name, place in places(run, other).items() if name in PICTURED}
     with opened(browser, url, height=800) as page:
-        return [_save(page.screenshot(), folder / f"page-{name}.png") for name in _visited(page, chosen)]
+        return [_save(_taken(page), folder / f"page-{name}.png") for name in _visited(page, chosen)]
+
+
+def _taken(page: Page) -> bytes:
+    """A picture without the folders of this machine and without passing notices."""
+    page.evaluate(WITHOUT_FOLDERS, [str(ROOT), tempfile.gettempdir()])
+    return page.screenshot()
 
 
 def take_all(browser: Browser, url: str, run: str, other: str, folder: Path) -> Iterator[Path]:
