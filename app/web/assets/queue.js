@@ -86,7 +86,7 @@
     for (const cell of root.querySelectorAll('#waiting [data-from]')) if (cell.dataset.from) say(cell, studio.duration(Date.now() / 1e3 - cell.dataset.from));
     say($('queue-next'), state.next);
     $('queue-taken-card').hidden = !state.taken.length;
-    fill($('queue-taken'), [state.taken, state.num_gpus], () => table('taken', ['Run', 'Model', 'Method', 'GPUs', 'State', 'Started', 'Waited'], state.taken.map(takenRow)));
+    fill($('queue-taken'), [state.taken, state.num_gpus], () => table('started', ['Run', 'Model', 'Method', 'GPUs', 'State', 'Started', 'Waited'], state.taken.map(takenRow)));
     say($('queue-earlier'), state.num_earlier ? `${studio.counted(state.num_earlier, 'earlier run')} not shown: they are in Runs.` : '');
   }
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page
 
-from tests.app.browser import Server, faultless, recorded
+from tests.app.browser import Server, recorded
 from trainer.run.events import EventWriter, ExportEvent
 from trainer.run.folder import RunDir
 
@@ -25,15 +24,6 @@ def recordings(server: Server) -> None:
             event = ExportEvent(path="export/same.safetensors", what="adapter", format="auto", difference=1.3e-3)
             events.write(event)
     recorded(server.runs, "files-unsaved")
-
-
-@pytest.fixture
-def page(tab: Page, server: Server) -> Iterator[Page]:
-    with faultless(tab, server.url):
-        tab.goto(server.url)
-        tab.locator("#rail").wait_for()
-        yield tab
-        tab.goto("about:blank")
 
 
 def open_files(page: Page, run: str) -> None:
@@ -69,7 +59,7 @@ def test_a_file_that_is_being_written_is_not_offered_and_the_one_it_replaces_say
     page.locator("#files-exported", has_text="A newer file of this name is being written").wait_for()
     draft.unlink()
     page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
-    page.get_by_role("button", name="Download", exact=True).wait_for()
+    page.locator("#files-exported").get_by_role("button", name="Download", exact=True).wait_for()
 
 
 def test_an_export_that_cannot_start_says_why_and_only_possible_combinations_are_offered(page: Page):

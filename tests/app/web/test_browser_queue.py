@@ -103,12 +103,12 @@ def test_two_runs_of_the_queue_train_one_after_the_other(own_data: Path, page: P
         page.locator("#outcome", has_text=f"own waits in the queue as number {number + added}.").wait_for()
     show(page, "Queue")
     ended = (
-        "[...document.querySelectorAll('#taken tr[data-name=own]')].filter(row => row.innerText.includes('finished'))"
+        "[...document.querySelectorAll('#started tr[data-name=own]')].filter(row => row.innerText.includes('finished'))"
     )
     until(page, f"{ended}.length === 2", timeout_s=TRAINED_WITHIN_S)
     first, second = (EventReader(file).read() for file in sorted(runs.glob("own-*/events.jsonl")))
     assert first[-1].time < second[0].time
-    page.locator("#taken a").first.click()
+    page.locator("#started a").first.click()
     until(page, "location.hash.startsWith('#/runs/own-')")
 
 

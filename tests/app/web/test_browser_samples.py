@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Page
 
-from tests.app.browser import Server, faultless, recorded, until
+from tests.app.browser import Server, recorded, until
 from trainer.run.events import EventWriter, SampleEvent, StepEvent
 from trainer.run.folder import RunDir
 
@@ -51,15 +51,6 @@ def write_text_samples(run: RunDir) -> None:
             path = f"samples/step-{step:06d}-0.txt"
             (run.path / path).write_text(f"a story of step {step}")
             events.write(SampleEvent(step=step, prompt="once", index=0, path=path, text=f"a story of step {step}"))
-
-
-@pytest.fixture
-def page(tab: Page, server: Server) -> Iterator[Page]:
-    with faultless(tab, server.url):
-        tab.goto(server.url)
-        tab.locator("#rail").wait_for()
-        yield tab
-        tab.goto("about:blank")
 
 
 def open_samples(page: Page, run: str) -> None:

@@ -15,7 +15,8 @@ from playwright.sync_api import Browser
 from app import run_table as all_runs
 from app.studio import Studio
 from app.web.served_files import Downloads, Thumbnails
-from tests.app.browser import ROOT, Server, opened, recorded, serving, show, watch
+from tests.app.browser import ROOT, Server, opened, recorded, serving, visit, watch
+from tests.app.web.screenshots import places
 from tests.runs import make_pictures, run_config
 from trainer.config.load import dump_config, load_config
 from trainer.launcher import preflight
@@ -92,13 +93,14 @@ def look(browser: Browser, server: Server, reason: str) -> None:
         assert f"cannot be written ({reason})" in page.locator("#unwritable").text_content()
         watch(page, "old")
         assert "finished" in page.locator("#run").get_attribute("data-state")
-        show(page, "Samples")
-        page.locator("#matrix img").first.wait_for()
-        picture = page.locator("#matrix img").first.get_attribute("src")
+        visit(page, "runs", "old", "samples")
+        shown = page.locator("#page-run img:visible").first
+        shown.wait_for()
+        picture = shown.get_attribute("src")
         cookies = {cookie["name"]: cookie["value"] for cookie in page.context.cookies()}
         assert httpx.get(f"{server.origin}{picture}", cookies=cookies).headers["content-type"] == "image/webp"
-        for name in ("Dataset", "Queue", "Runs", "Export", "Doctor", "Train"):
-            show(page, name)
+        for place in places("old", "old").values():
+            visit(page, *place)
             page.wait_for_timeout(300)
     assert "Traceback" not in server.log
 
