@@ -68,3 +68,8 @@ class Downloads:
         except OSError:  # another file system
             shutil.copyfile(file, link)
         return link
+
+
+def address(file: Path) -> str:
+    """Return the address at which the page serves a thumbnail or an offered file."""
+    return f"/gradio_api/file={file}"

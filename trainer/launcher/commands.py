@@ -16,7 +16,7 @@ from trainer.config.load import ConfigFile, load_config, load_config_text
 from trainer.config.schema import RunConfig
 from trainer.config.sections import ParallelConfig, family_names
 from trainer.config.terminal import complain, say
-from trainer.launcher import network, preflight, schedulers, torchrun
+from trainer.launcher import network, preflight, schedulers, side_process, torchrun
 from trainer.launcher.console import MessageEvent, ProgressDisplay, progress_display
 from trainer.launcher.schedulers import Scheduler
 from trainer.launcher.torchrun import RunHandle
@@ -209,9 +209,6 @@ def export(path: Path, what: str, format: str | None, dtype: str | None) -> int:
     return code if code in (0, 2) else 1
 
 
-_EXPORT_LOG, _EXPORT_OUTPUT = "export.log", "export-answer.txt"
-
-
 def begin_export(run: RunDir, cfg: RunConfig) -> subprocess.Popen[bytes]:
     """Start an export, as `cfg.export` says, in a separate process. Its exit code is 2 for the user's mistake.
 
@@ -222,9 +219,7 @@ def begin_export(run: RunDir, cfg: RunConfig) -> subprocess.Popen[bytes]:
     manifest.to_export(run)
     argv = [sys.executable, "-m", "trainer", str(run.path)]
     argv += ["--export", cfg.export_what, "--format", cfg.export.format, "--dtype", cfg.export.dtype]
-    # Libraries print to stderr while they load, which is of no use to a person.
-    with (run.logs / _EXPORT_LOG).open("ab") as log, (run.logs / _EXPORT_OUTPUT).open("wb") as output:
-        return subprocess.Popen(argv, env=process.worker_environment(), stdout=output, stderr=log)
+    return side_process.begin(run, "export", argv)
 
 
 def export_output(run: RunDir, code: int) -> str:
@@ -234,13 +229,7 @@ def export_output(run: RunDir, code: int) -> str:
         run: The run.
         code: Exit code of the export's process.
     """
-    if code in (0, 2):
-        return (run.logs / _EXPORT_OUTPUT).read_text(encoding="utf-8").strip()
-    log = run.logs / _EXPORT_LOG
-    return f"the export failed: {failure.last_line(log)}\nlog: {log}"
-
-
-_DRAW_LOG, _DRAW_OUTPUT = "draw.log", "draw-answer.txt"
+    return side_process.answer(run, "export", code, "export")
 
 
 def begin_drawing(run: RunDir, request: DrawingRequest, device: str | None = None) -> subprocess.Popen[bytes]:
@@ -259,16 +248,12 @@ def begin_drawing(run: RunDir, request: DrawingRequest, device: str | None = Non
     run.complete_folders(check_request(run, request))
     argv = [sys.executable, "-m", "trainer.train.draw", str(run.path), *request.arguments()]
     argv += [f"--device={device}"] if device else []
-    with (run.logs / _DRAW_LOG).open("ab") as log, (run.logs / _DRAW_OUTPUT).open("wb") as output:
-        return subprocess.Popen(argv, env=process.worker_environment(), stdout=output, stderr=log)
+    return side_process.begin(run, "draw", argv)
 
 
 def drawing_output(run: RunDir, code: int) -> str:
     """Return the folder of the last drawing of a run, or why it failed. code: exit code of its process."""
-    if code in (0, 2):
-        return (run.logs / _DRAW_OUTPUT).read_text(encoding="utf-8").strip()
-    log = run.logs / _DRAW_LOG
-    return f"the drawing failed: {failure.last_line(log)}\nlog: {log}"
+    return side_process.answer(run, "draw", code, "drawing")
 
 
 def _run(loaded: ConfigFile, run: RunDir) -> int:

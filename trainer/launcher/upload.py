@@ -18,15 +18,14 @@ from typing import TYPE_CHECKING
 from trainer.config.errors import InputError
 from trainer.config.sections import HUB_ID
 from trainer.config.terminal import say
+from trainer.launcher import side_process
 from trainer.launcher.model_card import PROJECT, base_of, model_card, published
-from trainer.run import failure, process
 from trainer.run.folder import RunDir
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-LOG, OUTPUT = "upload.log", "upload-answer.txt"
 BASE_KEYS = ("base_model_name_or_path", "_name_or_path")
 """Fields with the base model in configs of peft and transformers."""
 LOGIN = "log in with `hf auth login`, with a token that may write, or set HF_TOKEN"
@@ -82,16 +81,12 @@ def begin_upload(run: RunDir, wanted: Upload) -> subprocess.Popen[bytes]:
     """
     published(run)
     argv = [sys.executable, "-m", "trainer.launcher.upload", str(run.path), *wanted.arguments(), "--yes"]
-    with (run.logs / LOG).open("ab") as log, (run.logs / OUTPUT).open("wb") as output:
-        return subprocess.Popen(argv, env=process.worker_environment(), stdout=output, stderr=log)
+    return side_process.begin(run, "upload", argv)
 
 
 def upload_output(run: RunDir, code: int) -> str:
     """Return the address of the last upload of a run, or why it failed. code: exit code of its process."""
-    if code in (0, 2):
-        return (run.logs / OUTPUT).read_text(encoding="utf-8").strip()
-    log = run.logs / LOG
-    return f"the upload failed: {failure.last_line(log)}\nlog: {log}"
+    return side_process.answer(run, "upload", code, "upload")
 
 
 def describe(run: RunDir, wanted: Upload) -> str:

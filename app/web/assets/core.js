@@ -100,6 +100,24 @@ studio.call = async function (name, values = {}) {
   return answer.value;
 };
 
+/**
+ * Ask for what a place shows. Undefined when it was refused, or when the place shows something else meanwhile
+ * (`isStill()` is false). `complain` is given the sentence of a refusal, and "" when there was none.
+ */
+studio.fetched = async function (name, values, isStill, complain) {
+  let answer;
+  try {
+    answer = await studio.call(name, values);
+  } catch (error) {
+    if (!(error instanceof studio.Refused)) throw error;
+    if (isStill() && !error.lost) complain(error.message);
+    return undefined;
+  }
+  if (!isStill()) return undefined;
+  complain('');
+  return answer;
+};
+
 /** Show or hide the bar that says that the server does not answer. */
 studio.reached = is => document.querySelector('#lost').toggleAttribute('hidden', is);
 

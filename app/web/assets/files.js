@@ -13,18 +13,14 @@ studio.runTabs = studio.runTabs || {};
 
   async function refresh() {
     const asked = name;
-    let found;
-    try {
-      found = await studio.call('files_list', { name: asked });
-    } catch (error) {
-      if (!(error instanceof studio.Refused)) throw error;
-      if (asked === name && !error.lost) studio.fill(parts.message, error.message, () => studio.alert(error.message));
-      return;
-    }
-    if (asked !== name) return;
-    studio.fill(parts.message, '', () => []);
+    const found = await studio.fetched('files_list', { name: asked }, () => asked === name, complain);
+    if (!found) return;
     data = found;
     draw();
+  }
+
+  function complain(text) {
+    studio.fill(parts.message, text, () => (text ? studio.alert(text) : []));
   }
 
   function draw() {

@@ -14,16 +14,9 @@ studio.runTabs = studio.runTabs || {};
   /** Ask for what changed since the last answer, and draw it. */
   async function refresh() {
     const asked = name, isOverview = tab === '';
-    let answer;
-    try {
-      answer = await studio.call('run_view', { name: asked, known, log: isOverview ? wish() : null, only_head: !isOverview });
-    } catch (error) {
-      if (!(error instanceof studio.Refused)) throw error;
-      if (asked === name && !error.lost) complain(error.message);
-      return;
-    }
-    if (asked !== name) return; // another run was opened meanwhile
-    complain('');
+    const values = { name: asked, known, log: isOverview ? wish() : null, only_head: !isOverview };
+    const answer = await studio.fetched('run_view', values, () => asked === name, complain); // another run may be opened meanwhile
+    if (!answer) return;
     isGone = Boolean(answer.is_gone);
     parts.gone.hidden = !isGone;
     parts.run.hidden = isGone;

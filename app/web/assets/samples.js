@@ -17,16 +17,7 @@ studio.runTabs = studio.runTabs || {};
 
   async function refresh() {
     const asked = name;
-    let found;
-    try {
-      found = await studio.call('samples_list', { name: asked, known: data ? data.version : '' });
-    } catch (error) {
-      if (!(error instanceof studio.Refused)) throw error;
-      if (asked === name && !error.lost) complain(error.message);
-      return;
-    }
-    if (asked !== name) return; // another run was opened meanwhile
-    complain('');
+    const found = await studio.fetched('samples_list', { name: asked, known: data ? data.version : '' }, () => asked === name, complain);
     if (found) take(found);
   }
 

@@ -16,7 +16,7 @@ from app.dataset import Filter, Item, Show
 from app.scans import ScanResult
 from app.studio import Studio
 from app.web.answers import Calls
-from app.web.served_files import FULL
+from app.web.served_files import FULL, address
 from trainer.config import families
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
@@ -112,7 +112,7 @@ def undo(studio: Studio, captions: Captions) -> int:
 def thumbnail(studio: Studio, image: str, is_full: bool = False) -> str:
     """Return the address of a copy of an image; small, or large enough for a screen."""
     file = dataset.image_at(image)
-    return f"/gradio_api/file={studio.thumbnails.of(file, FULL) if is_full else studio.thumbnails.of(file)}"
+    return address(studio.thumbnails.of(file, FULL) if is_full else studio.thumbnails.of(file))
 
 
 def timesteps(studio: Studio) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 from app import exports
 from app.studio import Studio
 from app.web.answers import Calls
+from app.web.served_files import address
 from trainer.config.errors import InputError
 from trainer.run import manifest
 from trainer.run.folder import RunDir
@@ -47,7 +48,7 @@ def calls(studio: Studio) -> Calls:
     def files_offer(name: str, file: str) -> str:
         run = studio.run(name)
         found = exports.file_of(run, studio.follower(run).view(), file)
-        return f"/gradio_api/file={studio.downloads.offer(found)}"
+        return address(studio.downloads.offer(found))
 
     def files_delete_checkpoint(name: str, checkpoint: str) -> None:
         run = studio.run(name)

@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from app import form, form_answers, model_answers
@@ -20,7 +18,7 @@ from app.form import Checked, Draft
 from app.plan_preview import TARGETS, THIS_MACHINE
 from app.studio import Studio
 from app.web.answers import Calls
-from app.web.served_files import FULL
+from app.web.served_files import FULL, address
 from trainer.config.errors import InputError
 from trainer.config.fields import label
 from trainer.config.installation import PRESETS
@@ -178,7 +176,7 @@ def _image(studio: Studio) -> str:
     """The address of one of the images that the demo model was made for."""
     image = next(iter(sorted((PRESETS / "quickstart").glob("*.png"))), None)
     try:
-        return _address(studio.thumbnails.of(image, FULL)) if image else ""
+        return address(studio.thumbnails.of(image, FULL)) if image else ""
     except InputError:  # nothing can be written
         return ""
 
@@ -215,7 +213,7 @@ def thumbnails(studio: Studio) -> list[dict[str, str]]:
             small, full = studio.thumbnails.of(image), studio.thumbnails.of(image, FULL)
         except InputError:  # the problems of the data name it
             continue
-        shown.append({"src": _address(small), "full": _address(full), "name": image.name})
+        shown.append({"src": address(small), "full": address(full), "name": image.name})
     return shown
 
 
@@ -261,7 +259,3 @@ def _state(studio: Studio, target: str, is_fresh: bool = False, is_typing: bool 
 
 def _warnings(checked: Checked) -> Sequence[str]:
     return [*form_answers.notes(checked), *checked.warnings]
-
-
-def _address(file: Path) -> str:
-    return f"/gradio_api/file={os.fspath(file)}"

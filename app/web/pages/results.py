@@ -10,7 +10,7 @@ from typing import Any
 from app.results import Results
 from app.studio import Studio
 from app.web.answers import Calls
-from app.web.served_files import FULL
+from app.web.served_files import FULL, address
 from trainer.config.errors import InputError
 from trainer.launcher import upload
 from trainer.launcher.upload import Upload
@@ -54,7 +54,7 @@ def _drawing(studio: Studio, run: RunDir, drawing: Drawing) -> dict[str, Any]:
             if drawing.is_text:
                 texts[name] = file.read_text(encoding="utf-8", errors="replace")[:20_000]
             else:
-                addresses[name] = f"/gradio_api/file={studio.thumbnails.of(file, FULL)}"
+                addresses[name] = address(studio.thumbnails.of(file, FULL))
         except (InputError, OSError, ValueError):  # shown as missing
             continue
     return {

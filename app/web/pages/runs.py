@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from app import run_comparison, run_table
@@ -15,7 +14,7 @@ from app.studio import Studio
 from app.web import charts
 from app.web.answers import Calls
 from app.web.pages.frame import title
-from app.web.served_files import FULL, SMALL
+from app.web.served_files import FULL, SMALL, address
 from trainer.config.errors import InputError
 from trainer.run.events import SampleEvent
 from trainer.run.folder import RunDir
@@ -75,7 +74,7 @@ def _last_sample(studio: Studio, summaries: Summaries, name: str) -> str:
     """The address of the thumbnail of a run's last sample; "" when there is none or its file cannot be shown."""
     try:
         file = summaries.sample(name)
-        return _address(studio.thumbnails.of(file)) if file else ""
+        return address(studio.thumbnails.of(file)) if file else ""
     except (InputError, OSError, ValueError):  # the run's own page says why
         return ""
 
@@ -128,11 +127,7 @@ def _cell(studio: Studio, view: RunView, sample: SampleEvent | None) -> dict[str
         return facts | {"text": sample.text}
     try:
         file = RunDir(view.path).own_file(sample.path)
-        small, full = (_address(studio.thumbnails.of(file, side)) for side in (2 * SMALL, FULL))
+        small, full = (address(studio.thumbnails.of(file, side)) for side in (2 * SMALL, FULL))
     except (InputError, OSError, ValueError) as error:
         return facts | {"problem": str(error)}
     return facts | {"small": small, "full": full}
-
-
-def _address(file: Path) -> str:
-    return f"/gradio_api/file={file}"

@@ -10,7 +10,7 @@ from annotated_types import MaxLen
 from app import samples
 from app.studio import Studio
 from app.web.answers import Calls
-from app.web.served_files import FULL, SMALL
+from app.web.served_files import FULL, SMALL, address
 from trainer.config.errors import InputError
 from trainer.run.events import SampleEvent
 from trainer.run.folder import RunDir
@@ -78,6 +78,6 @@ def _shown(studio: Studio, run: RunDir, sample: SampleEvent | None, is_full: boo
         file = run.own_file(sample.path)
         if not file.is_file():
             return {"problem": f"{sample.path}: not in the run folder any more"}
-        return {"src": f"/gradio_api/file={studio.thumbnails.of(file, FULL if is_full else SMALL)}", **download}
+        return {"src": address(studio.thumbnails.of(file, FULL if is_full else SMALL)), **download}
     except (InputError, OSError, ValueError) as error:
         return {"problem": str(error), **download}
