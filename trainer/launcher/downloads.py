@@ -53,11 +53,13 @@ class Downloads:
         files.make_private_if_new(self.folder)
         files.make_private_if_new(folder)
         with files.locked(folder / "lock"):
+            here, total = cached(model_id), published_models()[model_id].num_bytes
+            # Else a newer revision would take its place, which an interruption leaves in part. First, because a process
+            # that is done lives for another moment.
+            if here.is_complete:
+                raise InputError(f"{model_id}: is here already")
             if self._is_alive(model_id):
                 raise InputError(f"{model_id}: is being downloaded already")
-            here, total = cached(model_id), published_models()[model_id].num_bytes
-            if here.is_complete:  # else a newer revision would take its place, which an interruption leaves in part
-                raise InputError(f"{model_id}: is here already")
             waiting = DownloadState("waiting", min(here.num_bytes_here, total), total, message="Starting.")
             waiting.write(self._progress(model_id))
             argv = [sys.executable, *self._arguments(model_id)]
