@@ -79,9 +79,9 @@
     badge.hidden = !live.num_waiting;
     studio.say(badge, String(live.num_waiting));
     badge.setAttribute('aria-label', `${live.num_waiting} waiting`);
-    for (const run of live.runs) known[run.name] = run.name;
+    for (const run of live.runs) known[run.name] = run.title;
     for (const [name, state] of live.ended) {
-      if (known[name]) notify(name, state);
+      if (known[name]) notify(name, known[name], state);
       delete known[name];
     }
   }
@@ -103,10 +103,12 @@
       h('span.job-share', {}, `${Math.round(share)} %`)]);
   }
 
-  function notify(name, state) {
-    const sentence = `${name} ${ENDED[state] || 'has ended'}.`;
+  const mayNotify = () => window.Notification?.permission === 'granted';
+
+  function notify(name, title, state) {
+    const sentence = `${title} ${ENDED[state] || 'has ended'}.`;
     studio.toast(sentence, state === 'failed');
-    if (window.Notification && Notification.permission === 'granted') new Notification('ShardStudio', { body: sentence, tag: name });
+    if (mayNotify()) new Notification('ShardStudio', { body: sentence, tag: name });
   }
 
   /** Ask once whether the browser may tell of the end of a run. Called by a click on Start. */
@@ -116,11 +118,11 @@
     Notification.requestPermission();
   };
 
-  /** Run an action every few seconds while the window can be seen, never twice at once. */
-  studio.every = function (seconds, action) {
+  /** Run an action every few seconds, never twice at once. `isWanted` says whether an unseen window runs it too. */
+  studio.every = function (seconds, action, isWanted = () => false) {
     let isBusy = false;
     const go = async () => {
-      if (isBusy || document.hidden) return;
+      if (isBusy || (document.hidden && !isWanted())) return;
       isBusy = true;
       try { await action(); } finally { isBusy = false; }
     };
@@ -140,7 +142,7 @@
     studio.shortcut('?', 'Show the shortcuts', showShortcuts);
     addEventListener('hashchange', route);
     route();
-    studio.every(LIVE_EVERY_S, beat)();
+    studio.every(LIVE_EVERY_S, beat, mayNotify)(); // a notice is for whoever looks elsewhere
     studio.every(LIVE_EVERY_S, async () => { await studio.screens[studio.shown].tick?.(studio.place()); });
     new MutationObserver(() => document.body.classList.contains('dark') === (document.documentElement.dataset.theme === 'dark')
       || studio.setTheme(studio.kept('theme') || '')).observe(document.body, { attributes: true, attributeFilter: ['class'] });

@@ -39,7 +39,7 @@ LAST = {
     "new": "#thumbs img",
     "run": "#page-run img:visible",
     "samples": "#page-run img:visible",
-    "files": "#exports tr",
+    "files": "tr[data-file]",
     "runs": "#page-runs tbody img",
     "compare": "#page-compare table",
     "queue": "#page-queue h1",
@@ -76,6 +76,7 @@ def take(browser: Browser, url: str, run: str, other: str, folder: Path) -> list
 
 def _taken(page: Page) -> bytes:
     """A picture without the folders of this machine and without passing notices."""
+    page.wait_for_timeout(700)
     page.evaluate(WITHOUT_FOLDERS, [str(ROOT), tempfile.gettempdir()])
     return page.screenshot()
 
@@ -87,16 +88,28 @@ def take_all(browser: Browser, url: str, run: str, other: str, folder: Path) -> 
             with opened(browser, url, width=width, scheme=scheme) as page:
                 for name in _visited(page, places(run, other)):
                     file = folder / f"{name}-{width}-{scheme}.png"
-                    page.screenshot(path=file, full_page=True)
+                    _whole(page, file)
                     yield file
+
+
+def _whole(page: Page, file: Path) -> None:
+    """A picture of a window as high as the screen: what is fixed to the window's edges is at the end, not in between."""
+    width = page.evaluate("innerWidth")
+    page.set_viewport_size({"width": width, "height": page.evaluate("document.documentElement.scrollHeight")})
+    _images_shown(page)
+    page.screenshot(path=file)
+    page.set_viewport_size({"width": width, "height": 900})
+
+
+def _images_shown(page: Page) -> None:
+    page.wait_for_timeout(700)  # images that are loaded when they come into view
+    until(page, "[...document.images].filter(image => image.offsetParent).every(image => image.complete)")
 
 
 def _visited(page: Page, found: dict[str, tuple[str, ...]]) -> Iterator[str]:
     for name, place in found.items():
         visit(page, *place)
         page.locator(LAST[name]).first.wait_for()
-        until(page, "[...document.images].filter(image => image.offsetParent).every(image => image.complete)")
-        page.wait_for_timeout(700)
         yield name
 
 
