@@ -14,7 +14,7 @@ from typing import Any, Literal, get_origin
 
 from trainer.config import families, files, yaml12
 from trainer.config.errors import InputError, Problem
-from trainer.config.fields import Slot, all_names, label, slot
+from trainer.config.fields import Slot, all_names, label_with_unit, slot
 from trainer.config.installation import program
 from trainer.config.load import (
     COMMAND_LINE,
@@ -72,7 +72,6 @@ class Row:
     kind: Kind
     value: str | bool
     help: str
-    unit: str
     choices: tuple[str, ...] = ()
     in_front: bool = False
     is_visible: bool = True
@@ -82,7 +81,7 @@ class Row:
     @property
     def label(self) -> str:
         """The field's name in words, with its unit."""
-        return f"{label(self.field)} ({self.unit})" if self.unit else label(self.field)
+        return label_with_unit(self.field)
 
 
 @dataclass(frozen=True)
@@ -310,7 +309,6 @@ def _row(name: str, checked: Checked, values: Mapping[str, Any]) -> Row:
         kind=kind,
         value=_text(kind, typed),
         help=spec.help,
-        unit=spec.unit,
         choices=choices,
         in_front=name in checked.loaded.origins,
         is_visible=name in checked.errors or (_exists(name, config) and is_visible),

@@ -16,7 +16,7 @@ from app.model_choices import METHODS as METHOD_NAMES
 from app.plan_preview import PlanPreview
 from trainer.config import families
 from trainer.config.errors import InputError
-from trainer.config.fields import Slot, all_names, label, slot
+from trainer.config.fields import Slot, all_names, label, slot, unit
 from trainer.config.load import COMMAND_LINE, dump_config, load_config_text, similar_name
 from trainer.config.models import published_models
 from trainer.config.schema import RunConfig
@@ -39,7 +39,7 @@ def _field(name: str) -> dict[str, Any]:
     return {
         "label": label(name),
         "help": spec.help,
-        "unit": spec.unit,
+        "unit": unit(name),
         "kind": form.kind_of(name),
         "number": _number(spec),
         "min": bounds.get(">=", bounds.get(">")),
@@ -207,7 +207,8 @@ def disk(preview: PlanPreview, cfg: RunConfig, runs: Path) -> dict[str, Any]:
     """Return the bytes that are free below the runs, and those that checkpoints and export will take; 0 if unknown."""
     sizes = {item.name: item.size for item in preview.plan.disk} if preview.plan else {}
     need = sizes.get("export", 0.0) + sizes.get("checkpoint", 0.0) * capacity.num_checkpoints(cfg)
-    return {"free": round(shutil.disk_usage(runs).free, -7) if runs.is_dir() else 0, "need": need}
+    free = shutil.disk_usage(runs).free if runs.is_dir() else 0
+    return {"free": int(float(f"{free:.2g}")), "need": need}  # two digits: every change makes the windows draw anew
 
 
 def data(studio: Studio, checked: Checked) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from app.form_answers import in_words
 from app.model_choices import METHODS
 from app.monitor import Follower, RunView
 from app.run_table import best_validation
-from trainer.config.fields import all_names, label, slot
+from trainer.config.fields import all_names, label_with_unit
 from trainer.config.schema import RunConfig
 from trainer.config.sections import TRIGGER_PLACE
 from trainer.models import distilled
@@ -97,7 +97,7 @@ def differing(configs: Sequence[RunConfig]) -> list[Setting]:
         values = [form.value_at(values, field) for values in dumped]
         shown = [value_in_words(field, value, config) for value, config in zip(values, configs, strict=True)]
         if field != "name" and len(set(shown)) > 1 and not set(shown) <= _NOTHING:
-            rows.append(Setting(field, _label(field), tuple(shown)))
+            rows.append(Setting(field, label_with_unit(field), tuple(shown)))
     return rows
 
 
@@ -144,11 +144,6 @@ def _empty(field: str, config: RunConfig) -> str:
         complete = distilled.complete_sample(config.model, config.sample)
         return f"{MODELS_OWN}, {in_words(complete.steps if field == 'sample.steps' else complete.guidance)}"
     return MODELS_OWN if field.startswith("model.options.") else EMPTY
-
-
-def _label(field: str) -> str:
-    spec = slot(tuple(field.split(".")))
-    return f"{label(field)} ({spec.unit})" if spec and spec.unit else label(field)
 
 
 def labels(runs: Mapping[str, str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ import pytest
 
 from app import form, form_answers
 from app.form import Draft, Row
-from trainer.config.fields import all_names, slot
+from trainer.config.fields import all_names, label_with_unit, slot, unit
 from trainer.config.load import ConfigError, dump_config, load_config
 from trainer.config.schema import RunConfig
 
@@ -37,6 +37,12 @@ def test_every_field_of_the_schema_has_a_row_with_its_help_a_group_and_a_name_in
         assert "\n" not in row.help
         assert form.group_of(name) in form.GROUPS
         assert row.label and "_" not in row.label and row.label[0] == row.label[0].upper()
+
+
+def test_a_unit_is_named_once():
+    named = {"train.steps": "Steps", "sample.every": "Samples every (steps)", "data.resolution": "Resolution (pixels)"}
+    assert {name: label_with_unit(name) for name in named} == named
+    assert [unit(name) for name in (*named, "optim.lr")] == ["", "steps", "pixels", ""]
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS.glob("*.yaml")), ids=lambda file: file.stem)

@@ -161,6 +161,18 @@ def label(field: str) -> str:
     return title or TYPES.get(field) or field.rpartition(".")[2].replace("_", " ").capitalize()
 
 
+def unit(field: str) -> str:
+    """Return the unit of a field's number: "" where its name in words says it, as "Steps" does."""
+    spec = slot(tuple(field.split(".")))
+    is_said = spec is None or spec.unit.removesuffix("s") in label(field).lower()
+    return "" if spec is None or is_said else spec.unit
+
+
+def label_with_unit(field: str) -> str:
+    """Return a field's name in words with the unit of its number: "Samples every (steps)"."""
+    return f"{label(field)} ({unit(field)})" if unit(field) else label(field)
+
+
 def nearest(loc: Loc) -> Loc | None:
     """Return the field that an unknown `loc` probably means: one of the same name elsewhere, or of similar spelling."""
     above, key = slot(loc[:-1]), str(loc[-1])

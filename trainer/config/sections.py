@@ -274,7 +274,7 @@ class DataConfig(Section):
     folders: tuple[DataFolder, ...] = option((), title="More folders")
     """More folders of training data, each with a weight."""
     resolution: Whole = option(1024, ge=16, le=4096, unit="pixels")
-    """Training resolution: images are scaled to about this value squared in pixels, and keep their aspect ratio."""
+    """Images are scaled to about this value squared in pixels, and keep their aspect ratio."""
     max_aspect: Number = option(2.0, title="Most elongated shape", ge=1, le=8)
     """Aspect ratio (longest : shortest side) of the most elongated bucket. Images beyond it are cropped. 1 = squares
     only."""

@@ -94,8 +94,8 @@
   function row(name, options = {}) {
     const facts = field(name), id = idOf(name), element = h('div.field', { id: `row-${id}`, data: { field: name } });
     const control = options.control || inputOf(name, facts, id);
-    const names = h('span.l', {}, options.label || facts.label);
-    const key = h('span.key', {}, facts.unit && facts.number === 'int' ? `${name}, ${facts.unit}` : name);
+    const names = h('span.l', {}, options.label || facts.label, facts.unit && facts.number === 'int' ? h('span.of', {}, `, ${facts.unit}`) : null);
+    const key = h('span.key', {}, name);
     const title = h('label.lab', { htmlFor: id }, names, key), help = h('p.help', { id: `${id}-help` });
     const input = control.matches('input, select, textarea') ? control : control.querySelector('input, select, textarea');
     input.setAttribute('aria-describedby', help.id);
@@ -628,14 +628,14 @@
     const slider = h('input#rank-slider', { type: 'range', min: 0, max: 8, step: 1, 'aria-label': 'Rank', oninput: () => {
       inputs['adapter.rank'].input.value = String(2 ** slider.value); paint(slider); edited('adapter.rank', inputs['adapter.rank'].input.value); } });
     const rank = row('adapter.rank');
-    rank.querySelector('.stepper').before(slider);
+    rank.querySelector('.stepper').after(slider);
     return [
       h('section.card#card-model', { 'aria-labelledby': 'h-model' }, h('div.ttl', {}, h('span.step#step-1', { 'aria-hidden': 'true' }, '1'), h('h2#h-model', {}, 'Model'), h('span.grow'), h('span.seg#model-filter', { role: 'group', 'aria-label': 'Which models' })),
         h('div.tiles#tiles'), h('div.get#model-facts'), h('div#left'), h('p.lab', {}, h('span.l', {}, 'How it is trained '), h('span.dim.sm#presets-note')), h('div.presets#presets'),
         h('details.own-model', {}, h('summary.sm', {}, 'Another model of this family, from a folder or the hub'), row('model.path'))),
       h('section.card#card-data', { 'aria-labelledby': 'data-title' }, h('div.ttl', {}, h('span.step#step-2', { 'aria-hidden': 'true' }, '2'), h('h2#data-title', {}, 'Pictures'), h('span#data-tag'), h('span.grow'), h('a.sm', { href: link('data') }, 'Open in Data')),
-        h('div.g2', {}, h('div', {}, row('data.path', { control: h('span.path', {}, path, h('button.btn#browse', { type: 'button', onclick: browse }, 'Browse …')), help: 'Each image with its caption in a .txt file of the same name.' }), h('div.chips#recent', { role: 'group', 'aria-label': 'Recent folders' })),
-          h('div', {}, row('data.trigger', { help: 'A word that means nothing yet. It is put where a caption says [trigger].' }), row('data.validation', { help: 'Images that are not trained on, to measure progress: a number, or a folder.' }))),
+        h('div.g2.data', {}, h('div.all', {}, row('data.path', { control: h('span.path', {}, path, h('button.btn#browse', { type: 'button', onclick: browse }, 'Browse …')), help: 'Each image with its caption in a .txt file of the same name.' }), h('div.chips#recent', { role: 'group', 'aria-label': 'Recent folders' })),
+          row('data.trigger', { help: 'A word that means nothing yet. It is put where a caption says [trigger].' }), row('data.validation', { help: 'Images that are not trained on, to measure progress: a number, or a folder.' })),
         h('div.thumbs#thumbs'), h('div.data-facts#data-facts')),
       h('section.card#card-method', { 'aria-labelledby': 'h-method' }, h('div.ttl', {}, h('span.step#step-3', { 'aria-hidden': 'true' }, '3'), h('h2#h-method', {}, 'Method'), h('span.dim', {}, 'What matters most; everything else is under More.')),
         h('div.meths#methods', { role: 'radiogroup', 'aria-label': 'Method' }), h('p.help.bad-text#method-error'),

@@ -93,7 +93,7 @@ def take_all(browser: Browser, url: str, run: str, other: str, folder: Path) -> 
 
 
 def _whole(page: Page, file: Path) -> None:
-    """A picture of a window as high as the screen: what is fixed to the window's edges is at the end, not in between."""
+    """A picture of a window as high as the screen: what is fixed to the window's edges is not in the middle."""
     width = page.evaluate("innerWidth")
     page.set_viewport_size({"width": width, "height": page.evaluate("document.documentElement.scrollHeight")})
     _images_shown(page)
