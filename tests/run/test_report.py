@@ -261,9 +261,11 @@ def test_a_chart_scales_its_points_between_the_axes_and_leaves_a_gap_at_nan():
     assert paths(svg) == {"c0 line": "M80.0 194.0h0L354.0 20.7M628.0 107.3h0"}
 
 
-def test_a_chart_of_one_constant_value_is_drawn():
+def test_a_constant_value_is_drawn_above_zero_with_labels_that_fit_before_the_axis():
     svg = ElementTree.fromstring(chart("Learning rate", [Line("lr", [(3, 1e-4)])]))
-    assert paths(svg) == {"c0 line": "M80.0 103.0h0"}
+    assert paths(svg) == {"c0 line": "M80.0 20.7h0"}
+    labels = [text_of(text) for text in svg.iterfind(".//svg/text[@dy]")]
+    assert labels[0] == "0" and labels[-1] == "0.0001" and max(map(len, labels)) <= 6
 
 
 def test_a_noisy_line_is_drawn_faintly_under_its_smoothed_mean_and_a_spike_does_not_flatten_it():

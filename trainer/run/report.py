@@ -443,11 +443,11 @@ class _Axes:
 
     @classmethod
     def around(cls, points: Sequence[Point]) -> _Axes:
-        """Return axes that contain all points, with a margin above and below, or from 0 if the lowest is near it."""
+        """Return axes that contain all points, with a margin above and below; from 0 if all are equal or one is near."""
         steps, values = [point[0] for point in points], [point[1] for point in points]
         low, high = min(values), max(values)
         margin = (high - low) * 0.05 or abs(low) * 0.05 or 1.0
-        bottom = 0.0 if 0 <= low < NEAR_ZERO * high else low - margin
+        bottom = 0.0 if 0 <= low < NEAR_ZERO * high or low == high > 0 else low - margin
         return cls(min(steps), max(max(steps), min(steps) + 1), bottom, high + margin)
 
     def position(self, step: float, value: float) -> str:
