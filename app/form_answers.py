@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,10 +143,16 @@ def in_words(value: Any) -> str:
 
 def config_text(checked: Checked) -> dict[str, Any]:
     """Return the config as YAML, and the lines that differ from the preset."""
-    text = dump_config(checked.config)
-    origins = load_config_text(text, (), Path("config.yaml")).origins
-    lines = [int(origins[name].rpartition(":")[2]) for name in checked.changes if ":" in origins.get(name, "")]
+    text, changed = dump_config(checked.config), checked.changes
+    origins = _origins(text) if changed else {}
+    lines = [int(origins[name].rpartition(":")[2]) for name in changed if ":" in origins.get(name, "")]
     return {"yaml": text, "marks": sorted(set(lines))}
+
+
+@lru_cache(4)
+def _origins(text: str) -> Mapping[str, str]:
+    """{field: file and line} of a config as YAML."""
+    return load_config_text(text, (), Path("config.yaml")).origins
 
 
 def by_line(message: str) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from app.web.answers import server_functions
 from app.web.pages import new_run
 from tests.app.browser import recorded
 from tests.runs import make_pictures, write_preset
+from trainer.plan.memory import plan_of
 from trainer.run.events import ErrorEvent, StatusEvent
 
 TEXT = "qwen3-8b-qlora-1x24gb"
@@ -516,3 +517,32 @@ def test_an_edit_of_a_large_model_is_answered_while_somebody_types(window: Windo
     for number in range(5):
         window.type("train.seed", str(number), target="24gb")
     assert (time.process_time() - began) / 5 < 5 * PREFLIGHT_S
+
+
+def test_an_answer_plans_a_config_once_and_the_next_answer_not_again(
+    window: Window, studio: Studio, monkeypatch: pytest.MonkeyPatch
+):
+    planned: list[int] = []
+
+    def count(*arguments: Any) -> Any:
+        planned.append(1)
+        return plan_of(*arguments)
+
+    monkeypatch.setattr("trainer.plan.fixes.plan_of", count)
+    window.type("train.micro_batch", "4")
+    assert len(planned) == 1
+    window.call("state")
+    window.type("train.seed", "5")
+    assert len(planned) == 2  # of the other config
+
+
+def test_a_preset_that_is_changed_on_disk_is_read_again(window: Window, studio: Studio):
+    window.call("preset", name="own")
+    file = studio.preset("own")
+    file.write_text(file.read_text().replace("steps: 20", "steps: 21"))
+    window.call("state")
+    assert window.value("train.steps") == "21"
+    window.call("restore", preset="own", values={"train.steps": 1})
+    assert window.errors() == {}
+    window.call("restore", preset="own", values={"train.steps": True})
+    assert "train.steps" in window.errors()
