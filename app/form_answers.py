@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -215,6 +216,12 @@ def disk(preview: PlanPreview, cfg: RunConfig, runs: Path) -> dict[str, Any]:
     sizes = {item.name: item.size for item in preview.plan.disk} if preview.plan else {}
     need = sizes.get("export", 0.0) + sizes.get("checkpoint", 0.0) * capacity.num_checkpoints(cfg)
     return {"free": round(shutil.disk_usage(runs).free, -7) if runs.is_dir() else 0, "need": need}
+
+
+def earlier(studio: Studio, cfg: RunConfig) -> dict[str, Any]:
+    """Return the time of the run as an earlier one of its kind took it; only `is_looking` where none is known."""
+    found = studio.earlier.estimate(cfg)
+    return asdict(found) if found else {"is_looking": studio.earlier.is_looking}
 
 
 def data(studio: Studio, checked: Checked) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 
 from app import form
 from app.caption_lengths import Lengths
+from app.earlier_runs import EarlierRuns
 from app.folders import Picker, Recent
 from app.form import Checked, Draft
 from app.live import Live
@@ -89,6 +90,7 @@ class Studio:
         self.unwritable = ""
         self.scans = Scans()
         self.lengths = Lengths(self.runs)
+        self.earlier = EarlierRuns(self.runs)
         self.plan_previews = PlanPreviews(self.runs)
         self._shipped = presets
         self.own_presets = self.runs / "presets"

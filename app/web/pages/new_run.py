@@ -243,6 +243,7 @@ def _state(studio: Studio, target: str, is_fresh: bool = False, is_typing: bool 
         "warnings": _warnings(checked),
         "changes": form_answers.changes(checked),
         "plan": form_answers.plan(preview, checked.config, studio.gpus()),
+        "earlier": form_answers.earlier(studio, checked.config) if target == THIS_MACHINE else None,
         "data": None if is_typing else form_answers.data(studio, checked),
         "download": form_answers.download(studio, checked.config.model.path),
         "disk": form_answers.disk(preview, checked.config, studio.runs),

@@ -546,3 +546,20 @@ def test_a_preset_that_is_changed_on_disk_is_read_again(window: Window, studio: 
     assert window.errors() == {}
     window.call("restore", preset="own", values={"train.steps": True})
     assert "train.steps" in window.errors()
+
+
+@pytest.mark.slow
+def test_the_form_says_how_long_a_run_takes_by_an_earlier_one_of_its_kind(window: Window, studio: Studio):
+    window.call("preset", name="own")
+    window.until(lambda state: state["earlier"] == {"is_looking": False})
+    run = studio.start(studio.draft())
+    deadline = time.monotonic() + RECORDED_WITHIN_S
+    while studio.follower(run).view().is_running or not studio.follower(run).steps:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    studio.earlier = type(studio.earlier)(studio.runs)
+    found = window.until(lambda state: "seconds" in state["earlier"])["earlier"]
+    assert (found["run"], found["name"], found["has_samples"]) == (run.path.name, "own", True)
+    assert found["seconds"] == pytest.approx(studio.follower(run).view().duration_s, rel=0.3)
+    window.call("state", target="24gb")
+    assert window.state["earlier"] is None
