@@ -119,11 +119,12 @@ class EarlierRuns:
         if now - self._looked_at < LOOK_EVERY_S or (self._thread and self._thread.is_alive()):
             return
         self._looked_at = now
-        self._thread = threading.Thread(target=self._read_all, name="earlier runs", daemon=True)
+        runs = find_runs(self._runs)[:MOST_RUNS]
+        self._is_first &= bool(runs)
+        self._thread = threading.Thread(target=self._read_all, args=(runs,), name="earlier runs", daemon=True)
         self._thread.start()
 
-    def _read_all(self) -> None:
-        runs = find_runs(self._runs)[:MOST_RUNS]
+    def _read_all(self, runs: Sequence[RunDir]) -> None:
         measured: set[tuple[str, str]] = set()
         for run in runs:
             name, known, stamp = run.path.name, self._entries.get(run.path.name), _stamp(run)

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from app import form
 from app.caption_lengths import Lengths
 from app.earlier_runs import EarlierRuns
-from app.folders import Picker, Recent
+from app.folders import Picker, Recent, Unsettled
 from app.form import Checked, Draft
 from app.live import Live
 from app.machine import Machine
@@ -97,6 +97,7 @@ class Studio:
         self.models = ModelChoices(self.runs)
         self.model_downloads = ModelDownloads(self.runs / "drafts" / "models")
         self.picker = Picker((Path.home(), Path.cwd(), self.runs.parent))
+        self.unsettled = Unsettled()
         self.recent = Recent(self.runs / "drafts" / "folders.json")
         self._drafts = self.runs / "drafts"
         self._lock = threading.Lock()

@@ -46,7 +46,11 @@
 
   /** Wait until everything typed has been answered. Throws `Refused` while the server does not answer. */
   async function settled() {
-    typingPath = '';
+    if (typingPath) { // also where it was sent already: no window reads it before it is left
+      const name = typingPath;
+      typingPath = '';
+      edited(name, inputs[name].input.value, 0);
+    }
     isLost = false;
     while (Object.keys(pending).length || isSending) {
       await send();

@@ -563,3 +563,19 @@ def test_the_form_says_how_long_a_run_takes_by_an_earlier_one_of_its_kind(window
     assert found["seconds"] == pytest.approx(studio.follower(run).view().duration_s, rel=0.3)
     window.call("state", target="24gb")
     assert window.state["earlier"] is None
+
+
+def test_another_window_does_not_read_the_path_that_is_being_typed(window: Window, studio: Studio, tmp_path: Path):
+    other = Window(studio)
+    make_pictures(tmp_path / "photos", count=2)
+    window.type("data.path", str(tmp_path), typing=True)
+    for _ in range(2):
+        other.call("state")
+        assert other.state["waiting"] == "The folder is read when you leave its field."
+        assert other.state["data"] is None and other.call("thumbnails") == []
+        other.type("train.seed", "4")  # of another field
+    assert not studio.scans._scans or all(str(tmp_path) not in key or "photos" in key for key in studio.scans._scans)
+    window.type("data.path", str(tmp_path / "photos"), typing=True)
+    assert other.call("state")["waiting"]
+    window.type("data.path", str(tmp_path / "photos"))
+    assert other.read()["data"]["num_images"] == 2
