@@ -579,3 +579,14 @@ def test_another_window_does_not_read_the_path_that_is_being_typed(window: Windo
     assert other.call("state")["waiting"]
     window.type("data.path", str(tmp_path / "photos"))
     assert other.read()["data"]["num_images"] == 2
+
+
+def test_a_folder_without_the_familys_model_is_refused_at_its_field(window: Window, studio: Studio, tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    window.call("preset", name="own")
+    window.type("model.path", str(tmp_path / "model"))
+    assert "no transformer/config.json; expected a diffusers folder" in window.errors()["model.path"]
+    window.call("save_preset", name="with-model")
+    [model] = [model for model in window.call("models") if model["path"] == str(tmp_path / "model")]
+    assert not model["is_here"]
