@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from trainer.data.image_io import IMAGE_SUFFIXES
 MOST_ENTRIES = 5000
 """Entries of one folder that are looked at; a larger folder is counted up to there."""
 MOST_RECENT = 6
+TYPING_S = 6.0
+"""A window that types a path and was not heard for this long is gone: it asks every 2 s."""
 _RECENT = TypeAdapter(tuple[str, ...])
 
 
@@ -83,6 +87,28 @@ class Picker:
         if not os.path.isdir(real):
             raise InputError(f"{folder}: not a folder")
         return listed(real, "" if real == root else str(real.parent))
+
+
+class Unsettled:
+    """The path that a window is typing right now: no window reads its folder before it is typed to its end."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._heard_at = -math.inf
+
+    def typing(self, edits: Mapping[str, str]) -> None:
+        """A window types these paths, or asks while it does. edits: {field: what is there so far}."""
+        self._values = {**self._values, **edits}
+        self._heard_at = time.monotonic()
+
+    def settle(self, fields: Iterable[str]) -> None:
+        """These fields were left, or changed as a whole."""
+        self._values = {name: value for name, value in self._values.items() if name not in set(fields)}
+
+    def holds(self, values: Mapping[str, object]) -> bool:
+        """Whether one of these values of a draft is still being typed. A window that is gone types nothing."""
+        is_heard = time.monotonic() - self._heard_at < TYPING_S
+        return is_heard and any(values.get(name) == value for name, value in self._values.items())
 
 
 class Recent:

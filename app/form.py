@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_origin
@@ -28,6 +28,7 @@ from trainer.config.sections import Section, family_names
 from trainer.launcher import capacity, preflight, torchrun
 from trainer.metrics.gpus import Gpu
 from trainer.models import distilled
+from trainer.plan.memory import MemoryPlan
 from trainer.run.folder import RunDir
 
 Kind = Literal["choice", "switch", "text", "lines", "yaml"]
@@ -190,15 +191,18 @@ def check_with_files(checked: Checked) -> Checked:
     return checked
 
 
-def check_machine(checked: Checked, runs: Path, gpus: Sequence[Gpu]) -> Checked:
+def check_machine(
+    checked: Checked, runs: Path, gpus: Sequence[Gpu], plan: Callable[[RunConfig, Path], MemoryPlan | None]
+) -> Checked:
     """Also check that this machine has what the run needs: model, packages, GPUs, memory and disk.
 
     Args:
         checked: The draft so far.
         runs: Folder of the runs.
         gpus: This machine's GPUs.
+        plan: Returns the plan of a config without a GPU, as `capacity.unplaced_plan` does.
     """
-    problems = list(capacity.problems(checked.config, runs, gpus))
+    problems = list(capacity.problems(checked.config, runs, gpus, plan))
     try:
         preflight.check_machine(checked.loaded)
     except ConfigError as error:

@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,10 +144,16 @@ def in_words(value: Any) -> str:
 
 def config_text(checked: Checked) -> dict[str, Any]:
     """Return the config as YAML, and the lines that differ from the preset."""
-    text = dump_config(checked.config)
-    origins = load_config_text(text, (), Path("config.yaml")).origins
-    lines = [int(origins[name].rpartition(":")[2]) for name in checked.changes if ":" in origins.get(name, "")]
+    text, changed = dump_config(checked.config), checked.changes
+    origins = _origins(text) if changed else {}
+    lines = [int(origins[name].rpartition(":")[2]) for name in changed if ":" in origins.get(name, "")]
     return {"yaml": text, "marks": sorted(set(lines))}
+
+
+@lru_cache(4)
+def _origins(text: str) -> Mapping[str, str]:
+    """{field: file and line} of a config as YAML."""
+    return load_config_text(text, (), Path("config.yaml")).origins
 
 
 def by_line(message: str) -> list[dict[str, Any]]:
@@ -209,6 +217,12 @@ def disk(preview: PlanPreview, cfg: RunConfig, runs: Path) -> dict[str, Any]:
     need = sizes.get("export", 0.0) + sizes.get("checkpoint", 0.0) * capacity.num_checkpoints(cfg)
     free = shutil.disk_usage(runs).free if runs.is_dir() else 0
     return {"free": int(float(f"{free:.2g}")), "need": need}  # two digits: every change makes the windows draw anew
+
+
+def earlier(studio: Studio, cfg: RunConfig) -> dict[str, Any]:
+    """Return the time of the run as an earlier one of its kind took it; only `is_looking` where none is known."""
+    found = studio.earlier.estimate(cfg)
+    return asdict(found) if found else {"is_looking": studio.earlier.is_looking}
 
 
 def data(studio: Studio, checked: Checked) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from typing import Any
 from app.form_answers import kinds
 from app.model_choices import ModelChoice, PresetChoice
 from trainer.config.models import published_models
+from trainer.config.sections import ModelConfig
 from trainer.launcher import preflight
 from trainer.plan.hardware import CARDS
 
@@ -29,7 +30,7 @@ def model(choice: ModelChoice, image: str = "") -> dict[str, Any]:
         "download": known.download_command if known else "",
         "advice": known.login_advice if known else "",
         "is_built_in": choice.is_built_in,
-        "is_here": choice.is_built_in or preflight.has_model(choice.path),
+        "is_here": choice.is_built_in or preflight.has_model(ModelConfig(family=choice.family, path=choice.path, base=choice.base)),
         "fits": choice.fits,
         "image": image,
         "presets": [_preset(preset) for preset in choice.presets],

@@ -23,6 +23,8 @@ METHODS |= {"diag-oft": "Diag-OFT", "none": "All weights"}
 """{`adapter.type`: its name}"""
 VERDICTS = ("fits", "tight", "", "too large", "too few GPUs", "no GPU")
 """Best first."""
+Model = tuple[str, str, str | None]
+"""`model.path`, `model.family` and `model.base` of a preset."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,13 @@ class ModelChoice:
     """One base model.
 
     Attributes:
-        path: `model.path` of its presets.
+        path: `model.path` of its presets; also `base`, which a single file has.
         presets: Those that this machine can train come first.
     """
 
     path: str
     family: str
+    base: str | None
     presets: tuple[PresetChoice, ...]
 
     @property
@@ -77,7 +80,7 @@ class ModelChoices:
     def __init__(self, runs: Path) -> None:
         self._runs = runs
         self._lock = threading.Lock()
-        self._known: dict[tuple[Path, int, tuple[str, ...]], tuple[str, str, PresetChoice]] = {}
+        self._known: dict[tuple[Path, int, tuple[str, ...]], tuple[Model, PresetChoice]] = {}
 
     def all(self, presets: dict[str, Path], own: Path, gpus: Sequence[Gpu]) -> list[ModelChoice]:
         """Return the models. Presets that cannot be read are left out.
@@ -88,28 +91,29 @@ class ModelChoices:
             gpus: This machine's GPUs.
         """
         with self._lock:
-            found: dict[tuple[str, str], list[PresetChoice]] = {}
+            found: dict[Model, list[PresetChoice]] = {}
             for name, file in presets.items():
                 try:
-                    path, family, choice = self._choice(name, file, file.parent == own, gpus)
+                    model, choice = self._choice(name, file, file.parent == own, gpus)
                 except (InputError, OSError):  # the form says what is wrong when it is chosen by its name
                     continue
-                found.setdefault((path, family), []).append(choice)
+                found.setdefault(model, []).append(choice)
         known = list(published_models())
         models = [ModelChoice(*model, tuple(sorted(choices, key=_place))) for model, choices in found.items()]
         return sorted(models, key=lambda model: known.index(model.path) if model.path in known else len(known))
 
-    def _choice(self, name: str, file: Path, is_own: bool, gpus: Sequence[Gpu]) -> tuple[str, str, PresetChoice]:
+    def _choice(self, name: str, file: Path, is_own: bool, gpus: Sequence[Gpu]) -> tuple[Model, PresetChoice]:
         key = file, file.stat().st_mtime_ns, tuple(f"{gpu.name} {gpu.memory}" for gpu in gpus)
         if key not in self._known:
             self._known[key] = self._read(name, file, is_own, gpus)
         return self._known[key]
 
-    def _read(self, name: str, file: Path, is_own: bool, gpus: Sequence[Gpu]) -> tuple[str, str, PresetChoice]:
+    def _read(self, name: str, file: Path, is_own: bool, gpus: Sequence[Gpu]) -> tuple[Model, PresetChoice]:
         cfg = load_config(file).config
         plan, needs, verdict = self._judged(cfg, gpus)
         title = name if is_own else method_title(cfg)
-        return cfg.model.path, cfg.model.family, PresetChoice(name, title, needs, verdict, is_own, plan)
+        model = cfg.model.path, cfg.model.family, cfg.model.base
+        return model, PresetChoice(name, title, needs, verdict, is_own, plan)
 
     def _judged(self, cfg: RunConfig, gpus: Sequence[Gpu]) -> tuple[MemoryPlan | None, str, str]:
         """Return (plan on the card it needs, GPUs it needs, verdict on this machine)."""

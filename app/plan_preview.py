@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.metrics.gpus import Gpu
+from trainer.plan.calibration import reserve_of
 from trainer.plan.fixes import Fix, fixes, planned
 from trainer.plan.hardware import CARDS, Card, of_machine
 from trainer.plan.memory import MemoryPlan, describe_trace
@@ -19,6 +20,8 @@ from trainer.plan.store import find_model, key_of, name_of, traced_peak
 from trainer.run.folder import shared_cache
 
 T = TypeVar("T")
+MOST_PLANS = 8
+"""Plans that are kept: of the configs and GPUs that windows asked for last."""
 THIS_MACHINE = "this machine"
 TARGETS = (THIS_MACHINE, *CARDS)
 """GPUs that a plan can be made for."""
@@ -52,14 +55,15 @@ class PlanPreviews:
     def __init__(self, runs: Path) -> None:
         self._runs = runs
         self._recordings, self._traces = Background[None](), Background[int]()
+        self._plans: dict[Hashable, tuple[MemoryPlan, tuple[Fix, ...]]] = {}
 
     def of(self, cfg: RunConfig, target: str, gpus: Sequence[Gpu]) -> PlanPreview:
         """Return the plan for one of TARGETS. `gpus` are those of this machine."""
         card, cache = _card(target, gpus), shared_cache(cfg, self._runs)
         try:
-            plan = planned(cfg, card, cache)
-            if plan:
-                return self._compared(cfg, plan, tuple(fixes(cfg, card, cache)) if card else ())
+            found = self._planned(cfg, card, cache)
+            if found:
+                return self._compared(cfg, *found)
             name, key = recording = name_of(cfg), key_of(cfg)
         except InputError as error:
             return PlanPreview(note=str(error))
@@ -67,6 +71,29 @@ class PlanPreviews:
             return PlanPreview(note=f"Recording {name}, which takes half a minute to a few minutes.", is_waiting=True)
         note = self._recordings.failure(recording) or f"No recording of {name} with {key} yet."
         return PlanPreview(note=note, can_record=True)
+
+    def unplaced(self, cfg: RunConfig, runs: Path) -> MemoryPlan | None:
+        """Return the plan without a GPU, as `capacity.unplaced_plan` does."""
+        try:
+            found = self._planned(cfg, None, shared_cache(cfg, runs))
+        except InputError:
+            return None
+        return found[0] if found else None
+
+    def _planned(self, cfg: RunConfig, card: Card | None, cache: Path) -> tuple[MemoryPlan, tuple[Fix, ...]] | None:
+        """The plan and its fixes, made once for what a form shows again and again; None where there is no table yet."""
+        reserve = reserve_of(cache, card)
+        key = cfg.model_dump_json(), card, reserve, cache
+        known = self._plans.pop(key, None)
+        if known is None:
+            plan = planned(cfg, card, cache, reserve)
+            if plan is None:
+                return None
+            known = plan, tuple(fixes(cfg, card, cache)) if card else ()
+        self._plans[key] = known
+        for old in list(self._plans)[:-MOST_PLANS]:
+            self._plans.pop(old, None)
+        return known
 
     def record(self, cfg: RunConfig) -> None:
         """Start recording the model of a config. Raises InputError for a model that is not on this machine."""
@@ -79,8 +106,9 @@ class PlanPreviews:
     def verify(self, cfg: RunConfig, target: str, gpus: Sequence[Gpu]) -> None:
         """Start tracing the whole model of a config with its plan's strategy."""
         cache = shared_cache(cfg, self._runs)
-        plan = planned(cfg, _card(target, gpus), cache)
-        if plan:
+        found = self._planned(cfg, _card(target, gpus), cache)
+        if found:
+            plan, _ = found
             self._traces.start(_trace_key(cfg, plan), partial(traced_peak, cfg, plan.strategy, cache))
 
     def _compared(self, cfg: RunConfig, plan: MemoryPlan, fixes: tuple[Fix, ...]) -> PlanPreview:

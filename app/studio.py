@@ -21,7 +21,8 @@ from pydantic import TypeAdapter
 
 from app import form
 from app.caption_lengths import Lengths
-from app.folders import Picker, Recent
+from app.earlier_runs import EarlierRuns
+from app.folders import Picker, Recent, Unsettled
 from app.form import Checked, Draft
 from app.live import Live
 from app.machine import Machine
@@ -89,12 +90,14 @@ class Studio:
         self.unwritable = ""
         self.scans = Scans()
         self.lengths = Lengths(self.runs)
+        self.earlier = EarlierRuns(self.runs)
         self.plan_previews = PlanPreviews(self.runs)
         self._shipped = presets
         self.own_presets = self.runs / "presets"
         self.models = ModelChoices(self.runs)
         self.model_downloads = ModelDownloads(self.runs / "drafts" / "models")
         self.picker = Picker((Path.home(), Path.cwd(), self.runs.parent))
+        self.unsettled = Unsettled()
         self.recent = Recent(self.runs / "drafts" / "folders.json")
         self._drafts = self.runs / "drafts"
         self._lock = threading.Lock()
@@ -102,6 +105,7 @@ class Studio:
         self._exports: dict[Path, subprocess.Popen[bytes]] = {}
         self._last_start: _Start | None = None
         self._unsaved: Draft | None = None
+        self._last_formed: tuple[tuple[Path, int, int, str], Checked] | None = None
         self._draft_lock = threading.Lock()
         self._gpus: tuple[float, list[Gpu]] = (-math.inf, [])
         self.live = Live(self.runs, self.follower)
@@ -164,7 +168,7 @@ class Studio:
         try:
             kept = files.read_json(self._drafts / "draft.json", _KEPT)
             draft = Draft(self.preset(kept.preset), kept.values)
-            form.check(draft)
+            self._formed(draft)
         except FileNotFoundError:
             return Draft(self.presets()[FIRST_PRESET])
         except (InputError, OSError) as error:  # damaged, or made from a run or version that no longer exists
@@ -217,7 +221,8 @@ class Studio:
         Raises:
             ConfigError: The preset itself is wrong.
         """
-        checked = form.check_machine(form.check_with_files(form.check(draft)), self.runs, self.gpus())
+        named = form.check_with_files(self._formed(draft))
+        checked = form.check_machine(named, self.runs, self.gpus(), self.plan_previews.unplaced)
         if any(name.startswith("data.") for name in checked.errors):
             return checked
         if is_typing:
@@ -228,6 +233,19 @@ class Studio:
         if found.problems:
             return replace(checked, errors={**checked.errors, "data.path": "\n".join(found.problems)})
         return checked
+
+    def _formed(self, draft: Draft) -> Checked:
+        """`form.check`, done once for a draft that is looked at again. Raises ConfigError as it does."""
+        try:
+            stat = draft.preset.stat()
+        except OSError:
+            return form.check(draft)  # it says why
+        # 1, 1.0 and true are equal, but not equally valid.
+        key = draft.preset, stat.st_mtime_ns, stat.st_size, repr(draft.values)
+        known = self._last_formed
+        if known is None or known[0] != key:
+            self._last_formed = known = key, form.check(draft)
+        return known[1]
 
     def plan(self, checked: Checked, target: str) -> PlanPreview:
         """Return the memory plan of a config for one of `plan_preview.TARGETS`."""

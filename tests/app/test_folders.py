@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from app import folders
-from app.folders import Picker, Recent
+from app.folders import Picker, Recent, Unsettled
 from app.form_answers import glance
 from tests.runs import make_pictures
 from trainer.config.errors import InputError
@@ -161,3 +161,17 @@ def test_a_damaged_list_of_folders_is_an_empty_one(tmp_path: Path, content: str)
     assert Recent(file).all() == ()
     Recent(file).add(str(tmp_path))
     assert Recent(file).all() == (str(tmp_path),)
+
+
+def test_a_path_is_typed_until_it_is_left_changed_or_its_window_is_gone(monkeypatch: pytest.MonkeyPatch):
+    unsettled = Unsettled()
+    assert not unsettled.holds({"data.path": "/da"})
+    unsettled.typing({"data.path": "/da"})
+    assert unsettled.holds({"data.path": "/da"}) and not unsettled.holds({"data.path": "/data"})
+    unsettled.settle(["train.steps"])
+    assert unsettled.holds({"data.path": "/da"})
+    unsettled.settle(["data.path"])
+    assert not unsettled.holds({"data.path": "/da"})
+    unsettled.typing({"data.path": "/dat"})
+    monkeypatch.setattr("app.folders.TYPING_S", 0.0)
+    assert not unsettled.holds({"data.path": "/dat"})

@@ -56,6 +56,7 @@ class FamilyFacts:
     size_multiple: int
     longest_side: int | None
     distilled: tuple[Distilled, ...]
+    model_files: Mapping[str, tuple[str, str]]
 
     def reads(self, field: str) -> bool:
         """Whether models of this family use a field of the config, for example `objective.shift`."""

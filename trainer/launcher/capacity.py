@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -23,22 +23,28 @@ MOST_DISK = 0.98
 """Share of the free disk space that a run may fill."""
 
 
-def problems(cfg: RunConfig, runs: Path, listed: Sequence[Gpu] | None = None) -> Iterator[Problem]:
+def problems(
+    cfg: RunConfig,
+    runs: Path,
+    listed: Sequence[Gpu] | None = None,
+    plan: Callable[[RunConfig, Path], MemoryPlan | None] | None = None,
+) -> Iterator[Problem]:
     """Yield what this machine lacks for a run.
 
     Args:
         cfg: The run's config.
         runs: Folder in which its run folder is made.
         listed: This machine's GPUs. None: nvidia-smi is asked.
+        plan: Returns the plan of a config without a GPU, for callers that have it already. None: it is made here.
     """
     usable = _num_gpus(gpus.read() if listed is None else listed)
     yield from _missing_gpus(cfg, usable)
-    plan = _plan(cfg, runs)
-    if plan is None:
+    found = (plan or unplaced_plan)(cfg, runs)
+    if found is None:
         return
     if cfg.parallel.device == "cpu" or not usable:
-        yield from _missing_memory(plan)
-    yield from _missing_disk(cfg, plan, runs)
+        yield from _missing_memory(found)
+    yield from _missing_disk(cfg, found, runs)
 
 
 def _num_gpus(listed: Sequence[Gpu]) -> int:
@@ -58,8 +64,8 @@ def _missing_gpus(cfg: RunConfig, usable: int) -> Iterator[Problem]:
         yield Problem("parallel.devices", f"{wanted} are asked for, this machine has {have}; set {usable} or fewer")
 
 
-def _plan(cfg: RunConfig, runs: Path) -> MemoryPlan | None:
-    """The plan, or None for a model that is not recorded yet."""
+def unplaced_plan(cfg: RunConfig, runs: Path) -> MemoryPlan | None:
+    """Return the plan without a GPU, or None for a model that is not recorded yet."""
     try:
         return planned(cfg, None, shared_cache(cfg, runs), ASSUMED)
     except InputError:

@@ -12,11 +12,11 @@ from trainer.config import families, files
 from trainer.config.errors import InputError, Problem
 from trainer.config.load import ConfigFile, load_config, similar_name, stage_config, stage_configs
 from trainer.config.schema import RunConfig, start_rules
-from trainer.config.sections import HUB_ID, MODEL_WORDS, NoAdapter
+from trainer.config.sections import HUB_ID, MODEL_WORDS, ModelConfig, NoAdapter
 from trainer.data import image_files, question_files, text_files
 from trainer.launcher import capacity, network
 from trainer.metrics import trackers
-from trainer.models import distilled
+from trainer.models import distilled, recognition
 from trainer.run import manifest, process, stages
 from trainer.run.folder import RunDir, shared_cache
 from trainer.run.manifest import Progress
@@ -130,10 +130,10 @@ def check_machine(loaded: ConfigFile) -> None:
     network.require_free_port(loaded.config.parallel)
 
 
-def has_model(path: str) -> bool:
-    """Whether the model that `model.path` names is on this machine."""
+def has_model(model: ModelConfig) -> bool:
+    """Whether the model is on this machine, as one that its family loads."""
     try:
-        return find_folder("model.path", path).exists()
+        return not any(recognition.refused(model))
     except InputError:
         return False
 
@@ -177,7 +177,7 @@ def _check_model(loaded: ConfigFile) -> None:
         find_folder(field, path)
     except InputError as error:
         loaded.refuse([Problem(field, str(error).removeprefix(f"{field} "))])
-    loaded.refuse(list(distilled.refused(model)))
+    loaded.refuse([*recognition.refused(model), *distilled.refused(model)])
 
 
 def _check_trackers(loaded: ConfigFile) -> None:

@@ -31,6 +31,7 @@ def facts(family: str) -> FamilyFacts:
         size_multiple=kind.size_multiple,
         longest_side=kind.longest_side,
         distilled=kind.distilled,
+        model_files=kind.model_files,
     )
 
 

@@ -136,6 +136,9 @@ class ModelFamily(ABC):
     diffusers_adapters: ClassVar[frozenset[str]] = frozenset({"lora", "locon", "dora"})
     """Adapter types whose own tensors diffusers' loader reads for this model."""
 
+    model_files: ClassVar[Mapping[str, tuple[str, str]]]
+    """{JSON file that every folder of such a model has: (key in it, its value)}. An empty value stands for any, an
+    empty key for a file that names nothing."""
     companion_files: ClassVar[tuple[str, ...]] = ()
     """Files of the model's folder that an export of the whole model copies."""
     keeps_layout: ClassVar[bool] = False

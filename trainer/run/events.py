@@ -355,8 +355,9 @@ class _Follower(Generic[T]):
         num_skipped: Number of skipped lines.
     """
 
-    def __init__(self, path: Path, kind: TypeAdapter[T], offset: int) -> None:
+    def __init__(self, path: Path, kind: TypeAdapter[T], offset: int, at_most: int = MOST_BYTES) -> None:
         self._path = path
+        self._at_most = at_most
         self._kind = kind
         self.offset = offset
         self.num_skipped = 0
@@ -380,7 +381,7 @@ class _Follower(Generic[T]):
             with files.opened(self._path) as file:
                 new = max(0, os.fstat(file.fileno()).st_size - self.offset)
                 file.seek(self.offset)
-                data = file.read(min(new, MOST_BYTES))
+                data = file.read(min(new, self._at_most))
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -397,10 +398,10 @@ _RANK_LINE = TypeAdapter(RankLine)
 
 
 class EventReader(_Follower[AnyEvent]):
-    """Follows `events.jsonl`."""
+    """Follows `events.jsonl`. at_most: bytes that one `read` takes."""
 
-    def __init__(self, path: Path, offset: int = 0) -> None:
-        super().__init__(path, _EVENT, offset)
+    def __init__(self, path: Path, offset: int = 0, at_most: int = MOST_BYTES) -> None:
+        super().__init__(path, _EVENT, offset, at_most)
 
 
 class RankReader(_Follower[RankLine]):

@@ -46,7 +46,11 @@
 
   /** Wait until everything typed has been answered. Throws `Refused` while the server does not answer. */
   async function settled() {
-    typingPath = '';
+    if (typingPath) { // also where it was sent already: no window reads it before it is left
+      const name = typingPath;
+      typingPath = '';
+      edited(name, inputs[name].input.value, 0);
+    }
     isLost = false;
     while (Object.keys(pending).length || isSending) {
       await send();
@@ -480,15 +484,22 @@
 
   const sentence = text => text ? `${text[0].toUpperCase()}${text.slice(1)}.` : '';
 
+  /** A duration as it is said when it is estimated: "2 min". */
+  const roughly = seconds => seconds < 55 ? `${Math.max(5, 5 * Math.round(seconds / 5))} s` : studio.duration(seconds < 5400 ? 60 * Math.max(1, Math.round(seconds / 60)) : 300 * Math.round(seconds / 300));
+  const day = unix => { const date = new Date(unix * 1e3); return date.toLocaleDateString('en-GB', { day: 'numeric', month: 'short', ...(date.getFullYear() === new Date().getFullYear() ? {} : { year: 'numeric' }) }); };
+
   function drawTime() {
-    const plan = state.plan, disk = state.disk;
-    fill($('time'), [plan.seconds, plan.steps, disk, state.rows['train.steps']?.value], () => {
-      const rows = [];
-      if (plan.seconds) {
+    const plan = state.plan, disk = state.disk, earlier = state.earlier, minute = Math.floor(Date.now() / 60e3);
+    fill($('time'), [plan.seconds, plan.steps, earlier, disk, state.rows['train.steps']?.value, minute], () => {
+      const rows = [], ends = seconds => studio.when(Date.now() / 1e3 + seconds), steps = plan.steps ? studio.count(plan.steps) : state.rows['train.steps'].value;
+      if (earlier?.seconds !== undefined) {
+        const source = h('a', { href: link('runs', earlier.run), title: earlier.run }, earlier.name);
+        rows.push(['Whole run', [`about ${roughly(earlier.seconds)}, as in `, source, ` of ${day(earlier.began)}${earlier.host ? ` on ${earlier.host}` : ''}${earlier.has_samples ? '' : ', without samples'}`]],
+          ['Steps', `${steps} × ${earlier.step_s < 10 ? earlier.step_s.toFixed(earlier.step_s < 1 ? 2 : 1) : Math.round(earlier.step_s)} s`], ['Ends, if started now', `about ${ends(earlier.seconds)}`]);
+      } else if (plan.seconds) {
         const [low, high] = plan.seconds.map(seconds => seconds * plan.steps);
-        const ends = seconds => studio.when(Date.now() / 1e3 + seconds);
         rows.push(['Whole run', `${studio.duration(low)} to ${studio.duration(high)}`], ['Steps', `${studio.count(plan.steps)} × ${plan.seconds.map(s => s.toFixed(1)).join(' to ')} s`], ['Ends, if started now', `${ends(low)} to ${ends(high)}`]);
-      } else rows.push(['Steps', plan.steps ? studio.count(plan.steps) : state.rows['train.steps'].value], ['Whole run', 'known after the first steps']);
+      } else rows.push(['Steps', steps], ['Whole run', earlier?.is_looking ? 'looking at earlier runs …' : 'not known yet; a first run measures it']);
       rows.push(['Disk', disk.need ? `${studio.size(disk.need)} of ${studio.size(disk.free)} free` : `${studio.size(disk.free)} free`]);
       return rows.map(([name, value]) => h('div.facts', {}, h('span.dim', {}, name), h('span', {}, value)));
     });
@@ -682,6 +693,6 @@
       loadModels().catch(error => complain(error.message));
     },
     async show() { try { await refresh(); } catch (error) { if (!(error instanceof studio.Refused)) throw error; complain(error.message); } },
-    async tick() { try { await refresh(state?.key || ''); } catch (error) { if (!(error instanceof studio.Refused)) throw error; } },
+    async tick() { try { await refresh(state?.key || ''); if (state) drawTime(); } catch (error) { if (!(error instanceof studio.Refused)) throw error; } },
   };
 }

@@ -52,8 +52,10 @@ def view(
         page: Its number, from 0.
         is_fresh: Read the files again, because they may have changed.
     """
-    config = form.check(studio.draft()).config
-    found = studio.scans.of(config, is_fresh)
+    draft = studio.draft()
+    config = form.check(draft).config
+    is_typed = studio.unsettled.holds(draft.values)  # a path that is half there is not read
+    found = ScanResult(0, is_complete=False) if is_typed else studio.scans.of(config, is_fresh)
     state = _summary(config, found)
     if not found.is_complete:
         if is_fresh:

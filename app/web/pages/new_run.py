@@ -42,6 +42,8 @@ def state(studio: Studio, known: str = "", typing: bool = False, target: str = T
         known: `key` of what it shows.
         typing: As for `edit`.
     """
+    if typing:
+        studio.unsettled.typing({})
     answer = _state(studio, target, is_typing=typing)
     return None if answer["key"] == known else answer
 
@@ -59,6 +61,10 @@ def edit(
             draft = draft.typed(name, value)
         return draft
 
+    paths = {name: str(value).strip() for name, value in edits.items() if form_answers.FIELDS[name]["path"]}
+    studio.unsettled.settle(paths)
+    if typing:
+        studio.unsettled.typing(paths)
     studio.change_draft(change)
     return _state(studio, target, is_typing=typing)
 
@@ -206,7 +212,10 @@ def glance(studio: Studio, path: str) -> dict[str, Any]:
 
 def thumbnails(studio: Studio) -> list[dict[str, str]]:
     """Return some images of the draft's folder."""
-    found = studio.scans.of(form.check(studio.draft()).config)
+    draft = studio.draft()
+    if studio.unsettled.holds(draft.values):
+        return []
+    found = studio.scans.of(form.check(draft).config)
     shown = []
     for image in found.images[:NUM_THUMBNAILS]:
         try:
@@ -231,6 +240,7 @@ def facts() -> dict[str, Any]:
 def _state(studio: Studio, target: str, is_fresh: bool = False, is_typing: bool = False) -> dict[str, Any]:
     """The form as a window shows it; `key` changes when anything of it does."""
     draft = studio.draft()
+    is_typing = is_typing or studio.unsettled.holds(draft.values)
     checked = studio.check(draft, is_fresh, is_typing)
     preview = studio.plan(checked, target)
     answer = {
@@ -243,6 +253,7 @@ def _state(studio: Studio, target: str, is_fresh: bool = False, is_typing: bool 
         "warnings": _warnings(checked),
         "changes": form_answers.changes(checked),
         "plan": form_answers.plan(preview, checked.config, studio.gpus()),
+        "earlier": form_answers.earlier(studio, checked.config) if target == THIS_MACHINE else None,
         "data": None if is_typing else form_answers.data(studio, checked),
         "download": form_answers.download(studio, checked.config.model.path),
         "disk": form_answers.disk(preview, checked.config, studio.runs),

@@ -21,6 +21,7 @@ from app.web.answers import server_functions
 from app.web.pages import new_run
 from tests.app.browser import recorded
 from tests.runs import make_pictures, write_preset
+from trainer.plan.memory import plan_of
 from trainer.run.events import ErrorEvent, StatusEvent
 
 TEXT = "qwen3-8b-qlora-1x24gb"
@@ -516,3 +517,76 @@ def test_an_edit_of_a_large_model_is_answered_while_somebody_types(window: Windo
     for number in range(5):
         window.type("train.seed", str(number), target="24gb")
     assert (time.process_time() - began) / 5 < 5 * PREFLIGHT_S
+
+
+def test_an_answer_plans_a_config_once_and_the_next_answer_not_again(
+    window: Window, studio: Studio, monkeypatch: pytest.MonkeyPatch
+):
+    planned: list[int] = []
+
+    def count(*arguments: Any) -> Any:
+        planned.append(1)
+        return plan_of(*arguments)
+
+    monkeypatch.setattr("trainer.plan.fixes.plan_of", count)
+    window.type("train.micro_batch", "4")
+    assert len(planned) == 1
+    window.call("state")
+    window.type("train.seed", "5")
+    assert len(planned) == 2  # of the other config
+
+
+def test_a_preset_that_is_changed_on_disk_is_read_again(window: Window, studio: Studio):
+    window.call("preset", name="own")
+    file = studio.preset("own")
+    file.write_text(file.read_text().replace("steps: 20", "steps: 21"))
+    window.call("state")
+    assert window.value("train.steps") == "21"
+    window.call("restore", preset="own", values={"train.steps": 1})
+    assert window.errors() == {}
+    window.call("restore", preset="own", values={"train.steps": True})
+    assert "train.steps" in window.errors()
+
+
+@pytest.mark.slow
+def test_the_form_says_how_long_a_run_takes_by_an_earlier_one_of_its_kind(window: Window, studio: Studio):
+    window.call("preset", name="own")
+    window.until(lambda state: state["earlier"] == {"is_looking": False})
+    run = studio.start(studio.draft())
+    deadline = time.monotonic() + RECORDED_WITHIN_S
+    while studio.follower(run).view().is_running or not studio.follower(run).steps:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    studio.earlier = type(studio.earlier)(studio.runs)
+    found = window.until(lambda state: "seconds" in state["earlier"])["earlier"]
+    assert (found["run"], found["name"], found["has_samples"]) == (run.path.name, "own", True)
+    assert found["seconds"] == pytest.approx(studio.follower(run).view().duration_s, rel=0.3)
+    window.call("state", target="24gb")
+    assert window.state["earlier"] is None
+
+
+def test_another_window_does_not_read_the_path_that_is_being_typed(window: Window, studio: Studio, tmp_path: Path):
+    other = Window(studio)
+    make_pictures(tmp_path / "photos", count=2)
+    window.type("data.path", str(tmp_path), typing=True)
+    for _ in range(2):
+        other.call("state")
+        assert other.state["waiting"] == "The folder is read when you leave its field."
+        assert other.state["data"] is None and other.call("thumbnails") == []
+        other.type("train.seed", "4")  # of another field
+    assert not studio.scans._scans or all(str(tmp_path) not in key or "photos" in key for key in studio.scans._scans)
+    window.type("data.path", str(tmp_path / "photos"), typing=True)
+    assert other.call("state")["waiting"]
+    window.type("data.path", str(tmp_path / "photos"))
+    assert other.read()["data"]["num_images"] == 2
+
+
+def test_a_folder_without_the_familys_model_is_refused_at_its_field(window: Window, studio: Studio, tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    window.call("preset", name="own")
+    window.type("model.path", str(tmp_path / "model"))
+    assert "no transformer/config.json; expected a diffusers folder" in window.errors()["model.path"]
+    window.call("save_preset", name="with-model")
+    [model] = [model for model in window.call("models") if model["path"] == str(tmp_path / "model")]
+    assert not model["is_here"]

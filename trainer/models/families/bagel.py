@@ -97,6 +97,7 @@ class BagelFamily(MultimodalFamily):
     objective_fields = FLOW_FIELDS | {"text_weight"}
     architectures = tuple(ARCHITECTURES)
     default_architecture = DEFAULT_ARCHITECTURE
+    model_files: ClassVar = {"llm_config.json": ("", ""), "vit_config.json": ("", "")}
     size_multiple = LATENT_PIXELS * PATCH
     longest_side = LATENT_PIXELS * PATCH * BAGEL_7B_MOT.latent_side
     shift = Shift(constant=1.0)

@@ -174,6 +174,7 @@ class CausalLM(TextFamily):
     options_read = frozenset({"architecture", "blocks"})
     architectures = tuple(PUBLISHED)
     default_architecture = "qwen3-1.7b"
+    model_files: ClassVar = {"config.json": ("model_type", "")}
     weights_stem = TRANSFORMERS_STEM
     diffusers_adapters = frozenset()
     kohya_prefixes: ClassVar = {}

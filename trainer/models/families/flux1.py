@@ -105,6 +105,7 @@ class Flux1(ImageFamily):
     halves_swapped = (r"norm_out\.linear",)
     architectures = tuple(ARCHITECTURES)
     default_architecture = DEFAULT_ARCHITECTURE
+    model_files: ClassVar = {"transformer/config.json": ("_class_name", FluxTransformer2DModel.__name__)}
     distilled = (
         Distilled(
             ("FLUX.1-schnell", "flux1-schnell"),

@@ -182,6 +182,7 @@ class Flux2(ImageFamily):
     halves_swapped = (r"norm_out\.linear",)
     architectures = tuple(ARCHITECTURES)
     default_architecture = DEFAULT_ARCHITECTURE
+    model_files: ClassVar = {"transformer/config.json": ("_class_name", Flux2Transformer2DModel.__name__)}
     distilled = tuple(
         Distilled(
             (f"FLUX.2-klein-{size}", f"flux-2-klein-{size}"),

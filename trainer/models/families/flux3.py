@@ -102,6 +102,7 @@ class Flux3(ImageFamily):
     never_trained = (r"(x_embedders|early_stream_modulations|single_stream_modulations|mode_blocks)\.image_cond\..+",)
     architectures = tuple(ARCHITECTURES)
     default_architecture = DEFAULT_ARCHITECTURE
+    model_files: ClassVar = {"transformer/config.json": ("_class_name", Flux3Transformer2DModel.__name__)}
     size_multiple = 16
     options_read = frozenset({"architecture", "text_layers", "max_tokens"})
     longest_text = 4096  # the option's own limit

@@ -105,6 +105,7 @@ class QwenImage(ImageFamily):
     }
     architectures = tuple(ARCHITECTURES)
     default_architecture = DEFAULT_ARCHITECTURE
+    model_files: ClassVar = {"transformer/config.json": ("_class_name", QwenImageTransformer2DModel.__name__)}
     distilled = (Distilled(("Qwen-Image-Lightning",), base="Qwen/Qwen-Image", steps=8, marks={}),)
     size_multiple = 16
     options_read = frozenset({"architecture", "distilled", "max_tokens"})

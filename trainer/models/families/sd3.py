@@ -116,6 +116,7 @@ class Sd3(ImageFamily):
     halves_swapped = (r"norm_out\.linear", r"transformer_blocks\.\d+\.norm1_context\.linear")
     architectures = tuple(ARCHITECTURES)
     default_architecture = DEFAULT_ARCHITECTURE
+    model_files: ClassVar = {"transformer/config.json": ("_class_name", SD3Transformer2DModel.__name__)}
     # Its configs equal those of the base model: only its name identifies it.
     distilled = (
         Distilled(

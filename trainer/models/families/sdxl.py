@@ -125,6 +125,7 @@ class Sdxl(ImageFamily):
     never_trained = (r"final_layer_norm\..+", r".+\.self_attn\.k_proj\.bias")
     architectures = tuple(ARCHITECTURES)
     default_architecture = "base"
+    model_files: ClassVar = {"unet/config.json": ("_class_name", UNet2DConditionModel.__name__)}
     distilled = (
         Distilled(
             ("sdxl-turbo", "sd_xl_turbo_1.0", "sd_xl_turbo_1.0_fp16", "sdxl_lightning_4step_unet"),

@@ -95,6 +95,7 @@ class ZImage(ImageFamily):
     }
     architectures = tuple(ARCHITECTURES)
     default_architecture = DEFAULT_ARCHITECTURE
+    model_files: ClassVar = {"transformer/config.json": ("_class_name", ZImageTransformer2DModel.__name__)}
     distilled = (
         Distilled(
             ("Z-Image-Turbo", "z_image_turbo", "z_image_turbo_bf16"),

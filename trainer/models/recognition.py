@@ -1,0 +1,59 @@
+"""Whether a model on this machine is one that its family loads, by the names of a folder's configs. Imports no torch.
+
+The families list these files (`ModelFamily.model_files`, repeated in config/families.json). The loaders read more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainer.config import families, files
+from trainer.config.errors import InputError, Problem
+from trainer.config.families import FamilyFacts
+from trainer.config.sections import MODEL_WORDS, ModelConfig
+from trainer.weights.hub import find_folder
+
+MOST_BYTES = 2**20
+"""A config is a few kilobytes; a longer file is left to the loader."""
+
+
+def refused(model: ModelConfig) -> Iterator[Problem]:
+    """Yield why the model is not one of its family. Opens one or a few small files.
+
+    Raises:
+        InputError: A hub id is not on this machine.
+    """
+    known = families.of(model.family)
+    if known is None or model.path in MODEL_WORDS:
+        return
+    if model.path.endswith(".safetensors") and model.base is None:
+        yield Problem(
+            "model.path",
+            f"{model.path}: a single file holds neither configs nor tokenizers; "
+            "set model.base to the diffusers folder of the model it was made from",
+        )
+        return
+    field, path = ("model.base", model.base) if model.base else ("model.path", model.path)
+    reason = _reason(find_folder(field, path), known)
+    if reason:
+        yield Problem(field, f"{path}: {reason}")
+
+
+def _reason(folder: Path, known: FamilyFacts) -> str:
+    """Why a folder is not one of the family's models; "" where it is one as far as its configs say."""
+    for name, (key, value) in known.model_files.items():
+        try:
+            config = json.loads(files.read(folder / name, MOST_BYTES))
+        except (FileNotFoundError, NotADirectoryError):
+            kind = "a diffusers folder" if value else "the folder of such a model"
+            return f"no {name}; expected {kind}. Download it or set model.path: tiny"
+        except (InputError, OSError, ValueError, RecursionError):  # the loader says what is wrong with the file
+            continue
+        found = config.get(key) if isinstance(config, dict) else None
+        if key and found is None:
+            return f"{name} has no {key}; expected {'a ' + value if value else 'the config of a model'}"
+        if value and found != value:
+            return f"{name} describes a {found}, not a {value}; set model.family to the family of that model"
+    return ""
