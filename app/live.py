@@ -16,7 +16,7 @@ class Live:
     """The running runs of one folder.
 
     Attributes:
-        ended: {name: state} of the runs that this process saw running and that have ended since, oldest first.
+        ended: {name: state} of the runs that this process saw running and that run no more, oldest end first.
     """
 
     def __init__(self, runs: Path, follower: Callable[[RunDir], Follower]) -> None:
@@ -36,6 +36,8 @@ class Live:
             for path in self._seen - {view.path for view in found}:
                 self._end(path)
             self._seen = {view.path for view in found}
+            for path in self._seen:  # resumed
+                self.ended.pop(path.name, None)
             return found
 
     def _view(self, run: RunDir) -> RunView | None:

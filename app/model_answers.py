@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from app.form_answers import kinds
-from app.model_choices import ModelChoice, PresetChoice
+from app.model_choices import ModelChoice, PresetChoice, model_title
 from trainer.config.models import published_models
 from trainer.config.sections import ModelConfig
 from trainer.launcher import preflight
@@ -15,11 +15,10 @@ from trainer.plan.hardware import CARDS
 def model(choice: ModelChoice, image: str = "") -> dict[str, Any]:
     """Return a model with its facts, whether it is on this machine, and its presets. image: address of its picture."""
     known = published_models().get(choice.path)
-    name = choice.presets[0].name if choice.is_built_in else choice.path.rstrip("/").rpartition("/")[2]
     return {
         "path": choice.path,
         "family": choice.family,
-        "name": known.name if known else name,
+        "name": model_title(choice.path, choice.family),
         "is_known": known is not None,
         "parameters": known.num_parameters if known else 0,
         "bytes": known.num_bytes if known else 0,

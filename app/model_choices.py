@@ -141,6 +141,21 @@ def _place(choice: PresetChoice) -> tuple[int, float]:
     return VERDICTS.index(choice.verdict), choice.plan.need * choice.plan.ranks if choice.plan else 0.0
 
 
+def model_title(path: str, family: str) -> str:
+    """Return the name of a model as every screen shows it: "FLUX.2 dev", or of a folder its last part.
+
+    Args:
+        path: `model.path` of a config.
+        family: Its `model.family`, which tells the tiny models of the tests apart.
+    """
+    known = published_models().get(path)
+    if known:
+        return known.name
+    if path in MODEL_WORDS:
+        return f"{path.capitalize()} model ({family})"
+    return path.rstrip("/").rpartition("/")[2] or path
+
+
 def method_title(cfg: RunConfig) -> str:
     """Return method and base of a config: "LoRA, nf4 base"."""
     method = METHODS[cfg.adapter.type]

@@ -7,10 +7,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from app.model_choices import method_title
+from app.model_choices import method_title, model_title
 from trainer.config.errors import InputError
 from trainer.config.load import load_config_text
-from trainer.config.models import published_models
 from trainer.launcher.queue import Entry, Queue
 
 
@@ -71,5 +70,4 @@ def _described(config: str, name: str) -> tuple[str, str, str]:
         parsed = load_config_text(config, (), Path(f"{name}.yaml")).config
     except InputError as error:  # of a version that had other fields
         return "", "", str(error)
-    known = published_models().get(parsed.model.path)
-    return known.name if known else parsed.model.path.rpartition("/")[2], method_title(parsed), ""
+    return model_title(parsed.model.path, parsed.model.family), method_title(parsed), ""

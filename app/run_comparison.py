@@ -9,12 +9,13 @@ from typing import Any
 
 from app import form
 from app.form_answers import in_words
-from app.model_choices import METHODS
+from app.model_choices import METHODS, model_title
 from app.monitor import Follower, RunView
 from app.run_table import best_validation
 from trainer.config.fields import all_names, label_with_unit
+from trainer.config.models import published_models
 from trainer.config.schema import RunConfig
-from trainer.config.sections import TRIGGER_PLACE
+from trainer.config.sections import MODEL_WORDS, TRIGGER_PLACE
 from trainer.models import distilled
 from trainer.run.events import SampleEvent, State
 from trainer.run.report import Line
@@ -126,6 +127,8 @@ def value_in_words(field: str, value: Any, config: RunConfig) -> str:
         return EMPTY
     if field == "adapter.type":
         return METHODS[value]
+    if field == "model.path" and (value in published_models() or value in MODEL_WORDS):
+        return model_title(value, config.model.family)
     if value is None:
         return _empty(field, config)
     if isinstance(value, list) and value and all(isinstance(item, str) for item in value):

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from app import exports, notes
-from app.model_choices import method_title
+from app.model_choices import method_title, model_title
 from app.monitor import SILENT_S, Follower, Level, RunView, explained, log_files, read_log
 from app.studio import Studio
 from trainer.config.errors import InputError
-from trainer.config.models import published_models
 from trainer.config.schema import RunConfig
 from trainer.config.sections import RankAdapter
 from trainer.launcher.console import sentence
@@ -153,8 +152,7 @@ def figures(follower: Follower, view: RunView) -> dict[str, Any]:
 
 def about(config: RunConfig) -> str:
     """Return model, method and number of ranks: "FLUX.2 dev · LoRA rank 16 · 4 ranks"."""
-    known = published_models().get(config.model.path)
-    name = known.name if known else Path(config.model.path).name or config.model.path
+    name = model_title(config.model.path, config.model.family)
     method = method_title(config)
     if isinstance(config.adapter, RankAdapter):
         method += f" rank {config.adapter.rank}"

@@ -21,13 +21,13 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-from app.model_choices import METHODS
+from app.model_choices import METHODS, model_title
 from app.monitor import Follower, RunView, explained, last_start
 from app.studio import Studio
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.config.sections import MODEL_WORDS, BoftAdapter, DiagOftAdapter, RankAdapter
+from trainer.config.sections import BoftAdapter, DiagOftAdapter, RankAdapter, half_character
 from trainer.run import process
 from trainer.run.events import State, smoothed
 from trainer.run.folder import RunDir, is_run
@@ -47,7 +47,7 @@ COUNT_EVERY_S = 30.0
 COUNT_NEW_S = 1.0
 """The same where a run's size is not known yet."""
 _TAGS = TypeAdapter(dict[str, tuple[str, ...]])
-_VERSION = 1
+_VERSION = 2
 """Increased when rows are read differently, so that rows on disk are read again."""
 
 STAMPED = ("launch.json", "events.jsonl", "config.yaml")
@@ -67,7 +67,7 @@ class Summary:
         loss: Smoothed training loss of the last step.
         started: Unix seconds of the first start; 0 for never.
         launched: Unix seconds of the last start; for a run that was never started, of its making.
-        model: Name of the model's folder or file.
+        model: Name of the model, as `model_title` has it.
         adapter: The method in words: "LoRA 16, int8".
         best: (loss, step) of the lowest validation loss.
         curve: Smoothed training loss in up to CURVE_POINTS equal parts of all planned steps, as far as the run came.
@@ -284,6 +284,10 @@ class Summaries:
         """Read a run, unless it is too late for one that can wait."""
         name, now, known = run.path.name, time.monotonic(), self._entries.get(run.path.name)
         stamp = _stamps(run.path, STAMPED)
+        if half_character(name):
+            problem = "The name of this folder is not UTF-8: rename it."
+            self._entries[name] = _Entry(stamp, _bare(run, "damaged", problem), is_settled=True, read_at=now)
+            return
         if now > deadline and (known is None or known.is_settled):
             self._entries.setdefault(name, _Entry((), _bare(run, "unread"), is_settled=True))
             return
@@ -319,7 +323,7 @@ class Summaries:
             self._is_unsaved = False
             entries = {name: e for name, e in self._entries.items() if e.is_settled and not e.summary.problem}
             rows = {name: _Kept(entry.stamp, entry.summary) for name, entry in entries.items()}
-            sizes = {name: size for name, size in self._sizes.items() if name in self._entries}
+            sizes = {name: size for name, size in self._sizes.items() if name in entries}
         with suppress(OSError):  # a full disk, or the folder is gone: everything is read again next time
             files.make_private(self._file.parent)
             files.replace(self._file, _CACHE.dump_json(_Cache(_VERSION, rows, sizes)))
@@ -380,7 +384,7 @@ def summarized(follower: Follower) -> Summary:
         loss=_finite(view.loss),
         started=events[0].time if events else 0.0,
         launched=last_start(view.path),
-        model=model_name(config),
+        model=model_title(config.model.path, config.model.family),
         adapter=method(config),
         best=best_validation(follower),
         curve=_curve(follower, view.num_steps),
@@ -392,12 +396,6 @@ def summarized(follower: Follower) -> Summary:
         text=last.text[:TEXT_CHARS] if last and is_text else "",
         problem=_shortened(follower.run, "; ".join(view.problems)),
     )
-
-
-def model_name(config: RunConfig) -> str:
-    """Return the name of a model's folder or file. The demo and tiny models are named with their family."""
-    name = Path(config.model.path).name
-    return f"{config.model.family} {name}" if name in MODEL_WORDS else name
 
 
 def method(config: RunConfig) -> str:

@@ -6,6 +6,7 @@ The answer is `{"value": ...}`, or `{"error": sentence}` for what was refused.
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -35,13 +36,13 @@ def _answering(name: str, function: Callable[..., Any]) -> Callable[[Any], Any]:
             _require_plain(values)
             if not isinstance(values, dict):  # also a file, which gradio takes in place of arguments
                 raise InputError(f"{name}: the arguments are not an object; reload the page")
-            return {"value": checked(**values)}
+            return {"value": _sendable(checked(**values))}
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
             return {"error": f"{name}: {place}: {first['msg']}; reload the page"}
         except (InputError, OSError) as error:
-            return {"error": explained(error)}
+            return {"error": _sendable(explained(error))}
         except Exception as error:  # noqa: BLE001 - a fault of this program: shown on the page and in the terminal
             traceback.print_exc()
             return {"error": f"{name}: {type(error).__name__}, a fault of ShardStudio; its terminal says where"}
@@ -61,3 +62,25 @@ def _require_plain(value: Any, depth: int = 0) -> None:
     if isinstance(value, list):
         for inner in value:
             _require_plain(inner, depth + 1)
+
+
+def _sendable(value: Any) -> Any:
+    """Return an answer as JSON can hold it: bytes of a file's name that are not UTF-8 become U+FFFD.
+
+    Without this, one such name in a folder would leave the whole screen without an answer.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return _replaced(value)
+    return value
+
+
+def _replaced(value: Any) -> Any:
+    if isinstance(value, str):
+        return "".join("\ufffd" if half_character(letter) else letter for letter in value)
+    if isinstance(value, dict):
+        return {_replaced(key): _replaced(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replaced(inner) for inner in value]
+    return value

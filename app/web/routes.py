@@ -23,6 +23,11 @@ from trainer.run.report import POLICY, write_report
 def add(app: FastAPI, studio: Studio) -> None:
     """Add the addresses to the app, before gradio takes all others."""
 
+    @app.get("/open")
+    def is_open() -> Response:
+        """Whether this browser is let in: the guard answers for those that are not."""
+        return Response(status_code=204)
+
     @app.get("/runs/{name}/samples.zip")
     def samples_zip(name: str) -> Response:
         try:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from app import model_answers
-from app.model_choices import METHODS, VERDICTS, ModelChoice, PresetChoice
+from app.model_choices import METHODS, VERDICTS, ModelChoice, PresetChoice, model_title
 from app.studio import Studio
 from tests.runs import write_preset
 from trainer.config.fields import slot
@@ -98,3 +98,17 @@ def test_a_model_as_the_page_gets_it_has_its_licence_size_and_place(studio: Stud
     [preset] = [preset for preset in dev["presets"] if preset["name"] == "flux2-dev-lora-4gpu"]
     assert sum(size for _, size in preset["kinds"]) == pytest.approx(preset["need"])
     assert preset["need"] <= preset["limit"]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("demo", "Demo model"),
+        ("black-forest-labs/FLUX.2-dev", "FLUX.2 dev"),
+        ("tiny", "Tiny model (sdxl)"),
+        ("/models/own/", "own"),
+        ("somebody/Finetune-XL", "Finetune-XL"),
+    ],
+)
+def test_a_model_has_one_name_on_all_screens(path: str, name: str):
+    assert model_title(path, "sdxl") == name

@@ -27,7 +27,7 @@ def test_a_row_has_the_model_the_method_and_since_when_it_waits(queue: Queue):
     row = queue_rows.row(entry)
     assert {name: row[name] for name in ("name", "model", "method", "gpus", "state", "queued_at", "problem")} == {
         "name": "second",
-        "model": "tiny",
+        "model": "Tiny model (flux2)",
         "method": "LoRA",
         "gpus": [0, 1],
         "state": "waiting",

@@ -29,6 +29,8 @@ def config(**changes: Any) -> RunConfig:
         ("quantize.cache", True, "yes"),
         ("quantize.cache", False, "no"),
         ("adapter.type", "diag-oft", "Diag-OFT"),
+        ("model.path", "demo", "Demo model"),
+        ("model.path", "/models/own", "/models/own"),
         ("adapter.block_size", None, EMPTY),
         ("optim.clip_norm", None, EMPTY),
         ("data.trigger", "", EMPTY),

@@ -138,7 +138,7 @@ def test_a_finished_run_shows_its_export_with_its_check_and_can_only_go_on_with_
     shown = browser.tick()
     head = shown["head"]
     assert (shown["title"], head["state"], head["step"], head["num_steps"]) == ("fox", "finished", 40, 40)
-    assert head["about"] == "tiny · LoRA rank 4 · 2 ranks"
+    assert head["about"] == "Tiny model (flux2) · LoRA rank 4 · 2 ranks"
     assert head["figures"]["best"] == {"loss": pytest.approx(1 / 40 + 1e-4), "step": 40}
     assert head["export"] == {
         "name": "fox.safetensors",

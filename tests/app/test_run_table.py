@@ -37,7 +37,7 @@ def test_a_row_says_what_came_of_a_run(studio: Studio):
     add(run, ValidationEvent(step=30, loss=0.01), ValidationEvent(step=35, loss=math.nan))
     (row,) = Summaries(studio).all()
     assert (row.name, row.state, row.step, row.num_steps) == ("fox", "finished", 40, 40)
-    assert (row.model, row.adapter) == ("flux2 tiny", "LoKr 8, int8")
+    assert (row.model, row.adapter) == ("Tiny model (flux2)", "LoKr 8, int8")
     assert row.best == (0.01, 30)
     assert len(row.curve) == 40
     assert row.curve[0] == pytest.approx(1.0, abs=1e-3)
@@ -144,6 +144,16 @@ def test_a_damaged_run_has_a_row_with_its_sentence_until_it_is_mended(studio: St
     run.config_file.write_text(text)
     (row,) = summaries.all()
     assert (row.state, row.problem) == ("finished", "")
+
+
+def test_a_folder_whose_name_is_not_utf8_has_a_row_that_says_so_and_harms_no_other(studio: Studio):
+    recorded(studio.runs, "good")
+    shutil.copytree(studio.runs / "good", os.fsdecode(os.fsencode(studio.runs) + b"/bad\xff"))
+    summaries = Summaries(studio)
+    rows = {row.name: (row.state, row.problem) for row in summaries.all()}
+    assert rows == {"good": ("finished", ""), "bad\udcff": ("damaged", "The name of this folder is not UTF-8: rename it.")}
+    summaries._count()
+    assert "good" in (studio.runs / "drafts" / "run-table.json").read_text()
 
 
 def test_a_sample_is_a_file_of_its_run(studio: Studio):

@@ -92,8 +92,9 @@ studio.call = async function (name, values = {}) {
     answer = await studio.server[name](values);
   } catch { /* as without an answer */ }
   if (!answer) { // gradio's client gives undefined where nothing came, and for a refusal by status
-    studio.reached(false);
-    throw new studio.Refused('The page’s server does not answer. Is ShardStudio still running in its terminal?', true);
+    const reason = await closed();
+    studio.reached(false, reason);
+    throw new studio.Refused(reason || 'The page’s server does not answer. Is ShardStudio still running in its terminal?', true);
   }
   studio.reached(true);
   if (answer.error !== undefined) throw new studio.Refused(answer.error);
@@ -118,8 +119,23 @@ studio.fetched = async function (name, values, isStill, complain) {
   return answer;
 };
 
-/** Show or hide the bar that says that the server does not answer. */
-studio.reached = is => document.querySelector('#lost').toggleAttribute('hidden', is);
+/** Show or hide the bar that says that the server does not answer. `closed` is why it does not answer this browser. */
+studio.reached = function (is, closed = '') {
+  const bar = document.querySelector('#lost');
+  bar.hidden = is;
+  if (is) return;
+  const how = closed.startsWith('Log in') ? ['You are logged out. ', h('a', { href: '/', target: '_blank' }, 'Log in again'), ' in another tab.'] : closed;
+  studio.fill(bar, closed, () => (closed ? ['This page was closed. ', how, ' What you typed is kept here, and this tab goes on then.']
+    : 'The page’s server does not answer. What you typed is kept here; running jobs go on. Trying again …'));
+};
+
+/** Why the server lets this browser in no longer: after another token or password. "" where it does, or does not answer. */
+async function closed() {
+  try {
+    const answer = await fetch('/open', { cache: 'no-store' });
+    return answer.status === 401 ? await answer.text() : '';
+  } catch { return ''; }
+}
 
 /** Do something on a click and say at a place near it what came of it; the button waits meanwhile. */
 studio.act = async function (button, place, action) {

@@ -408,10 +408,10 @@
         return `Replaced in ${counted(count, 'caption')}.`;
       }) }, 'Replace'), h('span.dim.sm#replace-help'));
     const crop = h('input#data-crop', { type: 'checkbox', checked: studio.kept('crop') !== 'off', onchange: () => { studio.kept('crop', crop.checked ? 'on' : 'off'); $('grid').classList.toggle('no-crop', !crop.checked); } });
-    return h('div#editor', { hidden: true }, h('div.bar2', {}, search, h('span.seg#shows', { role: 'group', 'aria-label': 'Filter' }), h('span.grow'),
-      h('label.crop.sm', { title: 'Show what the crop to the bucket keeps' }, crop, 'Crop'),
+    return h('div#editor', { hidden: true }, h('div.bar2', {}, search, h('span.grow'),
       h('button.btn.s#data-open-replace', { type: 'button', 'aria-expanded': 'false', 'aria-controls': 'replace-row', onclick: event => { replaceRow.hidden = !replaceRow.hidden; event.currentTarget.setAttribute('aria-expanded', String(!replaceRow.hidden)); } }, 'Replace …'),
       h('button.btn.s#data-undo', { type: 'button', disabled: true, onclick: event => act(event.currentTarget, async () => `${counted(await call('data_undo'), 'caption')} restored.`) }, 'Undo')), replaceRow,
+    h('div.bar2', {}, h('span.seg#shows', { role: 'group', 'aria-label': 'Filter' }), h('span.grow'), h('label.crop.sm', { title: 'Show what the crop to the bucket keeps' }, crop, 'Crop')),
     h(crop.checked ? 'div.grid#grid' : 'div.grid.no-crop#grid'), h('nav.pages#data-pages', { 'aria-label': 'Pages of images' }, h('button.btn#data-before', { type: 'button', onclick: () => turn(-1) }, 'Previous'),
       h('span.dim#data-range', { role: 'status' }), h('button.btn#data-after', { type: 'button', onclick: () => turn(1) }, 'Next')));
   }

@@ -41,14 +41,30 @@
     dialog.showModal();
   }
 
-  /** Which screen an address belongs to: one run has another screen than all runs. */
+  /** Which screen an address belongs to: one run has another screen than all runs. Undefined for an address that leads nowhere. */
   function screenOf([first, second]) {
     if (first === 'runs' && second) return 'run';
-    return first in studio.screens ? first : 'new';
+    return first !== 'run' && Object.hasOwn(studio.screens, first) ? first : undefined;
+  }
+
+  const scrolled = new Map(); // {address: how far its screen was scrolled when it was left}
+  let here = ''; // the address that is shown; the browser scrolls for the next one before it is
+
+  /** Show another screen from its top, and one that was left as it was. */
+  function scroll(name, place) {
+    const [, run] = name === 'run' ? place : [], now = JSON.stringify([name, run]);
+    if (scroll.last !== undefined && scroll.last !== now) scrollTo(0, scrolled.get(location.hash) || 0);
+    scroll.last = now;
+    here = location.hash;
   }
 
   async function route() {
     const place = studio.place(), name = screenOf(place), screen = studio.screens[name];
+    if (!screen) {
+      studio.toast(`No page has the address ${location.hash.slice(0, 80)}.`, true);
+      history.replaceState(null, '', studio.link('new'));
+      return route();
+    }
     studio.shown = name;
     document.documentElement.dataset.screen = name;
     for (const [page] of PAGES) {
@@ -63,6 +79,7 @@
     }
     for (const [other, section] of Object.entries(built)) section.hidden = other !== name;
     document.title = `${name === 'run' ? place[1] : screen.title} · ShardStudio`;
+    scroll(name, place);
     await screen.show(place);
   }
 
@@ -135,12 +152,13 @@
     studio.server = server;
     studio.facts = JSON.parse(props.value);
     element.replaceChildren(
-      h('div#lost', { role: 'alert', hidden: true }, 'The page’s server does not answer. What you typed is kept here; running jobs go on. Trying again …'),
+      h('div#lost', { role: 'alert', hidden: true }),
       rail(), h('main#pages', {}), h('div#toasts'));
     if (studio.facts.unwritable) document.querySelector('#pages').prepend(h('div#unwritable', {}, studio.alert(studio.facts.unwritable)));
     for (const [name, title, key] of PAGES) studio.shortcut(`g ${key}`, title, () => studio.go(name));
     studio.shortcut('?', 'Show the shortcuts', showShortcuts);
     addEventListener('hashchange', route);
+    addEventListener('scroll', () => scrolled.set(here, scrollY), { passive: true });
     route();
     studio.every(LIVE_EVERY_S, beat, mayNotify)(); // a notice is for whoever looks elsewhere
     studio.every(LIVE_EVERY_S, async () => { await studio.screens[studio.shown].tick?.(studio.place()); });

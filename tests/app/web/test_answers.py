@@ -65,6 +65,13 @@ def test_a_function_is_answered_or_refused_with_a_sentence(name: str, values: An
     assert ANSWERS[name](values) == answer
 
 
+def test_a_name_of_a_file_that_is_not_utf8_leaves_an_answer_that_can_be_sent():
+    """As Python reads b"b\\xffd.png" from a folder."""
+    found = {"b\udcffd.png": ["x", ("b\udcffd.png", 1)], "\U0001f642": None}
+    [listed] = server_functions([{"listed": lambda: found}])
+    assert listed({}) == {"value": {"b\ufffdd.png": ["x", ["b\ufffdd.png", 1]], "\U0001f642": None}}
+
+
 def test_a_wrong_type_names_the_argument():
     answer = ANSWERS["scale"]({"value": "many"})
     assert answer["error"].startswith("scale: value: Input should be a valid number")

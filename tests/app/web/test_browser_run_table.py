@@ -83,7 +83,7 @@ def test_a_row_shows_the_run_and_opens_it(table: Page):
     one = table.locator(row("table-fast-20261124-211220-aebff7"))
     one.locator("img[alt='Last sample of table-fast']").wait_for()
     assert one.locator(".c-name").inner_text().splitlines()[:3] == [
-        "table-fast", "flux2 tiny · LoRA 4", "20261124-211220-aebff7",
+        "table-fast", "Tiny model (flux2) · LoRA 4", "20261124-211220-aebff7",
     ]  # fmt: skip
     assert one.locator(".c-best").inner_text().split() == ["0.035", "step", "40"]
     assert one.locator(".c-duration").inner_text() == "10 h 0 min"
