@@ -20,7 +20,6 @@ from trainer.config import families
 from trainer.config.errors import InputError
 from trainer.config.fields import Slot, all_names, label, slot, unit
 from trainer.config.load import COMMAND_LINE, dump_config, load_config_text, similar_name
-from trainer.config.models import published_models
 from trainer.config.schema import RunConfig
 from trainer.launcher import capacity
 from trainer.metrics.gpus import Gpu
@@ -248,13 +247,6 @@ def data(studio: Studio, checked: Checked) -> dict[str, Any] | None:
         "problems": list(found.problems[:20]),
         "warnings": list(found.warnings[:20]),
     }
-
-
-def download(studio: Studio, model: str) -> dict[str, Any] | None:
-    """Return where the download of a model is; None where there was none."""
-    known = published_models().get(model)
-    state = studio.model_downloads.state(model) if known and not known.is_built_in else None
-    return vars(state) | {"model": model} if state else None
 
 
 def glance(path: str) -> dict[str, Any]:

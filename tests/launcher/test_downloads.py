@@ -64,6 +64,7 @@ def test_a_download_is_followed_paused_and_continued_by_a_page_that_was_restarte
     restarted = Downloads(folder)
     until(lambda: restarted.state(FLUX2).num_bytes > 2 * MIB)
     assert restarted.state(FLUX2).total_bytes == TOTAL and restarted.running() == [FLUX2]
+    assert list(restarted.all()) == [FLUX2]
     restarted.pause(FLUX2)
     assert (restarted.state(FLUX2).state, restarted.running()) == ("paused", [])
     assert restarted.state(FLUX2).message == "Paused. Start it again: it continues where it was."
@@ -83,7 +84,7 @@ def test_a_download_is_followed_paused_and_continued_by_a_page_that_was_restarte
     assert TOKEN not in "".join(kept.values()) and f"Bearer {TOKEN}" in hub.tokens
 
     shutil.rmtree(tmp_path / "hub")
-    assert restarted.state(FLUX2) is None, "its model was deleted"
+    assert restarted.state(FLUX2) is None and restarted.all() == {}, "its model was deleted"
 
 
 def test_a_download_that_was_killed_has_failed_and_says_what_to_do(hub, folder):

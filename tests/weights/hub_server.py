@@ -64,8 +64,8 @@ class HubServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, hub: Hub) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, hub: Hub, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
         self.hub = hub
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.cdn = f"http://localhost:{self.server_port}"  # another host, as the hub's own

@@ -106,6 +106,12 @@ class Downloads:
         message = f"The download was killed, the machine restarted, or the disk is full. Start it again: {CONTINUES}."
         return DownloadState("failed", left.num_bytes, left.total_bytes, message=message)
 
+    def all(self) -> dict[str, DownloadState]:
+        """Return the latest download of each model, by its id."""
+        known = [model_id for model_id in published_models() if self._folder_of(model_id).is_dir()]
+        states = {model_id: self.state(model_id) for model_id in known}
+        return {model_id: state for model_id, state in states.items() if state is not None}
+
     def running(self) -> list[str]:
         """Return the ids of the models that are being downloaded."""
         return [model_id for model_id in published_models() if self._is_running(model_id)]

@@ -238,7 +238,7 @@ def explain(model: PublishedModel, error: BaseException) -> str:
         model: The model.
         error: What ended the download; the hub's library often keeps the reason in its cause.
     """
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     chain = [error]
     while chain[-1].__cause__ is not None:
@@ -250,7 +250,7 @@ def explain(model: PublishedModel, error: BaseException) -> str:
     for link in chain:
         if isinstance(link, HfHubHTTPError):
             return _refusal(model, link.response.status_code)
-    if isinstance(error, LocalEntryNotFoundError):
+    if isinstance(error, LocalEntryNotFoundError) or any(isinstance(link, HTTPError) for link in chain):
         return f"The hub cannot be reached. Check the network and HF_ENDPOINT, and start again: {CONTINUES}."
     if isinstance(error, OSError) and error.errno in NO_SPACE:
         where = repository_folder(model.id).parent

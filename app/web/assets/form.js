@@ -63,24 +63,30 @@
   function take(answer, edits = {}) {
     if (!answer) return;
     numAnswers++;
-    const wasDownloading = state?.download?.state === 'downloading';
     state = answer;
     answered = edits;
     draw();
-    if (wasDownloading && state.download?.state === 'done') loadModels();
+    if (models.some(hasArrived)) loadModels().catch(error => { if (!(error instanceof studio.Refused)) throw error; });
   }
 
-  /** Ask the server to change the draft, between what was typed before and after. Says under Start what it refuses. */
-  async function change(name, values = {}) {
+  /** Whether a model that was to be downloaded is here now: by the page, by another window, or by a command. */
+  function hasArrived(model) {
+    if (model.is_here || !model.download) return false;
+    const isDrafts = model.path === state.rows['model.path']?.value;
+    return state.downloads[model.path]?.state === 'done' || (isDrafts && !state.waiting && !state.errors.some(error => error.field === 'model.path'));
+  }
+
+  /** Ask the server to change the draft, between what was typed before and after. Says under Start, or elsewhere, what it refuses. */
+  async function change(name, values = {}, sayRefusal = complain) {
     try {
       await settled();
       isSending = true;
       const answer = await call(name, { ...values, target });
-      complain('');
+      sayRefusal('');
       return answer;
     } catch (error) {
       if (!(error instanceof studio.Refused)) throw error;
-      complain(error.message);
+      sayRefusal(error.message);
       return null;
     } finally {
       isSending = false;
@@ -183,11 +189,12 @@
     const own = models.find(model => model.presets.some(preset => preset.name === state.preset));
     const listed = wantsAll ? models : models.filter(model => model.is_known || model === own).slice(0, MOST_SUGGESTED);
     fill($('tiles'), [listed, own?.path, own?.family], () => listed.map(model => tile(model, model === own)));
+    for (const [at, model] of listed.entries()) fill($('tiles').children[at].querySelector('.state'), [isRunning(model), shareOf(model)], () => badge(model));
     fill($('model-filter'), [wantsAll, models.length, listed.length], () => [
       h('button', { type: 'button', 'aria-pressed': String(!wantsAll), onclick: () => { wantsAll = false; drawModels(); } }, 'Suggested'),
       h('button', { type: 'button', 'aria-pressed': String(wantsAll), onclick: () => { wantsAll = true; drawModels(); } }, `All ${models.length}`)]);
     $('model-filter').hidden = models.length <= MOST_SUGGESTED;
-    fill($('model-facts'), [own, state.download], () => own ? modelFacts(own) : []);
+    drawFacts(own);
     fill($('presets'), [own?.presets, state.preset], () => (own ? own.presets : []).map(preset => presetTile(preset)));
     say($('presets-note'), own ? `${studio.counted(own.presets.length, 'preset')} for ${own.name}` : `from ${state.preset}`);
   }
@@ -198,13 +205,14 @@
     return h(isOn ? 'button.tile.on' : 'button.tile', { type: 'button', 'aria-pressed': String(isOn), data: { model: model.path },
       onclick: () => isOn || choosePreset(best.name) },
       art(model), h('span.t', {}, h('b', {}, model.name), h('span.sm', {}, size.filter(Boolean).join(' · ')),
-        h('span.sm', { title: model.licence_note }, model.licence || ' '), badge(model)));
+        h('span.sm', { title: model.licence_note }, model.licence || ' '), h('span.state')));
   }
 
   const short = number => number >= 1e9 ? `${+(number / 1e9).toFixed(1)} B` : `${Math.round(number / 1e6)} M`;
 
   function badge(model) {
     const best = model.presets[0];
+    if (isRunning(model)) return h('span.tag.acc', {}, `downloading, ${shareOf(model)} %`);
     if (model.is_built_in && best.verdict === 'fits') return h('span.tag.ok', {}, 'ready');
     if (!model.fits && best.verdict) return h('span.tag.warn', {}, best.verdict === 'no GPU' ? `needs ${best.needs}` : `too large: ${best.needs}`);
     return model.is_here ? h('span.tag.ok', {}, 'here') : h('span.tag', {}, 'to download');
@@ -218,21 +226,46 @@
     return [h('b', {}, model.name), h('span.sm.dim', {}, here), ...licence, ...(model.is_here || !model.download ? [] : downloadParts(model))];
   }
 
+  const isRunning = model => ['waiting', 'downloading'].includes(state.downloads[model.path]?.state);
+
+  /** How much of a model is here, in percent; rounded down, so that 100 means all. */
+  function shareOf(model) {
+    const found = state.downloads[model.path];
+    return found?.total_bytes ? Math.floor(100 * found.num_bytes / found.total_bytes) : 0;
+  }
+
+  /** The line about the chosen model. Its button stays the same element while numbers change, so that a press is not lost. */
+  function drawFacts(own) {
+    const found = state.downloads[own?.path], hadFocus = document.activeElement?.id === 'download';
+    const isNew = fill($('model-facts'), [own, found && (isRunning(own) ? 'running' : [found.state, found.message])], () => own ? modelFacts(own) : []);
+    if (isNew && hadFocus) $('download')?.focus();
+    const bar = $('download-bar');
+    if (!bar) return;
+    const rate = found.bytes_per_s, left = rate ? ` · ${studio.size(rate)}/s · ${studio.duration((found.total_bytes - found.num_bytes) / rate)} left` : '';
+    bar.setAttribute('aria-valuenow', shareOf(own));
+    bar.firstChild.style.width = `${shareOf(own)}%`;
+    say($('download-size'), `${studio.size(found.num_bytes)} of ${studio.size(found.total_bytes)}${left}`);
+  }
+
   /** How far the download of a model is, and the button that starts, pauses or continues it. */
   function downloadParts(model) {
-    const found = state.download?.model === model.path ? state.download : null, isRunning = ['waiting', 'downloading'].includes(found?.state);
-    const ask = (name, word) => h('button.btn.s#download', { type: 'button', onclick: async event => {
-      event.target.disabled = true;
-      take(await change(name, { model: model.path }));
+    const found = state.downloads[model.path], problem = h('div.problem'), running = isRunning(model);
+    let isAsking = false;
+    const ask = (name, word) => h('button.btn.s#download', { type: 'button', onclick: async () => {
+      if (isAsking) return; // not disabled, which would take the focus from it
+      isAsking = true;
+      take(await change(name, { model: model.path }, text => problem.replaceChildren(...(text ? [studio.alert(text)] : []))));
+      isAsking = false;
     } }, word);
-    const share = found?.total_bytes ? 100 * found.num_bytes / found.total_bytes : 0;
-    const left = found?.bytes_per_s ? ` · ${studio.size(found.bytes_per_s)}/s · ${studio.duration((found.total_bytes - found.num_bytes) / found.bytes_per_s)} left` : '';
+    const bar = () => [h('span.bar#download-bar', { role: 'progressbar', 'aria-label': `Download of ${model.name}`, 'aria-valuemin': 0, 'aria-valuemax': 100 }, h('i')), h('span.sm.dim#download-size')];
     return [h('span.download', { data: { state: found?.state || 'none' } },
-      found ? h('span.bar', { role: 'progressbar', 'aria-label': 'Download', 'aria-valuenow': Math.round(share), 'aria-valuemin': 0, 'aria-valuemax': 100 }, h('i', { style: { width: `${share}%` } })) : null,
-      found ? h('span.sm.dim', {}, `${studio.size(found.num_bytes)} of ${studio.size(found.total_bytes)}${left}`) : h('span.sm.dim.grow', {}, model.advice),
-      isRunning ? ask('new_pause', 'Pause') : ask('new_download', found ? 'Continue' : 'Download')),
-      found?.message && !isRunning ? h(found.state === 'failed' ? 'p.notice.bad' : 'p.sm.dim', {}, found.message) : null];
+      found ? bar() : h('span.sm.dim.grow', {}, linked(model.advice)), running ? ask('new_pause', 'Pause') : ask('new_download', found ? 'Continue' : 'Download')),
+      found?.message && !running ? h(found.state === 'failed' ? 'p.notice.bad' : 'p.sm.dim', {}, linked(found.message)) : null, problem];
   }
+
+  /** A text whose addresses of models on the hub are links. */
+  const linked = text => text.split(/(https:\/\/huggingface\.co\/[\w.-]+\/[\w.-]*\w)/).map((part, at) =>
+    at % 2 ? h('a', { href: part, target: '_blank', rel: 'noopener noreferrer' }, part) : part);
 
   function presetTile(preset) {
     const isOn = preset.name === state.preset, words = { fits: 'fits', tight: 'tight', 'no GPU': 'no GPU here' };
@@ -427,7 +460,7 @@
     const { errors, waiting, problem, warnings } = state;
     $('why').className = `notice ${errors.length ? 'bad' : waiting ? '' : 'ok'}`;
     $('why').dataset.state = isReady ? 'ready' : errors.length ? 'refused' : 'waiting';
-    fill($('why'), [errors, waiting, problem, state.data?.num_images, state.gpus], () => {
+    fill($('why'), [errors, waiting, problem, state.data?.num_images, state.gpus, models.map(model => [model.is_here, isRunning(model)])], () => {
       if (errors.length) return [h('b', {}, `Start waits for ${errors.length === 1 ? 'one thing' : `${errors.length} things`}`),
         h('ul', {}, errors.map(error => h('li', {}, error.label ? [h('a', { href: '#', onclick: event => { event.preventDefault(); goTo(error.field); } }, error.label), ': '] : '', inBrief(error))))];
       if (waiting) return [h('p', {}, waiting)];
@@ -445,6 +478,7 @@
   function inBrief(error) {
     const model = models.find(model => model.presets.some(preset => preset.name === state.preset));
     if (error.field !== 'model.path' || !model?.download || model.is_here || state.rows['model.path'].changed) return error.text;
+    if (isRunning(model)) return `${model.name} is being downloaded.`;
     return `${model.name} is not on this machine yet; download it on the first card, ${studio.size(model.bytes)}.`;
   }
 
@@ -631,7 +665,9 @@
 
   async function loadModels() {
     models = await call('new_models');
-    if (state) drawModels();
+    if (!state) return;
+    drawModels();
+    drawStart();
   }
 
   function cards() {

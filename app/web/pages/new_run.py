@@ -188,8 +188,13 @@ def _image(studio: Studio) -> str:
 
 
 def download(studio: Studio, model: str, target: str = THIS_MACHINE) -> dict[str, Any]:
-    """Start the download of a model, or continue it."""
-    studio.model_downloads.start(model)
+    """Start the download of a model, or continue it. Another window may have done so just before."""
+    try:
+        studio.model_downloads.start(model)
+    except InputError:
+        found = studio.model_downloads.state(model)
+        if found is None or found.state in ("failed", "paused"):
+            raise
     return _state(studio, target)
 
 
@@ -255,7 +260,7 @@ def _state(studio: Studio, target: str, is_fresh: bool = False, is_typing: bool 
         "plan": form_answers.plan(preview, checked.config, studio.gpus()),
         "earlier": form_answers.earlier(studio, checked.config) if target == THIS_MACHINE else None,
         "data": None if is_typing else form_answers.data(studio, checked),
-        "download": form_answers.download(studio, checked.config.model.path),
+        "downloads": {model: vars(found) for model, found in studio.model_downloads.all().items()},
         "disk": form_answers.disk(preview, checked.config, studio.runs),
         "gpus": [gpu.name for gpu in studio.gpus()],
         "recent": studio.recent.all(),
