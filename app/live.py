@@ -28,15 +28,14 @@ class Live:
         self.ended: dict[str, str] = {}
 
     def views(self) -> list[RunView]:
-        """Return the running runs, newest start first. Those that cannot be read are left out."""
+        """Return the running runs, newest start first. Those that cannot be read are left out until they can be."""
         with self._lock:
             folders = self._runs.iterdir() if self._runs.is_dir() else ()
             found = [view for path in folders if (view := self._view(RunDir(path))) is not None]
             found.sort(key=lambda view: last_start(view.path), reverse=True)
-            for path in self._seen - {view.path for view in found}:
-                self._end(path)
-            self._seen = {view.path for view in found}
-            for path in self._seen:  # resumed
+            running = {view.path for view in found}
+            self._seen = running | {path for path in self._seen - running if not self._has_ended(path)}
+            for path in running:  # resumed
                 self.ended.pop(path.name, None)
             return found
 
@@ -48,17 +47,22 @@ class Live:
         if self._idle.get(run.path) == launched or not is_run(run.path):
             return None
         try:
-            view = self._follower(run).view() if process.alive(run) else None
-        except (InputError, OSError):  # the table of runs and its own page say what is wrong
-            view = None
-        if view is None:
-            self._idle[run.path] = launched
-        return view
+            if process.alive(run):
+                return self._follower(run).view()
+        except (InputError, OSError):  # its own page says what is wrong; a file may be written at this moment
+            return None
+        self._idle[run.path] = launched
+        return None
 
-    def _end(self, path: Path) -> None:
+    def _has_ended(self, path: Path) -> bool:
+        """Remember how a run that was running has ended, unless it has not: one look at it may fail."""
         try:
-            self.ended[path.name] = self._follower(RunDir(path)).view().state
-        except (InputError, OSError):  # deleted, or damaged: its end cannot be read
-            return
+            view = self._follower(RunDir(path)).view()
+        except (InputError, OSError):  # deleted, or damaged: its end cannot be read yet
+            return not is_run(path)
+        if view.is_running:
+            return False
+        self.ended[path.name] = view.state
         for old in list(self.ended)[:-20]:
             del self.ended[old]
+        return True

@@ -87,6 +87,23 @@ def test_a_damaged_launch_record_hides_no_other_run(live: Live, tmp_path: Path, 
         assert names(live) == ["good"]
 
 
+def test_a_run_of_which_one_look_failed_is_shown_again_and_not_taken_for_ended(live: Live, tmp_path: Path):
+    run = make_run(tmp_path / "runs", "new", state="training")
+    with running(run):
+        assert names(live) == ["new"]
+        aside = run.events_file.rename(run.path / "aside")
+        run.events_file.mkdir()  # cannot be read
+        assert names(live) == []
+        assert live.ended == {}
+        run.events_file.rmdir()
+        aside.rename(run.events_file)
+        assert names(live) == ["new"]
+    with EventWriter(run.events_file) as events:
+        events.write(StatusEvent(state="stopped", step=5))
+    assert names(live) == []
+    assert live.ended == {"new": "stopped"}
+
+
 def test_a_folder_without_runs_has_none_running(tmp_path: Path):
     assert Live(tmp_path / "none", Follower).views() == []
 
