@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
+import faulthandler
 import gc
 import os
-import queue
+import signal
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +26,11 @@ from trainer.distributed.world import World, joined
 
 T = TypeVar("T")
 TIMEOUT_S = 500
+OTHERS_WITHIN_S = 20
+"""How long ranks that may wait for one that died have for their own end."""
+EXIT_WITHIN_S = 10
+"""From the end of a worker's connection to that of its process."""
+MOST_OUTPUT = 8_000
 IMPORTED = (
     "trainer.train.loop",
     "diffusers.models.transformers",
@@ -41,11 +50,38 @@ def run_ranks(count: int, function: Callable[..., T], *arguments: Any) -> list[T
 
 
 class _Worker:
-    def __init__(self, context: Any, index: int) -> None:
-        self.tasks: Any = context.Queue()
-        self.results: Any = context.Queue()
-        self.process = context.Process(target=_serve, args=(self.tasks, self.results), daemon=True, name=f"rank{index}")
+    """A process that serves tasks. output: the file that it prints to."""
+
+    def __init__(self, context: Any, index: int, output: Path) -> None:
+        self.output = output
+        self.connection, its_end = context.Pipe()
+        self.process = context.Process(target=_serve, args=(its_end, str(output)), daemon=True, name=f"rank{index}")
         self.process.start()
+        its_end.close()  # the worker has the only one: when it dies, the connection ends
+
+    def send(self, *task: Any) -> None:
+        """Give it a task. A worker that has died says so when it is asked for the outcome."""
+        self.output.write_bytes(b"")
+        with contextlib.suppress(BrokenPipeError):
+            self.connection.send(task)
+
+    def outcome(self) -> tuple[bool, Any]:
+        """(whether it failed, result or why): what it answers, or how it died."""
+        try:
+            answer: tuple[bool, Any] = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            return True, f"{self._how_it_died()}, without a result; {self.last_output()}"
+        return answer
+
+    def last_output(self) -> str:
+        """The end of what it printed during its task."""
+        text = self.output.read_text(errors="replace").strip()
+        return f"its last output:\n{text[-MOST_OUTPUT:]}" if text else "it printed nothing"
+
+    def _how_it_died(self) -> str:
+        self.process.join(EXIT_WITHIN_S)
+        code = self.process.exitcode
+        return f"ended by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
 
 
 class _Pool:
@@ -53,14 +89,17 @@ class _Pool:
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(list(IMPORTED))
         self._workers: list[_Worker] = []
+        self._outputs = tempfile.TemporaryDirectory()
 
     def run(self, count: int, function: Callable[..., T], arguments: tuple[Any, ...]) -> list[T]:
         while len(self._workers) < count:
-            self._workers.append(_Worker(self._context, len(self._workers)))
+            index = len(self._workers)
+            self._workers.append(_Worker(self._context, index, Path(self._outputs.name) / f"rank{index}.txt"))
+        workers = self._workers[:count]
         with tempfile.TemporaryDirectory() as folder:
-            for rank, worker in enumerate(self._workers[:count]):
-                worker.tasks.put((rank, count, str(Path(folder) / "store"), function, arguments))
-            outcomes = [self._result(worker) for worker in self._workers[:count]]
+            for rank, worker in enumerate(workers):
+                worker.send(rank, count, str(Path(folder) / "store"), function, arguments)
+            outcomes = _outcomes(workers)
         failures = [f"rank {rank}:\n{text}" for rank, (failed, text) in enumerate(outcomes) if failed]
         if failures:
             self.close()  # a rank that failed may have left another in a collective
@@ -72,12 +111,21 @@ class _Pool:
             worker.process.kill()
         self._workers.clear()
 
-    def _result(self, worker: _Worker) -> tuple[bool, Any]:
-        try:
-            outcome: tuple[bool, Any] = worker.results.get(timeout=TIMEOUT_S)
-        except queue.Empty:
-            return True, f"no result within {TIMEOUT_S} s"
-        return outcome
+
+def _outcomes(workers: Sequence[_Worker]) -> list[tuple[bool, Any]]:
+    """Of every worker, in their order. Once one has died, the others have some seconds for theirs."""
+    waiting = {worker.connection: worker for worker in workers}
+    outcomes: dict[_Worker, tuple[bool, Any]] = {}
+    within_s, deadline = TIMEOUT_S, time.monotonic() + TIMEOUT_S
+    while waiting and (ready := connection.wait(list(waiting), max(0, deadline - time.monotonic()))):
+        for worker in [waiting.pop(end) for end in ready]:  # type: ignore[call-overload]
+            outcomes[worker] = worker.outcome()
+            if worker.process.exitcode is not None and within_s == TIMEOUT_S:
+                within_s, deadline = OTHERS_WITHIN_S, time.monotonic() + OTHERS_WITHIN_S
+    for worker in waiting.values():
+        after = "" if within_s == TIMEOUT_S else " after another rank had died"
+        outcomes[worker] = True, f"no result within {within_s} s{after}; {worker.last_output()}"
+    return [outcomes[worker] for worker in workers]
 
 
 _POOL: list[_Pool] = []
@@ -90,12 +138,13 @@ def _pool(count: int) -> _Pool:
     return _POOL[0]
 
 
-def _serve(tasks: Any, results: Any) -> None:
+def _serve(parent: Any, output: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    _print_to(output)
     gc.freeze()
     while True:
-        rank, count, store, function, arguments = tasks.get()
+        rank, count, store, function, arguments = parent.recv()
         try:
             dist.init_process_group(
                 "gloo",
@@ -106,11 +155,20 @@ def _serve(tasks: Any, results: Any) -> None:
             )
             world: World = joined(torch.device("cpu"), rank, count)
             torch.manual_seed(0)
-            results.put((False, function(world, *arguments)))
+            parent.send((False, function(world, *arguments)))
         except BaseException:  # noqa: BLE001 - reported to the test that called
-            results.put((True, traceback.format_exc()))
+            parent.send((True, traceback.format_exc()))
         finally:
             leave_process_group()
+
+
+def _print_to(output: str) -> None:
+    """Let this process print to a file, and its stacks when a signal of the kernel ends it."""
+    file = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
+    faulthandler.enable()
 
 
 def leave_process_group() -> None:
