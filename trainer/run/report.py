@@ -443,7 +443,7 @@ class _Axes:
 
     @classmethod
     def around(cls, points: Sequence[Point]) -> _Axes:
-        """Return axes that contain all points, with a margin above and below; from 0 if all are equal or one is near."""
+        """Return axes that contain all points, with a margin; from 0 if all are equal or one is near."""
         steps, values = [point[0] for point in points], [point[1] for point in points]
         low, high = min(values), max(values)
         margin = (high - low) * 0.05 or abs(low) * 0.05 or 1.0
