@@ -33,7 +33,7 @@
 
   function checkRow(check) {
     const [mood, word] = WORDS[check.verdict];
-    return h('tr', { data: { verdict: check.verdict } }, h('th', { scope: 'row' }, check.what), h('td', {}, h(`span.tag.${mood}`, {}, word)),
+    return h('tr', { data: { verdict: check.verdict } }, h('th', { scope: 'row' }, check.what === 'gpu' ? 'GPU' : check.what), h('td', {}, h(`span.tag.${mood}`, {}, word)),
       h('td', {}, check.fact, check.remedy && check.verdict !== 'ok' ? h('p.remedy', {}, h('b', {}, 'What to do: '), check.remedy) : null));
   }
 
