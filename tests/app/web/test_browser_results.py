@@ -141,7 +141,7 @@ def test_a_prompt_is_drawn_with_and_without_what_was_trained(page: Page, site: S
 def test_what_cannot_be_drawn_is_said_in_the_dialog_and_can_be_mended(page: Page, fields, refusal):
     dialog = start_drawing(page, **fields)
     dialog.get_by_role("alert").filter(has_text=refusal).wait_for()
-    assert dialog.locator("#draw").is_enabled()
+    dialog.locator("#draw:enabled").wait_for()
     assert dialog.locator("#draw-prompt").input_value() == fields["prompt"]
 
 
