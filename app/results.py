@@ -7,14 +7,20 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from trainer.config.errors import InputError
-from trainer.config.models import published_models
-from trainer.launcher import commands, upload
-from trainer.launcher.model_card import base_of, model_card
+from trainer.launcher import commands, side_process, upload
+from trainer.launcher.model_card import model_card
 from trainer.launcher.upload import Upload
 from trainer.run.drawings import Drawing, DrawingRequest, drawings
 from trainer.run.folder import RunDir
+
+Process = subprocess.Popen[bytes] | side_process.Adopted
+KINDS = {"drawing": ("draw", "trainer.train.draw"), "upload": ("upload", "trainer.launcher.upload")}
+"""{kind: its name in `side_process`, what its command runs}"""
+STOPPED_WITHIN_S = 10.0
+"""A process that is still there after this is killed: what it has written is complete or not named."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +30,14 @@ class Outcome:
     Attributes:
         is_running: Whether it goes on.
         text: What it said at its end; "" before, and where none was started.
-        failed: Whether it ended without a result.
+        failed: Whether it ended without a result by itself.
+        is_stopped: Whether `stop` ended it.
     """
 
     is_running: bool = False
     text: str = ""
     failed: bool = False
+    is_stopped: bool = False
 
 
 class Results:
@@ -37,11 +45,25 @@ class Results:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._processes: dict[tuple[str, Path], subprocess.Popen[bytes]] = {}
+        self._processes: dict[tuple[str, Path], Process] = {}
+        self._stopped: set[Process] = set()
 
     def draw(self, run: RunDir, request: DrawingRequest) -> None:
         """Draw a prompt with and without what the run has trained. Raises InputError for one that cannot be drawn."""
         self._begin("drawing", run, lambda: commands.begin_drawing(run, request))
+
+    def stop(self, kind: Literal["drawing", "upload"], run: RunDir) -> None:
+        """End the running process of a kind, if there is one, and return when it has ended."""
+        process = self._process(kind, run)
+        if process is None or process.poll() is not None:
+            return
+        self._stopped.add(process)
+        process.terminate()
+        try:
+            process.wait(STOPPED_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
     def drawing(self, run: RunDir) -> Outcome:
         """Return how the latest drawing is doing."""
@@ -53,7 +75,7 @@ class Results:
 
     def upload(self, run: RunDir, repo: str, is_private: bool, overwrites: bool) -> None:
         """Upload the exported files with a model card. Raises InputError for a wrong name, or without an export."""
-        wanted = Upload(repo, is_private, overwrites, licence_of(run))
+        wanted = Upload(repo, is_private, overwrites)
         self._begin("upload", run, lambda: upload.begin_upload(run, wanted))
 
     def uploaded(self, run: RunDir) -> Outcome:
@@ -62,26 +84,33 @@ class Results:
 
     def card(self, run: RunDir, repo: str) -> str:
         """Return the model card that an upload writes. Raises InputError without an export."""
-        return model_card(run, repo or "OWNER/NAME", licence_of(run))
+        return model_card(run, repo or "OWNER/NAME")
+
+    def _process(self, kind: str, run: RunDir) -> Process | None:
+        """The latest process of a kind: one that was started here, or before the page was restarted."""
+        if (kind, run.path) not in self._processes:
+            found = side_process.adopted(run, *KINDS[kind])
+            if found is None:
+                return None
+            self._processes[kind, run.path] = found
+        return self._processes[kind, run.path]
 
     def _begin(self, kind: str, run: RunDir, start: Callable[[], subprocess.Popen[bytes]]) -> None:
         with self._lock:
-            running = self._processes.get((kind, run.path))
+            running = self._process(kind, run)
             if running is not None and running.poll() is None:
                 raise InputError(f"{run.path.name}: another {kind} is running; wait until it is done")
+            if running is not None:
+                self._stopped.discard(running)
             self._processes[kind, run.path] = start()
 
     def _outcome(self, kind: str, run: RunDir, output: Callable[[RunDir, int], str]) -> Outcome:
-        process = self._processes.get((kind, run.path))
+        process = self._process(kind, run)
         if process is None:
             return Outcome()
         code = process.poll()
         if code is None:
             return Outcome(is_running=True)
+        if process in self._stopped and code != 0:
+            return Outcome(text=f"The {kind} was stopped.", is_stopped=True)
         return Outcome(text=output(run, code), failed=code != 0)
-
-
-def licence_of(run: RunDir) -> str | None:
-    """Return the licence of the model that a run was trained on, where it is known."""
-    known = published_models().get(base_of(run.config()) or "")
-    return known.licence or None if known else None

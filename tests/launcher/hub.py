@@ -28,12 +28,19 @@ class Repository:
 
 @dataclass
 class Hub:
-    """What the server holds. Its user is `ada`, who may write to her own repositories only."""
+    """What the server holds. Its user is `ada`, who may write to her own repositories only.
+
+    Attributes:
+        held: Nothing that is sent is answered until it is set.
+        refuses_commits: Whether the storage of the repository is full, as the hub says.
+    """
 
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
     large: dict[str, bytes] = field(default_factory=dict)
     commits: int = 0
+    held: threading.Event | None = None
+    refuses_commits: bool = False
 
 
 @contextmanager
@@ -78,10 +85,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         parts, body = self._parts(), self._body()
+        if self.state.held is not None:
+            self.state.held.wait(60)
         if parts == ["api", "validate-yaml"]:
             _, front, _ = json.loads(body)["content"].split("---\n", 2)
-            assert isinstance(yaml.safe_load(front), dict)
-            self._answer({"errors": [], "warnings": []})
+            self._check(yaml.safe_load(front))
         elif parts == ["api", "repos", "create"]:
             self._create(json.loads(body))
         elif parts[-1] == "batch":
@@ -91,6 +99,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({"files": files})
         elif parts[4] == "commit":
             self._commit("/".join(parts[2:4]), body)
+
+    def _check(self, front: dict[str, Any]) -> None:
+        """The hub refuses a licence that is not in its list, of which these are some."""
+        named, listed = front.get("license", "mit"), ("apache-2.0", "mit", "openrail++", "other")
+        errors = [] if named in listed else [{"message": f'"license" must be one of [{", ".join(listed)}]'}]
+        self._answer({"errors": errors, "warnings": []}, 400 if errors else 200)
 
     def _who(self) -> None:
         if self.headers.get("authorization") == f"Bearer {TOKEN}":
@@ -125,6 +139,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer({"transfer": "basic", "objects": upload})
 
     def _commit(self, name: str, body: bytes) -> None:
+        if self.state.refuses_commits:
+            self._answer({"error": "Private repository storage limit reached"}, 403)
+            return
         lines = [json.loads(line) for line in body.splitlines()]
         files = self.state.repositories[name].files
         for line in lines:

@@ -119,7 +119,8 @@ def test_what_keeps_an_upload_from_happening_is_a_sentence(run: RunDir, hub: Hub
     arguments = ("--repo=ada/none", "--yes")
     assert uploaded(run, hub, *arguments, token="") == (2, f"the hub does not know who you are: {login}")
     assert uploaded(run, hub, *arguments, token="hf_old") == (2, f"the hub refuses your token: {login}")
-    denied = f"bob/fox: you may not write there; choose your own name as OWNER, or {login}"
+    words = "You don't have the rights to create a model under this namespace"
+    denied = f"bob/fox: you may not write there ({words}); choose your own name as OWNER, or {login}"
     assert uploaded(run, hub, "--repo=bob/fox", "--yes") == (2, denied)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
@@ -169,7 +170,26 @@ def test_the_card_says_what_the_hub_and_a_reader_need(run: RunDir) -> None:
     assert 'a "quoted" &lt;b&gt;TOK&lt;/b&gt;: \\#1' in card
     for row in ("Method | lora", "Rank | 4", "Steps | 30", "Dataset | 3 images with captions"):
         assert f"| {row} |" in card
-    assert "license" not in front_of(model_card(run))
+    known = front_of(model_card(run))
+    assert [known[name] for name in ("license", "license_name", "license_link")] == [
+        "other",
+        "flux-non-commercial-license",
+        "https://huggingface.co/black-forest-labs/FLUX.2-dev/blob/main/LICENSE.md",
+    ]
+
+
+def test_a_licence_that_the_hub_does_not_list_is_refused_with_its_words(run: RunDir, hub: Hub) -> None:
+    said = uploaded(run, hub, "--repo=ada/licensed", "--licence=Apache 2.0", "--yes")
+    words = '"license" must be one of [apache-2.0, mit, openrail++, other]'
+    assert said == (2, f"ada/licensed: the hub refuses the model card (Invalid metadata in README.md. - {words})")
+
+
+@pytest.mark.parametrize(
+    "name", ["fox", "ada/fox/red", "ada/my fox", "ada/-fox", "ada/a--b", "ada/a..b", "ada/" + 97 * "x"]
+)
+def test_a_name_that_the_hub_does_not_take_is_refused_before_anything_is_asked(name: str) -> None:
+    with pytest.raises(InputError, match=f"^repo: '{name}' is not a name on the hub"):
+        Upload(name)
 
 
 def test_the_card_names_nothing_of_this_machine(run: RunDir) -> None:

@@ -30,6 +30,8 @@ class PublishedModel:
         num_bytes: Size of the files to download, to the nearest GB. 0 for a model that comes with the program.
         licence: Name of its licence; empty if it is not known.
         licence_meaning: The licence in one line.
+        licence_id: The licence as model cards on the hub name it; empty if it is not known.
+        licence_file: Its text in the repository, for a licence that the hub does not list.
         is_gated: Whether the hub asks for a login, and for consent to the licence on the model's page.
         include: Patterns of the files that are needed, as `hf download --include` takes them. A repository often has
             the same weights a second time, in one file or in another precision.
@@ -42,6 +44,8 @@ class PublishedModel:
     num_bytes: int = 0
     licence: str = ""
     licence_meaning: str = ""
+    licence_id: str = ""
+    licence_file: str = ""
     is_gated: bool = False
     include: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
@@ -75,6 +79,17 @@ class PublishedModel:
     def licence_note(self) -> str:
         """The licence with its meaning, as `Apache 2.0: free to use, commercially too`; empty if it is not known."""
         return f"{self.licence}: {self.licence_meaning}" if self.licence else ""
+
+    @property
+    def card_licence(self) -> dict[str, str]:
+        """The fields of a model card that name the licence; empty if it is not known.
+
+        The hub refuses a card whose `license` is not in its list: others are `other`, with a name and a link.
+        """
+        if not self.licence_file:
+            return {"license": self.licence_id} if self.licence_id else {}
+        link = f"{self.page}/blob/main/{self.licence_file}"
+        return {"license": "other", "license_name": self.licence_id, "license_link": link}
 
     def needs(self, path: str) -> bool:
         """Whether a file of the repository is needed. path: as `transformer/config.json`."""

@@ -17,6 +17,7 @@ from typing import Any
 from trainer.config import yaml12
 from trainer.config.errors import InputError
 from trainer.config.families import FamilyFacts, of, trains_on
+from trainer.config.models import published_models
 from trainer.config.schema import RunConfig
 from trainer.config.sections import HUB_ID, MODEL_WORDS, NoAdapter, RankAdapter
 from trainer.data import image_files, text_files
@@ -97,7 +98,8 @@ def model_card(run: RunDir, repo: str = "OWNER/NAME", licence: str | None = None
     Args:
         run: A run with an export.
         repo: The repository that the card is for.
-        licence: Licence of the base model, as the hub names it, for example `apache-2.0`; None if it is not known.
+        licence: Licence as the hub names it, for example `apache-2.0`; None for that of the base model, where it is
+            known.
 
     Raises:
         InputError: As `published`.
@@ -153,7 +155,7 @@ class _Card:
         kind = [] if isinstance(self.cfg.adapter, NoAdapter) else [self.cfg.adapter.type]
         front: dict[str, Any] = {
             **({"base_model": self.base, "base_model_relation": relation} if self.base else {}),
-            **({"license": licence} if licence else {}),
+            **self._licence(licence),
             "library_name": self.library,
             "pipeline_tag": task,
             "tags": [*kind, self.library, task, "shardstudio"],
@@ -162,6 +164,12 @@ class _Card:
             front["instance_prompt"] = self.cfg.data.trigger
         widget = [self._widget(sample) for sample in self.what.samples]
         return front | ({"widget": widget} if widget else {})
+
+    def _licence(self, given: str | None) -> dict[str, str]:
+        if given:
+            return {"license": given}
+        known = published_models().get(self.base or "")
+        return known.card_licence if known else {}
 
     def _widget(self, sample: SampleEvent) -> dict[str, Any]:
         output = {"text": sample.text} if sample.is_text else {"url": name_of(sample)}

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
 
 from trainer.run import failure, process
 from trainer.run.folder import RunDir
@@ -23,6 +26,50 @@ def begin(run: RunDir, kind: str, argv: Sequence[str]) -> subprocess.Popen[bytes
     log_file, answer_file = run.logs / f"{kind}.log", run.logs / f"{kind}-answer.txt"
     with log_file.open("ab") as log, answer_file.open("wb") as answer:
         return subprocess.Popen(argv, env=process.worker_environment(), stdout=answer, stderr=log)
+
+
+class Adopted:
+    """A process that another process started, as the page before its restart. It has the methods of `Popen`."""
+
+    def __init__(self, process: psutil.Process, answer_file: Path) -> None:
+        self._process = process
+        self._answer_file = answer_file
+
+    def poll(self) -> int | None:
+        """Return None while it runs, then a guess of its exit code: only its parent knows that. Results are one line,
+        an address or a folder."""
+        if self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE:
+            return None
+        text = self._answer_file.read_text(encoding="utf-8").strip()
+        is_result = text.startswith(("http://", "https://")) or (text.startswith("/") and Path(text).is_dir())
+        return 0 if is_result else 2 if text else 1
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Raises subprocess.TimeoutExpired."""
+        _, alive = psutil.wait_procs([self._process], timeout)
+        if alive:
+            raise subprocess.TimeoutExpired(str(self._process.pid), timeout or 0.0)
+
+
+def adopted(run: RunDir, kind: str, module: str) -> Adopted | None:
+    """Return the running process of a kind, by its command line; None if there is none.
+
+    Args:
+        run: The run.
+        kind: As for `begin`.
+        module: What its command runs.
+    """
+    own = ["-m", module, str(run.path)]
+    for found in psutil.process_iter(["cmdline"]):
+        if (found.info["cmdline"] or [])[1:4] == own:
+            return Adopted(found, run.logs / f"{kind}-answer.txt")
+    return None
 
 
 def answer(run: RunDir, kind: str, code: int, noun: str) -> str:

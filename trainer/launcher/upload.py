@@ -48,8 +48,15 @@ class Upload:
     licence: str | None = None
 
     def __post_init__(self) -> None:
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils import validate_repo_id
+
         if not HUB_ID.fullmatch(self.repo):
             raise InputError(f"repo: '{self.repo}' is not a name on the hub; write OWNER/NAME")
+        try:
+            validate_repo_id(self.repo)
+        except HFValidationError as error:
+            raise InputError(f"repo: '{self.repo}' is not a name on the hub. {_line(error)}") from error
 
     def arguments(self) -> list[str]:
         """It as options of `python -m trainer.launcher.upload`."""
@@ -180,6 +187,10 @@ def _explained(repo: str, endpoint: str) -> Iterator[None]:
         raise InputError(_refusal(repo, error)) from error
     except (HTTPError, OSError) as error:
         raise InputError(f"{endpoint} cannot be reached ({_line(error)}); try again") from error
+    except InputError:
+        raise
+    except ValueError as error:  # huggingface_hub's, for what the hub does not accept in the card
+        raise InputError(f"{repo}: the hub refuses the model card ({_line(error)})") from error
     except RuntimeError as error:  # huggingface_hub's, around the error of one large file
         raise InputError(f"{repo}: {_line(error)} ({_line(error.__cause__ or error)}); try again") from error
 
@@ -187,11 +198,12 @@ def _explained(repo: str, endpoint: str) -> Iterator[None]:
 def _refusal(repo: str, error: HfHubHTTPError) -> str:
     status = error.response.status_code
     if status in (401, 403, 404):
-        return f"{repo}: you may not write there; choose your own name as OWNER, or {LOGIN}"
+        words = f" ({_line(error.server_message)})" if status == 403 and error.server_message else ""
+        return f"{repo}: you may not write there{words}; choose your own name as OWNER, or {LOGIN}"
     return f"{repo}: the hub answered {status} ({error.server_message or _line(error)}); try again"
 
 
-def _line(error: BaseException) -> str:
+def _line(error: BaseException | str) -> str:
     return " ".join(str(error).split())[:300]
 
 
@@ -201,7 +213,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repo", required=True, help="OWNER/NAME on the hub")
     parser.add_argument("--private", action="store_true", help="make a repository that only its owner sees")
     parser.add_argument("--overwrite", action="store_true", help="replace files of a repository that is not empty")
-    parser.add_argument("--licence", help="licence of the base model as the hub names it, for example apache-2.0")
+    parser.add_argument("--licence", help="licence as the hub names it, for example apache-2.0; else the base model's")
     parser.add_argument("--yes", action="store_true", help="upload; without it, only say what would be uploaded")
     return parser
 

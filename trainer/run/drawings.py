@@ -162,6 +162,8 @@ def trained_weights(run: RunDir) -> Path:
         file = run.own_file(event.path)
         if event.what == "adapter" and file.exists():
             return file
+    if exports and not any(run.own_file(event.path).exists() for event in exports):
+        raise InputError(f"{run.path}: has no complete checkpoint, and its exported adapter is gone")
     if exports:
         raise InputError(
             f"{run.path}: has no complete checkpoint, and its export is a whole model; name that as model.path of "

@@ -260,7 +260,7 @@
     const bar = () => [h('span.bar#download-bar', { role: 'progressbar', 'aria-label': `Download of ${model.name}`, 'aria-valuemin': 0, 'aria-valuemax': 100 }, h('i')), h('span.sm.dim#download-size')];
     return [h('span.download', { data: { state: found?.state || 'none' } },
       found ? bar() : h('span.sm.dim.grow', {}, linked(model.advice)), running ? ask('new_pause', 'Pause') : ask('new_download', found ? 'Continue' : 'Download')),
-      found?.message && !running ? h(found.state === 'failed' ? 'p.notice.bad' : 'p.sm.dim', {}, linked(found.message)) : null, problem];
+      !found?.message || running ? null : found.state === 'failed' ? h('div.notice.bad', { role: 'alert' }, h('p', {}, linked(found.message))) : h('p.sm.dim', {}, found.message), problem];
   }
 
   /** A text whose addresses of models on the hub are links. */

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from app.results import Results
 from app.studio import Studio
 from app.web.answers import Calls
 from app.web.served_files import FULL, address
 from trainer.config.errors import InputError
+from trainer.config.families import trains_on
 from trainer.launcher import upload
 from trainer.launcher.upload import Upload
 from trainer.run.drawings import Drawing, DrawingRequest
@@ -22,14 +23,26 @@ MOST_DRAWINGS = 12
 
 def calls(studio: Studio) -> Calls:
     """Return the functions of the script."""
-    functions: list[Callable[..., Any]] = [draw, drawings, upload_question, start_upload, upload_state]
+    functions: list[Callable[..., Any]] = [draw, drawings, upload_question, start_upload, upload_state, stop]
     results = Results()
     return {f"result_{function.__name__}": partial(function, studio, results) for function in functions}
 
 
-def draw(studio: Studio, results: Results, run: str, prompt: str, seed: int | None = None) -> None:
+def draw(
+    studio: Studio,
+    results: Results,
+    run: str,
+    prompt: str,
+    seed: int | None = None,
+    size: tuple[int, int] | None = None,
+) -> None:
     """Start to draw a prompt with and without what the run has trained."""
-    results.draw(studio.run(run), DrawingRequest(prompt, seed))
+    results.draw(studio.run(run), DrawingRequest(prompt, seed, size=size))
+
+
+def stop(studio: Studio, results: Results, run: str, kind: Literal["drawing", "upload"]) -> None:
+    """End the drawing or the upload that is running."""
+    results.stop(kind, studio.run(run))
 
 
 def drawings(studio: Studio, results: Results, run: str) -> dict[str, Any]:
@@ -37,10 +50,13 @@ def drawings(studio: Studio, results: Results, run: str) -> dict[str, Any]:
     found = studio.run(run)
     finished = [_drawing(studio, found, drawing) for drawing in results.drawings(found)[:MOST_DRAWINGS]]
     config = found.config()
+    is_text = trains_on(config) == "text"
     return {
         "state": asdict(results.drawing(found)),
         "drawings": finished,
         "seed": config.sample.seed,
+        "is_text": is_text,
+        "size": None if is_text else config.sample.size,
         "prompts": [prompt.replace("[trigger]", config.data.trigger) for prompt in config.sample.prompts],
     }
 

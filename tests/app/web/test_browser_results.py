@@ -1,0 +1,422 @@
+"""The dialogs about a run's result in Chromium: a drawing by a real process, and an upload to a hub on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page
+
+from tests.app.browser import (
+    TRAINED_WITHIN_S,
+    Server,
+    free_port,
+    opened,
+    recorded,
+    serving,
+    state_is,
+    until_so,
+    watch,
+)
+from tests.launcher.hub import TOKEN, Hub, Repository
+from tests.launcher.hub import serving as serving_hub
+from tests.runs import make_pictures, run_config
+from trainer.launcher import torchrun
+from trainer.run.drawings import drawings
+from trainer.run.events import EventWriter, ExportEvent, StatusEvent
+from trainer.run.folder import RunDir
+
+pytestmark = pytest.mark.slow
+DRAWN_WITHIN_MS = TRAINED_WITHIN_S * 1e3
+
+
+@dataclass
+class Site:
+    """A page with a run of the demo model that has ended, the hub it uploads to, and where its login is."""
+
+    server: Server
+    hub: Hub
+    run: RunDir
+    home: Path
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("results")
+    runs, home = folder / "runs", folder / "home"
+    home.mkdir()
+    config = run_config(
+        make_pictures(folder / "pictures", count=4),
+        name="fox",
+        model={"family": "flux2", "path": "demo"},
+        train__steps=2,
+        sample={"prompts": ["fox face", "bicycle"], "size": [64, 64], "steps": 2, "every": 2},
+    )
+    handle = torchrun.start(config, RunDir.create(runs, config, at=runs / "fox"))
+    assert handle.process.wait(TRAINED_WITHIN_S) == 0
+    with serving_hub() as hub:
+        environment = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+        environment |= {"HF_HOME": str(home), "HF_TOKEN": ""}
+        with serving(runs, environment=environment) as server:
+            yield Site(server, hub, handle.run, home)
+
+
+@pytest.fixture
+def site(shared: Site) -> Site:
+    """Ada is logged in, and the hub has nothing."""
+    (shared.home / "token").write_text(TOKEN)
+    shared.hub.repositories.clear()
+    shared.hub.held, shared.hub.refuses_commits = None, False
+    return shared
+
+
+@pytest.fixture
+def page(browser: Browser, site: Site) -> Iterator[Page]:
+    with opened(browser, site.server.url) as page:
+        watch(page, site.run.path.name)
+        state_is(page, "finished")
+        yield page
+
+
+def open_dialog(page: Page, kind: str) -> Locator:
+    page.locator(f"#{kind}").click()
+    return page.locator(f"#{kind}-dialog")
+
+
+# "Draw with it"
+
+
+def start_drawing(page: Page, prompt: str, **fields: str) -> Locator:
+    dialog = open_dialog(page, "draw")
+    prompts = dialog.locator("#draw-prompt")
+    until_so(page, lambda: dialog.locator("#draw").is_enabled())
+    prompts.fill(prompt)
+    for name, text in fields.items():
+        dialog.locator(f"#draw-{name}").fill(text)
+    dialog.locator("#draw").click()
+    return dialog
+
+
+def test_a_prompt_is_drawn_with_and_without_what_was_trained(page: Page, site: Site):
+    dialog = open_dialog(page, "draw")
+    until_so(page, lambda: dialog.locator("#draw-prompt").input_value() == "fox face")
+    assert dialog.locator("#draw-seed").get_attribute("placeholder") == "0"
+    assert dialog.locator("#draw-size").get_attribute("placeholder") == "64 x 64"
+    before = len(list(drawings(site.run)))
+    dialog.locator("#draw-prompt").fill("a red house")
+    dialog.locator("#draw-seed").fill("7")
+    dialog.locator("#draw-size").fill("96 x 64")
+    dialog.locator("#draw").dblclick()  # two clicks draw once
+    dialog.locator("#draw-state", has_text="Drawing twice").wait_for()
+    first = dialog.locator("#drawings li").first
+    first.get_by_text("seed 7").wait_for(timeout=DRAWN_WITHIN_MS)
+    assert "a red house" in first.inner_text()
+    for side in ("without", "with"):
+        image = first.get_by_alt_text(f"{side}: a red house", exact=True)
+        until_so(page, lambda image=image: image.evaluate("image => image.naturalWidth") == 96)
+    assert dialog.get_by_role("alert").count() == 0
+    until_so(page, lambda: dialog.locator("#draw-state").inner_text() == "")
+    made = list(drawings(site.run))
+    assert len(made) == before + 1
+    assert (made[0].seed, made[0].size) == (7, (96, 64))
+
+
+@pytest.mark.parametrize(
+    ("fields", "refusal"),
+    [
+        ({"prompt": "  "}, "prompt: empty"),
+        ({"prompt": "a cat", "seed": "-1"}, "Seed: write a whole number"),
+        ({"prompt": "a cat", "seed": "99999999999"}, "less than or equal to 2147483647"),
+        ({"prompt": "a cat", "size": "wide"}, "Size: write width x height in pixels"),
+        ({"prompt": "a cat", "size": "65 x 64"}, "is not in multiples of"),
+        ({"prompt": "a cat", "size": "0 x 64"}, "size"),
+        ({"prompt": "a [trigger] cat"}, "[trigger] stands for data.trigger, which is empty in this run"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said_in_the_dialog_and_can_be_mended(page: Page, fields, refusal):
+    dialog = start_drawing(page, **fields)
+    dialog.get_by_role("alert").filter(has_text=refusal).wait_for()
+    dialog.locator("#draw:enabled").wait_for()
+    assert dialog.locator("#draw-prompt").input_value() == fields["prompt"]
+
+
+def test_a_drawing_is_stopped(page: Page, site: Site):
+    before = len(list(drawings(site.run)))
+    dialog = start_drawing(page, "a slow house")
+    dialog.locator("#stop-drawing").click()
+    dialog.locator("#draw-state", has_text="The drawing was stopped.").wait_for()
+    assert dialog.get_by_role("alert").count() == 0
+    until_so(page, lambda: dialog.locator("#draw").is_enabled())
+    assert len(list(drawings(site.run))) == before
+
+
+def test_one_drawing_at_a_time_is_seen_by_every_window_and_goes_on_without_the_dialog(
+    browser: Browser, page: Page, site: Site
+):
+    dialog = start_drawing(page, "one house")
+    dialog.locator("#draw-state", has_text="Drawing twice").wait_for()
+    with opened(browser, site.server.url) as other:
+        watch(other, site.run.path.name)
+        second = open_dialog(other, "draw")
+        second.locator("#draw-state", has_text="Drawing twice").wait_for()
+        assert second.locator("#draw").is_disabled()
+        dialog.get_by_role("button", name="Close").click()
+        page.reload()
+        state_is(page, "finished")
+        again = open_dialog(page, "draw")
+        for place in (second, again):
+            place.locator("#drawings li", has_text="one house").first.wait_for(timeout=DRAWN_WITHIN_MS)
+            place.locator("#draw:enabled").wait_for()
+
+
+def test_two_windows_that_draw_at_once_say_why_only_one_does(browser: Browser, page: Page, site: Site):
+    with opened(browser, site.server.url) as other:
+        watch(other, site.run.path.name)
+        dialogs = [open_dialog(window, "draw") for window in (page, other)]
+        for dialog in dialogs:
+            dialog.locator("#draw:enabled").wait_for()
+            dialog.locator("#draw-prompt").fill("two houses")
+        for window in (page, other):
+            window.evaluate("document.querySelector('#draw-dialog #draw').click()")
+        until_so(page, lambda: sum(dialog.get_by_role("alert").count() for dialog in dialogs) == 1)
+        [refused] = [dialog for dialog in dialogs if dialog.get_by_role("alert").count()]
+        assert "another drawing is running; wait until it is done" in refused.inner_text()
+        refused.locator("#draw-state", has_text="Drawing twice").wait_for()
+        refused.locator("#stop-drawing").click()
+        for dialog in dialogs:
+            dialog.locator("#draw-state", has_text="The drawing was stopped.").wait_for()
+
+
+def test_the_dialogs_lie_within_a_phones_screen(page: Page):
+    page.set_viewport_size({"width": 390, "height": 844})
+    for kind in ("draw", "upload"):
+        dialog = open_dialog(page, kind)
+        box = dialog.bounding_box()
+        assert box is not None
+        assert box["x"] > 0
+        assert box["x"] + box["width"] < 390
+        assert dialog.evaluate("dialog => dialog.scrollWidth <= dialog.clientWidth")
+        dialog.get_by_role("button", name="Close").click()
+
+
+def test_a_dialog_goes_on_when_the_server_comes_back(page: Page, site: Site):
+    """The process goes on without the server, and a page that was restarted knows of it."""
+    dialog = start_drawing(page, "a patient house")
+    dialog.locator("#draw-state", has_text="Drawing twice").wait_for()
+    site.server.kill()
+    page.wait_for_timeout(2_000)
+    site.server.start()
+    page.goto("about:blank")
+    page.goto(site.server.url)
+    watch(page, site.run.path.name)
+    dialog = open_dialog(page, "draw")
+    dialog.locator("#draw-state", has_text="Drawing twice").wait_for()
+    dialog.locator("#drawings li", has_text="a patient house").first.wait_for(timeout=DRAWN_WITHIN_MS)
+    dialog.locator("#draw:enabled").wait_for()
+
+
+def test_weights_that_were_deleted_meanwhile_are_missed_in_words(page: Page, site: Site, tmp_path: Path):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    try:
+        shutil.move(site.run.checkpoints, kept / "checkpoints")
+        shutil.move(site.run.export, kept / "export")
+        site.run.checkpoints.mkdir()
+        site.run.export.mkdir()
+        dialog = start_drawing(page, "a house")
+        dialog.get_by_role("alert").filter(has_text="and its exported adapter is gone").wait_for()
+    finally:
+        for name in ("checkpoints", "export"):
+            shutil.rmtree(site.run.path / name)
+            shutil.move(kept / name, site.run.path / name)
+
+
+def test_an_exported_file_that_is_damaged_is_named(page: Page, site: Site, tmp_path: Path):
+    [file] = site.run.export.glob("*.safetensors")
+    content = file.read_bytes()
+    shutil.move(site.run.checkpoints, tmp_path / "checkpoints")
+    site.run.checkpoints.mkdir()
+    try:
+        file.write_bytes(content[:100])
+        dialog = start_drawing(page, "a house")
+        dialog.get_by_role("alert").filter(has_text=file.name).wait_for(timeout=DRAWN_WITHIN_MS)
+        assert "Traceback" not in dialog.inner_text()
+        file.write_bytes(content)
+        dialog.locator("#draw-prompt").fill("a house from the export")
+        dialog.locator("#draw").click()
+        dialog.locator("#drawings li", has_text="a house from the export").wait_for(timeout=DRAWN_WITHIN_MS)
+        assert dialog.get_by_role("alert").count() == 0
+    finally:
+        file.write_bytes(content)
+        site.run.checkpoints.rmdir()
+        shutil.move(tmp_path / "checkpoints", site.run.checkpoints)
+
+
+# "Upload to the hub"
+
+
+def ask(page: Page, repo: str, *, private: bool = True, overwrite: bool = False) -> Locator:
+    dialog = open_dialog(page, "upload")
+    dialog.locator("#upload-look:enabled").wait_for()
+    dialog.locator("#upload-repo").fill(repo)
+    dialog.locator("#upload-private").set_checked(private)
+    dialog.locator("#upload-overwrites").set_checked(overwrite)
+    dialog.locator("#upload-look").click()
+    return dialog
+
+
+def agree(dialog: Locator) -> None:
+    dialog.locator("#upload-agree").click()
+
+
+def fails(dialog: Locator, text: str) -> None:
+    dialog.locator("#upload-state [role=alert]", has_text=text).wait_for()
+    dialog.locator("#upload-look:enabled").wait_for()
+
+
+def checksums(contents: dict[str, bytes]) -> dict[str, str]:
+    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+
+
+def test_an_upload_is_asked_first_with_its_files_and_its_card_and_what_comes_is_equal(page: Page, site: Site):
+    page.locator("#upload").click()
+    dialog = page.locator("#upload-dialog")
+    assert dialog.locator("#upload-private").is_checked()
+    dialog.locator("#upload-repo").fill("ada/fox")
+    page.keyboard.press("Enter")
+    question = dialog.locator("#upload-question")
+    question.get_by_text("to ada/fox, which only you can see:").wait_for()
+    card_shown = question.locator("details pre")
+    question.locator("summary").click()
+    assert "# fox" in card_shown.inner_text()
+    assert site.hub.repositories == {}
+    card = card_shown.text_content()
+    agree(dialog)
+    link = dialog.locator("#upload-state").get_by_role("link", name=f"{site.hub.url}/ada/fox")
+    link.wait_for()
+    assert link.get_attribute("href") == f"{site.hub.url}/ada/fox"
+    assert link.get_attribute("target") == "_blank"
+    [export] = site.run.export.glob("*.safetensors")
+    samples = {f"images/{file.name}": file.read_bytes() for file in site.run.samples.glob("step-000002-*.png")}
+    assert len(samples) == 2
+    repository = site.hub.repositories["ada/fox"]
+    assert repository.private
+    expected = {export.name: export.read_bytes(), "README.md": (card or "").encode(), **samples}
+    assert checksums(repository.files) == checksums(expected)
+    dialog.get_by_role("button", name="Close").click()
+    again = open_dialog(page, "upload")
+    again.get_by_role("link", name=f"{site.hub.url}/ada/fox").wait_for()
+
+
+def test_a_public_upload_says_who_sees_it_and_a_change_takes_the_question_back(page: Page, site: Site):
+    dialog = ask(page, "ada/public", private=False)
+    dialog.get_by_text("which everyone can see:").wait_for()
+    dialog.locator("#upload-private").check()
+    dialog.locator("#upload-agree").wait_for(state="hidden")
+    assert dialog.locator("#upload-question").inner_text() == ""
+    dialog.locator("#upload-private").uncheck()
+    dialog.locator("#upload-look").click()
+    agree(dialog)
+    dialog.get_by_role("link", name="/ada/public").wait_for()
+    assert not site.hub.repositories["ada/public"].private
+
+
+def test_an_answer_about_what_was_typed_before_is_not_agreed_to(page: Page, site: Site):
+    dialog = open_dialog(page, "upload")
+    dialog.locator("#upload-look:enabled").wait_for()
+    dialog.locator("#upload-repo").fill("ada/first")
+    page.evaluate(
+        "() => { document.querySelector('#upload-look').click(); const repo = document.querySelector('#upload-repo');"
+        " repo.value = 'ada/second'; repo.dispatchEvent(new Event('input')); }"
+    )
+    dialog.locator("#upload-look:enabled").wait_for()
+    page.wait_for_timeout(500)
+    assert dialog.locator("#upload-agree").is_hidden()
+    assert dialog.locator("#upload-question").inner_text() == ""
+
+
+@pytest.mark.parametrize("name", ["", "fox", "ada/my fox", "ada/a--b", "../../etc/passwd", "ada/-fox"])
+def test_a_name_that_the_hub_does_not_take_is_refused_at_once(page: Page, site: Site, name: str):
+    dialog = ask(page, name)
+    dialog.get_by_role("alert").filter(has_text="is not a name on the hub").wait_for()
+    assert dialog.locator("#upload-agree").is_hidden()
+
+
+def test_an_upload_without_a_login_says_how_to_log_in_and_goes_on_after_it(page: Page, site: Site):
+    (site.home / "token").unlink()
+    dialog = ask(page, "ada/login")
+    agree(dialog)
+    fails(dialog, "the hub does not know who you are: log in with `hf auth login`, with a token that may write")
+    (site.home / "token").write_text("hf_old")
+    for text in ("the hub refuses your token",):
+        dialog.locator("#upload-look").click()
+        agree(dialog)
+        fails(dialog, text)
+    (site.home / "token").write_text(TOKEN)
+    dialog.locator("#upload-look").click()
+    agree(dialog)
+    dialog.get_by_role("link", name="/ada/login").wait_for()
+
+
+def test_what_the_hub_refuses_is_said(page: Page, site: Site):
+    dialog = ask(page, "bob/fox")
+    agree(dialog)
+    fails(dialog, "bob/fox: you may not write there (You don't have the rights to create a model under this namespace)")
+    site.hub.repositories["ada/held"] = Repository(files={"README.md": b"precious"})
+    dialog.locator("#upload-repo").fill("ada/held")
+    dialog.locator("#upload-private").uncheck()
+    dialog.locator("#upload-look").click()
+    agree(dialog)
+    fails(dialog, "ada/held: exists and has 1 files, first README.md; choose another name, or")
+    dialog.locator("#upload-overwrites").check()
+    dialog.locator("#upload-look").click()
+    site.hub.refuses_commits = True
+    agree(dialog)
+    fails(dialog, "Private repository storage limit reached")
+    assert site.hub.repositories["ada/held"].files == {"README.md": b"precious"}
+    site.hub.refuses_commits = False
+    dialog.locator("#upload-look").click()
+    agree(dialog)
+    dialog.get_by_role("link", name="/ada/held").wait_for()
+    assert site.hub.repositories["ada/held"].files["README.md"] != b"precious"
+
+
+def test_an_upload_is_stopped_and_others_wait_for_it(browser: Browser, page: Page, site: Site):
+    site.hub.held = threading.Event()
+    dialog = ask(page, "ada/slow")
+    agree(dialog)
+    dialog.locator("#upload-state", has_text="Uploading").wait_for()
+    with opened(browser, site.server.url) as other:
+        watch(other, site.run.path.name)
+        second = open_dialog(other, "upload")
+        second.locator("#upload-state", has_text="Uploading").wait_for()
+        assert second.locator("#upload-look").is_disabled()
+        dialog.locator("#stop-upload").click()
+        for place in (dialog, second):
+            place.locator("#upload-state", has_text="The upload was stopped.").wait_for()
+            place.locator("#upload-look:enabled").wait_for()
+    site.hub.held.set()
+    assert all(not repository.files for repository in site.hub.repositories.values())
+
+
+def test_a_hub_that_cannot_be_reached_is_named(browser: Browser, tmp_path: Path):
+    runs = tmp_path / "runs"
+    run = recorded(runs, "fox", [StatusEvent(state="finished", step=40)])
+    (run.export / "fox.safetensors").write_bytes(b"weights")
+    with EventWriter(run.events_file) as events:
+        events.write(ExportEvent(path="export/fox.safetensors", what="adapter", format="auto"))
+    address = f"http://127.0.0.1:{free_port()}"
+    environment = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "home")}
+    with serving(runs, environment=environment) as server, opened(browser, server.url) as page:
+        watch(page, "fox")
+        dialog = ask(page, "ada/fox")
+        agree(dialog)
+        fails(dialog, f"{address} cannot be reached (")
+        (run.export / "fox.safetensors").unlink()
+        dialog.locator("#upload-look").click()
+        dialog.get_by_role("alert").filter(has_text="nothing was exported, or the files are gone").wait_for()
