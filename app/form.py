@@ -209,7 +209,8 @@ def check_machine(
     except ConfigError as error:
         problems += error.problems
     except InputError as error:
-        problems.append(Problem("", str(error)))
+        field, _, message = str(error).partition(": ")
+        problems.append(Problem(field, message) if field in all_names() else Problem("", str(error)))
     return replace(checked, errors=_by_row(problems) | dict(checked.errors))
 
 

@@ -42,6 +42,7 @@ def _field(name: str) -> dict[str, Any]:
         "label": label(name),
         "help": spec.help,
         "unit": spec.unit,
+        "words": " ".join((spec.keywords, *spec.words)),
         "kind": form.kind_of(name),
         "number": _number(spec),
         "min": bounds.get(">=", bounds.get(">")),
@@ -214,7 +215,8 @@ def _item(item: Item) -> dict[str, Any]:
 def disk(preview: PlanPreview, cfg: RunConfig, runs: Path) -> dict[str, Any]:
     """Return the bytes that are free below the runs, and those that checkpoints and export will take; 0 if unknown."""
     sizes = {item.name: item.size for item in preview.plan.disk} if preview.plan else {}
-    need = sizes.get("export", 0.0) + sizes.get("checkpoint", 0.0) * capacity.num_checkpoints(cfg)
+    need = sizes.get("export", 0.0) + sizes.get("cached base", 0.0)
+    need += sizes.get("checkpoint", 0.0) * capacity.num_checkpoints(cfg)
     return {"free": round(shutil.disk_usage(runs).free, -7) if runs.is_dir() else 0, "need": need}
 
 

@@ -15,7 +15,7 @@ from trainer.plan.hardware import CARDS
 def model(choice: ModelChoice, image: str = "") -> dict[str, Any]:
     """Return a model with its facts, whether it is on this machine, and its presets. image: address of its picture."""
     known = published_models().get(choice.path)
-    name = choice.presets[0].name if choice.is_built_in else choice.path.rstrip("/").rpartition("/")[2]
+    name = f"{choice.family}, random weights" if choice.is_built_in else choice.path.rstrip("/").rpartition("/")[2]
     return {
         "path": choice.path,
         "family": choice.family,
@@ -30,7 +30,8 @@ def model(choice: ModelChoice, image: str = "") -> dict[str, Any]:
         "download": known.download_command if known else "",
         "advice": known.login_advice if known else "",
         "is_built_in": choice.is_built_in,
-        "is_here": choice.is_built_in or preflight.has_model(ModelConfig(family=choice.family, path=choice.path, base=choice.base)),
+        "is_here": choice.is_built_in
+        or preflight.has_model(ModelConfig(family=choice.family, path=choice.path, base=choice.base)),
         "fits": choice.fits,
         "image": image,
         "presets": [_preset(preset) for preset in choice.presets],

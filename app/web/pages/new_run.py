@@ -19,6 +19,7 @@ from app.plan_preview import TARGETS, THIS_MACHINE
 from app.studio import Studio
 from app.web.answers import Calls
 from app.web.served_files import FULL, address
+from trainer.config import families
 from trainer.config.errors import InputError
 from trainer.config.fields import label
 from trainer.config.installation import PRESETS
@@ -246,6 +247,7 @@ def _state(studio: Studio, target: str, is_fresh: bool = False, is_typing: bool 
     answer = {
         "preset": studio.name_of(draft.preset),
         "problem": studio.draft_problem,
+        "is_text": families.trains_on(checked.config) == "text",
         "rows": form_answers.rows(checked),
         "errors": form_answers.errors(checked),
         "ready": checked.can_start,

@@ -363,3 +363,47 @@ def test_a_port_that_is_taken_is_named(server: Server, tmp_path: Path):
     assert answer.returncode == 2
     said = f"--port {server.port}: cannot be used on 127.0.0.1 (Address already in use); name another\n"
     assert answer.stderr == said
+
+
+def test_an_error_leads_to_its_row_also_when_the_search_hides_it(page: Page):
+    page.locator("#search").fill("warm-up")
+    page.locator("#field-optim-warmup").wait_for()
+    write_over(page, "field-optim-warmup", "many")
+    page.locator("#search").fill("restarts")
+    page.locator("#why a", has_text="Warm-up").click()
+    assert page.evaluate("document.activeElement.id") == "field-optim-warmup"
+    assert page.locator("#field-optim-warmup").is_visible()
+    page.locator("#group-training summary").click()
+    page.locator("#field-optim-warmup").wait_for(state="hidden")
+    page.locator("#why a", has_text="Warm-up").click()
+    assert page.evaluate("document.activeElement.id") == "field-optim-warmup"
+    write_over(page, "field-optim-warmup", "10")
+
+
+def test_a_setting_is_found_by_the_words_of_newcomers_and_of_other_programs(page: Page):
+    for words, field in {
+        "VRAM": "train-checkpointing",
+        "gradient accumulation": "train-micro_batch",
+        "multi-gpu": "parallel-strategy",
+        "4-bit": "quantize-format",
+        "cfg": "sample-guidance",
+        "target modules": "adapter-targets",
+        "fp16": "train-precision",
+        "buckets": "data-max_aspect",
+    }.items():
+        page.locator("#search").fill(words)
+        page.locator(f"#field-{field}").wait_for()
+    page.locator("#search").fill("epochs")
+    page.locator("#found-above a", has_text="Steps").click()
+    assert page.evaluate("document.activeElement.id") == "field-train-steps"
+    page.locator("#search").fill("")
+    page.locator("#found-above a").wait_for(state="hidden")
+
+
+def test_a_language_model_trains_texts_also_before_its_folder_is_there(page: Page):
+    page.locator("#model-filter button", has_text="All").click()
+    page.locator("#tiles [data-model='Qwen/Qwen3-8B']").click()
+    page.locator("#data-title", has_text="Texts").wait_for()
+    settled(page)
+    write_over(page, "field-data-path", "")
+    page.locator("#row-field-data-path .help", has_text="image").wait_for(state="hidden")

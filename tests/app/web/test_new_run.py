@@ -590,3 +590,21 @@ def test_a_folder_without_the_familys_model_is_refused_at_its_field(window: Wind
     window.call("save_preset", name="with-model")
     [model] = [model for model in window.call("models") if model["path"] == str(tmp_path / "model")]
     assert not model["is_here"]
+
+
+def test_an_address_that_cannot_be_resolved_is_an_error_of_its_field(window: Window):
+    window.call("edit", edits={"parallel.nodes": "2", "parallel.rendezvous": "nowhere.invalid:29400"})
+    assert "the host name nowhere.invalid cannot be resolved here" in window.errors()["parallel.rendezvous"]
+    assert "" not in window.errors()
+
+
+def test_the_quantized_base_that_is_kept_counts_as_disk_that_the_run_needs(window: Window):
+    window.call("preset", name="flux2-dev-lora-nf4-2x24gb")
+    need = window.state["disk"]["need"]
+    window.type("quantize.cache", False)
+    assert window.state["disk"]["need"] < need - 10e9
+
+
+def test_a_model_that_is_not_published_is_named_by_what_it_is(window: Window):
+    names = {model["path"]: model["name"] for model in window.call("models") if not model["is_known"]}
+    assert names["random"] == "causal_lm, random weights"
