@@ -6,6 +6,7 @@ from typing import Any
 
 from app.form_answers import kinds
 from app.model_choices import ModelChoice, PresetChoice
+from trainer.config import families
 from trainer.config.models import published_models
 from trainer.config.sections import ModelConfig
 from trainer.launcher import preflight
@@ -15,7 +16,9 @@ from trainer.plan.hardware import CARDS
 def model(choice: ModelChoice, image: str = "") -> dict[str, Any]:
     """Return a model with its facts, whether it is on this machine, and its presets. image: address of its picture."""
     known = published_models().get(choice.path)
-    name = f"{choice.family}, random weights" if choice.is_built_in else choice.path.rstrip("/").rpartition("/")[2]
+    facts = families.of(choice.family)
+    untrained = f"{'Language' if facts and facts.trains_on == 'text' else 'Image'} model, random weights"
+    name = untrained if choice.is_built_in else choice.path.rstrip("/").rpartition("/")[2]
     return {
         "path": choice.path,
         "family": choice.family,

@@ -198,8 +198,8 @@
     const best = model.presets[0];
     return h(isOn ? 'button.tile.on' : 'button.tile', { type: 'button', 'aria-pressed': String(isOn), data: { model: model.path },
       onclick: () => isOn || choosePreset(best.name) },
-      art(model), h('span.t', {}, h('b', {}, model.name), h('span.sm', {}, size.filter(Boolean).join(' · ') || model.path),
-        h('span.sm', { title: `${model.licence}${model.licence_note ? `: ${model.licence_note}` : ''}` }, model.licence || ' '), badge(model)));
+      art(model), h('span.t', {}, h('b', {}, model.name), h('span.sm', {}, size.filter(Boolean).join(' · ') || (model.is_built_in ? 'comes along, untrained' : model.path)),
+        h('span.sm.licence', { title: `${model.licence}${model.licence_note ? `: ${model.licence_note}` : ''}` }, model.licence || ' '), badge(model)));
   }
 
   const short = number => number >= 1e9 ? `${+(number / 1e9).toFixed(1)} B` : `${Math.round(number / 1e6)} M`;
@@ -482,7 +482,7 @@
       const parts = [
         h('p', {}, h('span.big', {}, studio.gib(plan.need)), h('span.dim', {}, plan.limit ? ` of ${studio.gib(plan.limit)} at the fullest moment` : ' at the fullest moment')),
         h('div.mem', { role: 'img', 'aria-label': spoken, data: { verdict: plan.verdict } }, plan.kinds.map(([kind, size]) => h('i', { title: KIND_WORDS[kind], style: { width: `${100 * size / whole}%`, background: `var(--${kind})` } }))),
-        h('ul.keys', {}, plan.kinds.map(([kind, size]) => h('li', {}, h('i', { style: { background: `var(--${kind})` } }), studio.term(KIND_WORDS[kind]), ' ', h('b', {}, (size / 2 ** 30).toFixed(size < 2 ** 30 ? 2 : 1))))),
+        h('ul.keys', {}, plan.kinds.map(([kind, size]) => h('li', {}, h('i', { style: { background: `var(--${kind})` } }), studio.term(KIND_WORDS[kind]), ' ', h('b', {}, size < 0.005 * 2 ** 30 ? '< 0.01' : (size / 2 ** 30).toFixed(size < 2 ** 30 ? 2 : 1))))),
         h(plan.verdict === 'does not fit' ? 'p.notice.bad' : plan.verdict === 'tight' ? 'p.notice.warn' : 'p.sm.dim', {}, sentence(plan.sentence)),
         ...plan.fixes.map((fix, index) => h('button.btn.s.fix', { type: 'button', id: `fix-${index}`, onclick: async () => take(await change('new_fix', { changes: fix.changes })) }, `Make it fit: ${fix.text}`)),
         h('details.sm', {}, h('summary', {}, 'More about memory'), h('p', {}, `Fullest in ${plan.moment}.`),
@@ -573,13 +573,23 @@
     $('yaml-lines').scrollTop = $('yaml').scrollTop;
   }
 
+  /** Put the caret at the end of a line of the YAML, in the middle of what is seen of it. */
+  function toLine(number) {
+    const area = $('yaml'), lines = area.value.split('\n'), end = lines.slice(0, number).join('\n').length;
+    area.focus({ preventScroll: true });
+    area.setSelectionRange(end, end);
+    area.scrollTop = $('yaml-lines').scrollTop = area.scrollHeight * (number - 0.5) / lines.length - area.clientHeight / 2;
+    area.scrollIntoView({ block: 'nearest' });
+  }
+
   async function applyYaml() {
     const answer = await change('new_apply_yaml', { text: $('yaml').value });
     if (!answer) return;
     if (answer.wrong) {
       wrongLines = answer.wrong.map(error => error.line);
       drawLines();
-      $('yaml-wrong').replaceChildren(h('div.notice.bad', { role: 'alert' }, h('ul', {}, answer.wrong.map(error => h('li', {}, error.line ? h('b', {}, `Line ${error.line}: `) : '', error.text)))));
+      if (wrongLines.some(Boolean)) toLine(wrongLines.find(Boolean));
+      $('yaml-wrong').replaceChildren(h('div.notice.bad', { role: 'alert' }, h('ul', {}, answer.wrong.map(error => h('li', {}, error.line ? h('a', { href: '#', onclick: event => { event.preventDefault(); toLine(error.line); } }, h('b', {}, `Line ${error.line}`)) : '', error.line ? ': ' : '', error.text)))));
       return;
     }
     take(answer);

@@ -407,3 +407,28 @@ def test_a_language_model_trains_texts_also_before_its_folder_is_there(page: Pag
     settled(page)
     write_over(page, "field-data-path", "")
     page.locator("#row-field-data-path .help", has_text="image").wait_for(state="hidden")
+
+
+def test_the_panel_with_start_stays_in_sight(page: Page):
+    page.mouse.move(500, 500)
+    page.mouse.wheel(0, 900)
+    until(page, "scrollY > 500 && Math.abs(document.querySelector('#page-new .side').getBoundingClientRect().top - 16) < 2")
+
+
+def test_a_wrong_line_of_the_yaml_is_brought_into_sight_and_each_is_a_link(page: Page):
+    page.locator("#yaml-drawer summary").click()
+    text = page.locator("#yaml").input_value().replace("  steps: 100", "  steps: many").replace("  keep: 3", "  kep: 3")
+    page.locator("#yaml").fill(text)
+    page.locator("#apply-yaml").click()
+    page.locator("#yaml-wrong li").first.wait_for()
+    lines = [number for number, line in enumerate(text.splitlines(), 1) if "many" in line or "kep" in line]
+    assert page.locator("#yaml-wrong a").all_inner_texts() == [f"Line {number}" for number in lines]
+    seen = """() => { const frame = document.querySelector('#yaml-lines').getBoundingClientRect();
+        return [...document.querySelectorAll('#yaml-lines .wrong')].map(line => {
+          const at = line.getBoundingClientRect(); return at.top >= frame.top && at.bottom <= frame.bottom; }); }"""
+    assert page.evaluate(seen)[0]
+    page.locator("#yaml-wrong a").last.click()
+    assert page.evaluate(seen)[-1]
+    caret = page.evaluate("document.querySelector('#yaml').selectionStart")
+    assert text[:caret].count("\n") + 1 == lines[-1]
+    page.locator("#discard-yaml").click()

@@ -607,4 +607,4 @@ def test_the_quantized_base_that_is_kept_counts_as_disk_that_the_run_needs(windo
 
 def test_a_model_that_is_not_published_is_named_by_what_it_is(window: Window):
     names = {model["path"]: model["name"] for model in window.call("models") if not model["is_known"]}
-    assert names["random"] == "causal_lm, random weights"
+    assert names["random"] == "Language model, random weights"
