@@ -531,9 +531,11 @@
 
   /** Undo every edit; one click brings them back. */
   async function reset() {
-    await settled();
+    try { await settled(); } catch (error) { if (!(error instanceof studio.Refused)) throw error; complain(error.message); return; }
     const values = Object.fromEntries(state.changes.map(change => [change.field, state.rows[change.field].value]));
-    take(await change('new_restore', { preset: state.preset, values: {} }));
+    const answer = await change('new_reset');
+    if (!answer) return;
+    take(answer);
     offerUndo('The form is as in the preset again. ', async () => {
       for (const [name, value] of Object.entries(values)) edited(name, value, 0);
       await settled();

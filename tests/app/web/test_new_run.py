@@ -608,3 +608,21 @@ def test_the_quantized_base_that_is_kept_counts_as_disk_that_the_run_needs(windo
 def test_a_model_that_is_not_published_is_named_by_what_it_is(window: Window):
     names = {model["path"]: model["name"] for model in window.call("models") if not model["is_known"]}
     assert names["random"] == "Language model, random weights"
+
+
+def test_back_to_the_preset_drops_every_edit_also_of_data_and_name(window: Window, studio: Studio, tmp_path: Path):
+    window.call("edit", edits={"data.path": str(tmp_path), "name": "mine", "train.steps": "7"})
+    window.call("reset")
+    assert studio.draft() == Draft(studio.preset("quickstart"))
+    assert window.state["changes"] == []
+
+
+def test_brackets_in_a_number_are_not_called_wrong_yaml(window: Window):
+    window.type("train.steps", "[5")
+    assert window.errors() == {"train.steps": "needs a whole number, not '[5'"}
+    window.type("train.steps", "5")
+    window.type("optim.type", "{")
+    assert window.errors()["optim.type"].startswith("'{' is not one of ")
+    window.call("reset")
+    window.type("sample.size", "[64, 64")
+    assert "not YAML" in window.errors()["sample.size"]
