@@ -432,3 +432,37 @@ def test_a_wrong_line_of_the_yaml_is_brought_into_sight_and_each_is_a_link(page:
     caret = page.evaluate("document.querySelector('#yaml').selectionStart")
     assert text[:caret].count("\n") + 1 == lines[-1]
     page.locator("#discard-yaml").click()
+
+
+def test_the_keyboard_keeps_its_place_when_a_model_a_preset_or_a_method_is_chosen(page: Page):
+    page.locator("#tiles .tile").nth(1).wait_for()
+    focused = "JSON.stringify({ ...document.activeElement.dataset, value: document.activeElement.value || '' })"
+    for place in ("#tiles [data-model*='FLUX.2-dev']", "#presets [data-preset='flux2-dev-lora-4gpu']"):
+        page.locator(place).focus()
+        page.keyboard.press("Enter")
+        page.locator(f"{place}.on").wait_for()
+        settled(page)
+        assert page.locator(f"{place}:focus").count() == 1, page.evaluate(focused)
+    page.locator("#methods input:checked").focus()
+    for method in ("locon", "dora"):
+        page.keyboard.press("ArrowDown")
+        page.locator(f"#methods .on input[value='{method}']").wait_for()
+        settled(page)
+        assert page.locator(f"#methods input[value='{method}']:focus").count() == 1, page.evaluate(focused)
+    page.locator("#model-filter button", has_text="All").focus()
+    page.keyboard.press("Enter")
+    assert page.locator("#model-filter button:focus").inner_text().startswith("All")
+    page.locator("#tiles [data-model='demo']").first.click()
+    until(page, "document.querySelector('#page-new').dataset.preset === 'quickstart'")
+
+
+def test_back_to_the_preset_can_be_undone_also_for_the_folder(page: Page, runs: Path):
+    write_over(page, "field-data-path", str(runs.parent))
+    page.keyboard.press("Tab")
+    write_over(page, "field-train-steps", "33")
+    page.locator("#changes a", has_text="Steps").wait_for()
+    page.locator("#reset").click()
+    page.locator("#changes", has_text="As in the preset quickstart.").wait_for()
+    page.locator("#left button", has_text="Undo").click()
+    reads(page, "data-path", str(runs.parent))
+    reads(page, "train-steps", "33")
