@@ -118,9 +118,7 @@ def test_a_model_that_is_not_recorded_is_judged_by_its_gpus_only(runs: Path, tmp
     assert said(cfg, runs, []) == {}
 
 
-def test_a_disk_without_room_for_the_quantized_base_is_a_problem_of_that(
-    runs: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_disk_without_room_for_the_quantized_base_is_a_problem_of_that(runs: Path, monkeypatch: pytest.MonkeyPatch):
     usage = shutil.disk_usage(runs.parent)
     monkeypatch.setattr("trainer.launcher.capacity.shutil.disk_usage", lambda _: usage._replace(free=20 * 10**9))
     found = said(preset("flux2-dev-lora-int8-4gpu", "quantize.cache=true"), runs, gpus(4))

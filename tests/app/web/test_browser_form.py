@@ -412,7 +412,10 @@ def test_a_language_model_trains_texts_also_before_its_folder_is_there(page: Pag
 def test_the_panel_with_start_stays_in_sight(page: Page):
     page.mouse.move(500, 500)
     page.mouse.wheel(0, 900)
-    until(page, "scrollY > 500 && Math.abs(document.querySelector('#page-new .side').getBoundingClientRect().top - 16) < 2")
+    until(
+        page,
+        "scrollY > 500 && Math.abs(document.querySelector('#page-new .side').getBoundingClientRect().top - 16) < 2",
+    )
 
 
 def test_a_wrong_line_of_the_yaml_is_brought_into_sight_and_each_is_a_link(page: Page):
