@@ -108,7 +108,7 @@ class Draft:
     @property
     def overrides(self) -> list[str]:
         """The values as `key=value` of the command line."""
-        return [f"{name}={_as_override(value)}" for name, value in self.values.items()]
+        return [f"{name}={_as_override(value, kind_of(name))}" for name, value in self.values.items()]
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,8 @@ def check_machine(
     except ConfigError as error:
         problems += error.problems
     except InputError as error:
-        problems.append(Problem("", str(error)))
+        field, _, message = str(error).partition(": ")
+        problems.append(Problem(field, message) if field in all_names() else Problem("", str(error)))
     return replace(checked, errors=_by_row(problems) | dict(checked.errors))
 
 
@@ -418,11 +419,25 @@ def _text(kind: Kind, value: Any) -> str | bool:
     return json.dumps(value)
 
 
-def _as_override(value: Any) -> str:
-    """The value as YAML on one line, without quotes where they are not needed."""
+def _as_override(value: Any, kind: Kind) -> str:
+    """The value as YAML on one line, without quotes where they are not needed.
+
+    A text that is not YAML is quoted, so that its field says what it needs; where lists and sections are written, the
+    error of YAML says more.
+    """
+    if isinstance(value, str) and kind != "yaml" and not _is_yaml(value):
+        return json.dumps(value, ensure_ascii=False)
     if isinstance(value, str) and value and value == value.strip() and _value(Slot(object), value) == value:
         return value
     return "" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _is_yaml(text: str) -> bool:
+    try:
+        yaml12.parse(text)
+    except yaml12.YamlError:
+        return False
+    return True
 
 
 def _defaults(config: RunConfig) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def _field(name: str) -> dict[str, Any]:
         "label": label(name),
         "help": spec.help,
         "unit": unit(name),
+        "words": " ".join((spec.keywords, *spec.words)),
         "kind": form.kind_of(name),
         "number": _number(spec),
         "min": bounds.get(">=", bounds.get(">")),
@@ -213,7 +214,8 @@ def _item(item: Item) -> dict[str, Any]:
 def disk(preview: PlanPreview, cfg: RunConfig, runs: Path) -> dict[str, Any]:
     """Return the bytes that are free below the runs, and those that checkpoints and export will take; 0 if unknown."""
     sizes = {item.name: item.size for item in preview.plan.disk} if preview.plan else {}
-    need = sizes.get("export", 0.0) + sizes.get("checkpoint", 0.0) * capacity.num_checkpoints(cfg)
+    need = sizes.get("export", 0.0) + sizes.get("cached base", 0.0)
+    need += sizes.get("checkpoint", 0.0) * capacity.num_checkpoints(cfg)
     free = shutil.disk_usage(runs).free if runs.is_dir() else 0
     return {"free": int(float(f"{free:.2g}")), "need": need}  # two digits: every change makes the windows draw anew
 

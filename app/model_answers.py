@@ -29,7 +29,8 @@ def model(choice: ModelChoice, image: str = "") -> dict[str, Any]:
         "download": known.download_command if known else "",
         "advice": known.login_advice if known else "",
         "is_built_in": choice.is_built_in,
-        "is_here": choice.is_built_in or preflight.has_model(ModelConfig(family=choice.family, path=choice.path, base=choice.base)),
+        "is_here": choice.is_built_in
+        or preflight.has_model(ModelConfig(family=choice.family, path=choice.path, base=choice.base)),
         "fits": choice.fits,
         "image": image,
         "presets": [_preset(preset) for preset in choice.presets],

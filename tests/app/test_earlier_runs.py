@@ -48,7 +48,10 @@ def history(steps: int = STEPS, step_s: float = STEP, began: float = BEGAN) -> l
         now += step_s
         part = step_s / 4
         times = {name: part for name in ("seconds_data", "seconds_forward", "seconds_backward", "seconds_optimizer")}
-        at(StepEvent(step=step, loss=1, lr=1, grad_norm=1, seconds=step_s, seconds_communication=0, time=now, **times), 0)
+        at(
+            StepEvent(step=step, loss=1, lr=1, grad_norm=1, seconds=step_s, seconds_communication=0, time=now, **times),
+            0,
+        )
         if step % EVERY == 0:
             at(StatusEvent(step=step, state="sampling", time=now), SAMPLING)
             at(StatusEvent(step=step, state="training", time=now), 0)

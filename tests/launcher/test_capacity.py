@@ -116,3 +116,11 @@ def test_a_model_that_is_not_recorded_is_judged_by_its_gpus_only(runs: Path, tmp
     cfg = run_config(tmp_path, model__path="someone/some-model", parallel__devices=3, parallel__device="auto")
     assert list(said(cfg, runs, gpus(2))) == ["parallel.devices"]
     assert said(cfg, runs, []) == {}
+
+
+def test_a_disk_without_room_for_the_quantized_base_is_a_problem_of_that(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    usage = shutil.disk_usage(runs.parent)
+    monkeypatch.setattr("trainer.launcher.capacity.shutil.disk_usage", lambda _: usage._replace(free=20 * 10**9))
+    found = said(preset("flux2-dev-lora-int8-4gpu", "quantize.cache=true"), runs, gpus(4))
+    assert found["quantize.cache"].startswith("true: the quantized base, checkpoints and export take ")
+    assert "checkpoint.keep" not in found

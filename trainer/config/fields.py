@@ -51,6 +51,7 @@ class Slot:
         path: "file", "folder", "model" or empty, as in `sections.option`.
         help: The field's description.
         title: The field's name in words; empty where its key reads well.
+        keywords: Other words for it, by which it is searched for.
     """
 
     annotation: Any
@@ -59,6 +60,7 @@ class Slot:
     path: str = ""
     help: str = ""
     title: str = ""
+    keywords: str = ""
 
     @functools.cached_property
     def options(self) -> tuple[Any, ...]:
@@ -212,6 +214,7 @@ def _slot_of(field: FieldInfo) -> Slot:
         path=str(extra.get("path", "")),
         help=" ".join((field.description or "").split()),  # line breaks of the source are not part of the text
         title=field.title or "",
+        keywords=str(extra.get("keywords", "")),
     )
 
 

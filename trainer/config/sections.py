@@ -74,6 +74,7 @@ def option(
     title: str | None = None,
     unit: str = "",
     path: Literal["", "file", "folder", "model"] = "",
+    keywords: str = "",
     **limits: Any,
 ) -> Any:
     """Declare a field of a section.
@@ -84,9 +85,12 @@ def option(
         unit: The unit shown in the form and in errors.
         path: Marks a file or folder: a relative path in a preset is relative to the preset. A "model" may also be a hub
             id or one of MODEL_WORDS; it is taken for a path when it exists.
+        keywords: Words by which other programs, or newcomers, know it, for the form's search.
         limits: pydantic's limits (`ge`, `gt`, `le`, `lt`, `pattern`).
     """
-    extra: dict[str, Any] = {key: value for key, value in (("unit", unit), ("path", path)) if value}
+    extra: dict[str, Any] = {
+        key: value for key, value in (("unit", unit), ("path", path), ("keywords", keywords)) if value
+    }
     return Field(default, title=title, json_schema_extra=extra or None, **limits)
 
 
@@ -124,7 +128,7 @@ class ModelOptions(Section):
 class ModelConfig(Section):
     family: str = option("", title="Model family")
     """Model family: the architecture of the base model. Required."""
-    path: str = option("tiny", title="Base model", path="model")
+    path: str = option("tiny", title="Base model", path="model", keywords="pretrained checkpoint hf hugging face")
     """Base model: a diffusers folder, a single .safetensors file, a downloaded Hugging Face id, `demo` (a small
     built-in model that generates pictograms of 64 x 64 pixels), or `tiny` (random weights, trains in seconds on a CPU).
     For a language model: a transformers folder, or `random` for random weights in the full size of
@@ -132,7 +136,9 @@ class ModelConfig(Section):
     base: str | None = option(None, title="Folder with the other components", path="model")
     """Needed if `model.path` is a single file: a diffusers folder with the configs and the components which that file
     lacks. For `random`: a folder with config.json and tokenizer."""
-    train: dict[str, Literal["frozen", "adapter", "full"]] = option({}, title="Trained parts")
+    train: dict[str, Literal["frozen", "adapter", "full"]] = option(
+        {}, title="Trained parts", keywords="freeze unfreeze full finetune text encoder unet"
+    )
     """How each component of the model is trained: by the adapter, fully, or not at all (frozen). Components not listed
     are frozen. Empty: the denoiser is trained, by the adapter or, without an adapter, fully."""
     options: ModelOptions = ModelOptions()
@@ -148,19 +154,19 @@ class AdapterSection(Section):
 
     type: str
     """Kind of adapter."""
-    targets: tuple[str, ...] = option((), title="Layers to adapt")
+    targets: tuple[str, ...] = option((), title="Layers to adapt", keywords="target modules attention")
     """Layers to adapt, by name or regular expression, for example `attn.to_q`. Empty: all linear layers in the model's
     blocks."""
-    start: str | None = option(None, title="Adapter to continue from", path="file")
+    start: str | None = option(None, title="Adapter to continue from", path="file", keywords="resume pretrained lora")
     """Existing adapter file to continue from, in the format of ShardStudio, diffusers, peft, kohya or LyCORIS."""
 
 
 class RankAdapter(AdapterSection):
     """Adapters whose size is a rank."""
 
-    rank: Whole = option(16, ge=1, le=1024)
+    rank: Whole = option(16, ge=1, le=1024, keywords="network dim dimension size")
     """Rank of the update. A higher rank can learn more and makes a larger adapter."""
-    alpha: Number | None = option(None, gt=0)
+    alpha: Number | None = option(None, gt=0, keywords="network alpha strength scale")
     """The update is scaled by alpha / rank. Empty: alpha = rank, a scale of 1."""
     dropout: Number = option(0.0, ge=0, lt=1)
     """Probability with which each input of the adapter is dropped during training."""
@@ -176,7 +182,7 @@ class RankAdapter(AdapterSection):
 class ConvAdapter(RankAdapter):
     """Adapters that also change convolutions."""
 
-    conv_rank: Rank | None = option(None, title="Rank of convolutions")
+    conv_rank: Rank | None = option(None, title="Rank of convolutions", keywords="conv dim")
     """Rank for the convolutions in the model's blocks, if it has any. Empty: convolutions are not adapted."""
 
 
@@ -245,7 +251,9 @@ Adapter = Annotated[
 
 
 class QuantizeConfig(Section):
-    format: BaseFormat = option("none", title="Precision of the base")
+    format: BaseFormat = option(
+        "none", title="Precision of the base", keywords="4bit 8bit qlora bitsandbytes vram memory"
+    )
     """How the linear layers of the frozen base model are stored: in bf16 (`none`), in 8 bits (`int8`, or `fp8`, which
     keeps weights that are already stored in fp8 unchanged), or in 4 bits (`nf4`). Norms, modulation, embedders and the
     output layer stay in bf16. Fewer bits need less GPU memory."""
@@ -253,7 +261,7 @@ class QuantizeConfig(Section):
     """Layers that stay in bf16, by name or regular expression."""
     formats: dict[str, BaseFormat] = option({}, title="Precision per layer")
     """A different format for some layers of the blocks, including modulation: {name or regular expression: format}."""
-    encoders: bool = option(False, title="Quantize text encoders")
+    encoders: bool = option(False, title="Quantize text encoders", keywords="vram memory t5")
     """Also quantize the text encoders while captions are encoded; small ones are not quantized."""
     cache: bool = option(False, title="Keep the quantized base on disk")
     """Keep the quantized base model on disk, in the cache folder, so that later runs load it without converting."""
@@ -267,21 +275,21 @@ class DataFolder(Section):
 
 
 class DataConfig(Section):
-    path: str | None = option(None, title="Folder", path="folder")
+    path: str | None = option(None, title="Folder", path="folder", keywords="dataset images pictures")
     """Folder of training images with their captions: a .txt file of the same name next to each image, or one
     metadata.jsonl. For a language model: a folder or file of text, with one document per .txt file, one per line of a
     .jsonl file (text, or prompt and completion), or token ids in a .npy file."""
-    folders: tuple[DataFolder, ...] = option((), title="More folders")
+    folders: tuple[DataFolder, ...] = option((), title="More folders", keywords="dataset concepts")
     """More folders of training data, each with a weight."""
-    resolution: Whole = option(1024, ge=16, le=4096, unit="pixels")
+    resolution: Whole = option(1024, ge=16, le=4096, unit="pixels", keywords="image size bucket width height")
     """Images are scaled to about this value squared in pixels, and keep their aspect ratio."""
-    max_aspect: Number = option(2.0, title="Most elongated shape", ge=1, le=8)
+    max_aspect: Number = option(2.0, title="Most elongated shape", ge=1, le=8, keywords="aspect ratio bucket crop")
     """Aspect ratio (longest : shortest side) of the most elongated bucket. Images beyond it are cropped. 1 = squares
     only."""
-    trigger: str = option("", title="Trigger word")
+    trigger: str = option("", title="Trigger word", keywords="token keyword instance prompt")
     """Trigger word for the learned subject or style. It replaces [trigger] in captions, or is prepended to captions
     without it."""
-    repeats: Whole = option(1, ge=1, le=10000)
+    repeats: Whole = option(1, ge=1, le=10000, keywords="epochs")
     """How often each image occurs per epoch."""
     caption_dropout: Number = option(0.0, title="Captions left out", ge=0, le=1)
     """Share of samples that are trained with an empty caption, so that the model still works with classifier-free
@@ -290,7 +298,7 @@ class DataConfig(Section):
     """When an image has no caption: stop and name the image, or train it with an empty caption."""
     bad_image: Literal["stop", "warn"] = option("stop", title="Broken image")
     """When an image cannot be decoded: stop and name the image, or leave it out with a warning."""
-    validation: str | Whole = option(0, title="Held out", path="folder")
+    validation: str | Whole = option(0, title="Held out", path="folder", keywords="overfitting evaluation test split")
     """Held-out images for the validation loss: a folder, or the number of images to hold out from the training data.
     For a language model, the folder may also be a file of text."""
     validation_every: Whole = option(100, title="Validation every", ge=1, unit="steps")
@@ -300,16 +308,23 @@ class DataConfig(Section):
     transparent) where not to. Images without a mask are learned entirely."""
     mask_background: Number = option(0.0, title="Weight outside masks", ge=0, le=1)
     """Loss weight of the black parts of a mask. White parts have weight 1."""
-    regularization: str | None = option(None, title="Regularization images", path="folder")
+    regularization: str | None = option(
+        None,
+        title="Regularization images",
+        path="folder",
+        keywords="prior preservation class images overfitting dreambooth",
+    )
     """Folder of captioned images of the same class without the learned subject, so that the model keeps its knowledge
     of the class. In total they occur as often as the training images, in rotation. Trigger, masks and references do not
     apply to them."""
     regularization_weight: Number = option(1.0, title="Weight of regularization", gt=0, le=100)
     """Loss weight of a regularization image. A training image has weight 1."""
-    references: str | None = option(None, title="Images before the edit", path="folder")
+    references: str | None = option(
+        None, title="Images before the edit", path="folder", keywords="control kontext source before after"
+    )
     """For edit training: folder of the images before the edit, with the file names of the training images, or with _0,
     _1 and so on after the name for several. They are scaled to `data.resolution` and keep their aspect ratio."""
-    cache: str | None = option(None, title="Cache folder", path="folder")
+    cache: str | None = option(None, title="Cache folder", path="folder", keywords="latents disk")
     """Folder for encoded images and captions, shared by all runs. Empty: `cache` next to the run folders."""
     length: Whole = option(1024, title="Sequence length", ge=2, le=1048576, unit="tokens")
     """Sequence length. Short documents are packed into one sequence without attending to each other; long ones are
@@ -360,9 +375,11 @@ class ObjectiveConfig(Section):
 
 
 class OptimConfig(Section):
-    type: Literal["adamw", "adamw8bit", "schedulefree"] = option("adamw", title="Optimizer")
+    type: Literal["adamw", "adamw8bit", "schedulefree"] = option(
+        "adamw", title="Optimizer", keywords="8bit adam prodigy schedule-free"
+    )
     """AdamW, AdamW with 8-bit state (needs the extra `eightbit`), or schedule-free AdamW."""
-    lr: Number = option(1e-4, title="Learning rate", gt=0, le=10)
+    lr: Number = option(1e-4, title="Learning rate", gt=0, le=10, keywords="lr speed of learning")
     """Learning rate, reached after warm-up."""
     beta1: Number = option(0.9, title="Beta 1", ge=0, lt=1)
     """Decay of the first moment."""
@@ -372,7 +389,9 @@ class OptimConfig(Section):
     """Added to the denominator of the update, for numerical stability."""
     weight_decay: Number = option(0.01, ge=0, le=10)
     """Decoupled weight decay."""
-    schedule: Literal["constant", "linear", "cosine"] = option("constant", title="Schedule")
+    schedule: Literal["constant", "linear", "cosine"] = option(
+        "constant", title="Schedule", keywords="scheduler decay cosine"
+    )
     """Learning rate after warm-up: constant, or decaying to zero at the last step, linearly or along a cosine."""
     warmup: Whole = option(0, title="Warm-up", ge=0, unit="steps")
     """Steps over which the learning rate rises linearly from zero."""
@@ -384,51 +403,68 @@ class OptimConfig(Section):
 
 
 class TrainConfig(Section):
-    steps: Whole = option(1000, ge=1, le=10_000_000, unit="steps")
+    steps: Whole = option(1000, ge=1, le=10_000_000, unit="steps", keywords="iterations epochs length duration")
     """Optimizer steps."""
-    batch_size: Whole = option(1, title="Samples per step", ge=1, le=65536, unit="samples")
+    batch_size: Whole = option(
+        1, title="Samples per step", ge=1, le=65536, unit="samples", keywords="batch size accumulation"
+    )
     """Images, or sequences of text, per optimizer step, over all ranks."""
-    micro_batch: Whole = option(1, title="Samples per GPU at once", ge=1, le=4096, unit="samples")
+    micro_batch: Whole = option(
+        1,
+        title="Samples per GPU at once",
+        ge=1,
+        le=4096,
+        unit="samples",
+        keywords="batch size gradient accumulation vram memory speed",
+    )
     """Images, or sequences of text, per rank and forward pass. Gradients are accumulated until `train.batch_size` is
     reached."""
     seed: Whole = option(0, ge=0, le=2**31 - 1)
     """Seed of the noise, the timesteps, the order of the data and the adapter's initialization. The number of ranks
     does not change what is drawn."""
-    precision: Literal["fp32", "bf16"] = "bf16"
+    precision: Literal["fp32", "bf16"] = option("bf16", keywords="mixed precision fp16 speed")
     """Number type of computation. Trained weights and their optimizer state are fp32 either way."""
-    checkpointing: Literal["none", "full"] | Whole = option("none", title="Gradient checkpointing")
+    checkpointing: Literal["none", "full"] | Whole = option(
+        "none", title="Gradient checkpointing", keywords="vram memory gradient checkpointing"
+    )
     """Gradient checkpointing (activations are recomputed in backward, which saves memory and costs time): in no block
     (none), in every block (full), or in every n-th block."""
-    compile: bool = option(False, title="Compile the blocks")
+    compile: bool = option(False, title="Compile the blocks", keywords="speed faster inductor")
     """Compile each block with torch.compile."""
     compile_backend: str = option("inductor", title="Compiler")
     """Backend of torch.compile."""
     check_replicas: Whole = option(100, title="Compare replicas every", ge=0, unit="steps")
     """Steps between two checks that replicated weights are equal on all ranks. 0 = never."""
-    non_finite: Literal["stop", "skip"] = option("stop", title="When the loss is not finite")
+    non_finite: Literal["stop", "skip"] = option("stop", title="When the loss is not finite", keywords="nan inf crash")
     """When a loss or gradient is not finite: end the run, or skip the step and count it. 20 skipped steps in a row end
     the run."""
-    out_of_memory: Literal["stop", "retry"] = option("stop", title="When memory runs out")
+    out_of_memory: Literal["stop", "retry"] = option(
+        "stop", title="When memory runs out", keywords="oom vram cuda crash"
+    )
     """When memory runs out: end the run, or restart the ranks with gradient checkpointing, and then with a smaller
     `train.micro_batch` at the same batch size. Each retry counts toward `parallel.max_restarts`."""
 
 
 class ParallelConfig(Section):
-    devices: Whole = option(1, title="GPUs per machine", ge=1, le=1024, unit="ranks")
+    devices: Whole = option(
+        1, title="GPUs per machine", ge=1, le=1024, unit="ranks", keywords="multi gpu distributed number of processes"
+    )
     """Number of ranks (GPUs) per node."""
-    device: Literal["auto", "cuda", "cpu"] = option("auto", title="Train on")
+    device: Literal["auto", "cuda", "cpu"] = option("auto", title="Train on", keywords="gpu cpu cuda")
     """Device to train on. auto: CUDA if there is a GPU, else the CPU."""
-    nodes: Whole = option(1, title="Machines", ge=1, le=1024)
+    nodes: Whole = option(1, title="Machines", ge=1, le=1024, keywords="multi node distributed cluster")
     """Number of nodes (machines)."""
     rendezvous: str | None = option(None, title="Address of the first machine")
     """host:port of the first node. Required for more than one node."""
-    strategy: Literal["auto", "full", "grad_op", "hybrid", "ddp", "none"] = option("auto", title="Sharding")
+    strategy: Literal["auto", "full", "grad_op", "hybrid", "ddp", "none"] = option(
+        "auto", title="Sharding", keywords="fsdp deepspeed zero ddp distributed multi gpu vram memory speed"
+    )
     """Sharding strategy. Sharded across ranks are parameters, gradients and optimizer state (full), gradients and
     optimizer state only (grad_op), everything within groups of ranks (hybrid), or nothing (ddp: every rank holds a full
     copy). none: a single rank. auto: the fastest of these in which the model fits."""
     shard_size: Whole | None = option(None, title="GPUs per copy of the model", ge=1, unit="ranks")
     """Number of ranks that share one copy of the model under `hybrid`. Empty: the ranks of one node."""
-    cpu_offload: bool = option(False, title="Offload to host memory")
+    cpu_offload: bool = option(False, title="Offload to host memory", keywords="vram memory ram")
     """Keep shards and optimizer state in host memory while they are not used. Slower; needs less GPU memory."""
     reshard_after_forward: bool | Whole | None = option(None, title="Free blocks after forward")
     """Free the gathered parameters of a block after forward: true, false, or a number n to keep them sharded over
@@ -437,7 +473,7 @@ class ParallelConfig(Section):
     """Blocks that are gathered ahead in forward. 0 = torch's default order."""
     prefetch_backward: Whole = option(0, title="Blocks gathered ahead, backward", ge=0, le=16, unit="blocks")
     """Blocks that are gathered ahead in backward. 0 = torch's default order (one)."""
-    max_restarts: Whole = option(0, title="Restarts after a failure", ge=0, le=100)
+    max_restarts: Whole = option(0, title="Restarts after a failure", ge=0, le=100, keywords="crash resume retry")
     """How often torchrun restarts the ranks from the newest checkpoint after a failure."""
     timeout: Whole = option(600, title="Longest wait for a rank", ge=10, le=86400, unit="seconds")
     """Longest time that a rank waits for the others in a collective operation."""
@@ -449,22 +485,24 @@ class ParallelConfig(Section):
 
 
 class SampleConfig(Section):
-    every: Whole = option(0, title="Samples every", ge=0, unit="steps")
+    every: Whole = option(0, title="Samples every", ge=0, unit="steps", keywords="preview images test")
     """Steps between two sets of samples: images, or text from a language model. 0 = no samples."""
     prompts: tuple[str, ...] = option((), title="Sample prompts")
     """Prompts of the samples; [trigger] is replaced by `data.trigger`. A language model continues them."""
     negative: str = option("", title="Negative prompt")
     """Negative prompt: what the samples should not show. Used with guidance above 1 by models without guidance
     embedding."""
-    size: tuple[Pixels, Pixels] = option((1024, 1024), title="Size of the samples", unit="pixels")
+    size: tuple[Pixels, Pixels] = option(
+        (1024, 1024), title="Size of the samples", unit="pixels", keywords="width height resolution"
+    )
     """Width and height of the samples."""
     steps: Whole | None = option(None, title="Denoising steps", ge=1, le=1000)
     """Denoising steps. Empty: 28, or the number a distilled model was made for."""
-    guidance: Number | None = option(None, ge=0, le=100)
+    guidance: Number | None = option(None, ge=0, le=100, keywords="cfg scale")
     """Guidance scale of the samples. Empty: 4. A distilled model is always sampled without guidance."""
     seed: Whole = option(0, title="Seed of the samples", ge=0, le=2**31 - 1)
     """Seed of the samples. All sets start from the same noise, so that they can be compared."""
-    scheduler: Literal["auto", "euler"] = option("auto", title="Sampler")
+    scheduler: Literal["auto", "euler"] = option("auto", title="Sampler", keywords="scheduler euler dpm")
     """Sampler of a discrete diffusion model. auto: the one its diffusers pipeline uses according to the model's folder,
     for example DPM++ or Euler ancestral. euler: Euler's method, whatever the folder names."""
     references: tuple[str, ...] = option((), title="Input images of the samples", path="file")
@@ -491,7 +529,7 @@ FORMER_DEFAULTS: Mapping[str, object] = {"sample.steps": 28, "sample.guidance": 
 
 
 class CheckpointConfig(Section):
-    every: Whole = option(500, title="Checkpoint every", ge=0, unit="steps")
+    every: Whole = option(500, title="Checkpoint every", ge=0, unit="steps", keywords="save resume continue")
     """Steps between two checkpoints. 0 = only at the end and when the run is stopped."""
     keep: Whole = option(3, title="Checkpoints kept", ge=1, le=10000)
     """Number of newest checkpoints to keep; older ones are deleted."""
@@ -500,10 +538,12 @@ class CheckpointConfig(Section):
 
 
 class ExportConfig(Section):
-    what: Literal["auto", "none", "adapter", "merged", "full"] = option("auto", title="Exported weights")
+    what: Literal["auto", "none", "adapter", "merged", "full"] = option(
+        "auto", title="Exported weights", keywords="merge output lora file"
+    )
     """Content of the export at the end: the adapter alone, the base model merged with the adapter, or the fully trained
     model. auto: adapter, or full without an adapter."""
-    format: ExportFormat = option("auto", title="File format")
+    format: ExportFormat = option("auto", title="File format", keywords="safetensors comfyui a1111 output")
     """File layout. auto: files that both diffusers and ComfyUI load (two files if one does not work for both); for a
     language model, files that peft and transformers load."""
     dtype: Literal["bf16", "fp16", "fp32", "fp8"] = option("bf16", title="Precision of the file")
@@ -511,9 +551,9 @@ class ExportConfig(Section):
 
 
 class TrackersConfig(Section):
-    tensorboard: bool = option(False, title="TensorBoard")
+    tensorboard: bool = option(False, title="TensorBoard", keywords="logging logs")
     """Also write metrics and samples for TensorBoard into the run folder. Needs the package tensorboard."""
-    wandb: bool = option(False, title="Weights & Biases")
+    wandb: bool = option(False, title="Weights & Biases", keywords="logging logs")
     """Also log metrics and samples to wandb. Without login or network they are kept for `wandb sync`. Needs the package
     wandb."""
     trackio: bool = False

@@ -86,13 +86,20 @@ def _missing_memory(plan: MemoryPlan) -> Iterator[Problem]:
 
 def _missing_disk(cfg: RunConfig, plan: MemoryPlan, runs: Path) -> Iterator[Problem]:
     sizes = {item.name: item.size for item in plan.disk}
-    need = sizes.get("export", 0) + sizes.get("cached base", 0)
+    base = sizes.get("cached base", 0)
+    need = sizes.get("export", 0) + base
     need += sizes.get("checkpoint", 0) * num_checkpoints(cfg)
     free = shutil.disk_usage(_existing(runs)).free
     if need > MOST_DISK * free:
+        lack = f"{amount(need)}, {runs} has {amount(free)} free"
+        if base > need / 2:
+            parts = "the quantized base, checkpoints and export"
+            message = f"true: {parts} take {lack}; set false, free some space, or choose another folder"
+            yield Problem("quantize.cache", message)
+            return
         yield Problem(
             "checkpoint.keep",
-            f"{cfg.checkpoint.keep}: checkpoints and export take {amount(need)}, {runs} has {amount(free)} free; "
+            f"{cfg.checkpoint.keep}: checkpoints and export take {lack}; "
             "keep fewer, free some space, or choose another folder",
         )
 

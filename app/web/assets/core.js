@@ -32,14 +32,22 @@ studio.svg = function (tag, attributes, ...children) {
   return element;
 };
 
-/** Replace the children of an element, unless `key` says that they are there already. */
+/** Replace the children of an element, unless `key` says that they are there already. The keyboard's focus stays. */
 studio.fill = function (element, key, make) {
   const text = JSON.stringify(key) ?? '';
   if (element.dataset.key === text) return false;
   element.dataset.key = text;
+  const focused = element.contains(document.activeElement) && document.activeElement !== element ? document.activeElement : null;
+  const who = focused && identity(focused), at = focused && alike(element, who).indexOf(focused);
   element.replaceChildren(...[make()].flat(9).filter(Boolean));
+  if (focused) alike(element, who)[at]?.focus({ preventScroll: true });
   return true;
 };
+
+/** What an element is known by when it is drawn anew. */
+const identity = ({ tagName, id, type, value, dataset, textContent }) =>
+  JSON.stringify([tagName, id, type, value, dataset, Object.keys(dataset).length ? '' : textContent]);
+const alike = (element, who) => [...element.querySelectorAll('a, button, input, select, textarea, summary, [tabindex]')].filter(other => identity(other) === who);
 
 /** Change the text of an element only when it differs, so that a selection in it stays. */
 studio.say = function (element, text) {

@@ -111,7 +111,8 @@
     input.setAttribute('aria-describedby', help.id);
     if (facts.kind === 'switch') element.append(h('label.check', { htmlFor: id }, control, h('span', {}, names, key)), help);
     else element.append(title, wrapped(name, facts, control), help);
-    inputs[name] = { element, input, help, facts, text: options.help ?? facts.help, sent: undefined };
+    inputs[name] = { element, input, help, facts, text: options.help ?? facts.help, textHelp: options.textHelp, sent: undefined };
+    help.title = facts.help; // it has two lines where there is little room
     return element;
   }
 
@@ -164,7 +165,7 @@
     element.classList.toggle('wrong', Boolean(now.error));
     element.classList.toggle('changed', Boolean(now.changed));
     input.setAttribute('aria-invalid', String(Boolean(now.error)));
-    if (typingPath !== name || now.error) say(help, now.error || shown.text || ''); // else it says what the folder holds
+    if (typingPath !== name || now.error) say(help, now.error || (state.is_text && shown.textHelp) || shown.text || ''); // else it says what the folder holds
     if (facts.kind === 'choice' && input.matches('select')) {
       fill(input, now.choices, () => now.choices.map(word => h('option', { value: word }, word)));
       input.removeAttribute('data-value');
@@ -200,12 +201,12 @@
   }
 
   function tile(model, isOn) {
-    const size = [model.parameters ? `${short(model.parameters)} parameters` : '', model.bytes ? studio.size(model.bytes) : 'comes along'];
+    const size = [model.parameters ? `${short(model.parameters)} parameters` : '', model.bytes ? studio.size(model.bytes) : ''];
     const best = model.presets[0];
     return h(isOn ? 'button.tile.on' : 'button.tile', { type: 'button', 'aria-pressed': String(isOn), data: { model: model.path },
       onclick: () => isOn || choosePreset(best.name) },
-      art(model), h('span.t', {}, h('b', {}, model.name), h('span.sm', {}, size.filter(Boolean).join(' · ')),
-        h('span.sm', { title: model.licence_note }, model.licence || ' '), h('span.state')));
+      art(model), h('span.t', {}, h('b', {}, model.name), h('span.sm', {}, size.filter(Boolean).join(' · ') || (model.is_built_in ? 'comes along, untrained' : model.path)),
+        h('span.sm.licence', { title: `${model.licence}${model.licence_note ? `: ${model.licence_note}` : ''}` }, model.licence || ' '), h('span.state')));
   }
 
   const short = number => number >= 1e9 ? `${+(number / 1e9).toFixed(1)} B` : `${Math.round(number / 1e6)} M`;
@@ -215,11 +216,11 @@
     if (isRunning(model)) return h('span.tag.acc', {}, `downloading, ${shareOf(model)} %`);
     if (model.is_built_in && best.verdict === 'fits') return h('span.tag.ok', {}, 'ready');
     if (!model.fits && best.verdict) return h('span.tag.warn', {}, best.verdict === 'no GPU' ? `needs ${best.needs}` : `too large: ${best.needs}`);
-    return model.is_here ? h('span.tag.ok', {}, 'here') : h('span.tag', {}, 'to download');
+    return model.is_here ? h('span.tag.ok', {}, 'here') : h('span.tag', {}, model.bytes ? 'to download' : 'not here');
   }
 
   function modelFacts(model) {
-    const here = model.is_built_in ? 'comes with ShardStudio' : model.is_here ? 'is on this machine' : `${studio.size(model.bytes)} to download`;
+    const here = model.is_built_in ? (model.is_known ? 'comes with ShardStudio' : 'no download: its weights are drawn at random') : model.is_here ? 'is on this machine' : model.bytes ? `${studio.size(model.bytes)} to download` : `is not on this machine: ${model.path}`;
     const licence = model.licence ? [h('span.grow'), model.page
       ? h('a.sm', { href: model.page, target: '_blank', rel: 'noopener noreferrer', title: model.licence_note }, `Licence: ${model.licence}`)
       : h('span.sm.dim', { title: model.licence_note }, `Licence: ${model.licence}`)] : [];
@@ -325,7 +326,7 @@
 
   function drawData() {
     const data = state.data, place = $('data-facts');
-    say($('data-title'), data?.is_text ? 'Texts' : 'Pictures');
+    say($('data-title'), state.is_text ? 'Texts' : 'Pictures');
     fill($('data-tag'), [data, state.waiting], () => {
       if (!data) return [];
       if (!data.is_complete) return [h('span.tag.acc', {}, `reading: ${studio.count(data.num_files)} files`)];
@@ -423,26 +424,39 @@
   }
 
   function filterGroups() {
-    const words = $('search').value.toLowerCase().split(/\s+/).filter(Boolean);
+    const words = $('search').value.toLowerCase().split(/[\s-]+/).filter(Boolean), matches = name => words.every(word => isIn(word, searched(name)));
     for (const group of root.querySelectorAll('details.grp')) {
       let found = 0;
       for (const element of group.querySelectorAll('.field')) {
-        const name = element.dataset.field, facts = field(name), text = `${facts.label} ${name} ${facts.help} ${facts.group}`.toLowerCase();
-        const matches = words.every(word => text.includes(word));
-        element.classList.toggle('filtered', !matches);
-        if (matches && !element.hidden) found++;
+        const isFound = matches(element.dataset.field);
+        element.classList.toggle('filtered', !isFound);
+        if (isFound && !element.hidden) found++;
       }
       group.hidden = words.length > 0 && !found;
       if (words.length && found && !group.dataset.searched) { group.dataset.searched = group.open ? 'open' : 'closed'; group.open = true; }
       if (!words.length && group.dataset.searched) { group.open = group.dataset.searched === 'open'; delete group.dataset.searched; }
     }
-    $('no-match').hidden = !words.length || [...root.querySelectorAll('details.grp')].some(group => !group.hidden);
+    const above = words.length ? Object.keys(studio.facts.form.fields).filter(name => field(name).is_front && !inputs[name]?.element.hidden && matches(name)) : [];
+    fill($('found-above'), [above], () => above.length ? ['On the cards above: ', ...above.flatMap((name, at) => [at ? ', ' : '', linkTo(name)]), '.'] : []);
+    $('no-match').hidden = !words.length || above.length > 0 || [...root.querySelectorAll('details.grp')].some(group => !group.hidden);
   }
+
+  /** What a field is found by: its words here and in other programs, with and without hyphens. */
+  function searched(name) {
+    const facts = field(name), text = `${facts.label} ${name} ${facts.help} ${facts.group} ${facts.words}`.toLowerCase();
+    return `${text} ${text.replaceAll('-', '')}`;
+  }
+
+  const isIn = (word, text) => text.includes(word) || (word.length > 3 && word.endsWith('s') && text.includes(word.slice(0, -1)));
+
+  /** A field's name that leads to its input. */
+  const linkTo = (name, text = field(name).label) => h('a', { href: '#', title: name, onclick: event => { event.preventDefault(); goTo(name); } }, text);
 
   /** Open the group of a field and go to its input. */
   function goTo(name) {
-    const shown = inputs[name];
+    const shown = name === 'adapter.type' ? { element: $('methods'), input: $('methods').querySelector('input:checked, input') } : inputs[name];
     if (!shown) return;
+    if (shown.element.classList.contains('filtered')) { $('search').value = ''; filterGroups(); }
     const group = shown.element.closest('details');
     if (group) { group.hidden = false; group.open = true; }
     shown.element.scrollIntoView({ block: 'center' });
@@ -462,7 +476,7 @@
     $('why').dataset.state = isReady ? 'ready' : errors.length ? 'refused' : 'waiting';
     fill($('why'), [errors, waiting, problem, state.data?.num_images, state.gpus, models.map(model => [model.is_here, isRunning(model)])], () => {
       if (errors.length) return [h('b', {}, `Start waits for ${errors.length === 1 ? 'one thing' : `${errors.length} things`}`),
-        h('ul', {}, errors.map(error => h('li', {}, error.label ? [h('a', { href: '#', onclick: event => { event.preventDefault(); goTo(error.field); } }, error.label), ': '] : '', inBrief(error))))];
+        h('ul', {}, errors.map(error => h('li', {}, error.label ? [linkTo(error.field, error.label), ': '] : '', inBrief(error))))];
       if (waiting) return [h('p', {}, waiting)];
       const checked = ['model', state.data?.num_images ? studio.counted(state.data.num_images, 'picture') : 'data', state.gpus.length ? studio.counted(state.gpus.length, 'GPU') : 'CPU', 'disk'];
       return [h('p', {}, h('b', {}, 'Ready. '), `Checked: ${checked.join(', ')}.`)];
@@ -502,7 +516,7 @@
       const parts = [
         h('p', {}, h('span.big', {}, studio.gib(plan.need)), h('span.dim', {}, plan.limit ? ` of ${studio.gib(plan.limit)} at the fullest moment` : ' at the fullest moment')),
         h('div.mem', { role: 'img', 'aria-label': spoken, data: { verdict: plan.verdict } }, plan.kinds.map(([kind, size]) => h('i', { title: KIND_WORDS[kind], style: { width: `${100 * size / whole}%`, background: `var(--${kind})` } }))),
-        h('ul.keys', {}, plan.kinds.map(([kind, size]) => h('li', {}, h('i', { style: { background: `var(--${kind})` } }), studio.term(KIND_WORDS[kind]), ' ', h('b', {}, (size / 2 ** 30).toFixed(size < 2 ** 30 ? 2 : 1))))),
+        h('ul.keys', {}, plan.kinds.map(([kind, size]) => h('li', {}, h('i', { style: { background: `var(--${kind})` } }), studio.term(KIND_WORDS[kind]), ' ', h('b', {}, size < 0.005 * 2 ** 30 ? '< 0.01' : (size / 2 ** 30).toFixed(size < 2 ** 30 ? 2 : 1))))),
         h(plan.verdict === 'does not fit' ? 'p.notice.bad' : plan.verdict === 'tight' ? 'p.notice.warn' : 'p.sm.dim', {}, sentence(plan.sentence)),
         ...plan.fixes.map((fix, index) => h('button.btn.s.fix', { type: 'button', id: `fix-${index}`, onclick: async () => take(await change('new_fix', { changes: fix.changes })) }, `Make it fit: ${fix.text}`)),
         h('details.sm', {}, h('summary', {}, 'More about memory'), h('p', {}, `Fullest in ${plan.moment}.`),
@@ -525,7 +539,7 @@
   function drawTime() {
     const plan = state.plan, disk = state.disk, earlier = state.earlier, minute = Math.floor(Date.now() / 60e3);
     fill($('time'), [plan.seconds, plan.steps, earlier, disk, state.rows['train.steps']?.value, minute], () => {
-      const rows = [], ends = seconds => studio.when(Date.now() / 1e3 + seconds), steps = plan.steps ? studio.count(plan.steps) : state.rows['train.steps'].value;
+      const rows = [], ends = seconds => studio.when(Date.now() / 1e3 + seconds), typed = state.rows['train.steps'].value, steps = plan.steps || Number(typed) ? studio.count(plan.steps || typed) : typed;
       if (earlier?.seconds !== undefined) {
         const source = h('a', { href: link('runs', earlier.run), title: earlier.run }, earlier.name);
         rows.push(['Whole run', [`about ${roughly(earlier.seconds)}, as in `, source, ` of ${day(earlier.began)}${earlier.host ? ` on ${earlier.host}` : ''}${earlier.has_samples ? '' : ', without samples'}`]],
@@ -534,14 +548,14 @@
         const [low, high] = plan.seconds.map(seconds => seconds * plan.steps);
         rows.push(['Whole run', `${studio.duration(low)} to ${studio.duration(high)}`], ['Steps', `${studio.count(plan.steps)} × ${plan.seconds.map(s => s.toFixed(1)).join(' to ')} s`], ['Ends, if started now', `${ends(low)} to ${ends(high)}`]);
       } else rows.push(['Steps', steps], ['Whole run', earlier?.is_looking ? 'looking at earlier runs …' : 'not known yet; a first run measures it']);
-      rows.push(['Disk', disk.need ? `${studio.size(disk.need)} of ${studio.size(disk.free)} free` : `${studio.size(disk.free)} free`]);
+      rows.push(['Disk', disk.need ? [h(disk.need > disk.free ? 'b.bad-text' : 'span', {}, studio.size(disk.need)), disk.need > disk.free ? `, ${studio.size(disk.free)} free` : ` of ${studio.size(disk.free)} free`] : `${studio.size(disk.free)} free`]);
       return rows.map(([name, value]) => h('div.facts', {}, h('span.dim', {}, name), h('span', {}, value)));
     });
   }
 
   function drawChanges() {
     fill($('changes'), [state.changes, state.preset], () => state.changes.length
-      ? state.changes.map(change => h('div.facts', {}, h('a', { href: '#', title: change.field, onclick: event => { event.preventDefault(); goTo(change.field); } }, change.label),
+      ? state.changes.map(change => h('div.facts', {}, linkTo(change.field, change.label),
         h('span.dim', {}, change.old === '–' ? change.new : `${change.old} → ${change.new}`)))
       : [h('p.dim', {}, `As in the preset ${state.preset}.`)]);
     $('reset').hidden = !state.changes.length;
@@ -551,9 +565,11 @@
 
   /** Undo every edit; one click brings them back. */
   async function reset() {
-    await settled();
+    try { await settled(); } catch (error) { if (!(error instanceof studio.Refused)) throw error; complain(error.message); return; }
     const values = Object.fromEntries(state.changes.map(change => [change.field, state.rows[change.field].value]));
-    take(await change('new_restore', { preset: state.preset, values: {} }));
+    const answer = await change('new_reset');
+    if (!answer) return;
+    take(answer);
     offerUndo('The form is as in the preset again. ', async () => {
       for (const [name, value] of Object.entries(values)) edited(name, value, 0);
       await settled();
@@ -593,13 +609,23 @@
     $('yaml-lines').scrollTop = $('yaml').scrollTop;
   }
 
+  /** Put the caret at the end of a line of the YAML, in the middle of what is seen of it. */
+  function toLine(number) {
+    const area = $('yaml'), lines = area.value.split('\n'), end = lines.slice(0, number).join('\n').length;
+    area.focus({ preventScroll: true });
+    area.setSelectionRange(end, end);
+    area.scrollTop = $('yaml-lines').scrollTop = area.scrollHeight * (number - 0.5) / lines.length - area.clientHeight / 2;
+    area.scrollIntoView({ block: 'nearest' });
+  }
+
   async function applyYaml() {
     const answer = await change('new_apply_yaml', { text: $('yaml').value });
     if (!answer) return;
     if (answer.wrong) {
       wrongLines = answer.wrong.map(error => error.line);
       drawLines();
-      $('yaml-wrong').replaceChildren(h('div.notice.bad', { role: 'alert' }, h('ul', {}, answer.wrong.map(error => h('li', {}, error.line ? h('b', {}, `Line ${error.line}: `) : '', error.text)))));
+      if (wrongLines.some(Boolean)) toLine(wrongLines.find(Boolean));
+      $('yaml-wrong').replaceChildren(h('div.notice.bad', { role: 'alert' }, h('ul', {}, answer.wrong.map(error => h('li', {}, error.line ? h('a', { href: '#', onclick: event => { event.preventDefault(); toLine(error.line); } }, h('b', {}, `Line ${error.line}`)) : '', error.line ? ': ' : '', error.text)))));
       return;
     }
     take(answer);
@@ -681,16 +707,16 @@
         h('div.tiles#tiles'), h('div.get#model-facts'), h('div#left'), h('p.lab', {}, h('span.l', {}, 'How it is trained '), h('span.dim.sm#presets-note')), h('div.presets#presets'),
         h('details.own-model', {}, h('summary.sm', {}, 'Another model of this family, from a folder or the hub'), row('model.path'))),
       h('section.card#card-data', { 'aria-labelledby': 'data-title' }, h('div.ttl', {}, h('span.step#step-2', { 'aria-hidden': 'true' }, '2'), h('h2#data-title', {}, 'Pictures'), h('span#data-tag'), h('span.grow'), h('a.sm', { href: link('data') }, 'Open in Data')),
-        h('div.g2.data', {}, h('div.all', {}, row('data.path', { control: h('span.path', {}, path, h('button.btn#browse', { type: 'button', onclick: browse }, 'Browse …')), help: 'Each image with its caption in a .txt file of the same name.' }), h('div.chips#recent', { role: 'group', 'aria-label': 'Recent folders' })),
-          row('data.trigger', { help: 'A word that means nothing yet. It is put where a caption says [trigger].' }), row('data.validation', { help: 'Images that are not trained on, to measure progress: a number, or a folder.' })),
+        h('div.g2', {}, h('div.all', {}, row('data.path', { control: h('span.path', {}, path, h('button.btn#browse', { type: 'button', onclick: browse }, 'Browse …')), help: 'Each image with its caption in a .txt file of the same name.', textHelp: 'A folder or file: a document in each .txt file, or in each line of a .jsonl file.' }), h('div.chips#recent', { role: 'group', 'aria-label': 'Recent folders' })),
+          row('data.trigger', { help: 'A word that means nothing yet. It is put where a caption says [trigger].' }), row('data.validation', { help: 'Images that are not trained on, to measure progress: a number, or a folder.', textHelp: 'A file or folder of texts that are not trained on, to measure progress.' })),
         h('div.thumbs#thumbs'), h('div.data-facts#data-facts')),
       h('section.card#card-method', { 'aria-labelledby': 'h-method' }, h('div.ttl', {}, h('span.step#step-3', { 'aria-hidden': 'true' }, '3'), h('h2#h-method', {}, 'Method'), h('span.dim', {}, 'What matters most; everything else is under More.')),
         h('div.meths#methods', { role: 'radiogroup', 'aria-label': 'Method' }), h('p.help.bad-text#method-error'),
         h('div.g4', {}, rank, row('adapter.block_size'), row('train.steps'), row('optim.lr'), row('train.batch_size')),
-        h('div.g2.prompts', {}, row('sample.prompts', { help: 'One a line. Samples show how far the run is; [trigger] becomes the trigger word.' }),
+        h('div.g2.prompts', {}, row('sample.prompts', { help: 'One a line. Samples show how far the run is; [trigger] becomes the trigger word.', textHelp: 'One a line. The model goes on from each, to show how far the run is.' }),
           h('div.g2.tight', {}, row('sample.every'), row('data.resolution'), row('data.length'), row('name'), row('checkpoint.keep')))),
       h('section.card#card-more', { 'aria-labelledby': 'h-more' }, h('div.ttl', {}, h('h2#h-more', {}, 'More'), h('span.dim#more-note'), h('span.grow'),
-        h('input#search', { type: 'search', placeholder: 'Search: warm-up, guidance, seed …', 'aria-label': 'Search settings', oninput: filterGroups })), h('div#groups', {}, groups()), h('p.dim#no-match', { hidden: true }, 'No setting has these words.')),
+        h('input#search', { type: 'search', placeholder: 'Search: VRAM, warm-up, seed …', 'aria-label': 'Search settings', oninput: filterGroups })), h('p.sm#found-above', { role: 'status' }), h('div#groups', {}, groups()), h('p.dim#no-match', { hidden: true }, 'No setting has these words.')),
     ];
   }
 

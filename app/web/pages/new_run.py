@@ -19,6 +19,7 @@ from app.plan_preview import TARGETS, THIS_MACHINE
 from app.studio import Studio
 from app.web.answers import Calls
 from app.web.served_files import FULL, address
+from trainer.config import families
 from trainer.config.errors import InputError
 from trainer.config.fields import label
 from trainer.config.installation import PRESETS
@@ -29,7 +30,7 @@ NUM_THUMBNAILS = 8
 
 def calls(studio: Studio) -> Calls:
     """Return the functions of the screen's script. Most return the state of the form, as `_state` describes it."""
-    changing: list[Callable[..., Any]] = [state, edit, preset, restore, fix, apply_yaml, save_preset, read_again]
+    changing: list[Callable[..., Any]] = [state, edit, preset, restore, reset, fix, apply_yaml, save_preset, read_again]
     others: list[Callable[..., Any]] = [record, verify, start, enqueue, copy, retry, models, browse, glance, thumbnails]
     others += [download, pause]
     return {f"new_{function.__name__}": partial(function, studio) for function in (*changing, *others)}
@@ -97,6 +98,12 @@ def restore(studio: Studio, preset: str, values: dict[str, Any], target: str = T
     file = studio.preset(preset)
     known = {field: value for field, value in values.items() if field in form_answers.FIELDS}
     studio.change_draft(lambda draft: Draft(file, known | dict(form.switched(draft, file).draft.values)))
+    return _state(studio, target)
+
+
+def reset(studio: Studio, target: str = THIS_MACHINE) -> dict[str, Any]:
+    """Drop every edit: the form is as in its preset."""
+    studio.change_draft(lambda draft: Draft(draft.preset))
     return _state(studio, target)
 
 
@@ -251,6 +258,7 @@ def _state(studio: Studio, target: str, is_fresh: bool = False, is_typing: bool 
     answer = {
         "preset": studio.name_of(draft.preset),
         "problem": studio.draft_problem,
+        "is_text": families.trains_on(checked.config) == "text",
         "rows": form_answers.rows(checked),
         "errors": form_answers.errors(checked),
         "ready": checked.can_start,

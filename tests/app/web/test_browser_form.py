@@ -363,3 +363,109 @@ def test_a_port_that_is_taken_is_named(server: Server, tmp_path: Path):
     assert answer.returncode == 2
     said = f"--port {server.port}: cannot be used on 127.0.0.1 (Address already in use); name another\n"
     assert answer.stderr == said
+
+
+def test_an_error_leads_to_its_row_also_when_the_search_hides_it(page: Page):
+    page.locator("#search").fill("warm-up")
+    page.locator("#field-optim-warmup").wait_for()
+    write_over(page, "field-optim-warmup", "many")
+    page.locator("#search").fill("restarts")
+    page.locator("#why a", has_text="Warm-up").click()
+    assert page.evaluate("document.activeElement.id") == "field-optim-warmup"
+    assert page.locator("#field-optim-warmup").is_visible()
+    page.locator("#group-training summary").click()
+    page.locator("#field-optim-warmup").wait_for(state="hidden")
+    page.locator("#why a", has_text="Warm-up").click()
+    assert page.evaluate("document.activeElement.id") == "field-optim-warmup"
+    write_over(page, "field-optim-warmup", "10")
+
+
+def test_a_setting_is_found_by_the_words_of_newcomers_and_of_other_programs(page: Page):
+    for words, field in {
+        "VRAM": "train-checkpointing",
+        "gradient accumulation": "train-micro_batch",
+        "multi-gpu": "parallel-strategy",
+        "4-bit": "quantize-format",
+        "cfg": "sample-guidance",
+        "target modules": "adapter-targets",
+        "fp16": "train-precision",
+        "buckets": "data-max_aspect",
+    }.items():
+        page.locator("#search").fill(words)
+        page.locator(f"#field-{field}").wait_for()
+    page.locator("#search").fill("epochs")
+    page.locator("#found-above a", has_text="Steps").click()
+    assert page.evaluate("document.activeElement.id") == "field-train-steps"
+    page.locator("#search").fill("")
+    page.locator("#found-above a").wait_for(state="hidden")
+
+
+def test_a_language_model_trains_texts_also_before_its_folder_is_there(page: Page):
+    page.locator("#model-filter button", has_text="All").click()
+    page.locator("#tiles [data-model='Qwen/Qwen3-8B']").click()
+    page.locator("#data-title", has_text="Texts").wait_for()
+    settled(page)
+    write_over(page, "field-data-path", "")
+    page.locator("#row-field-data-path .help", has_text="image").wait_for(state="hidden")
+
+
+def test_the_panel_with_start_stays_in_sight(page: Page):
+    page.mouse.move(500, 500)
+    page.mouse.wheel(0, 900)
+    until(
+        page,
+        "scrollY > 500 && Math.abs(document.querySelector('#page-new .side').getBoundingClientRect().top - 16) < 2",
+    )
+
+
+def test_a_wrong_line_of_the_yaml_is_brought_into_sight_and_each_is_a_link(page: Page):
+    page.locator("#yaml-drawer summary").click()
+    text = page.locator("#yaml").input_value().replace("  steps: 100", "  steps: many").replace("  keep: 3", "  kep: 3")
+    page.locator("#yaml").fill(text)
+    page.locator("#apply-yaml").click()
+    page.locator("#yaml-wrong li").first.wait_for()
+    lines = [number for number, line in enumerate(text.splitlines(), 1) if "many" in line or "kep" in line]
+    assert page.locator("#yaml-wrong a").all_inner_texts() == [f"Line {number}" for number in lines]
+    seen = """() => { const frame = document.querySelector('#yaml-lines').getBoundingClientRect();
+        return [...document.querySelectorAll('#yaml-lines .wrong')].map(line => {
+          const at = line.getBoundingClientRect(); return at.top >= frame.top && at.bottom <= frame.bottom; }); }"""
+    assert page.evaluate(seen)[0]
+    page.locator("#yaml-wrong a").last.click()
+    assert page.evaluate(seen)[-1]
+    caret = page.evaluate("document.querySelector('#yaml').selectionStart")
+    assert text[:caret].count("\n") + 1 == lines[-1]
+    page.locator("#discard-yaml").click()
+
+
+def test_the_keyboard_keeps_its_place_when_a_model_a_preset_or_a_method_is_chosen(page: Page):
+    page.locator("#tiles .tile").nth(1).wait_for()
+    focused = "JSON.stringify({ ...document.activeElement.dataset, value: document.activeElement.value || '' })"
+    for place in ("#tiles [data-model*='FLUX.2-dev']", "#presets [data-preset='flux2-dev-lora-4gpu']"):
+        page.locator(place).focus()
+        page.keyboard.press("Enter")
+        page.locator(f"{place}.on").wait_for()
+        settled(page)
+        assert page.locator(f"{place}:focus").count() == 1, page.evaluate(focused)
+    page.locator("#methods input:checked").focus()
+    for method in ("locon", "dora"):
+        page.keyboard.press("ArrowDown")
+        page.locator(f"#methods .on input[value='{method}']").wait_for()
+        settled(page)
+        assert page.locator(f"#methods input[value='{method}']:focus").count() == 1, page.evaluate(focused)
+    page.locator("#model-filter button", has_text="All").focus()
+    page.keyboard.press("Enter")
+    assert page.locator("#model-filter button:focus").inner_text().startswith("All")
+    page.locator("#tiles [data-model='demo']").first.click()
+    until(page, "document.querySelector('#page-new').dataset.preset === 'quickstart'")
+
+
+def test_back_to_the_preset_can_be_undone_also_for_the_folder(page: Page, runs: Path):
+    write_over(page, "field-data-path", str(runs.parent))
+    page.keyboard.press("Tab")
+    write_over(page, "field-train-steps", "33")
+    page.locator("#changes a", has_text="Steps").wait_for()
+    page.locator("#reset").click()
+    page.locator("#changes", has_text="As in the preset quickstart.").wait_for()
+    page.locator("#left button", has_text="Undo").click()
+    reads(page, "data-path", str(runs.parent))
+    reads(page, "train-steps", "33")

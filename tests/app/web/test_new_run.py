@@ -590,3 +590,39 @@ def test_a_folder_without_the_familys_model_is_refused_at_its_field(window: Wind
     window.call("save_preset", name="with-model")
     [model] = [model for model in window.call("models") if model["path"] == str(tmp_path / "model")]
     assert not model["is_here"]
+
+
+def test_an_address_that_cannot_be_resolved_is_an_error_of_its_field(window: Window):
+    window.call("edit", edits={"parallel.nodes": "2", "parallel.rendezvous": "nowhere.invalid:29400"})
+    assert "the host name nowhere.invalid cannot be resolved here" in window.errors()["parallel.rendezvous"]
+    assert "" not in window.errors()
+
+
+def test_the_quantized_base_that_is_kept_counts_as_disk_that_the_run_needs(window: Window):
+    window.call("preset", name="flux2-dev-lora-nf4-2x24gb")
+    need = window.state["disk"]["need"]
+    window.type("quantize.cache", False)
+    assert window.state["disk"]["need"] < need - 10e9
+
+
+def test_a_model_that_is_not_published_is_named_by_what_it_is(window: Window):
+    names = {model["path"]: model["name"] for model in window.call("models") if not model["is_known"]}
+    assert names["random"] == "Language model, random weights"
+
+
+def test_back_to_the_preset_drops_every_edit_also_of_data_and_name(window: Window, studio: Studio, tmp_path: Path):
+    window.call("edit", edits={"data.path": str(tmp_path), "name": "mine", "train.steps": "7"})
+    window.call("reset")
+    assert studio.draft() == Draft(studio.preset("quickstart"))
+    assert window.state["changes"] == []
+
+
+def test_brackets_in_a_number_are_not_called_wrong_yaml(window: Window):
+    window.type("train.steps", "[5")
+    assert window.errors() == {"train.steps": "needs a whole number, not '[5'"}
+    window.type("train.steps", "5")
+    window.type("optim.type", "{")
+    assert window.errors()["optim.type"].startswith("'{' is not one of ")
+    window.call("reset")
+    window.type("sample.size", "[64, 64")
+    assert "not YAML" in window.errors()["sample.size"]
