@@ -112,7 +112,8 @@
     function mean(line) {
       const decay = decayOf(line), known = means.get(line);
       if (known?.decay === decay) return known.values;
-      const values = smoothed(line.values, decay, line.counts);
+      const last = line.values.findLastIndex(value => value !== null);  // a loss that is not a number any more has no mean
+      const values = smoothed(line.values, decay, line.counts).map((value, at) => (at > last ? null : value));
       means.set(line, { decay, values });
       return values;
     }

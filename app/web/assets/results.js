@@ -42,11 +42,11 @@
       h('div.pair', {}, side('base', 'without'), side('trained', 'with')));
   }
 
-  studio.results.draw = async function (run) {
+  studio.results.draw = async function (run, isText) {
     const prompt = h('textarea#draw-prompt', { rows: 2, 'aria-label': 'Prompt' }), seed = h('input#draw-seed', { type: 'text', inputMode: 'numeric', 'aria-label': 'Seed' });
     const place = h('div'), state = h('div#draw-state', { role: 'status' }), list = h('ul.drawings#drawings');
     const show = found => {
-      state.replaceChildren(...(found.state.is_running ? [h('p.notice', {}, 'Drawing twice, with and without. The model is loaded first.')]
+      state.replaceChildren(...(found.state.is_running ? [h('p.notice', {}, `${isText ? 'Writing' : 'Drawing'} twice, with and without. The model is loaded first.`)]
         : found.state.failed ? [studio.alert(found.state.text)] : []));
       button.disabled = found.state.is_running;
       studio.fill(list, found.drawings.map(one => one.time), () => found.drawings.map(drawing));
@@ -57,12 +57,15 @@
       if (number && !/^\d+$/.test(number)) throw new studio.Refused('Seed: write a whole number, or leave it empty for that of the samples.');
       await call('result_draw', { run, prompt: prompt.value, seed: number ? Number(number) : null });
       await watch();
-    }) }, 'Draw');
-    const element = dialog('draw-dialog', 'Draw with it', h('p.sm', {}, 'One image from a prompt, from the same noise, with and without what was trained. It takes a free GPU, or a while on the CPU.'),
+    }) }, isText ? 'Write' : 'Draw');
+    const about = h('p.sm'), note = ' It takes a free GPU, or a while on the CPU.';
+    const element = dialog('draw-dialog', isText ? 'Write with it' : 'Draw with it', about,
       h('label.sm', { htmlFor: 'draw-prompt' }, 'Prompt'), prompt, h('label.sm', { htmlFor: 'draw-seed' }, 'Seed'), seed, place, state, h('div.row-end', {}, closeButton(), button), list);
     await tried(place, async () => {
       const found = await call('result_drawings', { run });
       prompt.value = found.prompts[0] || '';
+      studio.say(about, found.is_text ? `One text that continues a prompt, from the same seed, with and without what was trained.${note}`
+        : `One image from a prompt, from the same noise, with and without what was trained.${note}`);
       seed.placeholder = String(found.seed);
       show(found);
       if (found.state.is_running) await watch();

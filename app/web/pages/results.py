@@ -11,6 +11,7 @@ from app.results import Results
 from app.studio import Studio
 from app.web.answers import Calls
 from app.web.served_files import FULL, address
+from trainer.config import families
 from trainer.config.errors import InputError
 from trainer.launcher import upload
 from trainer.launcher.upload import Upload
@@ -40,6 +41,7 @@ def drawings(studio: Studio, results: Results, run: str) -> dict[str, Any]:
     return {
         "state": asdict(results.drawing(found)),
         "drawings": finished,
+        "is_text": families.trains_on(config) == "text",
         "seed": config.sample.seed,
         "prompts": [prompt.replace("[trigger]", config.data.trigger) for prompt in config.sample.prompts],
     }
