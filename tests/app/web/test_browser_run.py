@@ -15,8 +15,19 @@ from playwright.sync_api import Browser, Page
 
 from app.monitor import SILENT_S
 from tests.app.browser import Server, opened, recorded, state_is, until, until_so, visit, visited, watch
+from tests.runs import make_text, text_config
 from trainer.run import process as processes
-from trainer.run.events import AnyEvent, ErrorEvent, EventWriter, ExportEvent, RankLine, StatusEvent, WarningEvent
+from trainer.run.events import (
+    AnyEvent,
+    ErrorEvent,
+    EventWriter,
+    ExportEvent,
+    RankLine,
+    SampleEvent,
+    StatusEvent,
+    StepEvent,
+    WarningEvent,
+)
 from trainer.run.folder import RunDir
 
 SCREENS = ((390, 844), (820, 1180), (1280, 800), (1920, 1080))
@@ -319,6 +330,28 @@ def test_a_loss_that_is_no_number_is_said_and_not_averaged_away(page: Page, serv
     watch(page, "diverged")
     assert "not a number since step 26" in page.locator(".figures").inner_text().replace("\n", " ")
     until(page, "document.querySelector('#chart-loss .readout').textContent.includes('smoothed –')")
+    shutil.rmtree(run.path)
+
+
+@pytest.mark.slow
+def test_a_language_model_writes_and_its_constant_speed_is_drawn(page: Page, server: Server):
+    text = make_text(server.runs.parent / "text")
+    config = text_config(text, sample__prompts=["Double 3: "], sample__every=20, train__steps=40)
+    run = RunDir.create(server.runs, config, at=server.runs / "words")
+    parts = ("data", "forward", "backward", "optimizer", "communication")
+    seconds = {"seconds": 0.5, **{f"seconds_{part}": 0.1 for part in parts}}
+    figures = {"loss": 1.0, "lr": 1e-4, "grad_norm": 1.0, "tokens_per_second": 1234.5, **seconds}
+    (run.samples / "one.txt").write_text("Double 3: 6.")
+    sample = SampleEvent(step=40, prompt="Double 3: ", index=0, path="samples/one.txt", text="Double 3: 6.")
+    write(run, *(StepEvent(step=at, **figures) for at in range(1, 41)), sample, StatusEvent(state="finished", step=40))
+    watch(page, "words")
+    assert "1,230 tokens/s" in page.locator(".figures").inner_text().replace("\n", " ")
+    # Its smoothed values differ in the last bit: ticks of that size would be without end.
+    until(page, "document.querySelector('#chart-speed canvas').dataset.n === '40'")
+    page.locator("#newest .written", has_text="Double 3: 6.").wait_for()
+    page.locator("#run-done").get_by_role("button", name="Write with it").click()
+    page.get_by_role("dialog", name="Write with it").get_by_text("One text that continues a prompt").wait_for()
+    page.keyboard.press("Escape")
     shutil.rmtree(run.path)
 
 
