@@ -364,6 +364,7 @@ studio.runTabs = studio.runTabs || {};
     studio.say(parts.imbalance, note);
     parts.memoryKeys.hidden = !ranks.length;
     parts.noRanks.hidden = ranks.length > 0;
+    studio.say(parts.noRanks, data.head.is_running ? 'The ranks report their memory once they have started.' : 'No rank has reported its memory.');
     parts.ranks.hidden = !ranks.length;
     parts.gpuPart.hidden = !gpus.length;
     studio.fill(parts.gpus, gpus, () => gpus.map(one => h('li', {}, h('b', {}, `${one.index} `), `${one.name} `,
@@ -534,7 +535,7 @@ studio.runTabs = studio.runTabs || {};
   }
 
   function buildMemory() {
-    Object.assign(parts, { ranks: h('ul#ranks'), imbalance: h('p.sm.dim'), gpus: h('ul.gpus'), noRanks: h('p.sm.dim', {}, 'The ranks report their memory once they have started.') });
+    Object.assign(parts, { ranks: h('ul#ranks'), imbalance: h('p.sm.dim'), gpus: h('ul.gpus'), noRanks: h('p.sm.dim') });
     parts.memoryKeys = h('ul.keys', {}, h('li', {}, h('i.allocated'), 'allocated'), h('li', {}, h('i.reserved'), 'reserved'), h('li', {}, h('u'), 'peak'));
     parts.gpuPart = h('div#run-gpus', { hidden: true }, h('h3', {}, 'GPUs of this machine'), parts.gpus);
     return h('section.card', { 'aria-label': 'Memory of each rank' }, h('div.ttl', {}, h('h2', {}, 'Memory of each rank'), h('span.dim', {}, 'GiB')), parts.ranks, parts.noRanks, parts.memoryKeys, parts.imbalance, parts.gpuPart);
