@@ -13,7 +13,7 @@ import secrets
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -78,9 +78,41 @@ class _Derived:
     speed: tuple[float, str]
     seconds: Mapping[str, float]
     waited_s: float
+    diverged_at: int | None
     samples: tuple[SampleEvent, ...]
     prompts: tuple[str, ...]
     exports: tuple[ExportEvent, ...]
+
+
+@dataclass
+class _Pace:
+    """How fast the steps of the latest start follow each other.
+
+    Attributes:
+        first: Its first step, which is slow: kernels are compiled and caches filled.
+        last: Its latest step.
+        num_pauses: Pauses between them.
+        pauses_s: Their seconds, in all: samples, validation, checkpoints.
+    """
+
+    first: StepEvent | None = None
+    last: StepEvent | None = None
+    num_pauses: int = 0
+    pauses_s: float = 0.0
+
+    def add(self, event: StepEvent) -> None:
+        if self.last is not None and math.isfinite(event.seconds):
+            self.num_pauses += 1
+            self.pauses_s += max(0.0, event.time - self.last.time - event.seconds)
+        self.first, self.last = self.first or event, event
+
+    def seconds(self, recent: Sequence[StepEvent]) -> float:
+        """Return the seconds from one step to the next; NaN where they were not measured."""
+        finite = [event for event in recent if math.isfinite(event.seconds)]
+        steady = [event for event in finite if event is not self.first] or finite
+        if not steady:
+            return math.nan
+        return statistics.fmean(event.seconds for event in steady) + self.pauses_s / max(1, self.num_pauses)
 
 
 @dataclass(frozen=True)
@@ -92,7 +124,9 @@ class RunView:
         speed: Images or tokens trained per second, and which of the two.
         seconds: Mean seconds of the parts of the last steps, which add up to the whole step (`events.step_parts`).
         waited_s: Mean seconds within these parts in which the computation waited for other ranks; NaN: not measured.
-        eta_s: Seconds until the last step; None before the first step.
+        eta_s: Seconds until the last step, with the pauses between steps for samples, validation and checkpoints; None
+            before the first step and after the last one.
+        diverged_at: The first of the last steps, all of which have a loss that is not finite; None if there are none.
         duration_s: Seconds that the run has been running, without the pauses before it was resumed.
         last_event_s: Unix seconds of the last event; 0 without one.
         prompts: The prompts of the next samples, as they were configured or requested: with [trigger].
@@ -116,6 +150,7 @@ class RunView:
     seconds: Mapping[str, float]
     waited_s: float
     eta_s: float | None
+    diverged_at: int | None
     duration_s: float
     last_event_s: float
     ranks: tuple[RankState, ...]
@@ -208,6 +243,7 @@ class Follower:
         self._error: ErrorEvent | None = None
         self._last_event = 0.0
         self._duration_s = 0.0
+        self._pace = _Pace()
         self._derived: _Derived | None = None
 
     def view(self) -> RunView:
@@ -279,12 +315,14 @@ class Follower:
                 while self._steps and self._steps[-1].step >= event.step:  # a resumed run repeats steps
                     self._steps.pop()
                 self._steps.append(event)
+                self._pace.add(event)
                 self._num_read += 1
                 return
             case StatusEvent():
                 if event.state == "starting":
                     self.config, self._error = self.run.config(), None
                     self._lines.clear()
+                    self._pace = _Pace()
                 self._status = event
             case StageEvent():
                 self._stage = event
@@ -326,7 +364,8 @@ class Follower:
             speed=found.speed,
             seconds=found.seconds,
             waited_s=found.waited_s,
-            eta_s=(num_steps - step) * sum(found.seconds.values()) if self._steps else None,
+            eta_s=self._eta_s(num_steps - step),
+            diverged_at=found.diverged_at,
             duration_s=self._duration_s,
             last_event_s=self._last_event,
             ranks=ranks,
@@ -341,6 +380,12 @@ class Follower:
             problems=self._problems(),
         )
 
+    def _eta_s(self, num_left: int) -> float | None:
+        if not self._steps or num_left <= 0:
+            return None
+        seconds = num_left * self._pace.seconds(self._steps[-AVERAGED_STEPS:])
+        return seconds if math.isfinite(seconds) else None
+
     def _derive(self) -> _Derived:
         num_read = (self._num_read, len(self._events))
         if self._derived is None or self._derived.num_read != num_read:
@@ -349,14 +394,23 @@ class Follower:
             self._derived = _Derived(
                 num_read=num_read,
                 loss=smoothed(losses, self.decay)[-1] if recent else None,
-                speed=(_mean(event.speed[0] for event in recent), recent[-1].speed[1] if recent else "images"),
+                speed=_speed_of(recent),
                 seconds=step_parts(recent),
                 waited_s=seconds_waited(recent),
+                diverged_at=self._diverged_at(),
                 samples=tuple(sample for _, sample in sorted(self._samples.items())),
                 prompts=prompts_in_force(self._events, self.config),
                 exports=tuple(event for event in self._events if isinstance(event, ExportEvent)),
             )
         return self._derived
+
+    def _diverged_at(self) -> int | None:
+        found = None
+        for event in reversed(self._steps):
+            if math.isfinite(event.loss):
+                break
+            found = event.step
+        return found
 
     @property
     def decay(self) -> float:
@@ -377,9 +431,18 @@ class Follower:
         return [event for _, event in sorted(self._validations.items())]
 
 
-def _mean(values: Iterator[float]) -> float:
-    found = list(values)
-    return statistics.fmean(found) if found else 0.0
+def _speed_of(steps: Sequence[StepEvent]) -> tuple[float, str]:
+    """Return what the steps trained on, per second of their whole time, and its unit.
+
+    The mean of the speeds would be too high: one slow step takes the time of many.
+    """
+    if not steps:
+        return 0.0, "images"
+    timed = [(event.speed[0], event.seconds) for event in steps]
+    known = [(rate, seconds) for rate, seconds in timed if math.isfinite(rate * seconds) and seconds > 0]
+    whole = math.fsum(seconds for _, seconds in known)
+    speed = math.fsum(rate * seconds for rate, seconds in known) / whole if whole else math.nan
+    return speed, steps[-1].speed[1]
 
 
 def _line(follower: Follower, label: str, value: Callable[[StepEvent], float], look: Look = "line") -> Line:

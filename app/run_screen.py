@@ -18,6 +18,7 @@ from app import exports, notes
 from app.model_choices import method_title, model_title
 from app.monitor import SILENT_S, Follower, Level, RunView, explained, log_files, read_log
 from app.studio import Studio
+from trainer.config import families
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import RankAdapter
@@ -115,6 +116,7 @@ def head(follower: Follower, view: RunView) -> Part:
             "is_stuck": view.is_stuck,
             "problems": list(view.problems),
             "about": about(config),
+            "is_text": families.trains_on(config) == "text",
             "step": view.step,
             "num_steps": view.num_steps,
             "stages": _stages(config, view),
@@ -124,7 +126,7 @@ def head(follower: Follower, view: RunView) -> Part:
             "marks": _marks(config, view),
             "next_sample": _next_sample(config, view),
             "figures": figures(follower, view),
-            "split": {part: _finite(seconds) for part, seconds in view.seconds.items()} if view.loss else {},
+            "split": {part: _finite(seconds) for part, seconds in view.seconds.items()},
             "waited_s": _finite(view.waited_s),
             "error": _error(run, view),
             "more": more(run, config, view) if is_ended else None,
@@ -140,11 +142,12 @@ def figures(follower: Follower, view: RunView) -> dict[str, Any]:
     rate, unit = view.speed
     return {
         "loss": _finite(view.loss),
+        "diverged_at": view.diverged_at,
         "best": {"loss": best.loss, "step": best.step} if best else None,
         "rate": _finite(rate) if view.loss is not None else None,
         "unit": unit,
         "step_s": _finite(view.step_s) if view.loss is not None else None,
-        "eta_s": _finite(view.eta_s) if view.is_running else None,
+        "eta_s": None if view.eta_s is None or not view.is_running or view.is_stuck else _finite(view.eta_s),
         "duration_s": view.duration_s,
         "last_event_s": view.last_event_s,
     }
@@ -167,7 +170,7 @@ def more(run: RunDir, config: RunConfig, view: RunView) -> dict[str, Any]:
     """
     saved = manifest.newest_step(run.checkpoints)
     if view.state == "finished":
-        return {"kind": "" if config.stages or not saved else "extend", "saved": saved}
+        return {"kind": "extend" if saved else "", "saved": saved}
     return {"kind": "start" if view.state == "created" else "resume", "saved": saved}
 
 

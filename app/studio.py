@@ -36,6 +36,7 @@ from trainer.config.errors import InputError
 from trainer.config.installation import PRESETS
 from trainer.config.load import dump_config, load_config
 from trainer.config.presets import FIRST_PRESET, find_presets
+from trainer.config.schema import RunConfig
 from trainer.config.sections import NAME_HELP, NAME_PATTERN
 from trainer.launcher import commands, preflight, torchrun
 from trainer.launcher.downloads import Downloads as ModelDownloads
@@ -300,14 +301,15 @@ class Studio:
             torchrun.start(run.config(), run)
 
     def extend(self, run: RunDir, steps: int) -> None:
-        """Let a run that has ended go on for more steps. Raises InputError when it is running or cannot go on."""
+        """Let a run that has ended go on for more steps, in its last stage where it has stages.
+
+        Raises:
+            InputError: It is running or cannot go on.
+        """
         if steps < 1:
             raise InputError(f"{steps} steps; give at least 1 more")
         with self._lock:
-            config = run.config()
-            if config.stages:
-                raise InputError(f"{run.path.name}: a run with stages ends with its last one; copy it to a new run")
-            preflight.continued_run(run, [f"train.steps={config.train.steps + steps}"])
+            preflight.continued_run(run, [_with_more_steps(run.config(), steps)])
             torchrun.start(run.config(), run)
 
     def find_runs(self) -> list[RunDir]:
@@ -387,3 +389,12 @@ class Studio:
             except Exception as error:  # noqa: BLE001 - shown on the page, and retried: the disk may have been full
                 self.queue_problem = str(error) or type(error).__name__
             time.sleep(POLL_S)
+
+
+def _with_more_steps(config: RunConfig, steps: int) -> str:
+    """Return the change `key=value` that gives a config more steps."""
+    if not config.stages:
+        return f"train.steps={config.train.steps + steps}"
+    parts = [stage.model_dump(mode="json") for stage in config.stages]
+    parts[-1]["set"] |= {"train.steps": config.stage_steps[-1] + steps}
+    return f"stages={json.dumps(parts)}"

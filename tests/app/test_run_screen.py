@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,47 @@ def test_the_next_samples_and_the_parts_of_a_step(runs: Path, living):
     assert head["figures"]["eta_s"] == pytest.approx(18.0)
     assert sum(head["split"].values()) == pytest.approx(0.6) == pytest.approx(head["figures"]["step_s"])
     assert head["marks"]["sample"] == 30
+
+
+def test_the_time_that_is_left_counts_pauses_between_steps_and_not_the_slow_first_step(runs: Path, living):
+    run = recorded(runs, "one", train__steps=110)
+    run.events_file.unlink()
+    began = time.time() - 100
+    slow = replace(step(1), seconds=30.0, time=began)
+    steps = [replace(step(number), seconds=1.0, time=began + 3 * (number - 1)) for number in range(2, 11)]
+    write(run, StatusEvent(state="training", time=began - 31), slow, *steps)
+    assert Browser(runs, "one").tick()["head"]["figures"]["eta_s"] == pytest.approx(100 * 3)
+
+
+def test_no_time_is_said_to_be_left_after_the_last_step_and_of_a_silent_run(runs: Path, living):
+    run = recorded(runs, "one", [StatusEvent(state="exporting", step=40)])
+    head = Browser(runs, "one").tick()["head"]
+    assert head["figures"]["eta_s"] is None
+    assert head["next_sample"] is None
+    run.events_file.unlink()
+    for file in run.ranks.iterdir():
+        file.unlink()
+    write(run, *(replace(one, time=time.time() - 1000) for one in (StatusEvent(state="training"), step(1), step(2))))
+    head = Browser(runs, "one").tick()["head"]
+    assert head["is_stuck"]
+    assert head["figures"]["eta_s"] is None
+
+
+def test_the_speed_is_that_of_the_whole_time(runs: Path):
+    run = recorded(runs, "one")
+    run.events_file.unlink()
+    fast, slow = (replace(step(at), seconds=s, images_per_second=8 / s) for at, s in ((1, 1.0), (2, 7.0)))
+    write(run, fast, slow, StatusEvent(state="finished"))
+    figures = Browser(runs, "one").tick()["head"]["figures"]
+    assert figures["rate"] == pytest.approx(16 / 8)
+    assert figures["step_s"] == pytest.approx(4.0)
+
+
+def test_a_loss_that_is_not_a_number_any_more_is_said(runs: Path):
+    run = recorded(runs, "one", [StatusEvent(state="training", step=40)])
+    assert Browser(runs, "one").tick()["head"]["figures"]["diverged_at"] is None
+    write(run, step(41, float("nan")), step(42), step(43, float("nan")), step(44, float("inf")))
+    assert Browser(runs, "one").tick()["head"]["figures"]["diverged_at"] == 43
 
 
 def test_newest_steps_with_samples_and_numbers_that_are_not_finite(runs: Path):

@@ -170,6 +170,26 @@ def test_types_and_fields_of_a_later_version_are_passed_over(file):
     assert EventReader(file).read() == [WARNING]
 
 
+@pytest.mark.parametrize("field", ["time", "step"])
+@pytest.mark.parametrize("value", ["-1", "1e999", "NaN", "1" + "0" * 30])
+def test_a_time_or_step_that_cannot_be_is_a_damaged_line(file, field, value):
+    write(file, WARNING)
+    line = json.loads(file.read_text())
+    line[field] = "value"
+    with file.open("a") as lines:
+        lines.write(json.dumps(line).replace('"value"', value) + "\n")
+    reader = EventReader(file)
+    assert reader.read() == [WARNING]
+    assert reader.num_skipped == 1
+
+
+def test_one_of_several_losses_may_be_no_number(file):
+    write(file, ValidationEvent(step=1, loss=1.0, losses={"images": math.nan, "text": 2.0}, time=1.0))
+    [event] = EventReader(file).read()
+    assert math.isnan(event.losses["images"])
+    assert event.losses["text"] == 2.0
+
+
 def write_many(file: Path, name: str) -> None:
     write(file, *[WarningEvent(message=name * 2000) for _ in range(200)])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from app import form
+from app.studio import Studio
 from tests.commands import Started, launch_py
 from tests.runs import alone, difference, make_pictures, make_run, make_text, run_config, text_config, train
 from trainer.config.errors import InputError
@@ -116,6 +118,25 @@ def test_a_run_that_is_killed_in_its_second_stage_goes_on_to_the_same_end(straig
     ours, theirs = (load_file(one.export / "two" / "adapter_model.safetensors") for one in (run, straight))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    told = [event.number for event in EventReader(run.events_file).read() if isinstance(event, StageEvent)]
+    assert told == [1, 2, 2]
+
+
+@pytest.mark.slow
+def test_a_finished_run_goes_on_in_its_last_stage_and_exports_again(straight: RunDir, tmp_path: Path) -> None:
+    run = RunDir(shutil.copytree(straight.path, tmp_path / "runs" / "run"))
+    studio = Studio(run.path.parent)
+    with pytest.raises(InputError, match="0 steps; give at least 1 more"):
+        studio.extend(run, 0)
+    studio.extend(run, 3)
+    deadline = time.monotonic() + 240
+    while (view := studio.follower(run).view()).is_running or view.is_alive:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert (view.state, view.step, view.num_steps) == ("finished", 13, 13), view.sentence
+    assert losses(run)[:10] == losses(straight)
+    assert run.config().stage_steps == (4, 9)
+    assert [event.step for event in view.exports] == [10, 13]
     told = [event.number for event in EventReader(run.events_file).read() if isinstance(event, StageEvent)]
     assert told == [1, 2, 2]
 

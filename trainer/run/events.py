@@ -45,6 +45,9 @@ SMOOTHED_STEPS = 1000
 STEP_PARTS = ("data", "forward", "backward", "optimizer", "other")
 """The parts of a step, in order; see `step_parts`."""
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Time = Annotated[float, Field(ge=0, lt=1e11, allow_inf_nan=False)]
+"""Unix seconds that a calendar can show."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +59,8 @@ class Event:
         time: Unix seconds.
     """
 
-    step: int = 0
-    time: float = field(default_factory=time.time)
+    step: Count = 0
+    time: Time = field(default_factory=time.time)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +76,8 @@ class StatusEvent(Event):
 
     state: State
     message: str = ""
-    done: int = 0
-    total: int = 0
+    done: Count = 0
+    total: Count = 0
     type: Literal["status"] = "status"
 
 
@@ -120,7 +123,7 @@ class StepEvent(Event):
     seconds_communication: Number
     images_per_second: Number = math.nan
     tokens_per_second: Number = math.nan
-    losses: dict[str, float] = field(default_factory=dict)
+    losses: dict[str, Number] = field(default_factory=dict)
     type: Literal["step"] = "step"
 
     @property
@@ -143,7 +146,7 @@ class SampleEvent(Event):
     """
 
     prompt: str
-    index: int
+    index: Count
     path: str
     text: str = ""
     type: Literal["sample"] = "sample"
@@ -181,7 +184,7 @@ class ValidationEvent(Event):
 
     loss: Number
     perplexity: Number = math.nan
-    losses: dict[str, float] = field(default_factory=dict)
+    losses: dict[str, Number] = field(default_factory=dict)
     type: Literal["validation"] = "validation"
 
 
@@ -272,14 +275,14 @@ class RankLine:
         time: Unix seconds.
     """
 
-    rank: int
-    step: int
+    rank: Count
+    step: Count
     phase: State
-    allocated: int
-    reserved: int
-    peak: int
-    limit: int
-    time: float = field(default_factory=time.time)
+    allocated: Count
+    reserved: Count
+    peak: Count
+    limit: Count
+    time: Time = field(default_factory=time.time)
 
 
 class EventWriter:
@@ -334,11 +337,14 @@ class LossyWriter:
 
 
 def _encode(record: AnyEvent | RankLine) -> bytes:
-    values = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in vars(record).items()
-    }
+    values = {key: _as_json(value) for key, value in vars(record).items()}
     return json.dumps(values, allow_nan=False).encode() + b"\n"
+
+
+def _as_json(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _as_json(part) for key, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 T = TypeVar("T")

@@ -4,7 +4,8 @@
 {
   const { h, svg } = studio;
   const DASHES = [[], [8, 4], [2, 4], [12, 4, 2, 4], [8, 4], [2, 4], [4, 4]];
-  const COLORS = 7, LABEL = 11, FAINT = 0.25, NEAR_ZERO = 0.35, LEAST_DRAG = 8, LEAST_MOVE = 0.5, FAR = 1e5;
+  const COLORS = 7, LABEL = 11, FAINT = 0.25, NEAR_ZERO = 0.35, LEAST_DRAG = 8, LEAST_MOVE = 0.5, FAR = 1e5, MOST_TICKS = 100;
+  const LEAST_SPAN = 1e-8; // of values, relative to them: less is rounding, since they come with 7 digits
   const pages = new WeakMap(), all = new Set(), settings = kept();
 
   function kept() {
@@ -48,8 +49,8 @@
   function linearTicks(low, high, most, least = 0) {
     const raw = Math.max((high - low) / most, least), power = 10 ** Math.floor(Math.log10(raw));
     const step = [1, 2, 5, 10].map(factor => factor * power).find(found => found >= raw * (1 - 1e-9));
-    const found = [];
-    for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k++) found.push({ at: k * step, step });
+    const found = [], first = Math.ceil(low / step - 1e-9);
+    for (let k = 0; k <= MOST_TICKS && (first + k) * step <= high + step * 1e-9; k++) found.push({ at: (first + k) * step, step });
     return found;
   }
   function logTicks(low, high, most) {
@@ -112,7 +113,8 @@
     function mean(line) {
       const decay = decayOf(line), known = means.get(line);
       if (known?.decay === decay) return known.values;
-      const values = smoothed(line.values, decay, line.counts);
+      const last = line.values.findLastIndex(value => value !== null);  // a loss that is not a number any more has no mean
+      const values = smoothed(line.values, decay, line.counts).map((value, at) => (at > last ? null : value));
       means.set(line, { decay, values });
       return values;
     }
@@ -153,6 +155,7 @@
       let low = Infinity, high = -Infinity;
       for (const value of seen) if (value !== undefined) { low = Math.min(low, value); high = Math.max(high, value); }
       if (high < low) return null;
+      if (high - low < LEAST_SPAN * Math.abs(high)) low = high;
       if (log) { const margin = Math.max((high / low) ** 0.05, 1.02); return [low / margin, high * margin]; }
       const margin = (high - low) * 0.06 || Math.abs(high) * 0.05 || 1;
       return [low >= 0 && low < NEAR_ZERO * high ? 0 : low - margin, high + margin];

@@ -76,18 +76,18 @@
     return [Number(found[1]), Number(found[2])];
   }
 
-  studio.results.draw = async function (run) {
+  studio.results.draw = async function (run, isText) {
     const prompt = h('textarea#draw-prompt', { rows: 2 }), seed = h('input#draw-seed', { type: 'text', inputMode: 'numeric' }), size = h('input#draw-size', { type: 'text' });
-    const about = h('p.sm', {}, 'From the same noise, with and without what was trained. It takes a free GPU, or a while on the CPU.');
+    const about = h('p.sm', {}, `${isText ? 'A text that continues the prompt, from the same seed' : 'From the same noise'}, with and without what was trained. It takes a free GPU, or a while on the CPU.`);
     const sizeField = h('div', {}, h('label.sm', { htmlFor: 'draw-size' }, 'Size'), size);
     const place = h('div'), state = h('div#draw-state', { role: 'status' }), list = h('ul.drawings#drawings');
     const show = found => {
-      fill(state, found.state, () => found.state.is_running ? running('Drawing twice, with and without. The model is loaded first.', run, 'drawing')
+      fill(state, found.state, () => found.state.is_running ? running(`${isText ? 'Writing' : 'Drawing'} twice, with and without. The model is loaded first.`, run, 'drawing')
         : found.state.failed ? studio.alert(found.state.text) : found.state.is_stopped ? studio.note(found.state.text) : []);
       fill(list, found.drawings.map(one => one.time), () => found.drawings.map(drawing));
     };
     const watch = () => follow(element, () => call('result_drawings', { run }), show);
-    const button = h('button.btn.main#draw', { type: 'submit' }, 'Draw');
+    const button = h('button.btn.main#draw', { type: 'submit' }, isText ? 'Write' : 'Draw');
     const draw = () => tried(place, async () => {
       const values = { prompt: prompt.value, seed: whole(seed.value, 'Seed: write a whole number, or leave it empty for that of the samples.'), size: sides(size.value) };
       const refused = await call('result_draw', { run, ...values }).then(() => null, error => error);
@@ -95,7 +95,7 @@
     }, button);
     const form = h('form', { onsubmit: event => { event.preventDefault(); if (!button.disabled) draw(); } }, h('label.sm', { htmlFor: 'draw-prompt' }, 'Prompt'), prompt,
       h('div.fields', {}, h('div', {}, h('label.sm', { htmlFor: 'draw-seed' }, 'Seed'), seed), sizeField), place, state, h('div.row-end', {}, closeButton(), button));
-    const element = dialog('draw-dialog', 'Draw with it', about, form, list);
+    const element = dialog('draw-dialog', isText ? 'Write with it' : 'Draw with it', about, form, list);
     await tried(place, async () => {
       const found = await call('result_drawings', { run });
       if (!prompt.value) prompt.value = found.prompts[0] || '';

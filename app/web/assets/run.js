@@ -7,27 +7,32 @@ studio.runTabs = studio.runTabs || {};
   const WORDS = { created: 'not started', encoding: 'encoding', stuck: 'no sign of life' };
   const MOODS = { training: 'ok', finished: 'ok', failed: 'bad', stopped: 'warn', stuck: 'warn', created: '' };
   const parts = {}, charts = {};
-  let name = '', tab = '', data = {}, known = {}, isGone = false, log = null, strip = null, saving = null;
+  const unsaved = new Map(); // notes that could not be saved before another run was opened: {run: {text, version}}
+  let name = '', tab = '', data = {}, known = {}, isGone = false, log = null, strip = null, saving = null, turn = Promise.resolve();
 
   // --- what there is --------------------------------------------------------------------------------------------------
 
-  /** Ask for what changed since the last answer, and draw it. */
-  async function refresh() {
-    const asked = name, isOverview = tab === '';
-    const values = { name: asked, known, log: isOverview ? wish() : null, only_head: !isOverview };
-    const answer = await studio.fetched('run_view', values, () => asked === name, complain); // another run may be opened meanwhile
+  /** Ask for what changed since the last answer, and draw it. One after the other: two at once would draw it twice. */
+  function refresh() {
+    turn = turn.then(ask, ask);
+    return turn;
+  }
+
+  async function ask() {
+    const asked = strip, isOverview = tab === '';
+    const values = { name, known, log: isOverview ? wish() : null, only_head: !isOverview };
+    const answer = await studio.fetched('run_view', values, () => asked === strip, complain); // another run may be opened meanwhile
     if (!answer) return;
     isGone = Boolean(answer.is_gone);
     parts.gone.hidden = !isGone;
     parts.run.hidden = isGone;
     if (isGone) return;
     if (!data.head) drawTitle(answer.title);
-    for (const [part, { key, value }] of Object.entries(answer.parts)) {
-      known[part] = key;
-      data[part] = value;
-      DRAW[part](value);
-    }
-    if (answer.log) drawLog(answer.log);
+    const isOther = answer.parts.run && known.run; // the server was started again, or this is another run of the same name
+    for (const [part, { key, value }] of Object.entries(answer.parts)) [known[part], data[part]] = [key, value];
+    for (const [part, { value }] of Object.entries(answer.parts)) DRAW[part](value);
+    if (isOther) log = null; // the answer goes on where the former log ended: the next one begins anew
+    else if (answer.log) drawLog(answer.log);
   }
 
   const DRAW = { run: () => {}, head: drawHead, memory: drawMemory, samples: drawSteps, events: drawEvents, prompts: drawPrompts, notes: drawNotes, curves: drawCurves };
@@ -40,10 +45,12 @@ studio.runTabs = studio.runTabs || {};
     [data, known, log, isGone] = [{}, {}, null, false];
     strip = { chosen: null, answers: new Map() };
     saving = { version: '', timer: 0, isDirty: false };
+    turn = Promise.resolve();
     for (const place of [parts.message, parts.problem, parts.events, parts.figures, parts.steps, parts.conflict]) { place.replaceChildren(); delete place.dataset.key; }
     Object.assign(parts.notes, { value: '' });
     Object.assign(parts.log, { textContent: '' });
     studio.say(parts.saved, '');
+    studio.say(parts.tabs.querySelector('.count'), '');
     parts.run.hidden = parts.gone.hidden = true;
   }
 
@@ -75,6 +82,7 @@ studio.runTabs = studio.runTabs || {};
     drawSplit(head);
     parts.edit.hidden = !head.is_running;
     saySampleSteps();
+    sayStripNote();
     parts.charts.hidden = head.figures.loss === null && !head.step;
     parts.noCharts.hidden = !parts.charts.hidden;
     studio.say(parts.noCharts, head.is_running ? 'The charts begin with the first step.' : 'No step was trained, so there are no charts.');
@@ -85,13 +93,14 @@ studio.runTabs = studio.runTabs || {};
     const rows = [];
     if (is_running) rows.push(figures.eta_s === null ? ['left', '–'] : ['left, about', studio.duration(figures.eta_s), state === 'training' ? `ends ${ends(figures.eta_s)}` : '']);
     else if (figures.last_event_s) rows.push(['ended', studio.when(figures.last_event_s)]);
-    rows.push(['loss, smoothed', figures.loss === null ? '–' : studio.short(figures.loss)]);
+    if (figures.diverged_at === null) rows.push(['loss, smoothed', figures.loss === null ? '–' : studio.short(figures.loss)]);
+    else rows.push(['loss', 'not a number', `since step ${studio.count(figures.diverged_at)}`, '', 'bad']);
     if (figures.best) rows.push(['best validation', studio.short(figures.best.loss), `step ${studio.count(figures.best.step)}`, 'validation']);
     rows.push(['speed', figures.rate === null ? '–' : studio.short(Number(figures.rate.toPrecision(3))), figures.rate === null ? '' : `${figures.unit}/s`]);
     rows.push(['a step', figures.step_s === null ? '–' : seconds(figures.step_s)]);
     studio.say(parts.step, studio.count(step));
     studio.say(parts.of, `/ ${studio.count(num_steps)}`);
-    studio.fill(parts.figures, rows, () => rows.map(([label, value, note, term]) => h('div', {},
+    studio.fill(parts.figures, rows, () => rows.map(([label, value, note, term, mood]) => h(`div${mood ? '.' + mood : ''}`, {},
       h('dt', {}, term ? [label.replace(term, ''), studio.term(term)] : label), h('dd', {}, h('span.num', {}, value), note ? h('small', {}, ` ${note}`) : null))));
     function ends(left) {
       const at = Date.now() / 1e3 + left;
@@ -172,11 +181,12 @@ studio.runTabs = studio.runTabs || {};
   /** Ask for a number of steps. Resolves to 0 when it was dismissed. */
   function askSteps() {
     return new Promise(resolve => {
-      const { num_steps, more } = data.head, box = h('input#extend-steps', { type: 'number', min: 1, step: 1, value: num_steps, required: true });
+      const { num_steps, more, stages } = data.head, box = h('input#extend-steps', { type: 'number', min: 1, step: 1, value: stages?.steps.at(-1) ?? num_steps, required: true });
       const done = value => { dialog.remove(); resolve(value); };
       const dialog = h('dialog.dialog', { 'aria-label': 'Go on for more steps', oncancel: () => done(0) }, h('h2', {}, 'Go on for more steps'),
         h('form', { onsubmit: event => { event.preventDefault(); done(Math.round(Number(box.value))); } },
-          h('p', {}, `It has trained ${studio.counted(num_steps, 'step')} and goes on from the checkpoint of step ${studio.count(more.saved)}, in the same folder. What it exported is written again at the end.`),
+          h('p', {}, stages ? `It has trained ${studio.counted(num_steps, 'step')}. Its last stage, ${stages.names.at(-1)}, goes on from its step ${studio.count(more.saved)}, in the same folder; the other stages stay as they are.`
+            : `It has trained ${studio.counted(num_steps, 'step')} and goes on from the checkpoint of step ${studio.count(more.saved)}, in the same folder.`, ' What it exported is written again at the end.'),
           h('label', {}, h('span.l', {}, 'Steps in addition'), box),
           h('div.row-end', {}, h('button.btn', { type: 'button', onclick: () => done(0) }, 'Cancel'), h('button.btn.main#extend-go', { type: 'submit' }, 'Go on'))));
       document.body.append(dialog);
@@ -193,13 +203,13 @@ studio.runTabs = studio.runTabs || {};
       if (!error) return [];
       const where = `${error.rank === null ? '' : ` on rank ${error.rank}`} at step ${studio.count(error.step)}`;
       const retries = error.retry.length ? [button('retry', `Retry with ${error.retry.join(', ')}`, retry, '.main')] : [];
-      const link = error.log ? h('button.btn#error-log', { type: 'button', onclick: () => showLog(error.source) }, 'Show the log') : null;
+      const link = error.source ? h('button.btn#error-log', { type: 'button', onclick: () => showLog(error.source) }, 'Show the log') : null;
       return [h('h2', {}, `Failed${where}`), h('p', {}, error.message), error.remedy ? h('p', {}, h('b', {}, 'What to do: '), error.remedy) : null,
         error.log ? h('p.sm', {}, 'Log: ', h('code', {}, error.log)) : null, h('div.run-acts', {}, retries, link)];
     });
   }
 
-  function drawDone({ state, export: file, figures }) {
+  function drawDone({ state, export: file, figures, is_text: isText }) {
     parts.done.hidden = state !== 'finished';
     if (parts.done.hidden) return;
     const time = figures.duration_s >= 1 ? ` in ${studio.duration(figures.duration_s)}` : '';
@@ -208,7 +218,7 @@ studio.runTabs = studio.runTabs || {};
         : [h('b', {}, `Finished${time}.`), ' No export is in the run folder.'];
       return [h('p', {}, words), h('div.run-acts', {},
         file?.is_file ? button('download', 'Download', () => download(file.name), '.main') : null,
-        button('draw', 'Draw with it', () => studio.results.draw(name)),
+        button('draw', isText ? 'Write with it' : 'Draw with it', () => studio.results.draw(name, isText)),
         h('a.btn#export-as', { href: studio.link('runs', name, 'files') }, 'Export as …'),
         button('upload', 'Upload to the hub …', () => studio.results.upload(name)))];
     });
@@ -270,8 +280,15 @@ studio.runTabs = studio.runTabs || {};
   function drawStrip(cells, answers, count = 0) {
     studio.fill(parts.strip, [cells, answers], () => cells.map((cell, at) => figure(cell, answers[at], () => open(cells, answers, at))));
     parts.strip.classList.toggle('texts', cells.some(cell => cell.is_text));
-    const running = data.prompts?.now.length ? 'No samples yet. Sample draws some after this step.' : 'This run has no prompts to draw samples from.';
-    studio.say(parts.stripNote, cells.length ? (count > cells.length ? `${cells.length} of ${studio.count(count)} prompts` : '') : data.head.is_running ? running : 'No samples were drawn.');
+    strip.counts = [cells.length, count];
+    sayStripNote();
+  }
+
+  function sayStripNote() {
+    if (!strip.counts) return;
+    const [shown, count] = strip.counts, { now, asked } = data.prompts;
+    const running = (asked || now).length ? 'No samples yet. Sample draws some after this step.' : 'This run has no prompts to draw samples from.';
+    studio.say(parts.stripNote, shown ? (count > shown ? `${shown} of ${studio.count(count)} prompts` : '') : data.head.is_running ? running : 'No samples were drawn.');
     parts.stripNote.hidden = !parts.stripNote.textContent;
   }
 
@@ -301,6 +318,7 @@ studio.runTabs = studio.runTabs || {};
   // --- prompts to come ------------------------------------------------------------------------------------------------
 
   function drawPrompts({ asked }) {
+    sayStripNote();
     studio.say(parts.asked, asked ? `The next samples are of ${studio.counted(asked.length, 'other prompt')}.` : '');
   }
 
@@ -346,6 +364,7 @@ studio.runTabs = studio.runTabs || {};
     studio.say(parts.imbalance, note);
     parts.memoryKeys.hidden = !ranks.length;
     parts.noRanks.hidden = ranks.length > 0;
+    studio.say(parts.noRanks, data.head.is_running ? 'The ranks report their memory once they have started.' : 'No rank has reported its memory.');
     parts.ranks.hidden = !ranks.length;
     parts.gpuPart.hidden = !gpus.length;
     studio.fill(parts.gpus, gpus, () => gpus.map(one => h('li', {}, h('b', {}, `${one.index} `), `${one.name} `,
@@ -392,7 +411,7 @@ studio.runTabs = studio.runTabs || {};
     const before = isSame ? log.text : '', text = (before + found.text).slice(-LOG_LENGTH);
     log = { file: found.file, offset: found.offset, text };
     const level = parts.level.dataset.level, shown = text + found.rest;
-    const empty = found.problem || (!found.sources.length ? 'There are no logs: the run was not started yet.'
+    const empty = found.problem || (!found.sources.length ? `There are no logs${data.head.state === 'created' ? ': the run was not started yet' : ' in the run folder'}.`
       : level === 'all' ? 'Nothing was written to this log. That is how it should be for a run without trouble.' : `No ${level} in this log.`);
     studio.say(parts.noLog, shown ? '' : empty);
     parts.noLog.hidden = Boolean(shown);
@@ -422,6 +441,13 @@ studio.runTabs = studio.runTabs || {};
     parts.notes.disabled = Boolean(problem);
     if (problem) return studio.say(parts.saved, problem);
     if (saving.isDirty) return; // what is typed stays; saving it says that there is a newer text
+    const kept = unsaved.get(name);
+    if (kept) {
+      unsaved.delete(name);
+      Object.assign(saving, { version: kept.version, isDirty: true });
+      parts.notes.value = kept.text;
+      return saveNotes();
+    }
     saving.version = version;
     if (parts.notes.value !== text) parts.notes.value = text;
   }
@@ -509,7 +535,7 @@ studio.runTabs = studio.runTabs || {};
   }
 
   function buildMemory() {
-    Object.assign(parts, { ranks: h('ul#ranks'), imbalance: h('p.sm.dim'), gpus: h('ul.gpus'), noRanks: h('p.sm.dim', {}, 'The ranks report their memory once they have started.') });
+    Object.assign(parts, { ranks: h('ul#ranks'), imbalance: h('p.sm.dim'), gpus: h('ul.gpus'), noRanks: h('p.sm.dim') });
     parts.memoryKeys = h('ul.keys', {}, h('li', {}, h('i.allocated'), 'allocated'), h('li', {}, h('i.reserved'), 'reserved'), h('li', {}, h('u'), 'peak'));
     parts.gpuPart = h('div#run-gpus', { hidden: true }, h('h3', {}, 'GPUs of this machine'), parts.gpus);
     return h('section.card', { 'aria-label': 'Memory of each rank' }, h('div.ttl', {}, h('h2', {}, 'Memory of each rank'), h('span.dim', {}, 'GiB')), parts.ranks, parts.noRanks, parts.memoryKeys, parts.imbalance, parts.gpuPart);
@@ -548,6 +574,11 @@ studio.runTabs = studio.runTabs || {};
     const wanted = TABS.some(([key]) => key && key === place[2]) ? place[2] : '';
     if (place[1] !== name) {
       await saveNotes();
+      if (saving?.isDirty) {
+        clearTimeout(saving.timer);
+        unsaved.set(name, { text: parts.notes.value, version: saving.version });
+        studio.toast(`The notes on ${name} are not saved yet. Open that run to save them.`, true);
+      }
       name = place[1];
       studio.say(parts.title, name);
       forget();
@@ -564,8 +595,7 @@ studio.runTabs = studio.runTabs || {};
   }
 
   async function tick() {
-    if (isGone) return;
-    await refresh();
+    await refresh(); // also of a run that is gone: it may have been moved for a while only
     if (tab && !isGone) await studio.runTabs[tab]?.tick(name);
   }
 

@@ -269,7 +269,7 @@ studio.runTabs = studio.runTabs || {};
     setRange(parts.leftRange, left, last(), stepWord(from));
     studio.say(parts.leftLabel, `Left side: ${stepWord(from)}`);
     studio.fill(parts.prompts, data.rows.map(rowKey), () => data.rows.map((other, at) => h('button', {
-      type: 'button', onclick: () => { pairRow = at; fitPair(); draw(); } }, h('span.small'), h('span', {}, other.prompt || '(no prompt)'))));
+      type: 'button', onclick: () => { pairRow = at; fitPair(); draw(); } }, h('span.small'), h('span.words', { title: other.prompt }, other.prompt || '(no prompt)'))));
     [...parts.prompts.children].forEach((button, at) => {
       button.setAttribute('aria-pressed', String(at === pairRow));
       const answer = answers.get(keyOf(data.rows[at], to));

@@ -14,9 +14,20 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
 
 from app.monitor import SILENT_S
-from tests.app.browser import Server, opened, recorded, state_is, until, visited, watch
+from tests.app.browser import Server, opened, recorded, state_is, until, until_so, visit, visited, watch
+from tests.runs import make_text, text_config
 from trainer.run import process as processes
-from trainer.run.events import ErrorEvent, EventWriter, ExportEvent, RankLine, StatusEvent
+from trainer.run.events import (
+    AnyEvent,
+    ErrorEvent,
+    EventWriter,
+    ExportEvent,
+    RankLine,
+    SampleEvent,
+    StatusEvent,
+    StepEvent,
+    WarningEvent,
+)
 from trainer.run.folder import RunDir
 
 SCREENS = ((390, 844), (820, 1180), (1280, 800), (1920, 1080))
@@ -62,7 +73,7 @@ def running(server: Server) -> Iterator[RunDir]:
     shutil.rmtree(run.path)
 
 
-def write(run: RunDir, *events: StatusEvent) -> None:
+def write(run: RunDir, *events: AnyEvent) -> None:
     with EventWriter(run.events_file) as writer:
         for event in events:
             writer.write(event)
@@ -246,6 +257,102 @@ def test_what_is_typed_stays_in_the_notes_and_the_log_stays_where_it_was_scrolle
     assert page.locator("#log").evaluate("log => log.scrollTop") == 50
     assert page.locator("#notes").input_value() == "half a sen"
     assert page.evaluate("document.activeElement.id") == "notes"
+
+
+def test_answers_that_come_at_once_are_drawn_once(page: Page, running: RunDir):
+    (running.logs / "launch-1.log").write_text("one\n")
+    watch(page, running.path.name)
+    until(page, "document.querySelector('#log').textContent === 'one\\n'")
+    write(running, WarningEvent(step=40, message="only once"))
+    with (running.logs / "launch-1.log").open("a") as log:
+        log.write("two\n")
+    page.evaluate("Promise.all([1, 2, 3].map(() => studio.screens.run.tick()))")
+    until(page, "document.querySelector('#log').textContent === 'one\\ntwo\\n'")
+    assert page.locator("#events li", has_text="only once").count() == 1
+
+
+@pytest.mark.slow
+def test_a_run_before_its_first_samples_says_how_to_get_some(page: Page, running: RunDir):
+    running.events_file.write_text("")
+    write(running, StatusEvent(state="starting"))
+    watch(page, running.path.name)
+    assert page.locator("#newest").get_by_text("No samples yet. Sample draws some after this step.").is_visible()
+    assert page.locator("#no-log").inner_text() == "There are no logs in the run folder."
+
+
+@pytest.mark.slow
+def test_a_run_that_was_away_comes_back_and_another_of_its_name_replaces_it(page: Page, server: Server):
+    run = recorded(server.runs, "away")
+    (run.logs / "launch-1.log").write_text("a long log of the first run\n")
+    watch(page, "away")
+    until(page, "document.querySelector('#log').textContent.startsWith('a long log')")
+    aside = run.path.rename(server.runs.parent / "aside")
+    page.locator("#run-gone").wait_for()
+    aside.rename(run.path)
+    page.locator("#run").wait_for()
+    shutil.rmtree(run.path)
+    run = recorded(server.runs, "away", sample__prompts=["a bird"], train__steps=20)
+    (run.logs / "launch-1.log").write_text(
+        "and the log of the second run, which is a longer one than that of the first\n"
+    )
+    page.locator("#newest figcaption", has_text="a bird").wait_for()
+    until(page, "document.querySelector('#log').textContent.startsWith('and the log of the second run, which')")
+    assert "a long log" not in page.locator("#log").inner_text()
+    assert page.locator("#newest figcaption").all_inner_texts() == ["a bird"]
+    shutil.rmtree(run.path)
+
+
+@pytest.mark.slow
+def test_notes_that_cannot_be_saved_outlive_a_look_at_another_run(page: Page, server: Server, finished: str):
+    run = recorded(server.runs, "noted")
+    watch(page, "noted")
+    page.route("**/gradio_api/component_server/**", lambda route: route.abort())
+    page.locator("#notes").fill("Do not lose this.")
+    visit(page, "runs", finished)
+    page.locator(".toast", has_text="The notes on noted are not saved yet.").wait_for()
+    page.unroute("**/gradio_api/component_server/**")
+    watch(page, finished)
+    assert page.locator("#notes").input_value() == ""
+    watch(page, "noted")
+    until(page, "document.querySelector('#notes').value === 'Do not lose this.'")
+    until_so(page, (run.path / "notes.md").exists)
+    assert (run.path / "notes.md").read_text() == "Do not lose this."
+    shutil.rmtree(run.path)
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_no_number_is_said_and_not_averaged_away(page: Page, server: Server):
+    run = recorded(server.runs, "diverged", [StatusEvent(state="finished", step=40)])
+    lines = [json.loads(line) for line in run.events_file.read_text().splitlines()]
+    for line in lines:
+        line |= {"loss": None} if line["type"] == "step" and line["step"] > 25 else {}
+    run.events_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    watch(page, "diverged")
+    assert "not a number since step 26" in page.locator(".figures").inner_text().replace("\n", " ")
+    until(page, "document.querySelector('#chart-loss .readout').textContent.includes('smoothed –')")
+    shutil.rmtree(run.path)
+
+
+@pytest.mark.slow
+def test_a_language_model_writes_and_its_constant_speed_is_drawn(page: Page, server: Server):
+    text = make_text(server.runs.parent / "text")
+    config = text_config(text, sample__prompts=["Double 3: "], sample__every=20, train__steps=40)
+    run = RunDir.create(server.runs, config, at=server.runs / "words")
+    parts = ("data", "forward", "backward", "optimizer", "communication")
+    seconds = {"seconds": 0.5, **{f"seconds_{part}": 0.1 for part in parts}}
+    figures = {"loss": 1.0, "lr": 1e-4, "grad_norm": 1.0, "tokens_per_second": 1234.5, **seconds}
+    (run.samples / "one.txt").write_text("Double 3: 6.")
+    sample = SampleEvent(step=40, prompt="Double 3: ", index=0, path="samples/one.txt", text="Double 3: 6.")
+    write(run, *(StepEvent(step=at, **figures) for at in range(1, 41)), sample, StatusEvent(state="finished", step=40))
+    watch(page, "words")
+    assert "1,230 tokens/s" in page.locator(".figures").inner_text().replace("\n", " ")
+    # Its smoothed values differ in the last bit: ticks of that size would be without end.
+    until(page, "document.querySelector('#chart-speed canvas').dataset.n === '40'")
+    page.locator("#newest .written", has_text="Double 3: 6.").wait_for()
+    page.locator("#run-done").get_by_role("button", name="Write with it").click()
+    page.get_by_role("dialog", name="Write with it").get_by_text("One text that continues a prompt").wait_for()
+    page.keyboard.press("Escape")
+    shutil.rmtree(run.path)
 
 
 def test_nothing_lies_beyond_the_edge_of_a_screen(page: Page, finished: str, failed: RunDir):
