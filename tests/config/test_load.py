@@ -550,6 +550,7 @@ class TestSchema:
             "maximum": 10_000_000,
             "default": 1000,
             "unit": "steps",
+            "keywords": "iterations epochs length duration",
             "description": "Optimizer steps.",
         }
 
