@@ -21,6 +21,8 @@ from trainer.run.events import SampleEvent, State
 from trainer.run.report import Line
 
 MOST_COMPARED = 5
+MOST_CHARS = 80
+"""Characters shown of the name of a run that is not there."""
 EMPTY = in_words(None)
 MODELS_OWN = "the model's own"
 _NOTHING = {EMPTY, "0", "no"}
@@ -152,6 +154,16 @@ def _empty(field: str, config: RunConfig) -> str:
 def _label(field: str) -> str:
     spec = slot(tuple(field.split(".")))
     return f"{label(field)} ({spec.unit})" if spec and spec.unit else label(field)
+
+
+def missing(names: Sequence[str]) -> str:
+    """Return a sentence about runs that are not there; "" for none of them."""
+    if not names:
+        return ""
+    named = ", ".join(name[:MOST_CHARS] for name in names[:MOST_COMPARED])
+    more = f" and {len(names) - MOST_COMPARED} more" if len(names) > MOST_COMPARED else ""
+    are = "This run is" if len(names) == 1 else "These runs are"
+    return f"{are} not there: {named}{more}. Deleted or moved, or the address has a typing error."
 
 
 def labels(runs: Mapping[str, str]) -> dict[str, str]:

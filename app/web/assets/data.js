@@ -185,10 +185,10 @@
   }
 
   function drawTags(card) {
-    const isEmpty = !card.box.value.trim(), { flaw, is_held_out } = card.data, place = card.frame.querySelector('.tags');
+    const isEmpty = !card.box.value.trim(), { flaw, is_held_out, problem } = card.data, place = card.frame.querySelector('.tags');
     card.element.classList.toggle('bad', (isEmpty && data.needs_captions) || !!flaw?.is_error || !!card.data.problem);
-    if (place) fill(place, [isEmpty, flaw, is_held_out], () => [
-      isEmpty ? h(data.needs_captions ? 'span.tag.bad' : 'span.tag.warn', {}, 'no caption') : null,
+    if (place) fill(place, [isEmpty, flaw, is_held_out, problem], () => [
+      isEmpty && !problem ? h(data.needs_captions ? 'span.tag.bad' : 'span.tag.warn', {}, 'no caption') : null,
       flaw ? h(flaw.is_error ? 'span.tag.bad' : 'span.tag.warn', {}, flaw.text) : null,
       is_held_out ? h('span.tag.acc', {}, 'held out') : null]);
   }
@@ -222,7 +222,16 @@
 
   /** Why a caption was refused, and a button that sends it again. */
   const retry = image => [h('span.wrong', {}, pending.get(image).problem, ' '),
-    h('button.btn.s', { type: 'button', onclick: () => { keep(image, { ...pending.get(image), problem: '' }); save(image); } }, 'Try again')];
+    h('button.btn.s', { type: 'button', onclick: () => { keep(image, { ...pending.get(image), problem: '' }); save(image); } }, 'Try again'), ' ',
+    h('button.btn.s', { type: 'button', title: 'Forget what was typed', onclick: () => discard(image) }, 'Discard')];
+
+  /** Forget what was typed, for an image that is gone or a folder that cannot be written. */
+  function discard(image) {
+    keep(image, null);
+    const card = cards.get(image);
+    if (card) card.box.value = card.data.caption;
+    drawState(image);
+  }
 
   /** Show the cards of an answer. Those that are shown stay until another page or filter is chosen. */
   function drawCards(isChosen) {
@@ -323,6 +332,7 @@
     $('data-reading').hidden = data.is_complete;
     for (const id of ['card-shapes', 'card-words', 'card-held']) $(id).hidden = !hasImages;
     $('card-issues').hidden = !data.is_complete;
+    drawUnsaved();
     if (!data.is_complete) return;
     drawIssues();
     drawTexts();
@@ -330,7 +340,6 @@
     drawCards(isChosen);
     drawFilters();
     drawShapes();
-    drawUnsaved();
   }
 
   // --- asking -------------------------------------------------------------------------------------------------------
@@ -353,6 +362,7 @@
   }
 
   async function choose(changes, toPage = 0) {
+    tell(null);
     filter = { ...filter, ...changes };
     page = toPage;
     await settle();
@@ -422,7 +432,7 @@
     title: 'Data',
     build(section) {
       root = section;
-      root.append(h('div.head', {}, h('h1', {}, 'Data'), h('span.dim#counted', { role: 'status' }), h('span.grow'), h('button.btn#data-again', { type: 'button', onclick: () => { addresses.clear(); look(true, true); } }, 'Read again'), h('a.btn.main', { href: link('new') }, 'To New run')),
+      root.append(h('div.head', {}, h('h1', {}, 'Data'), h('span.dim#counted', { role: 'status' }), h('span.grow'), h('button.btn#data-again', { type: 'button', onclick: () => { addresses.clear(); tell(null); look(true, true); } }, 'Read again'), h('a.btn.main', { href: link('new') }, 'To New run')),
         h('section.card', { 'aria-label': 'Folder' }, h('div.path', {}, h('b', {}, 'Folder'), h('span.folders#folder'), h('a', { href: link('new') }, 'Change it in New run')), h('div.figures#figures')),
         h('div#data-message'), h('div.notice.warn#data-unsaved', { hidden: true, role: 'status' }),
         h('p.notice#data-reading', { hidden: true, role: 'status' }, 'The files are being read. You can go on elsewhere meanwhile.'),

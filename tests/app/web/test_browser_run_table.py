@@ -177,7 +177,7 @@ def test_runs_are_compared_in_the_forms_language_and_their_samples_pair(table: P
 
 def test_a_comparison_of_runs_that_are_not_there_says_so(table: Page):
     table.evaluate("location.hash = '#/compare/table-half,nothing'")
-    table.locator("#compare-problems", has_text="nothing: not a run folder").wait_for()
+    table.locator("#compare-problems", has_text="This run is not there: nothing.").wait_for()
     table.locator("#compare-problems", has_text="Choose at least two runs").wait_for()
 
 
