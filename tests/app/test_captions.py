@@ -129,19 +129,17 @@ def test_of_a_replacement_that_fails_midway_what_was_written_can_be_undone_and_n
     pictures: Path, tmp_path: Path, place: int, sentence: str
 ):
     captions = Captions(tmp_path / "log" / "captions.jsonl")
-    captions.save(pictures / "00.png", "picture number 0", "picture 0")
+    captions.save(pictures / "01.png", "picture number 1", "picture 1")
     cards = cards_of(pictures)
     unwritable = pictures / "unwritable"
     unwritable.mkdir()
     for file in pictures.glob(f"{place:02d}.*"):
         file.rename(unwritable / file.name)
-    (
-        unwritable / f".{os.getpid()}-{threading.get_ident()}.part"
-    ).mkdir()  # where a file is written before it is renamed
+    (unwritable / f".{os.getpid()}-{threading.get_ident()}.part").mkdir()  # the name of what is being written
     cards[place] = Card(unwritable / f"{place:02d}.png", cards[place].caption)
     with pytest.raises(InputError, match=f"cannot be written .*{sentence}"):
         captions.replace(cards, "picture", "drawing")
     assert captions.undoable() == (place or 1)
     assert captions.undo() == (place or 1)
     if place == 2:
-        assert captions_of(pictures) == ["picture 0", "picture number 1"]
+        assert captions_of(pictures) == ["picture number 0", "picture 1"]

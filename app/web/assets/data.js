@@ -4,7 +4,7 @@
   const { h, fill, say, call, link, counted } = studio;
   const SAVED_AFTER_MS = 500, SEARCHED_AFTER_MS = 250, FRESH_AFTER_MS = 400, RETRY_EVERY_S = 2, LOADS = 3;
   const SHOWS = [['all', 'All'], ['uncaptioned', 'No caption'], ['problems', 'Problems'], ['held_out', 'Held out']];
-  let root = null, data = null, asked = 0, page = 0, filter = { show: 'all', search: '' };
+  let root = null, data = null, asked = 0, isOther = false, page = 0, filter = { show: 'all', search: '' };
   const cards = new Map(), addresses = new Map(), timers = new Map(), saving = new Map();
   const $ = id => root.querySelector(`#${id}`);
 
@@ -346,6 +346,7 @@
 
   /** Ask for the page that is chosen. The answer of an earlier question is dropped. */
   async function look(isChosen = false, isFresh = false) {
+    isOther ||= isChosen; // also where a later question overtakes this one
     const number = asked += 1, wasComplete = data?.is_complete, folder = data?.folders.join();
     let found;
     try {
@@ -358,7 +359,8 @@
     if (number !== asked) return;
     data = found;
     if (data.is_complete) page = Math.floor(data.first / data.per_page);
-    draw(isChosen || !wasComplete || data.folders.join() !== folder);
+    draw(isOther || !wasComplete || data.folders.join() !== folder);
+    isOther = false;
   }
 
   async function choose(changes, toPage = 0) {
