@@ -32,7 +32,11 @@
 
   async function remove(row) {
     const text = `${row.name} will not be trained, and the settings that it waits with are lost.`;
-    if (await studio.ask('Remove it from the queue?', text, ['Remove', 'Keep'], 'stop') === 0) await act('queue_remove', { key: row.key });
+    if (await studio.ask('Remove it from the queue?', text, ['Remove', 'Keep'], 'stop') === 0) {
+      const [, at] = chosen();
+      await act('queue_remove', { key: row.key });
+      if (at >= 0) root.querySelectorAll('#waiting tr[data-key]')[Math.min(at, state.waiting.length - 1)]?.focus();
+    }
   }
 
   /** The waiting run whose row has the keyboard, and its place. */

@@ -222,7 +222,7 @@
   }
 
   function tags(row) {
-    return h('span.tags', {}, row.tags.map(tag => h('span.tag', {}, tag,
+    return h('span.tags', {}, row.tags.map(tag => h('span.tag', {}, h('span.word', { title: tag }, tag),
       h('button.x', { type: 'button', 'aria-label': `Remove the tag ${tag} from ${row.title}`, title: 'Remove', onclick: () => change(row, { removed: tag }) }, '×'))),
     h('button.tag.add', { type: 'button', 'aria-label': `Add a tag to ${row.title}`, title: 'Add a tag', onclick: () => edit(row) }, '+'));
   }
@@ -342,7 +342,7 @@
 
   function compare() {
     const names = chosenRows().map(row => row.name);
-    if (names.length >= 2 && names.length <= MOST_COMPARED) studio.go('compare', names.map(encodeURIComponent).join(','));
+    if (names.length >= 2 && names.length <= MOST_COMPARED) location.hash = `#/compare/${names.map(encodeURIComponent).map(encodeURIComponent).join(',')}`;
   }
 
   async function copy() {
