@@ -285,7 +285,11 @@
     $('data-before').disabled = data.first === 0;
     $('data-after').disabled = last >= data.num_chosen;
     say($('data-range'), data.num_chosen ? `${studio.count(data.first + 1)}–${studio.count(last)} of ${studio.count(data.num_chosen)}` : '');
-    $('data-pages').hidden = data.num_chosen <= data.per_page;
+    const numPages = Math.ceil(data.num_chosen / data.per_page), box = $('data-page');
+    $('data-pages').hidden = numPages < 2;
+    box.closest('label').hidden = numPages < 4;
+    box.max = numPages;
+    if (box !== document.activeElement) box.value = page + 1;
   }
 
   function drawIssues() {
@@ -425,7 +429,9 @@
       h('button.btn.s#data-undo', { type: 'button', disabled: true, onclick: event => act(event.currentTarget, async () => `${counted(await call('data_undo'), 'caption')} restored.`) }, 'Undo')), replaceRow,
     h('div.bar2', {}, h('span.seg#shows', { role: 'group', 'aria-label': 'Filter' }), h('span.grow'), h('label.crop.sm', { title: 'Show what the crop to the bucket keeps' }, crop, 'Crop')),
     h(crop.checked ? 'div.grid#grid' : 'div.grid.no-crop#grid'), h('nav.pages#data-pages', { 'aria-label': 'Pages of images' }, h('button.btn#data-before', { type: 'button', onclick: () => turn(-1) }, 'Previous'),
-      h('span.dim#data-range', { role: 'status' }), h('button.btn#data-after', { type: 'button', onclick: () => turn(1) }, 'Next')));
+      h('span.dim#data-range', { role: 'status' }),
+      h('label.sm', { hidden: true }, 'Page ', h('input#data-page', { type: 'number', min: 1, onchange: event => { const to = Math.round(event.target.value) - 1; if (to >= 0) choose({}, to); } })),
+      h('button.btn#data-after', { type: 'button', onclick: () => turn(1) }, 'Next')));
   }
 
   studio.every(RETRY_EVERY_S, async () => { if (pending.size && studio.server) await saveAll(); });
