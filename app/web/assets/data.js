@@ -287,7 +287,7 @@
     say($('data-range'), data.num_chosen ? `${studio.count(data.first + 1)}–${studio.count(last)} of ${studio.count(data.num_chosen)}` : '');
     const numPages = Math.ceil(data.num_chosen / data.per_page), box = $('data-page');
     $('data-pages').hidden = numPages < 2;
-    box.closest('label').hidden = numPages < 4;
+    box.closest('label').hidden = numPages < 3;
     box.max = numPages;
     if (box !== document.activeElement) box.value = page + 1;
   }

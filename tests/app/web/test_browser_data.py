@@ -58,6 +58,7 @@ def test_a_caption_is_saved_as_it_is_typed_and_undone(own_data: Path, data: Page
     until_so(data, lambda: said(own_data, "00.txt") == "picture number 0")
 
 
+@pytest.mark.slow
 def test_a_search_shows_what_it_found_though_a_saved_caption_asked_meanwhile(own_data: Path, data: Page):
     held: list[Route] = []
 
@@ -77,6 +78,7 @@ def test_a_search_shows_what_it_found_though_a_saved_caption_asked_meanwhile(own
     data.unroute("**/gradio_api/component_server/**")
 
 
+@pytest.mark.slow
 def test_what_was_typed_for_an_image_that_is_gone_can_be_discarded(own_data: Path, data: Page):
     (own_data / "00.png").unlink()
     caption(data, "00.png").fill("a red square")
@@ -265,6 +267,10 @@ def test_pages_of_images_and_one_of_them_in_full_size(page: Page):
     page.get_by_role("button", name="Next").click()
     expect(page.locator("#data-range")).to_have_text("25–32 of 32")
     expect(page.get_by_role("button", name="Next")).to_be_disabled()
+    for number, shown in (("2", "13–24 of 32"), ("99", "25–32 of 32")):
+        page.locator("#data-page").fill(number)
+        page.keyboard.press("Enter")
+        expect(page.locator("#data-range")).to_have_text(shown)
 
 
 @pytest.mark.slow  # loads torch in a process of its own

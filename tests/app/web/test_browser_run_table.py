@@ -175,6 +175,7 @@ def test_runs_are_compared_in_the_forms_language_and_their_samples_pair(table: P
     table.locator("h1", has_text="Comparison of 2 runs").wait_for()
 
 
+@pytest.mark.slow
 def test_a_run_of_any_name_is_opened_compared_and_asked_about_by_keyboard(table: Page, runs: Path):
     odd = "table- my best, run #1 50%"
     shutil.copytree(runs / "table-half", runs / odd)
