@@ -167,12 +167,16 @@ class Captions:
         new = [Change(str(card.file), _read(card.file), caption, batch) for card, caption in captions]
         end = log.seek(0, os.SEEK_END)
         is_torn = end > 0 and os.pread(log.fileno(), 1, end - 1) != b"\n"
-        lines = "".join(f"{json.dumps(asdict(change))}\n" for change in new)
-        log.write((b"\n" if is_torn else b"") + lines.encode())
+        lines = [f"{json.dumps(asdict(change))}\n".encode() for change in new]
+        log.write((b"\n" if is_torn else b"") + b"".join(lines))
         log.flush()
         os.fsync(log.fileno())
-        for card, caption in captions:
-            _write(card.file, caption)
+        for number, (card, caption) in enumerate(captions):
+            try:
+                _write(card.file, caption)
+            except InputError as error:
+                log.truncate(end + is_torn + sum(map(len, lines[:number])))  # what was not written is not undone
+                raise InputError(f"{error}{_so_far(number, len(captions))}") from error
         self._shorten(log)
 
     @contextmanager
@@ -239,6 +243,12 @@ class _Noted(Change):
     """A change with the byte of the log where its line begins."""
 
     at: int
+
+
+def _so_far(number: int, count: int) -> str:
+    if count == 1:
+        return ""
+    return f". {number} of {count} captions were changed; Undo restores them" if number else ". No caption was changed"
 
 
 def _undone(change: Change) -> bool:

@@ -158,6 +158,8 @@ def shape(image: Path, sizes: Sequence[tuple[int, int]]) -> Shape:
 def image_at(path: str) -> Path:
     """Return the image file of this path. Raises InputError for everything else."""
     file = Path(path)
+    if "\ufffd" in path:  # as `answers` writes what is not UTF-8
+        raise InputError(f"{path[:500]!r}: its name is not UTF-8; rename the file")
     if file.suffix.lower() not in IMAGE_SUFFIXES or not file.is_absolute() or not file.is_file():
         raise InputError(f"{path[:500]!r}: no such image; it may have been moved or deleted")
     return file

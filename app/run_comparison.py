@@ -21,6 +21,8 @@ from trainer.run.events import SampleEvent, State
 from trainer.run.report import Line
 
 MOST_COMPARED = 5
+MOST_CHARS = 80
+"""Characters shown of the name of a run that is not there."""
 EMPTY = in_words(None)
 MODELS_OWN = "the model's own"
 _NOTHING = {EMPTY, "0", "no"}
@@ -147,6 +149,16 @@ def _empty(field: str, config: RunConfig) -> str:
         complete = distilled.complete_sample(config.model, config.sample)
         return f"{MODELS_OWN}, {in_words(complete.steps if field == 'sample.steps' else complete.guidance)}"
     return MODELS_OWN if field.startswith("model.options.") else EMPTY
+
+
+def missing(names: Sequence[str]) -> str:
+    """Return a sentence about runs that are not there; "" for none of them."""
+    if not names:
+        return ""
+    named = ", ".join(name[:MOST_CHARS] for name in names[:MOST_COMPARED])
+    more = f" and {len(names) - MOST_COMPARED} more" if len(names) > MOST_COMPARED else ""
+    are = "This run is" if len(names) == 1 else "These runs are"
+    return f"{are} not there: {named}{more}. Deleted or moved, or the address has a typing error."
 
 
 def labels(runs: Mapping[str, str]) -> dict[str, str]:

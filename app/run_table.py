@@ -460,7 +460,7 @@ def change_tags(runs: Path, names: Iterable[str], added: str = "", removed: str 
     with files.locked(files.make_private(runs / "drafts") / "tags.lock"):
         tags = read_tags(runs)
         for name in names:
-            kept = [tag for tag in tags.get(name, ()) if tag not in _split(removed)]
+            kept = [tag for tag in tags.get(name, ()) if tag != removed and tag not in _split(removed)]
             tags[name] = tuple(dict.fromkeys([*kept, *_split(added)]))
         _write_tags(runs, tags)
 

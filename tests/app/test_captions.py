@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -118,3 +120,26 @@ def test_what_can_be_undone_is_known_before(pictures: Path, tmp_path: Path):
     assert captions.undoable() == 1 and captions.undo() == 1
     assert captions.undoable() == 3 and captions.undo() == 3
     assert captions.undoable() == 0
+
+
+@pytest.mark.parametrize(
+    ("place", "sentence"), [(0, "No caption was changed"), (2, "2 of 3 captions were changed; Undo restores them")]
+)
+def test_of_a_replacement_that_fails_midway_what_was_written_can_be_undone_and_no_more(
+    pictures: Path, tmp_path: Path, place: int, sentence: str
+):
+    captions = Captions(tmp_path / "log" / "captions.jsonl")
+    captions.save(pictures / "01.png", "picture number 1", "picture 1")
+    cards = cards_of(pictures)
+    unwritable = pictures / "unwritable"
+    unwritable.mkdir()
+    for file in pictures.glob(f"{place:02d}.*"):
+        file.rename(unwritable / file.name)
+    (unwritable / f".{os.getpid()}-{threading.get_ident()}.part").mkdir()  # the name of what is being written
+    cards[place] = Card(unwritable / f"{place:02d}.png", cards[place].caption)
+    with pytest.raises(InputError, match=f"cannot be written .*{sentence}"):
+        captions.replace(cards, "picture", "drawing")
+    assert captions.undoable() == (place or 1)
+    assert captions.undo() == (place or 1)
+    if place == 2:
+        assert captions_of(pictures) == ["picture number 0", "picture 1"]

@@ -10,7 +10,7 @@ import pytest
 from app import run_comparison
 from app.form_answers import in_words
 from app.monitor import Follower
-from app.run_comparison import EMPTY, differing, labels, result, same_prompts, value_in_words
+from app.run_comparison import EMPTY, differing, labels, missing, result, same_prompts, value_in_words
 from tests.app.browser import recorded
 from tests.runs import run_config
 from trainer.config.schema import RunConfig
@@ -96,6 +96,15 @@ def test_the_result_of_a_run_has_its_best_loss_time_speed_and_memory(tmp_path: P
     assert (found.state, found.step, found.num_steps, found.unit, found.speed) == ("finished", 40, 40, "images", 8.0)
     assert found.best == (pytest.approx(1 / 40 + 1e-4), 40)
     assert found.peak == 11 * 2**30
+
+
+def test_runs_that_are_not_there_are_named_in_one_sentence():
+    why = "Deleted or moved, or the address has a typing error."
+    assert missing([]) == ""
+    assert missing(["fox"]) == f"This run is not there: fox. {why}"
+    many = [f"g{number}" for number in range(400)]
+    assert missing(many) == f"These runs are not there: g0, g1, g2, g3, g4 and 395 more. {why}"
+    assert len(missing(["x" * 10_000])) < 200
 
 
 def test_runs_of_equal_short_names_keep_their_whole_names():

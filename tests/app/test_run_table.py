@@ -151,7 +151,10 @@ def test_a_folder_whose_name_is_not_utf8_has_a_row_that_says_so_and_harms_no_oth
     shutil.copytree(studio.runs / "good", os.fsdecode(os.fsencode(studio.runs) + b"/bad\xff"))
     summaries = Summaries(studio)
     rows = {row.name: (row.state, row.problem) for row in summaries.all()}
-    assert rows == {"good": ("finished", ""), "bad\udcff": ("damaged", "The name of this folder is not UTF-8: rename it.")}
+    assert rows == {
+        "good": ("finished", ""),
+        "bad\udcff": ("damaged", "The name of this folder is not UTF-8: rename it."),
+    }
     summaries._count()
     assert "good" in (studio.runs / "drafts" / "run-table.json").read_text()
 
@@ -168,6 +171,12 @@ def test_tags_are_added_and_removed_for_several_runs_at_once(tmp_path: Path):
     run_table.change_tags(tmp_path, ["a"], "old, fox")
     run_table.change_tags(tmp_path, ["a", "b"], added="fox, v2", removed="old")
     assert run_table.read_tags(tmp_path) == {"a": ("fox", "v2"), "b": ("fox", "v2")}
+
+
+def test_a_tag_with_a_comma_which_only_another_program_can_have_written_is_removed_too(tmp_path: Path):
+    (tmp_path / "tags.json").write_text('{"a": ["x,y", "x", "z"]}')
+    run_table.change_tags(tmp_path, ["a"], removed="x,y")
+    assert run_table.read_tags(tmp_path) == {"a": ("z",)}
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pytest
 from app import form, run_table
 from app.form import Draft
 from app.studio import Studio
+from tests.app.browser import recorded
 from tests.runs import make_pictures, write_preset
 from trainer.config.errors import InputError
 from trainer.run import process
@@ -52,6 +53,12 @@ def test_a_name_that_leads_elsewhere_is_neither_a_preset_nor_a_run(studio: Studi
         studio.save_preset(checked, name)
     with pytest.raises(InputError):
         studio.run(name)
+
+
+@pytest.mark.parametrize("name", ["my best run", "\u00fcn\u00ef \U0001f98a", "a,b", "50% & <b>"])
+def test_a_run_whose_folder_was_renamed_by_hand_is_still_a_run(studio: Studio, name: str):
+    recorded(studio.runs, name)
+    assert studio.run(name).path == studio.runs / name
 
 
 def test_a_preset_is_not_written_over(studio: Studio):

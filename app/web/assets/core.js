@@ -66,7 +66,8 @@ studio.term = word => h('dfn', { tabIndex: 0, title: studio.facts.glossary[word.
 /** Ask a question in a dialog. Resolves to the index of the answer, or -1 when it was dismissed. */
 studio.ask = function (title, text, answers, kind = '') {
   return new Promise(resolve => {
-    const done = index => { dialog.remove(); resolve(index); };
+    const before = document.activeElement;
+    const done = index => { dialog.remove(); before?.focus(); resolve(index); };
     const buttons = answers.map((answer, index) =>
       h(index ? 'button.btn' : `button.btn.main${kind && '.' + kind}`, { type: 'button', onclick: () => done(index) }, answer));
     const dialog = h('dialog.dialog', { 'aria-label': title, oncancel: () => done(-1) },
@@ -147,6 +148,7 @@ async function closed() {
 
 /** Do something on a click and say at a place near it what came of it; the button waits meanwhile. */
 studio.act = async function (button, place, action) {
+  const hadFocus = document.activeElement === button;
   button.disabled = true;
   try {
     const sentence = await action();
@@ -156,6 +158,7 @@ studio.act = async function (button, place, action) {
     place.replaceChildren(studio.alert(error.message));
   } finally {
     button.disabled = false;
+    if (hadFocus && document.activeElement === document.body) button.focus(); // a disabled one loses it
   }
 };
 

@@ -4,7 +4,7 @@
   const { h, fill, say, call, link, counted } = studio;
   const SAVED_AFTER_MS = 500, SEARCHED_AFTER_MS = 250, FRESH_AFTER_MS = 400, RETRY_EVERY_S = 2, LOADS = 3;
   const SHOWS = [['all', 'All'], ['uncaptioned', 'No caption'], ['problems', 'Problems'], ['held_out', 'Held out']];
-  let root = null, data = null, asked = 0, page = 0, filter = { show: 'all', search: '' };
+  let root = null, data = null, asked = 0, isOther = false, page = 0, filter = { show: 'all', search: '' };
   const cards = new Map(), addresses = new Map(), timers = new Map(), saving = new Map();
   const $ = id => root.querySelector(`#${id}`);
 
@@ -185,10 +185,10 @@
   }
 
   function drawTags(card) {
-    const isEmpty = !card.box.value.trim(), { flaw, is_held_out } = card.data, place = card.frame.querySelector('.tags');
+    const isEmpty = !card.box.value.trim(), { flaw, is_held_out, problem } = card.data, place = card.frame.querySelector('.tags');
     card.element.classList.toggle('bad', (isEmpty && data.needs_captions) || !!flaw?.is_error || !!card.data.problem);
-    if (place) fill(place, [isEmpty, flaw, is_held_out], () => [
-      isEmpty ? h(data.needs_captions ? 'span.tag.bad' : 'span.tag.warn', {}, 'no caption') : null,
+    if (place) fill(place, [isEmpty, flaw, is_held_out, problem], () => [
+      isEmpty && !problem ? h(data.needs_captions ? 'span.tag.bad' : 'span.tag.warn', {}, 'no caption') : null,
       flaw ? h(flaw.is_error ? 'span.tag.bad' : 'span.tag.warn', {}, flaw.text) : null,
       is_held_out ? h('span.tag.acc', {}, 'held out') : null]);
   }
@@ -222,7 +222,16 @@
 
   /** Why a caption was refused, and a button that sends it again. */
   const retry = image => [h('span.wrong', {}, pending.get(image).problem, ' '),
-    h('button.btn.s', { type: 'button', onclick: () => { keep(image, { ...pending.get(image), problem: '' }); save(image); } }, 'Try again')];
+    h('button.btn.s', { type: 'button', onclick: () => { keep(image, { ...pending.get(image), problem: '' }); save(image); } }, 'Try again'), ' ',
+    h('button.btn.s', { type: 'button', title: 'Forget what was typed', onclick: () => discard(image) }, 'Discard')];
+
+  /** Forget what was typed, for an image that is gone or a folder that cannot be written. */
+  function discard(image) {
+    keep(image, null);
+    const card = cards.get(image);
+    if (card) card.box.value = card.data.caption;
+    drawState(image);
+  }
 
   /** Show the cards of an answer. Those that are shown stay until another page or filter is chosen. */
   function drawCards(isChosen) {
@@ -276,7 +285,11 @@
     $('data-before').disabled = data.first === 0;
     $('data-after').disabled = last >= data.num_chosen;
     say($('data-range'), data.num_chosen ? `${studio.count(data.first + 1)}–${studio.count(last)} of ${studio.count(data.num_chosen)}` : '');
-    $('data-pages').hidden = data.num_chosen <= data.per_page;
+    const numPages = Math.ceil(data.num_chosen / data.per_page), box = $('data-page');
+    $('data-pages').hidden = numPages < 2;
+    box.closest('label').hidden = numPages < 3;
+    box.max = numPages;
+    if (box !== document.activeElement) box.value = page + 1;
   }
 
   function drawIssues() {
@@ -323,6 +336,7 @@
     $('data-reading').hidden = data.is_complete;
     for (const id of ['card-shapes', 'card-words', 'card-held']) $(id).hidden = !hasImages;
     $('card-issues').hidden = !data.is_complete;
+    drawUnsaved();
     if (!data.is_complete) return;
     drawIssues();
     drawTexts();
@@ -330,13 +344,13 @@
     drawCards(isChosen);
     drawFilters();
     drawShapes();
-    drawUnsaved();
   }
 
   // --- asking -------------------------------------------------------------------------------------------------------
 
   /** Ask for the page that is chosen. The answer of an earlier question is dropped. */
   async function look(isChosen = false, isFresh = false) {
+    isOther ||= isChosen; // also where a later question overtakes this one
     const number = asked += 1, wasComplete = data?.is_complete, folder = data?.folders.join();
     let found;
     try {
@@ -349,10 +363,12 @@
     if (number !== asked) return;
     data = found;
     if (data.is_complete) page = Math.floor(data.first / data.per_page);
-    draw(isChosen || !wasComplete || data.folders.join() !== folder);
+    draw(isOther || !wasComplete || data.folders.join() !== folder);
+    isOther = false;
   }
 
   async function choose(changes, toPage = 0) {
+    tell(null);
     filter = { ...filter, ...changes };
     page = toPage;
     await settle();
@@ -413,7 +429,9 @@
       h('button.btn.s#data-undo', { type: 'button', disabled: true, onclick: event => act(event.currentTarget, async () => `${counted(await call('data_undo'), 'caption')} restored.`) }, 'Undo')), replaceRow,
     h('div.bar2', {}, h('span.seg#shows', { role: 'group', 'aria-label': 'Filter' }), h('span.grow'), h('label.crop.sm', { title: 'Show what the crop to the bucket keeps' }, crop, 'Crop')),
     h(crop.checked ? 'div.grid#grid' : 'div.grid.no-crop#grid'), h('nav.pages#data-pages', { 'aria-label': 'Pages of images' }, h('button.btn#data-before', { type: 'button', onclick: () => turn(-1) }, 'Previous'),
-      h('span.dim#data-range', { role: 'status' }), h('button.btn#data-after', { type: 'button', onclick: () => turn(1) }, 'Next')));
+      h('span.dim#data-range', { role: 'status' }),
+      h('label.sm', { hidden: true }, 'Page ', h('input#data-page', { type: 'number', min: 1, onchange: event => { const to = Math.round(event.target.value) - 1; if (to >= 0) choose({}, to); } })),
+      h('button.btn#data-after', { type: 'button', onclick: () => turn(1) }, 'Next')));
   }
 
   studio.every(RETRY_EVERY_S, async () => { if (pending.size && studio.server) await saveAll(); });
@@ -422,7 +440,7 @@
     title: 'Data',
     build(section) {
       root = section;
-      root.append(h('div.head', {}, h('h1', {}, 'Data'), h('span.dim#counted', { role: 'status' }), h('span.grow'), h('button.btn#data-again', { type: 'button', onclick: () => { addresses.clear(); look(true, true); } }, 'Read again'), h('a.btn.main', { href: link('new') }, 'To New run')),
+      root.append(h('div.head', {}, h('h1', {}, 'Data'), h('span.dim#counted', { role: 'status' }), h('span.grow'), h('button.btn#data-again', { type: 'button', onclick: () => { addresses.clear(); tell(null); look(true, true); } }, 'Read again'), h('a.btn.main', { href: link('new') }, 'To New run')),
         h('section.card', { 'aria-label': 'Folder' }, h('div.path', {}, h('b', {}, 'Folder'), h('span.folders#folder'), h('a', { href: link('new') }, 'Change it in New run')), h('div.figures#figures')),
         h('div#data-message'), h('div.notice.warn#data-unsaved', { hidden: true, role: 'status' }),
         h('p.notice#data-reading', { hidden: true, role: 'status' }, 'The files are being read. You can go on elsewhere meanwhile.'),

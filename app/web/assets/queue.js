@@ -2,8 +2,8 @@
 'use strict';
 {
   const { h, fill, say, call, link } = studio;
-  const STATES = { finished: 'ok', failed: 'bad', stopped: 'warn', training: 'acc', starting: 'acc', deleted: '' };
-  let root = null, state = null, numActs = 0;
+  const STATES = { finished: 'ok', failed: 'bad', stopped: 'warn', training: 'acc', starting: 'acc', created: '', deleted: '' };
+  let root = null, state = null, numActs = 0, isLost = false;
   const $ = id => root.querySelector(`#${id}`);
 
   function show(found) {
@@ -19,6 +19,8 @@
       $('queue-message').replaceChildren();
     } catch (error) {
       if (!(error instanceof studio.Refused)) throw error;
+      isLost = error.lost;
+      if (error.lost && name === 'queue_state') return; // the bar at the top says it
       $('queue-message').replaceChildren(studio.alert(error.message));
     }
   }
@@ -30,7 +32,11 @@
 
   async function remove(row) {
     const text = `${row.name} will not be trained, and the settings that it waits with are lost.`;
-    if (await studio.ask('Remove it from the queue?', text, ['Remove', 'Keep'], 'stop') === 0) await act('queue_remove', { key: row.key });
+    if (await studio.ask('Remove it from the queue?', text, ['Remove', 'Keep'], 'stop') === 0) {
+      const [, at] = chosen();
+      await act('queue_remove', { key: row.key });
+      if (at >= 0) root.querySelectorAll('#waiting tr[data-key]')[Math.min(at, state.waiting.length - 1)]?.focus();
+    }
   }
 
   /** The waiting run whose row has the keyboard, and its place. */
@@ -61,7 +67,7 @@
   function takenRow(row) {
     const name = row.run && row.state !== 'deleted' ? h('a', { href: link('runs', row.run) }, row.name) : row.name;
     return h('tr', { data: { name: row.name } }, h('th', { scope: 'row' }, name), cell('Model', row.model), cell('Method', row.method), cell('GPUs', gpus(row)),
-      cell('State', row.error ? h('p.notice.bad', {}, row.error) : h(STATES[row.state] ? `span.tag.${STATES[row.state]}` : 'span.tag', {}, row.state)),
+      cell('State', row.error || !(row.state in STATES) ? h('p.notice.bad', {}, row.error || row.state) : h(STATES[row.state] ? `span.tag.${STATES[row.state]}` : 'span.tag', {}, row.state)),
       cell('Started', studio.when(row.taken_at)), row.queued_at ? waited(row.queued_at, row.taken_at) : cell('Waited', '–'));
   }
 
@@ -107,6 +113,8 @@
       const before = numActs;
       let found;
       try { found = await call('queue_state'); } catch (error) { if (error instanceof studio.Refused) return; throw error; }
+      if (isLost) $('queue-message').replaceChildren();
+      isLost = false;
       if (before === numActs) show(found); // else it may be older than what was done meanwhile
     },
   };

@@ -222,7 +222,7 @@
   }
 
   function tags(row) {
-    return h('span.tags', {}, row.tags.map(tag => h('span.tag', {}, tag,
+    return h('span.tags', {}, row.tags.map(tag => h('span.tag', {}, h('span.word', { title: tag }, tag),
       h('button.x', { type: 'button', 'aria-label': `Remove the tag ${tag} from ${row.title}`, title: 'Remove', onclick: () => change(row, { removed: tag }) }, '×'))),
     h('button.tag.add', { type: 'button', 'aria-label': `Add a tag to ${row.title}`, title: 'Add a tag', onclick: () => edit(row) }, '+'));
   }
@@ -342,7 +342,7 @@
 
   function compare() {
     const names = chosenRows().map(row => row.name);
-    if (names.length >= 2 && names.length <= MOST_COMPARED) location.hash = `#/compare/${names.map(encodeURIComponent).join(',')}`;
+    if (names.length >= 2 && names.length <= MOST_COMPARED) location.hash = `#/compare/${names.map(encodeURIComponent).map(encodeURIComponent).join(',')}`;
   }
 
   async function copy() {
@@ -385,13 +385,15 @@
 
   // --- comparison ---------------------------------------------------------------------------------------------------
 
-  let page, chart, known = '', names = '';
+  let page, chart, known = '', names = '', hasFailed = false;
 
   function buildComparison(section) {
     page = section;
     const copied = event => studio.act(event.target, page.querySelector('#compare-message'), async () => {
-      await navigator.clipboard.writeText(location.href);
+      const isCopied = await navigator.clipboard?.writeText(location.href).then(() => true, () => false); // not over http from another machine
+      if (!isCopied) return 'The browser lets no page copy here: copy the address from its address bar.';
       studio.toast('The address is copied.');
+      return '';
     });
     section.append(
       h('div.head', {}, h('h1', {}, 'Comparison'), h('span.dim#compare-count'), h('span.grow'),
@@ -400,17 +402,27 @@
       h('div.two', {}, h('div', {}, h('div.card#compare-loss'), h('div.card#compare-results')), h('div.card#compare-settings')), h('div.card#compare-samples'));
   }
 
+  /** A name of the address, which is encoded once more where it has a comma or the like. */
+  function plain(name) {
+    try { return decodeURIComponent(name); } catch { return name; }
+  }
+
   async function showComparison([, list = '']) {
     if (list !== names) [names, known] = [list, ''];
     let found;
     try {
-      found = await studio.call('compare_show', { runs: list.split(',').filter(Boolean), known });
+      found = await studio.call('compare_show', { runs: list.split(',').filter(Boolean).map(plain), known });
     } catch (error) {
       if (!(error instanceof studio.Refused)) throw error;
-      if (!error.lost) page.querySelector('#compare-message').replaceChildren(studio.alert(error.message));
+      if (error.lost) return;
+      hasFailed = true;
+      page.querySelector('#compare-message').replaceChildren(studio.alert(error.message));
       return;
     }
-    if (found.key !== known && list === names) drawComparison(found);
+    if (list !== names) return;
+    if (hasFailed) page.querySelector('#compare-message').replaceChildren();
+    hasFailed = false;
+    if (found.key !== known) drawComparison(found);
   }
 
   function drawComparison(found) {
@@ -442,7 +454,7 @@
   }
 
   function results(runs) {
-    const bests = runs.map(run => run.best?.[0] ?? Infinity), lowest = Math.min(...bests);
+    const bests = runs.map(run => run.best?.[0] ?? Infinity), lowest = new Set(bests).size > 1 ? Math.min(...bests) : null;
     const best = (run, index) => (run.best ? [h('b', {}, studio.short(run.best[0])), bests[index] === lowest ? [' ', h('span.tag.ok', {}, 'lowest')] : null,
       h('small', {}, `step ${studio.count(run.best[1])}`)] : '–');
     const rows = [['Best validation loss', best], ['Loss, smoothed', run => (run.loss === null ? '–' : studio.short(run.loss))],
@@ -455,7 +467,7 @@
 
   function settings(runs, list) {
     return table('What differs', runs, list.length ? list.map(setting => h('tr', { data: { field: setting.field } },
-      h('th', { scope: 'row' }, setting.label, h('span.key', {}, setting.field)), setting.values.map(value => h('td', {}, value))))
+      h('th', { scope: 'row' }, setting.label, h('span.key', {}, setting.field)), setting.values.map(value => h('td', {}, h('div.value', {}, value)))))
       : h('tr', {}, h('td.dim', { colSpan: runs.length + 1 }, 'All settings are equal.')));
   }
 

@@ -81,15 +81,22 @@ def _last_sample(studio: Studio, summaries: Summaries, name: str) -> str:
 
 def _comparison(studio: Studio, names: list[str], known: str) -> dict[str, Any]:
     """What the screen shows; only `key` when that is `known`."""
-    followers, problems = [], []
+    followers, problems, missing = [], [], []
     for name in dict.fromkeys(names):
         try:
-            follower = studio.follower(studio.run(name))
+            run = studio.run(name)
+        except InputError:
+            missing.append(name)
+            continue
+        try:
+            follower = studio.follower(run)
             follower.view()
         except (InputError, OSError) as error:
             problems.append(explained(error))
         else:
             followers.append(follower)
+    if missing:
+        problems.insert(0, run_comparison.missing(missing))
     if len(followers) > MOST_COMPARED:
         problems.append(f"{MOST_COMPARED} runs can be compared at once; the others are left out.")
         followers = followers[:MOST_COMPARED]

@@ -58,6 +58,41 @@ def test_a_caption_is_saved_as_it_is_typed_and_undone(own_data: Path, data: Page
     until_so(data, lambda: said(own_data, "00.txt") == "picture number 0")
 
 
+@pytest.mark.slow
+def test_a_search_shows_what_it_found_though_a_saved_caption_asked_meanwhile(own_data: Path, data: Page):
+    held: list[Route] = []
+
+    def hold_two(route: Route) -> None:
+        if "data_view" in (route.request.post_data or "") and len(held) < 2:
+            held.append(route)
+        else:
+            route.continue_()
+
+    data.route("**/gradio_api/component_server/**", hold_two)
+    caption(data, "00.png").fill("a red square")
+    data.locator("#data-search").fill("picture")  # saves the caption first
+    until_so(data, lambda: len(held) == 2)  # that of the search, and that of what was saved
+    for route in held:
+        route.continue_()
+    expect(data.locator(".pc")).to_have_count(7)
+    data.unroute("**/gradio_api/component_server/**")
+
+
+@pytest.mark.slow
+def test_what_was_typed_for_an_image_that_is_gone_can_be_discarded(own_data: Path, data: Page):
+    (own_data / "00.png").unlink()
+    caption(data, "00.png").fill("a red square")
+    card(data, "00.png").get_by_text("no such image").wait_for()
+    data.locator("#data-search").fill("number 5")
+    unsaved = data.locator("#data-unsaved")
+    unsaved.get_by_text("no such image").wait_for()
+    unsaved.get_by_role("button", name="Discard").click()
+    expect(unsaved).to_be_hidden()
+    data.reload()
+    caption(data, "01.png").wait_for()
+    expect(unsaved).to_be_hidden()
+
+
 def test_figures_filters_and_words_choose_images(own_data: Path, page: Page):
     (own_data / "02.txt").unlink()
     (own_data / "05.txt").write_text("a boat in snow")
@@ -232,6 +267,10 @@ def test_pages_of_images_and_one_of_them_in_full_size(page: Page):
     page.get_by_role("button", name="Next").click()
     expect(page.locator("#data-range")).to_have_text("25–32 of 32")
     expect(page.get_by_role("button", name="Next")).to_be_disabled()
+    for number, shown in (("2", "13–24 of 32"), ("99", "25–32 of 32")):
+        page.locator("#data-page").fill(number)
+        page.keyboard.press("Enter")
+        expect(page.locator("#data-range")).to_have_text(shown)
 
 
 @pytest.mark.slow  # loads torch in a process of its own

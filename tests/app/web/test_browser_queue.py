@@ -46,6 +46,7 @@ def test_runs_wait_in_an_order_that_buttons_and_keys_change(queue: Queue, runs: 
     until_so(page, lambda: names(page) == ["first", "second", "third"])
     page.keyboard.press("Delete")
     page.get_by_role("dialog").get_by_role("button", name="Keep").click()
+    expect(second).to_be_focused()
     page.get_by_label("second: Remove").click()
     page.get_by_role("dialog").get_by_role("button", name="Remove").click()
     until_so(page, lambda: names(page) == ["first", "third"])

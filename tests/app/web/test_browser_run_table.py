@@ -175,9 +175,30 @@ def test_runs_are_compared_in_the_forms_language_and_their_samples_pair(table: P
     table.locator("h1", has_text="Comparison of 2 runs").wait_for()
 
 
+@pytest.mark.slow
+def test_a_run_of_any_name_is_opened_compared_and_asked_about_by_keyboard(table: Page, runs: Path):
+    odd = "table- my best, run #1 50%"
+    shutil.copytree(runs / "table-half", runs / odd)
+    renew(table)
+    for name in (odd, "table-half"):
+        table.locator(f'#runs tr[data-run="{name}"] input').check()
+    table.locator("#runs-delete").focus()
+    table.keyboard.press("Enter")
+    table.get_by_role("dialog").wait_for()
+    table.keyboard.press("Escape")
+    until(table, "document.activeElement.id === 'runs-delete'")
+    table.keyboard.press("c")
+    table.locator("h1", has_text="Comparison of 2 runs").wait_for()
+    assert table.locator("#compare-results thead a").all_inner_texts() == [odd, "table-half"]
+    assert table.locator("#compare-results .tag", has_text="lowest").count() == 0  # equal ones
+    table.locator("#compare-results thead a").first.click()
+    until(table, f"document.querySelector('#run').dataset.run === '{odd}'")
+    shutil.rmtree(runs / odd)
+
+
 def test_a_comparison_of_runs_that_are_not_there_says_so(table: Page):
     table.evaluate("location.hash = '#/compare/table-half,nothing'")
-    table.locator("#compare-problems", has_text="nothing: not a run folder").wait_for()
+    table.locator("#compare-problems", has_text="This run is not there: nothing.").wait_for()
     table.locator("#compare-problems", has_text="Choose at least two runs").wait_for()
 
 

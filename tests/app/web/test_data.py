@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,14 @@ def test_the_number_of_replaced_captions_is_known_before_and_undone_at_once(wind
     assert window.view()["num_undoable"] == 12 == window.call("undo")
     assert (window.images / "00.txt").read_text() == "picture number 0\n"
     assert window.view()["num_undoable"] == 0
+
+
+def test_an_image_whose_name_is_not_utf8_is_shown_with_what_to_do(window: Window):
+    os.rename(window.images / "00.png", os.fsencode(window.images) + b"/0\xff.png")
+    shown = [card["name"] for page in (0, 1) for card in window.view(is_fresh=True, page=page)["cards"]]
+    assert "0\ufffd.png" in shown
+    image = str(window.images / "0\ufffd.png")
+    assert window.ask("thumbnail", image=image)["error"].endswith("its name is not UTF-8; rename the file")
 
 
 def test_only_images_are_written_and_shown(window: Window):

@@ -439,7 +439,7 @@ def test_on_a_full_disk_edits_stay_in_memory_and_are_saved_when_there_is_space(w
         ("edit", {"edits": {"stages": "[]"}}, "stages: not a setting of this version; reload the page"),
         ("edit", {"edits": {"name": "\ud800"}}, "half a character"),
         ("restore", {"preset": "../../etc", "values": {}}, "not the name of a run"),
-        ("preset", {"name": "<img src=x onerror=alert(1)>"}, "not the name of a run"),
+        ("preset", {"name": "<img src=x onerror=alert(1)>"}, "not a run folder"),
         ("preset", {"name": "/etc/passwd"}, "not the name of a run"),
         ("save_preset", {"name": "../own"}, "'../own' is not"),
         ("save_preset", {"name": "a" * 5000}, "is not"),
