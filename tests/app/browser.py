@@ -236,6 +236,11 @@ def state_is(page: Page, *states: str, timeout_s: float = PATIENCE_S) -> None:
     until(page, f"{list(states)}.includes(document.querySelector('#run').dataset.state)", timeout_s)
 
 
+def ask_again(page: Page) -> None:
+    """Let the page ask at once for what it shows, as it does when its window is seen again."""
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+
+
 def visit(page: Page, *place: str) -> None:
     """Go to an address of the page, as a link does."""
     page.evaluate("place => { location.hash = '#/' + place.map(encodeURIComponent).join('/'); }", list(place))

@@ -248,6 +248,7 @@ def test_what_is_typed_stays_in_the_notes_and_the_log_stays_where_it_was_scrolle
     assert page.evaluate("document.activeElement.id") == "notes"
 
 
+@pytest.mark.slow  # test_browser_looks.py measures every screen with one run
 def test_nothing_lies_beyond_the_edge_of_a_screen(page: Page, finished: str, failed: RunDir):
     for name in (finished, failed.path.name):
         watch(page, name)
