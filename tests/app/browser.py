@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import psutil
-from playwright.sync_api import APIResponse, Browser, Page, Playwright, Route
+from playwright.sync_api import APIResponse, Browser, Error, Page, Playwright, Route
 
 from tests.runs import make_pictures, run_config
 from trainer.config.schema import RunConfig
@@ -35,6 +35,7 @@ PATIENCE_S = 90
 TRAINED_WITHIN_S = 240
 """A real run of two ranks, or what it does between two answers."""
 LONG_AGO_S = 36_000
+EXPLAINED_WITHIN_S = 5
 FLAGS = (
     "--no-sandbox",
     "--disable-gpu",
@@ -153,7 +154,8 @@ def visited(tab: Page, url: str, width: int = 1280, height: int = 900, scheme: S
             look_settled(tab)
             yield tab
     finally:
-        tab.goto("about:blank")
+        if not tab.is_closed():
+            tab.goto("about:blank")
 
 
 @contextmanager
@@ -169,11 +171,42 @@ def faultless(tab: Page, url: str) -> Iterator[None]:
     for event, listener in listeners.items():
         tab.on(event, listener)
     try:
-        yield
+        with death_explained(tab):
+            yield
     finally:
         for event, listener in listeners.items():
             tab.remove_listener(event, listener)
     assert not wrong, wrong
+
+
+@contextmanager
+def death_explained(tab: Page) -> Iterator[None]:
+    """When a tab's process dies, say by which signal, and close the tab. Playwright says only that it crashed."""
+    assert tab.context.browser is not None
+    devtools, deaths = tab.context.browser.new_browser_cdp_session(), []
+    devtools.on("Target.targetCrashed", lambda death: deaths.append(death))
+    devtools.send("Target.setDiscoverTargets", {"discover": True})
+    try:
+        yield
+    except Error as error:
+        if "crashed" not in error.message:
+            raise
+        deadline = time.monotonic() + EXPLAINED_WITHIN_S
+        while not deaths and time.monotonic() < deadline:
+            devtools.send("Browser.getVersion")  # messages that wait are read meanwhile
+        tab.close()
+        how = (
+            ", ".join(f"{death['status']}, {_signal(death['errorCode'])}" for death in deaths)
+            or "Chromium does not say how"
+        )
+        free = psutil.virtual_memory().available >> 20
+        raise AssertionError(f"the tab's process died ({how}); {free} MiB of memory are free") from error
+    finally:
+        devtools.detach()
+
+
+def _signal(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"code {number}"
 
 
 def look_settled(page: Page) -> None:
@@ -234,6 +267,11 @@ def until_so(page: Page, is_so: Callable[[], bool]) -> None:
 def state_is(page: Page, *states: str, timeout_s: float = PATIENCE_S) -> None:
     """Wait until the run that is watched is in one of the states."""
     until(page, f"{list(states)}.includes(document.querySelector('#run').dataset.state)", timeout_s)
+
+
+def ask_again(page: Page) -> None:
+    """Let the page ask at once for what it shows, as it does when its window is seen again."""
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
 
 
 def visit(page: Page, *place: str) -> None:

@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, Playwright, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, Playwright, sync_playwright
 
 from tests.app.browser import Server, serving, start_chromium, visited
 from tests.runs import make_pictures, write_preset
@@ -35,10 +35,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def tab(browser: Browser) -> Iterator[Page]:
-    """What one test after the other shows the page in."""
+def context(browser: Browser) -> Iterator[BrowserContext]:
     with closing(browser.new_context()) as context:
-        yield context.new_page()
+        yield context
+
+
+@pytest.fixture
+def tab(context: BrowserContext) -> Page:
+    """What one test after the other shows the page in; another one after its process has died."""
+    return context.pages[0] if context.pages else context.new_page()
 
 
 @pytest.fixture

@@ -80,9 +80,12 @@ def test_its_events_tell_the_whole_story_in_order(demo):
 
 def test_both_ranks_tell_their_memory(demo):
     for rank in range(2):
-        lines = RankReader(demo.run.rank_file(rank)).read()
+        reader = RankReader(demo.run.rank_file(rank))
+        lines = reader.read()
+        whole = demo.run.rank_file(rank).read_text()
+        assert reader.num_skipped == 0, whole
         assert {line.rank for line in lines} == {rank}
-        assert {line.phase for line in lines} == {"starting", "loading", "sampling", "training", "saving"}
+        assert {line.phase for line in lines} == {"starting", "loading", "sampling", "training", "saving"}, whole
         assert (lines[0].step, lines[-1].step) == (0, STEPS)
         assert all(2**20 < line.allocated <= line.peak <= line.limit for line in lines)
 

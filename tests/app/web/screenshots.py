@@ -39,7 +39,7 @@ LAST = {
     "new": "#thumbs img",
     "run": "#page-run img:visible",
     "samples": "#page-run img:visible",
-    "files": "tr[data-file]",
+    "files": "#files-folder",
     "runs": "#page-runs tbody img",
     "compare": "#page-compare table",
     "queue": "#page-queue h1",

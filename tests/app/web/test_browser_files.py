@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page
 
-from tests.app.browser import Server, recorded
+from tests.app.browser import Server, ask_again, recorded
 from trainer.run.events import EventWriter, ExportEvent
 from trainer.run.folder import RunDir
 
@@ -58,7 +58,7 @@ def test_a_file_that_is_being_written_is_not_offered_and_the_one_it_replaces_say
     page.get_by_role("button", name="Download the old file").wait_for()
     page.locator("#files-exported", has_text="A newer file of this name is being written").wait_for()
     draft.unlink()
-    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    ask_again(page)
     page.locator("#files-exported").get_by_role("button", name="Download", exact=True).wait_for()
 
 

@@ -17,6 +17,7 @@ from playwright.sync_api import Browser, Page, Route
 from tests.app.browser import (
     ROOT,
     Server,
+    ask_again,
     open_group,
     opened,
     reload,
@@ -83,7 +84,7 @@ def test_settings_are_found_by_words_and_a_changed_one_is_counted(page: Page):
     page.locator("#no-match").wait_for()
 
 
-@pytest.mark.parametrize("delay_ms", [0, 40])
+@pytest.mark.parametrize("delay_ms", [0, pytest.param(40, marks=pytest.mark.slow)])
 def test_a_value_typed_back_stays_while_two_other_fields_are_wrong(page: Page, draft: Path, delay_ms: int):
     write_over(page, "field-data-trigger", "")
     open_group(page, "Sampling")
@@ -101,7 +102,7 @@ def test_a_value_typed_back_stays_while_two_other_fields_are_wrong(page: Page, d
     page.locator("#why", has_text="Start waits for 2 things").wait_for()
 
 
-@pytest.mark.parametrize("delay_ms", [0, 300])
+@pytest.mark.parametrize("delay_ms", [0, pytest.param(300, marks=pytest.mark.slow)])
 def test_an_error_goes_with_what_caused_it(page: Page, delay_ms: int):
     """`6` of a half-typed `60` leaves no room for the warm-up."""
     open_group(page, "Training")
@@ -258,7 +259,8 @@ def test_what_is_typed_while_a_preset_is_under_way_is_an_edit_of_the_new_one(pag
 
 def test_an_old_answer_that_arrives_late_does_not_undo_what_was_typed(page: Page, draft: Path):
     with held_back(page, "new_state") as held:
-        until_so(page, lambda: bool(held))  # asked every two seconds
+        ask_again(page)
+        until_so(page, lambda: bool(held))
         old = held.pop(0)
         answer = old.fetch()
         write_over(page, "field-train-steps", "58")
@@ -278,6 +280,7 @@ def test_a_page_that_opens_asks_for_the_draft_once(page: Page):
     assert "new_edit" not in names
 
 
+@pytest.mark.slow  # broken images are named in two other tests of these files
 def test_a_folder_whose_images_are_broken_is_shown_as_it_is(page: Page, runs: Path):
     folder = make_pictures(runs.parent / "broken", count=2)
     (folder / "00.png").write_bytes(b"no image")

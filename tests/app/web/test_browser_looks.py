@@ -13,14 +13,19 @@ from playwright.sync_api import Browser, Page
 
 from tests.app.browser import Server, recorded, visit, visited
 from tests.app.web import screenshots
-from tests.app.web.screenshots import places
+from tests.app.web.screenshots import LAST, places
 from tests.benchmarks import page as figures
 from trainer.run.events import ErrorEvent, StatusEvent
 
 OTHER = "ink-comic"
 BEYOND = 3
 """Tests fail at this multiple of a limit: other work shares the cores."""
-SIZES = ((390, 844), (820, 1180), (1280, 800), (1920, 1080))
+SIZES = (
+    (390, 844),
+    pytest.param(820, 1180, marks=pytest.mark.slow),
+    (1280, 800),
+    pytest.param(1920, 1080, marks=pytest.mark.slow),
+)
 WAKES = 100
 """A second; gradio as it is wakes a thousand times."""
 
@@ -42,7 +47,8 @@ def test_everybody_can_read_and_reach_it(tab: Page, server: Server, finished: st
     with visited(tab, server.url, scheme=scheme) as page:
         for name, place in places(finished, OTHER).items():
             visit(page, *place)
-            page.wait_for_timeout(700)
+            page.locator(LAST[name]).first.wait_for()
+            page.wait_for_timeout(100)  # for what moves or fades
             for violation in Axe().run(page, options={"resultTypes": ["violations"], **rules}).response["violations"]:
                 if violation["impact"] in ("serious", "critical"):
                     nodes = [node["html"][:160] for node in violation["nodes"][:3]]
@@ -50,13 +56,13 @@ def test_everybody_can_read_and_reach_it(tab: Page, server: Server, finished: st
     assert not found, found
 
 
-def test_nothing_lies_beyond_the_edge_of_the_screen(page: Page, finished: str):
-    for width, height in SIZES:
-        page.set_viewport_size({"width": width, "height": height})
-        for name, place in places(finished, OTHER).items():
-            visit(page, *place)
-            page.wait_for_timeout(100)
-            assert page.evaluate("document.documentElement.scrollWidth") <= width, (name, width)
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_nothing_lies_beyond_the_edge_of_the_screen(page: Page, finished: str, width: int, height: int):
+    page.set_viewport_size({"width": width, "height": height})
+    for name, place in places(finished, OTHER).items():
+        visit(page, *place)
+        page.locator(LAST[name]).first.wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, name
 
 
 def test_start_is_reached_and_pressed_by_the_keyboard(page: Page):

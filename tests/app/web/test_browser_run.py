@@ -350,11 +350,12 @@ def test_a_language_model_writes_and_its_constant_speed_is_drawn(page: Page, ser
     until(page, "document.querySelector('#chart-speed canvas').dataset.n === '40'")
     page.locator("#newest .written", has_text="Double 3: 6.").wait_for()
     page.locator("#run-done").get_by_role("button", name="Write with it").click()
-    page.get_by_role("dialog", name="Write with it").get_by_text("One text that continues a prompt").wait_for()
+    page.get_by_role("dialog", name="Write with it").get_by_text("A text that continues the prompt").wait_for()
     page.keyboard.press("Escape")
     shutil.rmtree(run.path)
 
 
+@pytest.mark.slow  # test_browser_looks.py measures every screen with one run
 def test_nothing_lies_beyond_the_edge_of_a_screen(page: Page, finished: str, failed: RunDir):
     for name in (finished, failed.path.name):
         watch(page, name)

@@ -11,6 +11,7 @@ from playwright.sync_api import Browser, Page
 from tests.app.browser import (
     Server,
     answers_held,
+    ask_again,
     opened,
     recorded,
     state_is,
@@ -54,10 +55,12 @@ def test_the_chosen_run_is_shown_also_when_an_answer_about_another_comes_late(pa
     state_is(page, "finished")
     with answers_held(page) as held:
         until_so(page, lambda: bool(held))
+        asked = len(held)
         visit(page, "runs", "scripted")
-        page.wait_for_timeout(1_000)
+        ask_again(page)
+        until_so(page, lambda: len(held) > asked)
     state_is(page, "failed")
-    page.wait_for_timeout(2_000)
+    page.wait_for_timeout(500)  # what comes late is here by now
     state_is(page, "failed")
 
 

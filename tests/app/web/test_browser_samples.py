@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Page
 
-from tests.app.browser import Server, recorded, until
+from tests.app.browser import Server, ask_again, recorded, until
 from trainer.run.events import EventWriter, SampleEvent, StepEvent
 from trainer.run.folder import RunDir
 
@@ -59,11 +59,6 @@ def open_samples(page: Page, run: str) -> None:
 
 def shows(page: Page, step: str) -> None:
     page.locator("#samples-scrub .bign", has_text=step).wait_for()
-
-
-def look_again(page: Page) -> None:
-    """Let the page ask for what is new, as it does when its window is seen again."""
-    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
 
 
 def test_each_step_is_reached_by_scrubber_and_keys_and_only_those_near_it_are_loaded(page: Page):
@@ -148,11 +143,11 @@ def test_samples_that_are_drawn_meanwhile_appear_and_a_step_that_was_chosen_stay
     open_samples(page, "growing-samples")
     shows(page, "40")
     draw_more(run, range(60, 120, 20))
-    look_again(page)
+    ask_again(page)
     shows(page, "100")
     page.keyboard.press("Home")
     draw_more(run, range(120, 140, 20))
-    look_again(page)
+    ask_again(page)
     page.locator("#samples-summary", has_text="6 steps").wait_for()
     shows(page, "20")
 
