@@ -137,8 +137,8 @@ def test_a_finished_run_goes_on_in_its_last_stage_and_exports_again(straight: Ru
     assert losses(run)[:10] == losses(straight)
     assert run.config().stage_steps == (4, 9)
     assert [event.step for event in view.exports] == [10, 13]
-    told = [event.number for event in EventReader(run.events_file).read() if isinstance(event, StageEvent)]
-    assert told == [1, 2, 2]
+    begun = [event.number for event in EventReader(run.events_file).read() if isinstance(event, StageEvent)]
+    assert begun == [1, 2, 2]
 
 
 @pytest.mark.slow
