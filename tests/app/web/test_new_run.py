@@ -607,7 +607,7 @@ def test_the_quantized_base_that_is_kept_counts_as_disk_that_the_run_needs(windo
 
 def test_a_model_that_is_not_published_is_named_by_what_it_is(window: Window):
     names = {model["path"]: model["name"] for model in window.call("models") if not model["is_known"]}
-    assert names["random"] == "Language model, random weights"
+    assert names["random"] == "Random model (causal_lm)"
 
 
 def test_back_to_the_preset_drops_every_edit_also_of_data_and_name(window: Window, studio: Studio, tmp_path: Path):
