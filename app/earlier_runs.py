@@ -38,7 +38,7 @@ LEAST_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Pace:
+class Timing:
     """Seconds of one run.
 
     Attributes:
@@ -88,7 +88,7 @@ class _Entry:
     stamp: tuple[int, ...]
     config: RunConfig | None = None
     kind: str = ""
-    pace: Pace | None = None
+    timing: Timing | None = None
 
 
 class EarlierRuns:
@@ -105,7 +105,7 @@ class EarlierRuns:
         """Return the time of a run of this config; None where no run of its kind is known (see `is_looking`)."""
         self._look()
         kind = kind_of(cfg)
-        found = [(name, entry) for name, entry in self._entries.copy().items() if entry.kind == kind and entry.pace]
+        found = [(name, entry) for name, entry in self._entries.copy().items() if entry.kind == kind and entry.timing]
         return _estimated(cfg, *max(found, key=_rank)) if found else None
 
     @property
@@ -127,12 +127,12 @@ class EarlierRuns:
         measured: set[tuple[str, str]] = set()
         for run in runs:
             name, known, stamp = run.path.name, self._entries.get(run.path.name), _stamp(run)
-            if known is None or known.stamp != stamp or not (known.pace or (known.kind, "") in measured):
+            if known is None or known.stamp != stamp or not (known.timing or (known.kind, "") in measured):
                 known = _read(run, stamp, measured)
                 self._entries[name] = known
                 time.sleep(REST_S)
-            if known.pace:
-                measured.add((known.kind, known.pace.host))
+            if known.timing:
+                measured.add((known.kind, known.timing.host))
         names = {run.path.name for run in runs}
         for name in self._entries.keys() - names:
             del self._entries[name]
@@ -141,9 +141,9 @@ class EarlierRuns:
 
 def _rank(found: tuple[str, _Entry]) -> tuple[bool, float]:
     """What counts most: a run of this machine, then the newest."""
-    pace = found[1].pace
-    assert pace is not None
-    return not pace.host, pace.began
+    timing = found[1].timing
+    assert timing is not None
+    return not timing.host, timing.began
 
 
 def kind_of(cfg: RunConfig) -> str:
@@ -179,10 +179,10 @@ def _read(run: RunDir, stamp: tuple[int, ...], measured: Iterable[tuple[str, str
         if config.stages:
             return _Entry(stamp)
         kind, host = kind_of(config), _host(run)
-        pace = None if {(kind, host), (kind, "")} & set(measured) else _pace(run, config, host)
+        timing = None if {(kind, host), (kind, "")} & set(measured) else _timing(run, config, host)
     except (InputError, OSError):  # a damaged run, or one of a later version, measures nothing
         return _Entry(stamp)
-    return _Entry(stamp, config, kind, pace)
+    return _Entry(stamp, config, kind, timing)
 
 
 def _host(run: RunDir) -> str:
@@ -190,7 +190,7 @@ def _host(run: RunDir) -> str:
     return "" if launch is None or launch.is_on_this_machine else launch.host
 
 
-def _pace(run: RunDir, cfg: RunConfig, host: str) -> Pace | None:
+def _timing(run: RunDir, cfg: RunConfig, host: str) -> Timing | None:
     """Measure a run by the beginning and the end of its events; None where it has too few steps."""
     head, tail = _ends(run.events_file)
     steps = [event for event in tail if isinstance(event, StepEvent)]
@@ -206,7 +206,7 @@ def _pace(run: RunDir, cfg: RunConfig, host: str) -> Pace | None:
     inside = sum(seconds for at, seconds in _samplings(tail) if begin <= at < steps[-1].time)
     others = steps[-1].time - begin - sum(step.seconds for step in steps) - inside
     step_s, pass_s = statistics.median(step.seconds for step in steps), statistics.median(grows)
-    return Pace(
+    return Timing(
         began=head[0].time,
         host=host,
         start=_start(head),
@@ -247,18 +247,16 @@ def _samplings(events: Sequence[AnyEvent]) -> list[tuple[float, float]]:
     return [(one.time, after.time - one.time) for one, after in pairwise(states) if one.state == "sampling"]
 
 
-def _estimated(cfg: RunConfig, name: str, entry: _Entry) -> Estimate | None:
+def _estimated(cfg: RunConfig, name: str, entry: _Entry) -> Estimate:
     """Scale a run's times: steps, passes of a step and samples of the same size take their time each."""
-    pace, config = entry.pace, entry.config
-    assert pace is not None and config is not None
-    step_s = pace.passes * _passes(cfg) / _passes(config) + pace.update
+    timing, config = entry.timing, entry.config
+    assert timing is not None and config is not None
+    step_s = timing.passes * _passes(cfg) / _passes(config) + timing.update
     sets = _sample_sets(cfg)
-    share = _sample_share(cfg, config) if pace.sampling is not None else None
-    sampling = sets * pace.sampling * share if share is not None and pace.sampling is not None else 0.0
-    seconds = pace.start + cfg.train.steps * step_s + sampling + pace.end
-    if not math.isfinite(seconds):  # times that no trainer writes
-        return None
-    return Estimate(seconds, step_s, name, config.name, pace.began, pace.host, not sets or share is not None)
+    share = _sample_share(cfg, config) if timing.sampling is not None else None
+    sampling = sets * timing.sampling * share if share is not None and timing.sampling is not None else 0.0
+    seconds = timing.start + cfg.train.steps * step_s + sampling + timing.end
+    return Estimate(seconds, step_s, name, config.name, timing.began, timing.host, not sets or share is not None)
 
 
 def _passes(cfg: RunConfig) -> int:

@@ -318,7 +318,7 @@ class Studio:
 
     def run(self, name: str | None) -> RunDir:
         """Return the run of this name. Raises InputError when the folder has no such run."""
-        if not name or Path(name).name != name or name.startswith((".", "-")):
+        if not name or Path(name).name != name or name.startswith((".", "-")) or not name.isprintable():
             raise InputError(f"{name!r} is not the name of a run")
         if not is_run(self.runs / name):
             raise InputError(f"{self.runs / name}: not a run folder; name one of the runs in {self.runs}")

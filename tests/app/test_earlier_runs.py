@@ -164,13 +164,6 @@ def test_a_long_run_is_measured_by_its_beginning_and_its_end(runs: Path):
     assert found.seconds == pytest.approx(events[-1].time - BEGAN)
 
 
-def test_times_that_no_trainer_writes_are_not_shown(runs: Path):
-    ended(runs, "first")
-    file = runs / "first" / "events.jsonl"
-    file.write_text(file.read_text().replace(f'"time": {BEGAN}', '"time": -1e999'))
-    assert estimated(runs) is None
-
-
 def test_an_answer_waits_for_no_run_to_be_read(runs: Path):
     first = ended(runs, "first")
     for number in range(60):

@@ -19,7 +19,7 @@ from trainer.run.events import StepEvent, WarningEvent
 
 KLEIN = {
     "model_index.json": {"_class_name": "Flux2KleinPipeline"},
-    "transformer/config.json": {"guidance_embeds": False},
+    "transformer/config.json": {"_class_name": "Flux2Transformer2DModel", "guidance_embeds": False},
 }
 DISTILLED = KLEIN | {"model_index.json": {"_class_name": "Flux2KleinPipeline", "is_distilled": True}}
 BASE = KLEIN | {"model_index.json": {"_class_name": "Flux2KleinPipeline", "is_distilled": False}}

@@ -315,7 +315,8 @@ def test_files_of_every_stage_are_looked_for_before_a_rank_is_started(tmp_path: 
 
 def test_a_stage_that_contradicts_its_models_folder_is_refused_before_a_rank_is_started(tmp_path: Path) -> None:
     pictures, model = make_pictures(tmp_path / "pictures", 1), tmp_path / "model"
-    model.mkdir()
+    (model / "transformer").mkdir(parents=True)
+    (model / "transformer" / "config.json").write_text('{"_class_name": "Flux2Transformer2DModel"}')
     (model / "model_index.json").write_text('{"is_distilled": true}')
     (tmp_path / "preset.yaml").write_text(
         f"model: {{family: flux2, path: {model}}}\ndata: {{path: {pictures}}}\n"

@@ -295,7 +295,7 @@
   function drawIssues() {
     const item = kind => text => h('li', {}, h(`i.dot.${kind}`), h('span', {}, h('b.sr', {}, kind === 'bad' ? 'Error: ' : 'Warning: '), text));
     fill($('data-problems'), [data.problems, data.warnings, data.history_problem], () => [
-      data.problems.length ? h('ul.iss', { role: 'alert' }, data.problems.map(item('bad'))) : null,
+      data.problems.length ? h('div', { role: 'alert' }, h('ul.iss', {}, data.problems.map(item('bad')))) : null,
       data.warnings.length || data.history_problem ? h('ul.iss', {}, [...data.warnings, data.history_problem].filter(Boolean).map(item('warn'))) : null,
       data.problems.length || data.warnings.length ? null : h('p', {}, h('span.tag.ok', {}, 'ok'), ' No problems in the files.')]);
     const lengths = data.lengths;
