@@ -161,7 +161,7 @@
     for (const row of all) if (groupOf(row) in counts) counts[groupOf(row)]++;
     counts.all = all.length;
     const size = all.reduce((sum, row) => sum + (row.size || 0), 0), free = answer?.free;
-    studio.say(at('#runs-count'), all.length ? `${studio.counted(all.length, 'run')}, ${studio.size(size)}${free ? ` · ${studio.size(free)} free` : ''}` : '');
+    studio.say(at('#runs-count'), all.length ? `${studio.counted(all.length, 'run')}${size ? `, ${studio.size(size)}` : ''}${free ? ` · ${studio.size(free)} free` : ''}` : '');
     if (answer) say('#runs-problem', answer.problem);
     const groups = GROUPS.filter(([name], index) => index < 5 || counts[name] || name === group);
     studio.fill(at('#runs-groups'), [group, groups.map(([name]) => counts[name])], () => groups.map(([name, title]) => h('button', { type: 'button',
