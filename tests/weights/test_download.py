@@ -26,7 +26,7 @@ MIB = 2**20
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 FILES = {
     "model_index.json": b'{"_class_name": "Pipe", "transformer": ["d", "T"]}',
-    "transformer/config.json": b"{}",
+    "transformer/config.json": b'{"_class_name": "Flux2Transformer2DModel"}',
     WEIGHTS: random.Random(0).randbytes(6 * MIB),
     "vae/diffusion_pytorch_model.safetensors": b"v" * 1000,
     "flux2-dev.safetensors": b"the same again",
