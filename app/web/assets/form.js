@@ -112,7 +112,7 @@
     if (facts.kind === 'switch') element.append(h('label.check', { htmlFor: id }, control, h('span', {}, names, key)), help);
     else element.append(title, wrapped(name, facts, control), help);
     inputs[name] = { element, input, help, facts, text: options.help ?? facts.help, textHelp: options.textHelp, sent: undefined };
-    help.title = facts.help; // it has two lines where there is little room
+    help.title = facts.help; // it has four lines where there is little room
     return element;
   }
 

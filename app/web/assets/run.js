@@ -27,7 +27,7 @@ studio.runTabs = studio.runTabs || {};
     parts.gone.hidden = !isGone;
     parts.run.hidden = isGone;
     for (const part of [parts.state, parts.about, parts.id]) part.hidden = isGone;
-    if (isGone) { studio.say(parts.title, asked); return; }
+    if (isGone) { studio.say(parts.title, name); return; }
     if (!data.head) drawTitle(answer.title);
     const isOther = answer.parts.run && known.run; // the server was started again, or this is another run of the same name
     for (const [part, { key, value }] of Object.entries(answer.parts)) [known[part], data[part]] = [key, value];

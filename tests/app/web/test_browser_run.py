@@ -288,6 +288,7 @@ def test_a_run_that_was_away_comes_back_and_another_of_its_name_replaces_it(page
     until(page, "document.querySelector('#log').textContent.startsWith('a long log')")
     aside = run.path.rename(server.runs.parent / "aside")
     page.locator("#run-gone").wait_for()
+    assert page.locator("#page-run h1").inner_text() == "away"
     aside.rename(run.path)
     page.locator("#run").wait_for()
     shutil.rmtree(run.path)
