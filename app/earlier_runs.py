@@ -251,16 +251,12 @@ def _estimated(cfg: RunConfig, name: str, entry: _Entry) -> Estimate:
     """Scale a run's times: steps, passes of a step and samples of the same size take their time each."""
     timing, config = entry.timing, entry.config
     assert timing is not None and config is not None
-    step_s = timing.passes * _passes(cfg) / _passes(config) + timing.update
+    step_s = timing.passes * cfg.micro_steps / config.micro_steps + timing.update
     sets = _sample_sets(cfg)
     share = _sample_share(cfg, config) if timing.sampling is not None else None
     sampling = sets * timing.sampling * share if share is not None and timing.sampling is not None else 0.0
     seconds = timing.start + cfg.train.steps * step_s + sampling + timing.end
     return Estimate(seconds, step_s, name, config.name, timing.began, timing.host, not sets or share is not None)
-
-
-def _passes(cfg: RunConfig) -> int:
-    return math.ceil(cfg.train.batch_size / (cfg.train.micro_batch * cfg.parallel.world_size))
 
 
 def _sample_sets(cfg: RunConfig) -> int:

@@ -212,10 +212,8 @@ def _item(item: Item) -> dict[str, Any]:
 
 
 def disk(preview: PlanPreview, cfg: RunConfig, runs: Path) -> dict[str, Any]:
-    """Return the bytes that are free below the runs, and those that checkpoints and export will take; 0 if unknown."""
-    sizes = {item.name: item.size for item in preview.plan.disk} if preview.plan else {}
-    need = sizes.get("export", 0.0) + sizes.get("cached base", 0.0)
-    need += sizes.get("checkpoint", 0.0) * capacity.num_checkpoints(cfg)
+    """Return the bytes that are free below the runs, and those that the run will take; 0 if unknown."""
+    need = capacity.disk_need(cfg, preview.plan) if preview.plan else 0.0
     free = shutil.disk_usage(runs).free if runs.is_dir() else 0
     return {"free": int(float(f"{free:.2g}")), "need": need}  # two digits: every change makes the windows draw anew
 

@@ -81,7 +81,7 @@ class PlanPreviews:
         return found[0] if found else None
 
     def _planned(self, cfg: RunConfig, card: Card | None, cache: Path) -> tuple[MemoryPlan, tuple[Fix, ...]] | None:
-        """The plan and its fixes, made once for what a form shows again and again; None where there is no table yet."""
+        """The plan and its fixes, made once for what a form shows again and again; None for a model without a table."""
         reserve = reserve_of(cache, card)
         key = cfg.model_dump_json(), card, reserve, cache
         known = self._plans.pop(key, None)

@@ -26,6 +26,7 @@ from tests.runs import make_pictures, run_config
 from trainer.config.schema import RunConfig
 from trainer.run.events import AnyEvent, EventWriter, RankLine, SampleEvent, StatusEvent, StepEvent, ValidationEvent
 from trainer.run.folder import RunDir
+from trainer.run.process import Launch
 
 Scheme = Literal["light", "dark"]
 ROOT = Path(__file__).parents[2]
@@ -335,6 +336,18 @@ def recorded(runs: Path, name: str, events: Sequence[AnyEvent] = (), **changes: 
                 )
             )  # fmt: skip
     return run
+
+
+@contextmanager
+def in_training(run: RunDir) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that stands for the run's torchrun meanwhile."""
+    argv = ["sleep", "1000"]
+    with subprocess.Popen(argv) as process:
+        Launch.of(process, argv).write(run)
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def _history(run: RunDir, config: RunConfig) -> Iterator[AnyEvent]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from app.live import Live
 from app.monitor import Follower
+from tests.app.browser import in_training
 from tests.runs import run_config
 from trainer.run.events import EventWriter, StatusEvent
 from trainer.run.folder import RunDir
@@ -36,18 +34,6 @@ def make_run(runs: Path, name: str, state: str = "finished") -> RunDir:
     return run
 
 
-@contextmanager
-def running(run: RunDir) -> Iterator[None]:
-    """A process that stands for the run's torchrun meanwhile."""
-    argv = ["sleep", "1000"]
-    with subprocess.Popen(argv) as process:
-        Launch.of(process, argv).write(run)
-        try:
-            yield
-        finally:
-            process.kill()
-
-
 def names(live: Live) -> list[str]:
     return [view.path.name for view in live.views()]
 
@@ -56,7 +42,7 @@ def test_a_started_run_appears_and_an_ended_one_is_remembered_with_its_state(liv
     make_run(tmp_path / "runs", "old")
     assert names(live) == []
     run = make_run(tmp_path / "runs", "new", state="training")
-    with running(run):
+    with in_training(run):
         assert names(live) == ["new"]
         assert live.views()[0].state == "training"
         assert live.ended == {}
@@ -64,14 +50,14 @@ def test_a_started_run_appears_and_an_ended_one_is_remembered_with_its_state(liv
             events.write(StatusEvent(state="finished", step=5))
     assert names(live) == []
     assert live.ended == {"new": "finished"}
-    with running(run):  # it is resumed
+    with in_training(run):  # it is resumed
         assert names(live) == ["new"]
         assert live.ended == {}  # else windows would say again and again that it has ended
 
 
 def test_a_run_whose_folder_is_deleted_while_it_runs_does_no_harm(live: Live, tmp_path: Path):
     gone, stays = (make_run(tmp_path / "runs", name, state="training") for name in ("gone", "stays"))
-    with running(gone), running(stays):
+    with in_training(gone), in_training(stays):
         assert sorted(names(live)) == ["gone", "stays"]
         shutil.rmtree(gone.path)
         assert names(live) == ["stays"]
@@ -83,13 +69,13 @@ def test_a_run_whose_folder_is_deleted_while_it_runs_does_no_harm(live: Live, tm
 def test_a_damaged_launch_record_hides_no_other_run(live: Live, tmp_path: Path, content: bytes):
     harmed, good = (make_run(tmp_path / "runs", name, state="training") for name in ("harmed", "good"))
     harmed.launch_file.write_bytes(content)
-    with running(good):
+    with in_training(good):
         assert names(live) == ["good"]
 
 
 def test_a_run_of_which_one_look_failed_is_shown_again_and_not_taken_for_ended(live: Live, tmp_path: Path):
     run = make_run(tmp_path / "runs", "new", state="training")
-    with running(run):
+    with in_training(run):
         assert names(live) == ["new"]
         aside = run.events_file.rename(run.path / "aside")
         run.events_file.mkdir()  # cannot be read
@@ -119,5 +105,5 @@ def test_hundreds_of_runs_that_have_ended_are_looked_at_once(live: Live, tmp_pat
     for _ in range(5):
         assert live.views() == []
     assert (time.process_time() - began) / 5 < QUICK_S
-    with running(run):
+    with in_training(run):
         assert names(live) == ["0"]

@@ -7,7 +7,6 @@ and of a core with one viewer, and whether a run's steps take longer while it is
 from __future__ import annotations
 
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 import psutil
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from tests.app.browser import Server, opened, recorded, serving, start_chromium, until, watch
+from tests.app.browser import Server, in_training, opened, recorded, serving, start_chromium, until, watch
 from tests.runs import make_pictures, run_config
 from trainer.launcher import torchrun
 from trainer.run import process as processes
@@ -52,16 +51,10 @@ class Cost:
 def long_run(browser: Browser, server: Server, seconds: int) -> Cost:
     """Watch a run of POINTS steps that makes a step a second, for so long."""
     run = recorded(server.runs, "long", [StatusEvent(state="training", step=POINTS)], train__steps=POINTS)
-    process = subprocess.Popen(["sleep", "1000"])
-    try:
-        processes.Launch(process.pid, psutil.Process(process.pid).create_time(), ["sleep", "1000"]).write(run)
-        with opened(browser, server.url) as page:
-            watch(page, "long")
-            until(page, "document.querySelector('#chart-loss canvas').dataset.n > 500")
-            return _watched(page, server, run, seconds)
-    finally:
-        process.kill()
-        process.wait()
+    with in_training(run), opened(browser, server.url) as page:
+        watch(page, "long")
+        until(page, "document.querySelector('#chart-loss canvas').dataset.n > 500")
+        return _watched(page, server, run, seconds)
 
 
 def _watched(page: Page, server: Server, run: RunDir, seconds: int) -> Cost:

@@ -85,10 +85,8 @@ def _missing_memory(plan: MemoryPlan) -> Iterator[Problem]:
 
 
 def _missing_disk(cfg: RunConfig, plan: MemoryPlan, runs: Path) -> Iterator[Problem]:
-    sizes = {item.name: item.size for item in plan.disk}
-    base = sizes.get("cached base", 0)
-    need = sizes.get("export", 0) + base
-    need += sizes.get("checkpoint", 0) * num_checkpoints(cfg)
+    base = sum(item.size for item in plan.disk if item.name == "cached base")
+    need = disk_need(cfg, plan)
     free = shutil.disk_usage(_existing(runs)).free
     if need > MOST_DISK * free:
         lack = f"{amount(need)}, {runs} has {amount(free)} free"
@@ -102,6 +100,12 @@ def _missing_disk(cfg: RunConfig, plan: MemoryPlan, runs: Path) -> Iterator[Prob
             f"{cfg.checkpoint.keep}: checkpoints and export take {lack}; "
             "keep fewer, free some space, or choose another folder",
         )
+
+
+def disk_need(cfg: RunConfig, plan: MemoryPlan) -> float:
+    """Return the bytes that a run's checkpoints, export and kept quantized base take on the disk."""
+    sizes = {item.name: item.size for item in plan.disk}
+    return sizes.get("export", 0) + sizes.get("cached base", 0) + sizes.get("checkpoint", 0) * num_checkpoints(cfg)
 
 
 def num_checkpoints(cfg: RunConfig) -> int:

@@ -203,6 +203,8 @@ studio.when = unix => {
   const day = `${date.getFullYear()}-${String(date.getMonth() + 1).padStart(2, '0')}-${String(date.getDate()).padStart(2, '0')}`;
   return `${day} ${time}`;
 };
+/** Copy a text. Resolves to whether it was: without https browsers refuse, except on the same machine. */
+studio.copy = async text => await navigator.clipboard?.writeText(text).then(() => true, () => false) ?? false;
 /** What the browser remembers; nothing where it may not. */
 studio.kept = (name, value) => {
   try {

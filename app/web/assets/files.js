@@ -152,10 +152,8 @@ studio.runTabs = studio.runTabs || {};
   // --- folder and report ----------------------------------------------------------------------------------------------------
 
   async function copyFolder() {
-    let isCopied = false;
-    if (navigator.clipboard) isCopied = await navigator.clipboard.writeText(data.folder).then(() => true, () => false);
-    if (isCopied) return studio.toast('Copied.');
-    getSelection().selectAllChildren(parts.folder); // without https browsers refuse
+    if (await studio.copy(data.folder)) return studio.toast('Copied.');
+    getSelection().selectAllChildren(parts.folder);
     return studio.toast('It is selected; press Ctrl C to copy it.');
   }
 

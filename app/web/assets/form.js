@@ -559,7 +559,7 @@
         h('span.dim', {}, change.old === '–' ? change.new : `${change.old} → ${change.new}`)))
       : [h('p.dim', {}, `As in the preset ${state.preset}.`)]);
     $('reset').hidden = !state.changes.length;
-    fill($('commands'), [state.commands], () => state.commands.map(([title, text]) => h('details', {}, h('summary', {}, title), h('pre.code', { tabIndex: 0 }, text), copyButton(text))));
+    fill($('commands'), [state.commands], () => state.commands.map(([title, text]) => h('details', {}, h('summary', {}, title), h('pre.code', { tabIndex: 0 }, text), copyButton(() => text))));
     drawYaml();
   }
 
@@ -582,7 +582,7 @@
     $('left').replaceChildren(h('div.notice', { role: 'status' }, h('p', {}, sentence, h('button.btn.s', { type: 'button', onclick: async () => { if (await undo()) $('left').replaceChildren(); } }, 'Undo'))));
   }
 
-  const copyButton = text => h('button.btn.s', { type: 'button', onclick: async () => { await navigator.clipboard.writeText(text); studio.toast('Copied.'); } }, 'Copy');
+  const copyButton = text => h('button.btn.s', { type: 'button', onclick: async () => await studio.copy(text()) ? studio.toast('Copied.') : studio.toast('The browser lets no page copy here: select the text and press Ctrl C.', true) }, 'Copy');
 
   function drawYaml() {
     const area = $('yaml');
@@ -731,7 +731,7 @@
       h('div.card', {}, h('h2', {}, 'Time and space'), h('div#time')),
       h('div.card', {}, h('div.ttl', {}, h('h2', {}, 'Differs from the preset'), h('span.grow'), h('button.btn.s#reset', { type: 'button', hidden: true, onclick: reset }, 'Back to the preset')), h('div#changes'), h('details#yaml-drawer', {}, h('summary', {}, 'YAML'),
         h('div.yaml', {}, h('div#yaml-lines', { 'aria-hidden': 'true' }), h('textarea#yaml', { 'aria-label': 'Config as YAML', spellcheck: false, wrap: 'off', onscroll: () => { $('yaml-lines').scrollTop = $('yaml').scrollTop; }, oninput: () => { wrongLines = []; drawLines(); } })),
-        h('div#yaml-wrong'), h('div.chips', {}, h('button.btn.s#apply-yaml', { type: 'button', onclick: applyYaml }, 'Apply'), h('button.btn.s#discard-yaml', { type: 'button', hidden: true, onclick: showYaml }, 'Discard'), h('button.btn.s', { type: 'button', onclick: async () => { await navigator.clipboard.writeText($('yaml').value); studio.toast('Copied.'); } }, 'Copy'))), h('div#commands')));
+        h('div#yaml-wrong'), h('div.chips', {}, h('button.btn.s#apply-yaml', { type: 'button', onclick: applyYaml }, 'Apply'), h('button.btn.s#discard-yaml', { type: 'button', hidden: true, onclick: showYaml }, 'Discard'), copyButton(() => $('yaml').value))), h('div#commands')));
   }
 
   /** Fetch the state anew, for example for other GPUs. */

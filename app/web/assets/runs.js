@@ -390,8 +390,7 @@
   function buildComparison(section) {
     page = section;
     const copied = event => studio.act(event.target, page.querySelector('#compare-message'), async () => {
-      const isCopied = await navigator.clipboard?.writeText(location.href).then(() => true, () => false); // not over http from another machine
-      if (!isCopied) return 'The browser lets no page copy here: copy the address from its address bar.';
+      if (!await studio.copy(location.href)) return 'The browser lets no page copy here: copy the address from its address bar.';
       studio.toast('The address is copied.');
       return '';
     });

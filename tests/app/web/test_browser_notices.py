@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 from contextlib import closing
 
-import psutil
 import pytest
 from playwright.sync_api import Browser
 
-from tests.app.browser import Server, recorded, until, visited, watch
-from trainer.run import process
+from tests.app.browser import Server, in_training, recorded, until, visited, watch
 from trainer.run.events import EventWriter, StatusEvent
 
 KEEP_NOTICES = """{
@@ -36,21 +33,16 @@ def test_a_window_that_is_not_seen_notices_the_end_of_a_run_if_it_may(
         if is_allowed:
             context.grant_permissions(["notifications"], origin=server.origin)
         context.add_init_script(KEEP_NOTICES)
-        sleeping = subprocess.Popen(["sleep", "1000"])
-        try:
-            process.Launch(sleeping.pid, psutil.Process(sleeping.pid).create_time(), ["sleep", "1000"]).write(run)
-            with visited(context.new_page(), server.url) as page:
-                watch(page, run.path.name)
-                until(page, f"document.querySelector('#job').dataset.run === '{run.path.name}'")
-                page.evaluate(HIDE)
-                with EventWriter(run.events_file) as events:
-                    events.write(StatusEvent(state="finished", step=40))
-                sleeping.kill()
-                sleeping.wait()
-                if is_allowed:
-                    until(page, "notices.length")
-                page.wait_for_timeout(5000)
-                said = [["ShardStudio", f"{run.path.name} has finished."]]
-                assert page.evaluate("notices") == (said if is_allowed else [])
-        finally:
-            sleeping.kill()
+        with in_training(run) as process, visited(context.new_page(), server.url) as page:
+            watch(page, run.path.name)
+            until(page, f"document.querySelector('#job').dataset.run === '{run.path.name}'")
+            page.evaluate(HIDE)
+            with EventWriter(run.events_file) as events:
+                events.write(StatusEvent(state="finished", step=40))
+            process.kill()
+            process.wait()
+            if is_allowed:
+                until(page, "notices.length")
+            page.wait_for_timeout(5000)
+            said = [["ShardStudio", f"{run.path.name} has finished."]]
+            assert page.evaluate("notices") == (said if is_allowed else [])

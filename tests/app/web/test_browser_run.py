@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 
-import psutil
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
 
 from app.monitor import SILENT_S
-from tests.app.browser import Server, opened, recorded, state_is, until, until_so, visit, visited, watch
+from tests.app.browser import Server, in_training, opened, recorded, state_is, until, until_so, visit, visited, watch
 from tests.runs import make_text, text_config
-from trainer.run import process as processes
 from trainer.run.events import (
     AnyEvent,
     ErrorEvent,
@@ -65,11 +62,8 @@ def failed(server: Server) -> RunDir:
 def running(server: Server) -> Iterator[RunDir]:
     """A run whose process lives and does nothing."""
     run = recorded(server.runs, "running", [StatusEvent(state="training", step=40)])
-    process = subprocess.Popen(["sleep", "1000"])
-    processes.Launch(process.pid, psutil.Process(process.pid).create_time(), ["sleep", "1000"]).write(run)
-    yield run
-    process.kill()
-    process.wait()
+    with in_training(run):
+        yield run
     shutil.rmtree(run.path)
 
 
