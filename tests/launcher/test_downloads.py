@@ -77,7 +77,8 @@ def test_a_download_is_followed_paused_and_continued_by_a_page_that_was_restarte
     assert min(state.num_bytes for state in seen) > 2 * MIB, "what is here is shown from the beginning"
     with pytest.raises(InputError, match=f"^{FLUX2}: is here already$"):
         restarted.start(FLUX2)
-    assert hub.ranges[-1] is not None and int(hub.ranges[-1].removeprefix("bytes=")[:-1]) >= 2 * MIB
+    # The small file is asked for at the same time, before or after.
+    assert max(int(asked.removeprefix("bytes=")[:-1]) for asked in hub.ranges if asked) >= 2 * MIB
     assert downloads.log(FLUX2).read_text() == "Downloaded and checked.\n"
     kept = {file.name: file.read_text() for file in folder.rglob("*") if file.is_file()}
     assert set(kept) == {"launch.json", "lock", "log.txt", "progress.json"}
