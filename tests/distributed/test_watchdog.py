@@ -38,6 +38,7 @@ from trainer.run.events import (
 from trainer.run.folder import RunDir
 from trainer.run.manifest import complete, steps_in
 from trainer.run.preemption import Preemption, catch_preemption
+from trainer.train.log import RunLog
 
 WORKER = '''
 """The trainer, but rank 1 goes its own way after the second step: as the run is named."""
@@ -240,6 +241,20 @@ def test_a_rank_that_is_long_in_one_thing_shows_that_it_lives(tmp_path: Path, mo
     assert len(beats) >= 2
     assert all(vars(beat) == {**line, "time": beat.time} for beat in beats)
     assert time.time() - beats[-1].time < 5
+
+
+def test_a_line_that_is_repeated_never_follows_a_newer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "HEARTBEAT_EVERY_S", 0)
+    one, _, _ = watch(tmp_path, 60)
+    run = RunDir(tmp_path / "watched")
+    log = RunLog(run, one._world, lambda event: None)
+    training = threading.Thread(target=lambda: [log.heartbeat("training", step) for step in range(3000)])
+    training.start()
+    while training.is_alive():
+        one._repeat_heartbeat()
+    steps = [beat.step for beat in RankReader(run.rank_file(0)).read()]
+    assert len(steps) > 3001, "some were repeated"
+    assert steps == sorted(steps)
 
 
 def test_a_signal_is_known_while_the_main_thread_is_in_torch(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ class Heartbeat:
             encoding and saving.
         at: When the rank last moved on, by `time.monotonic`.
         line: The last heartbeat, as written to the rank's file.
+        writing: Held while a line is written, so that the rank's file never goes back to an older one.
         waits_in: The collective of all ranks that is under way, also while only the accelerator works on it.
     """
 
@@ -27,6 +29,7 @@ class Heartbeat:
         self.moves = False
         self.at = time.monotonic()
         self.line: dict[str, Any] | None = None
+        self.writing = threading.Lock()
         self.waits_in = ""
 
     def beat(self) -> None:

@@ -153,14 +153,15 @@ class Watchdog:
 
     def _repeat_heartbeat(self) -> None:
         """Repeat the last heartbeat where the rank has not written one for a while."""
-        line, now = self._heartbeat.line, time.monotonic()
-        if line is not self._line[0]:
-            self._line = line, now
-        elif line and now - self._line[1] > HEARTBEAT_EVERY_S:
-            self._line = line, now
-            with suppress(OSError), EventWriter(self._run.rank_file(self._world.rank)) as file:
-                file.write(RankLine(**{**line, "time": time.time()}))
-            self._heartbeat.line = {**line, "time": time.time()}
+        with self._heartbeat.writing:
+            line, now = self._heartbeat.line, time.monotonic()
+            if line is not self._line[0]:
+                self._line = line, now
+            elif line and now - self._line[1] > HEARTBEAT_EVERY_S:
+                repeated = {**line, "time": time.time()}
+                self._heartbeat.line, self._line = repeated, (repeated, now)
+                with suppress(OSError), EventWriter(self._run.rank_file(self._world.rank)) as file:
+                    file.write(RankLine(**repeated))
 
     def _stalled_s(self) -> float:
         """Seconds without progress where there should be some: in one collective, or in a step; 0 elsewhere."""

@@ -155,9 +155,10 @@ class RunLog:
             peak=memory.peak,
             limit=memory.limit,
         )
-        self._world.heartbeat.line = asdict(line)
-        with suppress(OSError):  # the disk is full: a heartbeat is not worth the run
-            self._lines.write(line)
+        with self._world.heartbeat.writing:
+            self._world.heartbeat.line = asdict(line)
+            with suppress(OSError):  # the disk is full: a heartbeat is not worth the run
+                self._lines.write(line)
 
     def _weights_read(self, state: State, done: int, total: int) -> None:
         """Report how much of a large model is read, at most once per second."""
