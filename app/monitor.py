@@ -44,13 +44,12 @@ from trainer.run.events import (
     step_parts,
 )
 from trainer.run.folder import RunDir, is_run
+from trainer.run.pace import AVERAGED_STEPS, Pace
 from trainer.run.prompts import prompts_in_force
 from trainer.run.report import Line, Look, loss_lines, seconds_lines
 
 SILENT_S = 180.0
 """A running rank or run that writes nothing for this long is shown as stuck."""
-AVERAGED_STEPS = 50
-"""Steps at the end of a run over which seconds and speed are averaged."""
 DRAWN_STEPS = 1000
 """A running run with more steps has its curves redrawn every `steps // DRAWN_STEPS` steps: one step is not visible."""
 LOG_BYTES = 64 * 1024
@@ -82,37 +81,6 @@ class _Derived:
     samples: tuple[SampleEvent, ...]
     prompts: tuple[str, ...]
     exports: tuple[ExportEvent, ...]
-
-
-@dataclass
-class _Pace:
-    """How fast the steps of the latest start follow each other.
-
-    Attributes:
-        first: Its first step, which is slow: kernels are compiled and caches filled.
-        last: Its latest step.
-        num_pauses: Pauses between them.
-        pauses_s: Their seconds, in all: samples, validation, checkpoints.
-    """
-
-    first: StepEvent | None = None
-    last: StepEvent | None = None
-    num_pauses: int = 0
-    pauses_s: float = 0.0
-
-    def add(self, event: StepEvent) -> None:
-        if self.last is not None and math.isfinite(event.seconds):
-            self.num_pauses += 1
-            self.pauses_s += max(0.0, event.time - self.last.time - event.seconds)
-        self.first, self.last = self.first or event, event
-
-    def seconds(self, recent: Sequence[StepEvent]) -> float:
-        """Return the seconds from one step to the next; NaN where they were not measured."""
-        finite = [event for event in recent if math.isfinite(event.seconds)]
-        steady = [event for event in finite if event is not self.first] or finite
-        if not steady:
-            return math.nan
-        return statistics.fmean(event.seconds for event in steady) + self.pauses_s / max(1, self.num_pauses)
 
 
 @dataclass(frozen=True)
@@ -243,7 +211,7 @@ class Follower:
         self._error: ErrorEvent | None = None
         self._last_event = 0.0
         self._duration_s = 0.0
-        self._pace = _Pace()
+        self._pace = Pace()
         self._derived: _Derived | None = None
 
     def view(self) -> RunView:
@@ -322,7 +290,7 @@ class Follower:
                 if event.state == "starting":
                     self.config, self._error = self.run.config(), None
                     self._lines.clear()
-                    self._pace = _Pace()
+                    self._pace = Pace()
                 self._status = event
             case StageEvent():
                 self._stage = event
@@ -381,9 +349,9 @@ class Follower:
         )
 
     def _eta_s(self, num_left: int) -> float | None:
-        if not self._steps or num_left <= 0:
+        if num_left <= 0:
             return None
-        seconds = num_left * self._pace.seconds(self._steps[-AVERAGED_STEPS:])
+        seconds = num_left * self._pace.seconds()
         return seconds if math.isfinite(seconds) else None
 
     def _derive(self) -> _Derived:

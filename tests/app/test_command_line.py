@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -272,6 +273,21 @@ def test_a_terminal_keeps_results_above_a_bar_with_the_figures(capsys, monkeypat
         "step 3: sample samples/step-000003-0.png",
     ]
     assert lines[-1].split() == ["training", "━━━━━━", "3/10", "loss", "0.5000", "4.00", "images/s", "ETA", "0:00:14"]
+
+
+def test_the_time_left_has_the_pauses_for_samples_but_not_that_of_a_new_start(capsys):
+    story = [replace(step_event(step), time=at) for step, at in ((1, 100.0), (2, 102.0), (3, 107.0))]
+    assert eta_after(story, capsys) == "ETA 0:00:24", "7 steps of 2 s, and a pause of 3 s in 2 steps"
+    again = [replace(step_event(step), time=at) for step, at in ((3, 907.0), (4, 909.0))]
+    assert eta_after([*story, StatusEvent(state="starting"), *again], capsys) == "ETA 0:00:12"
+
+
+def eta_after(story, capsys):
+    with console.LineDisplay(num_steps=10) as face:
+        for event in (*story, StatusEvent(state="exporting")):
+            face.show(event)
+    steps = [line for line in capsys.readouterr().out.splitlines() if " ETA " in line]
+    return "ETA" + steps[-1].partition("ETA")[2]
 
 
 def test_the_doctor_reports_each_requirement_of_the_project_and_a_remedy():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import sys
 import time
 from collections import deque
@@ -31,12 +30,12 @@ from trainer.run.events import (
     losses_by_name,
     smoothed,
 )
+from trainer.run.pace import Pace
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 LINE_EVERY_S = 5.0
-AVERAGED_STEPS = 50
 MessageEvent = (
     StatusEvent
     | StageEvent
@@ -63,9 +62,15 @@ class StepSummary:
         self.num_steps = num_steps
         self.peaks: dict[int, int] = {}
         self._recent: deque[StepEvent] = deque(maxlen=SMOOTHED_STEPS)
+        self._pace = Pace()
 
     def add(self, event: StepEvent) -> None:
         self._recent.append(event)
+        self._pace.add(event)
+
+    def start_anew(self) -> None:
+        """Note that the ranks are started again: the time until their first step is not a pause between steps."""
+        self._pace = Pace()
 
     @property
     def step(self) -> int:
@@ -76,8 +81,8 @@ class StepSummary:
             return ""
         decay = default_decay(self.num_steps)
         loss = smoothed((event.loss for event in self._recent), decay)[-1]
-        seconds = statistics.fmean(event.seconds for event in list(self._recent)[-AVERAGED_STEPS:])
-        left = timedelta(seconds=round((self.num_steps - self.step) * seconds))
+        seconds = (self.num_steps - self.step) * self._pace.seconds()
+        left = str(timedelta(seconds=round(seconds))) if math.isfinite(seconds) else "unknown"
         means = {name: smoothed(losses, decay)[-1] for name, losses in losses_by_name(self._recent).items()}
         parts = [f"loss {loss:.4f}{format_losses(means)}", format_speed(*self._recent[-1].speed), f"ETA {left}"]
         if self.peaks:
@@ -126,6 +131,8 @@ class LineDisplay:
             if self._is_line_due():
                 self._say_step()
             return
+        if is_start(event):
+            self.summary.start_anew()
         if isinstance(event, StatusEvent) and not self._is_worth_a_line(event):
             return
         if self._has_unshown_step:
@@ -182,6 +189,8 @@ class BarDisplay:
             self.summary.add(event)
             self._show_steps("training")
             return
+        if is_start(event):
+            self.summary.start_anew()
         if isinstance(event, StatusEvent) and event.total:
             self._bar.update(
                 self._task,
@@ -204,6 +213,11 @@ class BarDisplay:
             total=self.summary.num_steps,
             details=str(self.summary),
         )
+
+
+def is_start(event: AnyEvent) -> bool:
+    """Return whether the ranks were started, for the first time or again."""
+    return isinstance(event, StatusEvent) and event.state == "starting"
 
 
 def sentence(event: MessageEvent) -> str:
