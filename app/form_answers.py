@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from app import folders, form
 from app.form import Checked
 from app.html import memory_kind
-from app.model_choices import METHODS as METHOD_NAMES
 from app.plan_preview import PlanPreview
 from trainer.config import families
 from trainer.config.errors import InputError
 from trainer.config.fields import Slot, all_names, label, slot, unit
 from trainer.config.load import COMMAND_LINE, dump_config, load_config_text, similar_name
 from trainer.config.schema import RunConfig
+from trainer.config.titles import METHODS as METHOD_NAMES
 from trainer.launcher import capacity
 from trainer.metrics.gpus import Gpu
 from trainer.plan.memory import MemoryPlan, verdict

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from app.form_answers import kinds
-from app.model_choices import ModelChoice, PresetChoice, model_title
+from app.model_choices import ModelChoice, PresetChoice
 from trainer.config.models import published_models
 from trainer.config.sections import ModelConfig
+from trainer.config.titles import model_title
 from trainer.launcher import preflight
 from trainer.plan.hardware import CARDS
 

@@ -11,16 +11,14 @@ from trainer.config.errors import InputError
 from trainer.config.load import load_config
 from trainer.config.models import published_models
 from trainer.config.schema import RunConfig
-from trainer.config.sections import MODEL_WORDS, NoAdapter
+from trainer.config.sections import MODEL_WORDS
+from trainer.config.titles import method_title
 from trainer.metrics.gpus import Gpu
 from trainer.plan.fixes import planned
 from trainer.plan.hardware import CARDS, of_machine
 from trainer.plan.memory import MemoryPlan
 from trainer.run.folder import shared_cache
 
-METHODS = {"lora": "LoRA", "locon": "LoCon", "dora": "DoRA", "loha": "LoHa", "lokr": "LoKr", "boft": "BOFT"}
-METHODS |= {"diag-oft": "Diag-OFT", "none": "All weights"}
-"""{`adapter.type`: its name}"""
 VERDICTS = ("fits", "tight", "", "too large", "too few GPUs", "no GPU")
 """Best first."""
 Model = tuple[str, str, str | None]
@@ -139,26 +137,3 @@ class ModelChoices:
 def _place(choice: PresetChoice) -> tuple[int, float]:
     """What comes first: presets that fit, then those that need the least memory in all."""
     return VERDICTS.index(choice.verdict), choice.plan.need * choice.plan.ranks if choice.plan else 0.0
-
-
-def model_title(path: str, family: str) -> str:
-    """Return the name of a model as every screen shows it: "FLUX.2 dev", or of a folder its last part.
-
-    Args:
-        path: `model.path` of a config.
-        family: Its `model.family`, which tells the tiny models of the tests apart.
-    """
-    known = published_models().get(path)
-    if known:
-        return known.name
-    if path in MODEL_WORDS:
-        return f"{path.capitalize()} model ({family})"
-    return path.rstrip("/").rpartition("/")[2] or path
-
-
-def method_title(cfg: RunConfig) -> str:
-    """Return method and base of a config: "LoRA, nf4 base"."""
-    method = METHODS[cfg.adapter.type]
-    if isinstance(cfg.adapter, NoAdapter) or cfg.quantize.format == "none":
-        return method
-    return f"{method}, {cfg.quantize.format} base"

@@ -7,9 +7,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from app.model_choices import method_title, model_title
 from trainer.config.errors import InputError
 from trainer.config.load import load_config_text
+from trainer.config.titles import method_title, model_title
 from trainer.launcher.queue import Entry, Queue
 
 

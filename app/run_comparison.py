@@ -9,13 +9,13 @@ from typing import Any
 
 from app import form
 from app.form_answers import in_words
-from app.model_choices import METHODS, model_title
 from app.monitor import Follower, RunView
 from app.run_table import best_validation
 from trainer.config.fields import all_names, label_with_unit
 from trainer.config.models import published_models
 from trainer.config.schema import RunConfig
 from trainer.config.sections import MODEL_WORDS, TRIGGER_PLACE
+from trainer.config.titles import METHODS, model_title
 from trainer.models import distilled
 from trainer.run.events import SampleEvent, State
 from trainer.run.report import Line

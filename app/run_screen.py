@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from app import exports, notes
-from app.model_choices import method_title, model_title
 from app.monitor import SILENT_S, Follower, Level, RunView, explained, log_files, read_log
 from app.studio import Studio
 from trainer.config import families
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import RankAdapter
+from trainer.config.titles import method_title, model_title
 from trainer.launcher.console import sentence
 from trainer.metrics.gpus import Gpu
 from trainer.run import manifest

@@ -21,13 +21,13 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-from app.model_choices import METHODS, model_title
 from app.monitor import Follower, RunView, explained, last_start
 from app.studio import Studio
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import BoftAdapter, DiagOftAdapter, RankAdapter, half_character
+from trainer.config.titles import METHODS, model_title
 from trainer.run import process
 from trainer.run.events import State, smoothed
 from trainer.run.folder import RunDir, is_run

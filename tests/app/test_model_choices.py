@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from app import model_answers
-from app.model_choices import METHODS, VERDICTS, ModelChoice, PresetChoice, model_title
+from app.model_choices import VERDICTS, ModelChoice, PresetChoice
 from app.studio import Studio
 from tests.runs import write_preset
-from trainer.config.fields import slot
 from trainer.metrics.gpus import Gpu
 
 DEMO = "demo"
@@ -45,10 +44,6 @@ def test_every_preset_is_offered_once_below_its_model(studio: Studio):
     assert set(found) == set(studio.presets())
     assert (found["quickstart"].path, found["quickstart"].is_built_in, found["quickstart"].fits) == (DEMO, True, True)
     assert all(preset.verdict in VERDICTS for model in found.values() for preset in model.presets)
-
-
-def test_every_method_of_training_has_a_name():
-    assert set(METHODS) == set(slot(("adapter", "type")).words)
 
 
 def test_presets_that_fit_come_first_and_say_what_they_need(studio: Studio):
@@ -98,17 +93,3 @@ def test_a_model_as_the_page_gets_it_has_its_licence_size_and_place(studio: Stud
     [preset] = [preset for preset in dev["presets"] if preset["name"] == "flux2-dev-lora-4gpu"]
     assert sum(size for _, size in preset["kinds"]) == pytest.approx(preset["need"])
     assert preset["need"] <= preset["limit"]
-
-
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("demo", "Demo model"),
-        ("black-forest-labs/FLUX.2-dev", "FLUX.2 dev"),
-        ("tiny", "Tiny model (sdxl)"),
-        ("/models/own/", "own"),
-        ("somebody/Finetune-XL", "Finetune-XL"),
-    ],
-)
-def test_a_model_has_one_name_on_all_screens(path: str, name: str):
-    assert model_title(path, "sdxl") == name

@@ -168,7 +168,7 @@ def test_the_card_says_what_the_hub_and_a_reader_need(run: RunDir) -> None:
     assert 'pipe.load_lora_weights("ada/fox", weight_name="my-fox.safetensors")' in card
     assert "![TOK \\*in\\* the snow](images/step-000030-0.png)" in card
     assert 'a "quoted" &lt;b&gt;TOK&lt;/b&gt;: \\#1' in card
-    for row in ("Method | lora", "Rank | 4", "Steps | 30", "Dataset | 3 images with captions"):
+    for row in ("Method | LoRA", "Rank | 4", "Steps | 30", "Dataset | 3 images with captions"):
         assert f"| {row} |" in card
     known = front_of(model_card(run))
     assert [known[name] for name in ("license", "license_name", "license_link")] == [

@@ -153,18 +153,18 @@ def test_the_head_of_the_report_names_model_method_and_data(tmp_path):
     data = DataConfig(path=str(images), trigger="fxx")
     cfg = RunConfig(name="fox", model=ModelConfig(family="flux2", path="demo"), data=data, adapter=LoraAdapter(rank=8))
     head = page(RunDir.create(tmp_path, cfg, at=tmp_path / "fox")).find(".//header/p")
-    assert text_of(head) == "flux2, demo · lora rank 8 · 2 images of foxes, trigger fxx · 1 rank"
+    assert text_of(head) == "Demo model · LoRA, rank 8 · 2 images of foxes, trigger fxx · 1 rank"
 
 
 def test_the_report_opens_with_what_differs_from_the_defaults_and_folds_the_rest(run):
     report = page(run)
     rows = {text_of(row[0]): text_of(row[1]) for row in report.find(".//table[@class='config']")}
     assert rows == {
-        "adapter.type": "lora",
-        "data.path": str(run.path.parent),
-        "model.family": "flux2",
-        "name": "fox",
-        "parallel.devices": "2",
+        "Method adapter.type": "LoRA",
+        "Folder data.path": str(run.path.parent),
+        "Model family model.family": "flux2",
+        "Name name": "fox",
+        "GPUs per machine (ranks) parallel.devices": "2",
     }
     folded = report.find(".//details")
     assert folded.get("open") is None

@@ -20,6 +20,7 @@ from trainer.config.families import FamilyFacts, of, trains_on
 from trainer.config.models import published_models
 from trainer.config.schema import RunConfig
 from trainer.config.sections import HUB_ID, MODEL_WORDS, NoAdapter, RankAdapter
+from trainer.config.titles import METHODS
 from trainer.data import image_files, text_files
 from trainer.run import stages
 from trainer.run.events import EventReader, ExportEvent, SampleEvent, latest_steps
@@ -188,9 +189,10 @@ class _Card:
         base = (
             f"[{self.base}](https://huggingface.co/{self.base})" if self.base else "a base model that is not on the hub"
         )
+        method = METHODS[self.cfg.adapter.type]
         kind = {
-            "adapter": f"A {self.cfg.adapter.type} adapter of {base}",
-            "merged": f"{base} merged with a {self.cfg.adapter.type} adapter" if self.base else "A merged model",
+            "adapter": f"A {method} adapter of {base}",
+            "merged": f"{base} merged with a {method} adapter" if self.base else "A merged model",
             "full": f"A fine-tune of {base}",
         }[self.what.what]
         trigger = self.cfg.data.trigger
@@ -267,9 +269,7 @@ class _Card:
         """The rows of the table: numbers and names of the program, never a path."""
         cfg = self.cfg
         steps = latest_steps(EventReader(self.run.events_file).read())
-        rows: dict[str, object] = {
-            "Method": "full fine-tune" if isinstance(cfg.adapter, NoAdapter) else cfg.adapter.type
-        }
+        rows: dict[str, object] = {"Method": METHODS[cfg.adapter.type]}
         if isinstance(cfg.adapter, RankAdapter):
             rows |= {
                 "Rank": cfg.adapter.rank,

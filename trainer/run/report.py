@@ -19,7 +19,10 @@ from markupsafe import Markup
 
 from trainer.config import files
 from trainer.config.errors import InputError
+from trainer.config.fields import label_with_unit
 from trainer.config.schema import RunConfig
+from trainer.config.sections import RankAdapter
+from trainer.config.titles import METHODS, method_title, model_title
 from trainer.run.colors import LINES, both_variables
 from trainer.run.events import (
     STEP_PARTS,
@@ -118,14 +121,13 @@ def _page(run: RunDir, events: Sequence[AnyEvent]) -> Markup:
 def _headline(cfg: RunConfig) -> list[str]:
     """Return model, method, data and ranks of a run, each in a few words."""
     ranks = cfg.parallel.world_size
-    return [f"{cfg.model.family}, {cfg.model.path}", _method(cfg), _data(cfg), f"{ranks} rank{'s' * (ranks > 1)}"]
+    model = model_title(cfg.model.path, cfg.model.family)
+    return [model, _method(cfg), _data(cfg), f"{ranks} rank{'s' * (ranks > 1)}"]
 
 
 def _method(cfg: RunConfig) -> str:
-    adapter = cfg.adapter.model_dump()
-    if adapter["type"] == "none":
-        return "all weights"
-    return f"{adapter['type']} rank {adapter['rank']}" if "rank" in adapter else str(adapter["type"])
+    rank = f", rank {cfg.adapter.rank}" if isinstance(cfg.adapter, RankAdapter) else ""
+    return f"{method_title(cfg)}{rank}"
 
 
 def _data(cfg: RunConfig) -> str:
@@ -224,8 +226,11 @@ def format_seconds(seconds: float) -> str:
 def _config(run: RunDir, cfg: RunConfig) -> Markup:
     """Return the fields that are not the default, and the whole file, folded."""
     changed = {"adapter.type": cfg.adapter.type} | _flat(cfg.model_dump(mode="json", exclude_defaults=True))
-    row = Markup('<tr><th scope="row">{}</th><td>{}</td></tr>')
-    rows = Markup().join(row.format(name, _written(value)) for name, value in sorted(changed.items()))
+    row = Markup('<tr><th scope="row">{} <small>{}</small></th><td>{}</td></tr>')
+    rows = Markup().join(
+        row.format(label_with_unit(name), name, METHODS[value] if name == "adapter.type" else _written(value))
+        for name, value in sorted(changed.items())
+    )
     return Markup(
         "<h2>Config</h2><p>Fields that differ from their defaults.</p>"
         '<div class="wide"><table class="config">{}</table></div>'
@@ -596,7 +601,7 @@ th {{ text-align: left; font-weight: 600; padding: 4px 16px 4px 0; vertical-alig
 td {{ padding: 4px 6px; vertical-align: top; overflow-wrap: anywhere; }}
 .samples th[scope=col] {{ font-weight: 400; color: var(--ink3); padding-left: 6px; }}
 .samples th[scope=row] {{ min-width: 7rem; }}
-.config th {{ font: 12px ui-monospace, monospace; }}
+.config small {{ display: block; font: 12px ui-monospace, monospace; color: var(--ink3); }}
 img {{ width: 160px; display: block; border-radius: 6px; }}
 .missing {{ display: inline-block; font-size: 12px; color: var(--bad); background: var(--badt); border-radius: 99px;
   padding: 0 8px; }}

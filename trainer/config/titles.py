@@ -1,0 +1,34 @@
+"""The names of model and method that people use, on every screen, in the report and on the model card."""
+
+from __future__ import annotations
+
+from trainer.config.models import published_models
+from trainer.config.schema import RunConfig
+from trainer.config.sections import MODEL_WORDS, NoAdapter
+
+METHODS = {"lora": "LoRA", "locon": "LoCon", "dora": "DoRA", "loha": "LoHa", "lokr": "LoKr", "boft": "BOFT"}
+METHODS |= {"diag-oft": "Diag-OFT", "none": "All weights"}
+"""{`adapter.type`: its name}"""
+
+
+def model_title(path: str, family: str) -> str:
+    """Return the name of a model as every screen shows it: "FLUX.2 dev", or of a folder its last part.
+
+    Args:
+        path: `model.path` of a config.
+        family: Its `model.family`, which tells the tiny models of the tests apart.
+    """
+    known = published_models().get(path)
+    if known:
+        return known.name
+    if path in MODEL_WORDS:
+        return f"{path.capitalize()} model ({family})"
+    return path.rstrip("/").rpartition("/")[2] or path
+
+
+def method_title(cfg: RunConfig) -> str:
+    """Return method and base of a config: "LoRA, nf4 base"."""
+    method = METHODS[cfg.adapter.type]
+    if isinstance(cfg.adapter, NoAdapter) or cfg.quantize.format == "none":
+        return method
+    return f"{method}, {cfg.quantize.format} base"
