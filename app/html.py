@@ -10,18 +10,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from markupsafe import Markup
 
 from app.monitor import SILENT_S, RankState, RunView
+from trainer.config.amounts import GIB, file_size, memory_size
 from trainer.config.errors import InputError
 from trainer.metrics.gpus import Gpu
 from trainer.plan.memory import MemoryPlan, verdict
 from trainer.plan.phases import Item, moment
-from trainer.plan.storage import amount
 from trainer.run import process
 from trainer.run.colors import both_variables
 from trainer.run.events import SampleEvent, format_speed
 from trainer.run.folder import Request, RunDir
 from trainer.run.report import CHART_STYLE, format_seconds, step_split
 
-GIB = 2**30
 CONFIRMATIONS: Mapping[Request, str] = {
     "stop": "Stopping after this step, with a checkpoint.",
     "save": "Saving a checkpoint after this step.",
@@ -132,8 +131,8 @@ def plan_bar(plan: MemoryPlan, checked: str = "") -> Markup:
         others=others,
         strategy=plan.strategy,
         time=time,
-        host=_stored(plan.host),
-        disk=_stored(plan.disk),
+        host=_stored(plan.host, memory_size),
+        disk=_stored(plan.disk, file_size),
         checked=Markup("<p>{}</p>").format(_sentence(checked)) if checked else "",
     )
 
@@ -160,9 +159,9 @@ def memory_kind(part: str) -> str:
     return MEMORY_KINDS.get(part, "reserve")
 
 
-def _stored(items: Sequence[Item]) -> Markup:
+def _stored(items: Sequence[Item], size: Callable[[float], str]) -> Markup:
     stored = Markup('<span title="{}">{} {}</span>')
-    return Markup(", ").join(stored.format(item.sentence, item.name, amount(item.size)) for item in items)
+    return Markup(", ").join(stored.format(item.sentence, item.name, size(item.size)) for item in items)
 
 
 def _sentence(text: str) -> str:

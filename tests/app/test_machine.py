@@ -14,7 +14,7 @@ from app.machine import Examination, Machine
 from trainer.launcher.doctor import Check
 from trainer.metrics.gpus import Gpu
 
-FINE = Check("ok", "disk", "99 GiB free")
+FINE = Check("ok", "disk", "99 GB free")
 ADVICE = Check("warn", "shared memory", "64 MiB", "mount more")
 ERROR = Check("fail", "torch", "not installed", "pip install torch")
 

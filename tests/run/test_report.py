@@ -22,7 +22,7 @@ from trainer.run.events import (
     WarningEvent,
 )
 from trainer.run.folder import RunDir
-from trainer.run.report import Line, chart, format_size, thin, write_report
+from trainer.run.report import Line, chart, thin, write_report
 
 PIXEL = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c6360f8cf000001010100"
@@ -291,11 +291,6 @@ def test_axes_of_a_chart_have_titles_and_separators_and_no_label_is_cut():
 
 def test_a_chart_without_a_finite_value_is_left_out():
     assert chart("Loss", [Line("loss", [(0, math.nan)]), Line("none", [])]) == ""
-
-
-@pytest.mark.parametrize(("size", "text"), [(900, "0.9 kB"), (1_123_064, "1.1 MB"), (64.4e9, "64.40 GB")])
-def test_the_size_of_a_file_is_in_decimal_units(size, text):
-    assert format_size(size) == text
 
 
 def test_text_has_contrast_on_all_surfaces_and_bars_can_be_told_apart_from_them():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from trainer.config.amounts import file_size, memory_size
 from trainer.config.errors import InputError, Problem
 from trainer.config.schema import RunConfig
 from trainer.metrics import gpus
@@ -16,7 +17,6 @@ from trainer.metrics.gpus import Gpu
 from trainer.plan.fixes import planned
 from trainer.plan.memory import MemoryPlan
 from trainer.plan.phases import ASSUMED
-from trainer.plan.storage import amount
 from trainer.run.folder import shared_cache
 
 MOST_DISK = 0.98
@@ -79,8 +79,8 @@ def _missing_memory(plan: MemoryPlan) -> Iterator[Problem]:
     if need > have:
         yield Problem(
             "parallel.device",
-            f"without a GPU the weights alone take {amount(need)} of host memory, this machine has {amount(have)}; "
-            "choose a smaller model, or quantize.format: nf4",
+            f"without a GPU the weights alone take {memory_size(need)} of host memory, this machine has "
+            f"{memory_size(have)}; choose a smaller model, or quantize.format: nf4",
         )
 
 
@@ -89,7 +89,7 @@ def _missing_disk(cfg: RunConfig, plan: MemoryPlan, runs: Path) -> Iterator[Prob
     need = disk_need(cfg, plan)
     free = shutil.disk_usage(_existing(runs)).free
     if need > MOST_DISK * free:
-        lack = f"{amount(need)}, {runs} has {amount(free)} free"
+        lack = f"{file_size(need)}, {runs} has {file_size(free)} free"
         if base > need / 2:
             parts = "the quantized base, checkpoints and export"
             message = f"true: {parts} take {lack}; set false, free some space, or choose another folder"

@@ -19,12 +19,12 @@ from typing import Literal
 import psutil
 from packaging.requirements import Requirement
 
+from trainer.config.amounts import GB, GIB
 from trainer.config.errors import InputError
 from trainer.config.installation import CHECKOUT
 from trainer.config.terminal import say
 from trainer.metrics import gpus
 
-GIB = 2**30
 DISTRIBUTION = "shardstudio"
 
 
@@ -192,12 +192,12 @@ def disk(runs: Path) -> Check:
     """Check the disk space for run folders and their checkpoints."""
     existing = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(existing).free
-    fact = f"{free / GIB:.1f} GiB free for {runs}"
+    fact = f"{free / GB:.1f} GB free for {runs}"
     if not os.access(existing, os.W_OK):
         return Check("fail", "disk", f"{existing} is not writable", "choose another folder with --runs DIR")
-    if free < GIB:
+    if free < GB:
         return Check("fail", "disk", fact, "free some space, or choose another folder with --runs DIR")
-    if free < 20 * GIB:
+    if free < 20 * GB:
         return Check("warn", "disk", fact, "enough for adapters; a full model's checkpoint needs more")
     return Check("ok", "disk", fact)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.config.amounts import file_size, memory_size
 from trainer.config.load import load_config, stage_configs
 from trainer.config.schema import RunConfig
 from trainer.config.terminal import complain, say
@@ -18,7 +19,6 @@ from trainer.plan.fixes import Fix, fixes, largest
 from trainer.plan.hardware import GIB, Card, detected, named
 from trainer.plan.memory import MemoryPlan, describe, describe_trace, verdict
 from trainer.plan.phases import moment
-from trainer.plan.storage import amount
 from trainer.plan.store import traced_peak
 from trainer.run.folder import shared_cache
 
@@ -115,8 +115,8 @@ def lines(cfg: RunConfig, found: MemoryPlan) -> list[str]:
     text += [f"  {item.size / GIB:8.2f} GiB  {item.name}: {item.sentence}" for item in shown]
     text += [f"  {most.need / GIB:8.2f} GiB  on each GPU at its fullest, in {moment(most)}", ""]
     text.append(f"parts of the run {', '.join(f'{part.name} {part.need / GIB:.2f}' for part in found.phases)} GiB")
-    for where, items in (("on the host", found.host), ("on disk", found.disk)):
-        text += [f"{where:16} {amount(item.size)} {item.name}: {item.sentence}" for item in items]
+    for where, size, items in (("on the host", memory_size, found.host), ("on disk", file_size, found.disk)):
+        text += [f"{where:16} {size(item.size)} {item.name}: {item.sentence}" for item in items]
     if found.ranks > 1:
         text.append(f"through links    {found.received / GIB:.2f} GiB per rank and step")
     text.append(f"computing        {found.flops / 1e12:.0f} TFLOP per rank and step")

@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from trainer.config.schema import RunConfig
-from trainer.plan.hardware import GIB, MIB
 from trainer.plan.phases import Item
 from trainer.plan.sizes import BITS, checkpoint_bytes, trained
 from trainer.plan.steps import ModelPass, Unit
 from trainer.plan.tables import Model
 from trainer.plan.timeline import Memory, Sharding
-
-
-def amount(size: float) -> str:
-    """Format bytes: `1.12 GiB`, or `17.00 MiB` below a tenth of a GiB."""
-    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / MIB:.2f} MiB"
-
 
 EXPORTED_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from markupsafe import Markup
 
 from trainer.config import files
+from trainer.config.amounts import file_size
 from trainer.config.errors import InputError
 from trainer.config.fields import label_with_unit
 from trainer.config.schema import RunConfig
@@ -177,12 +178,7 @@ def _exported(run: RunDir, event: ExportEvent) -> str:
         size = sum(file.stat().st_size for file in inside)
     except (InputError, OSError, ValueError):
         return f"{event.path}, missing"
-    return f"{event.path}, {format_size(size)}"
-
-
-def format_size(size: float) -> str:
-    """Return the bytes of a file as text: `1.1 MB`, `3.10 GB`. Memory is in GiB, files are in MB and GB."""
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
+    return f"{event.path}, {file_size(size)}"
 
 
 def _split(steps: Sequence[StepEvent]) -> Markup:

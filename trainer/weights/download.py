@@ -29,10 +29,11 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 from trainer.config import files
+from trainer.config.amounts import GB
 from trainer.config.errors import InputError, not_one_of
 from trainer.config.models import PublishedModel, published_models
 from trainer.config.terminal import complain, say
-from trainer.weights.hub import GB, cached, repository_folder
+from trainer.weights.hub import cached, repository_folder
 
 MODULE = "trainer.weights.download"
 State = Literal["waiting", "downloading", "done", "failed", "paused"]

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config import files
+from trainer.config.amounts import GB
 from trainer.config.errors import InputError
 from trainer.config.models import WILDCARD, PublishedModel, published_models
 from trainer.config.sections import HUB_ID
 
-GB = 10**9
 INDEX = ".safetensors.index.json"
 
 
