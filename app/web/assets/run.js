@@ -129,7 +129,7 @@ studio.runTabs = studio.runTabs || {};
   // --- buttons --------------------------------------------------------------------------------------------------------
 
   function drawActions(head) {
-    studio.fill(parts.actions, [head.is_running, head.is_alive, head.more], () => (head.is_running ? running() : head.is_alive ? [] : ended(head.more)));
+    studio.fill(parts.actions, [head.is_running, head.is_alive, head.more, hasPrompts()], () => (head.is_running ? running() : head.is_alive ? [] : ended(head.more)));
   }
 
   function button(id, text, action, kind = '', title = '') {
@@ -138,7 +138,7 @@ studio.runTabs = studio.runTabs || {};
   }
 
   const running = () => [
-    button('sample', 'Sample', () => request('sample'), '', 'Draw samples after this step'),
+    Object.assign(button('sample', 'Sample', () => request('sample'), '', hasPrompts() ? 'Draw samples after this step' : 'It has no prompts: write some under Edit prompts'), { disabled: !hasPrompts() }),
     button('save', 'Save', () => request('save'), '', 'Write a checkpoint after this step'),
     button('stop', 'Stop', stop, '.stop', 'Stop after this step, with a checkpoint')];
 
@@ -287,8 +287,8 @@ studio.runTabs = studio.runTabs || {};
 
   function sayStripNote() {
     if (!strip.counts) return;
-    const [shown, count] = strip.counts, { now, asked } = data.prompts;
-    const running = (asked || now).length ? 'No samples yet. Sample draws some after this step.' : 'This run has no prompts to draw samples from.';
+    const [shown, count] = strip.counts;
+    const running = hasPrompts() ? 'No samples yet. Sample draws some after this step.' : 'This run has no prompts to draw samples from.';
     studio.say(parts.stripNote, shown ? (count > shown ? `${shown} of ${studio.count(count)} prompts` : '') : data.head.is_running ? running : 'No samples were drawn.');
     parts.stripNote.hidden = !parts.stripNote.textContent;
   }
@@ -318,8 +318,11 @@ studio.runTabs = studio.runTabs || {};
 
   // --- prompts to come ------------------------------------------------------------------------------------------------
 
+  const hasPrompts = () => (data.prompts.asked || data.prompts.now).length > 0;
+
   function drawPrompts({ asked }) {
     sayStripNote();
+    drawActions(data.head);
     studio.say(parts.asked, asked ? `The next samples are of ${studio.counted(asked.length, 'other prompt')}.` : '');
   }
 

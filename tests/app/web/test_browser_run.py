@@ -176,6 +176,24 @@ def test_prompts_of_the_samples_to_come_are_edited_while_it_trains(page: Page, r
     assert asked == ["a cat", "a dog in the snow", "a fox"]
 
 
+@pytest.mark.slow
+def test_sample_waits_for_prompts_in_a_run_that_has_none(page: Page, server: Server):
+    run = recorded(server.runs, "mute", [StatusEvent(state="training", step=40)], sample__prompts=[], sample__every=0)
+    with in_training(run):
+        watch(page, run.path.name)
+        sample = page.locator("#sample")
+        assert sample.is_disabled()
+        assert sample.get_attribute("title") == "It has no prompts: write some under Edit prompts"
+        page.locator("#edit-prompts").click()
+        page.locator("#prompts textarea").fill("a fox")
+        page.locator("#prompts-save").click()
+        until(page, "!document.querySelector('#sample').disabled")
+        sample.click()
+        page.locator("#run-pending", has_text="Samples are drawn after this step.").wait_for()
+        assert run.requested("sample")
+    shutil.rmtree(run.path)
+
+
 def test_a_run_that_says_nothing_is_shown_as_silent_and_not_as_running(page: Page, running: RunDir):
     said = time.time() - 2 * SILENT_S
     running.events_file.write_text("")
