@@ -6,7 +6,7 @@ import datetime
 import os
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -137,19 +137,22 @@ def connect(cfg: ParallelConfig, rendezvous: Rendezvous | None = None, is_guest:
     # The watchdog comes first and knows more; this timeout is for what it does not notice.
     timeout = datetime.timedelta(seconds=cfg.timeout + BEYOND_THE_WATCHDOG_S)
     meeting = rendezvous or find_rendezvous()
-    if meeting.size == local_size:
-        _stay_on_loopback()
-    dist.init_process_group(backend, store=meeting.store, rank=meeting.rank, world_size=meeting.size, timeout=timeout)
-    world = joined(device, local_rank, local_size, timeout)
-    ranks = world.gather((is_guest, local_rank))
-    guests = tuple(rank for rank, (guest, _) in enumerate(ranks) if guest)
-    yield replace(world, guests=guests, guest_leaders=tuple(rank for rank in guests if ranks[rank][1] == 0))
-    # Not after an error: NCCL would wait for the other ranks, and torchrun would learn of it only after the timeout.
-    dist.destroy_process_group()
+    with _on_loopback() if meeting.size == local_size else nullcontext():
+        dist.init_process_group(
+            backend, store=meeting.store, rank=meeting.rank, world_size=meeting.size, timeout=timeout
+        )
+        world = joined(device, local_rank, local_size, timeout)
+        ranks = world.gather((is_guest, local_rank))
+        guests = tuple(rank for rank, (guest, _) in enumerate(ranks) if guest)
+        yield replace(world, guests=guests, guest_leaders=tuple(rank for rank in guests if ranks[rank][1] == 0))
+        # Not after an error: NCCL would wait for the other ranks, and torchrun would learn of it after the timeout.
+        dist.destroy_process_group()
 
 
-def _stay_on_loopback() -> None:
-    """Have gloo and NCCL listen on localhost only. Both read only the environment.
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Inside, gloo and NCCL listen on localhost only. Both read only the environment, which is restored at the end: a
+    run of several machines may be started from the same process later.
 
     Messages from another rank are unpickled (`all_gather_object`). By default gloo listens at the address of the
     machine's own name and NCCL at that of its first network card; a setting for several machines is not meant for one.
@@ -157,8 +160,18 @@ def _stay_on_loopback() -> None:
     """
     interfaces = psutil.net_if_addrs().items()
     loopback = next((name for name, at in interfaces if any(one.address == "127.0.0.1" for one in at)), "lo")
-    os.environ["GLOO_SOCKET_IFNAME"] = loopback
-    os.environ["NCCL_SOCKET_IFNAME"] = f"={loopback}"  # without "=" it would match every name that begins so
+    # Without "=", NCCL takes every interface whose name begins so.
+    names = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def joined(device: torch.device, local_rank: int, local_size: int, timeout: datetime.timedelta | None = None) -> World:
