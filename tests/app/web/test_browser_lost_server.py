@@ -1,0 +1,112 @@
+"""The page in Chromium while its server hangs or is started again: it says so, loses nothing and sends nothing twice."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from tests.app.browser import Server, answers_held, opened, serving, settled, until, visit, write_over
+from tests.runs import run_config
+from trainer.launcher.queue import Queue, Settings
+
+pytestmark = pytest.mark.slow
+SAID_WITHIN_S = 15
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that may be stopped: no other test uses it."""
+    with serving(tmp_path_factory.mktemp("lost") / "runs") as server:
+        yield server
+
+
+@contextmanager
+def hanging(server: Server) -> Iterator[None]:
+    """The server holds its connections and answers nothing meanwhile, as on a machine that swaps."""
+    assert server.process
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+
+
+def count_calls(page: Page) -> Counter[str]:
+    """What the page sends from now on: {name of the function: how often}."""
+    sent: Counter[str] = Counter()
+
+    def note(request) -> None:
+        if "component_server" in request.url and request.post_data:
+            sent[json.loads(request.post_data)["fn_name"]] += 1
+
+    page.on("request", note)
+    return sent
+
+
+def test_a_server_that_hangs_is_said_soon_and_what_was_typed_arrives_once(browser: Browser, own: Server):
+    with opened(browser, own.url) as page:
+        sent = count_calls(page)
+        with hanging(own):
+            began = time.monotonic()
+            write_over(page, "field-name", "patient")
+            page.locator("#lost", has_text="does not answer").wait_for(timeout=30_000)
+            assert time.monotonic() - began < SAID_WITHIN_S
+            write_over(page, "field-optim-lr", "0.002")
+            page.wait_for_timeout(6000)  # nothing piles up meanwhile
+            assert sent["live"] <= 2 and sent["new_edit"] == 1
+        page.locator("#lost").wait_for(state="hidden", timeout=5000)
+        settled(page)
+        assert json.loads((own.runs / "drafts" / "draft.json").read_text())["values"] == {
+            "name": "patient",
+            "optim.lr": 0.002,
+        }
+
+
+def test_an_action_while_the_server_hangs_is_refused_and_one_from_before_is_done_once(browser: Browser, own: Server):
+    queue = Queue(own.runs)
+    queue.change(Settings(is_paused=True))
+    for name in ("first", "second", "third", "fourth"):
+        queue.add(run_config(own.runs, name=name))
+    with opened(browser, own.url) as page:
+        visit(page, "queue")
+        until(page, "document.querySelectorAll('#waiting tbody tr').length === 4")
+        with hanging(own):
+            page.get_by_label("first: Move down").click()
+            page.locator("#lost").wait_for(timeout=30_000)
+            page.get_by_label("first: Move down").click()
+            page.locator("#queue-message", has_text="does not answer").wait_for(timeout=30_000)
+        page.locator("#lost").wait_for(state="hidden", timeout=5000)
+        expect(page.locator("#waiting tbody th")).to_have_text(["second", "first", "third", "fourth"])
+        expect(page.locator("#queue-message")).to_be_empty()
+    assert [entry.name for entry in queue.waiting()] == ["second", "first", "third", "fourth"]
+
+
+def test_an_answer_that_takes_long_is_not_taken_for_a_lost_server(browser: Browser, own: Server):
+    with opened(browser, own.url) as page:
+        with answers_held(page):
+            write_over(page, "field-name", "slow")
+            page.wait_for_timeout(1000 * SAID_WITHIN_S)
+            assert page.locator("#lost").is_hidden()
+        settled(page)
+        assert page.locator("#lost").is_hidden()
+
+
+def test_a_server_that_is_killed_while_it_hangs_is_asked_again(browser: Browser, tmp_path: Path):
+    with serving(tmp_path / "runs") as server, opened(browser, server.url) as page:
+        with hanging(server):
+            write_over(page, "field-name", "killed")
+            page.locator("#lost").wait_for(timeout=30_000)
+            server.kill()
+        assert page.locator("#lost").is_visible()
+        server.start()
+        page.locator("#lost").wait_for(state="hidden")
+        settled(page)
+        assert json.loads((server.runs / "drafts" / "draft.json").read_text())["values"] == {"name": "killed"}
