@@ -420,13 +420,13 @@
     const search = h('input#data-search', { type: 'search', placeholder: 'Search captions', 'aria-label': 'Search captions', oninput: () => later('search', SEARCHED_AFTER_MS, () => choose({ search: search.value })) });
     const replaceRow = h('div.bar2#replace-row', { hidden: true }, h('input#data-replacement', { type: 'text', placeholder: 'Replace with', 'aria-label': 'Replace with' }),
       h('button.btn#data-replace', { type: 'button', onclick: event => act(event.currentTarget, async () => {
-        const count = await call('data_replace', { search: filter.search, replacement: $('data-replacement').value });
+        const count = await call('data_replace', { key: data.key, search: filter.search, replacement: $('data-replacement').value });
         return `Replaced in ${counted(count, 'caption')}.`;
       }) }, 'Replace'), h('span.dim.sm#replace-help'));
     const crop = h('input#data-crop', { type: 'checkbox', checked: studio.kept('crop') !== 'off', onchange: () => { studio.kept('crop', crop.checked ? 'on' : 'off'); $('grid').classList.toggle('no-crop', !crop.checked); } });
     return h('div#editor', { hidden: true }, h('div.bar2', {}, search, h('span.grow'),
       h('button.btn.s#data-open-replace', { type: 'button', 'aria-expanded': 'false', 'aria-controls': 'replace-row', onclick: event => { replaceRow.hidden = !replaceRow.hidden; event.currentTarget.setAttribute('aria-expanded', String(!replaceRow.hidden)); } }, 'Replace …'),
-      h('button.btn.s#data-undo', { type: 'button', disabled: true, onclick: event => act(event.currentTarget, async () => `${counted(await call('data_undo'), 'caption')} restored.`) }, 'Undo')), replaceRow,
+      h('button.btn.s#data-undo', { type: 'button', disabled: true, onclick: event => act(event.currentTarget, async () => `${counted(await call('data_undo', { key: data.key }), 'caption')} restored.`) }, 'Undo')), replaceRow,
     h('div.bar2', {}, h('span.seg#shows', { role: 'group', 'aria-label': 'Filter' }), h('span.grow'), h('label.crop.sm', { title: 'Show what the crop to the bucket keeps' }, crop, 'Crop')),
     h(crop.checked ? 'div.grid#grid' : 'div.grid.no-crop#grid'), h('nav.pages#data-pages', { 'aria-label': 'Pages of images' }, h('button.btn#data-before', { type: 'button', onclick: () => turn(-1) }, 'Previous'),
       h('span.dim#data-range', { role: 'status' }),
