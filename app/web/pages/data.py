@@ -114,7 +114,7 @@ def replace(studio: Studio, captions: Captions, key: str, search: str, replaceme
 
 
 def undo(studio: Studio, captions: Captions, key: str) -> int:
-    """Undo the latest change in the folders that the window shows. Returns the number of captions that were restored."""
+    """Undo the latest change in the folders that the window shows. Returns the number of restored captions."""
     config = form.check(studio.draft()).config
     _require_shown(config, key)
     return captions.undo(dataset.folders(config.data))

@@ -1,4 +1,4 @@
-"""The page in Chromium while its server hangs or is started again: it says so, loses nothing and sends nothing twice."""
+"""The page in Chromium while its server hangs or starts again: it says so, loses nothing, sends nothing twice."""
 
 from __future__ import annotations
 
