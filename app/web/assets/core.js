@@ -49,6 +49,12 @@ const identity = ({ tagName, id, type, value, dataset, textContent }) =>
   JSON.stringify([tagName, id, type, value, dataset, Object.keys(dataset).length ? '' : textContent]);
 const alike = (element, who) => [...element.querySelectorAll('a, button, input, select, textarea, summary, [tabindex]')].filter(other => identity(other) === who);
 
+/** Give the keyboard's focus to the first of these that is seen, where what had it is gone, hidden or disabled. */
+studio.refocus = function (...places) {
+  const isSeen = element => element && element !== document.body && !element.disabled && element.getClientRects().length > 0;
+  if (!isSeen(document.activeElement)) places.find(isSeen)?.focus();
+};
+
 /** Change the text of an element only when it differs, so that a selection in it stays. */
 studio.say = function (element, text) {
   if (element.textContent !== text) element.textContent = text;
@@ -70,7 +76,7 @@ studio.ask = function (title, text, answers, kind = '') {
     const done = index => { dialog.remove(); before?.focus(); resolve(index); };
     const buttons = answers.map((answer, index) =>
       h(index ? 'button.btn' : `button.btn.main${kind && '.' + kind}`, { type: 'button', onclick: () => done(index) }, answer));
-    const dialog = h('dialog.dialog', { 'aria-label': title, oncancel: () => done(-1) },
+    const dialog = h('dialog.dialog', { 'aria-label': title, onclose: () => done(-1) },
       h('h2', {}, title), h('p', {}, text), h('div.row-end', {}, buttons.reverse()));
     document.body.append(dialog);
     dialog.showModal();
@@ -176,7 +182,7 @@ async function closed() {
 
 /** Do something on a click and say at a place near it what came of it; the button waits meanwhile. */
 studio.act = async function (button, place, action) {
-  const hadFocus = document.activeElement === button;
+  const hadFocus = document.activeElement === button, who = identity(button), at = alike(document.body, who).indexOf(button);
   button.disabled = true;
   try {
     const sentence = await action();
@@ -186,7 +192,7 @@ studio.act = async function (button, place, action) {
     place.replaceChildren(studio.alert(error.message));
   } finally {
     button.disabled = false;
-    if (hadFocus && document.activeElement === document.body) button.focus(); // a disabled one loses it
+    if (hadFocus) studio.refocus(button, alike(document.body, who)[at]); // a disabled one loses it, and it may have been drawn anew
   }
 };
 

@@ -389,6 +389,7 @@
     await settle();
     await studio.act(button, $('data-message'), action);
     await look(true);
+    studio.refocus(button, $('data-open-replace'));
   }
 
   const turn = by => { const to = page + by; if (data?.is_complete && to >= 0 && to * data.per_page < data.num_chosen) choose({}, to); };
@@ -402,7 +403,10 @@
     } catch (error) {
       if (!(error instanceof studio.Refused)) throw error;
       $('timesteps').replaceChildren(studio.alert(error.message));
-    } finally { button.disabled = false; }
+    } finally {
+      button.disabled = false;
+      studio.refocus(button);
+    }
   }
 
   function timestepTable(rows) {

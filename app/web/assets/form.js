@@ -378,6 +378,7 @@
       const roots = found.roots.filter(at => at !== found.path).map(at => h('li', {}, h('button.btn.ghost', { type: 'button', onclick: () => open(at) }, at)));
       list.replaceChildren(...up, ...found.folders.map(folder => h('li', {}, h('button.btn.ghost', { type: 'button', onclick: () => open(`${found.path}/${folder}`) }, folder))),
         ...(found.above ? [] : roots));
+      if (document.activeElement === document.body) (list.querySelector('button') || choose).focus(); // the one that was pressed is gone
     };
     document.body.append(dialog);
     dialog.showModal();
@@ -579,7 +580,12 @@
 
   /** A sentence under the models with a button that takes back what it tells of; `undo` resolves to whether it did. */
   function offerUndo(sentence, undo) {
-    $('left').replaceChildren(h('div.notice', { role: 'status' }, h('p', {}, sentence, h('button.btn.s', { type: 'button', onclick: async () => { if (await undo()) $('left').replaceChildren(); } }, 'Undo'))));
+    $('left').replaceChildren(h('div.notice', { role: 'status' }, h('p', {}, sentence, h('button.btn.s', { type: 'button', onclick: async () => {
+      if (!await undo()) return;
+      $('left').replaceChildren();
+      if (document.activeElement === document.body) $('tiles').querySelector('.on')?.focus();
+    } }, 'Undo'))));
+    if (document.activeElement === document.body) $('left').querySelector('button').focus(); // what was pressed is hidden now
   }
 
   const copyButton = text => h('button.btn.s', { type: 'button', onclick: async () => await studio.copy(text()) ? studio.toast('Copied.') : studio.toast('The browser lets no page copy here: select the text and press Ctrl C.', true) }, 'Copy');
@@ -731,7 +737,7 @@
       h('div.card', {}, h('h2', {}, 'Time and space'), h('div#time')),
       h('div.card', {}, h('div.ttl', {}, h('h2', {}, 'Differs from the preset'), h('span.grow'), h('button.btn.s#reset', { type: 'button', hidden: true, onclick: reset }, 'Back to the preset')), h('div#changes'), h('details#yaml-drawer', {}, h('summary', {}, 'YAML'),
         h('div.yaml', {}, h('div#yaml-lines', { 'aria-hidden': 'true' }), h('textarea#yaml', { 'aria-label': 'Config as YAML', spellcheck: false, wrap: 'off', onscroll: () => { $('yaml-lines').scrollTop = $('yaml').scrollTop; }, oninput: () => { wrongLines = []; drawLines(); } })),
-        h('div#yaml-wrong'), h('div.chips', {}, h('button.btn.s#apply-yaml', { type: 'button', onclick: applyYaml }, 'Apply'), h('button.btn.s#discard-yaml', { type: 'button', hidden: true, onclick: showYaml }, 'Discard'), copyButton(() => $('yaml').value))), h('div#commands')));
+        h('div#yaml-wrong'), h('div.chips', {}, h('button.btn.s#apply-yaml', { type: 'button', onclick: applyYaml }, 'Apply'), h('button.btn.s#discard-yaml', { type: 'button', hidden: true, onclick: () => { showYaml(); $('yaml').focus(); } }, 'Discard'), copyButton(() => $('yaml').value))), h('div#commands')));
   }
 
   /** Fetch the state anew, for example for other GPUs. */
