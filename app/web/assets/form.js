@@ -5,7 +5,7 @@
   const TYPING_PAUSE_MS = 250, PATH_PAUSE_MS = 500, AGAIN_MS = 2000, MOST_SUGGESTED = 8;
   const KIND_WORDS = { weights: 'weights', optimizer: 'optimizer', gathered: 'gathered blocks', activations: 'activations', reserve: 'reserve' };
   let root = null, state = null, models = [], inputs = {}, target = '', wantsAll = false, chosenGpus = null;
-  let pending = {}, sent = {}, answered = {}, isSending = false, isLost = false, numAnswers = 0, timer = 0, typingPath = '', shownThumbnails = '', wrongLines = [];
+  let pending = {}, sent = {}, answered = {}, isSending = false, isLost = false, numAnswers = 0, timer = 0, typingPath = '', shownThumbnails = '', wrongLines = [], replaced = '', lookedFor = '';
   const field = name => studio.facts.form.fields[name];
   const $ = id => root.querySelector(`#${id}`);
 
@@ -66,7 +66,9 @@
     state = answer;
     answered = edits;
     draw();
-    if (models.some(hasArrived)) loadModels().catch(error => { if (!(error instanceof studio.Refused)) throw error; });
+    const isUnknown = models.length > 0 && lookedFor !== state.preset && !models.some(model => model.presets.some(preset => preset.name === state.preset));
+    lookedFor = state.preset; // a preset that another window has saved is looked for once
+    if (isUnknown || models.some(hasArrived)) loadModels().catch(error => { if (!(error instanceof studio.Refused)) throw error; });
   }
 
   /** Whether a model that was to be downloaded is here now: by the page, by another window, or by a command. */
@@ -625,6 +627,12 @@
   }
 
   async function applyYaml() {
+    try { await settled(); } catch (error) { if (!(error instanceof studio.Refused)) throw error; complain(error.message); return; }
+    if ($('yaml').dataset.given !== state.yaml && replaced !== state.yaml) {
+      replaced = state.yaml; // a second press means it
+      $('yaml-wrong').replaceChildren(studio.alert('The form was changed after this text was begun, here or in another window. Apply again to replace what was changed there by this text; Discard shows the config of the form.'));
+      return;
+    }
     const answer = await change('new_apply_yaml', { text: $('yaml').value });
     if (!answer) return;
     if (answer.wrong) {

@@ -32,6 +32,10 @@ studio.runTabs = studio.runTabs || {};
     const isOther = answer.parts.run && known.run; // the server was started again, or this is another run of the same name
     for (const [part, { key, value }] of Object.entries(answer.parts)) [known[part], data[part]] = [key, value];
     for (const [part, { value }] of Object.entries(answer.parts)) DRAW[part](value);
+    if (strip.isOwed && data.samples) { // the server did not answer when they were asked for
+      strip.isOwed = false;
+      pick(strip.chosen);
+    }
     if (isOther) log = null; // the answer goes on where the former log ended: the next one begins anew
     else if (answer.log) drawLog(answer.log);
   }
@@ -270,6 +274,7 @@ studio.runTabs = studio.runTabs || {};
         answers = await studio.call('samples_images', { name, cells: cells.map(({ index, prompt }) => ({ index, prompt, step })) });
       } catch (error) {
         if (!(error instanceof studio.Refused)) throw error;
+        if (error.lost) { asked.isOwed = true; return; }
         answers = cells.map(() => ({ problem: error.message }));
       }
       if (asked !== strip || strip.chosen !== step) return;
@@ -325,6 +330,7 @@ studio.runTabs = studio.runTabs || {};
 
   function editPrompts() {
     const { now, asked } = data.prompts, rows = h('div.prompt-rows'), place = h('div');
+    let shown = JSON.stringify(asked || now); // what the dialog was made from
     const remove = row => {
       const next = row.nextElementSibling || row.previousElementSibling;
       row.remove();
@@ -334,6 +340,12 @@ studio.runTabs = studio.runTabs || {};
       h('button.btn.s', { type: 'button', title: 'Remove this prompt', 'aria-label': 'Remove this prompt', onclick: event => remove(event.currentTarget.parentElement) }, '×')));
     const save = h('button.btn.main#prompts-save', { type: 'button', onclick: () => studio.act(save, place, async () => {
       const prompts = [...rows.querySelectorAll('textarea')].map(box => box.value).filter(text => text.trim());
+      await refresh();
+      const other = data.prompts.asked || data.prompts.now;
+      if (JSON.stringify(other) !== shown) {
+        shown = JSON.stringify(other); // a second press means it
+        throw new studio.Refused(`Another window has changed the prompts meanwhile: ${other.map(text => `“${text}”`).join(', ')}. Press again to draw yours instead.`);
+      }
       await studio.call('run_prompts', { name, prompts });
       dialog.close();
       await refresh();
