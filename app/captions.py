@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -127,15 +127,18 @@ class Captions:
         self._apply(found)
         return len(found)
 
-    def undoable(self) -> int:
+    def undoable(self, folders: Sequence[Path] | None = None) -> int:
         """Return the number of captions that `undo` would restore; 0 where nothing was changed."""
         if not os.path.lexists(self._log):
             return 0
         with self._opened() as log:
-            return len(self._latest(log))
+            return len(self._latest(log, folders))
 
-    def undo(self) -> int:
+    def undo(self, folders: Sequence[Path] | None = None) -> int:
         """Undo the latest batch of changes.
+
+        Args:
+            folders: Only of captions below these; None for all. Other changes can be undone later.
 
         Returns:
             The number of captions in the batch.
@@ -145,11 +148,10 @@ class Captions:
                 next call undoes the batch before.
         """
         with self._opened() as log:
-            changes = self._latest(log)
+            changes = self._latest(log, folders)
             kept = [change.file for change in reversed(changes) if not _undone(change)]
             if changes:
-                log.truncate(changes[0].at)
-                os.fsync(log.fileno())
+                self._remove(log, {change.at for change in changes})
         if kept:
             others = f" and {len(kept) - 1} more" if kept[1:] else ""
             raise InputError(f"{kept[0]}{others}: changed elsewhere since; left unchanged")
@@ -196,14 +198,15 @@ class Captions:
             with log:
                 yield log
 
-    def _latest(self, log: BinaryIO) -> list[_Noted]:
-        """Return the latest batch of changes. Reads only as much of the log's end as the batch takes."""
+    def _latest(self, log: BinaryIO, folders: Sequence[Path] | None = None) -> list[_Noted]:
+        """Return the latest batch of changes. Reads only as much of the log's end as it needs."""
         size, damaged = log.seek(0, os.SEEK_END), 0
         found: list[_Noted] = []
+        own = None if folders is None else tuple(_start(f"{folder}/".replace("//", "/")) for folder in folders)
         for at, line in _lines_backwards(log, size):
             if not found and size - at > MOST_HISTORY:
                 break
-            if not line:
+            if not line or (own is not None and line.startswith(_start("")) and not line.startswith(own)):
                 continue
             try:
                 change = _CHANGE.validate_json(line)
@@ -217,6 +220,22 @@ class Captions:
             lines = "1 line is" if damaged == 1 else f"{damaged} lines are"
             self.problem = f"{self._log}: {lines} damaged and skipped; remove the file to clear the history"
         return found[::-1]
+
+    def _remove(self, log: BinaryIO, places: Collection[int]) -> None:
+        """Drop the lines that begin at these bytes of the log."""
+        first = min(places)
+        log.seek(first)
+        kept, at = [], first
+        for line in log:
+            if at not in places:
+                kept.append(line)
+            at += len(line)
+        if not kept:
+            log.truncate(first)
+            os.fsync(log.fileno())
+            return
+        log.seek(0)
+        files.replace(self._log, log.read(first) + b"".join(kept))
 
     def _shorten(self, log: BinaryIO) -> None:
         """Drop the older half of a log that is too long, but never a change of the latest batch."""
@@ -243,6 +262,11 @@ class _Noted(Change):
     """A change with the byte of the log where its line begins."""
 
     at: int
+
+
+def _start(file: str) -> bytes:
+    """Return what the line of a change begins with, up to the end of what is given of its file's path."""
+    return b'{"file": ' + json.dumps(file)[:-1].encode()
 
 
 def _so_far(number: int, count: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ KINDS = {"drawing": ("draw", "trainer.train.draw"), "upload": ("upload", "traine
 """{kind: its name in `side_process`, what its command runs}"""
 STOPPED_WITHIN_S = 10.0
 """A process that is still there after this is killed: what it has written is complete or not named."""
+BEGUN_WITHIN_S = 10.0
+"""Between the files that a process is given and its entry in the machine's list of processes."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Results:
         self._lock = threading.Lock()
         self._processes: dict[tuple[str, Path], Process] = {}
         self._stopped: set[Process] = set()
+        self._looked: dict[tuple[str, Path], float | None] = {}
 
     def draw(self, run: RunDir, request: DrawingRequest) -> None:
         """Draw a prompt with and without what the run has trained. Raises InputError for one that cannot be drawn."""
@@ -87,13 +91,22 @@ class Results:
         return model_card(run, repo or "OWNER/NAME")
 
     def _process(self, kind: str, run: RunDir) -> Process | None:
-        """The latest process of a kind: one that was started here, or before the page was restarted."""
-        if (kind, run.path) not in self._processes:
-            found = side_process.adopted(run, *KINDS[kind])
-            if found is None:
-                return None
-            self._processes[kind, run.path] = found
-        return self._processes[kind, run.path]
+        """The latest process of a kind, started here or by another page. Processes are scanned only after a start."""
+        key, name = (kind, run.path), KINDS[kind][0]
+        known = self._processes.get(key)
+        if known is not None and known.poll() is None:
+            return known
+        began = side_process.last_begun(run, name)
+        if key in self._looked and self._looked[key] == began:
+            return known
+        found = side_process.adopted(run, *KINDS[kind])
+        if self._processes.get(key) is not known:  # started here meanwhile: its exit code is known to its parent only
+            return self._processes[key]
+        if found is not None:
+            self._processes[key] = found
+        elif began is None or began < time.time() - BEGUN_WITHIN_S:
+            self._looked[key] = began
+        return found or known
 
     def _begin(self, kind: str, run: RunDir, start: Callable[[], subprocess.Popen[bytes]]) -> None:
         with self._lock:

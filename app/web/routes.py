@@ -24,8 +24,8 @@ def add(app: FastAPI, studio: Studio) -> None:
     """Add the addresses to the app, before gradio takes all others."""
 
     @app.get("/open")
-    def is_open() -> Response:
-        """Whether this browser is let in: the guard answers for those that are not."""
+    async def is_open() -> Response:
+        """Whether this browser is let in: the guard answers for those that are not. It waits for no thread."""
         return Response(status_code=204)
 
     @app.get("/runs/{name}/samples.zip")

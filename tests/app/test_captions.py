@@ -122,6 +122,32 @@ def test_what_can_be_undone_is_known_before(pictures: Path, tmp_path: Path):
     assert captions.undoable() == 0
 
 
+def test_each_folder_has_its_own_history(pictures: Path, tmp_path: Path):
+    captions = Captions(tmp_path / "drafts" / "captions.jsonl")
+    other = make_pictures(tmp_path / "pictures-2", count=3)
+    captions.replace(cards_of(pictures), "picture", "drawing")
+    captions.replace([*cards_of(other), *cards_of(pictures)], "number", "No.")
+    captions.write(cards_of(other)[0], "another")
+    assert captions.undoable([pictures]) == captions.undo([pictures]) == 3
+    assert captions_of(pictures) == ["drawing number 0", "drawing number 1", "drawing number 2"]
+    assert captions_of(other) == ["another", "picture No. 1", "picture No. 2"]
+    assert captions.undo([pictures]) == 3 and captions.undo([pictures]) == 0
+    assert captions_of(pictures) == ["picture number 0", "picture number 1", "picture number 2"]
+    assert [captions.undo([other]) for _ in range(3)] == [1, 3, 0]
+    assert captions_of(other) == ["picture number 0", "picture number 1", "picture number 2"]
+    assert (tmp_path / "drafts" / "captions.jsonl").read_text() == captions.problem == ""
+
+
+def test_a_history_of_several_folders_is_undone_by_either_or_by_both(pictures: Path, tmp_path: Path):
+    captions = Captions(tmp_path / "drafts" / "captions.jsonl")
+    other = make_pictures(tmp_path / "\u00fc 2", count=1)
+    captions.write(cards_of(pictures)[0], "one")
+    captions.write(cards_of(other)[0], "two")
+    assert captions.undoable([]) == 0 and captions.undoable([tmp_path / "pict"]) == 0
+    assert captions.undo([pictures, other]) == 1 and captions_of(other) == ["picture number 0"]
+    assert captions.undo([tmp_path]) == 1 and captions_of(pictures)[0] == "picture number 0"
+
+
 @pytest.mark.parametrize(
     ("place", "sentence"), [(0, "No caption was changed"), (2, "2 of 3 captions were changed; Undo restores them")]
 )

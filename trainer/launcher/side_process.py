@@ -72,6 +72,17 @@ def adopted(run: RunDir, kind: str, module: str) -> Adopted | None:
     return None
 
 
+def last_begun(run: RunDir, kind: str) -> float | None:
+    """Return when the files of a kind last changed, as Unix time; None where there are none.
+
+    `begin` changes them, also in another program: a process that it started can be running only after that.
+    """
+    try:
+        return (run.logs / f"{kind}-answer.txt").stat().st_mtime
+    except OSError:
+        return None
+
+
 def answer(run: RunDir, kind: str, code: int, noun: str) -> str:
     """Return what the last one of a kind answered, or why it failed.
 

@@ -49,6 +49,12 @@ const identity = ({ tagName, id, type, value, dataset, textContent }) =>
   JSON.stringify([tagName, id, type, value, dataset, Object.keys(dataset).length ? '' : textContent]);
 const alike = (element, who) => [...element.querySelectorAll('a, button, input, select, textarea, summary, [tabindex]')].filter(other => identity(other) === who);
 
+/** Give the keyboard's focus to the first of these that is seen, where what had it is gone, hidden or disabled. */
+studio.refocus = function (...places) {
+  const isSeen = element => element && element !== document.body && !element.disabled && element.getClientRects().length > 0;
+  if (!isSeen(document.activeElement)) places.find(isSeen)?.focus();
+};
+
 /** Change the text of an element only when it differs, so that a selection in it stays. */
 studio.say = function (element, text) {
   if (element.textContent !== text) element.textContent = text;
@@ -70,7 +76,7 @@ studio.ask = function (title, text, answers, kind = '') {
     const done = index => { dialog.remove(); before?.focus(); resolve(index); };
     const buttons = answers.map((answer, index) =>
       h(index ? 'button.btn' : `button.btn.main${kind && '.' + kind}`, { type: 'button', onclick: () => done(index) }, answer));
-    const dialog = h('dialog.dialog', { 'aria-label': title, oncancel: () => done(-1) },
+    const dialog = h('dialog.dialog', { 'aria-label': title, onclose: () => done(-1) },
       h('h2', {}, title), h('p', {}, text), h('div.row-end', {}, buttons.reverse()));
     document.body.append(dialog);
     dialog.showModal();
@@ -93,22 +99,50 @@ studio.Refused = class extends Error {
 };
 
 const MOST_SENT = 4e6; // bytes of a body that security.Guard lets in, less what is around it
-/** Call a function of the server. Throws `Refused`. */
+const NO_ANSWER = 'The page’s server does not answer. Is ShardStudio still running in its terminal?';
+/** Call a function of the server. Throws `Refused`, at once while the server is known to hang: what is sent then would be done later, unasked. */
 studio.call = async function (name, values = {}) {
-  let answer;
   if (JSON.stringify(values).length > MOST_SENT) throw new studio.Refused('This is too long to be sent: shorten it to 4 million characters.');
-  try {
-    answer = await studio.server[name](values);
-  } catch { /* as without an answer */ }
+  if (isHanging) throw new studio.Refused(NO_ANSWER, true);
+  const answer = await sent(name, values);
   if (!answer) { // gradio's client gives undefined where nothing came, and for a refusal by status
     const reason = await closed();
-    studio.reached(false, reason);
-    throw new studio.Refused(reason || 'The page’s server does not answer. Is ShardStudio still running in its terminal?', true);
+    studio.reached(false, reason || '');
+    throw new studio.Refused(reason || NO_ANSWER, true);
   }
+  numAnswers++;
+  isHanging = false;
   studio.reached(true);
   if (answer.error !== undefined) throw new studio.Refused(answer.error);
   return answer.value;
 };
+
+// A server that hangs closes no connection, and some answers take long: after a while the server is asked a question that it answers at once.
+// No call is given up: when the server goes on, it answers what it was sent.
+const SLOW_AFTER_MS = 4000, PROBED_FOR_MS = 8000, PROBED_AGAIN_MS = 2000;
+const slow = new Set(); // calls that wait for so long
+let isHanging = false, isProbing = false, numAnswers = 0;
+
+/** What the server answers to a call; undefined without an answer. */
+async function sent(name, values) {
+  const own = {}, timer = setTimeout(() => { slow.add(own); probe(); }, SLOW_AFTER_MS);
+  try { return await studio.server[name](values); } catch { return undefined; } finally { clearTimeout(timer); slow.delete(own); }
+}
+
+/** Ask whether the server is there for as long as a call waits, and show what it says. */
+async function probe() {
+  if (isProbing) return;
+  isProbing = true;
+  while (slow.size) {
+    const before = numAnswers, reason = await closed();
+    if (slow.size && before === numAnswers) {
+      isHanging = reason === null;
+      studio.reached(reason === '', reason || '');
+    }
+    await new Promise(resolve => setTimeout(resolve, PROBED_AGAIN_MS));
+  }
+  isProbing = isHanging = false;
+}
 
 /**
  * Ask for what a place shows. Undefined when it was refused, or when the place shows something else meanwhile
@@ -138,17 +172,17 @@ studio.reached = function (is, closed = '') {
     : 'The page’s server does not answer. What you typed is kept here; running jobs go on. Trying again …'));
 };
 
-/** Why the server lets this browser in no longer: after another token or password. "" where it does, or does not answer. */
+/** Why the server lets this browser in no longer: after another token or password. "" where it does, null where it does not answer. */
 async function closed() {
   try {
-    const answer = await fetch('/open', { cache: 'no-store' });
+    const answer = await fetch('/open', { cache: 'no-store', signal: AbortSignal.timeout(PROBED_FOR_MS) });
     return answer.status === 401 ? await answer.text() : '';
-  } catch { return ''; }
+  } catch { return null; }
 }
 
 /** Do something on a click and say at a place near it what came of it; the button waits meanwhile. */
 studio.act = async function (button, place, action) {
-  const hadFocus = document.activeElement === button;
+  const hadFocus = document.activeElement === button, who = identity(button), at = alike(document.body, who).indexOf(button);
   button.disabled = true;
   try {
     const sentence = await action();
@@ -158,7 +192,7 @@ studio.act = async function (button, place, action) {
     place.replaceChildren(studio.alert(error.message));
   } finally {
     button.disabled = false;
-    if (hadFocus && document.activeElement === document.body) button.focus(); // a disabled one loses it
+    if (hadFocus) studio.refocus(button, alike(document.body, who)[at]); // a disabled one loses it, and it may have been drawn anew
   }
 };
 

@@ -4,7 +4,7 @@
   const { h, fill, say, call, link, counted } = studio;
   const SAVED_AFTER_MS = 500, SEARCHED_AFTER_MS = 250, FRESH_AFTER_MS = 400, RETRY_EVERY_S = 2, LOADS = 3;
   const SHOWS = [['all', 'All'], ['uncaptioned', 'No caption'], ['problems', 'Problems'], ['held_out', 'Held out']];
-  let root = null, data = null, asked = 0, isOther = false, page = 0, filter = { show: 'all', search: '' };
+  let root = null, data = null, asked = 0, isOther = false, isOwed = false, page = 0, filter = { show: 'all', search: '' };
   const cards = new Map(), addresses = new Map(), timers = new Map(), saving = new Map();
   const $ = id => root.querySelector(`#${id}`);
 
@@ -12,6 +12,9 @@
 
   /** {image: {text, before, problem, changed}}; `changed` is the file's text where another program changed it. Also in the browser's memory, so that a reload without a server loses nothing. */
   const pending = new Map(Object.entries(readKept()));
+
+  /** Captions that were not typed here: another window of this browser, or the page before its reload. */
+  const adopted = new Set(pending.keys());
 
   function readKept() {
     try { return JSON.parse(studio.kept('captions') || '{}'); } catch { return {}; }
@@ -27,6 +30,7 @@
 
   function typed(image, text) {
     const known = pending.get(image), card = cards.get(image);
+    adopted.delete(image);
     keep(image, { before: card.data.saved, ...known, text, problem: '' });
     drawState(image);
     clearTimeout(timers.get(image));
@@ -47,6 +51,11 @@
 
   /** Send one caption, and again until the last text is saved, refused or the server does not answer. */
   async function send(image) {
+    if (adopted.delete(image) && readKept()[image]?.text !== pending.get(image).text) { // its window has sent it, or has a newer text
+      pending.delete(image);
+      later('fresh', FRESH_AFTER_MS, () => look());
+      return;
+    }
     while (isReady(pending.get(image))) {
       const sent = pending.get(image);
       try {
@@ -350,6 +359,7 @@
 
   /** Ask for the page that is chosen. The answer of an earlier question is dropped. */
   async function look(isChosen = false, isFresh = false) {
+    if (!root) return; // not shown yet: a caption of before a reload was sent
     isOther ||= isChosen; // also where a later question overtakes this one
     const number = asked += 1, wasComplete = data?.is_complete, folder = data?.folders.join();
     let found;
@@ -357,10 +367,12 @@
       found = await call('data_view', { ...filter, page, is_fresh: isFresh });
     } catch (error) {
       if (!(error instanceof studio.Refused)) throw error;
+      isOwed = error.lost; // asked again when the server is back
       if (!error.lost) tell(studio.alert(error.message));
       return;
     }
     if (number !== asked) return;
+    isOwed = false;
     data = found;
     if (data.is_complete) page = Math.floor(data.first / data.per_page);
     draw(isOther || !wasComplete || data.folders.join() !== folder);
@@ -389,6 +401,7 @@
     await settle();
     await studio.act(button, $('data-message'), action);
     await look(true);
+    studio.refocus(button, $('data-open-replace'));
   }
 
   const turn = by => { const to = page + by; if (data?.is_complete && to >= 0 && to * data.per_page < data.num_chosen) choose({}, to); };
@@ -402,7 +415,10 @@
     } catch (error) {
       if (!(error instanceof studio.Refused)) throw error;
       $('timesteps').replaceChildren(studio.alert(error.message));
-    } finally { button.disabled = false; }
+    } finally {
+      button.disabled = false;
+      studio.refocus(button);
+    }
   }
 
   function timestepTable(rows) {
@@ -420,13 +436,13 @@
     const search = h('input#data-search', { type: 'search', placeholder: 'Search captions', 'aria-label': 'Search captions', oninput: () => later('search', SEARCHED_AFTER_MS, () => choose({ search: search.value })) });
     const replaceRow = h('div.bar2#replace-row', { hidden: true }, h('input#data-replacement', { type: 'text', placeholder: 'Replace with', 'aria-label': 'Replace with' }),
       h('button.btn#data-replace', { type: 'button', onclick: event => act(event.currentTarget, async () => {
-        const count = await call('data_replace', { search: filter.search, replacement: $('data-replacement').value });
+        const count = await call('data_replace', { key: data.key, search: filter.search, replacement: $('data-replacement').value });
         return `Replaced in ${counted(count, 'caption')}.`;
       }) }, 'Replace'), h('span.dim.sm#replace-help'));
     const crop = h('input#data-crop', { type: 'checkbox', checked: studio.kept('crop') !== 'off', onchange: () => { studio.kept('crop', crop.checked ? 'on' : 'off'); $('grid').classList.toggle('no-crop', !crop.checked); } });
     return h('div#editor', { hidden: true }, h('div.bar2', {}, search, h('span.grow'),
       h('button.btn.s#data-open-replace', { type: 'button', 'aria-expanded': 'false', 'aria-controls': 'replace-row', onclick: event => { replaceRow.hidden = !replaceRow.hidden; event.currentTarget.setAttribute('aria-expanded', String(!replaceRow.hidden)); } }, 'Replace …'),
-      h('button.btn.s#data-undo', { type: 'button', disabled: true, onclick: event => act(event.currentTarget, async () => `${counted(await call('data_undo'), 'caption')} restored.`) }, 'Undo')), replaceRow,
+      h('button.btn.s#data-undo', { type: 'button', disabled: true, onclick: event => act(event.currentTarget, async () => `${counted(await call('data_undo', { key: data.key }), 'caption')} restored.`) }, 'Undo')), replaceRow,
     h('div.bar2', {}, h('span.seg#shows', { role: 'group', 'aria-label': 'Filter' }), h('span.grow'), h('label.crop.sm', { title: 'Show what the crop to the bucket keeps' }, crop, 'Crop')),
     h(crop.checked ? 'div.grid#grid' : 'div.grid.no-crop#grid'), h('nav.pages#data-pages', { 'aria-label': 'Pages of images' }, h('button.btn#data-before', { type: 'button', onclick: () => turn(-1) }, 'Previous'),
       h('span.dim#data-range', { role: 'status' }),
@@ -459,6 +475,6 @@
       tell(null);
       await look(true, true);
     },
-    async tick() { if (!data || !data.is_complete || data.lengths?.is_waiting) await look(); },
+    async tick() { if (!data || !data.is_complete || data.lengths?.is_waiting || isOwed) await look(); },
   };
 }

@@ -146,7 +146,9 @@ studio.runTabs = studio.runTabs || {};
     const answer = await studio.ask(title, `${one.consequence} It frees ${studio.size(one.size)}. This cannot be undone.`, ['Delete', 'Keep it'], 'stop');
     if (answer !== 0) return;
     await studio.act(button, place, async () => { await studio.call('files_delete_checkpoint', { name: asked, checkpoint: one.name }); return ''; });
-    if (!place.hasChildNodes()) await refresh();
+    if (place.hasChildNodes()) return;
+    await refresh();
+    studio.refocus(...parts.checkpoints.querySelectorAll('.delete'), parts.report);
   }
 
   // --- folder and report ----------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@
   const TYPING_PAUSE_MS = 250, PATH_PAUSE_MS = 500, AGAIN_MS = 2000, MOST_SUGGESTED = 8;
   const KIND_WORDS = { weights: 'weights', optimizer: 'optimizer', gathered: 'gathered blocks', activations: 'activations', reserve: 'reserve' };
   let root = null, state = null, models = [], inputs = {}, target = '', wantsAll = false, chosenGpus = null;
-  let pending = {}, sent = {}, answered = {}, isSending = false, isLost = false, numAnswers = 0, timer = 0, typingPath = '', shownThumbnails = '', wrongLines = [];
+  let pending = {}, sent = {}, answered = {}, isSending = false, isLost = false, numAnswers = 0, timer = 0, typingPath = '', shownThumbnails = '', wrongLines = [], replaced = '', lookedFor = '';
   const field = name => studio.facts.form.fields[name];
   const $ = id => root.querySelector(`#${id}`);
 
@@ -66,7 +66,9 @@
     state = answer;
     answered = edits;
     draw();
-    if (models.some(hasArrived)) loadModels().catch(error => { if (!(error instanceof studio.Refused)) throw error; });
+    const isUnknown = models.length > 0 && lookedFor !== state.preset && !models.some(model => model.presets.some(preset => preset.name === state.preset));
+    lookedFor = state.preset; // a preset that another window has saved is looked for once
+    if (isUnknown || models.some(hasArrived)) loadModels().catch(error => { if (!(error instanceof studio.Refused)) throw error; });
   }
 
   /** Whether a model that was to be downloaded is here now: by the page, by another window, or by a command. */
@@ -378,6 +380,7 @@
       const roots = found.roots.filter(at => at !== found.path).map(at => h('li', {}, h('button.btn.ghost', { type: 'button', onclick: () => open(at) }, at)));
       list.replaceChildren(...up, ...found.folders.map(folder => h('li', {}, h('button.btn.ghost', { type: 'button', onclick: () => open(`${found.path}/${folder}`) }, folder))),
         ...(found.above ? [] : roots));
+      if (document.activeElement === document.body) (list.querySelector('button') || choose).focus(); // the one that was pressed is gone
     };
     document.body.append(dialog);
     dialog.showModal();
@@ -579,7 +582,12 @@
 
   /** A sentence under the models with a button that takes back what it tells of; `undo` resolves to whether it did. */
   function offerUndo(sentence, undo) {
-    $('left').replaceChildren(h('div.notice', { role: 'status' }, h('p', {}, sentence, h('button.btn.s', { type: 'button', onclick: async () => { if (await undo()) $('left').replaceChildren(); } }, 'Undo'))));
+    $('left').replaceChildren(h('div.notice', { role: 'status' }, h('p', {}, sentence, h('button.btn.s', { type: 'button', onclick: async () => {
+      if (!await undo()) return;
+      $('left').replaceChildren();
+      if (document.activeElement === document.body) $('tiles').querySelector('.on')?.focus();
+    } }, 'Undo'))));
+    if (document.activeElement === document.body) $('left').querySelector('button').focus(); // what was pressed is hidden now
   }
 
   const copyButton = text => h('button.btn.s', { type: 'button', onclick: async () => await studio.copy(text()) ? studio.toast('Copied.') : studio.toast('The browser lets no page copy here: select the text and press Ctrl C.', true) }, 'Copy');
@@ -619,6 +627,12 @@
   }
 
   async function applyYaml() {
+    try { await settled(); } catch (error) { if (!(error instanceof studio.Refused)) throw error; complain(error.message); return; }
+    if ($('yaml').dataset.given !== state.yaml && replaced !== state.yaml) {
+      replaced = state.yaml; // a second press means it
+      $('yaml-wrong').replaceChildren(studio.alert('The form was changed after this text was begun, here or in another window. Apply again to replace what was changed there by this text; Discard shows the config of the form.'));
+      return;
+    }
     const answer = await change('new_apply_yaml', { text: $('yaml').value });
     if (!answer) return;
     if (answer.wrong) {
@@ -731,7 +745,7 @@
       h('div.card', {}, h('h2', {}, 'Time and space'), h('div#time')),
       h('div.card', {}, h('div.ttl', {}, h('h2', {}, 'Differs from the preset'), h('span.grow'), h('button.btn.s#reset', { type: 'button', hidden: true, onclick: reset }, 'Back to the preset')), h('div#changes'), h('details#yaml-drawer', {}, h('summary', {}, 'YAML'),
         h('div.yaml', {}, h('div#yaml-lines', { 'aria-hidden': 'true' }), h('textarea#yaml', { 'aria-label': 'Config as YAML', spellcheck: false, wrap: 'off', onscroll: () => { $('yaml-lines').scrollTop = $('yaml').scrollTop; }, oninput: () => { wrongLines = []; drawLines(); } })),
-        h('div#yaml-wrong'), h('div.chips', {}, h('button.btn.s#apply-yaml', { type: 'button', onclick: applyYaml }, 'Apply'), h('button.btn.s#discard-yaml', { type: 'button', hidden: true, onclick: showYaml }, 'Discard'), copyButton(() => $('yaml').value))), h('div#commands')));
+        h('div#yaml-wrong'), h('div.chips', {}, h('button.btn.s#apply-yaml', { type: 'button', onclick: applyYaml }, 'Apply'), h('button.btn.s#discard-yaml', { type: 'button', hidden: true, onclick: () => { showYaml(); $('yaml').focus(); } }, 'Discard'), copyButton(() => $('yaml').value))), h('div#commands')));
   }
 
   /** Fetch the state anew, for example for other GPUs. */

@@ -65,6 +65,7 @@
       history.replaceState(null, '', studio.link('new'));
       return route();
     }
+    for (const dialog of document.querySelectorAll('dialog[open]')) dialog.close(); // it is about what was shown before
     studio.shown = name;
     document.documentElement.dataset.screen = name;
     for (const [page] of PAGES) {

@@ -36,6 +36,7 @@
       const [, at] = chosen();
       await act('queue_remove', { key: row.key });
       if (at >= 0) root.querySelectorAll('#waiting tr[data-key]')[Math.min(at, state.waiting.length - 1)]?.focus();
+      studio.refocus($('queue-waiting').querySelector('a'), $('pause'));
     }
   }
 

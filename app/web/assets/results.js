@@ -38,6 +38,7 @@
       place.replaceChildren(studio.alert(error.message));
     } finally {
       for (const button of buttons) button.disabled = false;
+      studio.refocus(...buttons);
     }
   }
 

@@ -32,6 +32,10 @@ studio.runTabs = studio.runTabs || {};
     const isOther = answer.parts.run && known.run; // the server was started again, or this is another run of the same name
     for (const [part, { key, value }] of Object.entries(answer.parts)) [known[part], data[part]] = [key, value];
     for (const [part, { value }] of Object.entries(answer.parts)) DRAW[part](value);
+    if (strip.isOwed && data.samples) { // the server did not answer when they were asked for
+      strip.isOwed = false;
+      pick(strip.chosen);
+    }
     if (isOther) log = null; // the answer goes on where the former log ended: the next one begins anew
     else if (answer.log) drawLog(answer.log);
   }
@@ -184,7 +188,7 @@ studio.runTabs = studio.runTabs || {};
     return new Promise(resolve => {
       const { num_steps, more, stages } = data.head, box = h('input#extend-steps', { type: 'number', min: 1, step: 1, value: stages?.steps.at(-1) ?? num_steps, required: true });
       const done = value => { dialog.remove(); resolve(value); };
-      const dialog = h('dialog.dialog', { 'aria-label': 'Go on for more steps', oncancel: () => done(0) }, h('h2', {}, 'Go on for more steps'),
+      const dialog = h('dialog.dialog', { 'aria-label': 'Go on for more steps', onclose: () => done(0) }, h('h2', {}, 'Go on for more steps'),
         h('form', { onsubmit: event => { event.preventDefault(); done(Math.round(Number(box.value))); } },
           h('p', {}, stages ? `It has trained ${studio.counted(num_steps, 'step')}. Its last stage, ${stages.names.at(-1)}, goes on from its step ${studio.count(more.saved)}, in the same folder; the other stages stay as they are.`
             : `It has trained ${studio.counted(num_steps, 'step')} and goes on from the checkpoint of step ${studio.count(more.saved)}, in the same folder.`, ' What it exported is written again at the end.'),
@@ -270,6 +274,7 @@ studio.runTabs = studio.runTabs || {};
         answers = await studio.call('samples_images', { name, cells: cells.map(({ index, prompt }) => ({ index, prompt, step })) });
       } catch (error) {
         if (!(error instanceof studio.Refused)) throw error;
+        if (error.lost) { asked.isOwed = true; return; }
         answers = cells.map(() => ({ problem: error.message }));
       }
       if (asked !== strip || strip.chosen !== step) return;
@@ -328,17 +333,30 @@ studio.runTabs = studio.runTabs || {};
 
   function editPrompts() {
     const { now, asked } = data.prompts, rows = h('div.prompt-rows'), place = h('div');
+    let shown = JSON.stringify(asked || now); // what the dialog was made from
+    const remove = row => {
+      const next = row.nextElementSibling || row.previousElementSibling;
+      row.remove();
+      (next?.firstElementChild || more).focus();
+    };
     const add = text => rows.append(h('div.prompt-row', {}, h('textarea', { rows: 2, value: text, 'aria-label': `Prompt ${rows.children.length + 1}` }),
-      h('button.btn.s', { type: 'button', title: 'Remove this prompt', 'aria-label': 'Remove this prompt', onclick: event => event.currentTarget.parentElement.remove() }, '×')));
+      h('button.btn.s', { type: 'button', title: 'Remove this prompt', 'aria-label': 'Remove this prompt', onclick: event => remove(event.currentTarget.parentElement) }, '×')));
     const save = h('button.btn.main#prompts-save', { type: 'button', onclick: () => studio.act(save, place, async () => {
       const prompts = [...rows.querySelectorAll('textarea')].map(box => box.value).filter(text => text.trim());
+      await refresh();
+      const other = data.prompts.asked || data.prompts.now;
+      if (JSON.stringify(other) !== shown) {
+        shown = JSON.stringify(other); // a second press means it
+        throw new studio.Refused(`Another window has changed the prompts meanwhile: ${other.map(text => `“${text}”`).join(', ')}. Press again to draw yours instead.`);
+      }
       await studio.call('run_prompts', { name, prompts });
       dialog.close();
       await refresh();
     }) }, 'Draw these from now on');
+    const more = h('button.btn.s', { type: 'button', onclick: () => { add(''); rows.lastElementChild.firstElementChild.focus(); } }, 'Add a prompt');
     const dialog = h('dialog.dialog#prompts', { 'aria-label': 'Prompts of the samples to come', onclose: () => dialog.remove() }, h('h2', {}, 'Prompts of the samples to come'),
       h('p', {}, 'They hold for the rest of this run. Its config and the samples so far stay as they are.'), rows,
-      h('button.btn.s', { type: 'button', onclick: () => { add(''); rows.lastElementChild.firstElementChild.focus(); } }, 'Add a prompt'), place,
+      more, place,
       h('div.row-end', {}, h('button.btn', { type: 'button', onclick: () => dialog.close() }, 'Cancel'), save));
     (asked || now).forEach(add);
     if (!rows.children.length) add('');

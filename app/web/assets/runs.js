@@ -311,6 +311,7 @@
       studio.toast(error.message, true);
     }
     await reload();
+    studio.refocus(lines.get(row.name)?.querySelector('.add'));
   }
 
   // --- the bar of chosen runs ---------------------------------------------------------------------------------------
@@ -328,8 +329,10 @@
 
   function drawBar() {
     const list = chosenRows(), [one] = list, visible = new Set(found().map(row => row.name)), numHidden = list.filter(row => !visible.has(row.name)).length;
+    const wasShown = !at('#runs-bar').hidden;
     at('#runs-bar').hidden = !list.length;
     if (!list.length) at('#runs-message').replaceChildren();
+    if (!list.length && wasShown) studio.refocus(at('#runs-all'), at('#runs-filter'));
     studio.say(at('#runs-chosen'), `${list.length} chosen${numHidden ? `, ${numHidden} not shown` : ''}`);
     const comparing = at('#runs-compare');
     studio.say(comparing, `Compare (${list.length})`);

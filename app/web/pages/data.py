@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -73,7 +74,7 @@ def view(
         "counts": asdict(seen.counts) if seen.counts else None,
         "held_out": _held_out(config, found),
         "lengths": _measured(lengths),
-        **_undo(captions),
+        **_undo(captions, config),
     }
 
 
@@ -95,20 +96,34 @@ def save(studio: Studio, captions: Captions, image: str, before: str | None, cap
     found = studio.scans.of(config, is_fresh=bool(before) != bool(text))  # whether it has a caption at all has changed
     if found.is_complete:
         _lengths(studio, config, found, is_fresh=True)
-    return {"saved": caption_files.saved(Path(image)), **_undo(captions)}
+    return {"saved": caption_files.saved(Path(image)), **_undo(captions, config)}
 
 
-def replace(studio: Studio, captions: Captions, search: str, replacement: str) -> int:
-    """Replace a text in all captions. Returns the number of captions that were changed."""
-    found = studio.scans.of(form.check(studio.draft()).config)
+def replace(studio: Studio, captions: Captions, key: str, search: str, replacement: str) -> int:
+    """Replace a text in all captions. key: of the folders that the window shows.
+
+    Returns:
+        The number of captions that were changed.
+    """
+    config = form.check(studio.draft()).config
+    _require_shown(config, key)
+    found = studio.scans.of(config)
     if not found.is_complete:
         raise InputError("The images are still being read; try again when that is done")
     return captions.replace(dataset.replaceable(found), search, replacement)
 
 
-def undo(studio: Studio, captions: Captions) -> int:
-    """Undo the latest change. Returns the number of captions that were restored."""
-    return captions.undo()
+def undo(studio: Studio, captions: Captions, key: str) -> int:
+    """Undo the latest change in the folders that the window shows. Returns the number of restored captions."""
+    config = form.check(studio.draft()).config
+    _require_shown(config, key)
+    return captions.undo(dataset.folders(config.data))
+
+
+def _require_shown(config: RunConfig, key: str) -> None:
+    """Raise InputError where another window has chosen other folders: captions that are not seen are not changed."""
+    if key != _key(config):
+        raise InputError("New run has another folder meanwhile, which is shown now; nothing was changed")
 
 
 def thumbnail(studio: Studio, image: str, is_full: bool = False) -> str:
@@ -127,6 +142,7 @@ def _summary(config: RunConfig, found: ScanResult) -> dict[str, Any]:
     return {
         "name": config.name,
         "folders": [str(folder) for folder in roots],
+        "key": _key(config),
         "trigger": config.data.trigger,
         "resolution": config.data.resolution,
         "needs_captions": config.data.missing_caption == "stop",
@@ -144,6 +160,11 @@ def _summary(config: RunConfig, found: ScanResult) -> dict[str, Any]:
         "problems": [_shortened(problem, roots) for problem in found.problems],
         "warnings": [_shortened(warning, roots) for warning in found.warnings],
     }
+
+
+def _key(config: RunConfig) -> str:
+    """Return what says which folders are shown. A path itself may hold what JSON cannot."""
+    return hashlib.sha256(repr(dataset.folders(config.data)).encode()).hexdigest()[:16]
 
 
 def _shortened(sentence: str, roots: list[Path]) -> str:
@@ -199,10 +220,10 @@ def _measured(lengths: LengthsResult | None) -> Mapping[str, Any] | None:
     return {"is_waiting": lengths.is_waiting, "failure": lengths.failure, "sentences": list(sentences)}
 
 
-def _undo(captions: Captions) -> dict[str, Any]:
-    """What can be undone, and what is wrong with the list of changes."""
+def _undo(captions: Captions, config: RunConfig) -> dict[str, Any]:
+    """What can be undone in the config's folders, and what is wrong with the list of changes."""
     try:
-        count = captions.undoable()
+        count = captions.undoable(dataset.folders(config.data))
     except (InputError, OSError) as error:
         return {"num_undoable": 0, "history_problem": str(error)}
     return {"num_undoable": count, "history_problem": captions.problem}

@@ -209,6 +209,8 @@ def test_wrong_yaml_is_marked_at_its_line_and_stays_and_right_yaml_becomes_the_f
     assert page.locator("#yaml-lines .wrong").all_inner_texts() == ["4"]
     page.locator("#yaml").fill(wrong.replace("stepz", "steps"))
     page.locator("#apply-yaml").click()
+    page.locator("#yaml-wrong", has_text="The form was changed after this text was begun").wait_for()
+    page.locator("#apply-yaml").click()
     reads(page, "train-steps", "77")
     assert page.locator("#yaml-wrong li").count() == 0
     assert "steps: 77" in page.locator("#yaml").input_value()

@@ -28,9 +28,9 @@ class Window:
             (self.images / name).unlink()
         preset = write_preset(folder / "runs" / "presets" / "own.yaml", self.images)
         preset.write_text(preset.read_text().replace("resolution: 64", "resolution: 64, validation: 4"))
-        studio = Studio(folder / "runs")
-        studio.save_draft(Draft(preset))
-        self._functions = {function.__name__: function for function in server_functions([data.calls(studio)])}
+        self.studio = Studio(folder / "runs")
+        self.studio.save_draft(Draft(preset))
+        self._functions = {function.__name__: function for function in server_functions([data.calls(self.studio)])}
 
     def ask(self, name: str, /, **values: Any) -> dict[str, Any]:
         """Return the answer as it travels: {"value": ...} or {"error": ...}."""
@@ -80,10 +80,28 @@ def test_the_number_of_replaced_captions_is_known_before_and_undone_at_once(wind
     assert window.view(search="picture")["num_replaceable"] == 12
     assert window.view(search="PICTURE")["num_replaceable"] == 0
     assert window.view()["num_undoable"] == 0
-    assert window.call("replace", search="picture", replacement="drawing") == 12
-    assert window.view()["num_undoable"] == 12 == window.call("undo")
+    key = window.view()["key"]
+    assert window.call("replace", key=key, search="picture", replacement="drawing") == 12
+    assert window.view()["num_undoable"] == 12 == window.call("undo", key=key)
     assert (window.images / "00.txt").read_text() == "picture number 0\n"
     assert window.view()["num_undoable"] == 0
+
+
+def test_undo_and_replace_change_only_captions_that_the_window_shows(window: Window, tmp_path: Path):
+    former = window.view()["key"]
+    window.save("00.png", "picture number 0", "a boat")
+    other = make_pictures(tmp_path / "others", 3)
+    window.studio.change_draft(lambda draft: draft.typed("data.path", str(other)).typed("data.validation", "0"))
+    assert (seen := window.view())["num_undoable"] == 0
+    refusal = "New run has another folder meanwhile, which is shown now; nothing was changed"
+    assert window.ask("undo", key=former) == {"error": refusal}
+    assert window.ask("replace", key=former, search="picture", replacement="drawing") == {"error": refusal}
+    assert window.call("undo", key=seen["key"]) == 0
+    assert window.call("replace", key=seen["key"], search="picture", replacement="drawing") == 3
+    assert window.call("undo", key=seen["key"]) == 3
+    window.studio.change_draft(lambda draft: draft.typed("data.path", str(window.images)))
+    assert window.view()["num_undoable"] == 1 == window.call("undo", key=former)
+    assert (window.images / "00.txt").read_text() == "picture number 0\n"
 
 
 def test_an_image_whose_name_is_not_utf8_is_shown_with_what_to_do(window: Window):

@@ -92,6 +92,19 @@ def test_a_keystroke_after_thirty_thousand_others_is_as_fast_as_the_first(tmp_pa
     assert log.stat().st_size - read < 200
 
 
+def test_what_can_be_undone_in_a_folder_is_known_soon_after_thirty_thousand_changes_in_others(tmp_path: Path):
+    log = tmp_path / "drafts" / "captions.jsonl"
+    captions = Captions(log)
+    captions.write(Card(tmp_path / "a.png", ""), "a boat")
+    with log.open("a") as lines:
+        lines.writelines(map(change, range(2, 30_002)))
+    began = time.process_time()
+    assert captions.undoable([tmp_path]) == 1
+    assert time.process_time() - began < 0.2
+    assert captions.undo([tmp_path]) == 1 and captions.undoable() == 1
+    assert len(log.read_text().splitlines()) == 30_000
+
+
 def test_a_long_history_loses_its_older_half_and_keeps_what_was_changed_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
