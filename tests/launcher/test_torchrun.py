@@ -69,6 +69,15 @@ def killed(run, rank, events):
     time.sleep(0.05)
     raise RuntimeError("[gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:4321")
 
+def aborting(run, rank, events):
+    if rank == 1:
+        print("[rank1]: Traceback (most recent call last):", file=sys.stderr)
+        print("[rank1]: OSError: step-000300 not written ([Errno 30] Read-only file system)", file=sys.stderr)
+        print("[rank1]: During handling of the above exception, another exception occurred:", file=sys.stderr)
+        print("[rank1]: OSError: [Errno 30] Read-only file system: error.json", file=sys.stderr, flush=True)
+        os.abort()  # as the destructor of torch's FileStore does on a read-only disk
+    time.sleep(60)
+
 def patient(run, rank, events):
     if rank == 0:
         while not run.requested("stop"):
@@ -178,6 +187,14 @@ def test_a_killed_rank_is_the_cause_although_another_rank_complained_first(start
         "which. Use fewer ranks per machine, lower train.micro_batch, or add memory\n"
         f"  log: {log}\n"
     )
+
+
+def test_a_rank_that_aborts_after_an_error_is_reported_with_the_error(start, capsys):
+    cfg, run = start("aborting")
+    assert watch(cfg, run, EventReader(run.events_file)) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == "error: rank 1, step 0: OSError: step-000300 not written ([Errno 30] Read-only file system)"
+    assert "make it writable, then continue with --resume" in told[1]
 
 
 def test_a_run_is_started_once_in_its_own_session_and_ctrl_c_stops_it(start, capsys):

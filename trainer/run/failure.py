@@ -145,7 +145,14 @@ def _from_error_file(file: Path, rank: int | None) -> _Failure:
     return _Failure(rank, message, file.stat().st_mtime, file.with_name("stderr.log"))
 
 
+_UNCAUGHT = re.compile(r"^\[rank\d+\]: (\w[\w.]*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE)
+"""How torch prints an error that ends a rank. What comes after it happened while it was handled."""
+
+
 def _how_it_ended(code: int, log: Path) -> str:
+    uncaught = _UNCAUGHT.search(_end_of(log)) if code == -signal.SIGABRT and log.is_file() else None
+    if uncaught:  # a destructor aborted the process afterwards
+        return uncaught[1]
     if code < 0:
         names = {known.value: known.name for known in signal.Signals}
         return f"killed by {names.get(-code, f'signal {-code}')}"
