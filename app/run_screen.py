@@ -20,7 +20,6 @@ from app.studio import Studio
 from trainer.config import families
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.config.sections import RankAdapter
 from trainer.config.titles import method_title, model_title
 from trainer.launcher.console import sentence
 from trainer.metrics.gpus import Gpu
@@ -124,6 +123,7 @@ def head(follower: Follower, view: RunView) -> Part:
             "message": view.message if view.is_running else "",
             "pending": [words for name, words in REQUESTS.items() if view.is_running and run.requested(name)],
             "marks": _marks(config, view),
+            "has_prompts": bool(_asked_prompts(run) or view.prompts),
             "next_sample": _next_sample(config, view),
             "figures": figures(follower, view),
             "split": {part: _finite(seconds) for part, seconds in view.seconds.items()},
@@ -154,13 +154,9 @@ def figures(follower: Follower, view: RunView) -> dict[str, Any]:
 
 
 def about(config: RunConfig) -> str:
-    """Return model, method and number of ranks: "FLUX.2 dev · LoRA rank 16 · 4 ranks"."""
-    name = model_title(config.model.path, config.model.family)
-    method = method_title(config)
-    if isinstance(config.adapter, RankAdapter):
-        method += f" rank {config.adapter.rank}"
-    num_ranks = config.parallel.devices
-    return " · ".join((name, method, f"{num_ranks} rank" + "s" * (num_ranks != 1)))
+    """Return model, method and number of ranks: "FLUX.2 dev · LoRA rank 16, nf4 base · 4 ranks"."""
+    name, num_ranks = model_title(config.model.path, config.model.family), config.parallel.world_size
+    return " · ".join((name, method_title(config, is_sized=True), f"{num_ranks} rank" + "s" * (num_ranks != 1)))
 
 
 def more(run: RunDir, config: RunConfig, view: RunView) -> dict[str, Any]:

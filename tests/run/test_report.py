@@ -153,7 +153,7 @@ def test_the_head_of_the_report_names_model_method_and_data(tmp_path):
     data = DataConfig(path=str(images), trigger="fxx")
     cfg = RunConfig(name="fox", model=ModelConfig(family="flux2", path="demo"), data=data, adapter=LoraAdapter(rank=8))
     head = page(RunDir.create(tmp_path, cfg, at=tmp_path / "fox")).find(".//header/p")
-    assert text_of(head) == "Demo model · LoRA, rank 8 · 2 images of foxes, trigger fxx · 1 rank"
+    assert text_of(head) == "Demo model · LoRA rank 8 · 2 images of foxes, trigger fxx · 1 rank"
 
 
 def test_the_report_opens_with_what_differs_from_the_defaults_and_folds_the_rest(run):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainer.config.models import published_models
 from trainer.config.schema import RunConfig
-from trainer.config.sections import MODEL_WORDS, NoAdapter
+from trainer.config.sections import MODEL_WORDS, NoAdapter, RankAdapter
 
 METHODS = {"lora": "LoRA", "locon": "LoCon", "dora": "DoRA", "loha": "LoHa", "lokr": "LoKr", "boft": "BOFT"}
 METHODS |= {"diag-oft": "Diag-OFT", "none": "All weights"}
@@ -26,9 +26,11 @@ def model_title(path: str, family: str) -> str:
     return path.rstrip("/").rpartition("/")[2] or path
 
 
-def method_title(cfg: RunConfig) -> str:
-    """Return method and base of a config: "LoRA, nf4 base"."""
+def method_title(cfg: RunConfig, is_sized: bool = False) -> str:
+    """Return method and base of a config: "LoRA, nf4 base", or with its size "LoRA rank 16, nf4 base"."""
     method = METHODS[cfg.adapter.type]
+    if is_sized and isinstance(cfg.adapter, RankAdapter):
+        method += f" rank {cfg.adapter.rank}"
     if isinstance(cfg.adapter, NoAdapter) or cfg.quantize.format == "none":
         return method
     return f"{method}, {cfg.quantize.format} base"

@@ -22,7 +22,6 @@ from trainer.config.amounts import file_size
 from trainer.config.errors import InputError
 from trainer.config.fields import label_with_unit
 from trainer.config.schema import RunConfig
-from trainer.config.sections import RankAdapter
 from trainer.config.titles import METHODS, method_title, model_title
 from trainer.run.colors import LINES, both_variables
 from trainer.run.events import (
@@ -123,12 +122,7 @@ def _headline(cfg: RunConfig) -> list[str]:
     """Return model, method, data and ranks of a run, each in a few words."""
     ranks = cfg.parallel.world_size
     model = model_title(cfg.model.path, cfg.model.family)
-    return [model, _method(cfg), _data(cfg), f"{ranks} rank{'s' * (ranks > 1)}"]
-
-
-def _method(cfg: RunConfig) -> str:
-    rank = f", rank {cfg.adapter.rank}" if isinstance(cfg.adapter, RankAdapter) else ""
-    return f"{method_title(cfg)}{rank}"
+    return [model, method_title(cfg, is_sized=True), _data(cfg), f"{ranks} rank{'s' * (ranks > 1)}"]
 
 
 def _data(cfg: RunConfig) -> str:

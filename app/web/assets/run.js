@@ -133,7 +133,7 @@ studio.runTabs = studio.runTabs || {};
   // --- buttons --------------------------------------------------------------------------------------------------------
 
   function drawActions(head) {
-    studio.fill(parts.actions, [head.is_running, head.is_alive, head.more, hasPrompts()], () => (head.is_running ? running() : head.is_alive ? [] : ended(head.more)));
+    studio.fill(parts.actions, [head.is_running, head.is_alive, head.more, head.has_prompts], () => (head.is_running ? running(head.has_prompts) : head.is_alive ? [] : ended(head.more)));
   }
 
   function button(id, text, action, kind = '', title = '') {
@@ -141,8 +141,8 @@ studio.runTabs = studio.runTabs || {};
     return made;
   }
 
-  const running = () => [
-    Object.assign(button('sample', 'Sample', () => request('sample'), '', hasPrompts() ? 'Draw samples after this step' : 'It has no prompts: write some under Edit prompts'), { disabled: !hasPrompts() }),
+  const running = hasPrompts => [
+    Object.assign(button('sample', 'Sample', () => request('sample'), '', hasPrompts ? 'Draw samples after this step' : 'It has no prompts: write some under Edit prompts'), { disabled: !hasPrompts }),
     button('save', 'Save', () => request('save'), '', 'Write a checkpoint after this step'),
     button('stop', 'Stop', stop, '.stop', 'Stop after this step, with a checkpoint')];
 
@@ -293,7 +293,7 @@ studio.runTabs = studio.runTabs || {};
   function sayStripNote() {
     if (!strip.counts) return;
     const [shown, count] = strip.counts;
-    const running = hasPrompts() ? 'No samples yet. Sample draws some after this step.' : 'This run has no prompts to draw samples from.';
+    const running = data.head.has_prompts ? 'No samples yet. Sample draws some after this step.' : 'This run has no prompts to draw samples from.';
     studio.say(parts.stripNote, shown ? (count > shown ? `${shown} of ${studio.count(count)} prompts` : '') : data.head.is_running ? running : 'No samples were drawn.');
     parts.stripNote.hidden = !parts.stripNote.textContent;
   }
@@ -323,11 +323,8 @@ studio.runTabs = studio.runTabs || {};
 
   // --- prompts to come ------------------------------------------------------------------------------------------------
 
-  const hasPrompts = () => (data.prompts.asked || data.prompts.now).length > 0;
-
   function drawPrompts({ asked }) {
     sayStripNote();
-    drawActions(data.head);
     studio.say(parts.asked, asked ? `The next samples are of ${studio.counted(asked.length, 'other prompt')}.` : '');
   }
 
