@@ -143,7 +143,7 @@
     await tried(place, async () => {
       const found = await call('result_upload_state', { run });
       show(found);
-      if (found.is_running) await watch();
-    }, look);
+      if (found.is_running) await tried(place, watch, look);
+    }); // without `look`: Enter may be pressed at once
   };
 }

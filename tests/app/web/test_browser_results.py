@@ -313,6 +313,22 @@ def test_an_upload_is_asked_first_with_its_files_and_its_card_and_what_comes_is_
     again.get_by_role("link", name=f"{site.hub.url}/ada/fox").wait_for()
 
 
+def test_enter_counts_also_while_the_dialog_looks_for_an_upload_that_runs(page: Page, site: Site):
+    page.evaluate(
+        """() => {
+          const answer = studio.server.result_upload_state;
+          studio.server.result_upload_state = async values => {
+            await new Promise(resolve => setTimeout(resolve, 2000));
+            return answer(values);
+          };
+        }"""
+    )
+    page.locator("#upload").click()
+    page.locator("#upload-repo").fill("ada/quick")
+    page.keyboard.press("Enter")
+    page.locator("#upload-question").get_by_text("to ada/quick, which only you can see:").wait_for()
+
+
 def test_a_public_upload_says_who_sees_it_and_a_change_takes_the_question_back(page: Page, site: Site):
     dialog = ask(page, "ada/public", private=False)
     dialog.get_by_text("which everyone can see:").wait_for()
