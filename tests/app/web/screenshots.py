@@ -31,6 +31,7 @@ from tests.app.notebook.lab import choose as choose_menu
 from tests.app.notebook.lab import position_of, serving_lab
 from trainer.run import process
 from trainer.run.folder import RunDir
+from trainer.run.report import write_report
 
 PICTURES = ROOT / "tests" / "pictures"
 WIDTHS = (390, 820, 1280, 1920)
@@ -56,7 +57,7 @@ WITHOUT_FOLDERS = """([checkout, temporary]) => {
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) walker.currentNode.data = plain(walker.currentNode.data);
   for (const input of document.querySelectorAll('input, textarea')) input.value = plain(input.value);
-  document.querySelector('#toasts').replaceChildren();
+  document.querySelector('#toasts')?.replaceChildren();
 }"""
 
 
@@ -72,6 +73,13 @@ def take(browser: Browser, url: str, run: str, other: str, folder: Path) -> list
     chosen = {name: place for name, place in places(run, other).items() if name in PICTURED}
     with opened(browser, url, height=800) as page:
         return [_save(_taken(page), folder / f"page-{name}.png") for name in _visited(page, chosen)]
+
+
+def take_report(browser: Browser, run: RunDir, folder: Path) -> Path:
+    """A picture of what a run's report begins with."""
+    with closing(browser.new_page(viewport={"width": 1200, "height": 1400})) as page:
+        page.goto(write_report(run).as_uri())
+        return _save(_taken(page), folder / "report.png", colours=4 * COLOURS)  # its thin lines are the only blue
 
 
 def _taken(page: Page) -> bytes:
@@ -134,10 +142,10 @@ def take_notebook(browser: Browser, folder: Path) -> Path:
     return picture
 
 
-def _save(png: bytes, file: Path) -> Path:
+def _save(png: bytes, file: Path, colours: int = COLOURS) -> Path:
     """Few colours: READMEs are read over the network."""
     with Image.open(io.BytesIO(png)) as picture:
-        picture.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(file, optimize=True)
+        picture.convert("RGB").quantize(colours, dither=Image.Dither.NONE).save(file, optimize=True)
     return file
 
 
@@ -157,6 +165,7 @@ def main(arguments: list[str]) -> int:
             for file in (take_all if arguments else take)(browser, server.url, run.name, other, folder):
                 print(file)
         if not arguments:
+            print(take_report(browser, RunDir.open(run), PICTURES))
             print(take_notebook(browser, PICTURES))
     return 0
 
