@@ -21,7 +21,7 @@ from app.monitor import find_runs
 from trainer.config import families
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
-from trainer.run.events import AnyEvent, EventReader, StatusEvent, StepEvent
+from trainer.run.events import AnyEvent, EventReader, StatusEvent, StepEvent, is_start
 from trainer.run.folder import RunDir
 from trainer.run.process import Launch
 
@@ -237,7 +237,7 @@ def _ends(file: Path) -> tuple[list[AnyEvent], list[AnyEvent]]:
     start = max(0, size - TAIL_BYTES)
     tail = EventReader(file, start).read()  # a line that is cut off at its beginning is skipped
     head = EventReader(file, at_most=HEAD_BYTES).read() if start else tail
-    restarts = [at for at, event in enumerate(tail) if isinstance(event, StatusEvent) and event.state == "starting"]
+    restarts = [at for at, event in enumerate(tail) if is_start(event)]
     return head, tail[restarts[-1] :] if restarts else tail
 
 

@@ -39,6 +39,7 @@ from trainer.run.events import (
     default_decay,
     format_duration,
     format_speed,
+    is_start,
     seconds_waited,
     smoothed,
     step_parts,
@@ -304,7 +305,7 @@ class Follower:
 
     def _seconds_until(self, event: AnyEvent) -> float:
         """Return the running time between the last event and this one."""
-        if not self._last_event or (isinstance(event, StatusEvent) and event.state == "starting"):
+        if not self._last_event or is_start(event):
             return 0.0
         # Whoever finds the process gone records the error, which may be days after a power cut.
         most = process.MAX_SILENCE_S if isinstance(event, ErrorEvent) else math.inf

@@ -123,7 +123,7 @@ def head(follower: Follower, view: RunView) -> Part:
             "message": view.message if view.is_running else "",
             "pending": [words for name, words in REQUESTS.items() if view.is_running and run.requested(name)],
             "marks": _marks(config, view),
-            "has_prompts": bool(_asked_prompts(run) or view.prompts),
+            "has_prompts": bool(view.prompts or _asked_prompts(run)),
             "next_sample": _next_sample(config, view),
             "figures": figures(follower, view),
             "split": {part: _finite(seconds) for part, seconds in view.seconds.items()},

@@ -24,6 +24,7 @@ from trainer import plan as plans
 from trainer.benchmark import variants as trials
 from trainer.benchmark.variants import Trial
 from trainer.config import presets
+from trainer.config.amounts import GIB
 from trainer.config.errors import InputError
 from trainer.config.installation import CHECKOUT
 from trainer.config.load import ConfigFile, load_config
@@ -33,7 +34,6 @@ from trainer.launcher.torchrun import RunHandle
 from trainer.metrics import gpus
 from trainer.plan import hardware as hardware_of
 from trainer.plan.fixes import Fix, fixes
-from trainer.plan.hardware import GIB
 from trainer.plan.memory import MemoryPlan
 from trainer.run import process as processes
 from trainer.run.events import ENDS, EventReader, ExportEvent, SampleEvent, State, StatusEvent

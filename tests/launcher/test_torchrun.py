@@ -192,9 +192,9 @@ def test_a_killed_rank_is_the_cause_although_another_rank_complained_first(start
 def test_a_rank_that_aborts_after_an_error_is_reported_with_the_error(start, capsys):
     cfg, run = start("aborting")
     assert watch(cfg, run, EventReader(run.events_file)) == 1
-    told = capsys.readouterr().err.splitlines()
-    assert told[0] == "error: rank 1, step 0: OSError: step-000300 not written ([Errno 30] Read-only file system)"
-    assert "make it writable, then continue with --resume" in told[1]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "error: rank 1, step 0: OSError: step-000300 not written ([Errno 30] Read-only file system)"
+    assert "make it writable, then continue with --resume" in lines[1]
 
 
 def test_a_run_is_started_once_in_its_own_session_and_ctrl_c_stops_it(start, capsys):

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 from tests.plan.common import NOWHERE, run
 from tests.readme import write_section
+from trainer.config.amounts import GIB
 from trainer.plan.fixes import planned
-from trainer.plan.hardware import GIB, named
+from trainer.plan.hardware import named
 from trainer.plan.memory import MemoryPlan
 
 MODELS = {

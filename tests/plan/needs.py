@@ -10,9 +10,9 @@ from pathlib import Path
 
 from tests.plan.common import NOWHERE
 from tests.readme import readme
+from trainer.config.amounts import GIB
 from trainer.config.load import load_config
 from trainer.plan.fixes import planned
-from trainer.plan.hardware import GIB
 from trainer.plan.phases import CAPTIONS, SAMPLING, TRAINING
 
 PRESETS = Path(__file__).parents[2] / "presets"

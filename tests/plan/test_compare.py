@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.plan.common import run
+from trainer.config.amounts import GIB
 from trainer.metrics.gpus import Gpu
 from trainer.plan.calibration import Measured, keep, reserve_of
 from trainer.plan.compare import describe_measured, describe_plan, plan_here, warning
 from trainer.plan.fixes import planned
-from trainer.plan.hardware import CARDS, GIB, like, of_machine
+from trainer.plan.hardware import CARDS, like, of_machine
 from trainer.plan.phases import Reserve
 
 CARD = CARDS["24gb"]

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.plan.common import NOWHERE, planned, run
+from trainer.config.amounts import GIB
 from trainer.config.load import load_config
 from trainer.plan import fixes as fixing
 from trainer.plan.fixes import fixes
-from trainer.plan.hardware import CARDS, GIB
+from trainer.plan.hardware import CARDS
 from trainer.plan.phases import CAPTIONS, EXPORT, IMAGES, SAMPLING, TRAINING, Item
 
 PRESETS = Path(__file__).parents[2] / "presets"

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from tests.plan.common import planned, shipped
-from trainer.plan.hardware import GIB
+from trainer.config.amounts import GIB
 from trainer.plan.steps import ModelPass, Size
 from trainer.plan.tables import PassTable
 from trainer.plan.timeline import Sharding, simulate

@@ -27,6 +27,7 @@ from trainer.run.events import (
     default_decay,
     format_losses,
     format_speed,
+    is_start,
     losses_by_name,
     smoothed,
 )
@@ -64,13 +65,13 @@ class StepSummary:
         self._recent: deque[StepEvent] = deque(maxlen=SMOOTHED_STEPS)
         self._pace = Pace()
 
-    def add(self, event: StepEvent) -> None:
-        self._recent.append(event)
-        self._pace.add(event)
-
-    def start_anew(self) -> None:
-        """Note that the ranks are started again: the time until their first step is not a pause between steps."""
-        self._pace = Pace()
+    def add(self, event: AnyEvent) -> None:
+        """Take the next event of the run; only steps and starts count."""
+        if is_start(event):
+            self._pace = Pace()  # the time until the first step is not a pause between steps
+        if isinstance(event, StepEvent):
+            self._recent.append(event)
+            self._pace.add(event)
 
     @property
     def step(self) -> int:
@@ -125,14 +126,12 @@ class LineDisplay:
         say(text)
 
     def show(self, event: AnyEvent) -> None:
+        self.summary.add(event)
         if isinstance(event, StepEvent):
-            self.summary.add(event)
             self._has_unshown_step = True
             if self._is_line_due():
                 self._say_step()
             return
-        if is_start(event):
-            self.summary.start_anew()
         if isinstance(event, StatusEvent) and not self._is_worth_a_line(event):
             return
         if self._has_unshown_step:
@@ -185,12 +184,10 @@ class BarDisplay:
         self._bar.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def show(self, event: AnyEvent) -> None:
+        self.summary.add(event)
         if isinstance(event, StepEvent):
-            self.summary.add(event)
             self._show_steps("training")
             return
-        if is_start(event):
-            self.summary.start_anew()
         if isinstance(event, StatusEvent) and event.total:
             self._bar.update(
                 self._task,
@@ -213,11 +210,6 @@ class BarDisplay:
             total=self.summary.num_steps,
             details=str(self.summary),
         )
-
-
-def is_start(event: AnyEvent) -> bool:
-    """Return whether the ranks were started, for the first time or again."""
-    return isinstance(event, StatusEvent) and event.state == "starting"
 
 
 def sentence(event: MessageEvent) -> str:

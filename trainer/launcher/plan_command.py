@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config.amounts import file_size, memory_size
+from trainer.config.amounts import GIB, file_size, memory_size
 from trainer.config.load import load_config, stage_configs
 from trainer.config.schema import RunConfig
 from trainer.config.terminal import complain, say
@@ -16,7 +16,7 @@ from trainer.launcher import preflight
 from trainer.models import distilled
 from trainer.plan import plan
 from trainer.plan.fixes import Fix, fixes, largest
-from trainer.plan.hardware import GIB, Card, detected, named
+from trainer.plan.hardware import Card, detected, named
 from trainer.plan.memory import MemoryPlan, describe, describe_trace, verdict
 from trainer.plan.phases import moment
 from trainer.plan.store import traced_peak

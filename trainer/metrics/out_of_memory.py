@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from trainer.config.amounts import GIB
 from trainer.distributed.heartbeat import Heartbeat
 from trainer.metrics.memory import MemoryMeter
 from trainer.metrics.step_time import OPTIMIZER
 from trainer.run.failure import OUT_OF_MEMORY
-
-GIB = 2**30
 
 
 class OutOfMemoryError(RuntimeError):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trainer.config.amounts import GIB
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.plan.calibration import Measured
 from trainer.plan.fixes import fixes, planned
-from trainer.plan.hardware import GIB, like
+from trainer.plan.hardware import like
 from trainer.plan.memory import MemoryPlan
 
 

@@ -10,12 +10,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from trainer.config.amounts import GB, MIB
 from trainer.config.errors import InputError
 from trainer.metrics import gpus
 from trainer.metrics.gpus import Gpu
-
-MIB, GIB = 2**20, 2**30
-GB = 10**9
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from trainer.config.amounts import GIB
 from trainer.config.families import trains_on
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter, RankAdapter
 from trainer.parallel.strategy import Strategy, ring_share
-from trainer.plan.hardware import CARDS, GIB, NETWORK, Card
+from trainer.plan.hardware import CARDS, NETWORK, Card
 from trainer.plan.phases import ASSUMED, TRAINING, Item, Phase, Reserve, phases_of
 from trainer.plan.sizes import BITS, rank_of, sharding_of, size_of, strategy_of
 from trainer.plan.steps import ModelPass

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from trainer.config.amounts import GIB
 from trainer.config.families import trains_on
 from trainer.config.schema import RunConfig
 from trainer.config.sections import RankAdapter
 from trainer.parallel.strategy import TRAINED_BYTES, Strategy, choose_strategy, reshard_after_forward, shard_ranks
-from trainer.plan.hardware import GIB, Card
+from trainer.plan.hardware import Card
 from trainer.plan.steps import ModelPass, Size
 from trainer.plan.timeline import Sharding
 

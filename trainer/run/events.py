@@ -285,6 +285,11 @@ class RankLine:
     time: Time = field(default_factory=time.time)
 
 
+def is_start(event: AnyEvent) -> bool:
+    """Return whether the ranks are started here, for the first time or again."""
+    return isinstance(event, StatusEvent) and event.state == "starting"
+
+
 class EventWriter:
     """Appends events or RankLines to a file. Each line is one write, so that lines of several processes never mix."""
 

@@ -26,7 +26,17 @@ from pydantic import TypeAdapter
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.installation import CHECKOUT
-from trainer.run.events import ENDS, AnyEvent, ErrorEvent, EventReader, EventWriter, State, StatusEvent, last_state
+from trainer.run.events import (
+    ENDS,
+    AnyEvent,
+    ErrorEvent,
+    EventReader,
+    EventWriter,
+    State,
+    StatusEvent,
+    is_start,
+    last_state,
+)
 from trainer.run.failure import diagnose, launches, output_file
 from trainer.run.folder import RunDir
 
@@ -396,5 +406,5 @@ def argv_of(process: psutil.Process) -> list[str]:
 
 
 def _since_start(events: Sequence[AnyEvent]) -> Sequence[AnyEvent]:
-    starts = [at for at, event in enumerate(events) if isinstance(event, StatusEvent) and event.state == "starting"]
+    starts = [at for at, event in enumerate(events) if is_start(event)]
     return events[starts[-1] :] if starts else events

@@ -32,13 +32,13 @@ from trainer.run.events import (
     ExportEvent,
     RankReader,
     SampleEvent,
-    StatusEvent,
     StepEvent,
     ValidationEvent,
     WarningEvent,
     by_prompt,
     default_decay,
     format_duration,
+    is_start,
     last_state,
     latest_steps,
     losses_by_name,
@@ -242,11 +242,7 @@ def _written(value: Any) -> str:
 
 def _duration_s(events: Sequence[AnyEvent]) -> float:
     """Running time, without the pauses before the run was resumed."""
-    return sum(
-        later.time - earlier.time
-        for earlier, later in pairwise(events)
-        if not (isinstance(later, StatusEvent) and later.state == "starting")
-    )
+    return sum(later.time - earlier.time for earlier, later in pairwise(events) if not is_start(later))
 
 
 def _messages(events: Iterable[AnyEvent]) -> Markup:

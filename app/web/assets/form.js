@@ -380,7 +380,7 @@
       const roots = found.roots.filter(at => at !== found.path).map(at => h('li', {}, h('button.btn.ghost', { type: 'button', onclick: () => open(at) }, at)));
       list.replaceChildren(...up, ...found.folders.map(folder => h('li', {}, h('button.btn.ghost', { type: 'button', onclick: () => open(`${found.path}/${folder}`) }, folder))),
         ...(found.above ? [] : roots));
-      if (document.activeElement === document.body) (list.querySelector('button') || choose).focus(); // the one that was pressed is gone
+      studio.refocus(list.querySelector('button'), choose); // the one that was pressed is gone
     };
     document.body.append(dialog);
     dialog.showModal();
@@ -585,9 +585,9 @@
     $('left').replaceChildren(h('div.notice', { role: 'status' }, h('p', {}, sentence, h('button.btn.s', { type: 'button', onclick: async () => {
       if (!await undo()) return;
       $('left').replaceChildren();
-      if (document.activeElement === document.body) $('tiles').querySelector('.on')?.focus();
+      studio.refocus($('tiles').querySelector('.on'));
     } }, 'Undo'))));
-    if (document.activeElement === document.body) $('left').querySelector('button').focus(); // what was pressed is hidden now
+    studio.refocus($('left').querySelector('button')); // what was pressed is hidden now
   }
 
   const copyButton = text => h('button.btn.s', { type: 'button', onclick: async () => await studio.copy(text()) ? studio.toast('Copied.') : studio.toast('The browser lets no page copy here: select the text and press Ctrl C.', true) }, 'Copy');

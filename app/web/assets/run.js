@@ -324,7 +324,6 @@ studio.runTabs = studio.runTabs || {};
   // --- prompts to come ------------------------------------------------------------------------------------------------
 
   function drawPrompts({ asked }) {
-    sayStripNote();
     studio.say(parts.asked, asked ? `The next samples are of ${studio.counted(asked.length, 'other prompt')}.` : '');
   }
 
