@@ -26,6 +26,7 @@ from trainer.metrics.gpus import Gpu
 from trainer.plan.memory import MemoryPlan, verdict
 from trainer.plan.phases import Item, moment
 from trainer.run.colors import MEMORY_KINDS
+from trainer.run.length import RunLength
 
 if TYPE_CHECKING:
     from app.studio import Studio
@@ -179,6 +180,7 @@ def plan(preview: PlanPreview, cfg: RunConfig, gpus: list[Gpu]) -> dict[str, Any
     if found is None:
         return answer
     on_cpu = found.card is None and cfg.parallel.device == "cpu"
+    length = RunLength(cfg)
     sizes = [[kind, size] for kind, size in kinds(found) if not on_cpu or kind != "reserve"]  # it is CUDA's
     return answer | {
         "on_cpu": on_cpu,
@@ -195,7 +197,8 @@ def plan(preview: PlanPreview, cfg: RunConfig, gpus: list[Gpu]) -> dict[str, Any
         "host": [_item(item) for item in found.host],
         "disk": [_item(item) for item in found.disk],
         "seconds": [found.time.low, found.time.high] if found.time else None,
-        "steps": sum(cfg.stage_steps),
+        "steps": length.num_steps,
+        "length": str(length),
     }
 
 

@@ -40,11 +40,13 @@ def request(run: RunDir, what: Request) -> str:
 
 def status(view: RunView, element_id: str = "") -> Markup:
     """Return the state as a sentence, a progress bar, and loss, speed and seconds of the last steps."""
-    share = 100 * view.step / view.num_steps
+    share = 100 * view.step / view.num_steps if view.num_steps else 0.0
     rate, unit = format_speed(*view.speed).split()
-    facts = [("step", f"{view.step:,} / {view.num_steps:,}"), (unit, rate)]
+    facts = [("step", f"{view.step:,} / {view.length}"), (unit, rate)]
+    if view.epoch:
+        facts.insert(1, ("epoch", view.epoch.removeprefix("epoch ")))
     if view.loss is not None:
-        facts.insert(1, ("loss, smoothed", f"{view.loss:.4f}"))
+        facts.insert(-1, ("loss, smoothed", f"{view.loss:.4f}"))
         facts.append(("a step", format_seconds(view.step_s)))
         facts += [(part, format_seconds(seconds)) for part, seconds in view.seconds.items()]
     if view.waited_s > 0:

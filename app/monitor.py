@@ -45,6 +45,7 @@ from trainer.run.events import (
     step_parts,
 )
 from trainer.run.folder import RunDir, is_run
+from trainer.run.length import RunLength
 from trainer.run.pace import AVERAGED_STEPS, Pace
 from trainer.run.prompts import prompts_in_force
 from trainer.run.report import Line, Look, loss_lines, seconds_lines
@@ -90,6 +91,10 @@ class RunView:
 
     Attributes:
         stage: The current stage, where the config has stages.
+        num_steps: Steps of the whole run; 0 while they are not known (`trainer.run.length`).
+        stage_steps: Those of each stage, 0 where they are not known.
+        length: Steps of the whole run in words: "1,200", or "3 epochs" while they are not known.
+        epoch: Where the run is in its epochs: "epoch 1.1 of 4"; empty where that is not known.
         speed: Images or tokens trained per second, and which of the two.
         seconds: Mean seconds of the parts of the last steps, which add up to the whole step (`events.step_parts`).
         waited_s: Mean seconds within these parts in which the computation waited for other ranks; NaN: not measured.
@@ -114,6 +119,9 @@ class RunView:
     stage: StageEvent | None
     step: int
     num_steps: int
+    stage_steps: tuple[int, ...]
+    length: str
+    epoch: str
     loss: float | None
     speed: tuple[float, str]
     seconds: Mapping[str, float]
@@ -166,7 +174,7 @@ class RunView:
                 exported = f"; exported {self.exports[-1].path}" if self.exports else ""
                 return f"Finished after {self.step:,} steps{exported}"
             case "stopped":
-                return f"Stopped at step {self.step:,} of {self.num_steps:,}; resume continues it"
+                return f"Stopped at step {self.step:,} of {self.length}; resume continues it"
             case "failed":
                 return f"Failed at step {self.step}"
         counted = f" {self.done} of {self.total}" if self.total else ""
@@ -177,7 +185,8 @@ class RunView:
     def _training(self) -> str:
         left = "" if self.eta_s is None else f", about {format_duration(self.eta_s)} left"
         stage = f"stage {self.stage.number} of {self.stage.count}, {self.stage.name}, " if self.stage else ""
-        return f"Training: {stage}step {self.step:,} of {self.num_steps:,}, {format_speed(*self.speed)}{left}"
+        epoch = f"{self.epoch}, " if self.epoch else ""
+        return f"Training: {stage}step {self.step:,} of {self.length}, {epoch}{format_speed(*self.speed)}{left}"
 
 
 class Follower:
@@ -213,6 +222,7 @@ class Follower:
         self._last_event = 0.0
         self._duration_s = 0.0
         self._pace = Pace()
+        self._length = RunLength(self.config)
         self._derived: _Derived | None = None
 
     def view(self) -> RunView:
@@ -301,6 +311,7 @@ class Follower:
                 self._validations[event.step] = event
             case ErrorEvent():
                 self._error = event
+        self._length.add(event, self.config)
         self._events.append(event)
 
     def _seconds_until(self, event: AnyEvent) -> float:
@@ -316,7 +327,7 @@ class Follower:
         now = time.time()
         ranks = tuple(RankState(**vars(line), age_s=now - line.time) for _, line in sorted(self._lines.items()))
         step = self._steps[-1].step if self._steps else 0
-        num_steps = sum(self.config.stage_steps)
+        num_steps = self._length.num_steps
         last_written = max([self._last_event, *(line.time for line in self._lines.values())])
         peaks = [rank.peak for rank in ranks]
         stride = 1 if state in ENDS else max(1, len(self._steps) // DRAWN_STEPS)
@@ -329,6 +340,9 @@ class Follower:
             stage=self._stage,
             step=step,
             num_steps=num_steps,
+            stage_steps=self._length.stages,
+            length=str(self._length),
+            epoch=self._length.epoch_in_words(step),
             loss=found.loss,
             speed=found.speed,
             seconds=found.seconds,
@@ -384,7 +398,7 @@ class Follower:
     @property
     def decay(self) -> float:
         """The decay of the smoothed curves of this run."""
-        return default_decay(sum(self.config.stage_steps))
+        return default_decay(self._length.typical)
 
     @property
     def num_events(self) -> int:

@@ -34,6 +34,8 @@ class Result:
     """What came of one run.
 
     Attributes:
+        num_steps: Planned steps; 0 while they are not known.
+        length: Planned steps in words.
         best: (loss, step) of the lowest validation loss; None where none was measured.
         peak: Bytes of the largest peak memory of a rank; 0 where it was not recorded.
         speed: Images or tokens per second; None where it was not measured.
@@ -43,6 +45,7 @@ class Result:
     state: State
     step: int
     num_steps: int
+    length: str
     loss: float | None
     best: tuple[float, int] | None
     duration_s: float
@@ -73,6 +76,7 @@ def result(follower: Follower) -> Result:
         state=view.state,
         step=view.step,
         num_steps=view.num_steps,
+        length=view.length,
         loss=_finite(view.loss),
         best=best_validation(follower),
         duration_s=view.duration_s,

@@ -118,6 +118,8 @@ def head(follower: Follower, view: RunView) -> Part:
             "is_text": families.trains_on(config) == "text",
             "step": view.step,
             "num_steps": view.num_steps,
+            "length": view.length,
+            "epoch": view.epoch,
             "stages": _stages(config, view),
             "done": [view.done, view.total] if view.is_running else [0, 0],
             "message": view.message if view.is_running else "",
@@ -267,7 +269,7 @@ def _stages(config: RunConfig, view: RunView) -> dict[str, Any] | None:
     names = [stage.name for stage in config.stages]
     done = bool(view.state == "finished")
     number = view.stage.number if view.stage else 1
-    return {"names": names, "steps": list(config.stage_steps), "number": len(names) if done else number}
+    return {"names": names, "steps": list(view.stage_steps), "number": len(names) if done else number}
 
 
 def _marks(config: RunConfig, view: RunView) -> dict[str, int]:
@@ -282,7 +284,7 @@ def _next_sample(config: RunConfig, view: RunView) -> dict[str, float] | None:
     every = _marks(config, view)["sample"]
     if not every or view.state != "training" or view.eta_s is None:
         return None
-    step = min((view.step // every + 1) * every, view.num_steps)
+    step = min((view.step // every + 1) * every, view.num_steps or math.inf)
     return {"step": step, "eta_s": (step - view.step) * view.step_s}
 
 

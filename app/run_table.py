@@ -64,6 +64,8 @@ class Summary:
 
     Attributes:
         state: The run's state; "unread" for a run that is read in a moment; "damaged" for one that cannot be read.
+        num_steps: Planned steps; 0 while they are not known.
+        length: Planned steps in words: "1,200", or "3 epochs" while they are not known.
         loss: Smoothed training loss of the last step.
         started: Unix seconds of the first start; 0 for never.
         launched: Unix seconds of the last start; for a run that was never started, of its making.
@@ -84,6 +86,7 @@ class Summary:
     state: State | Literal["unread", "damaged"]
     step: int = 0
     num_steps: int = 0
+    length: str = ""
     loss: float | None = None
     started: float = 0.0
     launched: float = 0.0
@@ -381,6 +384,7 @@ def summarized(follower: Follower) -> Summary:
         state=view.state,
         step=view.step,
         num_steps=view.num_steps,
+        length=view.length,
         loss=_finite(view.loss),
         started=events[0].time if events else 0.0,
         launched=last_start(view.path),
@@ -426,6 +430,7 @@ def _finite(value: float | None) -> float | None:
 
 def _curve(follower: Follower, num_steps: int) -> tuple[float, ...]:
     """The smoothed loss at the end of each of up to CURVE_POINTS equal parts of all steps, as far as there are any."""
+    num_steps = num_steps or max((step.step for step in follower.steps), default=1)
     num_parts = min(CURVE_POINTS, num_steps)
     values: dict[int, float] = {}
     means = smoothed((step.loss for step in follower.steps), follower.decay)

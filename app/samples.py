@@ -92,7 +92,7 @@ def version(run: RunDir, view: RunView) -> str:
         changed = run.samples.stat().st_mtime_ns
     except OSError:  # see _entries
         changed = 0
-    return f"{len(view.samples)} {changed} {view.num_steps} {view.is_running}"
+    return f"{len(view.samples)} {changed} {view.length} {view.is_running}"
 
 
 def num_bytes(run: RunDir) -> int:

@@ -36,7 +36,6 @@ from trainer.config.errors import InputError
 from trainer.config.installation import PRESETS
 from trainer.config.load import dump_config, load_config
 from trainer.config.presets import FIRST_PRESET, find_presets
-from trainer.config.schema import RunConfig
 from trainer.config.sections import NAME_HELP, NAME_PATTERN
 from trainer.launcher import commands, preflight, torchrun
 from trainer.launcher.downloads import Downloads as ModelDownloads
@@ -45,6 +44,7 @@ from trainer.metrics import gpus
 from trainer.metrics.gpus import Gpu
 from trainer.run import process as processes
 from trainer.run.folder import RunDir, is_run
+from trainer.run.manifest import newest_step
 
 PRIVATE = ("drafts", "thumbnails", "downloads", "queue", "presets")
 """Subfolders of the runs folder with mode 0700: they hold copies of images, captions and configs."""
@@ -309,7 +309,7 @@ class Studio:
         if steps < 1:
             raise InputError(f"{steps} steps; give at least 1 more")
         with self._lock:
-            preflight.continued_run(run, [_with_more_steps(run.config(), steps)])
+            preflight.continued_run(run, [_with_more_steps(run, steps)])
             torchrun.start(run.config(), run)
 
     def find_runs(self) -> list[RunDir]:
@@ -391,10 +391,14 @@ class Studio:
             time.sleep(POLL_S)
 
 
-def _with_more_steps(config: RunConfig, steps: int) -> str:
-    """Return the change `key=value` that gives a config more steps."""
+def _with_more_steps(run: RunDir, steps: int) -> str:
+    """Return the change `key=value` that gives a run more steps; of a run given in epochs, more than it has trained."""
+    config = run.config()
+    planned = config.stage_steps[-1]
+    more = steps + (newest_step(run.checkpoints) if planned is None else planned)
     if not config.stages:
-        return f"train.steps={config.train.steps + steps}"
+        return f"train.steps={more}"
     parts = [stage.model_dump(mode="json") for stage in config.stages]
-    parts[-1]["set"] |= {"train.steps": config.stage_steps[-1] + steps}
+    parts[-1]["set"] = {key: value for key, value in parts[-1]["set"].items() if key != "train.epochs"}
+    parts[-1]["set"] |= {"train.steps": more}
     return f"stages={json.dumps(parts)}"

@@ -83,7 +83,7 @@ def _train(run: RunDir) -> None:
             end = _train_on(attached, world, emit, preemption, watchdog.request)
     stage = attached.stage
     if end.state == "finished" and not stage.is_last and world.local_rank == 0:
-        stage.mark_ended(world.rank)
+        stage.mark_ended(world.rank, end.step)
     if world.rank:
         return
     # The other ranks have left: the export of a large model takes minutes, and nobody needs to wait for it.

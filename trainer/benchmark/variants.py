@@ -82,6 +82,11 @@ def create(config: ConfigFile, variants: Mapping[str, Sequence[str]], runs: Path
         InputError: As `preflight.new_run` raises it, and for variants that need different numbers of ranks.
     """
     size = config.config.parallel.world_size
+    if config.config.train.epochs is not None:
+        raise InputError(
+            f"{config.where('train.epochs')}: train.epochs: {config.config.train.epochs:g}; variants are compared over "
+            "equally many steps: set train.steps"
+        )
     if config.config.train.steps <= WARM_UP_STEPS:
         raise InputError(
             f"{config.where('train.steps')}: train.steps: {config.config.train.steps} steps are too few to compare; "

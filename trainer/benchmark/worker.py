@@ -66,7 +66,7 @@ def _train(trainer: Trainer) -> Cost:
         trainer.validate()
     trainer.train_step()  # the first step allocates what later ones reuse
     cost = _watched_step(trainer)
-    while trainer.step < trainer.cfg.train.steps:
+    while trainer.step < trainer.num_steps:
         trainer.train_step()
     if trainer.data.num_held_out:
         trainer.validate()

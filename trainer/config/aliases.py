@@ -14,6 +14,9 @@ KEYS = {
     "gradient_checkpointing": "train.checkpointing",
     "mixed_precision": "train.precision",
     "learning_rate": "optim.lr",
+    "num_train_epochs": "train.epochs",
+    "max_train_epochs": "train.epochs",
+    "num_epochs": "train.epochs",
 }
 """{key of another trainer, in any section: our equivalent field}"""
 

@@ -99,6 +99,7 @@ def load_config_text(text: str, overrides: Sequence[str], path: Path) -> ConfigF
     for override in overrides:
         _add_override(override, reader)
     reader.leave_out_other_types()
+    reader.choose_length()
     config = _validate(reader)
     if config is not None and len(config.stages) > MOST_STAGES:
         reader.report(("stages",), f"has {len(config.stages)} stages, at most {MOST_STAGES} are allowed; remove some")
@@ -305,6 +306,21 @@ class _ConfigReader:
                 if not origin.override:
                     self.notes.append(f"{origin}: {name(loc)} is left out: {key}.type is {tag}")
                     del self.values[loc]
+
+    def choose_length(self) -> None:
+        """Refuse steps with epochs on one command line; steps on it replace the epochs of the file."""
+        steps, epochs = ("train", "steps"), ("train", "epochs")
+        if self.values.get(steps) is None or self.values.get(epochs) is None:
+            return
+        if not self.origin_of(name(steps)).override:
+            return
+        origin = self.origin_of(name(epochs))
+        if origin.override:
+            message = f"cannot be combined with train.steps {shown(self.values[steps])}; leave one of them out"
+            self.report(epochs, message)
+        else:
+            self.notes.append(f"{origin}: train.epochs is left out: train.steps is {shown(self.values[steps])}")
+            del self.values[epochs]
 
     def _foreign_target(self, loc: Loc, given: Mapping[Loc, Any]) -> Loc | None:
         """Return our field for a key of another trainer, or None and report a key without one."""

@@ -77,9 +77,21 @@ class RunConfig(Section):
         return self
 
     @property
-    def stage_steps(self) -> tuple[int, ...]:
-        """Optimizer steps of each stage; a run without stages counts as one stage."""
-        return tuple(stage.set.get("train.steps", self.train.steps) for stage in self.stages) or (self.train.steps,)
+    def stage_steps(self) -> tuple[int | None, ...]:
+        """Optimizer steps of each stage, None where `train.epochs` decides; a run without stages counts as one stage.
+
+        `trainer.run.length` has the steps of a run whose data were read.
+        """
+        sets = [stage.set for stage in self.stages] or [{}]
+        steps = [values.get("train.steps", self.train.steps) for values in sets]
+        return tuple(None if epochs else number for epochs, number in zip(self.stage_epochs, steps, strict=True))
+
+    @property
+    def stage_epochs(self) -> tuple[float | None, ...]:
+        """Epochs of each stage, None where `train.steps` decides. A stage's own steps replace the run's epochs."""
+        sets = [stage.set for stage in self.stages] or [{}]
+        runs = [None if "train.steps" in values else self.train.epochs for values in sets]
+        return tuple(values.get("train.epochs", epochs) for values, epochs in zip(sets, runs, strict=True))
 
     @property
     def export_what(self) -> str:
@@ -315,11 +327,11 @@ def _optim_rules(cfg: RunConfig) -> Iterator[Problem]:
             "retry restarts the ranks, but parallel.max_restarts is 0; set it to 2 or more",
             depends_on=("parallel.max_restarts",),
         )
-    if optim.schedule != "constant" and optim.warmup >= cfg.train.steps:
+    if cfg.train.epochs is None and optim.schedule != "constant" and optim.warmup >= cfg.train.steps:
         yield Problem(
             "optim.warmup",
             f"must be less than train.steps {cfg.train.steps}, not {optim.warmup}; lower it",
-            depends_on=("optim.schedule", "train.steps"),
+            depends_on=("optim.schedule", "train.steps", "train.epochs"),
         )
     if optim.type == "schedulefree" and optim.schedule != "constant":
         yield Problem(
@@ -462,6 +474,12 @@ def advice(cfg: RunConfig) -> Iterator[Problem]:
         )
     if isinstance(adapter, LokrAdapter) and adapter.full_matrix and adapter.scale != 1:
         yield Problem("adapter.alpha", "has no effect with adapter.full_matrix: the update is not scaled")
+    if cfg.train.epochs is not None and cfg.train.steps != TrainConfig.model_fields["steps"].default:
+        yield Problem(
+            "train.steps",
+            f"{cfg.train.steps} has no effect, because train.epochs is {cfg.train.epochs:g}; set train.epochs: null to "
+            "train that many steps",
+        )
 
 
 def start_rules(cfg: RunConfig) -> Iterator[Problem]:

@@ -404,7 +404,13 @@ class OptimConfig(Section):
 
 class TrainConfig(Section):
     steps: Whole = option(1000, ge=1, le=10_000_000, unit="steps", keywords="iterations epochs length duration")
-    """Optimizer steps."""
+    """Optimizer steps. `train.epochs` decides instead where it is set."""
+    epochs: Number | None = option(
+        None, title="Epochs", gt=0, le=100_000, unit="epochs", keywords="passes num_train_epochs length duration"
+    )
+    """Passes over the data, in place of `train.steps`; 0.5 is half a pass. Empty: `train.steps` decides. The number of
+    steps is known once the data are read. Of the two fields, the one given later counts: a command line or a form
+    before its preset, a stage before its run."""
     batch_size: Whole = option(
         1, title="Samples per step", ge=1, le=65536, unit="samples", keywords="batch size accumulation"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,11 +12,13 @@ from torch import nn
 from trainer.config.schema import RunConfig
 from trainer.config.sections import TRIGGER_PLACE, DataConfig
 from trainer.data.cache import ExampleCache, key_of
+from trainer.data.epochs import num_images
 from trainer.data.image_files import CaptionedImage
 from trainer.data.image_io import png
 from trainer.data.loader import BatchSizes, ImageBatchSampler, ImageItem
 from trainer.data.prompts import PromptEncoder
 from trainer.data.source import DataSource, Draw, SampleDrawer
+from trainer.distributed.context import RankContext
 from trainer.models.base import ImageFamily, LoadModule
 from trainer.models.objectives import Example
 from trainer.rng import SampleRng
@@ -140,12 +143,23 @@ class ImageSource(DataSource):
         regularizing = [number for number, image in enumerate(images) if not image.is_own]
         return ImageBatchSampler(
             batch_keys(self._family, self.data),
-            [image.weight for image in images],
+            self._weights,
             sizes,
             cfg.train.seed,
             cfg.data.caption_dropout,
             regularizing if self._keeps_regularization_captions else (),
         )
+
+    def num_samples(self, epochs: float, context: RankContext) -> int:
+        return num_images(self._weights, epochs)
+
+    @property
+    def samples_of_an_epoch(self) -> float:
+        return math.fsum(self._weights)
+
+    @property
+    def _weights(self) -> list[float]:
+        return [encoded.image.weight for encoded in self.data.train]
 
     def example(self, item: ImageItem) -> Example:
         return self.data.example(item)

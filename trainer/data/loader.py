@@ -18,13 +18,13 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from trainer.config.errors import InputError
+from trainer.data import epochs
 from trainer.models.objectives import Example
 from trainer.rng import derived_seed, generator
 from trainer.run.manifest import Progress
 
 ItemT = TypeVar("ItemT")
 ItemT_co = TypeVar("ItemT_co", covariant=True)
-GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,11 @@ class BatchSizes:
     def before(self, step: int) -> int:
         """Number of samples of all steps before this one: the global index of its first sample."""
         return sum(size * steps for size, steps in self.until(step))
+
+    def steps_for(self, samples: int) -> int:
+        """Number of steps that train the first `samples` samples: at least those of `former`."""
+        former = sum(steps for _, steps in self.former)
+        return former + max(0, math.ceil((samples - self.before(former)) / self.now))
 
     def until(self, step: int) -> tuple[tuple[int, int], ...]:
         """(batch size, optimizer steps) of the parts of the first `step` steps, for `Progress.batch_sizes`."""
@@ -178,10 +183,8 @@ class ImageBatchSampler:
 
     def _num_copies(self, index: int, epoch: int) -> int:
         """Occurrences in this epoch. Over the epochs they add up to epochs x weight, rounded up or down."""
-        whole, part = divmod(self._weights[index], 1)
-        # Multiples of the golden ratio are evenly spread, so each epoch gets its share of any run of equal weights.
-        phase = index * GOLDEN_RATIO % 1
-        return int(whole) + math.floor((epoch + 1) * part + phase) - math.floor(epoch * part + phase)
+        until, before = (epochs.occurrences(self._weights[index], index, number) for number in (epoch + 1, epoch))
+        return until - before
 
     def _is_dropped(self, epoch: int, index: int, copy: int) -> bool:
         if index in self._keeps_caption:

@@ -13,11 +13,13 @@ from torch import nn
 
 from trainer.config.schema import RunConfig
 from trainer.data import question_files
+from trainer.data.epochs import num_images, num_mixed
 from trainer.data.image_io import ImageFile, load_rgb, read_header
 from trainer.data.image_source import EncodedData, ImageDrawer, ImageSource
 from trainer.data.loader import BatchSampler, BatchSizes, ImageBatchSampler, ImageItem
 from trainer.data.question_files import Question
 from trainer.data.source import DataSource, Draw, SampleDrawer
+from trainer.distributed.context import RankContext
 from trainer.models.base import MultimodalFamily
 from trainer.models.objectives import Example
 from trainer.rng import SampleRng
@@ -66,6 +68,25 @@ class MixedSource(DataSource):
         questions = ImageBatchSampler(lambda item: None, [1.0] * len(train), single, cfg.train.seed) if train else None
         images = self._images.batch_sampler(single, saved) if self._images.data.train or not train else None
         return MixedBatchSampler(images, questions, cfg.data.question_share, sizes)
+
+    def num_samples(self, epochs: float, context: RankContext) -> int:
+        """An epoch is one pass over the images, with as many questions as `data.question_share` asks for between them;
+        without images, one pass over the questions."""
+        if not self._images.data.train:
+            return num_images([1.0] * len(self._questions.train), epochs)
+        images = self._images.num_samples(epochs, context)
+        return num_mixed(images, self._share)
+
+    @property
+    def samples_of_an_epoch(self) -> float:
+        if not self._images.data.train:
+            return float(len(self._questions.train))
+        return self._images.samples_of_an_epoch / (1 - self._share)
+
+    @property
+    def _share(self) -> float:
+        """Share of questions among the samples of a run with images."""
+        return self._cfg.data.question_share if self._questions.train else 0.0
 
     def example(self, item: ImageItem | QuestionItem) -> Example:
         if isinstance(item, QuestionItem):

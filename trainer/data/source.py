@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -9,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 
 from trainer.data.loader import BatchSampler, BatchSizes
+from trainer.distributed.context import RankContext
 from trainer.models.objectives import Example
 from trainer.rng import SampleRng
 from trainer.run.manifest import Progress
@@ -42,6 +44,19 @@ class DataSource(ABC):
     @abstractmethod
     def batch_sampler(self, sizes: BatchSizes, saved: Progress | None) -> BatchSampler[Any]:
         """The batches of the run. saved: the checkpoint to continue from."""
+
+    @abstractmethod
+    def num_samples(self, epochs: float, context: RankContext) -> int:
+        """Number of samples of the first `epochs` passes over the data of a run, at least 1. Collective.
+
+        Raises:
+            StopRequested: A stop was requested while they were counted.
+        """
+
+    @property
+    def samples_of_an_epoch(self) -> float:
+        """Mean number of samples of a pass over the data; NaN where it was not counted."""
+        return math.nan
 
     @abstractmethod
     def example(self, item: Any) -> Example:

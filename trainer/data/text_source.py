@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,12 +15,14 @@ from trainer.config.schema import RunConfig
 from trainer.data.loader import BatchSizes
 from trainer.data.source import DataSource, Draw, SampleDrawer
 from trainer.data.text_files import digest, of_config, sizes
+from trainer.data.text_rows import key_of, num_rows
 from trainer.data.text_stream import START, PackedRow, StreamPosition, TextStream
+from trainer.distributed.context import RankContext
 from trainer.distributed.world import World
 from trainer.models.base import TextFamily
 from trainer.models.objectives import Example
 from trainer.rng import SampleRng
-from trainer.run.manifest import Progress
+from trainer.run.manifest import RECIPE, Progress
 
 POSITIONS_KEPT = 4
 """Number of last steps whose positions are kept: batches are read ahead, and a run may be saved before or after the
@@ -46,14 +49,27 @@ class TextSource(DataSource):
         self._held_out = tuple(row for row, _ in rows)
         self.num_held_out = len(self._held_out)
         self._batch_sampler: TextBatchSampler | None = None
+        self._recipe = RECIPE
+        self._rows_of_an_epoch = math.nan
 
     def follow_recipe(self, recipe: int) -> None:
         """Text is the same in every recipe."""
+        self._recipe = recipe
 
     def batch_sampler(self, sizes: BatchSizes, saved: Progress | None) -> TextBatchSampler:
         step, position = (saved.step, self._position_in(saved)) if saved else (0, START)
         self._batch_sampler = TextBatchSampler(self._stream(self._files, None), sizes, step, position)
         return self._batch_sampler
+
+    def num_samples(self, epochs: float, context: RankContext) -> int:
+        """Every epoch counts as many rows as the first, whose order decides how its documents fill rows."""
+        key = key_of(self._cfg, self._family, self.digest, self._recipe)
+        self._rows_of_an_epoch = num_rows(self._stream(self._files, 1).rows(), key, context)
+        return max(1, math.ceil(epochs * self._rows_of_an_epoch))
+
+    @property
+    def samples_of_an_epoch(self) -> float:
+        return self._rows_of_an_epoch
 
     def example(self, item: PackedRow) -> Example:
         return example_of(item)

@@ -110,8 +110,11 @@ def disk_need(cfg: RunConfig, plan: MemoryPlan) -> float:
 
 def num_checkpoints(cfg: RunConfig) -> int:
     """Return the most checkpoints that a run has on the disk at the same time."""
-    saves = sum(cfg.stage_steps) // cfg.checkpoint.every + 1 if cfg.checkpoint.every else len(cfg.stage_steps)
-    return min(saves, cfg.checkpoint.keep + cfg.checkpoint.keep_best + 1)  # one more while it is being written
+    known = [steps for steps in cfg.stage_steps if steps is not None]
+    saves = sum(known) // cfg.checkpoint.every + 1 if cfg.checkpoint.every else len(cfg.stage_steps)
+    most = cfg.checkpoint.keep + cfg.checkpoint.keep_best + 1  # one more while it is being written
+    # A run that is given in epochs may save any number of times.
+    return most if len(known) < len(cfg.stage_steps) and cfg.checkpoint.every else min(saves, most)
 
 
 def _existing(folder: Path) -> Path:

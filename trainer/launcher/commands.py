@@ -289,7 +289,7 @@ def watch(cfg: RunConfig, run: RunDir, events: EventReader) -> int:
         The exit code, as `train`.
     """
     say(f"run folder: {run.path}")
-    with _StopRequests() as stops, progress_display(sum(cfg.stage_steps)) as display:
+    with _StopRequests() as stops, progress_display(cfg) as display:
         shown = _follow(cfg, run, events, display, stops)
     return _conclude(run, shown)
 

@@ -9,6 +9,7 @@ from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, Self
 
+from trainer.config.schema import RunConfig
 from trainer.config.terminal import printable, say
 from trainer.run.events import (
     SMOOTHED_STEPS,
@@ -16,6 +17,7 @@ from trainer.run.events import (
     CheckpointEvent,
     ErrorEvent,
     ExportEvent,
+    LengthEvent,
     PromptsEvent,
     SampleEvent,
     StageEvent,
@@ -31,6 +33,7 @@ from trainer.run.events import (
     losses_by_name,
     smoothed,
 )
+from trainer.run.length import RunLength
 from trainer.run.pace import Pace
 
 if TYPE_CHECKING:
@@ -40,6 +43,7 @@ LINE_EVERY_S = 5.0
 MessageEvent = (
     StatusEvent
     | StageEvent
+    | LengthEvent
     | ValidationEvent
     | SampleEvent
     | PromptsEvent
@@ -54,19 +58,24 @@ MessageEvent = (
 class StepSummary:
     """The latest steps in one line: smoothed loss, speed, time left, memory per rank.
 
+    Args:
+        cfg: Config of the run.
+
     Attributes:
-        num_steps: Steps of the whole run.
+        length: Steps of the whole run, as far as they are known.
         peaks: {rank: peak of its device memory in bytes}.
     """
 
-    def __init__(self, num_steps: int) -> None:
-        self.num_steps = num_steps
+    def __init__(self, cfg: RunConfig) -> None:
+        self.length = RunLength(cfg)
         self.peaks: dict[int, int] = {}
+        self._cfg = cfg
         self._recent: deque[StepEvent] = deque(maxlen=SMOOTHED_STEPS)
         self._pace = Pace()
 
     def add(self, event: AnyEvent) -> None:
-        """Take the next event of the run; only steps and starts count."""
+        """Take the next event of the run; only its length, steps and starts count."""
+        self.length.add(event, self._cfg)
         if is_start(event):
             self._pace = Pace()  # the time until the first step is not a pause between steps
         if isinstance(event, StepEvent):
@@ -80,12 +89,15 @@ class StepSummary:
     def __str__(self) -> str:
         if not self._recent:
             return ""
-        decay = default_decay(self.num_steps)
+        decay = default_decay(self.length.typical)
         loss = smoothed((event.loss for event in self._recent), decay)[-1]
-        seconds = (self.num_steps - self.step) * self._pace.seconds()
+        num_left = self.length.num_steps - self.step
+        seconds = num_left * self._pace.seconds() if num_left >= 0 else math.nan
         left = str(timedelta(seconds=round(seconds))) if math.isfinite(seconds) else "unknown"
         means = {name: smoothed(losses, decay)[-1] for name, losses in losses_by_name(self._recent).items()}
-        parts = [f"loss {loss:.4f}{format_losses(means)}", format_speed(*self._recent[-1].speed), f"ETA {left}"]
+        epoch = self.length.epoch_in_words(self.step)
+        parts = [epoch] if epoch else []
+        parts += [f"loss {loss:.4f}{format_losses(means)}", format_speed(*self._recent[-1].speed), f"ETA {left}"]
         if self.peaks:
             parts.append("peak " + " ".join(f"{peak / 2**20:.0f}" for _, peak in sorted(self.peaks.items())) + " MiB")
         return "  ".join(parts)
@@ -102,16 +114,16 @@ class ProgressDisplay(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
 
-def progress_display(num_steps: int) -> ProgressDisplay:
-    """Return a live bar for a terminal, and lines for any other output."""
-    return BarDisplay(num_steps) if sys.stdout.isatty() else LineDisplay(num_steps)
+def progress_display(cfg: RunConfig) -> ProgressDisplay:
+    """Return a live bar for a terminal, and lines for any other output. cfg: config of the run."""
+    return BarDisplay(cfg) if sys.stdout.isatty() else LineDisplay(cfg)
 
 
 class LineDisplay:
     """Prints lines for a log file: every change of state and every result; steps and counts every few seconds."""
 
-    def __init__(self, num_steps: int) -> None:
-        self.summary = StepSummary(num_steps)
+    def __init__(self, cfg: RunConfig) -> None:
+        self.summary = StepSummary(cfg)
         self._state: State = "created"
         self._next_line = 0.0
         self._has_unshown_step = False
@@ -134,6 +146,8 @@ class LineDisplay:
             return
         if isinstance(event, StatusEvent) and not self._is_worth_a_line(event):
             return
+        if isinstance(event, LengthEvent) and not self.summary.length.epochs:
+            return
         if self._has_unshown_step:
             self._say_step()
         self.say(sentence(event))
@@ -147,7 +161,8 @@ class LineDisplay:
 
     def _say_step(self) -> None:
         self._has_unshown_step = False
-        self.say(f"step {self.summary.step}/{self.summary.num_steps}  {self.summary}")
+        total = self.summary.length.num_steps or self.summary.length
+        self.say(f"step {self.summary.step}/{total}  {self.summary}")
 
     def _is_line_due(self) -> bool:
         now = time.monotonic()
@@ -160,18 +175,18 @@ class LineDisplay:
 class BarDisplay:
     """Draws a bar that stays at the bottom of the terminal; results scroll above it."""
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, cfg: RunConfig) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
         from rich.table import Column
 
-        self.summary = StepSummary(num_steps)
+        self.summary = StepSummary(cfg)
         self._bar: Progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TextColumn("{task.fields[details]}", markup=False, table_column=Column(no_wrap=False)),
         )
-        self._task: TaskID = self._bar.add_task("starting", total=num_steps, details="")
+        self._task: TaskID = self._bar.add_task("starting", total=self._total, details="")
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -199,15 +214,21 @@ class BarDisplay:
             return
         if isinstance(event, StatusEvent):
             self._show_steps(event.state)
+        if isinstance(event, LengthEvent) and not self.summary.length.epochs:
+            return
         if not isinstance(event, StatusEvent) or event.message:
             self.say(sentence(event))
+
+    @property
+    def _total(self) -> int | None:
+        return self.summary.length.num_steps or None
 
     def _show_steps(self, state: State) -> None:
         self._bar.update(
             self._task,
             description=state,
             completed=self.summary.step,
-            total=self.summary.num_steps,
+            total=self._total,
             details=str(self.summary),
         )
 
@@ -220,6 +241,10 @@ def sentence(event: MessageEvent) -> str:
             return "  ".join(part for part in (event.state, progress, event.message) if part)
         case StageEvent():
             return f"stage {event.number} of {event.count}: {event.name}"
+        case LengthEvent():
+            per_epoch = f"{event.epoch_steps:,.1f}".removesuffix(".0")
+            counted = f", {per_epoch} per epoch" if math.isfinite(event.epoch_steps) else ""
+            return f"length: {event.steps:,} steps{counted}"
         case ValidationEvent():
             perplexity = f", perplexity {event.perplexity:.3f}" if math.isfinite(event.perplexity) else ""
             return f"step {event.step}: validation loss {event.loss:.4f}{perplexity}{format_losses(event.losses)}"

@@ -98,6 +98,22 @@ class StageEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LengthEvent(Event):
+    """The data were read, and the length of the run, or of its current stage, is known.
+
+    Attributes:
+        steps: Optimizer steps of the run, or of the stage.
+        epoch_steps: Optimizer steps of one pass over the data from here on; NaN where they are not counted.
+        epoch: Passes over the data so far.
+    """
+
+    steps: Count
+    epoch_steps: Number = math.nan
+    epoch: Number = 0.0
+    type: Literal["length"] = "length"
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepEvent(Event):
     """One optimizer step.
 
@@ -250,6 +266,7 @@ class ErrorEvent(Event):
 AnyEvent = (
     StatusEvent
     | StageEvent
+    | LengthEvent
     | StepEvent
     | SampleEvent
     | PromptsEvent

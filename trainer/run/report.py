@@ -47,6 +47,7 @@ from trainer.run.events import (
     step_parts,
 )
 from trainer.run.folder import RunDir
+from trainer.run.length import RunLength
 
 POINTS_PER_LINE = 600
 SAMPLE_COLUMNS = 8
@@ -138,14 +139,17 @@ def _data(cfg: RunConfig) -> str:
 
 def _facts(run: RunDir, cfg: RunConfig, events: Sequence[AnyEvent]) -> Markup:
     steps, validation = latest_steps(events), _validation(events)
+    length = RunLength.of(cfg, events)
+    done = steps[-1].step if steps else 0
+    epoch = length.epoch_in_words(done)
     facts = [
         ("State", last_state(events)),
-        ("Steps", f"{steps[-1].step if steps else 0:,} of {sum(cfg.stage_steps):,}"),
+        ("Steps", f"{done:,} of {length}" + (f", {epoch}" if epoch else "")),
         ("Started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(events[0].time)) if events else "never"),
         ("Duration", format_duration(_duration_s(events))),
     ]
     if steps:
-        decay = default_decay(sum(cfg.stage_steps))
+        decay = default_decay(length.typical)
         facts.append(("Loss, smoothed", _short(smoothed((step.loss for step in steps), decay)[-1])))
         facts += [(f"of {name}", _short(smoothed(losses, decay)[-1])) for name, losses in losses_by_name(steps).items()]
     if validation:
@@ -258,7 +262,7 @@ def _messages(events: Iterable[AnyEvent]) -> Markup:
 
 
 def _charts(run: RunDir, cfg: RunConfig, events: Sequence[AnyEvent]) -> Iterator[Markup]:
-    steps, decay = latest_steps(events), default_decay(sum(cfg.stage_steps))
+    steps, decay = latest_steps(events), default_decay(RunLength.of(cfg, events).typical)
     yield chart("Loss", [*loss_lines(steps, decay), Line("validation", _validation(events), "dots")])
     yield chart("Learning rate", [_line("learning rate", steps, lambda step: step.lr)])
     yield chart("Gradient norm", [_line("before clipping", steps, lambda step: step.grad_norm, "noisy", decay)])

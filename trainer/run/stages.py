@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from trainer.config import files, yaml12
 from trainer.config.load import dump_config, load_config_text, stage_config
 from trainer.config.schema import RunConfig
 from trainer.run.folder import RunDir, weights_of
+from trainer.run.manifest import newest_step
 
 HANDOVER = "handover.json"
 _FIELDS: TypeAdapter[dict[str, str | None]] = TypeAdapter(dict[str, str | None])
@@ -45,9 +47,9 @@ class Stage:
         """Return the file which marks that the ranks of a node have finished the stage. `rank` is the node's first."""
         return self.folder / f"ended-{rank}"
 
-    def mark_ended(self, rank: int) -> None:
-        """Create that file."""
-        self.mark(rank).touch()
+    def mark_ended(self, rank: int, steps: int) -> None:
+        """Create that file. It holds the optimizer steps of the stage, for the stages after it."""
+        files.replace(self.mark(rank), str(steps))
 
 
 def current(run: RunDir, cfg: RunConfig) -> Stage:
@@ -57,7 +59,17 @@ def current(run: RunDir, cfg: RunConfig) -> Stage:
     folders, at = run.stage_folders, run.current_stage
     given = [f"{field}={json.dumps(value)}" for field, value in _handed_over(folders[at - 1]).items()] if at else []
     config = stage_config(cfg, at, given)
-    return Stage(at + 1, len(cfg.stages), cfg.stages[at].name, config, sum(cfg.stage_steps[:at]), folders[at])
+    before = sum(_steps_of(cfg, number, folders[number]) for number in range(at))
+    return Stage(at + 1, len(cfg.stages), cfg.stages[at].name, config, before, folders[at])
+
+
+def _steps_of(cfg: RunConfig, at: int, folder: Path) -> int:
+    """Optimizer steps of a stage that has ended. Those of epochs are in its mark, or in its newest checkpoint."""
+    if (steps := cfg.stage_steps[at]) is not None:
+        return steps
+    with suppress(FileNotFoundError, ValueError):
+        return int(files.read(folder / "ended-0"))
+    return newest_step(folder / "checkpoints")
 
 
 def changed(cfg: RunConfig, at: int, change: str) -> RunConfig:

@@ -59,6 +59,7 @@ from trainer.run.events import (
     AnyEvent,
     Emit,
     EventReader,
+    LengthEvent,
     PromptsEvent,
     State,
     StatusEvent,
@@ -182,6 +183,7 @@ class Trainer:
         self._recipe = RECIPE if saved is None else saved.recipe
         self._batch_sizes = BatchSizes.after(saved, cfg.train.batch_size)
         batches = self.data.batch_sampler(self._batch_sizes, saved)
+        self.num_steps = self._find_length(context)
         self.loader: Loader[Any] = Loader(
             batches, self.data.example, world.rank, world.size, cfg.train.micro_batch, self.data.loss_weight
         )
@@ -203,10 +205,10 @@ class Trainer:
 
     def _train(self) -> State:
         cfg = self.cfg
-        if self._due(cfg.sample.every) and self.step < cfg.train.steps and self.sampler.are_missing(self.step):
+        if self._due(cfg.sample.every) and self.step < self.num_steps and self.sampler.are_missing(self.step):
             self.draw_samples()
         self.log.enter("training", self.step)
-        while self.step < cfg.train.steps:
+        while self.step < self.num_steps:
             agreed = self.train_step()
             if agreed.preempted:  # whoever sent the signal will not wait long: save and nothing else
                 self._save_last()
@@ -221,9 +223,9 @@ class Trainer:
             # Saved before samples are drawn: they take memory of their own, and running out of it must cost no steps.
             if agreed.stop:
                 self._save_last()
-            elif agreed.save or (self._due(cfg.checkpoint.every) and self.step < cfg.train.steps):
+            elif agreed.save or (self._due(cfg.checkpoint.every) and self.step < self.num_steps):
                 self.save()
-            if agreed.sample or (self._due(cfg.sample.every) and self.step < cfg.train.steps):
+            if agreed.sample or (self._due(cfg.sample.every) and self.step < self.num_steps):
                 self.draw_samples()
             if agreed.stop:
                 return "stopped"
@@ -333,7 +335,7 @@ class Trainer:
         if agreed.weight != self.cfg.train.batch_size:
             torch._foreach_mul_(gradients, self.cfg.train.batch_size / agreed.weight)
         grad_norm = clip_gradients(self.parameters, cfg.clip_norm)
-        lr = learning_rate(self.step, cfg, self.cfg.train.steps)
+        lr = learning_rate(self.step, cfg, self.num_steps)
         if agreed.non_finite or not math.isfinite(grad_norm):
             self._skip_update(agreed, grad_norm)
             return grad_norm, lr
@@ -543,6 +545,24 @@ class Trainer:
             self.log.warn(self.data.changed_message, self.step)
         return saved
 
+    def _find_length(self, context: RankContext) -> int:
+        """The optimizer steps of the run, which are announced. The number of ranks does not change them. Collective.
+
+        Raises:
+            InputError: `optim.warmup` is not shorter.
+            StopRequested: As `DataSource.num_samples`.
+        """
+        cfg, sizes, num_steps = self.cfg, self._batch_sizes, self.cfg.train.steps
+        if cfg.train.epochs is not None:
+            num_steps = sizes.steps_for(self.data.num_samples(cfg.train.epochs, context))
+            if cfg.optim.schedule != "constant" and cfg.optim.warmup >= num_steps:
+                epochs = f"{num_steps} steps of train.epochs {cfg.train.epochs:g}"
+                raise InputError(f"optim.warmup: must be less than the {epochs}, not {cfg.optim.warmup}; lower it")
+        samples = self.data.samples_of_an_epoch
+        epoch, epoch_steps = sizes.before(self.step) / samples, samples / cfg.train.batch_size
+        self.log.emit(LengthEvent(step=self.step, steps=num_steps, epoch=epoch, epoch_steps=epoch_steps))
+        return num_steps
+
     def _state(self) -> TrainState:
         """The state for a checkpoint; weights to evaluate with are added only where they are not the trained ones."""
         evaluation: dict[str, Tensor] = {}
@@ -585,5 +605,5 @@ class Trainer:
 
     def _validation_due(self) -> bool:
         """Also where a checkpoint is due: the loss of each is then known, and the best can be kept."""
-        saves = self._due(self.cfg.checkpoint.every) or self.step == self.cfg.train.steps
+        saves = self._due(self.cfg.checkpoint.every) or self.step == self.num_steps
         return self._due(self.cfg.data.validation_every) or (saves and self.cfg.checkpoint.keep_best > 0)

@@ -112,12 +112,12 @@
     const left = run.eta_s === null ? run.state : `${studio.duration(run.eta_s)} left`;
     place.href = studio.link('runs', run.name);
     place.dataset.run = run.name;
-    place.setAttribute('aria-label', `${run.state}: ${run.title}, step ${run.step} of ${run.num_steps}, ${left}`);
+    place.setAttribute('aria-label', `${run.state}: ${run.title}, step ${run.step} of ${run.num_steps || run.length}, ${left}`);
     place.style.setProperty('--share', `${share}%`);
     studio.fill(place, [run, more], () => [
       h('span.job-name', {}, h('i.dot'), h('b', {}, run.title), more ? h('span.tag', {}, `+${more}`) : null),
       h('span.bar', {}, h('i', { style: { width: `${share}%` } })),
-      h('span.job-facts', {}, h('span', {}, `${studio.count(run.step)} / ${studio.count(run.num_steps)}`), h('span', {}, left)),
+      h('span.job-facts', {}, h('span', {}, `${studio.count(run.step)} / ${run.num_steps ? studio.count(run.num_steps) : run.length}`), h('span', {}, left)),
       h('span.job-share', {}, `${Math.round(share)} %`)]);
   }
 

@@ -93,7 +93,7 @@ studio.runTabs = studio.runTabs || {};
     studio.say(parts.noCharts, head.is_running ? 'The charts begin with the first step.' : 'No step was trained, so there are no charts.');
   }
 
-  function drawFigures({ step, num_steps, figures, is_running, state }) {
+  function drawFigures({ step, num_steps, length, epoch, figures, is_running, state }) {
     const clock = seconds => new Date(seconds * 1e3).toTimeString().slice(0, 5);
     const rows = [];
     if (is_running) rows.push(figures.eta_s === null ? ['left', '–'] : ['left, about', studio.duration(figures.eta_s), state === 'training' ? `ends ${ends(figures.eta_s)}` : '']);
@@ -104,7 +104,7 @@ studio.runTabs = studio.runTabs || {};
     rows.push(['speed', figures.rate === null ? '–' : studio.short(Number(figures.rate.toPrecision(3))), figures.rate === null ? '' : `${figures.unit}/s`]);
     rows.push(['a step', figures.step_s === null ? '–' : seconds(figures.step_s)]);
     studio.say(parts.step, studio.count(step));
-    studio.say(parts.of, `/ ${studio.count(num_steps)}`);
+    studio.say(parts.of, [`/ ${num_steps ? studio.count(num_steps) : length}`, epoch].filter(Boolean).join(', '));
     studio.fill(parts.figures, rows, () => rows.map(([label, value, note, term, mood]) => h(`div${mood ? '.' + mood : ''}`, {},
       h('dt', {}, term ? [label.replace(term, ''), studio.term(term)] : label), h('dd', {}, h('span.num', {}, value), note ? h('small', {}, ` ${note}`) : null))));
     function ends(left) {
@@ -115,19 +115,19 @@ studio.runTabs = studio.runTabs || {};
 
   const seconds = value => (value >= 60 ? studio.duration(value) : `${value.toFixed(value >= 10 ? 0 : value >= 1 ? 1 : value >= 0.0995 ? 2 : value >= 0.0005 ? 3 : 0)} s`);
 
-  function drawProgress({ step, num_steps, marks, stages, figures, is_running }) {
+  function drawProgress({ step, num_steps, length, marks, stages, figures, is_running }) {
     parts.progress.setAttribute('aria-valuenow', step);
-    parts.progress.setAttribute('aria-valuemax', num_steps);
+    parts.progress.setAttribute('aria-valuemax', num_steps || step);
     parts.fill.style.width = `${num_steps ? Math.min(100, 100 * step / num_steps) : 0}%`;
     const every = marks.checkpoint, ends = stages ? stages.steps.map((_, at) => stages.steps.slice(0, at + 1).reduce((a, b) => a + b)) : [];
     const regular = every && num_steps / every <= MOST_MARKS ? Array.from({ length: Math.ceil(num_steps / every) - 1 }, (_, at) => (at + 1) * every) : [];
-    const at = stages ? ends.slice(0, -1) : regular;
+    const at = !num_steps ? [] : stages ? ends.slice(0, -1) : regular;
     studio.fill(parts.marks, [at, num_steps], () => at.map(mark => h('b', { style: { left: `${100 * mark / num_steps}%` } })));
     const note = stages ? `stage ${stages.number} of ${stages.names.length}: ${stages.names[stages.number - 1]}`
       : at.length ? `a checkpoint every ${studio.counted(every, 'step')}` : '';
     studio.say(parts.markNote, note);
     studio.say(parts.time, figures.duration_s >= 1 ? `${is_running ? 'running for' : 'ran for'} ${studio.duration(figures.duration_s)}` : '0');
-    studio.say(parts.last, studio.count(num_steps));
+    studio.say(parts.last, num_steps ? studio.count(num_steps) : length);
   }
 
   // --- buttons --------------------------------------------------------------------------------------------------------
@@ -149,8 +149,8 @@ studio.runTabs = studio.runTabs || {};
   const request = async what => { await studio.call('run_request', { name, what }); };
 
   async function stop() {
-    const { step, num_steps } = data.head;
-    const text = `It is at step ${studio.count(step)} of ${studio.count(num_steps)}. It finishes this step and writes a checkpoint, from which it can be resumed.`;
+    const { step, num_steps, length } = data.head;
+    const text = `It is at step ${studio.count(step)} of ${num_steps ? studio.count(num_steps) : length}. It finishes this step and writes a checkpoint, from which it can be resumed.`;
     if (await studio.ask('Stop this run?', text, ['Stop', 'Keep training'], 'stop') === 0) await request('stop');
   }
 
@@ -186,7 +186,7 @@ studio.runTabs = studio.runTabs || {};
   /** Ask for a number of steps. Resolves to 0 when it was dismissed. */
   function askSteps() {
     return new Promise(resolve => {
-      const { num_steps, more, stages } = data.head, box = h('input#extend-steps', { type: 'number', min: 1, step: 1, value: stages?.steps.at(-1) ?? num_steps, required: true });
+      const { num_steps, more, stages } = data.head, box = h('input#extend-steps', { type: 'number', min: 1, step: 1, value: stages?.steps.at(-1) || num_steps || more.saved, required: true });
       const done = value => { dialog.remove(); resolve(value); };
       const dialog = h('dialog.dialog', { 'aria-label': 'Go on for more steps', onclose: () => done(0) }, h('h2', {}, 'Go on for more steps'),
         h('form', { onsubmit: event => { event.preventDefault(); done(Math.round(Number(box.value))); } },

@@ -197,7 +197,7 @@
     if (row.sample && thumbnail.sample !== row.sample) wanted.add(row.name);
     studio.fill(cell(1), [row.text, thumbnail.url], () => image(row, thumbnail));
     if (editing !== row.name) studio.fill(cell(2), [row.model, row.adapter, row.tags, row.problem], () => naming(row));
-    studio.fill(cell(3), [row.state, row.step, row.num_steps, row.is_stuck, row.reason], () => progress(row));
+    studio.fill(cell(3), [row.state, row.step, row.length, row.is_stuck, row.reason], () => progress(row));
     studio.fill(cell(4), [row.curve, row.loss], () => [curve(row), h('small', {}, row.loss === null ? '' : studio.short(row.loss))]);
     studio.fill(cell(5), row.best, () => [h('b', {}, row.best ? studio.short(row.best[0]) : '–'), row.best ? h('small', {}, `step ${studio.count(row.best[1])}`) : null]);
     const size = row.size === null ? '…' : studio.size(row.size);
@@ -229,7 +229,7 @@
 
   function progress(row) {
     const word = WORDS[row.state] || row.state;
-    const steps = !row.num_steps ? null : row.state === 'finished' ? studio.counted(row.step, 'step') : `${studio.count(row.step)} / ${studio.count(row.num_steps)}`;
+    const steps = !row.length ? null : row.state === 'finished' ? studio.counted(row.step, 'step') : `${studio.count(row.step)} / ${row.num_steps ? studio.count(row.num_steps) : row.length}`;
     return [h(`span.tag${isRunning(row) ? (row.is_stuck ? '.warn' : '.ok') : MOODS[row.state] && `.${MOODS[row.state]}`}`, {}, row.is_stuck ? `${word}, silent` : word),
       steps ? h('small', {}, steps) : null, row.reason ? h('small.why', { title: row.reason }, row.reason) : null];
   }
@@ -460,7 +460,7 @@
     const best = (run, index) => (run.best ? [h('b', {}, studio.short(run.best[0])), bests[index] === lowest ? [' ', h('span.tag.ok', {}, 'lowest')] : null,
       h('small', {}, `step ${studio.count(run.best[1])}`)] : '–');
     const rows = [['Best validation loss', best], ['Loss, smoothed', run => (run.loss === null ? '–' : studio.short(run.loss))],
-      ['State', run => `${run.state}, ${run.step === run.num_steps ? studio.counted(run.step, 'step') : `${studio.count(run.step)} of ${studio.count(run.num_steps)} steps`}`],
+      ['State', run => `${run.state}, ${run.step === run.num_steps ? studio.counted(run.step, 'step') : `${studio.count(run.step)} of ${run.num_steps ? `${studio.count(run.num_steps)} steps` : run.length}`}`],
       ['Duration', run => (run.duration_s ? studio.duration(run.duration_s) : '–')],
       ['Speed', run => (run.speed === null ? '–' : `${studio.short(run.speed)} ${run.unit} a second`)],
       ['Peak memory of a rank', run => (run.peak ? studio.gib(run.peak) : '–')]];

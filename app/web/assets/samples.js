@@ -132,7 +132,7 @@ studio.runTabs = studio.runTabs || {};
   function drawScrub() {
     const step = steps[chosen];
     studio.say(parts.number, studio.count(step));
-    studio.say(parts.of, `of ${studio.counted(data.num_steps, 'step')}`);
+    studio.say(parts.of, `of ${data.num_steps ? studio.counted(data.num_steps, 'step') : data.length}`);
     setRange(parts.range, chosen, last(), `${stepWord(step)}${missing.has(step) ? ', a file is missing' : ''}`);
     const focused = document.activeElement;
     parts.before.disabled = chosen === 0;

@@ -31,6 +31,7 @@ def job(view: RunView) -> dict[str, Any]:
         "state": view.state,
         "step": view.step,
         "num_steps": view.num_steps,
+        "length": view.length,
         "eta_s": view.eta_s,
     }
 

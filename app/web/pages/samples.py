@@ -40,6 +40,7 @@ def calls(studio: Studio) -> Calls:
             "version": version,
             "rows": [asdict(row) for row in rows],
             "num_steps": view.num_steps,
+            "length": view.length,
             "is_running": view.is_running,
             "size": samples.num_bytes(run),
             "seed": follower.config.sample.seed,
