@@ -311,7 +311,8 @@ class Follower:
                 self._validations[event.step] = event
             case ErrorEvent():
                 self._error = event
-        self._length.add(event, self.config)
+        self._length.cfg = self.config
+        self._length.add(event)
         self._events.append(event)
 
     def _seconds_until(self, event: AnyEvent) -> float:

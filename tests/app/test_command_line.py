@@ -17,6 +17,7 @@ from trainer.launcher import console, torchrun
 from trainer.launcher.doctor import graphics, notebooks, package, requirements, shared_memory
 from trainer.run.events import CheckpointEvent, SampleEvent, StatusEvent, StepEvent, WarningEvent
 from trainer.run.folder import RunDir
+from trainer.run.length import RunLength
 
 ROOT = Path(__file__).parents[2]
 
@@ -242,8 +243,13 @@ STORY = (
 )
 
 
+def length_of(steps, **more):
+    data = {"model": {"family": "flux2"}, "data": {"path": "/pictures"}, "train": {"steps": steps} | more}
+    return RunLength(RunConfig.model_validate(data))
+
+
 def test_a_log_file_gets_a_line_per_change_and_the_last_step_before_each_result(capsys):
-    with console.LineDisplay(num_steps=10) as face:
+    with console.LineDisplay(length_of(10)) as face:
         face.summary.peaks.update({1: 300 * 2**20, 0: 200 * 2**20})
         for event in STORY:
             face.show(event)
@@ -262,7 +268,7 @@ def test_a_log_file_gets_a_line_per_change_and_the_last_step_before_each_result(
 
 def test_a_terminal_keeps_results_above_a_bar_with_the_figures(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
-    with console.BarDisplay(num_steps=10) as face:
+    with console.BarDisplay(length_of(10)) as face:
         for event in STORY:
             face.show(event)
     lines = capsys.readouterr().out.splitlines()
@@ -283,7 +289,7 @@ def test_the_time_left_has_the_pauses_for_samples_but_not_that_of_a_new_start(ca
 
 
 def eta_after(story, capsys):
-    with console.LineDisplay(num_steps=10) as face:
+    with console.LineDisplay(length_of(10)) as face:
         for event in (*story, StatusEvent(state="exporting")):
             face.show(event)
     steps = [line for line in capsys.readouterr().out.splitlines() if " ETA " in line]

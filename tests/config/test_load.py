@@ -551,7 +551,7 @@ class TestSchema:
             "default": 1000,
             "unit": "steps",
             "keywords": "iterations epochs length duration",
-            "description": "Optimizer steps.",
+            "description": "Optimizer steps. `train.epochs` decides instead where it is set.",
         }
 
 

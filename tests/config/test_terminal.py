@@ -17,6 +17,7 @@ from trainer.launcher.console import BarDisplay, LineDisplay
 from trainer.run import failure
 from trainer.run.events import EventWriter, PromptsEvent, SampleEvent, StatusEvent, WarningEvent
 from trainer.run.folder import RunDir
+from trainer.run.length import RunLength
 
 EVIL = "\x1b[2J\x1b]0;pwned\x07\x9b31m\u202egnp\u2066"
 SHOWN = r"\x1b[2J\x1b]0;pwned\x07\x9b31m\u202egnp\u2066"
@@ -108,12 +109,13 @@ def test_what_a_run_says_is_shown_by_escapes_in_lines_and_in_the_bar(
         StatusEvent(state="encoding", done=1, total=2, message=EVIL),
         StatusEvent(state="training", message=EVIL),
     )
+    length = RunLength(RunConfig.model_validate({"model": {"family": "flux2"}, "data": {"path": "/pictures"}}))
     for event in events:
-        LineDisplay(1).show(event)
+        LineDisplay(length).show(event)
     lines = capsys.readouterr().out
     assert is_harmless(lines) and lines.count(SHOWN) == 5
     monkeypatch.setenv("COLUMNS", "300")
-    with BarDisplay(1) as bar:
+    with BarDisplay(length) as bar:
         for event in events:
             bar.show(event)
     shown = capsys.readouterr().out

@@ -31,6 +31,7 @@ from trainer.run.events import (
     StepEvent,
 )
 from trainer.run.folder import RunDir
+from trainer.run.length import RunLength
 from trainer.run.preemption import PREEMPTION_SIGNALS
 
 EXIT_CODES: dict[State, int] = {"finished": 0, "failed": 1, "stopped": 130}
@@ -289,7 +290,8 @@ def watch(cfg: RunConfig, run: RunDir, events: EventReader) -> int:
         The exit code, as `train`.
     """
     say(f"run folder: {run.path}")
-    with _StopRequests() as stops, progress_display(cfg) as display:
+    former = EventReader(run.events_file).read() if None in cfg.stage_steps else []
+    with _StopRequests() as stops, progress_display(RunLength.of(cfg, former)) as display:
         shown = _follow(cfg, run, events, display, stops)
     return _conclude(run, shown)
 

@@ -9,7 +9,6 @@ from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, Self
 
-from trainer.config.schema import RunConfig
 from trainer.config.terminal import printable, say
 from trainer.run.events import (
     SMOOTHED_STEPS,
@@ -58,24 +57,20 @@ MessageEvent = (
 class StepSummary:
     """The latest steps in one line: smoothed loss, speed, time left, memory per rank.
 
-    Args:
-        cfg: Config of the run.
-
     Attributes:
         length: Steps of the whole run, as far as they are known.
         peaks: {rank: peak of its device memory in bytes}.
     """
 
-    def __init__(self, cfg: RunConfig) -> None:
-        self.length = RunLength(cfg)
+    def __init__(self, length: RunLength) -> None:
+        self.length = length
         self.peaks: dict[int, int] = {}
-        self._cfg = cfg
         self._recent: deque[StepEvent] = deque(maxlen=SMOOTHED_STEPS)
         self._pace = Pace()
 
     def add(self, event: AnyEvent) -> None:
         """Take the next event of the run; only its length, steps and starts count."""
-        self.length.add(event, self._cfg)
+        self.length.add(event)
         if is_start(event):
             self._pace = Pace()  # the time until the first step is not a pause between steps
         if isinstance(event, StepEvent):
@@ -114,16 +109,16 @@ class ProgressDisplay(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
 
-def progress_display(cfg: RunConfig) -> ProgressDisplay:
-    """Return a live bar for a terminal, and lines for any other output. cfg: config of the run."""
-    return BarDisplay(cfg) if sys.stdout.isatty() else LineDisplay(cfg)
+def progress_display(length: RunLength) -> ProgressDisplay:
+    """Return a live bar for a terminal, and lines for any other output. length: that of the run until now."""
+    return BarDisplay(length) if sys.stdout.isatty() else LineDisplay(length)
 
 
 class LineDisplay:
     """Prints lines for a log file: every change of state and every result; steps and counts every few seconds."""
 
-    def __init__(self, cfg: RunConfig) -> None:
-        self.summary = StepSummary(cfg)
+    def __init__(self, length: RunLength) -> None:
+        self.summary = StepSummary(length)
         self._state: State = "created"
         self._next_line = 0.0
         self._has_unshown_step = False
@@ -175,11 +170,11 @@ class LineDisplay:
 class BarDisplay:
     """Draws a bar that stays at the bottom of the terminal; results scroll above it."""
 
-    def __init__(self, cfg: RunConfig) -> None:
+    def __init__(self, length: RunLength) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
         from rich.table import Column
 
-        self.summary = StepSummary(cfg)
+        self.summary = StepSummary(length)
         self._bar: Progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),

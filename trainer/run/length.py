@@ -14,9 +14,14 @@ TYPICAL_STEPS = 1000
 
 
 class RunLength:
-    """The length of a run as far as it is known. Take the events in order with `add`."""
+    """The length of a run as far as it is known. Take the events in order with `add`.
+
+    Attributes:
+        cfg: The config that the run was last started with. Assign another before its start is added.
+    """
 
     def __init__(self, cfg: RunConfig) -> None:
+        self.cfg = cfg
         self._steps = list(cfg.stage_steps)
         self._epochs = list(cfg.stage_epochs)
         self._stage = 0
@@ -27,11 +32,11 @@ class RunLength:
         """Return the length of a run with these events. cfg: the config that it was last started with."""
         length = cls(cfg)
         for event in events:
-            length.add(event, cfg)
+            length.add(event)
         return length
 
-    def add(self, event: AnyEvent, cfg: RunConfig) -> None:
-        """Take the next event of the run. cfg: the config that it was last started with."""
+    def add(self, event: AnyEvent) -> None:
+        """Take the next event of the run."""
         match event:
             case StageEvent():
                 self._stage = event.number - 1
@@ -40,14 +45,13 @@ class RunLength:
                 if self._epochs[self._stage] is not None:
                     self._steps[self._stage] = event.steps
             case _ if is_start(event):
-                self._begin(cfg)
+                self._begin()
 
-    def _begin(self, cfg: RunConfig) -> None:
+    def _begin(self) -> None:
         """Begin again with a config that may have changed; the stages that have ended keep their steps."""
         ended, self._latest = self._steps[: self._stage], None
-        self._epochs = list(cfg.stage_epochs)
-        fresh = list(cfg.stage_steps)
-        self._steps = [*(ended[: len(fresh)]), *fresh[len(ended) :]]
+        self._epochs, fresh = list(self.cfg.stage_epochs), list(self.cfg.stage_steps)
+        self._steps = [*ended[: len(fresh)], *fresh[len(ended) :]]
 
     @property
     def stages(self) -> tuple[int, ...]:

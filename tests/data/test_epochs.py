@@ -1,0 +1,65 @@
+"""How many samples an epoch has: as the batches count them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+
+from trainer.data.epochs import num_images, num_mixed, occurrences
+from trainer.data.loader import BatchSizes, ImageBatchSampler
+from trainer.data.mixed_source import MixedBatchSampler, QuestionItem
+
+WEIGHTS = [1.0, 1.5, 0.25, 2.0, 1 / 3] * 3
+
+
+def items(weights: list[float], number: int) -> list[int]:
+    sampler = ImageBatchSampler(lambda item: None, weights, BatchSizes(1), seed=3)
+    return [sampler.batch(step)[0].index for step in range(number)]
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 3, 7])
+def test_the_first_epochs_hold_each_image_as_often_as_it_is_drawn_in_them(epochs: int) -> None:
+    drawn = Counter(items(WEIGHTS, num_images(WEIGHTS, epochs)))
+    expected = {index: occurrences(weight, index, epochs) for index, weight in enumerate(WEIGHTS)}
+    assert drawn == Counter({index: count for index, count in expected.items() if count})
+    assert all(abs(expected[index] - epochs * weight) < 1 for index, weight in enumerate(WEIGHTS))
+
+
+@pytest.mark.parametrize(
+    ("weights", "epochs", "samples"),
+    [
+        ([1.0] * 10, 1, 10),
+        ([1.0] * 10, 0.25, 3),  # of a quarter of an epoch, 2.5 images, rounded up
+        ([1.0] * 10, 2.5, 25),
+        ([3.0] * 4, 2, 24),  # data.repeats: 3
+        ([1.0] * 6 + [2.0] * 3, 3, 36),  # 3 regularization images that occur as often as 6 images
+        ([0.5] * 4, 1, 2),
+        ([0.001], 0.001, 1),  # at least one
+    ],
+)
+def test_samples_of_some_epochs(weights: list[float], epochs: float, samples: int) -> None:
+    assert num_images(weights, epochs) == samples
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 1 / 3, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("images", [1, 2, 7, 40])
+def test_a_mixed_epoch_ends_with_its_last_image(images: int, share: float) -> None:
+    samples = num_mixed(images, share)
+    drawn, asked = (
+        ImageBatchSampler(lambda item: None, [1.0] * count, BatchSizes(1), seed=1) for count in (images, 5)
+    )
+    mixed = MixedBatchSampler(drawn, asked, share, BatchSizes(1))
+    kinds = [isinstance(mixed.batch(step)[0], QuestionItem) for step in range(samples)]
+    assert kinds.count(False) == images
+    assert kinds[-1] is False
+    assert kinds.count(True) == math.floor(samples * share)
+
+
+def test_steps_hold_at_least_the_samples_after_any_batch_sizes() -> None:
+    assert BatchSizes(4).steps_for(16) == 4
+    assert BatchSizes(4).steps_for(17) == 5
+    after_eight = BatchSizes(2, ((8, 1),))  # one step of 8, then 2 at a time
+    assert (after_eight.steps_for(16), after_eight.steps_for(9), after_eight.steps_for(8)) == (5, 2, 1)
+    assert after_eight.steps_for(3) == 1, "a run that has trained more is at its end"

@@ -1,0 +1,229 @@
+"""Runs that are given in epochs: their schedule, their end, and how they go on."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.bench import Bench
+from tests.commands import launch_py
+from tests.distributed import run_ranks
+from tests.runs import Outcome, alone, make_pictures, make_run, make_text, run_config, steps_of, text_config, train
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
+from trainer.data.encode import StopRequested
+from trainer.data.text_stream import TextStream
+from trainer.distributed.world import World
+from trainer.models import families
+from trainer.run.events import AnyEvent, EventReader, LengthEvent, StageEvent, StatusEvent, latest_steps
+from trainer.run.folder import RunDir
+from trainer.run.length import RunLength
+from trainer.run.report import write_report
+from trainer.train.loop import Trainer
+
+COSINE = {"optim__schedule": "cosine", "optim__warmup": 2}
+
+
+def rows_of(cfg: RunConfig, cache: Path) -> int:
+    """Rows of one epoch, counted by hand."""
+    family: Any = families.make(cfg, cache)
+    files = sorted(Path(str(cfg.data.path)).iterdir())
+    stream = TextStream(
+        files,
+        family.tokenize,
+        family.end_of_text,
+        family.vocabulary,
+        cfg.train.seed,
+        cfg.data.length,
+        cfg.data.shuffle_window,
+        epochs=1,
+        begin=family.begin_of_text,
+    )
+    return sum(1 for _ in stream.rows())
+
+
+def length_of(events: list[AnyEvent]) -> LengthEvent:
+    (event,) = [event for event in events if isinstance(event, LengthEvent)]
+    return event
+
+
+def forget_counts(bench: Bench) -> Path:
+    """Remove the counted rows of earlier tests. Returns their folder."""
+    folder = bench.root / "cache" / "rows"
+    for file in folder.glob("*"):
+        file.unlink()
+    return folder
+
+
+def rates(events: list[AnyEvent]) -> list[float]:
+    return [event.lr for event in steps_of(events)]
+
+
+def cosine(steps: int, lr: float, warmup: int) -> list[float]:
+    """Linear warm-up, then half a cosine to 0 at the end (SGDR, arXiv 1608.03983, equation 5, one cycle)."""
+    falling = [lr / 2 * (1 + math.cos(math.pi * step / (steps - warmup))) for step in range(steps - warmup)]
+    return [lr * (step + 1) / warmup for step in range(warmup)] + falling
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    root = tmp_path_factory.mktemp("epochs-text")
+    return Bench(root, make_text(root / "text"), text_config, {})
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    root = tmp_path_factory.mktemp("epochs-images")
+    return Bench(root, make_pictures(root / "pictures", 10), run_config, {})
+
+
+def test_images_train_two_and_a_half_passes_and_the_cosine_ends_with_them(images: Bench) -> None:
+    outcome = images.trained_here("cosine", train__epochs=2.5, **COSINE)
+    assert (length_of(outcome.events).steps, length_of(outcome.events).epoch_steps) == (7, 2.5)  # 25 images, 4 a step
+    assert rates(outcome.events) == pytest.approx(cosine(7, 1e-4, 2))
+    as_steps = images.trained_here("as-steps", train__steps=7, **COSINE)
+    assert outcome.losses == as_steps.losses
+    assert all(torch.equal(outcome.weights[name], as_steps.weights[name]) for name in as_steps.weights)
+    assert length_of(as_steps.events).epoch_steps == 2.5, "a run in steps has an epoch, too"
+
+
+def test_text_trains_two_passes_and_the_rows_are_counted_once(text: Bench) -> None:
+    counts = forget_counts(text)
+    cfg, run = text.run("twice", train__epochs=2, **COSINE)
+    rows = rows_of(cfg, text.root / "cache" / "models")
+    outcome = train(alone(), cfg, run)
+    steps = math.ceil(2 * rows / 4)
+    assert (length_of(outcome.events).steps, length_of(outcome.events).epoch_steps) == (steps, rows / 4)
+    assert len(outcome.losses) == steps
+    assert rates(outcome.events) == pytest.approx(cosine(steps, 1e-4, 2))
+    (file,) = counts.iterdir()
+    assert json.loads(file.read_text()) == rows
+    file.write_text("5", encoding="utf-8")
+    again = Trainer(cfg, make_run(text.root, cfg, "again"), alone(), text.root / "cache", lambda event: None)
+    again.close()
+    assert again.num_steps == 3  # of 2 x 5 rows
+    other = text.config(train__epochs=2, data__length=32)
+    fresh = Trainer(other, make_run(text.root, other, "other"), alone(), text.root / "cache", lambda event: None)
+    fresh.close()
+    assert fresh.num_steps == math.ceil(2 * rows_of(other, text.root / "cache" / "models") / 4)
+    forget_counts(text)
+
+
+def test_a_damaged_count_in_the_cache_is_counted_again(text: Bench) -> None:
+    counts = forget_counts(text)
+    cfg, run = text.run("damaged", train__epochs=1)
+    trainer = Trainer(cfg, run, alone(), text.root / "cache", lambda event: None)
+    trainer.close()
+    (file,) = counts.iterdir()
+    whole = file.read_bytes()
+    file.write_text("{", encoding="utf-8")
+    again = Trainer(cfg, make_run(text.root, cfg, "repaired"), alone(), text.root / "cache", lambda event: None)
+    again.close()
+    assert again.num_steps == trainer.num_steps
+    assert file.read_bytes() == whole
+
+
+def test_a_warm_up_that_is_not_shorter_than_the_epochs_is_refused_once_their_steps_are_known(images: Bench) -> None:
+    cfg, run = images.run("warm", train__epochs=2, optim__schedule="linear", optim__warmup=5)
+    with pytest.raises(InputError) as refused:
+        Trainer(cfg, run, alone(), images.root / "cache", lambda event: None)
+    assert str(refused.value) == "optim.warmup: must be less than the 5 steps of train.epochs 2, not 5; lower it"
+
+
+def test_a_stop_while_rows_are_counted_ends_the_run(text: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.data.text_rows.ROUND", 2)
+    counts = forget_counts(text)
+    cfg, run = text.run("stop", train__epochs=1)
+    events: list[AnyEvent] = []
+    run.request("stop")
+    with pytest.raises(StopRequested):
+        Trainer(cfg, run, alone(), text.root / "cache", events.append)
+    said = [(event.state, event.message) for event in events if isinstance(event, StatusEvent)]
+    assert said[-1] == ("encoding", "counting the rows of an epoch")
+    assert not any(counts.glob("*"))
+
+
+def stopped_after(world: World, cfg: RunConfig, run: RunDir, steps: int) -> list[float]:
+    events: list[AnyEvent] = []
+    trainer = Trainer(cfg, run, world, run.path.parent / "cache", events.append)
+    for _ in range(steps):
+        trainer.train_step()
+    trainer._save_last()
+    trainer.close()
+    return [event.loss for event in steps_of(events)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["text", "images"])
+def test_a_run_goes_on_with_the_same_schedule_on_another_number_of_ranks(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    bench: Bench = request.getfixturevalue(kind)
+    changes = {"train__epochs": 1.5, "parallel__devices": 2, "parallel__strategy": "full"} | COSINE
+    straight = bench.trained("straight", 2, **changes)
+    cfg, run = bench.run("two-then-one", **changes)
+    begin = run_ranks(2, stopped_after, cfg, run, 3)[0]
+    forget_counts(bench)  # counted anew, and the same
+    one = cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update={"devices": 1})})
+    rest: Outcome = run_ranks(1, train, one, run)[0]
+    assert length_of(rest.events).steps == length_of(straight.events).steps
+    assert rates(straight.events)[3:] == rates(rest.events)
+    assert begin + rest.losses == pytest.approx(straight.losses, abs=1e-6)
+    assert length_of(rest.events).epoch == pytest.approx(3 / length_of(straight.events).epoch_steps)
+
+
+@pytest.mark.slow
+def test_two_ranks_that_stop_and_go_on_end_bit_for_bit(text: Bench) -> None:
+    changes = {"train__epochs": 1, "parallel__devices": 2, "parallel__strategy": "full"} | COSINE
+    straight = text.trained("straight-two", 2, **changes)
+    cfg, run = text.run("parts", **changes)
+    begin = run_ranks(2, stopped_after, cfg, run, 4)[0]
+    rest: Outcome = run_ranks(2, train, cfg, run)[0]
+    assert begin + rest.losses == straight.losses
+    assert all(torch.equal(rest.weights[name], straight.weights[name]) for name in straight.weights)
+
+
+def test_another_batch_size_trains_the_samples_that_are_left(images: Bench) -> None:
+    cfg, run = images.run("sizes", train__epochs=2)  # 20 images
+    stopped_after(alone(), cfg, run, 3)  # of 4 each
+    larger = cfg.model_copy(update={"train": cfg.train.model_copy(update={"batch_size": 3})})
+    outcome = train(alone(), larger, run)
+    event = length_of(outcome.events)
+    assert (event.step, event.steps, event.epoch) == (3, 6, 1.2)  # 8 images are left
+    assert event.epoch_steps == pytest.approx(10 / 3)
+    assert [step.step for step in steps_of(outcome.events)] == [4, 5, 6]
+
+
+@pytest.mark.slow
+def test_stages_in_epochs_count_their_steps_one_after_the_other(tmp_path: Path) -> None:
+    make_text(tmp_path / "text")
+    make_text(tmp_path / "other", count=7)
+    (tmp_path / "preset.yaml").write_text(
+        "name: two\nmodel: {family: causal_lm}\nadapter: {type: none}\ndata: {path: text, length: 48}\n"
+        "train: {epochs: 1, batch_size: 4, precision: fp32}\nparallel: {device: cpu}\ncheckpoint: {every: 0}\n"
+        "stages:\n- {name: first, set: {}}\n- {name: second, set: {data.path: other, train.epochs: 2}}\n"
+        "- {name: third, set: {train.steps: 3}}\n",
+        encoding="utf-8",
+    )
+    done = launch_py(tmp_path, "--headless", "preset.yaml", "--run-dir", "run")
+    assert done.returncode == 0, done.stderr
+    run = RunDir.open(tmp_path / "run")
+    events = EventReader(run.events_file).read()
+    lengths = [event.steps for event in events if isinstance(event, LengthEvent)]
+    begins = [event.step for event in events if isinstance(event, StageEvent)]
+    assert begins == [0, lengths[0], lengths[0] + lengths[1]]
+    assert lengths[2] == 3
+    assert [step.step for step in latest_steps(events)] == list(range(1, sum(lengths) + 1))
+    length = RunLength.of(run.config(), events)
+    assert (length.num_steps, length.stages) == (sum(lengths), tuple(lengths))
+    assert f"step {sum(lengths)}/{sum(lengths)}  " in done.stdout
+    assert f"length: {lengths[0]} steps, " in done.stdout
+    write_report(run)
+    assert f"{sum(lengths)} of {sum(lengths)}" in run.report.read_text(encoding="utf-8")
+    again = launch_py(tmp_path, "--resume", "run")
+    assert again.returncode == 0, again.stderr
