@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 
 from trainer.config.terminal import complain, not_installed
 
+CUT_OFF = 128 + signal.SIGPIPE
+"""Exit code where nothing reads the output any more, as a shell gives it for a program that SIGPIPE ended."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. argv: what was typed after the program's name; None: sys.argv."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # here and not at exit, where Python could only print the error
+    except BrokenPipeError:
+        if not _leave_unread():
+            raise
+        return CUT_OFF
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         from app import command_line
 
@@ -17,6 +35,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as missing:
         complain(not_installed(missing))
         return 2
+
+
+def _leave_unread() -> bool:
+    """Give up the output streams whose reader has gone, as with `| head`. Returns whether there is one."""
+    gone = [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream.fileno())]
+    for stream in gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return bool(gone)
+
+
+def _has_no_reader(descriptor: int) -> bool:
+    pipe = select.poll()
+    pipe.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in pipe.poll(0))
 
 
 if __name__ == "__main__":

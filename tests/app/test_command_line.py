@@ -46,6 +46,19 @@ def test_a_python_without_the_projects_packages_is_told_which_one_to_use():
     )
 
 
+@pytest.mark.parametrize(
+    ("argv", "code"), [(["--doctor"], 141), (["--plan", "quickstart"], 141), (["--help"], 0), (["--resume", "no"], 2)]
+)
+def test_a_reader_that_goes_away_as_head_does_ends_a_command_quietly(argv, code):
+    command = [sys.executable, ROOT / "launch.py", *argv]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+        started.stdout.close()
+        complaints = started.stderr.read()
+    assert started.returncode == code
+    assert "Traceback" not in complaints and "BrokenPipeError" not in complaints
+    assert len(complaints.splitlines()) == (code == 2)
+
+
 def test_help_names_every_mode_and_imports_neither_torch_nor_gradio():
     script = (
         "import sys, launch\n"

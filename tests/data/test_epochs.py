@@ -47,9 +47,7 @@ def test_samples_of_some_epochs(weights: list[float], epochs: float, samples: in
 @pytest.mark.parametrize("images", [1, 2, 7, 40])
 def test_a_mixed_epoch_ends_with_its_last_image(images: int, share: float) -> None:
     samples = num_mixed(images, share)
-    drawn, asked = (
-        ImageBatchSampler(lambda item: None, [1.0] * count, BatchSizes(1), seed=1) for count in (images, 5)
-    )
+    drawn, asked = (ImageBatchSampler(lambda item: None, [1.0] * count, BatchSizes(1), seed=1) for count in (images, 5))
     mixed = MixedBatchSampler(drawn, asked, share, BatchSizes(1))
     kinds = [isinstance(mixed.batch(step)[0], QuestionItem) for step in range(samples)]
     assert kinds.count(False) == images

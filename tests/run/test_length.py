@@ -40,7 +40,9 @@ def test_until_the_data_are_read_epochs_are_the_length(train: dict[str, Any], wo
 
 
 def test_the_event_gives_steps_and_the_epoch_of_each_step() -> None:
-    length = RunLength.of(config({"epochs": 4}), [START, LengthEvent(step=100, steps=1200, epoch=0.25, epoch_steps=300)])
+    length = RunLength.of(
+        config({"epochs": 4}), [START, LengthEvent(step=100, steps=1200, epoch=0.25, epoch_steps=300)]
+    )
     assert (str(length), length.num_steps, length.stages) == ("1,200", 1200, (1200,))
     assert [length.epoch(step) for step in (100, 340, 1225)] == pytest.approx([0.25, 1.05, 4.0])
     assert length.epoch_in_words(340) == "epoch 1.1 of 4"
