@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -56,6 +56,7 @@ class Naming:
 
     Attributes:
         layouts: {component: its original layout, empty where it has none}.
+        modules: Returns the names of all modules of a component, as the model has them that peft loads.
     """
 
     kohya_prefixes: Mapping[str, str]
@@ -63,6 +64,7 @@ class Naming:
     layouts: Mapping[str, tuple[Fused, ...]]
     diffusers_adapters: frozenset[str]
     peft_fields: Mapping[str, str] | None = None
+    modules: Callable[[str], Collection[str]] = lambda component: ()
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,8 @@ class _Writer:
             layers = {name: layer for name, layer in self._layers.items() if _component(name) == component}
             tensors = self._each(layers, self._peft_tensors, lambda name: f"base_model.model.{self._peft_path(name)}")
             config = _peft_config(layers, self._base, self._peft_path)
+            names = [self._peft_path(name) for name in layers]
+            config.target_modules = suffixes(names, self._naming.modules(component)) or config.target_modules
             for field, value in (fields or {}).items():
                 setattr(config, field, value)
             files.append(AdapterFile(f"-{component}" if files else "", tensors, {}, ("peft",), config, component))
@@ -555,7 +559,6 @@ def _peft_config(layers: Mapping[str, LayerAdapter], base: Base, path: NameOf) -
     others = {f"^{re.escape(path)}$": other for path, other in ranks.items() if other != rank}
     shared: dict[str, Any] = {
         "r": rank,
-        # A list of names would also match longer names that end in one of them.
         "target_modules": f"({'|'.join(map(re.escape, ranks))})",
         "rank_pattern": others,
         "alpha_pattern": others,
@@ -568,6 +571,34 @@ def _peft_config(layers: Mapping[str, LayerAdapter], base: Base, path: NameOf) -
             both = any("w1_a" in layer.tensors for layer in layers.values())
             return LoKrConfig(alpha=rank, decompose_both=both, decompose_factor=_peft_factor(layers, base), **shared)
     return LoraConfig(lora_alpha=rank, use_dora=kind == "dora", **shared)
+
+
+def suffixes(names: Collection[str], modules: Collection[str]) -> list[str] | None:
+    """Return the shortest ends of names by which peft selects these modules and no others, sorted.
+
+    peft reads a list as ends of names and a text as a regular expression. Other programs, such as some versions of
+    SGLang, read only lists.
+
+    Args:
+        names: The modules to select.
+        modules: All modules of the model.
+
+    Returns:
+        None where no list selects exactly these modules, or `modules` does not hold them.
+    """
+    wanted = set(names)
+    if not wanted <= set(modules):
+        return None
+    others = {end for name in modules if name not in wanted for end in _ends(name)}
+    shortest = {next((end for end in _ends(name) if end not in others), None) for name in wanted}
+    return sorted(end for end in shortest if end) if None not in shortest else None
+
+
+def _ends(name: str) -> Iterator[str]:
+    """Yield the ends of a dotted name, the shortest first."""
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        yield ".".join(parts[-count:])
 
 
 def _most_common(numbers: Iterable[int]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Set
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +20,7 @@ from trainer.adapters.layer import LayerAdapter
 from trainer.config.schema import RunConfig
 from trainer.export.drafts import Exported, draft
 from trainer.export.metadata import adapter_metadata
+from trainer.export.model import copy_files
 from trainer.models.base import ImageFamily, ModelFamily
 from trainer.models.state_dict import BaseWeights, TrainedModel, component_of, naming
 from trainer.run.manifest import Progress
@@ -65,9 +67,42 @@ def export_adapter(
         for file, path in zip(files, paths, strict=True):
             written = drafts.enter_context(draft(path))
             file.write(written, adapter_metadata(cfg, family, progress.step))
+            if file.peft_config:
+                copy_files(family.folder, family.tokenizer_files, written)
+                _name_base(written, Path(cfg.model.path), folder.parent)
             held = {n: layer for n, layer in expected.items() if file.component in ("", component_of(n))}
             differences.append(verify_adapter(written, file.readers, family, held, dtype))
     return [Exported(path, difference) for path, difference in zip(paths, differences, strict=True)]
+
+
+def _name_base(written: Path, base: Path, home: Path) -> None:
+    """Say in a README how to load the adapter after its run folder was moved, if the base is a stage's result in it.
+
+    peft resolves no path relative to the adapter: `base_model_name_or_path` is the base's path now.
+    """
+    if base.is_absolute() and base.is_relative_to(home):
+        relative = os.path.relpath(base, written)
+        (written / "README.md").write_text(MOVED.format(relative=relative), encoding="utf-8")
+
+
+MOVED = """\
+# Where the base model is
+
+The base of this adapter is the result of an earlier stage of the same run, in `{relative}` relative to this folder.
+`base_model_name_or_path` in adapter_config.json is its path at the time of the export. Once the run folder has been
+moved or copied, export the run again, or load both:
+
+```python
+from pathlib import Path
+
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+adapter = Path(".")  # this folder
+model = AutoModelForCausalLM.from_pretrained((adapter / "{relative}").resolve())
+model = PeftModel.from_pretrained(model, adapter)
+```
+"""
 
 
 def verify_adapter(

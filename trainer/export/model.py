@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -89,9 +89,7 @@ def _write_folder(
         folder.mkdir(parents=True)
         source = family.component_folder(component)
         _write_config(source / "config.json", folder / "config.json", DTYPES[cfg.export.dtype])
-        for file in (source / name for name in family.companion_files):
-            if file.is_file():
-                shutil.copyfile(file, folder / file.name)
+        copy_files(source, family.companion_files, folder)
         stem = family.weights_stem if component == family.components[0] else ENCODER_STEM
         if family.keeps_layout:
             file, tensors = folder / f"{stem}.safetensors", _original_tensors(family)
@@ -105,6 +103,13 @@ def _write_folder(
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     return max(differences)
+
+
+def copy_files(source: Path, names: Iterable[str], folder: Path) -> None:
+    """Copy the files that exist of those named in a folder."""
+    for file in (source / name for name in names):
+        if file.is_file():
+            shutil.copyfile(file, folder / file.name)
 
 
 def _write_config(source: Path, file: Path, dtype: torch.dtype) -> None:

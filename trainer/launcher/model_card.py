@@ -106,14 +106,20 @@ def model_card(run: RunDir, repo: str = "OWNER/NAME", licence: str | None = None
         InputError: As `published`.
     """
     what, cfg = published(run), stages.current(run, run.config()).config
-    card = _Card(run, cfg, what, base_of(run.config()), repo)
+    card = _Card(run, cfg, what, base_of(run, what), repo)
     front = yaml12.dump(card.front(licence))
     parts = [f"---\n{front}---", f"# {_plain(cfg.name)}", *card.sections()]
     return "\n\n".join(parts) + "\n"
 
 
-def base_of(cfg: RunConfig) -> str | None:
-    """Return the hub id of the base model; None for one that is not on the hub."""
+def base_of(run: RunDir, what: Published) -> str | None:
+    """Return the hub id of the base model; None for one that is not on the hub.
+
+    A merged or full model comes from the base of the first stage. An adapter may belong to the result of a stage.
+    """
+    cfg = run.config()
+    if what.what == "adapter":
+        cfg = stages.current(run, cfg).config
     for path in (cfg.model.path, cfg.model.base):
         if path and path not in MODEL_WORDS and HUB_ID.fullmatch(path):
             return path
@@ -201,7 +207,9 @@ class _Card:
 
     def _use(self) -> str:
         name, base = self.main.name, self.base or "BASE"
-        needs_base = "" if self.base else "\n\nReplace `BASE` with the folder of the base model."
+        stage = stages.base_stage(self.run, self.cfg) if self.what.what == "adapter" else None
+        result = f", the result of stage {stage} of this run" if stage else ""
+        needs_base = "" if self.base else f"\n\nReplace `BASE` with the folder of the base model{result}."
         if self.is_text:
             return f"```python\n{self._text_code(base)}\n```{needs_base}"
         if self.what.what == "adapter" and self._is_read_by_diffusers:

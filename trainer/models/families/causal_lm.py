@@ -147,8 +147,7 @@ TINY: Mapping[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 4096,
 }
-COMPANION_FILES = (
-    "generation_config.json",
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -158,6 +157,7 @@ COMPANION_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
+COMPANION_FILES = ("generation_config.json", *TOKENIZER_FILES)
 COMPUTED = re.compile(r".*\.(inv_freq|masked_bias)")
 """Names of buffers that older files hold and models compute themselves."""
 
@@ -179,6 +179,7 @@ class CausalLM(TextFamily):
     diffusers_adapters = frozenset()
     kohya_prefixes: ClassVar = {}
     companion_files = COMPANION_FILES
+    tokenizer_files = TOKENIZER_FILES
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
         super().__init__(model, objective, cache)
