@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,5 +63,17 @@ def test_a_folder_of_peft_names_its_layers_by_their_ends_and_holds_the_tokenizer
     expected = trained_logits(cfg, run)
     folder = export(cfg, run, bench.root / "cache")[0].path
     assert json.loads((folder / "adapter_config.json").read_text())["target_modules"] == suffixes
-    assert AutoTokenizer.from_pretrained(folder).apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+    assert AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False
+    )
+    torch.testing.assert_close(logits(AutoPeftModelForCausalLM.from_pretrained(folder)), expected, atol=2e-5, rtol=0)
+
+
+def test_a_rank_stabilized_adapter_is_the_trained_one_in_peft(bench: Bench) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    adapter = {"type": "lora", "rank": 4, "alpha": 6, "rank_stabilized": True, "rank_pattern": {"q_proj": 2}}
+    cfg, run = bench.run("rslora", adapter=adapter, export__dtype="fp32", optim__lr=1e-2)
+    expected = trained_logits(cfg, run)
+    folder = export(cfg, run, bench.root / "cache")[0].path
     torch.testing.assert_close(logits(AutoPeftModelForCausalLM.from_pretrained(folder)), expected, atol=2e-5, rtol=0)

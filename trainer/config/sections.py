@@ -6,6 +6,7 @@ classes. Nothing here imports torch.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -167,7 +168,7 @@ class RankAdapter(AdapterSection):
     rank: Whole = option(16, ge=1, le=1024, keywords="network dim dimension size")
     """Rank of the update. A higher rank can learn more and makes a larger adapter."""
     alpha: Number | None = option(None, gt=0, keywords="network alpha strength scale")
-    """The update is scaled by alpha / rank. Empty: alpha = rank, a scale of 1."""
+    """The update is scaled by alpha / rank. Empty: alpha = rank."""
     dropout: Number = option(0.0, ge=0, lt=1)
     """Probability with which each input of the adapter is dropped during training."""
     rank_pattern: dict[str, Rank] = option({}, title="Rank per layer")
@@ -178,6 +179,22 @@ class RankAdapter(AdapterSection):
         """alpha / rank, the factor of the update. It is the same for all layers, including those of another rank."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
+    def scale_at(self, rank: int) -> float:
+        """Factor of the update of a layer of this rank."""
+        return self.scale
+
+
+class LowRankAdapter(RankAdapter):
+    """Adapters that add one product of two matrices."""
+
+    rank_stabilized: bool = option(False, title="Rank-stabilized scale", keywords="rslora scaling alpha sqrt")
+    """Scale the update by alpha / sqrt(rank) instead of alpha / rank (rsLoRA, arXiv 2312.03732), so that high ranks
+    learn as fast as low ones. Each layer's own rank counts, as in peft."""
+
+    def scale_at(self, rank: int) -> float:
+        alpha = self.rank if self.alpha is None else self.alpha
+        return alpha / math.sqrt(rank) if self.rank_stabilized else self.scale
+
 
 class ConvAdapter(RankAdapter):
     """Adapters that also change convolutions."""
@@ -186,13 +203,13 @@ class ConvAdapter(RankAdapter):
     """Rank for the convolutions in the model's blocks, if it has any. Empty: convolutions are not adapted."""
 
 
-class LoraAdapter(RankAdapter):
+class LoraAdapter(LowRankAdapter):
     """Low-rank update of each target layer (arXiv 2106.09685)."""
 
     type: Literal["lora"] = "lora"
 
 
-class LoconAdapter(ConvAdapter):
+class LoconAdapter(ConvAdapter, LowRankAdapter):
     """Low-rank update of linear layers and convolutions (LyCORIS, arXiv 2309.14859)."""
 
     type: Literal["locon"] = "locon"
@@ -200,7 +217,7 @@ class LoconAdapter(ConvAdapter):
     """Rank for the convolutions in the model's blocks, if it has any. Empty: `adapter.rank`."""
 
 
-class DoraAdapter(RankAdapter):
+class DoraAdapter(LowRankAdapter):
     """Low-rank update of the direction of each weight row, with a separately trained magnitude (arXiv 2402.09353)."""
 
     type: Literal["dora"] = "dora"

@@ -142,7 +142,7 @@ class ModelFamily(ABC):
     companion_files: ClassVar[tuple[str, ...]] = ()
     """Files of the model's folder that an export of the whole model copies."""
     tokenizer_files: ClassVar[tuple[str, ...]] = ()
-    """Files of the model's folder that a folder of peft also gets, so that it loads with tokenizer and chat template."""
+    """Files of the model's folder that a folder of peft also gets: tokenizer and chat template."""
     keeps_layout: ClassVar[bool] = False
     """Whether an export of the whole model is one file in the original layout, as in the published folder."""
 
