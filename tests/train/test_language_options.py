@@ -77,3 +77,30 @@ def test_a_rank_stabilized_adapter_is_the_trained_one_in_peft(bench: Bench) -> N
     expected = trained_logits(cfg, run)
     folder = export(cfg, run, bench.root / "cache")[0].path
     torch.testing.assert_close(logits(AutoPeftModelForCausalLM.from_pretrained(folder)), expected, atol=2e-5, rtol=0)
+
+
+# Modules that are trained whole
+
+
+def untied(bench: Bench) -> dict[str, Any]:
+    return {"model__options": {"architecture": "qwen3-8b"}}
+
+
+@pytest.mark.parametrize("architecture", ["qwen3-1.7b", "qwen3-8b"])
+@pytest.mark.parametrize("modules", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head", r"model\.norm"]])
+def test_modules_trained_whole_are_exported_as_peft_does_and_merged(
+    bench: Bench, architecture: str, modules: list[str]
+) -> None:
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    adapter = {"type": "lora", "rank": 4, "modules_to_save": modules}
+    options = {"architecture": architecture}
+    name = f"whole-{architecture}-{len(modules)}{modules[0]}"
+    cfg, run = bench.run(name, adapter=adapter, model__options=options, export__dtype="fp32", optim__lr=1e-2)
+    expected = trained_logits(cfg, run)
+    folder = export(cfg, run, bench.root / "cache")[0].path
+    found = AutoPeftModelForCausalLM.from_pretrained(folder)
+    torch.testing.assert_close(logits(found), expected, atol=2e-5, rtol=0)
+    merged = export(cfg.exporting("merged", None, None), run, bench.root / "cache")[0].path
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(merged)), expected, atol=2e-5, rtol=0)

@@ -158,6 +158,11 @@ class AdapterSection(Section):
     targets: tuple[str, ...] = option((), title="Layers to adapt", keywords="target modules attention")
     """Layers to adapt, by name or regular expression, for example `attn.to_q`. Empty: all linear layers in the model's
     blocks."""
+    modules_to_save: tuple[str, ...] = option(
+        (), title="Modules trained whole", keywords="embeddings lm_head full new tokens"
+    )
+    """Modules that are trained whole in addition to the adapter, by name or regular expression, for example
+    `embed_tokens` and `lm_head`. Folders of peft and merged exports hold them."""
     start: str | None = option(None, title="Adapter to continue from", path="file", keywords="resume pretrained lora")
     """Existing adapter file to continue from, in the format of ShardStudio, diffusers, peft, kohya or LyCORIS."""
 
