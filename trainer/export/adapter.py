@@ -163,8 +163,11 @@ def verify_modules(folder: Path, family: ModelFamily, expected: Mapping[str, Sav
         return 0.0
     (component,) = {component_of(name) for name in expected}
     model, ours = _loaded_by_peft(folder, family, component)
-    wrappers = {name: module for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)}
-    found = {f"{component}.{ours.get(name, name)}": module.modules_to_save[ADAPTER] for name, module in wrappers.items()}
+    found = {
+        f"{component}.{ours.get(name, name)}": module.modules_to_save[ADAPTER]
+        for name, module in model.named_modules()
+        if isinstance(module, ModulesToSaveWrapper)
+    }
     if found.keys() != expected.keys():
         raise RuntimeError(f"{folder}: holds the whole modules {sorted(found)}, {sorted(expected)} were trained")
     largest = 0.0

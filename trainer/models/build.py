@@ -186,8 +186,8 @@ def _started_modules(file: Path, cfg: RunConfig, family: ModelFamily) -> dict[st
     """Return {parameter: value} of the modules that the file `adapter.start` holds whole."""
     components = tuple(dict.fromkeys((*family.live, *family.components)))
     found = read_modules(file, naming(family), components)
-    parameters = saved_modules(cfg, family)
-    owners = {f"{name}.{inside}": owner for name, saved in parameters.items() for inside, owner in saved.tensors.items()}
+    trained = saved_modules(cfg, family)
+    owners = {f"{name}.{inside}": owner for name, module in trained.items() for inside, owner in module.tensors.items()}
     unknown = sorted(found.keys() - owners.keys())
     if unknown:
         raise InputError(

@@ -20,7 +20,7 @@ class TrainedModule:
     """A module that is trained whole.
 
     Attributes:
-        tensors: {name in the module: name of the tensor in the model}. A tensor that several modules share has one name.
+        tensors: {name in the module: name of the tensor in the model}. A tensor of several modules has one name.
         is_tied: Whether an earlier module has all of its tensors.
     """
 
