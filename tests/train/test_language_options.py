@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.bench import Bench
@@ -20,8 +21,10 @@ from trainer.config.schema import RunConfig
 from trainer.export import check_export, export
 from trainer.models import families
 from trainer.models.build import build_model
+from trainer.models.state_dict import BaseWeights
 from trainer.run.folder import RunDir
 from trainer.train.loop import Trainer
+from trainer.weights.tensors import OpenFiles
 
 TOLERANCE = 1e-6
 UNTIED = {"architecture": "qwen3-8b"}
@@ -207,3 +210,95 @@ def test_whole_modules_of_an_image_model_are_exported(tmp_path: Path, format: st
     (name,) = (name for name in weights if "norm_out.linear.weight" in name)
     prefix = "base_model.model." if format == "peft" else ""
     assert torch.equal(stored[f"{prefix}norm_out.linear.weight"], weights[name].bfloat16())
+
+
+# New tokens
+
+
+NEW = ["<tool>", "</tool>", "<think>"]
+BYTES = 257
+"""Tokens of the tiny model: bytes, and the end of a text."""
+
+
+def with_new_tokens(**options: Any) -> dict[str, Any]:
+    return {"model__options": {"new_tokens": NEW, **options}, "adapter": WHOLE, "export__dtype": "fp32"}
+
+
+def test_rows_of_new_tokens_begin_at_the_mean_of_the_others(bench: Bench) -> None:
+    families_of = [families.make(bench.config(**changes), bench.root / "cache") for changes in ({}, with_new_tokens())]
+    old, new = (BaseWeights(family).tensor("language_model", "model.embed_tokens.weight") for family in families_of)
+    assert old.shape == (BYTES, 64)
+    assert new.shape == (BYTES + 3, 64)
+    assert torch.equal(new[:BYTES], old)
+    torch.testing.assert_close(new[BYTES:], old.double().mean(dim=0).float().expand(3, 64))
+    files = families_of[1].weights("language_model").entries["model.embed_tokens.weight"]
+    pieces = [files.rows(OpenFiles(), *ends) for ends in ((0, 7), (7, BYTES + 1), (BYTES + 1, BYTES + 3))]
+    assert torch.equal(torch.cat(pieces), new)
+
+
+def test_rows_that_a_model_holds_in_reserve_are_used_for_new_tokens(bench: Bench, tmp_path: Path) -> None:
+    """As Qwen's, whose 151,936 rows are more than its tokenizer's tokens."""
+    tiny = families.make(bench.config(), bench.root / "cache").folder
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | {"vocab_size": BYTES + 7}
+    (folder / "config.json").write_text(json.dumps(config))
+    stored = load_file(folder / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    spare = torch.arange(7 * 64).view(7, 64).to(stored[name].dtype)
+    save_file(stored | {name: torch.cat([stored[name], spare])}, folder / "model.safetensors", {"format": "pt"})
+    cfg = bench.config(**with_new_tokens(), model__path=str(folder))
+    rows = BaseWeights(families.make(cfg, bench.root / "cache")).tensor("language_model", name)
+    assert torch.equal(rows[:BYTES], stored[name])
+    torch.testing.assert_close(rows[BYTES : BYTES + 3], stored[name].double().mean(dim=0).float().expand(3, 64))
+    assert torch.equal(rows[BYTES + 3 :], spare[3:])
+
+
+@pytest.mark.parametrize("architecture", ["qwen3-1.7b", "qwen3-8b"])
+@pytest.mark.parametrize("what", ["adapter", "merged", "full"])
+def test_an_export_with_new_tokens_is_the_trained_model(bench: Bench, architecture: str, what: str) -> None:
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    changes = with_new_tokens(architecture=architecture) | {"export__what": what, "optim__lr": 1e-2}
+    changes |= {"adapter": {"type": "none"}} if what == "full" else {}
+    cfg, run = bench.run(f"new-{architecture}-{what}", **changes)
+    expected = trained_logits(cfg, run)
+    assert expected.shape[-1] == BYTES + 3
+    folder = export(cfg, run, bench.root / "cache")[0].path
+    loader = AutoPeftModelForCausalLM if what == "adapter" else AutoModelForCausalLM
+    torch.testing.assert_close(logits(loader.from_pretrained(folder)), expected, atol=2e-5, rtol=0)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("a<tool>b</tool>", add_special_tokens=False)["input_ids"][1::2] == [BYTES, BYTES + 1]
+    assert tokenizer.decode([BYTES + 2]) == "<think>"
+
+
+def test_documents_are_read_with_the_new_tokens_and_their_rows_are_trained(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("<tool>one</tool> and <tool>two</tool>. " * 40, encoding="utf-8")
+    cfg, run = bench.run("read", **with_new_tokens(), data__path=str(tmp_path / "text"), optim__lr=1e-2)
+    weights = train(alone(), cfg, run).weights["language_model.model.embed_tokens.weight"]
+    base = BaseWeights(families.make(cfg, bench.root / "cache")).tensor("language_model", "model.embed_tokens.weight")
+    moved = (weights - base).abs().amax(dim=1)
+    assert float(moved[BYTES : BYTES + 2].min()) > 1e-2
+
+
+@pytest.mark.slow
+def test_two_ranks_train_new_tokens_as_one_process_does(bench: Bench) -> None:
+    one, two = (
+        bench.trained(f"tokens-{ranks}", ranks, parallel__strategy=strategy, **with_new_tokens())
+        for ranks, strategy in ((1, "none"), (2, "full"))
+    )
+    assert two.losses == pytest.approx(one.losses, abs=TOLERANCE, rel=0)
+    assert difference(two.weights, one.weights) <= TOLERANCE
+
+
+@pytest.mark.parametrize("modules", [[], ["embed_tokens"]])
+def test_new_tokens_whose_rows_are_not_trained_are_refused(bench: Bench, modules: list[str]) -> None:
+    adapter = {"type": "lora", "rank": 4, "modules_to_save": modules}
+    missing = "lm_head" if modules else "model.embed_tokens"
+    with pytest.raises(InputError) as caught:
+        bench.trained_here(f"frozen-{len(modules)}", **with_new_tokens(**UNTIED) | {"adapter": adapter})
+    assert str(caught.value) == (
+        f"adapter.modules_to_save: language_model.{missing} must be trained, as it has the rows of "
+        "model.options.new_tokens; name it here"
+    )

@@ -122,6 +122,9 @@ class ModelOptions(Section):
     blocks: str | None = None
     """Class names of the blocks that are sharded one by one, comma-separated. Empty: the blocks the model itself
     declares."""
+    new_tokens: tuple[str, ...] = option((), title="New tokens", keywords="vocabulary tokenizer special tokens resize")
+    """Tokens to add to a language model's tokenizer, for example `<tool_call>`. Their embeddings start at the mean of
+    the others and must be trained: fully, or by `adapter.modules_to_save`."""
     distilled: bool | None = None
     """Whether the model was distilled to generate in few steps without guidance. Empty: detected from its folder."""
 

@@ -21,7 +21,6 @@ from trainer.adapters.layer import LayerAdapter
 from trainer.config.schema import RunConfig
 from trainer.export.drafts import Exported, draft
 from trainer.export.metadata import adapter_metadata
-from trainer.export.model import copy_files
 from trainer.models.base import ImageFamily, ModelFamily
 from trainer.models.saved_modules import saved_modules, saved_tensors
 from trainer.models.state_dict import BaseWeights, TrainedModel, component_of, naming
@@ -72,7 +71,7 @@ def export_adapter(
             written = drafts.enter_context(draft(path))
             file.write(written, adapter_metadata(cfg, family, progress.step))
             if file.peft_config:
-                copy_files(family.folder, family.tokenizer_files, written)
+                family.write_tokenizer(written)
                 _name_base(written, Path(cfg.model.path), folder.parent)
             held = {n: layer for n, layer in expected.items() if file.component in ("", component_of(n))}
             difference = verify_adapter(written, file.readers, family, held, dtype)

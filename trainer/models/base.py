@@ -25,7 +25,7 @@ from trainer.config.sections import CompleteSample, DataConfig, ModelConfig, Obj
 from trainer.models import distilled
 from trainer.models.objectives import Batch, Example, Loss, Shift
 from trainer.models.parts.dropout import configured_dropout, dropout_warning
-from trainer.models.parts.folder import DIFFUSERS_STEM, ModelFolder
+from trainer.models.parts.folder import DIFFUSERS_STEM, ModelFolder, copy_files
 from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
 from trainer.weights.files import Fused, WeightFiles
@@ -142,7 +142,7 @@ class ModelFamily(ABC):
     companion_files: ClassVar[tuple[str, ...]] = ()
     """Files of the model's folder that an export of the whole model copies."""
     tokenizer_files: ClassVar[tuple[str, ...]] = ()
-    """Files of the model's folder that a folder of peft also gets: tokenizer and chat template."""
+    """Files of the model's folder with the tokenizer and its chat template, for folders of whole models and of peft."""
     keeps_layout: ClassVar[bool] = False
     """Whether an export of the whole model is one file in the original layout, as in the published folder."""
 
@@ -227,6 +227,19 @@ class ModelFamily(ABC):
     def adapter_metadata(self) -> Mapping[str, str]:
         """Strings in the header of exported adapters, in addition to those of every family."""
         return {}
+
+    @property
+    def must_train(self) -> Mapping[str, str]:
+        """{parameter that must be trained: why}. Names with the component."""
+        return {}
+
+    def exported_config(self, component: str, config: dict[str, Any]) -> dict[str, Any]:
+        """The config.json of an exported component. config: that of the model's folder."""
+        return config
+
+    def write_tokenizer(self, folder: Path) -> None:
+        """Write `tokenizer_files` to the folder of an exported language model or adapter."""
+        copy_files(self.folder, self.tokenizer_files, folder)
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
         """Sentences about this model and config to show before training; the run starts anyway.

@@ -99,7 +99,13 @@ def build_model(cfg: RunConfig, family: ModelFamily) -> BuiltModel:
     if cfg.quantize.format != "none":
         quantize_layers(model, _stored_formats(model, cfg, family))
     model.eval()
-    return BuiltModel(model, _inject_adapter(model, cfg, family))
+    built = BuiltModel(model, _inject_adapter(model, cfg, family))
+    for name, why in family.must_train.items():
+        if name not in built.trainables:
+            raise InputError(
+                f"adapter.modules_to_save: {name.removesuffix('.weight')} must be trained, as {why}; name it here"
+            )
+    return built
 
 
 def load_model(

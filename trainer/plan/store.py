@@ -120,7 +120,7 @@ def encoders_key_of(cfg: RunConfig) -> str:
 
 def _traced_options(cfg: RunConfig) -> dict[str, Any]:
     """Return the model's options that change what is allocated; the architecture is part of the model's name."""
-    return cfg.model.options.model_dump(exclude_defaults=True, exclude={"architecture", "distilled"})
+    return cfg.model.options.model_dump(exclude_defaults=True, exclude={"architecture", "distilled", "new_tokens"})
 
 
 def table_file(name: str, cache: Path, key: str) -> Path:
