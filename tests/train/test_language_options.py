@@ -21,7 +21,9 @@ from trainer.config.schema import RunConfig
 from trainer.export import check_export, export
 from trainer.models import families
 from trainer.models.build import build_model
+from trainer.models.parts.neftune import EmbeddingNoise
 from trainer.models.state_dict import BaseWeights
+from trainer.run.events import SampleEvent, ValidationEvent
 from trainer.run.folder import RunDir
 from trainer.train.loop import Trainer
 from trainer.weights.tensors import OpenFiles
@@ -302,3 +304,57 @@ def test_new_tokens_whose_rows_are_not_trained_are_refused(bench: Bench, modules
         f"adapter.modules_to_save: language_model.{missing} must be trained, as it has the rows of "
         "model.options.new_tokens; name it here"
     )
+
+
+# NEFTune
+
+
+def test_noise_on_embeddings_is_uniform_by_the_length_of_each_document() -> None:
+    noise = EmbeddingNoise(5.0)
+    documents = torch.tensor([[0] * 90 + [1] * 10, [3] * 100])
+    zeros = torch.zeros(2, 100, 64)
+    assert torch.equal(noise(zeros), zeros)
+    noise.set_samples(3, (7, 8), documents, "cpu")
+    found = noise(zeros)
+    for row, columns, length in ((0, slice(0, 90), 90), (0, slice(90, 100), 10), (1, slice(0, 100), 100)):
+        limit = 5 / (length * 64) ** 0.5
+        part = found[row, columns]
+        assert 0.98 * limit < float(part.abs().max()) <= limit
+        assert float(part.var()) == pytest.approx(limit**2 / 3, rel=0.1)
+        assert abs(float(part.mean())) < 0.1 * limit
+    noise.set_samples(3, (8,), documents[1:], "cpu")
+    assert torch.equal(noise(zeros[1:]), found[1:])
+    assert torch.equal(noise.eval()(zeros[1:]), zeros[1:])
+
+
+def test_noise_changes_training_and_neither_validation_nor_samples(bench: Bench, tmp_path: Path) -> None:
+    held = make_text(tmp_path / "held", count=5)
+    changes: dict[str, Any] = {"data__validation": str(held), "data__validation_every": 1, "train__steps": 1}
+    changes |= {"optim__lr": 1e-30, "sample__every": 1, "sample__prompts": ["All the "], "sample__tokens": 6}
+    plain, noisy = (
+        bench.trained_here(f"noise-{alpha}", **changes, train__neftune_alpha=alpha) for alpha in (0.0, 50.0)
+    )
+    assert abs(plain.losses[0] - noisy.losses[0]) > 1e-3
+    for kind, field in ((ValidationEvent, "loss"), (SampleEvent, "text")):
+        first, second = (
+            [getattr(event, field) for event in run.events if isinstance(event, kind)] for run in (plain, noisy)
+        )
+        assert first == second != []
+
+
+@pytest.mark.slow
+def test_noise_is_the_same_on_two_ranks(bench: Bench) -> None:
+    changes: dict[str, Any] = {"train__neftune_alpha": 20.0, "train__checkpointing": "full"}
+    one, two = (
+        bench.trained(f"noise-on-{ranks}", ranks, **changes, parallel__strategy=strategy)
+        for ranks, strategy in ((1, "none"), (2, "full"))
+    )
+    assert two.losses == pytest.approx(one.losses, abs=TOLERANCE, rel=0)
+    assert difference(two.weights, one.weights) <= TOLERANCE
+
+
+def test_noise_on_the_embeddings_of_an_image_model_is_refused(tmp_path: Path) -> None:
+    cfg = run_config(make_pictures(tmp_path / "pictures", 1), train__neftune_alpha=5.0)
+    with pytest.raises(InputError) as caught:
+        train(alone(), cfg, make_run(tmp_path, cfg, "run"))
+    assert str(caught.value) == "train.neftune_alpha: has no effect for flux2, which is not trained on text; set 0"

@@ -454,6 +454,9 @@ class TrainConfig(Section):
     )
     """Gradient checkpointing (activations are recomputed in backward, which saves memory and costs time): in no block
     (none), in every block (full), or in every n-th block."""
+    neftune_alpha: Number = option(0.0, title="Noise on embeddings (NEFTune)", ge=0, le=1000, keywords="neftune noise")
+    """Size of the uniform noise on a language model's embeddings in training (arXiv 2310.05914): each number is within
+    alpha / sqrt(tokens of the document x width). The paper uses 5, 10 and 15. 0 = none."""
     compile: bool = option(False, title="Compile the blocks", keywords="speed faster inductor")
     """Compile each block with torch.compile."""
     compile_backend: str = option("inductor", title="Compiler")

@@ -256,11 +256,15 @@ class _Card:
     def _text_code(self, base: str) -> str:
         name = json.dumps(self.main.name)
         if self.what.what == "adapter":
+            has_tokenizer = (self.main / "tokenizer_config.json").is_file()
+            source = f'"{self.repo}", subfolder={name}' if has_tokenizer else f'"{base}"'
+            grows = "model.resize_token_embeddings(max(len(tokenizer), model.get_input_embeddings().num_embeddings))\n"
             return (
                 "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+                f"tokenizer = AutoTokenizer.from_pretrained({source})\n"
                 f'model = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto")\n'
-                f'model = PeftModel.from_pretrained(model, "{self.repo}", subfolder={name})\n'
-                f'tokenizer = AutoTokenizer.from_pretrained("{base}")'
+                f"{grows if self.cfg.model.options.new_tokens else ''}"
+                f'model = PeftModel.from_pretrained(model, "{self.repo}", subfolder={name})'
             )
         return (
             "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"

@@ -495,6 +495,10 @@ class TextFamily(ModelFamily):
     data_fields = frozenset({"path", "validation", "validation_every", "cache"}) | TEXT_DATA
     sample_fields = frozenset({"every", "prompts", "seed"}) | TEXT_SAMPLE
 
+    @abstractmethod
+    def embedding(self, model: nn.ModuleDict) -> nn.Module:
+        """The module that embeds tokens. model: the live components."""
+
     @property
     @abstractmethod
     def longest(self) -> int | None:

@@ -24,6 +24,7 @@ from trainer.config.sections import NoAdapter
 from trainer.distributed.world import World
 from trainer.metrics.memory import full_bytes
 from trainer.models.base import LoadModule, ModelFamily, TextFamily
+from trainer.models.parts.neftune import add_noise
 from trainer.models.saved_modules import is_inside, saved_modules, saved_names
 from trainer.models.sharding import check_sharding
 from trainer.models.state_dict import BaseWeights, naming
@@ -105,6 +106,9 @@ def build_model(cfg: RunConfig, family: ModelFamily) -> BuiltModel:
             raise InputError(
                 f"adapter.modules_to_save: {name.removesuffix('.weight')} must be trained, as {why}; name it here"
             )
+    if cfg.train.neftune_alpha:
+        assert isinstance(family, TextFamily)
+        add_noise(family.embedding(model), cfg.train.neftune_alpha)
     return built
 
 

@@ -186,10 +186,11 @@ class CausalLM(TextFamily):
         super().__init__(model, objective, cache)
         self._folder = self._open()
         self._config = _read_config(self._folder)
+        sizes = _sizes(self._config.to_dict())
         self._new_ids = self._add_tokens()
         self._empty = _built(self._folder, self._config)
         published = {name: _sizes(config) for name, config in PUBLISHED.items()}
-        check_architecture(model, self._folder, published, _sizes(self._config.to_dict()))
+        check_architecture(model, self._folder, published, sizes)
         self.shard = ShardSpec(block_names(self._empty, model.options.blocks))
         if not self.shard.blocks:
             raise InputError(
@@ -197,6 +198,11 @@ class CausalLM(TextFamily):
                 "name their class"
             )
         self.adapter_targets = {COMPONENT: _linear_layers(self._empty, self.shard.blocks)}
+
+    def embedding(self, model: nn.ModuleDict) -> nn.Module:
+        network: Any = model[COMPONENT]
+        module: nn.Module = network.get_input_embeddings()
+        return module
 
     @property
     def model_spec(self) -> str:
