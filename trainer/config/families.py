@@ -95,7 +95,9 @@ def refused(cfg: RunConfig) -> Iterator[Problem]:
         return
     yield from _too_large(cfg, known.longest_side)
     if cfg.train.neftune_alpha and not known.reads("train.neftune_alpha"):
-        yield Problem("train.neftune_alpha", f"has no effect for {cfg.model.family}, which is not trained on text; set 0")
+        yield Problem(
+            "train.neftune_alpha", f"has no effect for {cfg.model.family}, which is not trained on text; set 0"
+        )
     sections: tuple[tuple[str, Section, tuple[str, ...]], ...] = (
         ("data", cfg.data, known.data_fields),
         ("sample", cfg.sample, known.sample_fields),

@@ -486,6 +486,7 @@ class TextFamily(ModelFamily):
     """A language model, trained on rows of tokens.
 
     An example holds "tokens", "learned" and "documents", each (`data.length`,), as `text_stream.PackedRow` has them.
+    A batch also holds "predicted" (n,), see `collate`.
     """
 
     trains_on = "text"
@@ -530,6 +531,17 @@ class TextFamily(ModelFamily):
     def batch_key(self, example: Example) -> Hashable:
         """Return one key: all rows have one length."""
         return None
+
+    def collate(self, examples: Sequence[Example]) -> Batch:
+        """Stack examples, and number the tokens that are followed by a learned one, row after row, in "predicted".
+
+        There is at least one, so that every rank computes a loss.
+        """
+        batch = super().collate(examples)
+        follows = torch.zeros_like(batch["learned"])
+        follows[:, :-1] = batch["learned"][:, 1:]
+        predicted = follows.flatten().nonzero().flatten()
+        return {**batch, "predicted": predicted if len(predicted) else torch.zeros(1, dtype=torch.int64)}
 
     def sample_rows(self, batch: Batch) -> Mapping[str, Tensor]:
         """The item of each token, for models that flatten all tokens into one matrix before a layer, as for experts."""

@@ -19,6 +19,7 @@ from trainer.config.errors import InputError, not_one_of
 from trainer.config.sections import MODEL_WORDS, ModelConfig, ObjectiveConfig, SampleConfig
 from trainer.models.base import TextFamily
 from trainer.models.objectives import Batch, Loss
+from trainer.models.parts.chunked_loss import sum_losses_in_chunks
 from trainer.models.parts.folder import (
     TRANSFORMERS_STEM,
     ModelFolder,
@@ -33,7 +34,6 @@ from trainer.models.parts.next_token import (
     build_language_model,
     computed_buffers,
     continue_text,
-    next_token_loss,
     restarting_positions,
 )
 from trainer.models.parts.text_encoder import TINY_CHAT_TEMPLATE, from_folder, train_tokenizer
@@ -191,7 +191,7 @@ class CausalLM(TextFamily):
         self._empty = _built(self._folder, self._config)
         published = {name: _sizes(config) for name, config in PUBLISHED.items()}
         check_architecture(model, self._folder, published, sizes)
-        self.shard = ShardSpec(block_names(self._empty, model.options.blocks))
+        self.shard = ShardSpec(block_names(self._empty, model.options.blocks), fp32_inputs=frozenset({"token_weights"}))
         if not self.shard.blocks:
             raise InputError(
                 f"model.options.blocks: {type(self._empty).__name__} does not say which of its modules are blocks; "
@@ -277,6 +277,7 @@ class CausalLM(TextFamily):
 
     def build(self, component: str) -> nn.Module:
         model: nn.Module = _built(self._folder, self._config)
+        sum_losses_in_chunks(model)
         return model
 
     def weights(self, component: str) -> WeightFiles:
@@ -343,9 +344,12 @@ class CausalLM(TextFamily):
         return ids
 
     def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
-        positions = restarting_positions(batch["documents"])
-        logits = model[COMPONENT](input_ids=batch["tokens"], position_ids=positions, use_cache=False).logits
-        return next_token_loss(logits, batch["tokens"], batch["learned"], batch["weight"])
+        inputs = {"input_ids": batch["tokens"], "position_ids": restarting_positions(batch["documents"])}
+        predicted = batch["predicted"]
+        targets = batch["tokens"].flatten()[predicted + 1]
+        weights = (batch["learned"] * batch["weight"][:, None]).flatten()[predicted + 1]
+        total = model[COMPONENT](**inputs, use_cache=False, predicted=predicted, targets=targets, token_weights=weights)
+        return Loss(total, weights.sum())
 
     def generate(self, model: nn.ModuleDict, prompt: str, cfg: SampleConfig, rng: SampleRng) -> str:
         ids = [*self.begin_of_text, *self.tokenize(prompt)] or [self.end_of_text]
