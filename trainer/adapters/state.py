@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -108,17 +108,19 @@ def kind_of(cfg: AdapterSection) -> Kind:
     return "lora" if cfg.type == "locon" else cfg.type  # type: ignore[return-value]
 
 
-def scale_of(cfg: AdapterSection, tensors: Container[str], recipe: int = RECIPE) -> float:
-    """Return the factor of a layer's update: alpha / rank; 1 for rotations and, as in LyCORIS, for a lokr of two
-    whole matrices.
+def scale_of(cfg: AdapterSection, tensors: Mapping[str, Tensor], recipe: int = RECIPE) -> float:
+    """Return the factor of a layer's update: alpha / rank, or alpha / sqrt(rank); 1 for rotations and, as in LyCORIS,
+    for a lokr of two whole matrices.
 
     Args:
         cfg: The adapter's section of the config.
-        tensors: Names of the layer's tensors.
+        tensors: The layer's tensors.
         recipe: Recipe of the run (`manifest.RECIPE`).
     """
     is_whole = "w1" in tensors and "w2" in tensors and recipe > 1
-    return cfg.scale if isinstance(cfg, RankAdapter) and not is_whole else 1.0
+    if not isinstance(cfg, RankAdapter) or is_whole:
+        return 1.0
+    return cfg.scale_at(tensors["down"].shape[0] if "down" in tensors else cfg.rank)
 
 
 def row_lengths(weight: Tensor) -> Tensor:

@@ -63,6 +63,8 @@ class FamilyFacts:
         section, _, name = field.rpartition(".")
         if section == "objective":
             return name in self.objective_fields
+        if field == "train.neftune_alpha":
+            return self.trains_on == "text"
         if field == "model.options.without":
             return bool(self.optional_encoders)
         if section == "model.options":
@@ -92,6 +94,10 @@ def refused(cfg: RunConfig) -> Iterator[Problem]:
     if known is None:
         return
     yield from _too_large(cfg, known.longest_side)
+    if cfg.train.neftune_alpha and not known.reads("train.neftune_alpha"):
+        yield Problem(
+            "train.neftune_alpha", f"has no effect for {cfg.model.family}, which is not trained on text; set 0"
+        )
     sections: tuple[tuple[str, Section, tuple[str, ...]], ...] = (
         ("data", cfg.data, known.data_fields),
         ("sample", cfg.sample, known.sample_fields),

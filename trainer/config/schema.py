@@ -152,7 +152,8 @@ class RunConfig(Section):
             strategy: `parallel.strategy` with `auto` resolved.
         """
         trained = "full" in self.model.train.values() if self.model.train else isinstance(self.adapter, NoAdapter)
-        return trained and strategy in ("full", "grad_op", "hybrid")
+        has_whole_modules = isinstance(self.adapter, AdapterSection) and bool(self.adapter.modules_to_save)
+        return (trained or has_whole_modules) and strategy in ("full", "grad_op", "hybrid")
 
     @property
     def micro_steps(self) -> int:
@@ -275,6 +276,7 @@ def _pattern_rules(cfg: RunConfig) -> Iterator[Problem]:
     patterns += [("quantize.formats", pattern) for pattern in cfg.quantize.formats]
     if isinstance(cfg.adapter, AdapterSection):
         patterns += [("adapter.targets", pattern) for pattern in cfg.adapter.targets]
+        patterns += [("adapter.modules_to_save", pattern) for pattern in cfg.adapter.modules_to_save]
     if isinstance(cfg.adapter, RankAdapter):
         patterns += [("adapter.rank_pattern", pattern) for pattern in cfg.adapter.rank_pattern]
     for field, pattern in patterns:

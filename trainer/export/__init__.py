@@ -21,6 +21,7 @@ from trainer.export.check import check_export
 from trainer.export.drafts import Exported, draft
 from trainer.export.model import export_model
 from trainer.models import families
+from trainer.models.base import ModelFamily
 from trainer.run import manifest
 from trainer.run.folder import RunDir, weights_of
 from trainer.run.stages import Stage, write_handover
@@ -67,7 +68,7 @@ def hand_over(stage: Stage, run: RunDir, cache: Path, reference: Mapping[str, Te
     following = stage_config(run.config(), stage.number)
     family = families.make(cfg, cache)
     has_file = bool(family.layout(family.components[0]))
-    if _continues_adapter(cfg, following):
+    if _continues_adapter(cfg, following, family):
         cfg = cfg.exporting("adapter", "auto", "fp32")
     else:
         what = "full" if isinstance(cfg.adapter, NoAdapter) else "merged"
@@ -86,8 +87,13 @@ def hand_over(stage: Stage, run: RunDir, cache: Path, reference: Mapping[str, Te
         write_handover(folder, fields)
 
 
-def _continues_adapter(cfg: RunConfig, following: RunConfig) -> bool:
-    """Whether a stage trains an adapter and nothing else, and the next stage has the same adapter."""
+def _continues_adapter(cfg: RunConfig, following: RunConfig, family: ModelFamily) -> bool:
+    """Whether a stage trains an adapter and nothing else, and the next stage has the same adapter.
+
+    Modules that are trained whole are handed over with it where `export.format: auto` holds them.
+    """
+    if not isinstance(cfg.adapter, NoAdapter) and cfg.adapter.modules_to_save and family.peft_fields is None:
+        return False
     ours, theirs = (one.adapter.model_dump(exclude={"start", "dropout"}) for one in (cfg, following))
     is_alone = not isinstance(cfg.adapter, NoAdapter) and "full" not in cfg.model.train.values()
     return is_alone and ours == theirs and cfg.model.train == following.model.train

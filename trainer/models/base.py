@@ -25,7 +25,7 @@ from trainer.config.sections import CompleteSample, DataConfig, ModelConfig, Obj
 from trainer.models import distilled
 from trainer.models.objectives import Batch, Example, Loss, Shift
 from trainer.models.parts.dropout import configured_dropout, dropout_warning
-from trainer.models.parts.folder import DIFFUSERS_STEM, ModelFolder
+from trainer.models.parts.folder import DIFFUSERS_STEM, ModelFolder, copy_files
 from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
 from trainer.weights.files import Fused, WeightFiles
@@ -141,6 +141,8 @@ class ModelFamily(ABC):
     empty key for a file that names nothing."""
     companion_files: ClassVar[tuple[str, ...]] = ()
     """Files of the model's folder that an export of the whole model copies."""
+    tokenizer_files: ClassVar[tuple[str, ...]] = ()
+    """Files of the model's folder with the tokenizer and its chat template, for folders of whole models and of peft."""
     keeps_layout: ClassVar[bool] = False
     """Whether an export of the whole model is one file in the original layout, as in the published folder."""
 
@@ -225,6 +227,19 @@ class ModelFamily(ABC):
     def adapter_metadata(self) -> Mapping[str, str]:
         """Strings in the header of exported adapters, in addition to those of every family."""
         return {}
+
+    @property
+    def must_train(self) -> Mapping[str, str]:
+        """{parameter that must be trained: why}. Names with the component."""
+        return {}
+
+    def exported_config(self, component: str, config: dict[str, Any]) -> dict[str, Any]:
+        """The config.json of an exported component. config: that of the model's folder."""
+        return config
+
+    def write_tokenizer(self, folder: Path) -> None:
+        """Write `tokenizer_files` to the folder of an exported language model or adapter."""
+        copy_files(self.folder, self.tokenizer_files, folder)
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
         """Sentences about this model and config to show before training; the run starts anyway.
@@ -471,6 +486,7 @@ class TextFamily(ModelFamily):
     """A language model, trained on rows of tokens.
 
     An example holds "tokens", "learned" and "documents", each (`data.length`,), as `text_stream.PackedRow` has them.
+    A batch also holds "predicted" (n,), see `collate`.
     """
 
     trains_on = "text"
@@ -479,6 +495,10 @@ class TextFamily(ModelFamily):
     built; of our own networks, in the tests."""
     data_fields = frozenset({"path", "validation", "validation_every", "cache"}) | TEXT_DATA
     sample_fields = frozenset({"every", "prompts", "seed"}) | TEXT_SAMPLE
+
+    @abstractmethod
+    def embedding(self, model: nn.ModuleDict) -> nn.Module:
+        """The module that embeds tokens. model: the live components."""
 
     @property
     @abstractmethod
@@ -511,6 +531,17 @@ class TextFamily(ModelFamily):
     def batch_key(self, example: Example) -> Hashable:
         """Return one key: all rows have one length."""
         return None
+
+    def collate(self, examples: Sequence[Example]) -> Batch:
+        """Stack examples, and number the tokens that are followed by a learned one, row after row, in "predicted".
+
+        There is at least one, so that every rank computes a loss.
+        """
+        batch = super().collate(examples)
+        follows = torch.zeros_like(batch["learned"])
+        follows[:, :-1] = batch["learned"][:, 1:]
+        predicted = follows.flatten().nonzero().flatten()
+        return {**batch, "predicted": predicted if len(predicted) else torch.zeros(1, dtype=torch.int64)}
 
     def sample_rows(self, batch: Batch) -> Mapping[str, Tensor]:
         """The item of each token, for models that flatten all tokens into one matrix before a layer, as for experts."""

@@ -180,7 +180,12 @@ def on_this_machine(cfg: RunConfig, cache: Path) -> RunConfig:
     else:
         return cfg
     # The model's own objective is unknown without its files; it does not change what is allocated.
-    changes = {"model": model.model_copy(update={"path": folder, "base": None}), "objective": ObjectiveConfig()}
+    # The folder has no tokenizer to which tokens could be added; their few rows do not matter.
+    options = model.options.model_copy(update={"new_tokens": ()})
+    changes = {
+        "model": model.model_copy(update={"path": folder, "base": None, "options": options}),
+        "objective": ObjectiveConfig(),
+    }
     return cfg.model_copy(update=changes)
 
 
