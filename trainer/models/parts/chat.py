@@ -22,7 +22,7 @@ MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """The mark in a template around what the assistant writes."""
 OPEN, CLOSE = "\ue0f0", "\ue0f1"
 """Private characters around the numbers of sentinels; no published text holds them."""
-END_OF_THINKING = "</think>"
+THINKING, END_OF_THINKING = "<think>", "</think>"
 ASSISTANT = "assistant"
 
 Message = Mapping[str, Any]
@@ -46,7 +46,7 @@ def read_template(named: str) -> str:
     """
     file = Path(named).expanduser() if named.endswith(SUFFIX) else TEMPLATES / f"{named}{SUFFIX}"
     if not named.endswith(SUFFIX) and named not in template_names():
-        raise InputError(f"data.chat_template: {not_one_of(named, template_names())}, or a {SUFFIX} file")
+        raise InputError(f"data.chat_template: {not_one_of(named, (*template_names(), f'a {SUFFIX} file'))}")
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -83,6 +83,11 @@ class Turns:
 
     header: str
     end: str
+
+    @property
+    def stop(self) -> str:
+        """The text after which an answer is complete; empty if nothing tells."""
+        return self.end.split()[0] if self.end else ""
 
 
 class Chat:
@@ -167,7 +172,7 @@ class Chat:
 
     def answer(self, text: str) -> str:
         """The part of a generated text before the end of the assistant's turn."""
-        return text.partition(self.turns.end)[0] if self.turns.end else text
+        return text.partition(self.turns.stop)[0] if self.turns.stop else text
 
     def rendered(self, messages: object, tools: object = None) -> str:
         """The text of a conversation that the template makes."""
@@ -227,15 +232,15 @@ class Chat:
                 continue
             floor = ends[number - 1] if number else 0
             ceiling = begins[number + 1] if number + 1 < len(messages) else len(whole)
-            found = whole.find(header, floor, ceiling) if header else -1
-            start = begins[number] if found < 0 else found + len(header)
-            stop = whole.rfind(end, max(start, ends[number]), ceiling) if end else ends[number]
+            start = _after(whole, header, floor, ceiling)
+            start = begins[number] if start < 0 else start
+            stop = _until(whole, end, max(start, ends[number]), ceiling) if end else ends[number]
             if start < 0 or stop < 0:
                 raise InputError(
                     f"message {number + 1}: the chat template does not tell where this turn of the assistant begins "
                     "or ends; set data.chat_template to a template with {% generation %} marks"
                 )
-            spans.append((start, stop + len(end)))
+            spans.append((start, stop))
         return spans
 
     def _contents(
@@ -308,7 +313,7 @@ class Chat:
             return self._tokenizer.apply_chat_template(
                 list(messages), tools=tools or None, chat_template=self.template, **options
             )
-        except Exception as error:  # noqa: BLE001  a template is a program, which may raise anything
+        except Exception as error:  # a template is a program, which may raise anything
             raise InputError(f"the chat template refuses this conversation ({error})") from error
 
     def _check_syntax(self, template: str) -> None:
@@ -316,7 +321,9 @@ class Chat:
 
         name = self._named if self._named else "the model's own"
         try:
-            self._tokenizer.apply_chat_template([{"role": "user", "content": "a"}], chat_template=template, tokenize=False)
+            self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": "a"}], chat_template=template, tokenize=False
+            )
         except TemplateSyntaxError as error:
             raise InputError(
                 f"data.chat_template: {name} is not a jinja template (line {error.lineno}: {error.message}); "
@@ -364,6 +371,30 @@ def _text_of(part: object, number: int) -> str:
         return text
     kind = part.get("type", "something else") if isinstance(part, dict) else type(part).__name__
     raise InputError(f'message {number}: "content" holds {kind}; a language model reads texts only, remove it')
+
+
+def _after(text: str, header: str, floor: int, ceiling: int) -> int:
+    """The end of the first `header` in a part of a text; -1 without one.
+
+    Templates that open the thinking of an answer drop that of earlier turns: there the header ends before it.
+    """
+    for wanted in (header, header.partition(THINKING)[0]):
+        found = text.find(wanted, floor, ceiling) if wanted else -1
+        if found >= 0:
+            return found + len(wanted)
+    return -1
+
+
+def _until(text: str, end: str, floor: int, ceiling: int) -> int:
+    """The end of the last `end` of a turn in a part of a text; -1 without one.
+
+    Templates that end a whole conversation with a token of its own end other turns with the first part of `end`.
+    """
+    for wanted in (end, end.split()[0]):
+        found = text.rfind(wanted, floor, ceiling)
+        if found >= 0:
+            return found + len(wanted)
+    return -1
 
 
 def _hold(messages: Sequence[Message], text: str, spans: Collection[Span]) -> bool:
