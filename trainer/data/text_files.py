@@ -127,7 +127,9 @@ def open_parquet(file: Path) -> Iterator[Any]:
         try:
             with ParquetFile(stream) as table:
                 yield table
-        except ArrowException as error:
+        except (ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno:  # of the disk; damaged pages have no number
+                raise
             reason = shortened(str(error).partition("\n")[0], 200)
             raise InputError(f"{file}: not a parquet file, or damaged ({reason}); write it again") from error
 
