@@ -121,6 +121,9 @@ class ModelOptions(Section):
     blocks: str | None = None
     """Class names of the blocks that are sharded one by one, comma-separated. Empty: the blocks the model itself
     declares."""
+    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    """Implementation of a language model's attention in transformers. auto: sdpa where the model's class has it, else
+    eager, which needs memory for all pairs of tokens."""
     distilled: bool | None = None
     """Whether the model was distilled to generate in few steps without guidance. Empty: detected from its folder."""
 

@@ -38,6 +38,7 @@ def make(cfg: RunConfig, cache: Path) -> ModelFamily:
         InputError: `model.path` does not hold such a model, or the config uses options that the family does not have.
     """
     family = get(cfg.model.family)(cfg.model, cfg.objective, cache / "models")
+    family.follow(cfg)
     problems = (*families.refused(cfg), *distilled.refused(cfg.model, family.folder))
     if problems:
         raise RuleError(problems)

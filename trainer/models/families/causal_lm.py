@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.config.errors import InputError, not_one_of
-from trainer.config.sections import MODEL_WORDS, ModelConfig, ObjectiveConfig, SampleConfig
+from trainer.config.schema import RunConfig
+from trainer.config.sections import MODEL_WORDS, ModelConfig, NoAdapter, ObjectiveConfig, SampleConfig
 from trainer.models.base import TextFamily
 from trainer.models.objectives import Batch, Loss
 from trainer.models.parts.folder import (
@@ -28,6 +29,14 @@ from trainer.models.parts.folder import (
     write_random,
     write_tiny,
 )
+from trainer.models.parts.language_configs import (
+    build_whole,
+    first_line,
+    is_causal,
+    text_config,
+    turn_layers,
+    turned_layers,
+)
 from trainer.models.parts.next_token import (
     block_names,
     build_language_model,
@@ -36,9 +45,11 @@ from trainer.models.parts.next_token import (
     next_token_loss,
     restarting_positions,
 )
+from trainer.models.parts.stored_names import StoredNames, read_names
 from trainer.models.parts.text_encoder import TINY_CHAT_TEMPLATE, from_folder, train_tokenizer
 from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
+from trainer.weights.composed import LazyTensor
 from trainer.weights.files import Fused, WeightFiles, safetensors_in, stored_tensors
 from trainer.weights.hub import find_folder
 
@@ -158,8 +169,6 @@ COMPANION_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-COMPUTED = re.compile(r".*\.(inv_freq|masked_bias)")
-"""Names of buffers that older files hold and models compute themselves."""
 
 
 class CausalLM(TextFamily):
@@ -171,7 +180,7 @@ class CausalLM(TextFamily):
     components = (COMPONENT,)
     any_network = True
     objective_fields = frozenset()
-    options_read = frozenset({"architecture", "blocks"})
+    options_read = frozenset({"architecture", "attention", "blocks"})
     architectures = tuple(PUBLISHED)
     default_architecture = "qwen3-1.7b"
     model_files: ClassVar = {"config.json": ("model_type", "")}
@@ -183,8 +192,10 @@ class CausalLM(TextFamily):
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
         super().__init__(model, objective, cache)
         self._folder = self._open()
-        self._config = _read_config(self._folder)
-        self._empty = _built(self._folder, self._config)
+        self._folder_config = _read_config(self._folder)
+        self._config = text_config(self._folder_config)
+        self._turned: tuple[str, ...] = ()
+        self._empty = _built(self._folder, self._config, model.options.attention)
         published = {name: _sizes(config) for name, config in PUBLISHED.items()}
         check_architecture(model, self._folder, published, _sizes(self._config.to_dict()))
         self.shard = ShardSpec(block_names(self._empty, model.options.blocks))
@@ -193,6 +204,15 @@ class CausalLM(TextFamily):
                 f"model.options.blocks: {type(self._empty).__name__} does not say which of its modules are blocks; "
                 "name their class"
             )
+        self.adapter_targets = {COMPONENT: _linear_layers(self._empty, self.shard.blocks)}
+
+    def follow(self, cfg: RunConfig) -> None:
+        """Turn layers whose weights are (inputs, outputs) into linear ones where an adapter or codes are to change
+        them. A full fine-tune keeps them, as checkpoints of older versions have them."""
+        if isinstance(cfg.adapter, NoAdapter) or not turned_layers(self._empty):
+            return
+        self._turned = turned_layers(self._empty)
+        self._empty = turn_layers(self._empty)
         self.adapter_targets = {COMPONENT: _linear_layers(self._empty, self.shard.blocks)}
 
     @property
@@ -219,25 +239,36 @@ class CausalLM(TextFamily):
         return config
 
     def build(self, component: str) -> nn.Module:
-        model: nn.Module = _built(self._folder, self._config)
-        return model
+        model: nn.Module = _built(self._folder, self._config, self.config.options.attention)
+        return turn_layers(model) if self._turned else model
 
     def weights(self, component: str) -> WeightFiles:
+        return WeightFiles(self._stored.entries)
+
+    def written(self, component: str) -> Mapping[str, LazyTensor]:
+        return self._stored.written
+
+    def read_export(self, component: str, files: Sequence[Path]) -> WeightFiles:
+        return WeightFiles(read_names(self._empty, files, None, self._transposed).entries)
+
+    @cached_property
+    def _stored(self) -> StoredNames:
         files = safetensors_in(self.folder, TRANSFORMERS_STEM)
-        own = stored_tensors(self._empty)
-        # Files of a tied model may also hold the head.
-        known = self._empty.state_dict().keys() - own.keys()
-        stored = WeightFiles.read(files, lambda key: None if key in known or COMPUTED.fullmatch(key) else key)
-        unknown = sorted(stored.entries.keys() - own.keys())
-        if unknown:
-            raise InputError(
-                f"{files[0]}: {len(unknown)} tensors that the model does not have, first '{unknown[0]}'; "
-                "the weights and config.json belong to different models"
-            )
-        return stored
+        return read_names(self._empty, files, self._whole, self._transposed)
+
+    @cached_property
+    def _whole(self) -> Any:
+        """The model whose text part is trained, on the meta device; None where all of the folder is text."""
+        if self._folder_config is self._config:
+            return None
+        return build_whole(self._folder_config)
+
+    @property
+    def _transposed(self) -> frozenset[str]:
+        return frozenset(f"{name}.weight" for name in self._turned)
 
     def computed_buffers(self, component: str) -> Mapping[str, Tensor]:
-        return computed_buffers(self._empty)
+        return computed_buffers(self._config, self.config.options.attention)
 
     def layout(self, component: str) -> tuple[Fused, ...]:
         """Return nothing: the file has the names of transformers."""
@@ -382,13 +413,19 @@ def _read_config(folder: ModelFolder) -> Any:
     return config
 
 
-def _built(folder: ModelFolder, config: Any) -> Any:
-    try:
-        return build_language_model(config)
-    except ValueError as error:
+def _built(folder: ModelFolder, config: Any, attention: str) -> Any:
+    file = folder.path / "config.json"
+    if not is_causal(config):
         raise InputError(
-            f"{folder.path / 'config.json'}: describes a {config.model_type}, which is not a causal language model; "
+            f"{file}: describes a {config.model_type}, which is not a causal language model; "
             "set model.family to the family of that model"
+        )
+    try:
+        return build_language_model(config, attention)
+    except (ValueError, TypeError, AttributeError, ImportError, KeyError, RuntimeError, AssertionError) as error:
+        field = f"model.options.attention: {attention}: " if "does not support" in str(error) else ""
+        raise InputError(
+            f"{file}: {field}transformers cannot build this {config.model_type} ({first_line(error)})"
         ) from error
 
 
