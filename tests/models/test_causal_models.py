@@ -54,7 +54,7 @@ def config_of(kind: str) -> Any:
 
 def fill(model: nn.Module) -> None:
     """The same weights every time, whole or this rank's rows, on the CPU, with what is in no file."""
-    buffers = computed_buffers(model)
+    buffers = computed_buffers(model.config)
     give_storage(model, torch.device("cpu"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():

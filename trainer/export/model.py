@@ -6,9 +6,10 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from trainer.export.metadata import model_metadata
 from trainer.export.stream import FileSpec, TensorSpec, num_bytes, write_stream
 from trainer.models.base import ModelFamily
 from trainer.models.state_dict import BaseWeights, TrainedModel
+from trainer.weights.composed import LazyTensor, value_of
 from trainer.weights.files import Fused, WeightFiles, read_tensor, stored_tensors
 from trainer.weights.tensors import TensorEntry
 
@@ -87,8 +89,8 @@ def _write_folder(
     for component in trained:
         folder = path if len(trained) == 1 else path / component
         folder.mkdir(parents=True)
-        source = family.component_folder(component)
-        _write_config(source / "config.json", folder / "config.json", DTYPES[cfg.export.dtype])
+        source, dtype = family.component_folder(component), DTYPES[cfg.export.dtype]
+        _write_config(source / "config.json", folder / "config.json", dtype, family.exported_config(component))
         for file in (source / name for name in family.companion_files):
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)
@@ -98,8 +100,13 @@ def _write_folder(
             _write_single_file(file, cfg, family, model, base, tensors)
             differences.append(_verify_single_file(file, cfg, expected, tensors))
             continue
-        specs = {name: (DTYPES[cfg.export.dtype], shape) for name, shape in base.shapes(component).items()}
-        _write_shards(folder, stem, specs, partial(model.tensor, component))
+        written = family.written(component)
+        if written:
+            specs = {name: (dtype, tuple(made.shape)) for name, made in written.items()}
+            _write_shards(folder, stem, specs, _converted(written, partial(model.tensor, component)))
+        else:
+            specs = {name: (dtype, shape) for name, shape in base.shapes(component).items()}
+            _write_shards(folder, stem, specs, partial(model.tensor, component))
         differences.append(_verify_component(folder, component, cfg, family, expected))
     for name, config in family.changed_configs.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -107,15 +114,25 @@ def _write_folder(
     return max(differences)
 
 
-def _write_config(source: Path, file: Path, dtype: torch.dtype) -> None:
-    """Write the component's config with the number type of the export in place of that of the base's files."""
-    config = json.loads(source.read_text("utf-8"))
+def _write_config(source: Path, file: Path, dtype: torch.dtype, part: Mapping[str, Any] | None) -> None:
+    """Write the component's config with the number type of the export in place of that of the base's files.
+
+    part: the config, where the component is only a part of what the source describes.
+    """
+    config = json.loads(source.read_text("utf-8")) if part is None else dict(part)
     written = {key: value for key, value in config.items() if key != "quantization_config"}
     written |= {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if written.get(key)}
-    if written == config:
+    if written == config and part is None:
         shutil.copyfile(source, file)
     else:
         file.write_text(json.dumps(written, indent=2) + "\n", "utf-8")
+
+
+def _converted(written: Mapping[str, LazyTensor], tensor: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+    """Return the function that makes each tensor of the files of the model's, which it reads by `tensor`."""
+    latest = lru_cache(maxsize=1)(tensor)  # the experts of a layer are parts of one tensor
+
+    return lambda name: value_of(written[name], latest)
 
 
 def _write_shards(folder: Path, stem: str, specs: FileSpec, tensor: Callable[[str], Tensor]) -> None:
@@ -157,7 +174,7 @@ def _verify_component(
     Tensor by tensor: a model that fills several GPUs may not fit into this host's memory.
     """
     wanted = stored_tensors(family.build(component))
-    written = WeightFiles.read(sorted(folder.glob("*.safetensors"))).entries
+    written = family.read_export(component, sorted(folder.glob("*.safetensors"))).entries
     for name, tensor in wanted.items():
         found = written[name].shape if name in written else None
         if found != tuple(tensor.shape):

@@ -268,6 +268,10 @@ class ModelFamily(ABC):
         names than the module; empty where the names are the module's."""
         return {}
 
+    def exported_config(self, component: str) -> Mapping[str, Any] | None:
+        """The config of an export of the whole component, where it is only a part of what the folder holds."""
+        return None
+
     def read_export(self, component: str, files: Sequence[Path]) -> WeightFiles:
         """The tensors of an export's files by the names of `build(component)`."""
         return WeightFiles.read(files)

@@ -248,6 +248,12 @@ class CausalLM(TextFamily):
     def written(self, component: str) -> Mapping[str, LazyTensor]:
         return self._stored.written
 
+    def exported_config(self, component: str) -> Mapping[str, Any] | None:
+        if self._whole is None:
+            return None
+        config: dict[str, Any] = self._config.to_dict()
+        return {**config, "architectures": [type(self._empty).__name__], "dtype": "float32"}
+
     def read_export(self, component: str, files: Sequence[Path]) -> WeightFiles:
         return WeightFiles(read_names(self._empty, files, None, self._transposed).entries)
 
