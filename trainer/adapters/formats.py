@@ -62,7 +62,7 @@ class Naming:
     kohya_by_path: bool
     layouts: Mapping[str, tuple[Fused, ...]]
     diffusers_adapters: frozenset[str]
-    peft_fields: Mapping[str, str] | None = None
+    peft_fields: Mapping[str, str | bool] | None = None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel
 from torch import Tensor, nn
 
 from trainer.adapters import adapted_layers
@@ -150,7 +150,11 @@ def _read_by_peft(folder: Path, family: ModelFamily, component: str) -> dict[str
     model = _without_weights(family.build(component))
     ours = published_paths(family, component)
     model = under_paths(model, ours) if ours else model
-    PeftModel.from_pretrained(model, folder)
+    config = PeftConfig.from_pretrained(str(folder))
+    config.task_type = None  # these are only the layers, not a model that generates
+    if isinstance(config, LoraConfig):
+        config.fan_in_fan_out = False  # the module's layers are linear, also where the published ones are not
+    PeftModel.from_pretrained(model, folder, config=config)
     return {f"{component}.{ours.get(name, name)}": _merge_of(layer) for name, layer in adapted_layers(model).items()}
 
 

@@ -90,7 +90,7 @@ def _write_folder(
         folder = path if len(trained) == 1 else path / component
         folder.mkdir(parents=True)
         source, dtype = family.component_folder(component), DTYPES[cfg.export.dtype]
-        _write_config(source / "config.json", folder / "config.json", dtype, family.exported_config(component))
+        _write_config(source / "config.json", folder / "config.json", dtype, partial(family.exported_config, component))
         for file in (source / name for name in family.companion_files):
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)
@@ -114,15 +114,17 @@ def _write_folder(
     return max(differences)
 
 
-def _write_config(source: Path, file: Path, dtype: torch.dtype, part: Mapping[str, Any] | None) -> None:
+def _write_config(
+    source: Path, file: Path, dtype: torch.dtype, exported: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
     """Write the component's config with the number type of the export in place of that of the base's files.
 
-    part: the config, where the component is only a part of what the source describes.
+    exported: returns the config of the export, given that of the folder.
     """
-    config = json.loads(source.read_text("utf-8")) if part is None else dict(part)
-    written = {key: value for key, value in config.items() if key != "quantization_config"}
+    config = json.loads(source.read_text("utf-8"))
+    written = {key: value for key, value in exported(config).items() if key != "quantization_config"}
     written |= {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if written.get(key)}
-    if written == config and part is None:
+    if written == config:
         shutil.copyfile(source, file)
     else:
         file.write_text(json.dumps(written, indent=2) + "\n", "utf-8")

@@ -218,7 +218,7 @@ class ModelFamily(ABC):
         return {}
 
     @property
-    def peft_fields(self) -> Mapping[str, str] | None:
+    def peft_fields(self) -> Mapping[str, str | bool] | None:
         """Fields of peft's adapter config, for models whose adapters only peft reads; None for others."""
         return None
 
@@ -268,9 +268,9 @@ class ModelFamily(ABC):
         names than the module; empty where the names are the module's."""
         return {}
 
-    def exported_config(self, component: str) -> Mapping[str, Any] | None:
-        """The config of an export of the whole component, where it is only a part of what the folder holds."""
-        return None
+    def exported_config(self, component: str, config: dict[str, Any]) -> dict[str, Any]:
+        """The config.json of an exported component. config: that of the model's folder."""
+        return config
 
     def read_export(self, component: str, files: Sequence[Path]) -> WeightFiles:
         """The tensors of an export's files by the names of `build(component)`."""

@@ -45,7 +45,7 @@ from trainer.models.parts.next_token import (
     next_token_loss,
     restarting_positions,
 )
-from trainer.models.parts.stored_names import StoredNames, read_names
+from trainer.models.parts.stored_names import TEXT_PART, StoredNames, read_names
 from trainer.models.parts.text_encoder import TINY_CHAT_TEMPLATE, from_folder, train_tokenizer
 from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
@@ -211,6 +211,11 @@ class CausalLM(TextFamily):
         them. A full fine-tune keeps them, as checkpoints of older versions have them."""
         if isinstance(cfg.adapter, NoAdapter) or not turned_layers(self._empty):
             return
+        if cfg.export_what == "adapter" and cfg.adapter.type in ("loha", "lokr"):
+            raise InputError(
+                f"adapter.type: peft has no {cfg.adapter.type} for this model's layers, whose weights are (inputs, "
+                "outputs); use lora or dora, or export.what: merged"
+            )
         self._turned = turned_layers(self._empty)
         self._empty = turn_layers(self._empty)
         self.adapter_targets = {COMPONENT: _linear_layers(self._empty, self.shard.blocks)}
@@ -224,11 +229,25 @@ class CausalLM(TextFamily):
         longest: int | None = self._config.to_dict().get("max_position_embeddings")
         return longest
 
+    def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
+        return (*super().warnings(cfg), *self._text_only())
+
+    def _text_only(self) -> tuple[str, ...]:
+        if self._whole is None:
+            return ()
+        kind, part = type(self._whole).__name__, type(self._empty).__name__
+        return (
+            f"model.path {self.folder}: only the text part of this {kind} is trained. A merged or full export is a "
+            f"{part} without the other parts; an adapter's names are those of "
+            + (f"the {kind}" if self._loaded_layout else f"a {part}, which must be loaded alone"),
+        )
+
     @property
-    def peft_fields(self) -> Mapping[str, str]:
+    def peft_fields(self) -> Mapping[str, str | bool]:
         path = self.config.path
         base = str(self.folder) if path in MODEL_WORDS else path
-        return {"base_model_name_or_path": base, "task_type": "CAUSAL_LM"}
+        turned: dict[str, str | bool] = {"fan_in_fan_out": True} if self._turned else {}
+        return {"base_model_name_or_path": base, "task_type": "CAUSAL_LM", **turned}
 
     def component_folder(self, component: str) -> Path:
         return self.folder
@@ -248,11 +267,11 @@ class CausalLM(TextFamily):
     def written(self, component: str) -> Mapping[str, LazyTensor]:
         return self._stored.written
 
-    def exported_config(self, component: str) -> Mapping[str, Any] | None:
+    def exported_config(self, component: str, config: dict[str, Any]) -> dict[str, Any]:
         if self._whole is None:
-            return None
-        config: dict[str, Any] = self._config.to_dict()
-        return {**config, "architectures": [type(self._empty).__name__], "dtype": "float32"}
+            return config
+        text: dict[str, Any] = self._config.to_dict()
+        return {**text, "architectures": [type(self._empty).__name__], "dtype": "float32"}
 
     def read_export(self, component: str, files: Sequence[Path]) -> WeightFiles:
         return WeightFiles(read_names(self._empty, files, None, self._transposed).entries)
@@ -277,8 +296,17 @@ class CausalLM(TextFamily):
         return computed_buffers(self._config, self.config.options.attention)
 
     def layout(self, component: str) -> tuple[Fused, ...]:
-        """Return nothing: the file has the names of transformers."""
-        return ()
+        """Return the layers' names in the model that peft loads, where that is more than the text part."""
+        return self._loaded_layout
+
+    @cached_property
+    def _loaded_layout(self) -> tuple[Fused, ...]:
+        if self._whole is None or not is_causal(self._folder_config):
+            return ()
+        own = stored_tensors(self._empty)
+        loaded = build_language_model(self._folder_config).state_dict()
+        pairs = {name: name.replace(TEXT_PART, "", 1) for name in loaded}
+        return tuple(Fused(name, (part,)) for name, part in pairs.items() if part in own)
 
     @cached_property
     def tokenizer(self) -> Any:
