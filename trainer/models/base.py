@@ -10,7 +10,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -497,10 +497,19 @@ class TextFamily(ModelFamily):
     data_fields = frozenset({"path", "validation", "validation_every", "cache"}) | TEXT_DATA
     sample_fields = frozenset({"every", "prompts", "seed"}) | TEXT_SAMPLE
 
+    def shard_by(self, blocks: tuple[str, ...]) -> None:
+        """Shard the model by these blocks."""
+        self.shard = replace(self.shard, blocks=blocks)
+
     @property
     @abstractmethod
     def longest(self) -> int | None:
         """Most tokens of a row; None for no limit."""
+
+    @property
+    def packs_documents(self) -> bool:
+        """Whether documents may share a row without seeing each other. Raises InputError if tokens see later ones."""
+        return True
 
     @property
     @abstractmethod

@@ -20,6 +20,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.sections import MODEL_WORDS, ModelConfig, NoAdapter, ObjectiveConfig, SampleConfig
 from trainer.models.base import TextFamily
 from trainer.models.objectives import Batch, Loss
+from trainer.models.parts.attention_probe import position_ids, sight
 from trainer.models.parts.folder import (
     TRANSFORMERS_STEM,
     ModelFolder,
@@ -43,7 +44,6 @@ from trainer.models.parts.next_token import (
     computed_buffers,
     continue_text,
     next_token_loss,
-    restarting_positions,
 )
 from trainer.models.parts.stored_names import TEXT_PART, StoredNames, read_names
 from trainer.models.parts.text_encoder import TINY_CHAT_TEMPLATE, from_folder, train_tokenizer
@@ -344,9 +344,20 @@ class CausalLM(TextFamily):
         return ids
 
     def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
-        positions = restarting_positions(batch["documents"])
-        logits = model[COMPONENT](input_ids=batch["tokens"], position_ids=positions, use_cache=False).logits
+        network = model[COMPONENT]
+        positions = position_ids(network, batch["documents"])
+        logits = network(input_ids=batch["tokens"], use_cache=False, **positions).logits
         return next_token_loss(logits, batch["tokens"], batch["learned"], batch["weight"])
+
+    @cached_property
+    def packs_documents(self) -> bool:
+        found = sight(self._config, self.config.options.attention)
+        if found is not None and found.later:
+            raise InputError(
+                f"{self.folder / 'config.json'}: in a {type(self._empty).__name__} of this config a token sees those "
+                "after it, so nothing is left to predict; set is_decoder: true there, or name a causal language model"
+            )
+        return found is not None and not found.others
 
     def generate(self, model: nn.ModuleDict, prompt: str, cfg: SampleConfig, rng: SampleRng) -> str:
         ids = [*self.begin_of_text, *self.tokenize(prompt)] or [self.end_of_text]

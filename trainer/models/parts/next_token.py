@@ -31,10 +31,11 @@ def build_language_model(config: Any, attention: str = "auto") -> Any:
         ValueError: transformers has no causal language model of this config, or its class lacks the attention.
     """
     with torch.device("meta"):
-        return _from_config(config, attention)
+        return construct(config, attention)
 
 
-def _from_config(config: Any, attention: str) -> Any:
+def construct(config: Any, attention: str) -> Any:
+    """Do the same as `build_language_model`, on the device of the caller."""
     from transformers import AutoModelForCausalLM
 
     tried = ATTENTIONS if attention == "auto" else (attention,)
@@ -59,7 +60,7 @@ def computed_buffers(config: Any, attention: str = "auto") -> dict[str, Tensor]:
         attention: As for `build_language_model`.
     """
     with _parameters_on_meta():
-        model = _from_config(config, attention)
+        model = construct(config, attention)
     kept = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name not in kept}
 
