@@ -63,7 +63,7 @@ class Naming:
     kohya_by_path: bool
     layouts: Mapping[str, tuple[Fused, ...]]
     diffusers_adapters: frozenset[str]
-    peft_fields: Mapping[str, str] | None = None
+    peft_fields: Mapping[str, str | bool] | None = None
     modules: Callable[[str], Collection[str]] = lambda component: ()
 
 

@@ -125,6 +125,9 @@ class ModelOptions(Section):
     new_tokens: tuple[str, ...] = option((), title="New tokens", keywords="vocabulary tokenizer special tokens resize")
     """Tokens to add to a language model's tokenizer, for example `<tool_call>`. Their embeddings start at the mean of
     the others and must be trained: fully, or by `adapter.modules_to_save`."""
+    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    """Implementation of a language model's attention in transformers. auto: sdpa where the model's class has it, else
+    eager, which needs memory for all pairs of tokens."""
     distilled: bool | None = None
     """Whether the model was distilled to generate in few steps without guidance. Empty: detected from its folder."""
 

@@ -6,14 +6,13 @@ in which only a share of the documents is taken. Where each folder continues is 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
-from trainer.data.loader import GOLDEN_RATIO
+from trainer.data.epochs import occurrences
 from trainer.data.text_documents import Encoder, Reader, read_documents
 from trainer.data.text_files import TextFolder, sizes
 from trainer.rng import generator
@@ -123,9 +122,7 @@ class _Folder:
 
 def _is_taken(part: float, epoch: int, number: int) -> bool:
     """Whether a document occurs in an epoch's pass over a share: over the epochs as often, rounded up or down."""
-    # Multiples of the golden ratio are evenly spread, so each epoch gets its share of any run of documents.
-    phase = number * GOLDEN_RATIO % 1
-    return math.floor((epoch + 1) * part + phase) > math.floor(epoch * part + phase)
+    return occurrences(part, number, epoch + 1) > occurrences(part, number, epoch)
 
 
 def random_order(number: int, *purpose: int | str) -> list[int]:

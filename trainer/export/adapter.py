@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
@@ -230,8 +230,12 @@ def _loaded_by_peft(folder: Path, family: ModelFamily, component: str) -> tuple[
     model = _without_weights(family.build(component))
     ours = published_paths(family, component)
     model = under_paths(model, ours) if ours else model
+    config = PeftConfig.from_pretrained(str(folder))
+    config.task_type = None  # these are only the layers, not a model that generates
+    if isinstance(config, LoraConfig):
+        config.fan_in_fan_out = False  # the module's layers are linear, also where the published ones are not
     # Assigned, not copied: a module that is saved whole has copies of weights that take no memory.
-    PeftModel.from_pretrained(model, folder, low_cpu_mem_usage=True)
+    PeftModel.from_pretrained(model, folder, config=config, low_cpu_mem_usage=True)
     return model, ours
 
 

@@ -12,7 +12,7 @@ from trainer.adapters.state import TrainedAdapter
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import SINGLE_FILES, NoAdapter
-from trainer.models.base import ModelFamily
+from trainer.models.base import ModelFamily, TextFamily
 from trainer.models.saved_modules import saved_modules, saved_tensors
 from trainer.models.state_dict import BaseWeights, naming
 
@@ -31,7 +31,8 @@ def check_export(cfg: RunConfig, family: ModelFamily, trainables: Mapping[str, n
     Raises:
         InputError: `export.format` does not fit the family or the adapter's sizes.
     """
-    if cfg.export_what != "adapter" and cfg.export.format in SINGLE_FILES and not family.layout(family.components[0]):
+    has_file = bool(family.layout(family.components[0])) and not isinstance(family, TextFamily)
+    if cfg.export_what != "adapter" and cfg.export.format in SINGLE_FILES and not has_file:
         raise InputError(f"export.format: models of {cfg.model.family} have no {cfg.export.format}; use auto")
     if cfg.export_what != "adapter":
         return ()

@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from trainer.export.stream import FileSpec, TensorSpec, num_bytes, write_stream
 from trainer.models.base import ModelFamily
 from trainer.models.parts.folder import copy_files
 from trainer.models.state_dict import BaseWeights, TrainedModel
+from trainer.weights.composed import LazyTensor, value_of
 from trainer.weights.files import Fused, WeightFiles, read_tensor, stored_tensors
 from trainer.weights.tensors import TensorEntry
 
@@ -89,7 +90,8 @@ def _write_folder(
         folder = path if len(trained) == 1 else path / component
         folder.mkdir(parents=True)
         source = family.component_folder(component)
-        _write_config(family, component, folder / "config.json", DTYPES[cfg.export.dtype])
+        dtype = DTYPES[cfg.export.dtype]
+        _write_config(family, component, folder / "config.json", dtype)
         copy_files(source, family.companion_files, folder)
         family.write_tokenizer(folder)
         stem = family.weights_stem if component == family.components[0] else ENCODER_STEM
@@ -98,8 +100,13 @@ def _write_folder(
             _write_single_file(file, cfg, family, model, base, tensors)
             differences.append(_verify_single_file(file, cfg, expected, tensors))
             continue
-        specs = {name: (DTYPES[cfg.export.dtype], shape) for name, shape in base.shapes(component).items()}
-        _write_shards(folder, stem, specs, partial(model.tensor, component))
+        written = family.written(component)
+        if written:
+            specs = {name: (dtype, tuple(made.shape)) for name, made in written.items()}
+            _write_shards(folder, stem, specs, _converted(written, partial(model.tensor, component)))
+        else:
+            specs = {name: (dtype, shape) for name, shape in base.shapes(component).items()}
+            _write_shards(folder, stem, specs, partial(model.tensor, component))
         differences.append(_verify_component(folder, component, cfg, family, expected))
     for name, config in family.changed_configs.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -118,6 +125,13 @@ def _write_config(family: ModelFamily, component: str, file: Path, dtype: torch.
         shutil.copyfile(source, file)
     else:
         file.write_text(json.dumps(written, indent=2) + "\n", "utf-8")
+
+
+def _converted(written: Mapping[str, LazyTensor], tensor: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+    """Return the function that makes each tensor of the files of the model's, which it reads by `tensor`."""
+    latest = lru_cache(maxsize=1)(tensor)  # the experts of a layer are parts of one tensor
+
+    return lambda name: value_of(written[name], latest)
 
 
 def _write_shards(folder: Path, stem: str, specs: FileSpec, tensor: Callable[[str], Tensor]) -> None:
@@ -159,7 +173,7 @@ def _verify_component(
     Tensor by tensor: a model that fills several GPUs may not fit into this host's memory.
     """
     wanted = stored_tensors(family.build(component))
-    written = WeightFiles.read(sorted(folder.glob("*.safetensors"))).entries
+    written = family.read_export(component, sorted(folder.glob("*.safetensors"))).entries
     for name, tensor in wanted.items():
         found = written[name].shape if name in written else None
         if found != tuple(tensor.shape):

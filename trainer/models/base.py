@@ -10,7 +10,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -28,6 +28,7 @@ from trainer.models.parts.dropout import configured_dropout, dropout_warning
 from trainer.models.parts.folder import DIFFUSERS_STEM, ModelFolder, copy_files
 from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
+from trainer.weights.composed import LazyTensor
 from trainer.weights.files import Fused, WeightFiles
 
 LoadModule = Callable[[nn.Module, WeightFiles, Sequence[str]], nn.Module]
@@ -166,9 +167,6 @@ class ModelFamily(ABC):
         self.objective = objective
         self.cache = cache
 
-    def follow_data(self, data: DataConfig) -> None:  # noqa: B027  most families encode data in one way only
-        """Encode data as the section `data` of the config asks. Called once, before data are encoded."""
-
     @classmethod
     def trained_names(cls) -> tuple[str, ...]:
         """Names allowed in `model.train`."""
@@ -224,7 +222,7 @@ class ModelFamily(ABC):
         return {}
 
     @property
-    def peft_fields(self) -> Mapping[str, str] | None:
+    def peft_fields(self) -> Mapping[str, str | bool] | None:
         """Fields of peft's adapter config, for models whose adapters only peft reads; None for others."""
         return None
 
@@ -281,6 +279,18 @@ class ModelFamily(ABC):
     def weights(self, component: str) -> WeightFiles:
         """The files with the weights of `build(component)`, by diffusers names."""
         return self._folder.denoiser_weights(component, self.build(component), self.layout(component))
+
+    def written(self, component: str) -> Mapping[str, LazyTensor]:
+        """{name in the files of a whole model: how it is made of the module's tensors}, where the folder has other
+        names than the module; empty where the names are the module's."""
+        return {}
+
+    def read_export(self, component: str, files: Sequence[Path]) -> WeightFiles:
+        """The tensors of an export's files by the names of `build(component)`."""
+        return WeightFiles.read(files)
+
+    def follow(self, cfg: RunConfig) -> None:  # noqa: B027  most families depend on their own sections only
+        """Take what depends on other sections of the config. Called once, by `families.make`."""
 
     def computed_buffers(self, component: str) -> Mapping[str, Tensor]:
         """Buffers that `build(component)` computes on construction and no file holds, by name, on the CPU."""
@@ -507,10 +517,19 @@ class TextFamily(ModelFamily):
     def embedding(self, model: nn.ModuleDict) -> nn.Module:
         """The module that embeds tokens. model: the live components."""
 
+    def shard_by(self, blocks: tuple[str, ...]) -> None:
+        """Shard the model by these blocks."""
+        self.shard = replace(self.shard, blocks=blocks)
+
     @property
     @abstractmethod
     def longest(self) -> int | None:
         """Most tokens of a row; None for no limit."""
+
+    @property
+    def packs_documents(self) -> bool:
+        """Whether documents may share a row without seeing each other. Raises InputError if tokens see later ones."""
+        return True
 
     @property
     @abstractmethod

@@ -19,7 +19,7 @@ from trainer.distributed.world import World
 from trainer.parallel.load import Coded, own_rows
 from trainer.parallel.mesh import REPLICATE
 from trainer.weights.files import WeightFiles, digest
-from trainer.weights.tensors import VERSION, Layout, TensorEntry, layout
+from trainer.weights.tensors import VERSION, Layout, layout
 
 ABANDONED_S = 3600
 """A draft that was not written to for so long is treated as left by a killed run."""
@@ -60,8 +60,8 @@ class QuantizedCache:
         return failed
 
     def _file(self, files: WeightFiles, coded: Mapping[str, Coded]) -> Path:
-        sources = {files.entries[made.stored].file for made in coded.values()}
-        made = [(name, made.format, _identity(files.entries[made.stored])) for name, made in sorted(coded.items())]
+        sources = {file for made in coded.values() for file in files.entries[made.stored].sources()}
+        made = [(name, made.format, files.entries[made.stored].identity()) for name, made in sorted(coded.items())]
         key = hashlib.sha256(f"{digest(sorted(sources))} {VERSION} {made}".encode()).hexdigest()
         return self._folder / f"{key[:32]}.safetensors"
 
@@ -110,7 +110,3 @@ def _is_its_turn(tensor: Tensor, number: int) -> bool:
     copies = mesh[REPLICATE]
     return number % copies.size() == copies.get_local_rank()
 
-
-def _identity(entry: TensorEntry) -> tuple[object, ...]:
-    """The fields of an entry that determine which numbers of its file a weight has."""
-    return type(entry).__name__, entry.key, entry.shape, entry.dtype, entry.start, entry.transposed

@@ -132,6 +132,14 @@ class TensorEntry:
         """Bytes on disk of this number of rows."""
         return rows * math.prod(self.shape[1:]) * _ITEM_BYTES.get(self.dtype, 8)
 
+    def sources(self) -> frozenset[Path]:
+        """The files that it is read from."""
+        return frozenset((self.file,))
+
+    def identity(self) -> tuple[object, ...]:
+        """The fields that determine which numbers of its files it has."""
+        return type(self).__name__, self.key, self.shape, self.dtype, self.start, self.transposed
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledEntry(TensorEntry):

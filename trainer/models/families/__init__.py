@@ -38,11 +38,11 @@ def make(cfg: RunConfig, cache: Path) -> ModelFamily:
         InputError: `model.path` does not hold such a model, or the config uses options that the family does not have.
     """
     family = get(cfg.model.family)(cfg.model, cfg.objective, cache / "models")
+    family.follow(cfg)
     problems = (*families.refused(cfg), *distilled.refused(cfg.model, family.folder))
     if problems:
         raise RuleError(problems)
     _check_sample_size(cfg.sample.size, family.size_multiple)
-    family.follow_data(cfg.data)
     return family
 
 

@@ -16,9 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.config.errors import InputError, not_one_of
-from trainer.config.sections import MODEL_WORDS, DataConfig, ModelConfig, ObjectiveConfig, SampleConfig
+from trainer.config.schema import RunConfig
+from trainer.config.sections import MODEL_WORDS, DataConfig, ModelConfig, NoAdapter, ObjectiveConfig, SampleConfig
 from trainer.models.base import TextFamily
 from trainer.models.objectives import Batch, Loss
+from trainer.models.parts.attention_probe import position_ids, sight
 from trainer.models.parts.chat import Chat, Encoded, encode_spans
 from trainer.models.parts.chunked_loss import sum_losses_in_chunks
 from trainer.models.parts.folder import (
@@ -30,16 +32,25 @@ from trainer.models.parts.folder import (
     write_random,
     write_tiny,
 )
+from trainer.models.parts.language_configs import (
+    build_whole,
+    first_line,
+    is_causal,
+    text_config,
+    turn_layers,
+    turned_layers,
+)
 from trainer.models.parts.next_token import (
     block_names,
     build_language_model,
     computed_buffers,
     continue_text,
-    restarting_positions,
 )
+from trainer.models.parts.stored_names import TEXT_PART, StoredNames, read_names
 from trainer.models.parts.text_encoder import TINY_CHAT_TEMPLATE, from_folder, train_tokenizer
 from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
+from trainer.weights.composed import LazyTensor
 from trainer.weights.files import Fused, WeightFiles, safetensors_in, stored_tensors
 from trainer.weights.hub import find_folder
 from trainer.weights.tensors import NewRowsEntry
@@ -160,8 +171,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 COMPANION_FILES = ("generation_config.json", *TOKENIZER_FILES)
-COMPUTED = re.compile(r".*\.(inv_freq|masked_bias)")
-"""Names of buffers that older files hold and models compute themselves."""
 
 
 class CausalLM(TextFamily):
@@ -173,7 +182,7 @@ class CausalLM(TextFamily):
     components = (COMPONENT,)
     any_network = True
     objective_fields = frozenset()
-    options_read = frozenset({"architecture", "blocks", "new_tokens"})
+    options_read = frozenset({"architecture", "attention", "blocks", "new_tokens"})
     architectures = tuple(PUBLISHED)
     default_architecture = "qwen3-1.7b"
     model_files: ClassVar = {"config.json": ("model_type", "")}
@@ -186,10 +195,12 @@ class CausalLM(TextFamily):
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
         super().__init__(model, objective, cache)
         self._folder = self._open()
-        self._config = _read_config(self._folder)
+        self._folder_config = _read_config(self._folder)
+        self._config = text_config(self._folder_config)
         sizes = _sizes(self._config.to_dict())
         self._new_ids = self._add_tokens()
-        self._empty = _built(self._folder, self._config)
+        self._turned: tuple[str, ...] = ()
+        self._empty = _built(self._folder, self._config, model.options.attention)
         published = {name: _sizes(config) for name, config in PUBLISHED.items()}
         check_architecture(model, self._folder, published, sizes)
         self.shard = ShardSpec(block_names(self._empty, model.options.blocks), fp32_inputs=frozenset({"token_weights"}))
@@ -201,13 +212,25 @@ class CausalLM(TextFamily):
         self.adapter_targets = {COMPONENT: _linear_layers(self._empty, self.shard.blocks)}
         self._data = DataConfig()
 
-    def follow_data(self, data: DataConfig) -> None:
-        self._data = data
-
     def embedding(self, model: nn.ModuleDict) -> nn.Module:
         network: Any = model[COMPONENT]
         module: nn.Module = network.get_input_embeddings()
         return module
+
+    def follow(self, cfg: RunConfig) -> None:
+        """Take how conversations are encoded, and turn layers whose weights are (inputs, outputs) into linear ones if
+        an adapter or codes are to change them. A full fine-tune keeps them, as checkpoints of older versions do."""
+        self._data = cfg.data
+        if isinstance(cfg.adapter, NoAdapter) or not turned_layers(self._empty):
+            return
+        if cfg.export_what == "adapter" and cfg.adapter.type in ("loha", "lokr"):
+            raise InputError(
+                f"adapter.type: peft has no {cfg.adapter.type} for this model's layers, whose weights are (inputs, "
+                "outputs); use lora or dora, or export.what: merged"
+            )
+        self._turned = turned_layers(self._empty)
+        self._empty = turn_layers(self._empty)
+        self.adapter_targets = {COMPONENT: _linear_layers(self._empty, self.shard.blocks)}
 
     @property
     def model_spec(self) -> str:
@@ -218,11 +241,25 @@ class CausalLM(TextFamily):
         longest: int | None = self._config.to_dict().get("max_position_embeddings")
         return longest
 
+    def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
+        return (*super().warnings(cfg), *self._text_only())
+
+    def _text_only(self) -> tuple[str, ...]:
+        if self._whole is None:
+            return ()
+        kind, part = type(self._whole).__name__, type(self._empty).__name__
+        return (
+            f"model.path {self.folder}: only the text part of this {kind} is trained. A merged or full export is a "
+            f"{part} without the other parts; an adapter's names are those of "
+            + (f"the {kind}" if self._loaded_layout else f"a {part}, which must be loaded alone"),
+        )
+
     @property
-    def peft_fields(self) -> Mapping[str, str]:
+    def peft_fields(self) -> Mapping[str, str | bool]:
         path = self.config.path
         base = str(self.folder) if path in MODEL_WORDS else path
-        return {"base_model_name_or_path": base, "task_type": "CAUSAL_LM"}
+        turned: dict[str, str | bool] = {"fan_in_fan_out": True} if self._turned else {}
+        return {"base_model_name_or_path": base, "task_type": "CAUSAL_LM", **turned}
 
     def component_folder(self, component: str) -> Path:
         return self.folder
@@ -233,6 +270,9 @@ class CausalLM(TextFamily):
         return config
 
     def exported_config(self, component: str, config: dict[str, Any]) -> dict[str, Any]:
+        if self._whole is not None:
+            text: dict[str, Any] = self._config.to_dict()
+            return {**text, "architectures": [type(self._empty).__name__], "dtype": "float32"}
         if not self._new_ids:
             return config
         size = {"vocab_size": self.vocabulary}
@@ -281,30 +321,52 @@ class CausalLM(TextFamily):
         return WeightFiles({**stored.entries, **grown})
 
     def build(self, component: str) -> nn.Module:
-        model: nn.Module = _built(self._folder, self._config)
+        model: nn.Module = _built(self._folder, self._config, self.config.options.attention)
+        if self._turned:
+            model = turn_layers(model)
         sum_losses_in_chunks(model)
         return model
 
     def weights(self, component: str) -> WeightFiles:
+        return self._with_new_rows(WeightFiles(self._stored.entries))
+
+    def written(self, component: str) -> Mapping[str, LazyTensor]:
+        return self._stored.written
+
+    def read_export(self, component: str, files: Sequence[Path]) -> WeightFiles:
+        return WeightFiles(read_names(self._empty, files, None, self._transposed).entries)
+
+    @cached_property
+    def _stored(self) -> StoredNames:
         files = safetensors_in(self.folder, TRANSFORMERS_STEM)
-        own = stored_tensors(self._empty)
-        # Files of a tied model may also hold the head.
-        known = self._empty.state_dict().keys() - own.keys()
-        stored = WeightFiles.read(files, lambda key: None if key in known or COMPUTED.fullmatch(key) else key)
-        unknown = sorted(stored.entries.keys() - own.keys())
-        if unknown:
-            raise InputError(
-                f"{files[0]}: {len(unknown)} tensors that the model does not have, first '{unknown[0]}'; "
-                "the weights and config.json belong to different models"
-            )
-        return self._with_new_rows(stored)
+        return read_names(self._empty, files, self._whole, self._transposed)
+
+    @cached_property
+    def _whole(self) -> Any:
+        """The model whose text part is trained, on the meta device; None where all of the folder is text."""
+        if self._folder_config is self._config:
+            return None
+        return build_whole(self._folder_config)
+
+    @property
+    def _transposed(self) -> frozenset[str]:
+        return frozenset(f"{name}.weight" for name in self._turned)
 
     def computed_buffers(self, component: str) -> Mapping[str, Tensor]:
-        return computed_buffers(self._empty)
+        return computed_buffers(self._config, self.config.options.attention)
 
     def layout(self, component: str) -> tuple[Fused, ...]:
-        """Return nothing: the file has the names of transformers."""
-        return ()
+        """Return the layers' names in the model that peft loads, where that is more than the text part."""
+        return self._loaded_layout
+
+    @cached_property
+    def _loaded_layout(self) -> tuple[Fused, ...]:
+        if self._whole is None or not is_causal(self._folder_config):
+            return ()
+        own = stored_tensors(self._empty)
+        loaded = build_language_model(self._folder_config).state_dict()
+        pairs = {name: name.replace(TEXT_PART, "", 1) for name in loaded}
+        return tuple(Fused(name, (part,)) for name, part in pairs.items() if part in own)
 
     @property
     def tokenizer(self) -> Any:
@@ -363,12 +425,23 @@ class CausalLM(TextFamily):
         return before + after, [False] * len(before) + [True] * len(after)
 
     def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
-        inputs = {"input_ids": batch["tokens"], "position_ids": restarting_positions(batch["documents"])}
+        network = model[COMPONENT]
+        inputs = {"input_ids": batch["tokens"], **position_ids(network, batch["documents"])}
         predicted = batch["predicted"]
         targets = batch["tokens"].flatten()[predicted + 1]
         weights = (batch["learned"] * batch["weight"][:, None]).flatten()[predicted + 1]
-        total = model[COMPONENT](**inputs, use_cache=False, predicted=predicted, targets=targets, token_weights=weights)
+        total = network(**inputs, use_cache=False, predicted=predicted, targets=targets, token_weights=weights)
         return Loss(total, weights.sum())
+
+    @cached_property
+    def packs_documents(self) -> bool:
+        found = sight(self._config, self.config.options.attention)
+        if found is not None and found.later:
+            raise InputError(
+                f"{self.folder / 'config.json'}: in a {type(self._empty).__name__} of this config a token sees those "
+                "after it, so nothing is left to predict; set is_decoder: true there, or name a causal language model"
+            )
+        return found is not None and not found.others
 
     def generate(self, model: nn.ModuleDict, prompt: str, cfg: SampleConfig, rng: SampleRng) -> str:
         ids = [*self.begin_of_text, *self.tokenize(prompt)] or [self.end_of_text]
@@ -482,13 +555,19 @@ def _read_config(folder: ModelFolder) -> Any:
     return config
 
 
-def _built(folder: ModelFolder, config: Any) -> Any:
-    try:
-        return build_language_model(config)
-    except ValueError as error:
+def _built(folder: ModelFolder, config: Any, attention: str) -> Any:
+    file = folder.path / "config.json"
+    if not is_causal(config):
         raise InputError(
-            f"{folder.path / 'config.json'}: describes a {config.model_type}, which is not a causal language model; "
+            f"{file}: describes a {config.model_type}, which is not a causal language model; "
             "set model.family to the family of that model"
+        )
+    try:
+        return build_language_model(config, attention)
+    except (ValueError, TypeError, AttributeError, ImportError, KeyError, RuntimeError, AssertionError) as error:
+        field = f"model.options.attention: {attention}: " if "does not support" in str(error) else ""
+        raise InputError(
+            f"{file}: {field}transformers cannot build this {config.model_type} ({first_line(error)})"
         ) from error
 
 

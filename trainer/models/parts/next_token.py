@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,34 +15,70 @@ from trainer.config.errors import InputError, not_one_of
 from trainer.models.objectives import Loss
 from trainer.rng import SampleRng
 
-
-def build_language_model(config: Any) -> Any:
-    """Build the model on the meta device, fp32. config: transformers' config of any text model."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            config, attn_implementation="sdpa", dtype=torch.float32, trust_remote_code=False
-        )
+ATTENTIONS = ("sdpa", "eager")
+"""Implementations of attention in transformers, the one that is taken first where the class has it."""
 
 
-def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that a model computes on construction and no file holds, as rotary frequencies: by name, on the CPU.
+def build_language_model(config: Any, attention: str = "auto") -> Any:
+    """Build the model on the meta device, fp32.
 
     Args:
-        model: The model on the meta device, which has lost the values.
+        config: transformers' config of any text model.
+        attention: The value of `model.options.attention`.
 
     Raises:
-        InputError: A module cannot be built a second time.
+        ValueError: transformers has no causal language model of this config, or its class lacks the attention.
     """
-    buffers: dict[str, Tensor] = {}
-    for name, module in model.named_modules():
-        lost = sorted(module._non_persistent_buffers_set)
-        if not lost:
-            continue
-        values = _rebuilt_buffers(name, module)
-        buffers |= {f"{name}.{buffer}": values[buffer] for buffer in lost}
-    return buffers
+    with torch.device("meta"):
+        return construct(config, attention)
+
+
+def construct(config: Any, attention: str) -> Any:
+    """Do the same as `build_language_model`, on the device of the caller."""
+    from transformers import AutoModelForCausalLM
+
+    tried = ATTENTIONS if attention == "auto" else (attention,)
+    for name in tried:
+        try:
+            return AutoModelForCausalLM.from_config(
+                config, attn_implementation=name, dtype=torch.float32, trust_remote_code=False
+            )
+        except ValueError as error:
+            if name == tried[-1] or "does not support" not in str(error):
+                raise
+    raise AssertionError(tried)
+
+
+def computed_buffers(config: Any, attention: str = "auto") -> dict[str, Tensor]:
+    """Buffers that a model computes on construction and no file holds, as rotary frequencies: by name, on the CPU.
+
+    The model is constructed again, with its parameters on the meta device.
+
+    Args:
+        config: transformers' config.
+        attention: As for `build_language_model`.
+    """
+    with _parameters_on_meta():
+        model = construct(config, attention)
+    kept = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name not in kept}
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Inside, modules lose their parameters' memory as they get them, and keep their buffers."""
+    register = nn.Module.register_parameter
+
+    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None and not parameter.is_meta:
+            module._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def block_names(model: Any, named: str | None = None) -> tuple[str, ...]:
@@ -49,19 +86,28 @@ def block_names(model: Any, named: str | None = None) -> tuple[str, ...]:
 
     Args:
         model: The model.
-        named: The user's names, comma-separated; None takes the classes that the model itself declares unsplittable.
+        named: The user's names, comma-separated; None takes the classes that the model itself declares unsplittable, or
+            else those of its longest list.
 
     Raises:
         InputError: No module has one of the names.
     """
     kinds = {type(module).__name__ for module in model.modules()}
     if named is None:
-        return tuple(sorted(kinds.intersection(model._no_split_modules or ())))
+        declared = kinds.intersection(model._no_split_modules or ())
+        return tuple(sorted(declared or _listed(model)))
     names = tuple(name.strip() for name in named.split(",") if name.strip())
     for name in names:
         if name not in kinds:
             raise InputError(f"model.options.blocks: {not_one_of(name, sorted(kinds))}")
     return names
+
+
+def _listed(model: nn.Module) -> set[str]:
+    """Classes of the modules in the list that has the most weights, where a model declares no blocks."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    largest = max(lists, key=lambda found: sum(p.numel() for p in found.parameters()), default=())
+    return {type(module).__name__ for module in largest if next(module.parameters(), None) is not None}
 
 
 def restarting_positions(documents: Tensor) -> Tensor:
@@ -137,17 +183,3 @@ def draw_token(logits: Tensor, temperature: float, generator: torch.Generator) -
     quantile = torch.rand((), generator=generator, dtype=torch.float64).to(logits.device)
     shares = (logits.double() / temperature).softmax(0).cumsum(0)
     return (shares < quantile * shares[-1]).sum().clamp(max=len(logits) - 1)
-
-
-def _rebuilt_buffers(name: str, module: nn.Module) -> dict[str, Tensor]:
-    """Build a module a second time, not on the meta device, and return its buffers."""
-    if "config" in inspect.signature(type(module).__init__).parameters and "config" in vars(module):
-        rebuilt: nn.Module = type(module)(config=module.config)
-        return dict(rebuilt.named_buffers())
-    if "scalar_embed_scale" in vars(module):  # Gemma's embedding
-        return {"embed_scale": torch.tensor(module.scalar_embed_scale)}
-    lost = ", ".join(sorted(module._non_persistent_buffers_set))
-    raise InputError(
-        f"model.path: {name} ({type(module).__name__}) computes {lost} when it is made, in a way this program does not "
-        "know; models of this kind cannot be trained yet"
-    )

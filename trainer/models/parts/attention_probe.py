@@ -1,0 +1,100 @@
+"""Which tokens of a row see each other in a class of transformers, tried on a tiny copy with random weights."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.models.parts.next_token import construct, restarting_positions
+from trainer.models.parts.tiny_configs import tiny_config
+
+log = logging.getLogger(__name__)
+LENGTHS = (7, 9)
+"""Tokens of the two documents of the row."""
+FIRST_TOKEN, MOST_TOKENS = 5, 200
+SHARPER = 3.0
+"""Factor of the random weights: as transformers draws them, attention is nearly uniform."""
+TOLERANCE = 1e-4
+"""Least difference of logits that is not rounding."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What tokens see.
+
+    Attributes:
+        later: Whether a token sees those after it.
+        others: Whether a document sees those before it in its row, where positions restart with each.
+    """
+
+    later: bool
+    others: bool
+
+
+def sight(config: Any, attention: str) -> Sight | None:
+    """Try a tiny copy of a model on the CPU; takes some tenths of a second.
+
+    Args:
+        config: transformers' config.
+        attention: The value of `model.options.attention`.
+
+    Returns:
+        None where no tiny copy can be made, or it does not run.
+    """
+    try:
+        # What a library may say about a copy that nobody uses, and its random numbers, must not reach the run.
+        with torch.random.fork_rng(devices=()), warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            return _try(_copy(config, attention))
+    except Exception as error:  # noqa: BLE001 - whatever a class of a library does with sizes it was not made for
+        log.info(f"{type(config).__name__}: no tiny copy could be tried ({type(error).__name__}: {error})")
+        return None
+
+
+def _copy(config: Any, attention: str) -> Any:
+    model = construct(tiny_config(config), attention).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(SHARPER)
+    return model
+
+
+def _try(model: Any) -> Sight | None:
+    documents = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))[None]
+    tokens = torch.randint(FIRST_TOKEN, MOST_TOKENS, documents.shape)
+    first = LENGTHS[0]
+    changed = tokens.clone()
+    changed[0, -1] += 1
+    logits = [
+        model(input_ids=row, use_cache=False, **position_ids(model, of)).logits[0].float()
+        for row, of in ((tokens, documents), (changed, documents), (tokens[:, first:], documents[:, first:]))
+    ]
+    if not all(found.isfinite().all() for found in logits):
+        return None
+    packed, other_end, alone = logits
+    return Sight(_differ(packed[:-1], other_end[:-1]), _differ(packed[first:], alone))
+
+
+def position_ids(model: nn.Module, documents: Tensor) -> Mapping[str, Tensor]:
+    """The argument by which a model learns where documents begin; empty for models without it.
+
+    Args:
+        model: A model of transformers, sharded or not.
+        documents: (B, L) index of the document of each token.
+    """
+    # Sharding makes a class of its own, which inherits `forward`; mixed precision replaces the method of the module.
+    parameters = inspect.signature(type(model).forward).parameters
+    takes = "position_ids" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {"position_ids": restarting_positions(documents)} if takes else {}
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).abs().max() > TOLERANCE * max(1.0, float(one.abs().max())))

@@ -1,0 +1,60 @@
+"""Configs of transformers: which part of a model is text, and its layers that are turned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+UNREAD = 400
+"""Characters of an error of transformers that are shown."""
+
+
+def is_causal(config: Any) -> bool:
+    """Whether transformers has a causal language model of this config."""
+    from transformers import AutoModelForCausalLM
+
+    return type(config) in AutoModelForCausalLM._model_mapping
+
+
+def text_config(config: Any) -> Any:
+    """Return the config of the text part of a model that also sees or hears; others are returned as they are."""
+    text = config.get_text_config(decoder=True)
+    return text if text is not config and is_causal(text) else config
+
+
+def build_whole(config: Any) -> Any:
+    """Build the model that a folder holds on the meta device, text part and all; None where its class is not known."""
+    import transformers
+
+    named = [name for name in (config.architectures or ()) if hasattr(transformers, name)]
+    with torch.device("meta"):
+        if named:
+            return getattr(transformers, named[0])(config)
+        for auto in (transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM):
+            if type(config) in auto._model_mapping:
+                return auto.from_config(config, trust_remote_code=False)
+    return None
+
+
+def turned_layers(model: nn.Module) -> tuple[str, ...]:
+    """Names of the layers that multiply by a weight of (inputs, outputs)."""
+    from transformers.pytorch_utils import Conv1D
+
+    return tuple(name for name, module in model.named_modules() if isinstance(module, Conv1D))
+
+
+def turn_layers(model: nn.Module) -> nn.Module:
+    """Replace these layers by linear ones, whose weights are (outputs, inputs), on the meta device."""
+    for name in turned_layers(model):
+        inputs, outputs = model.get_submodule(name).weight.shape
+        with torch.device("meta"):
+            model.set_submodule(name, nn.Linear(inputs, outputs))
+    return model
+
+
+def first_line(error: BaseException) -> str:
+    """The beginning of the message of an error of a library, in one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= UNREAD else f"{text[:UNREAD]} ..."
