@@ -17,6 +17,7 @@ from trainer.data import image_files, question_files, text_files
 from trainer.launcher import capacity, network
 from trainer.metrics import trackers
 from trainer.models import distilled, recognition
+from trainer.models.parts import chat
 from trainer.run import manifest, process, stages
 from trainer.run.folder import RunDir, shared_cache
 from trainer.run.manifest import Progress
@@ -166,6 +167,8 @@ def _check_data(cfg: RunConfig) -> None:
         question_files.of_config(cfg.data)
     else:
         text_files.of_config(cfg.data)
+        if cfg.data.chat_template:
+            chat.check_template(cfg.data.chat_template)
 
 
 def _check_model(loaded: ConfigFile) -> None:

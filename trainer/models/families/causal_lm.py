@@ -210,7 +210,7 @@ class CausalLM(TextFamily):
                 "name their class"
             )
         self.adapter_targets = {COMPONENT: _linear_layers(self._empty, self.shard.blocks)}
-        self._data = DataConfig()
+        self._template, self._system = DataConfig().chat_template, DataConfig().system
 
     def embedding(self, model: nn.ModuleDict) -> nn.Module:
         network: Any = model[COMPONENT]
@@ -220,7 +220,7 @@ class CausalLM(TextFamily):
     def follow(self, cfg: RunConfig) -> None:
         """Take how conversations are encoded, and turn layers whose weights are (inputs, outputs) into linear ones if
         an adapter or codes are to change them. A full fine-tune keeps them, as checkpoints of older versions do."""
-        self._data = cfg.data
+        self._template, self._system = cfg.data.chat_template, cfg.data.system
         if isinstance(cfg.adapter, NoAdapter) or not turned_layers(self._empty):
             return
         if cfg.export_what == "adapter" and cfg.adapter.type in ("loha", "lokr"):
@@ -412,7 +412,7 @@ class CausalLM(TextFamily):
 
     @cached_property
     def _chat(self) -> Chat:
-        return Chat(self.tokenizer, self._data.chat_template, self._data.system)
+        return Chat(self.tokenizer, self._template, self._system)
 
     def encode_chat(self, messages: object, tools: object = None) -> Encoded:
         return self._chat.encode(messages, tools)
