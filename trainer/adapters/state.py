@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from trainer.adapters.kinds import KINDS, Kind
@@ -14,6 +15,8 @@ from trainer.config.errors import InputError
 from trainer.config.sections import AdapterSection, RankAdapter
 from trainer.run.manifest import RECIPE
 
+Factors = Mapping[str, tuple[Tensor, Tensor]]
+"""{layer: (down, up)} of a lora."""
 BaseWeight = Callable[[str], Tensor]
 """A layer's name -> its weight without the adapter, (out, in). Called for dora only."""
 Shape = Sequence[int]
@@ -27,12 +30,20 @@ class TrainedAdapter(Mapping[str, LayerAdapter]):
         cfg: The adapter's section of the config.
         base: Returns a layer's weight.
         recipe: Recipe of the run that trained them (`manifest.RECIPE`).
+        initial: What a lora started from and its base lacks (`adapter.init: pissa`): each layer is then the lora of
+            twice the rank which adds the difference to the whole base.
     """
 
     def __init__(
-        self, weights: Mapping[str, Tensor], cfg: AdapterSection, base: BaseWeight, recipe: int = RECIPE
+        self,
+        weights: Mapping[str, Tensor],
+        cfg: AdapterSection,
+        base: BaseWeight,
+        recipe: int = RECIPE,
+        initial: Factors | None = None,
     ) -> None:
         self._weights, self._cfg, self._base, self._recipe = weights, cfg, base, recipe
+        self._initial = initial or {}
         self._names: dict[str, dict[str, str]] = defaultdict(dict)
         for parameter in weights:
             for tensor, ending in KINDS[kind_of(cfg)].parameters.items():
@@ -46,7 +57,11 @@ class TrainedAdapter(Mapping[str, LayerAdapter]):
         kind = kind_of(self._cfg)
         if kind == "dora":
             tensors["magnitude"] = row_lengths(self._base(layer)) + tensors["magnitude"]
-        return LayerAdapter(kind, tensors, scale_of(self._cfg, tensors, self._recipe))
+        scale = scale_of(self._cfg, tensors, self._recipe)
+        if layer in self._initial:
+            down, up = self._initial[layer]
+            tensors = {"down": torch.cat([tensors["down"], down]), "up": torch.cat([tensors["up"], -up], dim=1)}
+        return LayerAdapter(kind, tensors, scale)
 
     def __contains__(self, layer: object) -> bool:
         return layer in self._names

@@ -268,6 +268,12 @@ def _adapter_rules(cfg: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "adapter.factor", "0 is not a size; use 1 to 1024, or -1 for factors as close to square as possible"
         )
+    if isinstance(cfg.adapter, LoraAdapter) and cfg.adapter.init == "pissa" and cfg.adapter.start:
+        yield Problem(
+            "adapter.init",
+            "pissa starts from the base's singular values, not from adapter.start; leave one of them out",
+            depends_on=("adapter.start",),
+        )
     yield from _pattern_rules(cfg)
 
 

@@ -22,6 +22,7 @@ from trainer.export.drafts import Exported, draft
 from trainer.export.model import export_model
 from trainer.models import families
 from trainer.models.base import ModelFamily
+from trainer.models.pissa import initial_file, read_factors, starts_from_singular_values
 from trainer.run import manifest
 from trainer.run.folder import RunDir, weights_of
 from trainer.run.stages import Stage, write_handover
@@ -54,9 +55,10 @@ def export(
     family = families.make(cfg, cache)
     weights, progress = StoredWeights(checkpoint), manifest.progress_of(checkpoint)
     into = folder or run.export
+    initial = read_factors(cfg, initial_file(run))
     if cfg.export_what == "adapter":
-        return export_adapter(cfg, into, family, weights, reference or weights, progress)
-    return [export_model(cfg, into, family, weights, reference or weights, progress.recipe)]
+        return export_adapter(cfg, into, family, weights, reference or weights, progress, initial)
+    return [export_model(cfg, into, family, weights, reference or weights, progress.recipe, initial)]
 
 
 def hand_over(stage: Stage, run: RunDir, cache: Path, reference: Mapping[str, Tensor]) -> None:
@@ -92,6 +94,8 @@ def _continues_adapter(cfg: RunConfig, following: RunConfig, family: ModelFamily
 
     Modules that are trained whole are handed over with it where `export.format: auto` holds them.
     """
+    if starts_from_singular_values(cfg):  # the exported adapter has another base and rank
+        return False
     if not isinstance(cfg.adapter, NoAdapter) and cfg.adapter.modules_to_save and family.peft_fields is None:
         return False
     ours, theirs = (one.adapter.model_dump(exclude={"start", "dropout"}) for one in (cfg, following))

@@ -18,6 +18,7 @@ from trainer.adapters import ADAPTER, adapted_layers
 from trainer.adapters.files import read_adapter
 from trainer.adapters.formats import DTYPES, SavedModule, adapter_files
 from trainer.adapters.layer import LayerAdapter
+from trainer.adapters.state import Factors
 from trainer.config.schema import RunConfig
 from trainer.export.drafts import Exported, draft
 from trainer.export.metadata import adapter_metadata
@@ -42,6 +43,7 @@ def export_adapter(
     weights: Mapping[str, Tensor],
     reference: Mapping[str, Tensor],
     progress: Progress,
+    initial: Factors | None = None,
 ) -> list[Exported]:
     """Write the adapter in `export.format`, one file or several, and read each back with another program's code.
 
@@ -52,13 +54,16 @@ def export_adapter(
         weights: {parameter: trained value} to write.
         reference: {parameter: trained value} to compare with.
         progress: The training progress at which the weights were saved.
+        initial: As for `TrainedAdapter`.
 
     Returns:
         The files, the main one first.
     """
     base = BaseWeights(family)
     # Whole in memory: an adapter is small, and the writer reads a layer more than once.
-    trained, expected = (dict(TrainedModel(cfg, base, of, progress.recipe).layers) for of in (weights, reference))
+    trained, expected = (
+        dict(TrainedModel(cfg, base, of, progress.recipe, initial).layers) for of in (weights, reference)
+    )
     whole = saved_modules(cfg, family)
     saved, wanted = (saved_tensors(whole, of, base) for of in (weights, reference))
     dtype = cfg.export.dtype

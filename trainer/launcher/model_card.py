@@ -19,7 +19,7 @@ from trainer.config.errors import InputError
 from trainer.config.families import FamilyFacts, of, trains_on
 from trainer.config.models import published_models
 from trainer.config.schema import RunConfig
-from trainer.config.sections import HUB_ID, MODEL_WORDS, LowRankAdapter, NoAdapter, RankAdapter
+from trainer.config.sections import HUB_ID, MODEL_WORDS, LoraAdapter, LowRankAdapter, NoAdapter, RankAdapter
 from trainer.config.titles import METHODS
 from trainer.data import image_files, text_files
 from trainer.run import stages
@@ -289,6 +289,8 @@ class _Card:
             }
         if isinstance(cfg.adapter, LowRankAdapter) and cfg.adapter.rank_stabilized:
             rows["Scale"] = "alpha / sqrt(rank)"
+        if isinstance(cfg.adapter, LoraAdapter) and cfg.adapter.init == "pissa":
+            rows["Start"] = "largest singular values (PiSSA); the exported rank is twice as large"
         rows |= {
             "Steps": steps[-1].step if steps else 0,
             "Batch size": cfg.train.batch_size,

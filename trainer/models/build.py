@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from trainer import adapters
 from trainer.adapters import Injected
 from trainer.adapters.files import read_adapter, read_modules
-from trainer.adapters.state import parameters_of
+from trainer.adapters.state import Factors, parameters_of
 from trainer.adapters.targets import counted
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
@@ -25,6 +25,14 @@ from trainer.distributed.world import World
 from trainer.metrics.memory import full_bytes
 from trainer.models.base import LoadModule, ModelFamily, TextFamily
 from trainer.models.parts.neftune import add_noise
+from trainer.models.pissa import (
+    DOWN,
+    first_half,
+    parameters_of_factors,
+    residual_files,
+    start_factors,
+    starts_from_singular_values,
+)
 from trainer.models.saved_modules import is_inside, saved_modules, saved_names
 from trainer.models.sharding import check_sharding
 from trainer.models.state_dict import BaseWeights, naming
@@ -119,6 +127,7 @@ def load_model(
     world: World,
     cache: Path | None = None,
     listener: Listener | None = None,
+    initial: Path | None = None,
 ) -> LoadedModel:
     """Checkpointing -> compile -> shard -> load -> initialise adapters. Collective.
 
@@ -131,6 +140,7 @@ def load_model(
         world: The ranks.
         cache: Folder shared by runs.
         listener: Takes progress and messages.
+        initial: The file with what `adapter.init: pissa` starts from, which is written if it is missing.
     """
     model, injected = built.module, built.adapter
     strategy = resolve_strategy(cfg.parallel, world, _state_bytes(model), min(world.gather(world.memory)))
@@ -138,19 +148,27 @@ def load_model(
     shard_model(model, cfg, family, strategy, mesh)
     materialize(model, cfg, world.device)
     listener = listener or Listener()
-    loader = _Loader(cfg, world, cache, listener)
-    bytes_read = sum(
-        loader.load(model[name], family.weights(name), _inside(injected.parameters, name)) for name in model
-    )
+    factors: Factors = {}
+    if starts_from_singular_values(cfg):
+        ranks = {name: injected.parameters[f"{name}.{DOWN}"][0] for name in injected.layers}
+        factors = start_factors(cfg, BaseWeights(family), ranks, world, initial, listener.note)
+    # The cache would be of the whole base.
+    loader = _Loader(cfg, world, None if factors else cache, listener)
+    bytes_read = 0
+    for name in model:
+        stored = family.weights(name)
+        stored = residual_files(stored, name, factors, cfg) if factors else stored
+        bytes_read += loader.load(model[name], stored, _inside(injected.parameters, name))
     for name, module in model.items():
         _set_buffers(module, family.computed_buffers(name), world.device)
     kernel = choose_kernel(model, world.device)
     if kernel:
         listener.note(kernel)
-    parameters = dict(model.named_parameters())
+    parameters, values = dict(model.named_parameters()), parameters_of_factors(factors)
     with torch.no_grad():
         for name in injected.parameters:
-            fill_rows(parameters[name], adapters.initial_value(name, parameters[name].shape, cfg.train.seed))
+            drawn = adapters.initial_value(name, parameters[name].shape, cfg.train.seed)
+            fill_rows(parameters[name], values.get(name, drawn))
     return LoadedModel(model, strategy, mesh, built.trainables, bytes_read, injected)
 
 
@@ -185,6 +203,7 @@ def continue_adapter(loaded: LoadedModel, cfg: RunConfig, family: ModelFamily) -
         for name, value in modules.items():
             fill_rows(loaded.trainables[name], value)
     for name, layer in used.items():
+        layer = first_half(layer) if starts_from_singular_values(cfg) else layer
         values = parameters_of(name, layer, cfg.adapter, loaded.adapter.parameters, base.layer)
         with torch.no_grad():
             for parameter, value in values.items():

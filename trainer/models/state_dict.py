@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trainer.adapters.formats import Naming
 from trainer.adapters.layer import LayerAdapter
-from trainer.adapters.state import TrainedAdapter
+from trainer.adapters.state import Factors, TrainedAdapter
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter
 from trainer.models.base import ModelFamily
@@ -84,13 +84,23 @@ class TrainedModel:
         base: The tensors of the base.
         weights: The trained tensors.
         recipe: Recipe of the run that trained them.
+        initial: As for `TrainedAdapter`.
     """
 
-    def __init__(self, cfg: RunConfig, base: BaseWeights, weights: Mapping[str, Tensor], recipe: int = RECIPE) -> None:
+    def __init__(
+        self,
+        cfg: RunConfig,
+        base: BaseWeights,
+        weights: Mapping[str, Tensor],
+        recipe: int = RECIPE,
+        initial: Factors | None = None,
+    ) -> None:
         self._base = base
         self._weights = weights
         self.layers: Mapping[str, LayerAdapter] = (
-            {} if isinstance(cfg.adapter, NoAdapter) else TrainedAdapter(weights, cfg.adapter, base.layer, recipe)
+            {}
+            if isinstance(cfg.adapter, NoAdapter)
+            else TrainedAdapter(weights, cfg.adapter, base.layer, recipe, initial)
         )
 
     def tensor(self, component: str, name: str) -> Tensor:

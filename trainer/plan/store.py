@@ -97,7 +97,9 @@ def key_of(cfg: RunConfig) -> str:
     """Return the key of a run's table, from all settings that change allocations other than sizes, ranks and
     sharding: `lora nf4 bf16`."""
     parts = [cfg.adapter.type, cfg.quantize.format, cfg.train.precision]
-    adapter = cfg.adapter.model_dump(exclude_defaults=True, exclude={"type", "alpha", "start", "rank_stabilized"})
+    adapter = cfg.adapter.model_dump(
+        exclude_defaults=True, exclude={"type", "alpha", "start", "rank_stabilized", "init"}
+    )
     if has_rank(cfg):
         adapter.pop("rank", None)
     if isinstance(cfg.adapter, RankAdapter) and adapter.pop("dropout", 0):

@@ -44,6 +44,7 @@ from trainer.models.build import (
 )
 from trainer.models.objectives import Example, Loss, perplexity_of
 from trainer.models.parts.neftune import noises
+from trainer.models.pissa import initial_file
 from trainer.optim import (
     Ema,
     HasEvaluationWeights,
@@ -160,7 +161,7 @@ class Trainer:
         self.sampler = Sampler(self.drawer, cfg.sample.seed, run, world, self.log, before, events)
         emit(StatusEvent(state="loading"))
         started = time.perf_counter()
-        self.loaded = load_model(built, cfg, self.family, world, cache, self.log.listener("loading"))
+        self.loaded = load_model(built, cfg, self.family, world, cache, self.log.listener("loading"), initial_file(run))
         self.model, self.trainables = self.loaded.module, self.loaded.trainables
         self._shards_gradients = cfg.shards_gradients(self.loaded.strategy)
         newest = self._newest_checkpoint()

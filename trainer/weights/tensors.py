@@ -256,6 +256,34 @@ class NewRowsEntry(TensorEntry):
         return (total / self.known).float()
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReducedEntry(TensorEntry):
+    """A matrix from which a product of two small ones is subtracted, in fp32.
+
+    Attributes:
+        stored: The matrix in the file.
+        down: (r, in), fp32.
+        up: (out, r), fp32.
+    """
+
+    stored: TensorEntry
+    down: Tensor
+    up: Tensor
+
+    def rows(self, files: OpenFiles, begin: int, end: int) -> Tensor:
+        rows = self.stored.rows(files, begin, end).to(torch.float32, copy=True)
+        # Not a matrix product: that may round a row otherwise when it is computed with others, as on another rank.
+        for one, other in zip(self.up[begin:end].T, self.down, strict=True):
+            rows -= one[:, None] * other
+        return rows
+
+    def scale(self, files: OpenFiles) -> float | None:
+        return None
+
+    def stored_bytes(self, rows: int) -> float:
+        return self.stored.stored_bytes(rows)
+
+
 _ITEM_BYTES = {"U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "BF16": 2, "F16": 2, "F32": 4}
 _FP8 = ("F8_E4M3", "F8_E5M2")
 _BITSANDBYTES = re.compile(r"(?P<weight>.+)\.quant_state\.bitsandbytes__(?P<kind>nf4|fp4)")

@@ -111,7 +111,7 @@ class _Sum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         by_state, *by_parameter = ctx.saved_tensors
         # In place: the gradient of a head may take gigabytes.
         scaled = [None if found is None else found.mul_(gradient) for found in (by_state, *by_parameter)]
