@@ -24,7 +24,7 @@ import torch
 
 from tests.benchmarks.architectures_config import CHANGES
 from tests.distributed import run_ranks
-from tests.runs import make_run, make_text, steps_of, text_config
+from tests.runs import make_run, steps_of, text_config
 from trainer.distributed.world import World
 from trainer.models.families.causal_lm import CausalLM, _write_tokenizer
 from trainer.models.parts.tiny_configs import tiny_config
@@ -33,7 +33,7 @@ from trainer.train.loop import Trainer
 REPORT = Path(__file__).with_name("ARCHITECTURES.md")
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "full": {"adapter__type": "none"},
-    "lora": {},
+    "lora": {"sample__every": 2, "sample__prompts": ["1 s", "2"], "sample__tokens": 4, "sample__temperature": 0.0},
     "nf4": {"quantize__format": "nf4"},
 }
 TOLERANCE = 1e-5
@@ -58,8 +58,8 @@ def config_of(model_type: str) -> Any:
     changes = dict(CHANGES.get(model_type, {}))
     if "is_decoder" in config.to_dict():  # else each token sees those after it
         changes["is_decoder"] = True
-    text = config.sub_configs.get("text_config")
-    if text is not None and model_type not in CHANGES:
+    text = config.get_text_config()
+    if text is not config and "text_config" in config.sub_configs and model_type not in CHANGES:
         of_text = CHANGES.get(text.model_type, {})
         changes["text_config"] = tiny_config(config.text_config, **of_text).to_dict()
     return tiny_config(config, **changes)
@@ -164,7 +164,9 @@ def measure(model_type: str, kinds: Sequence[str] = tuple(KINDS)) -> dict[str, A
             plain_steps(write_model(model_type, root / "model"))
         except Exception as error:  # noqa: BLE001 - it is the result
             return {**found, "plain": f"{type(error).__name__}: {' '.join(str(error).split())}"[:MOST_REASON]}
-        text = make_text(root / "text")
+        text = root / "text"
+        text.mkdir()
+        (text / "short.jsonl").write_text("".join(f'{{"text": "{i} says {i * i}."}}\n' for i in range(80)), "utf-8")
         for kind in kinds:
             found[kind] = _of_kind(root, text, kind)
         return found

@@ -19,7 +19,7 @@ from trainer.distributed.world import World
 from trainer.models.base import TextFamily
 from trainer.models.objectives import Example
 from trainer.rng import SampleRng
-from trainer.run.manifest import Progress
+from trainer.run.manifest import RECIPE, Progress
 
 POSITIONS_KEPT = 4
 """Number of last steps whose positions are kept: batches are read ahead, and a run may be saved before or after the
@@ -42,13 +42,15 @@ class TextSource(DataSource):
         self._files, held_out = of_config(cfg.data)
         self.digest = world.gather(digest(self._files))[0]
         _check_same(self._files, world)
-        rows = self._stream(held_out, 1).rows() if held_out else ()
-        self._held_out = tuple(row for row, _ in rows)
-        self.num_held_out = len(self._held_out)
+        self._held_out_files = held_out
         self._batch_sampler: TextBatchSampler | None = None
+        self.follow_recipe(RECIPE)
 
     def follow_recipe(self, recipe: int) -> None:
-        """Text is the same in every recipe."""
+        self._is_packed = recipe < 3 or self._family.packs_documents
+        rows = self._stream(self._held_out_files, 1).rows() if self._held_out_files else ()
+        self._held_out = tuple(row for row, _ in rows)
+        self.num_held_out = len(self._held_out)
 
     def batch_sampler(self, sizes: BatchSizes, saved: Progress | None) -> TextBatchSampler:
         step, position = (saved.step, self._position_in(saved)) if saved else (0, START)
@@ -81,6 +83,7 @@ class TextSource(DataSource):
             shuffle_window=cfg.data.shuffle_window,
             epochs=epochs,
             begin=family.begin_of_text,
+            is_packed=self._is_packed,
         )
 
 

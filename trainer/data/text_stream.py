@@ -123,6 +123,7 @@ class TextStream:
         shuffle_window: Number of documents that are shuffled among themselves, >= 1.
         epochs: Number of epochs; None for no end.
         begin: Ids that are put before each document, but not in a .npy, whose tokens are used unchanged.
+        is_packed: Whether documents share rows. If not, the rest of a document's row is padding.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class TextStream:
         shuffle_window: int = 1024,
         epochs: int | None = None,
         begin: Sequence[int] = (),
+        is_packed: bool = True,
     ) -> None:
         assert files
         assert length >= 2
@@ -146,6 +148,7 @@ class TextStream:
         self._length = length
         self._shuffle_window = shuffle_window
         self._epochs = epochs
+        self._is_packed = is_packed
 
     def pieces(self, position: StreamPosition = START) -> Iterator[tuple[Piece, StreamPosition]]:
         """Each document in pieces of `length` tokens, the last one shorter, with the position to continue after each.
@@ -173,7 +176,7 @@ class TextStream:
                 piece, after = _cut(document, after, room)
                 pieces.append(piece)
                 room -= len(piece.tokens)
-                if room < 2:
+                if room < 2 or not self._is_packed:
                     yield self._packed(pieces), after
                     pieces, room = [], self._length
         if pieces:

@@ -230,7 +230,11 @@ class CausalLM(TextFamily):
         return longest
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
-        return (*super().warnings(cfg), *self._text_only())
+        alone = (
+            f"model.path {self.folder}: in a {type(self._empty).__name__} documents of one row would see each other, so "
+            "each has a row of its own, which padding fills; a data.length near that of the documents wastes least",
+        )
+        return (*super().warnings(cfg), *self._text_only(), *(() if self.packs_documents else alone))
 
     def _text_only(self) -> tuple[str, ...]:
         if self._whole is None:

@@ -157,14 +157,19 @@ def continue_text(model: Any, tokens: Tensor, count: int, temperature: float, en
     """
     from transformers import DynamicCache
 
-    # transformers 5.24 renamed the argument to `cache`. Sharding makes a class of its own, which inherits `forward`.
-    name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
-    cache, inputs, ids = {name: DynamicCache(config=model.config)}, tokens[None], []
+    parameters = inspect.signature(type(model).forward).parameters  # sharding makes a class that inherits `forward`
+    # transformers 5.24 renamed the argument to `cache`; some classes have neither, and read the text again each time.
+    name = next((name for name in ("cache", "past_key_values") if name in parameters), None)
+    cache: dict[str, Any] = {name: DynamicCache(config=model.config), "use_cache": True} if name else {}
+    last: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+    text, inputs, ids = tokens[None], tokens[None], []
     draws = rng.generators("text")
     for _ in range(count):
-        logits = model(input_ids=inputs, **cache, use_cache=True, logits_to_keep=1).logits[0, -1]
-        inputs = draw_token(logits.float(), temperature, draws[0]).view(1, 1)
-        ids.append(int(inputs))
+        logits = model(input_ids=inputs, **cache, **last).logits[0, -1]
+        drawn = draw_token(logits.float(), temperature, draws[0]).view(1, 1)
+        text = torch.cat([text, drawn], dim=1)
+        inputs = drawn if name else text
+        ids.append(int(drawn))
     length = ids.index(end) if end in ids else count
     return torch.tensor(ids[:length], dtype=tokens.dtype)
 
