@@ -47,6 +47,7 @@ class TextSource(DataSource):
         self.follow_recipe(RECIPE)
 
     def follow_recipe(self, recipe: int) -> None:
+        self._family.follow_recipe(recipe)
         self._is_packed = recipe < 3 or self._family.packs_documents
         rows = self._stream(self._held_out_files, 1).rows() if self._held_out_files else ()
         self._held_out = tuple(row for row, _ in rows)

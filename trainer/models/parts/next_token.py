@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from trainer.config.errors import InputError, not_one_of
 from trainer.models.objectives import Loss
+from trainer.models.parts.language_configs import causal_class
 from trainer.rng import SampleRng
 
 
@@ -36,14 +37,15 @@ def build_language_model(config: Any, attention: str = "auto") -> Any:
 
 def construct(config: Any, attention: str) -> Any:
     """Do the same as `build_language_model`, on the device of the caller."""
-    from transformers import AutoModelForCausalLM
-
+    kind = causal_class(config)
+    if kind is None:
+        raise ValueError(f"transformers has no causal language model for a {type(config).__name__}")
+    if kind.config_class is not type(config) and type(config.get_text_config()) is kind.config_class:
+        config = config.get_text_config()
     tried = ATTENTIONS if attention == "auto" else (attention,)
     for name in tried:
         try:
-            return AutoModelForCausalLM.from_config(
-                config, attn_implementation=name, dtype=torch.float32, trust_remote_code=False
-            )
+            return kind._from_config(config, attn_implementation=name, dtype=torch.float32)
         except ValueError as error:
             if name == tried[-1] or "does not support" not in str(error):
                 raise
