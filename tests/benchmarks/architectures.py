@@ -27,6 +27,7 @@ from tests.distributed import run_ranks
 from tests.runs import make_run, steps_of, text_config
 from trainer.distributed.world import World
 from trainer.models.families.causal_lm import CausalLM, _write_tokenizer
+from trainer.models.parts.language_configs import causal_class
 from trainer.models.parts.tiny_configs import tiny_config
 from trainer.train.loop import Trainer
 
@@ -58,9 +59,8 @@ def config_of(model_type: str) -> Any:
     changes = dict(CHANGES.get(model_type, {}))
     if "is_decoder" in config.to_dict():  # else each token sees those after it
         changes["is_decoder"] = True
-    text = config.get_text_config()
-    if text is not config and "text_config" in config.sub_configs and model_type not in CHANGES:
-        of_text = CHANGES.get(text.model_type, {})
+    if "text_config" in config.sub_configs and model_type not in CHANGES:
+        of_text = CHANGES.get(config.text_config.model_type, {})
         changes["text_config"] = tiny_config(config.text_config, **of_text).to_dict()
     return tiny_config(config, **changes)
 
@@ -101,9 +101,10 @@ def plain_steps(model: Any) -> None:
 
 def plain_loss(folder: Path, rows: Sequence[Mapping[str, torch.Tensor]]) -> float:
     """The loss of these rows by transformers, each document alone."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    config = AutoConfig.from_pretrained(folder)
+    model = causal_class(config).from_pretrained(folder, config=config).eval()
     total, count = 0.0, 0
     with torch.no_grad():
         for row in rows:

@@ -55,6 +55,7 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     },
     "roc_bert": {"shape_vocab_size": 100, "pronunciation_vocab_size": 100},
     "xlstm": {"embedding_dim": 64, "hidden_size": 64, "num_heads": 4, "chunk_size": 16},
+    "xlm": {"causal": True},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "num_hidden_layers": 4,

@@ -113,10 +113,24 @@ def reading() -> Iterator[str]:
     del CONFIG_MAPPING._extra_content["reading"], MODEL_FOR_CAUSAL_LM_MAPPING._extra_content[ReadingConfig]
 
 
-def test_a_block_inside_a_block_is_refused_with_blocks_that_can_be_sharded(shared: Path, tmp_path: Path) -> None:
-    assert refusal(config_of(shared, tmp_path), tmp_path) == (
-        f"model.path {shared}: FSDP2 cannot shard a Zamba2ForCausalLM: a Zamba2MambaDecoderLayer is inside a "
-        "Zamba2HybridLayer, and both are blocks; set model.options.blocks: Zamba2MambaDecoderLayer, " + ALONE
+NESTED = "a Zamba2MambaDecoderLayer is inside a Zamba2HybridLayer, and both are blocks"
+
+
+def test_a_model_whose_blocks_are_inside_others_is_sharded_by_those_that_can_be(shared: Path, tmp_path: Path) -> None:
+    cfg = config_of(shared, tmp_path)
+    family = families.make(cfg, tmp_path)
+    built = build_model(cfg, family)
+    assert family.shard.blocks == ("Zamba2MambaDecoderLayer",)
+    assert built.notes == (f"the Zamba2ForCausalLM is sharded by its Zamba2MambaDecoderLayer, because {NESTED}",)
+
+
+def test_named_blocks_of_which_one_is_inside_another_are_refused_with_those_that_can_be(
+    shared: Path, tmp_path: Path
+) -> None:
+    named = {"blocks": "Zamba2MambaDecoderLayer, Zamba2HybridLayer"}
+    assert refusal(config_of(shared, tmp_path, model__options=named), tmp_path) == (
+        f"model.path {shared}: FSDP2 cannot shard a Zamba2ForCausalLM: {NESTED}; "
+        f"set model.options.blocks: Zamba2MambaDecoderLayer, {ALONE}"
     )
 
 
@@ -129,35 +143,42 @@ def test_weights_that_two_blocks_share_are_refused(shared: Path, tmp_path: Path)
     )
 
 
-def test_an_embedding_that_is_a_block_and_the_head_too_is_refused(tmp_path: Path) -> None:
+def test_an_embedding_that_is_declared_a_block_and_is_the_head_too_is_none(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "model", "bert", is_decoder=True)
-    assert refusal(config_of(folder, tmp_path), tmp_path) == (
-        f"model.path {folder}: FSDP2 cannot shard a BertLMHeadModel: bert.embeddings.word_embeddings.weight is used "
-        "while bert.embeddings (BertEmbeddings), whose weights are gathered only then, does not run; "
-        f"set model.options.blocks: BertLayer, {ALONE}"
+    cfg = config_of(folder, tmp_path)
+    family = families.make(cfg, tmp_path)
+    assert build_model(cfg, family).notes == (
+        "the BertLMHeadModel is sharded by its BertLayer, because bert.embeddings.word_embeddings.weight is used while "
+        "bert.embeddings (BertEmbeddings), whose weights are gathered only then, does not run",
     )
+    assert family.shard.blocks == ("BertLayer",)
 
 
-def test_a_module_that_computes_values_in_an_unknown_way_is_refused(tmp_path: Path) -> None:
+def test_values_that_modules_compute_are_those_of_a_model_that_was_made_for_real(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "model", "bert", is_decoder=True)
-    cfg = config_of(folder, tmp_path, model__options={"blocks": "BertLayer"})
-    with pytest.raises(InputError) as caught:
-        families.make(cfg, tmp_path).computed_buffers("language_model")
-    assert str(caught.value) == (
-        "model.path: bert.embeddings (BertEmbeddings) computes position_ids, token_type_ids when it is made, in a way "
-        "this program does not know; models of this kind cannot be trained yet"
-    )
+    made = AutoModelForCausalLM.from_pretrained(folder)
+    found = families.make(config_of(folder, tmp_path), tmp_path).computed_buffers("language_model")
+    expected = {name: buffer for name, buffer in made.named_buffers() if name not in made.state_dict()}
+    assert found.keys() == expected.keys() == {"bert.embeddings.position_ids", "bert.embeddings.token_type_ids"}
+    assert all(torch.equal(found[name], buffer) for name, buffer in expected.items())
 
 
 @pytest.mark.parametrize("changes", [{}, {"parallel__devices": 1, "parallel__cpu_offload": True}])
-def test_a_class_that_reads_a_weight_of_a_block_is_refused(
+def test_a_class_that_reads_a_weight_of_a_block_is_sharded_as_one_unit(
     reading: str, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     folder = folder_of(tmp_path / "model", reading)
-    assert refusal(config_of(folder, tmp_path, **changes), tmp_path) == (
-        f"model.path {folder}: FSDP2 cannot shard a Reading: model.layers.0.mlp.up_proj.weight is used while "
-        "model.layers.0 (LlamaDecoderLayer), whose weights are gathered only then, does not run; "
-        + ALONE.removeprefix("or ")
+    why = (
+        "model.layers.0.mlp.up_proj.weight is used while model.layers.0 (LlamaDecoderLayer), whose weights are "
+        "gathered only then, does not run"
+    )
+    cfg = config_of(folder, tmp_path, **changes)
+    assert build_model(cfg, families.make(cfg, tmp_path)).notes == (
+        f"the Reading is sharded as one unit, which every rank gathers whole in each pass, because {why}",
+    )
+    named = config_of(folder, tmp_path, **changes, model__options={"blocks": "LlamaDecoderLayer"})
+    assert refusal(named, tmp_path) == (
+        f"model.path {folder}: FSDP2 cannot shard a Reading: {why}; {ALONE.removeprefix('or ')}"
     )
 
 
@@ -206,7 +227,7 @@ def test_with_the_blocks_that_the_refusal_names_two_ranks_train_what_one_process
 def test_a_run_of_such_a_model_ends_with_the_sentence_and_code_2(shared: Path, tmp_path: Path) -> None:
     text = make_text(tmp_path / "text")
     (tmp_path / "preset.yaml").write_text(
-        f"model: {{family: causal_lm, path: {shared}}}\ndata: {{path: {text}, length: 48}}\nadapter: {{type: none}}\n"
+        f"model: {{family: causal_lm, path: {shared}, options: {{blocks: Zamba2HybridLayer}}}}\ndata: {{path: {text}, length: 48}}\nadapter: {{type: none}}\n"
         "train: {steps: 1, batch_size: 2, precision: fp32}\nparallel: {device: cpu, devices: 2, strategy: full}\n",
         encoding="utf-8",
     )

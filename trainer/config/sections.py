@@ -415,6 +415,9 @@ class ObjectiveConfig(Section):
     """Guidance value that a guidance-distilled model receives as input during training."""
     text_weight: Number = option(0.25, title="Weight of text", gt=0, le=100)
     """Loss weight of text answers, for models that learn both text and images. Images have weight 1."""
+    router_weight: Number | None = option(None, title="Weight of balanced experts", ge=0, le=10)
+    """Weight of the loss that spreads tokens evenly over the experts of a mixture (arXiv 2101.03961); 0.001 to 0.01 is
+    usual. Empty: as the model's config.json has it."""
 
 
 class OptimConfig(Section):

@@ -62,6 +62,7 @@ class TextSource(DataSource):
 
     def follow_recipe(self, recipe: int) -> None:
         self._recipe = recipe
+        self._family.follow_recipe(recipe)
         files = self._held_out_files
         rows = self._stream((TextFolder(files),), 1, LeftOut(self._emit)).rows() if files else ()
         self._held_out = tuple(row for row, _ in rows)
@@ -109,6 +110,7 @@ class TextSource(DataSource):
             shuffle_window=data.shuffle_window,
             epochs=epochs,
             packing=packing_of(data, folders, self._recipe),
+            is_shared=self._recipe < 3 or self._family.packs_documents,
             too_long=data.too_long,
             left_out=left_out,
         )

@@ -122,6 +122,7 @@ class TextStream:
         shuffle_window: Number of documents that are shuffled among themselves, >= 1.
         epochs: Number of epochs; None for no end.
         packing: Whether documents are kept whole or cut at the end of a row.
+        is_shared: Whether documents share rows. If not, the rest of a document's row is padding.
         too_long: What happens, with whole packing, to a prompt or conversation longer than a row.
         left_out: Called for each document that is left out.
     """
@@ -135,6 +136,7 @@ class TextStream:
         shuffle_window: int = 1024,
         epochs: int | None = None,
         packing: Packing = "split",
+        is_shared: bool = True,
         too_long: TooLong = "drop",
         left_out: LeftOut = lambda epoch, where, why: None,
     ) -> None:
@@ -149,6 +151,7 @@ class TextStream:
         self._shuffle_window = shuffle_window
         self._epochs = epochs
         self._packing = packing
+        self._is_shared = is_shared
         self._too_long = too_long
         self._left_out = left_out
         self._reasons: dict[str, tuple[str, int]] = {}  # why: (the first document, how many)
@@ -183,7 +186,7 @@ class TextStream:
                 piece, after = _cut(document, after, room)
                 pieces.append(piece)
                 room -= len(piece.tokens)
-                if room < 2:
+                if room < 2 or not self._is_shared:
                     yield self._packed(pieces), after
                     pieces, room = [], self._length
         if pieces:
@@ -200,7 +203,8 @@ class TextStream:
             for window, begin in self._windows(start):
                 order = random_order(len(window), self._seed, "text window", epoch, begin.window)
                 pieces = [piece for number in order for piece in self._fitting(window[number](), epoch)]
-                rows = best_fit([len(piece.tokens) for piece in pieces], self._length)
+                lengths = [len(piece.tokens) for piece in pieces]
+                rows = best_fit(lengths, self._length) if self._is_shared else [[index] for index in range(len(pieces))]
                 order = random_order(len(rows), self._seed, "text rows", epoch, begin.window)
                 for number in range(begin.row, len(rows)):
                     is_empty = False

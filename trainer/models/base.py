@@ -531,6 +531,9 @@ class TextFamily(ModelFamily):
         """Whether documents may share a row without seeing each other. Raises InputError if tokens see later ones."""
         return True
 
+    def follow_recipe(self, recipe: int) -> None:
+        """Keep to the recipe that a run began with (`manifest.RECIPE`)."""
+
     @property
     @abstractmethod
     def begin_of_text(self) -> tuple[int, ...]:

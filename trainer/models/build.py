@@ -81,10 +81,17 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """The live components on the meta device, with the adapter injected."""
+    """The live components on the meta device, with the adapter injected.
+
+    Attributes:
+        module: The live components by name.
+        adapter: The injected adapter's layers and parameters.
+        notes: Sentences for the log.
+    """
 
     module: nn.ModuleDict
     adapter: Injected
+    notes: tuple[str, ...] = ()
 
     @property
     def trainables(self) -> dict[str, nn.Parameter]:
@@ -101,14 +108,13 @@ def build_model(cfg: RunConfig, family: ModelFamily) -> BuiltModel:
     Raises InputError for an adapter that does not fit the model, patterns that match no layer, and a network that FSDP2
     cannot shard.
     """
-    if isinstance(family, TextFamily):
-        check_sharding(cfg, family)
+    notes = check_sharding(cfg, family) if isinstance(family, TextFamily) else ()
     model = nn.ModuleDict({name: family.build(name) for name in family.live})
     _freeze_base(model, cfg, family)
     if cfg.quantize.format != "none":
         quantize_layers(model, _stored_formats(model, cfg, family))
     model.eval()
-    built = BuiltModel(model, _inject_adapter(model, cfg, family))
+    built = BuiltModel(model, _inject_adapter(model, cfg, family), notes)
     for name, why in family.must_train.items():
         if name not in built.trainables:
             raise InputError(

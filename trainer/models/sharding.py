@@ -22,7 +22,7 @@ LENGTH = 8
 """Tokens of the row that is looked at."""
 
 
-def check_sharding(cfg: RunConfig, family: TextFamily) -> None:
+def check_sharding(cfg: RunConfig, family: TextFamily) -> tuple[str, ...]:
     """Find blocks that FSDP2 can shard one by one, where the run shards the model.
 
     Blocks that a model declares are not always such: then the most of them are taken, or none. Blocks that the user
@@ -31,23 +31,25 @@ def check_sharding(cfg: RunConfig, family: TextFamily) -> None:
     One forward pass of a bf16 copy on the meta device is watched, in every process: 0.3 to 0.6 s for 32 blocks, too
     little for a cache. Our own networks are watched by the tests.
 
+    Returns:
+        Sentences for the log about blocks that the model does not declare.
+
     Raises:
         InputError: FSDP2 cannot follow how the model uses its weights.
     """
     parallel = cfg.parallel
     is_whole = parallel.world_size == 1 and parallel.strategy in ("none", "auto") and not parallel.cpu_offload
     if is_whole or not family.any_network:
-        return
+        return ()
     name = family.components[0]
     problems = _problems(family, family.shard.blocks)
     if not problems:
-        return
+        return ()
     kind, others = type(family.build(name)).__name__, _other_blocks(family)
     if cfg.model.options.blocks is None and others is not None:
-        unit = f"blocks {', '.join(others)}" if others else "one unit, which every rank gathers as a whole"
-        log.info(f"{kind} is sharded by {unit}: {problems[0].partition('; ')[0]}")
         family.shard_by(others)
-        return
+        how = f"by its {', '.join(others)}" if others else "as one unit, which every rank gathers whole in each pass"
+        return (f"the {kind} is sharded {how}, because {problems[0].partition('; ')[0]}",)
     named = f"set model.options.blocks: {', '.join(others)}, or {ALONE}" if others else ALONE
     raise InputError(
         f"model.path {family.folder}: FSDP2 cannot shard a {kind}: {problems[0].partition('; ')[0]}; {named}"

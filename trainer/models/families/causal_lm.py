@@ -34,8 +34,8 @@ from trainer.models.parts.folder import (
 )
 from trainer.models.parts.language_configs import (
     build_whole,
+    causal_class,
     first_line,
-    is_causal,
     text_config,
     turn_layers,
     turned_layers,
@@ -46,10 +46,12 @@ from trainer.models.parts.next_token import (
     computed_buffers,
     continue_text,
 )
+from trainer.models.parts.routers import balance_loss, configured_weight, experts_per_token
 from trainer.models.parts.stored_names import TEXT_PART, StoredNames, read_names
 from trainer.models.parts.text_encoder import TINY_CHAT_TEMPLATE, from_folder, train_tokenizer
 from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
+from trainer.run.manifest import RECIPE
 from trainer.weights.composed import LazyTensor
 from trainer.weights.files import Fused, WeightFiles, safetensors_in, stored_tensors
 from trainer.weights.hub import find_folder
@@ -181,7 +183,7 @@ class CausalLM(TextFamily):
 
     components = (COMPONENT,)
     any_network = True
-    objective_fields = frozenset()
+    objective_fields = frozenset({"router_weight"})
     options_read = frozenset({"architecture", "attention", "blocks", "new_tokens"})
     architectures = tuple(PUBLISHED)
     default_architecture = "qwen3-1.7b"
@@ -200,9 +202,19 @@ class CausalLM(TextFamily):
         sizes = _sizes(self._config.to_dict())
         self._new_ids = self._add_tokens()
         self._turned: tuple[str, ...] = ()
+        self._recipe = RECIPE
         self._empty = _built(self._folder, self._config, model.options.attention)
         published = {name: _sizes(config) for name, config in PUBLISHED.items()}
         check_architecture(model, self._folder, published, sizes)
+        self._experts_per_token = experts_per_token(self._empty)
+        given = objective.router_weight
+        if given is not None and self._experts_per_token is None:
+            raise InputError(
+                f"objective.router_weight: a {type(self._empty).__name__} has no routers that transformers balances; "
+                "leave it out"
+            )
+        own = configured_weight(self._config) if self._experts_per_token else 0.0
+        self._router_weight = own if given is None else given
         self.shard = ShardSpec(block_names(self._empty, model.options.blocks), fp32_inputs=frozenset({"token_weights"}))
         if not self.shard.blocks:
             raise InputError(
@@ -242,7 +254,11 @@ class CausalLM(TextFamily):
         return longest
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
-        return (*super().warnings(cfg), *self._text_only())
+        alone = (
+            f"model.path {self.folder}: in a {type(self._empty).__name__} documents of one row would see each other, so "
+            "each has a row of its own, which padding fills; a data.length near that of the documents wastes least",
+        )
+        return (*super().warnings(cfg), *self._text_only(), *(() if self.packs_documents else alone))
 
     def _text_only(self) -> tuple[str, ...]:
         if self._whole is None:
@@ -361,7 +377,7 @@ class CausalLM(TextFamily):
 
     @cached_property
     def _loaded_layout(self) -> tuple[Fused, ...]:
-        if self._whole is None or not is_causal(self._folder_config):
+        if self._whole is None or causal_class(self._folder_config) is None:
             return ()
         own = stored_tensors(self._empty)
         loaded = build_language_model(self._folder_config).state_dict()
@@ -426,12 +442,28 @@ class CausalLM(TextFamily):
 
     def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
         network = model[COMPONENT]
-        inputs = {"input_ids": batch["tokens"], **position_ids(network, batch["documents"])}
+        # A row of one document has the positions that the class gives it, which need not begin at 0.
+        is_packed = self._recipe < 3 or self.packs_documents
+        inputs = {"input_ids": batch["tokens"], "use_cache": False}
+        inputs |= position_ids(network, batch["documents"]) if is_packed else {}
+        inputs |= {"output_router_logits": True} if self._router_weight else {}
         predicted = batch["predicted"]
         targets = batch["tokens"].flatten()[predicted + 1]
         weights = (batch["learned"] * batch["weight"][:, None]).flatten()[predicted + 1]
-        total = network(**inputs, use_cache=False, predicted=predicted, targets=targets, token_weights=weights)
-        return Loss(total, weights.sum())
+        total, routers = network(**inputs, predicted=predicted, targets=targets, token_weights=weights)
+        loss = Loss(total, weights.sum())
+        # Some sizes of a class have no layer with experts.
+        return self._balanced(loss, routers, batch) if self._router_weight and routers else loss
+
+    def _balanced(self, loss: Loss, logits: Sequence[Tensor], batch: Batch) -> Loss:
+        """Add the loss of the routers: that of a row counts as often as the row has learned tokens."""
+        assert self._experts_per_token is not None
+        rows = balance_loss(logits, self._experts_per_token, batch["documents"] >= 0)
+        learned = batch["learned"][:, 1:].sum(dim=1) * batch["weight"]
+        return Loss(loss.total + self._router_weight * (rows * learned).sum(), loss.weight)
+
+    def follow_recipe(self, recipe: int) -> None:
+        self._recipe = recipe
 
     @cached_property
     def packs_documents(self) -> bool:
@@ -439,7 +471,8 @@ class CausalLM(TextFamily):
         if found is not None and found.later:
             raise InputError(
                 f"{self.folder / 'config.json'}: in a {type(self._empty).__name__} of this config a token sees those "
-                "after it, so nothing is left to predict; set is_decoder: true there, or name a causal language model"
+                "after it, so nothing is left to predict; set is_decoder or causal to true there, if the model has such a "
+                "field, or name a causal language model"
             )
         return found is not None and not found.others
 
@@ -557,7 +590,7 @@ def _read_config(folder: ModelFolder) -> Any:
 
 def _built(folder: ModelFolder, config: Any, attention: str) -> Any:
     file = folder.path / "config.json"
-    if not is_causal(config):
+    if causal_class(config) is None:
         raise InputError(
             f"{file}: describes a {config.model_type}, which is not a causal language model; "
             "set model.family to the family of that model"

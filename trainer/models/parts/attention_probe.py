@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.models.parts.next_token import construct, restarting_positions
+from trainer.models.parts.next_token import build_language_model, construct, restarting_positions
 from trainer.models.parts.tiny_configs import tiny_config
 
 log = logging.getLogger(__name__)
@@ -21,6 +21,8 @@ LENGTHS = (7, 9)
 FIRST_TOKEN, MOST_TOKENS = 5, 200
 SHARPER = 3.0
 """Factor of the random weights: as transformers draws them, attention is nearly uniform."""
+LARGEST = 20_000_000
+"""Parameters of a copy that is worth a try."""
 TOLERANCE = 1e-4
 """Least difference of logits that is not rounding."""
 
@@ -60,7 +62,11 @@ def sight(config: Any, attention: str) -> Sight | None:
 
 
 def _copy(config: Any, attention: str) -> Any:
-    model = construct(tiny_config(config), attention).eval()
+    tiny = tiny_config(config)
+    size = sum(parameter.numel() for parameter in build_language_model(tiny, attention).parameters())
+    if size > LARGEST:
+        raise ValueError(f"it would have {size} parameters")
+    model = construct(tiny, attention).eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.mul_(SHARPER)

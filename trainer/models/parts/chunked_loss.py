@@ -33,7 +33,7 @@ def sum_losses_in_chunks(model: nn.Module, tokens: int = CHUNK) -> None:
 
     `forward` then takes three more arguments: `predicted` (n,), which of the B * L tokens are followed by one that is
     predicted; `targets` (n,), the tokens that follow; `token_weights` (n,), the weight of the loss of each. With them
-    it returns the weighted sum of the losses, a scalar, in place of the logits.
+    it returns the weighted sum of the losses, a scalar, and the logits of the routers of experts, if they are requested.
 
     Args:
         model: The model, changed in place.
@@ -71,10 +71,14 @@ class _WithLoss:
         if predicted is None or targets is None or token_weights is None:
             return self._forward(*args, **kwargs)
         if not self._splits or _drops_by_sample(self._model):
-            logits = self._forward(*args, **kwargs).logits.flatten(0, 1).index_select(0, predicted)
-            return (F.cross_entropy(logits.float(), targets, reduction="none") * token_weights).sum()
+            output = self._forward(*args, **kwargs)
+            logits = output.logits.flatten(0, 1).index_select(0, predicted)
+            total = (F.cross_entropy(logits.float(), targets, reduction="none") * token_weights).sum()
+            return total, output.get("router_logits") or ()
         with _decoder(self._model) as decoder:
-            self._forward(*args, **kwargs, logits_to_keep=1)
+            output = self._forward(*args, **kwargs, logits_to_keep=1)
+            routers = output.get("router_logits") or ()
+            kwargs.pop("output_router_logits", None)
             hidden: Tensor = decoder.output.last_hidden_state
 
             def head(states: Tensor) -> Tensor:
@@ -85,9 +89,10 @@ class _WithLoss:
             states = hidden.flatten(0, 1).index_select(0, predicted)
             if not torch.is_grad_enabled():
                 parts = _losses(head, states, targets, token_weights, self._tokens)
-                return torch.stack([loss for _, loss in parts]).sum()
+                return torch.stack([loss for _, loss in parts]).sum(), routers
             trained = _head_parameters(self._model)
-            return _Sum.apply(head, states, targets, token_weights, self._tokens, *trained)  # type: ignore[no-untyped-call]
+            total = _Sum.apply(head, states, targets, token_weights, self._tokens, *trained)
+            return total, routers
 
 
 class _Sum(torch.autograd.Function):

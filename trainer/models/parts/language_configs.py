@@ -11,17 +11,28 @@ UNREAD = 400
 """Characters of an error of transformers that are shown."""
 
 
-def is_causal(config: Any) -> bool:
-    """Whether transformers has a causal language model of this config."""
-    from transformers import AutoModelForCausalLM
+def causal_class(config: Any) -> Any:
+    """transformers' class of causal language models for this config, or None.
 
-    return type(config) in AutoModelForCausalLM._model_mapping
+    The one that the config names counts too: the text part of some models is in no table of the automatic classes.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    table = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) in table:
+        return table[type(config)]
+    for name in config.architectures or ():
+        if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and hasattr(transformers, name):
+            named = getattr(transformers, name)
+            return named if named.config_class is type(config) else None
+    return None
 
 
 def text_config(config: Any) -> Any:
     """Return the config of the text part of a model that also sees or hears; others are returned as they are."""
     text = config.get_text_config(decoder=True)
-    return text if text is not config and is_causal(text) else config
+    return text if text is not config and causal_class(text) is not None else config
 
 
 def build_whole(config: Any) -> Any:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from trainer.config.errors import InputError, not_one_of
 from trainer.models.objectives import Loss
+from trainer.models.parts.language_configs import causal_class
 from trainer.rng import SampleRng
 
 ATTENTIONS = ("sdpa", "eager")
@@ -35,14 +36,15 @@ def build_language_model(config: Any, attention: str = "auto") -> Any:
 
 def construct(config: Any, attention: str) -> Any:
     """Do the same as `build_language_model`, on the device of the caller."""
-    from transformers import AutoModelForCausalLM
-
+    kind = causal_class(config)
+    if kind is None:
+        raise ValueError(f"transformers has no causal language model for a {type(config).__name__}")
+    if kind.config_class is not type(config) and type(config.get_text_config()) is kind.config_class:
+        config = config.get_text_config()
     tried = ATTENTIONS if attention == "auto" else (attention,)
     for name in tried:
         try:
-            return AutoModelForCausalLM.from_config(
-                config, attn_implementation=name, dtype=torch.float32, trust_remote_code=False
-            )
+            return kind._from_config(config, attn_implementation=name, dtype=torch.float32)
         except ValueError as error:
             if name == tried[-1] or "does not support" not in str(error):
                 raise
@@ -158,14 +160,19 @@ def continue_text(
     """
     from transformers import DynamicCache
 
-    # transformers 5.24 renamed the argument to `cache`. Sharding makes a class of its own, which inherits `forward`.
-    name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
-    cache, inputs, ids = {name: DynamicCache(config=model.config)}, tokens[None], []
+    parameters = inspect.signature(type(model).forward).parameters  # sharding makes a class that inherits `forward`
+    # transformers 5.24 renamed the argument to `cache`; some classes have neither, and read the text again each time.
+    name = next((name for name in ("cache", "past_key_values") if name in parameters), None)
+    cache: dict[str, Any] = {name: DynamicCache(config=model.config), "use_cache": True} if name else {}
+    last: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+    text, inputs, ids = tokens[None], tokens[None], []
     draws = rng.generators("text")
     for _ in range(count):
-        logits = model(input_ids=inputs, **cache, use_cache=True, logits_to_keep=1).logits[0, -1]
-        inputs = draw_token(logits.float(), temperature, draws[0]).view(1, 1)
-        ids.append(int(inputs))
+        logits = model(input_ids=inputs, **cache, **last).logits[0, -1]
+        drawn = draw_token(logits.float(), temperature, draws[0]).view(1, 1)
+        text = torch.cat([text, drawn], dim=1)
+        inputs = drawn if name else text
+        ids.append(int(drawn))
     length = next((number for number, token in enumerate(ids) if token in ends), count)
     return torch.tensor(ids[:length], dtype=tokens.dtype)
 
