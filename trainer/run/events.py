@@ -110,6 +110,7 @@ class StepEvent(Event):
         images_per_second: Throughput of all ranks together; NaN for a model that is trained on text.
         tokens_per_second: Learned tokens per second of all ranks together; NaN for a model that is trained on images.
         losses: {name: loss} of this step, for a model with several losses.
+        metrics: {name: value} of what the objective measures in addition to its loss.
     """
 
     loss: Number
@@ -124,6 +125,7 @@ class StepEvent(Event):
     images_per_second: Number = math.nan
     tokens_per_second: Number = math.nan
     losses: dict[str, Number] = field(default_factory=dict)
+    metrics: dict[str, Number] = field(default_factory=dict)
     type: Literal["step"] = "step"
 
     @property
@@ -178,13 +180,15 @@ class ValidationEvent(Event):
 
     Attributes:
         loss: Mean loss.
-        perplexity: Perplexity of text; NaN for images.
+        perplexity: Perplexity of text; NaN for images and where the loss is not a cross-entropy.
         losses: {name: loss}, for a model with several losses.
+        metrics: {name: value} of what the objective measures in addition to its loss.
     """
 
     loss: Number
     perplexity: Number = math.nan
     losses: dict[str, Number] = field(default_factory=dict)
+    metrics: dict[str, Number] = field(default_factory=dict)
     type: Literal["validation"] = "validation"
 
 
