@@ -331,6 +331,14 @@ def _preference_rules(cfg: RunConfig) -> Iterator[Problem]:
                 "full would change the model that objective.dpo_beta compares with; use adapter or frozen",
                 depends_on=("objective.dpo_beta",),
             )
+    cuts = (("packing", cfg.data.packing, "split", "whole"), ("too_long", cfg.data.too_long, "cut", "drop"))
+    for name, value, cut, kept in cuts:
+        if value == cut:
+            yield Problem(
+                f"data.{name}",
+                f"{cut} cannot be combined with objective.dpo_beta, which compares whole answers; use {kept}",
+                depends_on=("objective.dpo_beta",),
+            )
     for name, folder in (("masks", cfg.data.masks), ("regularization", cfg.data.regularization)):
         if folder:
             yield Problem(

@@ -74,9 +74,10 @@ class TextPreferences(_Preferences):
         assert isinstance(family, TextFamily)
         with adapters.switched_off(model), torch.no_grad():
             reference = family.document_scores(model, batch)
-        gains = family.document_scores(model, batch) - reference
-        weight = _has_pair(batch) * batch["weight"][:, None]
-        loss = pair_loss(self.beta * (gains[:, ::2] - gains[:, 1::2]), weight)
+        gains = F.pad(family.document_scores(model, batch) - reference, (0, 1))
+        margins = self.beta * (gains[:, :-1:2] - gains[:, 1::2])
+        is_pair = torch.arange(margins.shape[1], device=margins.device) < _num_pairs(batch["documents"])
+        loss = pair_loss(margins, is_pair * batch["weight"][:, None])
         tokens = (batch["learned"] * batch["weight"][:, None]).sum()
         return Loss(loss.total, loss.weight, metrics=loss.metrics, tokens=tokens)
 
@@ -124,11 +125,9 @@ def pair_loss(margins: Tensor, weight: Tensor) -> Loss:
     return Loss(-(F.logsigmoid(margins) * weight).sum(), count, metrics=metrics)
 
 
-def _has_pair(batch: Batch) -> Tensor:
-    """Whether a row has a pair at each place, (B, ceil(L / 2))."""
-    learned, documents = batch["learned"], batch["documents"].clamp(min=0)
-    counts = torch.zeros_like(documents).scatter_add(1, documents, learned.long())
-    return counts[:, ::2] > 0
+def _num_pairs(documents: Tensor) -> Tensor:
+    """The number of pairs of each row, (B, 1). documents: (B, L) as in a batch, the last one of a pair is odd."""
+    return (documents.amax(dim=1, keepdim=True) + 1) // 2
 
 
 def _errors(loss: Loss) -> Tensor:
