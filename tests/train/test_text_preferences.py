@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from tests.bench import Bench
+from tests.benchmarks.preference_time import learn
 from tests.distributed import run_ranks
 from tests.runs import Outcome, alone, difference, make_run, make_text, run_config, steps_of, train
 from trainer.adapters import initial_value
@@ -380,3 +381,10 @@ def test_a_run_keeps_its_objective_when_it_goes_on(bench: Bench) -> None:
     other = bench.config(objective__dpo_beta=0.1).model_dump(mode="json")
     assert [problem.field for problem in refused(changes(plain, pairs_of), 5)] == ["objective.dpo_beta"]
     assert list(refused(changes(pairs_of, other), 5)) == []
+
+
+@pytest.mark.slow
+def test_after_a_minute_a_tiny_model_prefers_english_in_nine_of_ten_held_out_pairs(tmp_path: Path) -> None:
+    found = learn(tmp_path)
+    assert found.pairs > 50
+    assert found.accuracy >= 0.9

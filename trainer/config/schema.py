@@ -493,6 +493,10 @@ LOHA_RATE = 3e-4
 """Learning rates below this are usual for lora; with them, loha needs about ten times as many steps (DECISIONS.md)."""
 
 
+LEAST_IMAGE_BETA, MOST_TEXT_BETA = 100, 5
+"""Betas beyond which a run probably has that of the other kind of data."""
+
+
 def advice(cfg: RunConfig) -> Iterator[Problem]:
     """Yield settings that are allowed but rarely intended, each with a better one. They are shown at the start of a run
     and not logged."""
@@ -503,6 +507,15 @@ def advice(cfg: RunConfig) -> Iterator[Problem]:
             f"{cfg.optim.lr:g} is a usual learning rate for lora, but loha learns about ten times more slowly with it; "
             "try 10 times as much",
         )
+    beta = cfg.objective.dpo_beta
+    if beta is not None and cfg.data.rejected and beta < LEAST_IMAGE_BETA:
+        yield Problem(
+            "objective.dpo_beta",
+            f"{beta:g} is of the size that is usual for text; for images, whose errors are means over all latents, "
+            "2000 to 5000 is usual",
+        )
+    if beta is not None and not cfg.data.rejected and beta > MOST_TEXT_BETA:
+        yield Problem("objective.dpo_beta", f"{beta:g} is large for text; 0.01 to 0.5 is usual, 0.1 most often")
     if isinstance(adapter, LokrAdapter) and adapter.full_matrix and adapter.scale != 1:
         yield Problem("adapter.alpha", "has no effect with adapter.full_matrix: the update is not scaled")
 
