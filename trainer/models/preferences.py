@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trainer import adapters
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
+from trainer.config.sections import NoAdapter
 from trainer.models.base import ModelFamily, TextFamily
 from trainer.models.build import BuiltModel
 from trainer.models.objectives import Batch, Example, Loss
@@ -31,6 +32,10 @@ class Objective:
 
     metrics: ClassVar[tuple[str, ...]] = ()
     """Names of what is measured in addition to the loss, in the order of `Loss.metrics`."""
+
+    def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
+        """Sentences about this config to show before training; the run starts anyway."""
+        return ()
 
     def check(self, built: BuiltModel) -> None:
         """Raise InputError for a model that cannot be trained so."""
@@ -57,6 +62,14 @@ class _Preferences(Objective):
 
     def __init__(self, beta: float) -> None:
         self.beta = beta
+
+    def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
+        if isinstance(cfg.adapter, NoAdapter) or cfg.adapter.start is None:
+            return ()
+        return (
+            f"objective.dpo_beta: the adapter goes on from {cfg.adapter.start}, but is compared with the model without "
+            "any adapter; to compare with what that adapter learned, merge it first and train the merged model",
+        )
 
     def check(self, built: BuiltModel) -> None:
         own = [name for name in built.trainables if name not in built.adapter.parameters]

@@ -184,7 +184,7 @@ class Trainer:
         self.log = RunLog(run, world, emit, before)
         self.family = families.make(cfg, cache)
         self.objective = preferences.make(cfg, self.family)
-        for warning in self.family.warnings(cfg):
+        for warning in (*self.family.warnings(cfg), *self.objective.warnings(cfg)):
             self.log.warn(warning)
         built = build_model(cfg, self.family)
         self.objective.check(built)
