@@ -98,6 +98,10 @@ def refused(cfg: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "train.neftune_alpha", f"has no effect for {cfg.model.family}, which is not trained on text; set 0"
         )
+    if cfg.objective.dpo_beta is not None and "rejected" in known.data_fields and not cfg.data.rejected:
+        yield Problem(
+            "objective.dpo_beta", "needs data.rejected, the folder with the images that are not preferred; name it"
+        )
     sections: tuple[tuple[str, Section, tuple[str, ...]], ...] = (
         ("data", cfg.data, known.data_fields),
         ("sample", cfg.sample, known.sample_fields),

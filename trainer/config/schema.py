@@ -172,6 +172,7 @@ def rules(cfg: RunConfig) -> Iterator[Problem]:
     yield from _strategy_rules(cfg)
     yield from _group_rules(cfg)
     yield from _data_rules(cfg)
+    yield from _preference_rules(cfg)
     yield from _sample_rules(cfg)
     yield from _cluster_rules(cfg)
     yield from _stage_rules(cfg)
@@ -325,6 +326,48 @@ def _objective_rules(cfg: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _preference_rules(cfg: RunConfig) -> Iterator[Problem]:
+    """Check that pairs are compared with a model without the adapter, and that nothing in the data applies to one image
+    of a pair only."""
+    if cfg.objective.dpo_beta is None:
+        if cfg.data.rejected:
+            yield Problem(
+                "data.rejected",
+                "has no effect without objective.dpo_beta; set it, for example to 2000",
+                depends_on=("objective.dpo_beta",),
+            )
+        return
+    if cfg.adapter.type == "none":
+        yield Problem(
+            "objective.dpo_beta",
+            "compares the model with itself without its adapter, but adapter.type is none; set a type, or leave this "
+            "out",
+            depends_on=("adapter.type",),
+        )
+    for component, mode in cfg.model.train.items():
+        if mode == "full":
+            yield Problem(
+                f"model.train.{component}",
+                "full would change the model that objective.dpo_beta compares with; use adapter or frozen",
+                depends_on=("objective.dpo_beta",),
+            )
+    cuts = (("packing", cfg.data.packing, "split", "whole"), ("too_long", cfg.data.too_long, "cut", "drop"))
+    for name, value, cut, kept in cuts:
+        if value == cut:
+            yield Problem(
+                f"data.{name}",
+                f"{cut} cannot be combined with objective.dpo_beta, which compares whole answers; use {kept}",
+                depends_on=("objective.dpo_beta",),
+            )
+    for name, folder in (("masks", cfg.data.masks), ("regularization", cfg.data.regularization)):
+        if folder:
+            yield Problem(
+                f"data.{name}",
+                "cannot be combined with objective.dpo_beta, which compares whole images of pairs; leave it out",
+                depends_on=("objective.dpo_beta",),
+            )
+
+
 def _optim_rules(cfg: RunConfig) -> Iterator[Problem]:
     optim, every = cfg.optim, cfg.train.checkpointing
     if isinstance(every, int) and every < 1:
@@ -470,6 +513,10 @@ LOHA_RATE = 3e-4
 """Learning rates below this are usual for lora; with them, loha needs about ten times as many steps (DECISIONS.md)."""
 
 
+LEAST_IMAGE_BETA, MOST_TEXT_BETA = 100, 5
+"""Betas beyond which a run probably has that of the other kind of data."""
+
+
 def advice(cfg: RunConfig) -> Iterator[Problem]:
     """Yield settings that are allowed but rarely intended, each with a better one. They are shown at the start of a run
     and not logged."""
@@ -480,6 +527,15 @@ def advice(cfg: RunConfig) -> Iterator[Problem]:
             f"{cfg.optim.lr:g} is a usual learning rate for lora, but loha learns about ten times more slowly with it; "
             "try 10 times as much",
         )
+    beta = cfg.objective.dpo_beta
+    if beta is not None and cfg.data.rejected and beta < LEAST_IMAGE_BETA:
+        yield Problem(
+            "objective.dpo_beta",
+            f"{beta:g} is of the size that is usual for text; for images, whose errors are means over all latents, "
+            "2000 to 5000 is usual",
+        )
+    if beta is not None and not cfg.data.rejected and beta > MOST_TEXT_BETA:
+        yield Problem("objective.dpo_beta", f"{beta:g} is large for text; 0.01 to 0.5 is usual, 0.1 most often")
     if isinstance(adapter, LokrAdapter) and adapter.full_matrix and adapter.scale != 1:
         yield Problem("adapter.alpha", "has no effect with adapter.full_matrix: the update is not scaled")
     if cfg.train.epochs is not None and cfg.train.steps != TrainConfig.model_fields["steps"].default:

@@ -355,6 +355,11 @@ class DataConfig(Section):
     )
     """For edit training: folder of the images before the edit, with the file names of the training images, or with _0,
     _1 and so on after the name for several. They are scaled to `data.resolution` and keep their aspect ratio."""
+    rejected: str | None = option(
+        None, title="Rejected images", path="folder", keywords="dpo preference loser worse negative"
+    )
+    """For preference training (`objective.dpo_beta`): folder of the images that are not preferred, with the file names
+    of the training images, which are preferred. Each is scaled and cropped to the size of the preferred image."""
     cache: str | None = option(None, title="Cache folder", path="folder", keywords="latents disk")
     """Folder for encoded images and captions, shared by all runs. Empty: `cache` next to the run folders."""
     length: Whole = option(1024, title="Sequence length", ge=2, le=1048576, unit="tokens")
@@ -383,7 +388,12 @@ class DataConfig(Section):
     @property
     def companions(self) -> dict[str, str | None]:
         """{field: folder} of the images that accompany those of the data."""
-        return {"masks": self.masks, "regularization": self.regularization, "references": self.references}
+        return {
+            "masks": self.masks,
+            "regularization": self.regularization,
+            "references": self.references,
+            "rejected": self.rejected,
+        }
 
 
 class ObjectiveConfig(Section):
@@ -418,6 +428,15 @@ class ObjectiveConfig(Section):
     router_weight: Number | None = option(None, title="Weight of balanced experts", ge=0, le=10)
     """Weight of the loss that spreads tokens evenly over the experts of a mixture (arXiv 2101.03961); 0.001 to 0.01 is
     usual. Empty: as the model's config.json has it."""
+    dpo_beta: Number | None = option(
+        None,
+        title="Beta of DPO",
+        gt=0,
+        le=1e6,
+        keywords="preference alignment rlhf chosen rejected direct optimization",
+    )
+    """Preference training (DPO, arXiv 2305.18290) on pairs of a preferred and a rejected answer or image: how strongly
+    the adapter is kept near the base model. Text: 0.1 is usual. Images (arXiv 2311.12908): 2000 to 5000. Empty: off."""
 
 
 class OptimConfig(Section):

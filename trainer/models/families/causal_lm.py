@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trainer.config.errors import InputError, not_one_of
 from trainer.config.schema import RunConfig
 from trainer.config.sections import MODEL_WORDS, DataConfig, ModelConfig, NoAdapter, ObjectiveConfig, SampleConfig
-from trainer.models.base import TextFamily
+from trainer.models.base import PREFERENCE_FIELDS, TextFamily
 from trainer.models.objectives import Batch, Loss
 from trainer.models.parts.attention_probe import position_ids, sight
 from trainer.models.parts.chat import Chat, Encoded, encode_spans
@@ -45,6 +45,7 @@ from trainer.models.parts.next_token import (
     build_language_model,
     computed_buffers,
     continue_text,
+    document_scores,
 )
 from trainer.models.parts.routers import balance_loss, configured_weight, experts_per_token
 from trainer.models.parts.stored_names import TEXT_PART, StoredNames, read_names
@@ -183,7 +184,7 @@ class CausalLM(TextFamily):
 
     components = (COMPONENT,)
     any_network = True
-    objective_fields = frozenset({"router_weight"})
+    objective_fields = PREFERENCE_FIELDS | {"router_weight"}
     options_read = frozenset({"architecture", "attention", "blocks", "new_tokens"})
     architectures = tuple(PUBLISHED)
     default_architecture = "qwen3-1.7b"
@@ -233,6 +234,11 @@ class CausalLM(TextFamily):
         """Take how conversations are encoded, and turn layers whose weights are (inputs, outputs) into linear ones if
         an adapter or codes are to change them. A full fine-tune keeps them, as checkpoints of older versions do."""
         self._template, self._system = cfg.data.chat_template, cfg.data.system
+        if cfg.objective.dpo_beta is not None and not self.packs_documents:
+            raise InputError(
+                f"objective.dpo_beta: the two answers of a pair share a row, but in a {type(self._empty).__name__} the "
+                "documents of a row see each other; leave it empty, or train another model"
+            )
         if isinstance(cfg.adapter, NoAdapter) or not turned_layers(self._empty):
             return
         if cfg.export_what == "adapter" and cfg.adapter.type in ("loha", "lokr"):
@@ -475,6 +481,12 @@ class CausalLM(TextFamily):
                 "field, or name a causal language model"
             )
         return found is not None and not found.others
+
+    def document_scores(self, model: nn.ModuleDict, batch: Batch) -> Tensor:
+        network = model[COMPONENT]
+        positions = position_ids(network, batch["documents"])
+        logits = network(input_ids=batch["tokens"], use_cache=False, **positions).logits
+        return document_scores(logits, batch["tokens"], batch["learned"], batch["documents"])
 
     def generate(self, model: nn.ModuleDict, prompt: str, cfg: SampleConfig, rng: SampleRng) -> str:
         ids = [*self.begin_of_text, *self.tokenize(prompt)] or [self.end_of_text]
