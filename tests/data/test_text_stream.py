@@ -7,7 +7,6 @@ import os
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -15,7 +14,8 @@ import numpy as np
 import pytest
 
 from trainer.config.errors import InputError
-from trainer.data.text_files import digest, find_files
+from trainer.data.text_documents import Encoder
+from trainer.data.text_files import TextFolder, digest, find_files
 from trainer.data.text_stream import PADDING, START, PackedRow, Piece, StreamPosition, TextStream
 
 END = 256
@@ -24,11 +24,15 @@ KINDS = ["txt", "jsonl", "npy", "mixed"]
 # Of 1 to 40 bytes, so that some rows hold several and some documents fill several rows.
 TEXTS = [chr(ord("a") + number) * (1 + number * 7 % 40) + str(number) for number in range(13)]
 SAVE_IDS = "save the token ids with numpy.save as one dimension of integers"
-ROW_KEYS = "each line is a JSON object with text, or with prompt and completion"
+ROW_KEYS = "each line is a JSON object with text, with prompt and completion, or with messages"
+NO_KEYS = 'no "text", no "messages", and no "prompt" with "completion"'
 
 
 def tokenize(text: str) -> list[int]:
     return list(text.encode())
+
+
+ENCODER = Encoder(tokenize, END, VOCABULARY)
 
 
 def write_txt(folder: Path, texts: Sequence[str]) -> None:
@@ -62,7 +66,7 @@ def write(folder: Path, kind: str) -> tuple[Path, ...]:
 def stream(
     files: Sequence[Path], length: int = 16, seed: int = 3, shuffle_window: int = 3, epochs: int | None = 1
 ) -> TextStream:
-    return TextStream(files, tokenize, END, VOCABULARY, seed, length, shuffle_window, epochs)
+    return TextStream([TextFolder(tuple(files))], ENCODER, seed, length, shuffle_window, epochs)
 
 
 def plain(part: Piece | PackedRow) -> dict[str, list[int]]:
@@ -124,8 +128,8 @@ def test_rows_and_pieces_go_on_from_any_place_as_if_uninterrupted(
         straight = list(read())
         parts = plain_all(read())
         for number, (_, place) in enumerate(straight, start=1):
-            saved = json.loads(json.dumps(asdict(place)))
-            assert plain_all(read(StreamPosition(**saved))) == parts[number:]
+            saved = json.loads(json.dumps(place.as_place()))
+            assert plain_all(read(StreamPosition.from_place(saved))) == parts[number:]
 
 
 def test_an_endless_stream_goes_on_from_the_end_of_an_epoch(tmp_path: Path) -> None:
@@ -241,7 +245,8 @@ def test_no_more_documents_are_tokenized_than_a_row_takes(tmp_path: Path) -> Non
         calls.append(text)
         return tokenize(text)
 
-    texts = TextStream(find_files(tmp_path), counted, END, VOCABULARY, seed=0, length=16, shuffle_window=10)
+    encoder = Encoder(counted, END, VOCABULARY)
+    texts = TextStream([TextFolder(find_files(tmp_path))], encoder, seed=0, length=16, shuffle_window=10)
     place = START
     for _ in range(10):
         calls.clear()
@@ -286,9 +291,9 @@ def test_where_no_text_is_found_the_error_says_what_to_give(tmp_path: Path) -> N
     other = tmp_path / "a.csv"
     other.write_bytes(b"")
     for path, wrong in (
-        (tmp_path / "b", "no such file or folder; give a .txt, .jsonl or .npy file, or a folder of them"),
-        (tmp_path, "no text in this folder; put .txt, .jsonl or .npy files into it"),
-        (other, "not a supported kind of text; give a .txt, .jsonl or .npy file"),
+        (tmp_path / "b", "no such file or folder; give a .txt, .jsonl, .parquet or .npy file, or a folder of them"),
+        (tmp_path, "no text in this folder; put .txt, .jsonl, .parquet or .npy files into it"),
+        (other, "not a supported kind of text; give a .txt, .jsonl, .parquet or .npy file"),
     ):
         with pytest.raises(InputError) as raised:
             find_files(path)
@@ -311,8 +316,8 @@ def test_files_without_any_text_are_refused(tmp_path: Path, epochs: int | None) 
         (b'{"text": "a"', f"not a JSON object (Expecting ',' delimiter at column 13); {ROW_KEYS}"),
         (b"[" * 100_000, f"not a JSON object (nested too deep); {ROW_KEYS}"),
         (b'["a"]', f"not a JSON object; {ROW_KEYS}"),
-        (b'{"prompt": "a"}', f'no "text", and no "prompt" with "completion"; {ROW_KEYS}'),
-        (b'{"caption": "a"}', f'no "text", and no "prompt" with "completion"; {ROW_KEYS}'),
+        (b'{"prompt": "a"}', f"{NO_KEYS}; {ROW_KEYS}"),
+        (b'{"caption": "a"}', f"{NO_KEYS}; {ROW_KEYS}"),
         (b'{"text": 5}', '"text" is not a string; write it in quotes'),
         (b'{"prompt": "a", "completion": null}', '"completion" is not a string; write it in quotes'),
         (b'{"text": "a\\udc00"}', '"text" holds \\udc00, which is half a character; remove it'),

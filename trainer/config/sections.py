@@ -269,17 +269,17 @@ class QuantizeConfig(Section):
 
 class DataFolder(Section):
     path: str = option(..., path="folder")
-    """Folder of images with captions."""
+    """Folder of images with captions; for a language model, a folder or file of text."""
     weight: Number = option(1.0, gt=0, le=1000)
-    """How often each of its images occurs per epoch. 1.5 = every image once, and every second one twice."""
+    """How often each of its images or documents occurs per epoch. 1.5 = every one once, and every second one twice."""
 
 
 class DataConfig(Section):
     path: str | None = option(None, title="Folder", path="folder", keywords="dataset images pictures")
     """Folder of training images with their captions: a .txt file of the same name next to each image, or one
     metadata.jsonl. For a language model: a folder or file of text, with one document per .txt file, one per line of a
-    .jsonl file (text, or prompt and completion), or token ids in a .npy file."""
-    folders: tuple[DataFolder, ...] = option((), title="More folders", keywords="dataset concepts")
+    .jsonl or .parquet file (text, prompt and completion, or messages), or token ids in a .npy file."""
+    folders: tuple[DataFolder, ...] = option((), title="More folders", keywords="dataset concepts mixture")
     """More folders of training data, each with a weight."""
     resolution: Whole = option(1024, ge=16, le=4096, unit="pixels", keywords="image size bucket width height")
     """Images are scaled to about this value squared in pixels, and keep their aspect ratio."""
@@ -327,8 +327,20 @@ class DataConfig(Section):
     cache: str | None = option(None, title="Cache folder", path="folder", keywords="latents disk")
     """Folder for encoded images and captions, shared by all runs. Empty: `cache` next to the run folders."""
     length: Whole = option(1024, title="Sequence length", ge=2, le=1048576, unit="tokens")
-    """Sequence length. Short documents are packed into one sequence without attending to each other; long ones are
-    split."""
+    """Sequence length. Short documents are packed into one sequence without attending to each other, as `data.packing`
+    says."""
+    packing: Literal["auto", "whole", "split"] = option("auto", title="Packing", keywords="pack bfd best fit")
+    """How documents fill sequences of text: `whole` keeps each in one sequence, those of a shuffled window by best fit,
+    with padding where none fits; `split` cuts a document at the end of a sequence and continues it in the next. auto:
+    whole if the files hold prompts with completions or conversations, else split."""
+    too_long: Literal["drop", "cut"] = option("drop", title="Too long for a sequence", keywords="truncate max length")
+    """With whole packing, what happens to a prompt with completion or a conversation that is longer than `data.length`:
+    left out with a warning, or cut at its end. Plain text is cut into several sequences."""
+    chat_template: str | None = option(None, title="Chat template", keywords="chatml jinja conversation messages")
+    """Template that renders conversations: chatml, gemma, llama-3, mistral, or a .jinja file. Empty: the template of
+    the model's tokenizer."""
+    system: str = option("", title="System message", keywords="system prompt chat conversation")
+    """System message for conversations that have none."""
     shuffle_window: Whole = option(1024, ge=1, le=1000000, unit="documents")
     """Number of consecutive documents that are shuffled among themselves; they are held in memory."""
     questions: str | None = option(None, title="File of questions", path="file")
@@ -517,6 +529,9 @@ class SampleConfig(Section):
     """Maximum number of tokens of a sample text."""
     temperature: Number = option(0.8, ge=0, le=10)
     """Sampling temperature of text: higher values give more varied text; 0 always takes the most likely token."""
+    chat: Literal["auto", "on", "off"] = option("auto", title="Samples are answers", keywords="chat template assistant")
+    """Whether a language model answers each sample prompt as a user's message, through the chat template, instead of
+    continuing it. auto: on if the training data are conversations."""
     questions: tuple[str, ...] = option((), title="Questions for the samples")
     """Questions about `sample.images` that the model answers as additional samples."""
     images: tuple[str, ...] = option((), title="Images of these questions", path="file")

@@ -27,7 +27,7 @@ def open_data(family: ModelFamily, load: LoadModule, context: RankContext) -> tu
     cfg = context.cfg
     match family:
         case TextFamily():
-            return TextSource(cfg, family, context.world), TextDrawer(cfg, family)
+            return TextSource(cfg, family, context.world, context.emit), TextDrawer(cfg, family)
         case MultimodalFamily():
             data = encode_data(family, load, context)
             encoder = PromptEncoder(family, context, data.cache, data.origin)

@@ -5,20 +5,44 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from trainer.config.errors import InputError
 from trainer.config.files import NOT_REGULAR, opened
 from trainer.config.sections import DataConfig
 from trainer.config.terminal import shortened
 
-SUFFIXES = frozenset({".txt", ".jsonl", ".npy"})
+SUFFIXES = frozenset({".txt", ".jsonl", ".parquet", ".npy"})
+GIVE = "a .txt, .jsonl, .parquet or .npy file"
+Kind = Literal["text", "pair", "chat"]
+TEXT: Kind = "text"
+PAIR: Kind = "pair"
+CHAT: Kind = "chat"
+COLUMNS = ("text", "prompt", "completion", "messages", "tools")
+"""The keys of rows that are read."""
 MOST_DEEP = 100
 """Limit for nested folders: each level lengthens every path, so the search takes time in the square of the depth."""
+MOST_FIRST = 2**24
+"""Limit for the row of a file that tells what it holds, bytes."""
 MOST_ROW = 2**20
 """Limit for a row about one image, bytes: room for a caption of 64 KiB with any escaping."""
+
+
+@dataclass(frozen=True)
+class TextFolder:
+    """Files whose documents occur equally often.
+
+    Attributes:
+        files: The files, at least one.
+        weight: How often each of their documents occurs per epoch, > 0.
+    """
+
+    files: tuple[Path, ...]
+    weight: float = 1.0
 
 
 def of_config(cfg: DataConfig) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
@@ -27,8 +51,92 @@ def of_config(cfg: DataConfig) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
         raise InputError(
             f"data.validation: {cfg.validation} is for images; name a file or folder of text that is not trained on"
         )
-    trained, held_out = (_of_field(name, path) for name, path in (("path", cfg.path), ("validation", cfg.validation)))
-    return trained, held_out
+    trained = tuple(dict.fromkeys(file for folder in folders_of(cfg) for file in folder.files))
+    return trained, _of_field("validation", cfg.validation)
+
+
+def folders_of(cfg: DataConfig) -> tuple[TextFolder, ...]:
+    """The files to train on, folder by folder, `data.path` first. Raises InputError naming the field as `of_config`."""
+    own = _of_field("path", cfg.path)
+    others = (
+        TextFolder(_of_field(f"folders[{number}].path", folder.path), folder.weight)
+        for number, folder in enumerate(cfg.folders)
+    )
+    return (*((TextFolder(own),) if own else ()), *others)
+
+
+def kinds(files: Sequence[Path]) -> frozenset[Kind]:
+    """What the files hold, by the first row of each. Rows that cannot be read count as text."""
+    found = set()
+    for file in files:
+        with reading(file):
+            found.add(_kind_in(file))
+    return frozenset(found)
+
+
+def kind_of(keys: Mapping[str, Any] | Sequence[str]) -> Kind:
+    """What a row with these keys holds."""
+    if "messages" in keys:
+        return CHAT
+    return PAIR if "prompt" in keys and "completion" in keys and "text" not in keys else TEXT
+
+
+def first_row(file: Path) -> Mapping[str, Any] | None:
+    """The first row of a .jsonl or .parquet file; None for other files, and for a row that is not an object.
+
+    Raises:
+        OSError: The file cannot be read.
+        InputError: It is not a regular file, or not a parquet file.
+    """
+    if file.suffix.lower() == ".parquet":
+        with open_parquet(file) as table:
+            for batch in table.iter_batches(1, columns=columns_of(table)):
+                row: dict[str, Any] = batch.to_pylist()[0]
+                return {key: value for key, value in row.items() if value is not None}
+        return None
+    if file.suffix.lower() != ".jsonl":
+        return None
+    with opened(file) as stream:
+        while line := stream.readline(MOST_FIRST):
+            if line.strip():
+                try:
+                    values = json.loads(line)
+                except (ValueError, RecursionError):  # of a row that is longer, or is named when it is trained
+                    return None
+                return values if isinstance(values, dict) else None
+    return None
+
+
+def _kind_in(file: Path) -> Kind:
+    row = first_row(file)
+    return TEXT if row is None else kind_of(row)
+
+
+@contextmanager
+def open_parquet(file: Path) -> Iterator[Any]:
+    """Open a parquet file, a `pyarrow.parquet.ParquetFile`, whose rows are read as they are needed.
+
+    Raises:
+        InputError: It is not a parquet file.
+    """
+    # Imported here: it takes a third of a second, and few runs need it.
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    with reading(file), opened(file) as stream:
+        try:
+            with ParquetFile(stream) as table:
+                yield table
+        except (ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno:  # of the disk; damaged pages have no number
+                raise
+            reason = shortened(str(error).partition("\n")[0], 200)
+            raise InputError(f"{file}: not a parquet file, or damaged ({reason}); write it again") from error
+
+
+def columns_of(table: Any) -> list[str]:
+    """The columns of a parquet file that are read."""
+    return [name for name in table.schema_arrow.names if name in COLUMNS]
 
 
 def _of_field(name: str, path: str | int | None) -> tuple[Path, ...]:
@@ -43,9 +151,10 @@ def _of_field(name: str, path: str | int | None) -> tuple[Path, ...]:
 def find_files(path: Path) -> tuple[Path, ...]:
     """Find the text files below a folder, by relative path; or return `path` itself if it is a text file.
 
-    A .txt is one document. A .jsonl has one document per line: an object with `text`, or with `prompt` and
-    `completion`, of which the completion is learned; blank lines are skipped. A .npy holds token ids, each document
-    ended by end-of-text. Other files and hidden files are left out.
+    A .txt is one document. A .jsonl has one document per line: an object with `text`, with `prompt` and `completion`,
+    of which the completion is learned, or with `messages`, of which the assistant's are learned; blank lines are
+    skipped. A .parquet has the same columns. A .npy holds token ids, each document ended by end-of-text. Other files
+    and hidden files are left out.
 
     Raises:
         InputError: There is nothing to read.
@@ -53,13 +162,13 @@ def find_files(path: Path) -> tuple[Path, ...]:
     _require_regular(path)
     if path.is_file():
         if path.suffix.lower() not in SUFFIXES:
-            raise InputError(f"{path}: not a supported kind of text; give a .txt, .jsonl or .npy file")
+            raise InputError(f"{path}: not a supported kind of text; give {GIVE}")
         return (path,)
     if not path.is_dir():
-        raise InputError(f"{path}: no such file or folder; give a .txt, .jsonl or .npy file, or a folder of them")
+        raise InputError(f"{path}: no such file or folder; give {GIVE}, or a folder of them")
     files = [file for file in _files_below(path) if file.suffix.lower() in SUFFIXES]
     if not files:
-        raise InputError(f"{path}: no text in this folder; put .txt, .jsonl or .npy files into it")
+        raise InputError(f"{path}: no text in this folder; put .txt, .jsonl, .parquet or .npy files into it")
     for file in files:
         _require_regular(file)
     return tuple(sorted(files, key=lambda file: file.relative_to(path).as_posix()))

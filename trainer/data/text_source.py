@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,16 +13,19 @@ from torch import nn
 
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
+from trainer.config.sections import DataConfig
 from trainer.data.loader import BatchSizes
 from trainer.data.source import DataSource, Draw, SampleDrawer
-from trainer.data.text_files import digest, of_config, sizes
+from trainer.data.text_documents import Encoder
+from trainer.data.text_files import CHAT, TEXT, TextFolder, digest, folders_of, kinds, of_config, sizes
 from trainer.data.text_rows import key_of, num_rows
-from trainer.data.text_stream import START, PackedRow, StreamPosition, TextStream
+from trainer.data.text_stream import START, PackedRow, Packing, StreamPosition, TextStream
 from trainer.distributed.context import RankContext
 from trainer.distributed.world import World
 from trainer.models.base import TextFamily
 from trainer.models.objectives import Example
 from trainer.rng import SampleRng
+from trainer.run.events import Emit, WarningEvent
 from trainer.run.manifest import RECIPE, Progress
 
 POSITIONS_KEPT = 4
@@ -32,6 +36,12 @@ next one is read."""
 class TextSource(DataSource):
     """The text files of the section `data`. Rows are read as they are needed; those held out are kept in memory.
 
+    Args:
+        cfg: The config of the run.
+        family: The model, which tokenizes.
+        world: The ranks.
+        emit: Takes warnings about documents that are left out.
+
     Raises:
         InputError: Files that cannot be used; on every rank if ranks find different files.
     """
@@ -39,32 +49,35 @@ class TextSource(DataSource):
     unit = "tokens"
     changed_message = "the text files have changed since the checkpoint: training continues with their next epoch"
 
-    def __init__(self, cfg: RunConfig, family: TextFamily, world: World) -> None:
+    def __init__(self, cfg: RunConfig, family: TextFamily, world: World, emit: Emit = lambda event: None) -> None:
         check_length(cfg, family)
-        self._cfg, self._family = cfg, family
-        self._files, held_out = of_config(cfg.data)
-        self.digest = world.gather(digest(self._files))[0]
-        _check_same(self._files, world)
-        rows = self._stream(held_out, 1).rows() if held_out else ()
-        self._held_out = tuple(row for row, _ in rows)
-        self.num_held_out = len(self._held_out)
+        self._cfg, self._family, self._emit = cfg, family, emit
+        self._folders = folders_of(cfg.data)
+        files, self._held_out_files = of_config(cfg.data)
+        self.digest = world.gather(_digest(files, self._folders))[0]
+        _check_same(files, world)
         self._batch_sampler: TextBatchSampler | None = None
-        self._recipe = RECIPE
         self._rows_of_an_epoch = math.nan
+        self.follow_recipe(RECIPE)
 
     def follow_recipe(self, recipe: int) -> None:
-        """Text is the same in every recipe."""
         self._recipe = recipe
+        files = self._held_out_files
+        rows = self._stream((TextFolder(files),), 1, LeftOut(self._emit)).rows() if files else ()
+        self._held_out = tuple(row for row, _ in rows)
+        self.num_held_out = len(self._held_out)
 
     def batch_sampler(self, sizes: BatchSizes, saved: Progress | None) -> TextBatchSampler:
         step, position = (saved.step, self._position_in(saved)) if saved else (0, START)
-        self._batch_sampler = TextBatchSampler(self._stream(self._files, None), sizes, step, position)
+        stream = self._stream(self._folders, None, LeftOut(self._emit))
+        self._batch_sampler = TextBatchSampler(stream, sizes, step, position)
         return self._batch_sampler
 
     def num_samples(self, epochs: float, context: RankContext) -> int:
         """Every epoch counts as many rows as the first, whose order decides how its documents fill rows."""
         key = key_of(self._cfg, self._family, self.digest, self._recipe)
-        self._rows_of_an_epoch = num_rows(self._stream(self._files, 1).rows(), key, context)
+        stream = self._stream(self._folders, 1, lambda epoch, where, why: None)
+        self._rows_of_an_epoch = num_rows(stream.rows(), key, context)
         return max(1, math.ceil(epochs * self._rows_of_an_epoch))
 
     @property
@@ -75,37 +88,65 @@ class TextSource(DataSource):
         return example_of(item)
 
     def position(self, step: int) -> Mapping[str, int]:
-        return {} if self._batch_sampler is None else asdict(self._batch_sampler.position(step))
+        return {} if self._batch_sampler is None else self._batch_sampler.position(step).as_place()
 
     def held_out(self, index: int) -> Example:
         return example_of(self._held_out[index])
 
     def _position_in(self, saved: Progress) -> StreamPosition:
-        position = StreamPosition(**saved.place) if saved.place else START
+        position = StreamPosition.from_place(saved.place) if saved.place else START
         # A position in other files has no meaning.
         return position if saved.data == self.digest else replace(START, epoch=position.epoch + 1)
 
-    def _stream(self, files: tuple[Path, ...], epochs: int | None) -> TextStream:
-        family, cfg = self._family, self._cfg
+    def _stream(self, folders: Sequence[TextFolder], epochs: int | None, left_out: LeftOut) -> TextStream:
+        data = self._cfg.data
         return TextStream(
-            files,
-            tokenize=family.tokenize,
-            end_of_text=family.end_of_text,
-            vocabulary=family.vocabulary,
-            seed=cfg.train.seed,
-            length=cfg.data.length,
-            shuffle_window=cfg.data.shuffle_window,
+            folders,
+            encoder_of(self._family, self._recipe),
+            seed=self._cfg.train.seed,
+            length=data.length,
+            shuffle_window=data.shuffle_window,
             epochs=epochs,
-            begin=family.begin_of_text,
+            packing=packing_of(data, folders, self._recipe),
+            too_long=data.too_long,
+            left_out=left_out,
         )
 
 
+class LeftOut:
+    """Warns of documents that are left out: of the first of each kind, and of how many there are in the first epoch."""
+
+    def __init__(self, emit: Emit) -> None:
+        self._emit = emit
+        self._epoch: int | None = None
+        self._counts: dict[str, int] = {}
+
+    def __call__(self, epoch: int, first: str, why: str) -> None:
+        """Count a document. first: the first document that was left out for this reason."""
+        if self._epoch is None:
+            self._epoch = epoch
+        if epoch != self._epoch:
+            for reason, number in self._counts.items():
+                self._warn(f"{number} documents are left out of each epoch: {reason}")
+            self._counts = {}
+            return
+        number = self._counts[why] = self._counts.get(why, 0) + 1
+        if number == 1:
+            self._warn(f"{first}: this document is left out: {why}")
+        elif str(number).strip("0") == "1":
+            self._warn(f"{number} documents are left out so far: {why}")
+
+    def _warn(self, message: str) -> None:
+        self._emit(WarningEvent(message=message))
+
+
 class TextDrawer(SampleDrawer):
-    """Draws texts: each prompt with its continuation by the model."""
+    """Draws texts: each prompt with its continuation by the model, or with the assistant's answer to it."""
 
     def __init__(self, cfg: RunConfig, family: TextFamily) -> None:
         self.prompts = cfg.sample.prompts
         self._cfg, self._family = cfg, family
+        self._answers = answers(cfg)
 
     def change_prompts(self, prompts: Sequence[str]) -> None:
         self.prompts = tuple(prompts)
@@ -115,8 +156,10 @@ class TextDrawer(SampleDrawer):
 
     def prepare(self) -> Draw:
         def draw(model: nn.ModuleDict, index: int, rng: SampleRng) -> bytes:
-            prompt = self.prompts[index]
-            return (prompt + self._family.generate(model, prompt, self._cfg.sample, rng)).encode()
+            prompt, sample = self.prompts[index], self._cfg.sample
+            if self._answers:
+                return f"{prompt}\n\n{self._family.reply(model, prompt, sample, rng).strip()}".encode()
+            return (prompt + self._family.generate(model, prompt, sample, rng)).encode()
 
         return draw
 
@@ -165,12 +208,51 @@ def example_of(row: PackedRow) -> Example:
     }
 
 
+def encoder_of(family: TextFamily, recipe: int = RECIPE) -> Encoder:
+    """How a model reads documents. recipe: `manifest.RECIPE` of the run."""
+    return Encoder(
+        tokenize=family.tokenize,
+        end_of_text=family.end_of_text,
+        vocabulary=family.vocabulary,
+        begin=family.begin_of_text,
+        pair=family.encode_pair if recipe >= 3 else None,
+        chat=family.encode_chat if recipe >= 3 else None,
+    )
+
+
+def packing_of(data: DataConfig, folders: Sequence[TextFolder], recipe: int = RECIPE) -> Packing:
+    """`data.packing` with `auto` resolved by what the files hold. recipe: `manifest.RECIPE` of the run."""
+    if recipe < 3:
+        return "split"
+    if data.packing != "auto":
+        return data.packing
+    held = kinds([file for folder in folders for file in folder.files])
+    return "split" if held <= {TEXT} else "whole"
+
+
+def answers(cfg: RunConfig) -> bool:
+    """Whether samples are answers to users: `sample.chat` with `auto` resolved by what the files hold."""
+    if cfg.sample.chat != "auto":
+        return cfg.sample.chat == "on"
+    try:
+        return CHAT in kinds(of_config(cfg.data)[0])
+    except InputError:  # a sample can also be drawn after the data of its run were moved
+        return False
+
+
 def check_length(cfg: RunConfig, family: TextFamily) -> None:
     """Raise InputError for rows that are longer than the model's positions."""
     if family.longest is not None and cfg.data.length > family.longest:
         raise InputError(
             f"data.length: {cfg.data.length} tokens, but the model was made for {family.longest} at most; lower it"
         )
+
+
+def _digest(files: tuple[Path, ...], folders: Sequence[TextFolder]) -> str:
+    """Digest of the files and of how often their documents occur."""
+    found, mixed = digest(files), [(len(folder.files), folder.weight) for folder in folders]
+    plain = len(mixed) == 1 and mixed[0][1] == 1
+    return found if plain else hashlib.sha256(f"{found} {mixed}".encode()).hexdigest()
 
 
 def _check_same(files: tuple[Path, ...], world: World) -> None:

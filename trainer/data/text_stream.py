@@ -6,49 +6,24 @@ continues exactly. Every rank reads the same stream and takes its own rows, so t
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
-from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from trainer.config.errors import InputError
-from trainer.config.files import MIB, opened
-from trainer.config.sections import half_character
-from trainer.data.text_files import reading
-from trainer.rng import generator
+from trainer.data.packing import best_fit
+from trainer.data.text_documents import Document, Encoder, Reader
+from trainer.data.text_files import TextFolder
+from trainer.data.text_mixture import Cursor, Mixture, random_order
 
 PADDING = -1
-SHARD_CHUNK = 2**16
-LINE_CHUNK = 2**20
-MOST_LINE = 64 * MIB
-"""Limit for a document in a .jsonl, bytes: some 16 million tokens."""
-MOST_TEXT = 1024 * MIB
-"""Limit for a .txt, bytes: it is one document and read whole."""
-ROW_KEYS = "each line is a JSON object with text, or with prompt and completion"
 
-Tokenize = Callable[[str], list[int]]
-"""The ids of a text, with no special token added."""
-
-
-@dataclass(frozen=True, eq=False)
-class Document:
-    """One document.
-
-    Attributes:
-        tokens: (N,) ids with end-of-text last; those of a shard keep the width they are stored in.
-        learned: (N,) which of them are predicted; the first never is, since no token precedes it.
-    """
-
-    tokens: NDArray[np.integer[Any]]
-    learned: NDArray[np.bool_]
+Packing = Literal["whole", "split"]
+TooLong = Literal["drop", "cut"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,71 +56,102 @@ class PackedRow:
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Where a stream continues. Manifests hold it as JSON: `dataclasses.asdict`, and `StreamPosition(**values)`.
+    """Where a stream continues.
 
     Attributes:
         epoch: The epoch, from 0.
         window: Index of the window in the epoch.
-        file: Index of the file in the epoch's order.
-        offset: Where the window begins: in bytes of a .jsonl, in tokens of a .npy, 0 in a .txt.
+        cursors: Where the window begins in each folder; empty for the beginning.
         document: The next document in the shuffled window; the number of documents when the window is used up.
         token: Where the next piece of that document begins.
+        row: With whole packing, the next row of the window, instead of document and token.
     """
 
-    epoch: int
-    window: int
-    file: int
-    offset: int
-    document: int
-    token: int
+    epoch: int = 0
+    window: int = 0
+    cursors: tuple[Cursor, ...] = ()
+    document: int = 0
+    token: int = 0
+    row: int = 0
+
+    def as_place(self) -> dict[str, int]:
+        """The position as manifests hold it (`Progress.place`): zeros of what only mixtures and whole packing use are
+        left out, and folders after the first have their number in the names."""
+        place = {"epoch": self.epoch, "window": self.window, "document": self.document, "token": self.token}
+        optional = {"row": self.row}
+        for number, cursor in enumerate(self.cursors or (Cursor(),)):
+            suffix = f".{number}" if number else ""
+            place |= {f"file{suffix}": cursor.file, f"offset{suffix}": cursor.offset}
+            optional |= {f"turn{suffix}": cursor.turn, f"number{suffix}": cursor.number}
+        return place | {name: value for name, value in optional.items() if value}
+
+    @classmethod
+    def from_place(cls, place: Mapping[str, int]) -> StreamPosition:
+        """The position that `as_place` returned."""
+        count_of = sum(name.partition(".")[0] == "file" for name in place)
+        cursors = []
+        for number in range(count_of):
+            suffix = f".{number}" if number else ""
+            cursors.append(Cursor(**{name: place.get(f"{name}{suffix}", 0) for name in Cursor.__dataclass_fields__}))
+        own = {name: place.get(name, 0) for name in ("epoch", "window", "document", "token", "row")}
+        return cls(cursors=tuple(cursors), **own)
 
 
-START = StreamPosition(epoch=0, window=0, file=0, offset=0, document=0, token=0)
+START = StreamPosition()
+
+LeftOut = Callable[[int, str, str], None]
+"""Takes a document that is left out: its epoch, where it is, and why. Held-out text has an epoch, too."""
 
 
 class TextStream:
-    """The documents of some files, epoch after epoch, each in another order.
+    """The documents of some folders, epoch after epoch, each in another order.
 
-    The files of an epoch are shuffled, and so is each window of consecutive documents of a file. A window is held in
-    memory as in the file and tokenized document by document; a .txt is one document and read whole, a .npy stays on
-    the disk. Empty documents are skipped, and so are those with an empty completion.
+    The files of an epoch are shuffled, and so is each window of consecutive documents. A window is held in memory as in
+    the file; a .txt is one document and read whole, a .npy stays on the disk. With split packing, windows of one folder
+    end with a file, and documents are tokenized one by one; with whole packing a window is tokenized at once. Empty
+    documents are skipped, and so are those with an empty completion.
 
     A StreamPosition is valid for the same arguments and unchanged files (equal `text_files.digest`). Iterating raises
-    InputError naming the file, and the line of a .jsonl, when something cannot be used or no document holds any text.
+    InputError naming the file, and the line of a .jsonl, when something cannot be used or nothing can be learned.
 
     Args:
-        files: The result of `find_files`.
-        tokenize: Turns text into ids.
-        end_of_text: The id that ends a document.
-        vocabulary: Number of ids the model knows; those of a .npy must be below it.
+        folders: Files with the weights of their documents.
+        encoder: How documents become tokens.
         seed: Seed of the order.
         length: Tokens of a row, and the most tokens of a piece, >= 2.
         shuffle_window: Number of documents that are shuffled among themselves, >= 1.
         epochs: Number of epochs; None for no end.
-        begin: Ids that are put before each document, but not in a .npy, whose tokens are used unchanged.
+        packing: Whether documents are kept whole or cut at the end of a row.
+        too_long: What happens, with whole packing, to a prompt or conversation longer than a row.
+        left_out: Called for each document that is left out.
     """
 
     def __init__(
         self,
-        files: Sequence[Path],
-        tokenize: Tokenize,
-        end_of_text: int,
-        vocabulary: int,
+        folders: Sequence[TextFolder],
+        encoder: Encoder,
         seed: int,
         length: int,
         shuffle_window: int = 1024,
         epochs: int | None = None,
-        begin: Sequence[int] = (),
+        packing: Packing = "split",
+        too_long: TooLong = "drop",
+        left_out: LeftOut = lambda epoch, where, why: None,
     ) -> None:
-        assert files
+        assert folders
         assert length >= 2
         assert shuffle_window >= 1
-        self._files = tuple(files)
-        self._encoder = _Encoder(tokenize, end_of_text, vocabulary, tuple(begin))
+        self._folders = tuple(folders)
+        self._mixture = Mixture(folders, encoder, seed)
+        self._end_of_text = encoder.end_of_text
         self._seed = seed
         self._length = length
         self._shuffle_window = shuffle_window
         self._epochs = epochs
+        self._packing = packing
+        self._too_long = too_long
+        self._left_out = left_out
+        self._reasons: dict[str, tuple[str, int]] = {}  # why: (the first document, how many)
 
     def pieces(self, position: StreamPosition = START) -> Iterator[tuple[Piece, StreamPosition]]:
         """Each document in pieces of `length` tokens, the last one shorter, with the position to continue after each.
@@ -161,9 +167,13 @@ class TextStream:
     def rows(self, position: StreamPosition = START) -> Iterator[tuple[PackedRow, StreamPosition]]:
         """Rows filled with documents, with the position to continue after each.
 
-        A document that does not fit is cut at the end of the row and goes on in the next, again with one token in
-        common. Padding is a last single token, for which no piece is small enough, and the end of the last row.
+        Whole packing: as `_whole_rows`. Split packing: a document that does not fit is cut at the end of the row and
+        goes on in the next, again with one token in common. Padding is a last single token, for which no piece is small
+        enough, and the end of the last row.
         """
+        return self._whole_rows(position) if self._packing == "whole" else self._split_rows(position)
+
+    def _split_rows(self, position: StreamPosition) -> Iterator[tuple[PackedRow, StreamPosition]]:
         pieces: list[Piece] = []
         room = self._length
         after = position
@@ -179,8 +189,59 @@ class TextStream:
         if pieces:
             yield self._packed(pieces), after
 
+    def _whole_rows(self, position: StreamPosition) -> Iterator[tuple[PackedRow, StreamPosition]]:
+        """Rows of whole documents: those of a window by best fit, then in random order.
+
+        A plain text that is longer than a row fills rows, and its rest is packed; of a prompt or conversation that is
+        longer, `too_long` decides.
+        """
+        for epoch, start in self._epochs_from(position):
+            is_empty = start == replace(START, epoch=epoch)
+            for window, begin in self._windows(start):
+                order = random_order(len(window), self._seed, "text window", epoch, begin.window)
+                pieces = [piece for number in order for piece in self._fitting(window[number](), epoch)]
+                rows = best_fit([len(piece.tokens) for piece in pieces], self._length)
+                order = random_order(len(rows), self._seed, "text rows", epoch, begin.window)
+                for number in range(begin.row, len(rows)):
+                    is_empty = False
+                    row = self._packed([pieces[index] for index in rows[order[number]]])
+                    yield row, replace(begin, row=number + 1, document=0, token=0)
+            if is_empty:
+                raise self._nothing()
+
+    def _fitting(self, document: Document, epoch: int) -> Iterator[Piece]:
+        """The pieces of a document for whole packing; none if it is left out."""
+        if not self._teaches(document, epoch):
+            return
+        if len(document.tokens) <= self._length or document.is_text:
+            after = START
+            while after.document == 0:
+                piece, after = _cut(document, after, self._length)
+                yield piece
+            return
+        why = f"longer than data.length {self._length}"
+        piece, _ = _cut(document, START, self._length)
+        if self._too_long == "cut" and piece.learned.any():
+            yield piece
+        else:
+            self._leave_out(epoch, document, why if self._too_long == "drop" else f"{why} before anything is learned")
+
+    def _teaches(self, document: Document, epoch: int) -> bool:
+        """Whether something of a document is learned; that of a prompt or conversation without is reported."""
+        if len(document.tokens) < 2 and document.is_text:
+            return False
+        if not document.is_text and not document.learned[1:].any():
+            self._leave_out(epoch, document, "nothing of it is learned")
+            return False
+        return True
+
+    def _leave_out(self, epoch: int, document: Document, why: str) -> None:
+        first, number = self._reasons.get(why) or (document.where(), 0)
+        self._reasons[why] = first, number + 1
+        self._left_out(epoch, first, why)
+
     def _packed(self, pieces: Sequence[Piece]) -> PackedRow:
-        tokens = np.full(self._length, self._encoder.end_of_text, dtype=np.int64)
+        tokens = np.full(self._length, self._end_of_text, dtype=np.int64)
         learned = np.zeros(self._length, dtype=np.bool_)
         documents = np.full(self._length, PADDING, dtype=np.int64)
         start = 0
@@ -194,65 +255,69 @@ class TextStream:
 
     def _documents(self, position: StreamPosition) -> Iterator[tuple[Document, StreamPosition]]:
         """Documents with at least two unused tokens from `position` on, each with the position of its first one."""
-        for epoch in count(position.epoch) if self._epochs is None else range(position.epoch, self._epochs):
-            first = replace(START, epoch=epoch)
-            start = position if epoch == position.epoch else first
-            is_empty = start == first
+        for epoch, start in self._epochs_from(position):
+            is_empty = start == replace(START, epoch=epoch)
             for document, at in self._epoch(start):
                 is_empty = False
                 yield document, at
             if is_empty:
-                others = f" and {len(self._files) - 1} other files" if len(self._files) > 1 else ""
-                raise InputError(f"{self._files[0]}{others}: no document holds any text; write some, or give others")
+                raise self._nothing()
+
+    def _epochs_from(self, position: StreamPosition) -> Iterator[tuple[int, StreamPosition]]:
+        """Each epoch from that of `position` on, with the position to start at."""
+        for epoch in count(position.epoch) if self._epochs is None else range(position.epoch, self._epochs):
+            yield epoch, position if epoch == position.epoch else replace(START, epoch=epoch)
+
+    def _nothing(self) -> InputError:
+        """The error of an epoch without anything to learn."""
+        files = [file for folder in self._folders for file in folder.files]
+        others = f" and {len(files) - 1} other files" if len(files) > 1 else ""
+        if not self._reasons:
+            return InputError(f"{files[0]}{others}: no document holds any text; write some, or give others")
+        left_out = "; ".join(f"{number} {why}, the first {first}" for why, (first, number) in self._reasons.items())
+        return InputError(
+            f"{files[0]}{others}: every document is left out ({left_out}); raise data.length, set data.too_long: cut, "
+            "or correct the files"
+        )
 
     def _epoch(self, position: StreamPosition) -> Iterator[tuple[Document, StreamPosition]]:
         for window, start in self._windows(position):
-            order = _order(len(window), self._seed, "text window", start.epoch, start.window)
+            order = random_order(len(window), self._seed, "text window", start.epoch, start.window)
             for number in range(start.document, len(window)):
                 document = window[order[number]]()
                 at = start if number == start.document else replace(start, document=number, token=0)
-                if len(document.tokens) - at.token >= 2:
+                if self._teaches(document, start.epoch) and len(document.tokens) - at.token >= 2:
                     yield document, at
 
     def _windows(self, position: StreamPosition) -> Iterator[tuple[Sequence[Reader], StreamPosition]]:
         """The windows of the epoch, beginning with the one of `position`, each with the position to start at."""
-        order = _order(len(self._files), self._seed, "text files", position.epoch)
-        while position.file < len(order):
-            path = self._files[order[position.file]]
-            read = READERS[path.suffix.lower()]
-            window, offset = read(path, position.offset, self._shuffle_window, self._encoder)
+        cursors = position.cursors or self._mixture.start
+        position = replace(position, cursors=cursors)
+        if self._packing == "split" and self._mixture.is_plain:
+            yield from self._windows_of_files(position)
+            return
+        window: list[Reader] = []
+        for reader, after in self._mixture.documents(position.epoch, cursors):
+            window.append(reader)
+            if len(window) == self._shuffle_window:
+                yield window, position
+                window, position = [], StreamPosition(position.epoch, position.window + 1, after)
+        if window:
             yield window, position
-            file, offset = (position.file + 1, 0) if offset is None else (position.file, offset)
-            position = StreamPosition(position.epoch, position.window + 1, file, offset, document=0, token=0)
 
-
-Reader = Callable[[], Document]
-"""Reads one document of a window."""
-
-
-@dataclass(frozen=True)
-class _Encoder:
-    tokenize: Tokenize
-    end_of_text: int
-    vocabulary: int
-    begin: tuple[int, ...]
-
-    def document(self, parts: Iterable[tuple[str, bool]]) -> Document:
-        """Tokenize consecutive texts, each with whether it is learned; end-of-text is always learned."""
-        tokens: list[int] = []
-        learned: list[bool] = []
-        for text, is_learned in parts:
-            ids = self.tokenize(text)
-            tokens += ids
-            learned += [is_learned] * len(ids)
-        if tokens:
-            tokens, learned = [*self.begin, *tokens], [False] * len(self.begin) + learned
-        return Document(np.array([*tokens, self.end_of_text], dtype=np.int64), np.array([*learned, True]))
-
-
-def _order(number: int, *purpose: int | str) -> list[int]:
-    order: list[int] = torch.randperm(number, generator=generator(*purpose)).tolist()
-    return order
+    def _windows_of_files(self, position: StreamPosition) -> Iterator[tuple[Sequence[Reader], StreamPosition]]:
+        """The windows of a plain mixture, each within one file."""
+        for begin, documents in self._mixture.files(position.epoch, position.cursors[0]):
+            position = replace(position, cursors=(begin,))
+            window: list[Reader] = []
+            for reader, after in documents:
+                window.append(reader)
+                if len(window) == self._shuffle_window:
+                    yield window, position
+                    window, position = [], StreamPosition(position.epoch, position.window + 1, after)
+            # A file that ends with a window has an empty one after it: the numbers of later windows seed their orders.
+            yield window, position
+            position = StreamPosition(position.epoch, position.window + 1)
 
 
 def _cut(document: Document, at: StreamPosition, room: int) -> tuple[Piece, StreamPosition]:
@@ -264,143 +329,3 @@ def _cut(document: Document, at: StreamPosition, room: int) -> tuple[Piece, Stre
     if stop == len(document.tokens):
         return piece, replace(at, document=at.document + 1, token=0)
     return piece, replace(at, token=stop - 1)
-
-
-# One reader per kind of file: it returns at most `limit` documents from an offset on, and the offset after them (None
-# at the end of the file).
-
-
-def _read_text(path: Path, offset: int, limit: int, encoder: _Encoder) -> tuple[Sequence[Reader], int | None]:
-    return [partial(_text_document, path, encoder)], None
-
-
-def _text_document(path: Path, encoder: _Encoder) -> Document:
-    with reading(path), opened(path) as file:
-        if os.fstat(file.fileno()).st_size > MOST_TEXT:
-            wrong = f"{path}: longer than {MOST_TEXT // MIB} MiB"
-            raise InputError(f"{wrong}; a .txt is one document: cut it into several files")
-        data = file.read()
-    return encoder.document([(_utf8(data, path, 0), True)])
-
-
-def _read_lines(path: Path, offset: int, limit: int, encoder: _Encoder) -> tuple[Sequence[Reader], int | None]:
-    window: list[Reader] = []
-    with reading(path), opened(path) as file:
-        file.seek(offset)
-        while len(window) < limit:
-            start = file.tell()
-            line = file.readline(MOST_LINE + 1)
-            if not line:
-                return window, None
-            if len(line) > MOST_LINE:
-                wrong = f"{path}:{_line_number(path, start)}: the line is longer than {MOST_LINE // MIB} MiB"
-                raise InputError(f"{wrong}; shorten or remove it")
-            if line.strip():
-                window.append(partial(_line_document, path, start, line.rstrip(), encoder))
-        return window, file.tell()
-
-
-def _line_document(path: Path, start: int, line: bytes, encoder: _Encoder) -> Document:
-    text = _utf8(line, path, start)
-    try:
-        parts = _line_parts(text)
-    except InputError as error:
-        raise InputError(f"{path}:{_line_number(path, start)}: {error}") from error
-    return encoder.document(parts)
-
-
-def _line_parts(line: str) -> list[tuple[str, bool]]:
-    """The texts of a line, each with whether it is learned. Raises InputError with the reason but without the line."""
-    try:
-        values = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"not a JSON object ({error.msg} at column {error.colno}); {ROW_KEYS}") from error
-    except RecursionError as error:
-        raise InputError(f"not a JSON object (nested too deep); {ROW_KEYS}") from error
-    if not isinstance(values, dict):
-        raise InputError(f"not a JSON object; {ROW_KEYS}")
-    if "text" in values:
-        return [(_string(values, "text"), True)]
-    if "prompt" not in values or "completion" not in values:
-        raise InputError(f'no "text", and no "prompt" with "completion"; {ROW_KEYS}')
-    prompt, completion = _string(values, "prompt"), _string(values, "completion")
-    return [(prompt, False), (completion, True)] if completion else []
-
-
-def _string(values: Mapping[str, object], key: str) -> str:
-    value = values[key]
-    if not isinstance(value, str):
-        raise InputError(f'"{key}" is not a string; write it in quotes')
-    if half := half_character(value):
-        raise InputError(f'"{key}" {half}')
-    return value
-
-
-def _line_number(path: Path, offset: int) -> int:
-    """Number of the line that holds the byte at `offset`, from 1."""
-    number = 1
-    with reading(path), opened(path) as file:
-        while offset > 0 and (chunk := file.read(min(offset, LINE_CHUNK))):
-            number += chunk.count(b"\n")
-            offset -= len(chunk)
-    return number
-
-
-def _read_shard(path: Path, offset: int, limit: int, encoder: _Encoder) -> tuple[Sequence[Reader], int | None]:
-    shard = _open_shard(path)
-    window: list[Reader] = []
-    start = offset
-    for first in range(offset, len(shard), SHARD_CHUNK):
-        for end in np.flatnonzero(shard[first : first + SHARD_CHUNK] == encoder.end_of_text).tolist():
-            stop = first + end + 1
-            window.append(partial(_shard_document, path, shard, start, stop, encoder))
-            start = stop
-            if len(window) == limit:
-                return window, start
-    if start < len(shard):
-        window.append(partial(_shard_document, path, shard, start, len(shard), encoder))
-    return window, None
-
-
-def _open_shard(path: Path) -> NDArray[np.integer[Any]]:
-    remedy = "save the token ids with numpy.save as one dimension of integers"
-    with reading(path):
-        opened(path).close()
-        try:
-            # Unlike numpy.load, it never unpickles and accepts no archive.
-            shard = np.lib.format.open_memmap(path, mode="r")
-        except OSError:
-            raise
-        except Exception as error:  # a header is read as Python, whose parser raises all kinds
-            raise InputError(f"{path}: not an array of numbers, or cut short; {remedy}") from error
-    if shard.ndim != 1 or not np.issubdtype(shard.dtype, np.integer):
-        raise InputError(f"{path}: an array of {shard.dtype} in {shard.ndim} dimensions; {remedy}")
-    return shard
-
-
-def _shard_document(path: Path, shard: NDArray[np.integer[Any]], start: int, stop: int, encoder: _Encoder) -> Document:
-    """A document of a shard, with no token added: the last document of a shard may continue in the next shard."""
-    tokens = shard[start:stop]
-    if tokens.min() < 0 or tokens.max() >= encoder.vocabulary:
-        index = int(np.flatnonzero((tokens < 0) | (tokens >= encoder.vocabulary))[0])
-        raise InputError(
-            f"{path}: token {start + index} is {tokens[index]}, but the model knows 0 to {encoder.vocabulary - 1}; "
-            "write the file with the tokenizer of the model"
-        )
-    return Document(tokens, np.broadcast_to(np.True_, tokens.shape))
-
-
-ReadWindow = Callable[[Path, int, int, _Encoder], tuple[Sequence[Reader], int | None]]
-READERS: Mapping[str, ReadWindow] = {".txt": _read_text, ".jsonl": _read_lines, ".npy": _read_shard}
-
-
-def _utf8(data: bytes, path: Path, offset: int) -> str:
-    """Decode the text that begins at `offset` bytes, without the byte order mark that Windows editors write."""
-    try:
-        return data.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        byte = offset + error.start
-        raise InputError(
-            f"{path}:{_line_number(path, byte)}: byte {byte} of the file (0x{data[error.start]:02x}) is not UTF-8; "
-            "save the file as UTF-8"
-        ) from error

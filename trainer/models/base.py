@@ -41,10 +41,12 @@ DIFFUSION_FIELDS = frozenset({"prediction", "zero_terminal_snr", "min_snr_gamma"
 """Fields of `objective` that discrete diffusion reads."""
 DIFFUSION_SAMPLE = frozenset({"scheduler"})
 """Fields of `sample` that only discrete diffusion reads."""
-TEXT_DATA = frozenset({"length", "shuffle_window"})
+TEXT_DATA = frozenset({"length", "shuffle_window", "chat_template", "system", "packing", "too_long"})
 """Fields of `data` that only language models read."""
 TEXT_SAMPLE = frozenset({"tokens", "temperature"})
 """Fields of `sample` that only models that write text read."""
+CHAT_SAMPLE = frozenset({"chat"})
+"""Fields of `sample` that only language models read."""
 QUESTION_DATA = frozenset({"questions", "question_share"})
 """Fields of `data` that only models that answer questions about images read."""
 QUESTION_SAMPLE = frozenset({"questions", "images"})
@@ -161,6 +163,9 @@ class ModelFamily(ABC):
         self.config = model
         self.objective = objective
         self.cache = cache
+
+    def follow_data(self, data: DataConfig) -> None:  # noqa: B027  most families encode data in one way only
+        """Encode data as the section `data` of the config asks. Called once, before data are encoded."""
 
     @classmethod
     def trained_names(cls) -> tuple[str, ...]:
@@ -325,7 +330,9 @@ class ImageFamily(ModelFamily):
     longest_text: ClassVar[int] = 0
     """The highest `model.options.max_tokens` of which diffusers' pipeline still reads all tokens."""
     data_fields = frozenset(DataConfig.model_fields) - TEXT_DATA - QUESTION_DATA
-    sample_fields = frozenset(SampleConfig.model_fields) - TEXT_SAMPLE - QUESTION_SAMPLE - DIFFUSION_SAMPLE
+    sample_fields = (
+        frozenset(SampleConfig.model_fields) - TEXT_SAMPLE - QUESTION_SAMPLE - DIFFUSION_SAMPLE - CHAT_SAMPLE
+    )
 
     @property
     def is_distilled(self) -> bool:
@@ -447,7 +454,7 @@ class MultimodalFamily(ImageFamily):
     """
 
     data_fields = frozenset(DataConfig.model_fields) - TEXT_DATA
-    sample_fields = frozenset(SampleConfig.model_fields) - DIFFUSION_SAMPLE
+    sample_fields = frozenset(SampleConfig.model_fields) - DIFFUSION_SAMPLE - CHAT_SAMPLE
     losses = ("images", "text")
     diffusers_adapters = frozenset()
 
@@ -477,8 +484,8 @@ class TextFamily(ModelFamily):
     any_network: ClassVar[bool] = False
     """Whether the config's model may be of any class of a library. What FSDP2 cannot follow of it is found when it is
     built; of our own networks, in the tests."""
-    data_fields = frozenset({"path", "validation", "validation_every", "cache"}) | TEXT_DATA
-    sample_fields = frozenset({"every", "prompts", "seed"}) | TEXT_SAMPLE
+    data_fields = frozenset({"path", "folders", "validation", "validation_every", "cache"}) | TEXT_DATA
+    sample_fields = frozenset({"every", "prompts", "seed"}) | TEXT_SAMPLE | CHAT_SAMPLE
 
     @property
     @abstractmethod
@@ -505,8 +512,36 @@ class TextFamily(ModelFamily):
         """The ids of a text, with no special token added."""
 
     @abstractmethod
+    def encode_chat(self, messages: object, tools: object = None) -> tuple[list[int], list[bool]]:
+        """Tokenize a conversation with the chat template of the model or of `data.chat_template`.
+
+        Args:
+            messages: A list of {"role", "content"}, as in transformers, with optional `tool_calls`.
+            tools: A list of descriptions of the tools that the assistant may call; None for none.
+
+        Returns:
+            The ids, and for each whether it is learned: the assistant's turns, with the token that ends each. What
+            follows the last of them is left out; without any, there are no ids.
+
+        Raises:
+            InputError: The conversation or the template cannot be used; the message names neither file nor line.
+        """
+
+    @abstractmethod
+    def encode_pair(self, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
+        """Tokenize a prompt with its completion as one text.
+
+        Returns:
+            The ids without special tokens, and for each whether it is learned: if it holds a letter of the completion.
+        """
+
+    @abstractmethod
     def generate(self, model: nn.ModuleDict, prompt: str, cfg: SampleConfig, rng: SampleRng) -> str:
         """Generate the continuation of a prompt. The number of calls of the model depends only on `cfg`."""
+
+    @abstractmethod
+    def reply(self, model: nn.ModuleDict, question: str, cfg: SampleConfig, rng: SampleRng) -> str:
+        """Generate the answer to a question of a user, by the chat template. It calls the model as `generate` does."""
 
     def batch_key(self, example: Example) -> Hashable:
         """Return one key: all rows have one length."""

@@ -42,6 +42,7 @@ def make(cfg: RunConfig, cache: Path) -> ModelFamily:
     if problems:
         raise RuleError(problems)
     _check_sample_size(cfg.sample.size, family.size_multiple)
+    family.follow_data(cfg.data)
     return family
 
 

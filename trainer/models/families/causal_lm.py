@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.config.errors import InputError, not_one_of
-from trainer.config.sections import MODEL_WORDS, ModelConfig, ObjectiveConfig, SampleConfig
+from trainer.config.sections import MODEL_WORDS, DataConfig, ModelConfig, ObjectiveConfig, SampleConfig
 from trainer.models.base import TextFamily
 from trainer.models.objectives import Batch, Loss
+from trainer.models.parts.chat import Chat, Encoded, encode_spans
 from trainer.models.parts.folder import (
     TRANSFORMERS_STEM,
     ModelFolder,
@@ -194,6 +195,10 @@ class CausalLM(TextFamily):
                 "name their class"
             )
         self.adapter_targets = {COMPONENT: _linear_layers(self._empty, self.shard.blocks)}
+        self._data = DataConfig()
+
+    def follow_data(self, data: DataConfig) -> None:
+        self._data = data
 
     @property
     def model_spec(self) -> str:
@@ -278,6 +283,20 @@ class CausalLM(TextFamily):
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
+    @cached_property
+    def _chat(self) -> Chat:
+        return Chat(self.tokenizer, self._data.chat_template, self._data.system)
+
+    def encode_chat(self, messages: object, tools: object = None) -> Encoded:
+        return self._chat.encode(messages, tools)
+
+    def encode_pair(self, prompt: str, completion: str) -> Encoded:
+        if self.tokenizer.is_fast:
+            return encode_spans(self.tokenizer, prompt + completion, [(len(prompt), len(prompt + completion))])
+        # Without offsets, the border of the two texts can only be kept by a border of tokens.
+        before, after = self.tokenize(prompt), self.tokenize(completion)
+        return before + after, [False] * len(before) + [True] * len(after)
+
     def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
         positions = restarting_positions(batch["documents"])
         logits = model[COMPONENT](input_ids=batch["tokens"], position_ids=positions, use_cache=False).logits
@@ -285,9 +304,22 @@ class CausalLM(TextFamily):
 
     def generate(self, model: nn.ModuleDict, prompt: str, cfg: SampleConfig, rng: SampleRng) -> str:
         ids = [*self.begin_of_text, *self.tokenize(prompt)] or [self.end_of_text]
+        return self._continued(model, ids, cfg, rng)
+
+    def reply(self, model: nn.ModuleDict, question: str, cfg: SampleConfig, rng: SampleRng) -> str:
+        return self._chat.answer(self._continued(model, self._chat.prompt(question), cfg, rng))
+
+    def _continued(self, model: nn.ModuleDict, ids: Sequence[int], cfg: SampleConfig, rng: SampleRng) -> str:
         tokens = torch.tensor(ids, device=rng.device)
-        generated = continue_text(model[COMPONENT], tokens, cfg.tokens, cfg.temperature, self.end_of_text, rng)
+        generated = continue_text(model[COMPONENT], tokens, cfg.tokens, cfg.temperature, self._ends, rng)
         return str(self.tokenizer.decode(generated.tolist()))
+
+    @cached_property
+    def _ends(self) -> frozenset[int]:
+        """The ids after which a generated text is complete: end-of-text, and those of generation_config.json."""
+        file = self.folder / "generation_config.json"
+        stored = self._folder.read(file.name).get("eos_token_id") if file.is_file() else None
+        return frozenset({self.end_of_text, *(stored if isinstance(stored, list) else [stored])}) - {None}
 
     @classmethod
     def published(cls, architecture: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -91,7 +92,9 @@ def next_token_loss(logits: Tensor, tokens: Tensor, learned: Tensor, weight: Ten
 
 
 @torch.no_grad()
-def continue_text(model: Any, tokens: Tensor, count: int, temperature: float, end: int, rng: SampleRng) -> Tensor:
+def continue_text(
+    model: Any, tokens: Tensor, count: int, temperature: float, ends: Collection[int], rng: SampleRng
+) -> Tensor:
     """Generate token ids that follow `tokens`.
 
     The model is called `count` times wherever the text ends, so that ranks that share a sharded model stay together.
@@ -101,11 +104,11 @@ def continue_text(model: Any, tokens: Tensor, count: int, temperature: float, en
         tokens: (L,), at least one, on the model's device.
         count: Number of tokens to generate.
         temperature: Temperature of the distribution; 0 takes the likeliest token.
-        end: Id of the end of the text.
+        ends: Ids that end the text.
         rng: Random numbers of this text.
 
     Returns:
-        (up to `count`,) ids, without `end`.
+        (up to `count`,) ids, without the one that ends the text.
     """
     from transformers import DynamicCache
 
@@ -117,7 +120,7 @@ def continue_text(model: Any, tokens: Tensor, count: int, temperature: float, en
         logits = model(input_ids=inputs, **cache, use_cache=True, logits_to_keep=1).logits[0, -1]
         inputs = draw_token(logits.float(), temperature, draws[0]).view(1, 1)
         ids.append(int(inputs))
-    length = ids.index(end) if end in ids else count
+    length = next((number for number, token in enumerate(ids) if token in ends), count)
     return torch.tensor(ids[:length], dtype=tokens.dtype)
 
 

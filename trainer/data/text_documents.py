@@ -1,0 +1,302 @@
+"""Documents of a language model in files: one reader per kind of file, which tokenizes a document when it is needed.
+
+Files hold texts, prompts with completions, or conversations; .npy files hold token ids.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.config.errors import InputError
+from trainer.config.files import MIB, opened
+from trainer.config.sections import half_character
+from trainer.data.text_files import CHAT, PAIR, columns_of, kind_of, open_parquet, reading
+
+SHARD_CHUNK = 2**16
+LINE_CHUNK = 2**20
+PARQUET_ROWS = 64
+"""Rows of a parquet file that are converted at once."""
+MOST_LINE = 64 * MIB
+"""Limit for a document in a .jsonl, bytes: some 16 million tokens."""
+MOST_TEXT = 1024 * MIB
+"""Limit for a .txt, bytes: it is one document and read whole."""
+KEYS = "text, with prompt and completion, or with messages"
+ROW_KEYS = f"each line is a JSON object with {KEYS}"
+NO_KEYS = 'no "text", no "messages", and no "prompt" with "completion"'
+
+Tokenize = Callable[[str], list[int]]
+"""The ids of a text, with no special token added."""
+Encoded = tuple[list[int], list[bool]]
+"""Ids, and which of them are learned."""
+EncodePair = Callable[[str, str], Encoded]
+"""(prompt, completion) -> the ids of both as one text, with no special token added."""
+EncodeChat = Callable[[object, object], Encoded]
+"""(messages, tools) -> the ids of a conversation, none if the assistant says nothing. Raises InputError."""
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    """One document.
+
+    Attributes:
+        tokens: (N,) ids, of a text and of a prompt with end-of-text last; those of a shard keep the width they are
+            stored in.
+        learned: (N,) which of them are predicted; the first never is, since no token precedes it.
+        is_text: Whether it is plain text, which may be cut anywhere.
+        where: Returns the file, with the line or row, for messages.
+    """
+
+    tokens: NDArray[np.integer[Any]]
+    learned: NDArray[np.bool_]
+    is_text: bool
+    where: Callable[[], str]
+
+
+Reader = Callable[[], Document]
+"""Reads one document."""
+Found = tuple[Reader, int, float]
+"""A document, the offset after it in its file, and the share of the file that lies before that offset."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """How documents become tokens.
+
+    Attributes:
+        tokenize: Turns text into ids.
+        end_of_text: The id that ends a document.
+        vocabulary: Number of ids the model knows; those of a .npy must be below it.
+        begin: Ids that are put before each document, but not in a .npy, whose tokens are used unchanged, nor in
+            conversations, whose template writes them.
+        pair: Tokenizes a prompt with its completion; None tokenizes the two apart.
+        chat: Tokenizes a conversation; None where there can be none.
+    """
+
+    tokenize: Tokenize
+    end_of_text: int
+    vocabulary: int
+    begin: tuple[int, ...] = ()
+    pair: EncodePair | None = None
+    chat: EncodeChat | None = None
+
+    def text(self, text: str, where: Callable[[], str]) -> Document:
+        """Tokenize a text, all of which is learned."""
+        ids = self.tokenize(text)
+        return self._document(ids, [True] * len(ids), True, where)
+
+    def row(self, values: Mapping[str, Any], where: Callable[[], str]) -> Document:
+        """Tokenize a row of a file. Raises InputError with the reason but without file and line."""
+        kind = kind_of(values)
+        if kind == CHAT and self.chat is not None:
+            ids, learned = self.chat(values["messages"], values.get("tools"))
+            return Document(np.array(ids, dtype=np.int64), np.array(learned, dtype=np.bool_), False, where)
+        if "text" in values:
+            return self.text(_string(values, "text"), where)
+        if kind != PAIR:
+            raise InputError(NO_KEYS)
+        prompt, completion = _string(values, "prompt"), _string(values, "completion")
+        if not completion:
+            return self._document([], [], False, where)
+        if self.pair is not None:
+            return self._document(*self.pair(prompt, completion), False, where)
+        before, after = self.tokenize(prompt), self.tokenize(completion)
+        return self._document(before + after, [False] * len(before) + [True] * len(after), False, where)
+
+    def _document(self, ids: list[int], learned: list[bool], is_text: bool, where: Callable[[], str]) -> Document:
+        """Put beginning and end around ids; the end is always learned."""
+        if ids:
+            ids, learned = [*self.begin, *ids], [False] * len(self.begin) + learned
+        tokens = np.array([*ids, self.end_of_text], dtype=np.int64)
+        return Document(tokens, np.array([*learned, True]), is_text, where)
+
+
+def read_documents(path: Path, offset: int, encoder: Encoder) -> Iterator[Found]:
+    """The documents of a file, from an offset on.
+
+    Args:
+        path: The file.
+        offset: Where a document begins: in bytes of a .jsonl, in tokens of a .npy, in rows of a .parquet; 0 in a .txt,
+            or more after its end.
+        encoder: How documents become tokens.
+
+    Raises:
+        InputError: The file cannot be used. A document raises it when it is read.
+    """
+    return READERS[path.suffix.lower()](path, offset, encoder)
+
+
+def _read_text(path: Path, offset: int, encoder: Encoder) -> Iterator[Found]:
+    if not offset:
+        yield partial(_text_document, path, encoder), 1, 1.0
+
+
+def _text_document(path: Path, encoder: Encoder) -> Document:
+    with reading(path), opened(path) as file:
+        if os.fstat(file.fileno()).st_size > MOST_TEXT:
+            wrong = f"{path}: longer than {MOST_TEXT // MIB} MiB"
+            raise InputError(f"{wrong}; a .txt is one document: cut it into several files")
+        data = file.read()
+    return encoder.text(_utf8(data, path, 0), lambda: str(path))
+
+
+def _read_lines(path: Path, offset: int, encoder: Encoder) -> Iterator[Found]:
+    with reading(path), opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(offset)
+        while line := file.readline(MOST_LINE + 1):
+            start, offset = offset, offset + len(line)
+            if len(line) > MOST_LINE:
+                wrong = f"{path}:{_line_number(path, start)}: the line is longer than {MOST_LINE // MIB} MiB"
+                raise InputError(f"{wrong}; shorten or remove it")
+            if line.strip():
+                yield partial(_line_document, path, start, line.rstrip(), encoder), offset, offset / size
+
+
+def _line_document(path: Path, start: int, line: bytes, encoder: Encoder) -> Document:
+    text = _utf8(line, path, start)
+
+    def where() -> str:
+        return f"{path}:{_line_number(path, start)}"
+
+    try:
+        return encoder.row(_line_values(text), where)
+    except InputError as error:
+        reason = f"{error}; {ROW_KEYS}" if str(error) == NO_KEYS else error
+        raise InputError(f"{where()}: {reason}") from error
+
+
+def _line_values(line: str) -> dict[str, Any]:
+    """Parse a line. Raises InputError with the reason but without the line."""
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"not a JSON object ({error.msg} at column {error.colno}); {ROW_KEYS}") from error
+    except RecursionError as error:
+        raise InputError(f"not a JSON object (nested too deep); {ROW_KEYS}") from error
+    if not isinstance(values, dict):
+        raise InputError(f"not a JSON object; {ROW_KEYS}")
+    return values
+
+
+def _string(values: Mapping[str, object], key: str) -> str:
+    value = values[key]
+    if not isinstance(value, str):
+        raise InputError(f'"{key}" is not a string; write it in quotes')
+    if half := half_character(value):
+        raise InputError(f'"{key}" {half}')
+    return value
+
+
+def _line_number(path: Path, offset: int) -> int:
+    """Number of the line that holds the byte at `offset`, from 1."""
+    number = 1
+    with reading(path), opened(path) as file:
+        while offset > 0 and (chunk := file.read(min(offset, LINE_CHUNK))):
+            number += chunk.count(b"\n")
+            offset -= len(chunk)
+    return number
+
+
+def _read_parquet(path: Path, offset: int, encoder: Encoder) -> Iterator[Found]:
+    """Rows are read one row group at a time, and only the columns that are used."""
+    with open_parquet(path) as file:
+        columns, total, row = columns_of(file), file.metadata.num_rows, 0
+        for group in range(file.num_row_groups):
+            count = file.metadata.row_group(group).num_rows
+            if row + count <= offset:
+                row += count
+                continue
+            for batch in file.iter_batches(PARQUET_ROWS, row_groups=[group], columns=columns, use_threads=False):
+                for values in batch.to_pylist():
+                    row += 1
+                    if row > offset:
+                        yield partial(_parquet_document, path, row, values, encoder), row, row / total
+
+
+def _parquet_document(path: Path, row: int, values: Mapping[str, Any], encoder: Encoder) -> Document:
+    # A column holds null where a row, a message or a tool lacks the key.
+    present = _without_nulls(values)
+    try:
+        if isinstance(present.get("tools"), str):  # tables hold objects of different keys as JSON
+            present["tools"] = json.loads(present["tools"])
+        return encoder.row(present, lambda: f"{path}: row {row}")
+    except json.JSONDecodeError as error:
+        raise InputError(f'{path}: row {row}: "tools" is not JSON ({error.msg}); correct it') from error
+    except InputError as error:
+        reason = f"{error}; each row has {KEYS}" if str(error) == NO_KEYS else error
+        raise InputError(f"{path}: row {row}: {reason}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def _read_shard(path: Path, offset: int, encoder: Encoder) -> Iterator[Found]:
+    shard = _open_shard(path)
+    start, size = offset, len(shard)
+    for first in range(offset, size, SHARD_CHUNK):
+        for end in np.flatnonzero(shard[first : first + SHARD_CHUNK] == encoder.end_of_text).tolist():
+            stop = first + end + 1
+            yield partial(_shard_document, path, shard, start, stop, encoder), stop, stop / size
+            start = stop
+    if start < size:
+        yield partial(_shard_document, path, shard, start, size, encoder), size, 1.0
+
+
+def _open_shard(path: Path) -> NDArray[np.integer[Any]]:
+    remedy = "save the token ids with numpy.save as one dimension of integers"
+    with reading(path):
+        opened(path).close()
+        try:
+            # Unlike numpy.load, it never unpickles and accepts no archive.
+            shard = np.lib.format.open_memmap(path, mode="r")
+        except OSError:
+            raise
+        except Exception as error:  # a header is read as Python, whose parser raises all kinds
+            raise InputError(f"{path}: not an array of numbers, or cut short; {remedy}") from error
+    if shard.ndim != 1 or not np.issubdtype(shard.dtype, np.integer):
+        raise InputError(f"{path}: an array of {shard.dtype} in {shard.ndim} dimensions; {remedy}")
+    return shard
+
+
+def _shard_document(path: Path, shard: NDArray[np.integer[Any]], start: int, stop: int, encoder: Encoder) -> Document:
+    """A document of a shard, with no token added: the last document of a shard may continue in the next shard."""
+    tokens = shard[start:stop]
+    if tokens.min() < 0 or tokens.max() >= encoder.vocabulary:
+        index = int(np.flatnonzero((tokens < 0) | (tokens >= encoder.vocabulary))[0])
+        raise InputError(
+            f"{path}: token {start + index} is {tokens[index]}, but the model knows 0 to {encoder.vocabulary - 1}; "
+            "write the file with the tokenizer of the model"
+        )
+    return Document(tokens, np.broadcast_to(np.True_, tokens.shape), True, lambda: f"{path}: token {start}")
+
+
+READERS: Mapping[str, Callable[[Path, int, Encoder], Iterator[Found]]] = {
+    ".txt": _read_text,
+    ".jsonl": _read_lines,
+    ".parquet": _read_parquet,
+    ".npy": _read_shard,
+}
+
+
+def _utf8(data: bytes, path: Path, offset: int) -> str:
+    """Decode the text that begins at `offset` bytes, without the byte order mark that Windows editors write."""
+    try:
+        return data.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        byte = offset + error.start
+        raise InputError(
+            f"{path}:{_line_number(path, byte)}: byte {byte} of the file (0x{data[error.start]:02x}) is not UTF-8; "
+            "save the file as UTF-8"
+        ) from error

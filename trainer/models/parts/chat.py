@@ -1,0 +1,423 @@
+"""Conversations as a language model reads them: rendered by a chat template, with the assistant's tokens known.
+
+Templates are jinja and run in transformers' sandbox (`ImmutableSandboxedEnvironment`), which gives them no access to
+files, modules or attributes of Python objects. Neither torch nor transformers is imported before a tokenizer is used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from trainer.config.errors import InputError, not_one_of
+
+TEMPLATES = Path(__file__).parents[1] / "chat_templates"
+"""Templates of our own, which `data.chat_template` names."""
+SUFFIX = ".jinja"
+MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""The mark in a template around what the assistant writes."""
+OPEN, CLOSE = "\ue0f0", "\ue0f1"
+"""Private characters around the numbers of sentinels; no published text holds them."""
+THINKING, END_OF_THINKING = "<think>", "</think>"
+ASSISTANT = "assistant"
+
+Message = Mapping[str, Any]
+"""A message as in transformers: `role`, `content`, and for assistants optionally `tool_calls`."""
+Span = tuple[int, int]
+"""Characters of a text, [start, stop)."""
+Encoded = tuple[list[int], list[bool]]
+"""The ids of a text, and which of them are learned."""
+
+
+def template_names() -> tuple[str, ...]:
+    """The names of our own templates, as `chatml`."""
+    return tuple(sorted(file.stem for file in TEMPLATES.glob(f"*{SUFFIX}")))
+
+
+def read_template(named: str) -> str:
+    """Read a chat template. named: one of `template_names`, or a .jinja file.
+
+    Raises:
+        InputError: There is no such template or file.
+    """
+    file = Path(named).expanduser() if named.endswith(SUFFIX) else TEMPLATES / f"{named}{SUFFIX}"
+    if not named.endswith(SUFFIX) and named not in template_names():
+        raise InputError(f"data.chat_template: {not_one_of(named, (*template_names(), f'a {SUFFIX} file'))}")
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"data.chat_template: {file} cannot be read ({error}); name another {SUFFIX} file") from error
+
+
+def encode_spans(tokenizer: Any, text: str, spans: Sequence[Span]) -> Encoded:
+    """Tokenize a text as a whole, without special tokens. A token is learned if a letter of it is in a span.
+
+    Args:
+        tokenizer: A fast tokenizer of transformers.
+        text: The text.
+        spans: What of it is learned, in order.
+    """
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    learned, number = [], 0
+    for start, stop in found["offset_mapping"]:
+        # Some tokenizers leave blanks out of the offsets: those of a blank token are then (stop, stop).
+        first = start if start < stop else stop - 1
+        while number < len(spans) and spans[number][1] <= first:
+            number += 1
+        learned.append(number < len(spans) and max(first, spans[number][0]) < stop)
+    return list(found["input_ids"]), learned
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What a template writes around the content of a question and of its answer.
+
+    Attributes:
+        header: What it writes before an answer that is yet to come.
+        end: What it writes after an answer, without blanks at its end.
+    """
+
+    header: str
+    end: str
+
+    @property
+    def stop(self) -> str:
+        """The text after which an answer is complete; empty if nothing tells."""
+        return self.end.split()[0] if self.end else ""
+
+
+class Chat:
+    """Conversations for one tokenizer.
+
+    Args:
+        tokenizer: A tokenizer of transformers.
+        named: `data.chat_template`; None takes the tokenizer's own template.
+        system: Text of the system message that conversations without one get; empty for none.
+    """
+
+    def __init__(self, tokenizer: Any, named: str | None = None, system: str = "") -> None:
+        self._tokenizer = tokenizer
+        self._named = named
+        self._system = system
+
+    @cached_property
+    def template(self) -> str:
+        """The source of the template.
+
+        Raises:
+            InputError: There is none, it is not jinja, or the tokenizer cannot tell which letters a token holds.
+        """
+        if self._named is None and not self._tokenizer.chat_template:
+            raise InputError(
+                "data.chat_template: the model's tokenizer has no chat template, which conversations need; "
+                f"name one of {', '.join(template_names())}, or a {SUFFIX} file"
+            )
+        if not self._tokenizer.is_fast:
+            raise InputError(
+                "model.path: its tokenizer cannot tell which letters a token holds, which conversations need; "
+                "use a model with a tokenizer.json"
+            )
+        text: str = read_template(self._named) if self._named else self._tokenizer.get_chat_template()
+        self._check_syntax(text)
+        return text
+
+    @cached_property
+    def turns(self) -> Turns:
+        """Beginning and end of an answer, from a conversation of one question; empty if the template refuses it."""
+        question, answer = f"{OPEN}0{CLOSE}", f"{OPEN}1{CLOSE}"
+        asked: list[Message] = [{"role": "user", "content": question}]
+        try:
+            plain, open_end = self._render(asked, None), self._render(asked, None, is_open=True)
+            whole = self._render([*asked, {"role": ASSISTANT, "content": answer}], None)
+        except InputError:
+            return Turns("", "")
+        header = open_end[len(plain) :] if open_end.startswith(plain) else ""
+        header = header or open_end.partition(question)[2]
+        return Turns(header, whole.partition(answer)[2].rstrip())
+
+    def encode(self, messages: object, tools: object = None) -> Encoded:
+        """Tokenize a conversation. Learned are the assistant's turns, each with the token that ends it.
+
+        What follows the last turn of the assistant is left out: nothing is learned from it.
+
+        Args:
+            messages: The conversation, as in transformers.
+            tools: Descriptions of the tools the assistant may call, as in transformers; None for none.
+
+        Returns:
+            No tokens if the assistant says nothing.
+
+        Raises:
+            InputError: The conversation cannot be used, or the template does not tell what the assistant wrote. The
+                message names no file.
+        """
+        checked = checked_messages(messages)
+        spoken = [number for number, message in enumerate(checked) if message["role"] == ASSISTANT]
+        if not spoken:
+            return [], []
+        conversation = self._with_system(checked[: spoken[-1] + 1])
+        described = checked_tools(tools)
+        self._check_reads(conversation, described)
+        return self._encoded(conversation, described)
+
+    def prompt(self, question: str) -> list[int]:
+        """Tokenize a question from the user, up to where the assistant's answer begins."""
+        text = self._render(self._with_system([{"role": "user", "content": question}]), None, is_open=True)
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def answer(self, text: str) -> str:
+        """The part of a generated text before the end of the assistant's turn."""
+        return text.partition(self.turns.stop)[0] if self.turns.stop else text
+
+    def rendered(self, messages: object, tools: object = None) -> str:
+        """The text of a conversation that the template makes."""
+        return self._render(self._with_system(checked_messages(messages)), checked_tools(tools))
+
+    def _encoded(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Encoded:
+        whole = self._render(messages, tools)
+        if MARKER.search(self.template) and (encoded := self._by_marks(messages, tools, whole)):
+            return encoded
+        spans = self._by_prefixes(messages, tools, whole) or self._by_sentinels(messages, tools, whole)
+        if not _hold(messages, whole, spans):
+            raise InputError(
+                "the chat template changes what the assistant says, so that it cannot be told which tokens are its "
+                "own; set data.chat_template to a template with {% generation %} marks"
+            )
+        return self._with_end(encode_spans(self._tokenizer, whole, spans))
+
+    def _by_marks(self, messages: Sequence[Message], tools: Sequence[Any] | None, whole: str) -> Encoded | None:
+        """By the template's own marks; None where they do not hold what the assistant says."""
+        found = self._apply(messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        learned = [bool(one) for one in found["assistant_masks"]]
+        own = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        if list(found["input_ids"]) != list(own["input_ids"]):
+            return None
+        spans = _runs(own["offset_mapping"], learned)
+        return self._with_end((list(found["input_ids"]), learned)) if _hold(messages, whole, spans) else None
+
+    def _by_prefixes(self, messages: Sequence[Message], tools: Sequence[Any] | None, whole: str) -> list[Span]:
+        """Where the text of the first messages is the beginning of the whole: turn by turn; else nothing."""
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            if number == 0:
+                return []
+            try:
+                before = self._render(messages[:number], tools, is_open=True)
+                after = self._render(messages[: number + 1], tools)
+            except InputError:
+                return []
+            if not (whole.startswith(after) and after.startswith(before)):
+                return []
+            spans.append((len(before), self._end_of(after)))
+        return spans
+
+    def _by_sentinels(self, messages: Sequence[Message], tools: Sequence[Any] | None, whole: str) -> list[Span]:
+        """By marks in the contents of the messages around each turn, for templates that treat the last turn otherwise.
+
+        The turn begins after the header that follows the content before it, and ends with the last end of a turn before
+        the content after it.
+        """
+        begins, ends = self._contents(messages, tools, whole)
+        header, end = self.turns.header, self.turns.end
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            floor = ends[number - 1] if number else 0
+            ceiling = begins[number + 1] if number + 1 < len(messages) else len(whole)
+            start = _after(whole, header, floor, ceiling)
+            start = begins[number] if start < 0 else start
+            stop = _until(whole, end, max(start, ends[number]), ceiling) if end else ends[number]
+            if start < 0 or stop < 0:
+                raise InputError(
+                    f"message {number + 1}: the chat template does not tell where this turn of the assistant begins "
+                    "or ends; set data.chat_template to a template with {% generation %} marks"
+                )
+            spans.append((start, stop))
+        return spans
+
+    def _contents(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, whole: str
+    ) -> tuple[list[int], list[int]]:
+        """Where the content of each message begins and ends in the whole text, -1 where that is not known.
+
+        Raises:
+            InputError: The template leaves out the content of a message that is not the assistant's.
+        """
+        begins, ends = [], []
+        for number, message in enumerate(messages):
+            content = message.get("content") or ""
+            begin, end = len(content) - len(content.lstrip()), len(content.rstrip())
+            begins.append(self._position(messages, tools, number, begin, whole))
+            ends.append(self._position(messages, tools, number, end, whole))
+            if message["role"] != ASSISTANT and content.strip() and begins[-1] < 0 and ends[-1] < 0:
+                raise InputError(
+                    f"message {number + 1}: the chat template leaves out or changes what the {message['role']} says, "
+                    "so that it cannot be told which tokens are the assistant's; set data.chat_template to a template "
+                    "that keeps every message"
+                )
+        return begins, ends
+
+    def _position(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, number: int, at: int, whole: str
+    ) -> int:
+        """The position in the whole text of letter `at` of a message's content, by a sentinel in its place; else -1."""
+        content, sentinel = messages[number].get("content") or "", f"{OPEN}{number}{CLOSE}"
+        marked = {**messages[number], "content": content[:at] + sentinel + content[at:]}
+        try:
+            text = self._render([*messages[:number], marked, *messages[number + 1 :]], tools)
+        except InputError:
+            return -1
+        before, found, after = text.partition(sentinel)
+        return len(before) if found and before + after == whole else -1
+
+    def _end_of(self, text: str) -> int:
+        """The end of the last turn of a text: blanks after the token that ends it are not learned."""
+        return len(text.rstrip()) if self.turns.end else len(text)
+
+    def _with_end(self, encoded: Encoded) -> Encoded:
+        """End a conversation of a template without an end of turns with end-of-text: else answers have no end."""
+        end = self._tokenizer.eos_token_id
+        if self.turns.end or end is None or encoded[0][-1:] == [end]:
+            return encoded
+        return [*encoded[0], int(end)], [*encoded[1], True]
+
+    def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
+        if not self._system or any(message["role"] in ("system", "developer") for message in messages):
+            return messages
+        return [{"role": "system", "content": self._system}, *messages]
+
+    def _check_reads(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:
+        """Refuse tools and their calls for a template that would leave them out."""
+        remedy = "set data.chat_template to one that does, or remove them"
+        if tools and "tools" not in self.template:
+            raise InputError(f"the chat template does not write tools; {remedy}")
+        if "tool_calls" not in self.template:
+            for number, message in enumerate(messages):
+                if message.get("tool_calls"):
+                    raise InputError(f"message {number + 1}: the chat template does not write tool_calls; {remedy}")
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, is_open: bool = False) -> str:
+        text: str = self._apply(messages, tools, tokenize=False, add_generation_prompt=is_open)
+        return text
+
+    def _apply(self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: bool) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages), tools=tools or None, chat_template=self.template, **options
+            )
+        except Exception as error:  # a template is a program, which may raise anything
+            raise InputError(f"the chat template refuses this conversation ({error})") from error
+
+    def _check_syntax(self, template: str) -> None:
+        from jinja2 import TemplateSyntaxError
+
+        name = self._named if self._named else "the model's own"
+        try:
+            self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": "a"}], chat_template=template, tokenize=False
+            )
+        except TemplateSyntaxError as error:
+            raise InputError(
+                f"data.chat_template: {name} is not a jinja template (line {error.lineno}: {error.message}); "
+                f"correct it, or name one of {', '.join(template_names())}"
+            ) from error
+        except Exception:  # noqa: BLE001  it is jinja; what it says of a conversation is reported with that one
+            return
+
+
+def checked_messages(messages: object) -> list[Message]:
+    """Check a conversation, and join contents that are lists of texts.
+
+    Raises:
+        InputError: It is not a conversation of texts; the message names neither file nor line.
+    """
+    if not isinstance(messages, list):
+        raise InputError('"messages" is not a list; give a list of objects with "role" and "content"')
+    checked: list[Message] = []
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise InputError(f'message {number}: not an object with a "role"; write {{"role": "user", "content": ...}}')
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "".join(_text_of(part, number) for part in content)
+        if content is not None and not isinstance(content, str):
+            raise InputError(f'message {number}: "content" is not a string; write it in quotes')
+        if content is None and not message.get("tool_calls"):
+            raise InputError(f'message {number}: has no "content"; write it, or remove the message')
+        checked.append({**message, "content": content})
+    return checked
+
+
+def checked_tools(tools: object) -> list[Any] | None:
+    """Check the descriptions of tools. Raises InputError if they are not a list of objects."""
+    if tools is None:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise InputError('"tools" is not a list of objects; describe each tool as a JSON schema')
+    return tools
+
+
+def _text_of(part: object, number: int) -> str:
+    if isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") == "text":
+        text: str = part["text"]
+        return text
+    kind = part.get("type", "something else") if isinstance(part, dict) else type(part).__name__
+    raise InputError(f'message {number}: "content" holds {kind}; a language model reads texts only, remove it')
+
+
+def _after(text: str, header: str, floor: int, ceiling: int) -> int:
+    """The end of the first `header` in a part of a text; -1 without one.
+
+    Templates that open the thinking of an answer drop that of earlier turns: there the header ends before it.
+    """
+    for wanted in (header, header.partition(THINKING)[0]):
+        found = text.find(wanted, floor, ceiling) if wanted else -1
+        if found >= 0:
+            return found + len(wanted)
+    return -1
+
+
+def _until(text: str, end: str, floor: int, ceiling: int) -> int:
+    """The end of the last `end` of a turn in a part of a text; -1 without one.
+
+    Templates that end a whole conversation with a token of its own end other turns with the first part of `end`.
+    """
+    for wanted in (end, end.split()[0]):
+        found = text.rfind(wanted, floor, ceiling)
+        if found >= 0:
+            return found + len(wanted)
+    return -1
+
+
+def _hold(messages: Sequence[Message], text: str, spans: Collection[Span]) -> bool:
+    """Whether there is a span for each turn of the assistant, in order, that holds what it says."""
+    spoken = [message for message in messages if message["role"] == ASSISTANT]
+    if len(spans) != len(spoken):
+        return False
+    for message, (start, stop) in zip(spoken, spans, strict=True):
+        # Templates may drop what the assistant thought before it answered.
+        said = (message.get("content") or "").rpartition(END_OF_THINKING)[2].strip()
+        if said not in text[start:stop]:
+            return False
+    return True
+
+
+def _runs(offsets: Sequence[Span], learned: Sequence[bool]) -> list[Span]:
+    """The characters of each run of learned tokens."""
+    runs: list[Span] = []
+    was_learned = False
+    for (start, stop), is_learned in zip(offsets, learned, strict=True):
+        if is_learned and was_learned:
+            runs[-1] = (runs[-1][0], stop)
+        elif is_learned:
+            runs.append((start, stop))
+        was_learned = is_learned
+    return runs
