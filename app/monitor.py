@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -48,7 +49,7 @@ from trainer.run.folder import RunDir, is_run
 from trainer.run.length import RunLength
 from trainer.run.pace import AVERAGED_STEPS, Pace
 from trainer.run.prompts import prompts_in_force
-from trainer.run.report import Line, Look, loss_lines, seconds_lines
+from trainer.run.report import Line, Look, loss_lines, metric_lines, seconds_lines
 
 SILENT_S = 180.0
 """A running rank or run that writes nothing for this long is shown as stuck."""
@@ -457,8 +458,18 @@ def _seconds(follower: Follower) -> list[Line]:
     return seconds_lines(follower.steps, follower.decay)
 
 
+def _metric(name: str, follower: Follower) -> list[Line]:
+    return metric_lines(name, follower.steps, follower.validations, follower.decay)
+
+
+METRIC_CHARTS: Mapping[str, Callable[[Follower], list[Line]]] = {
+    "Margins": partial(_metric, "margins"),
+    "Accuracies": partial(_metric, "accuracies"),
+}
+"""Charts of what only some objectives measure: a run without it has no such chart."""
 CHARTS: Mapping[str, Callable[[Follower], list[Line]]] = {
     "Loss": _loss,
+    **METRIC_CHARTS,
     "Learning rate": _learning_rate,
     "Gradient norm": _grad_norm,
     "Speed": _speed,

@@ -131,6 +131,21 @@ def test_the_adapter_computes_what_its_merged_weights_compute(family: ModelFamil
     assert relative(found, before) > 0.01
 
 
+@cases
+def test_a_model_whose_adapter_is_switched_off_is_its_base_bit_for_bit(family: ModelFamily, case: str) -> None:
+    inputs, model = family_inputs(family), denoiser(family)
+    before = outputs(model, inputs)
+    adapted = adapt(model, CONFIGS[case], family_targets(family), moved).model
+    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    with_adapter = outputs(adapted, inputs)
+    with pytest.raises(KeyError), adapters.switched_off(adapted):
+        assert torch.equal(outputs(adapted, inputs), before)
+        assert {name for name, parameter in adapted.named_parameters() if parameter.requires_grad} == trained
+        raise KeyError
+    assert torch.equal(outputs(adapted, inputs), with_adapter)
+    assert not torch.equal(with_adapter, before)
+
+
 @pytest.mark.parametrize("case", [case for case in CONFIGS if case != "boft, 2 stages"])
 def test_lycoris_computes_the_same_from_the_same_tensors(case: str) -> None:
     """It reads boft with all stages only."""

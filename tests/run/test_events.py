@@ -104,6 +104,7 @@ def test_a_step_line_has_the_documented_fields_and_no_others(file):
         "images_per_second": 8.0,
         "tokens_per_second": None,
         "losses": {},
+        "metrics": {},
     }
 
 

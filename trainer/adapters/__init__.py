@@ -6,7 +6,8 @@ peft provides the layer classes. An adapter takes a module and name patterns and
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,7 @@ __all__ = [
     "match_layers",
     "match_names",
     "set_samples",
+    "switched_off",
 ]
 
 
@@ -100,6 +102,23 @@ def inject(model: nn.ModuleDict, cfg: AdapterSection, targets: Targets, family: 
 def adapted_layers(model: nn.Module) -> dict[str, BaseTunerLayer]:
     """Return {name: layer} of the layers that carry an adapter of any kind."""
     return {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+
+
+@contextmanager
+def switched_off(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes what its base computes; neither weights nor what is trained change.
+
+    Every layer's forward reads the flag of peft's layers. peft's own `enable_adapters` also freezes the parameters,
+    which the optimizer and the sharded model hold.
+    """
+    layers = adapted_layers(model).values()
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def dropouts(model: nn.Module) -> list[SampleDropout]:

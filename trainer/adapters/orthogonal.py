@@ -47,6 +47,8 @@ class _Rotated(nn.Module, BaseTunerLayer):  # type: ignore[misc]
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.base_layer(x)
+        if self.disable_adapters:
+            return result
         bias = self.base_layer.bias
         if bias is None:
             return self._turned(result)

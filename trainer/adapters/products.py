@@ -27,6 +27,8 @@ class _Product(LycorisLayer):  # type: ignore[misc]
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.base_layer(x)
+        if self.disable_adapters:
+            return result
         return result + self._get_delta_activations(ADAPTER, x).to(result.dtype)
 
     def _get_delta_activations(self, adapter_name: str, x: Tensor) -> Tensor:

@@ -56,6 +56,8 @@ def refused(changed: Iterable[Change], step: int) -> Iterator[Problem]:
     """A problem for each change that cannot be made after `step` steps."""
     for change in changed:
         why = next((FIXED[field] for field in FIXED if f"{change.field}.".startswith(f"{field}.")), "")
+        if change.field == "objective.dpo_beta" and not (change.before and change.after):
+            why = f"the data and their position are of another kind; {_NEW_ADAPTER}"
         if change.field == "optim.ema" and not (change.before and change.after):
             why = "the checkpoint holds an average or it does not; start a new run"
         # A field that the former config lacks was new in a later version, or belongs to another kind of adapter.

@@ -92,6 +92,10 @@ def refused(cfg: RunConfig) -> Iterator[Problem]:
     if known is None:
         return
     yield from _too_large(cfg, known.longest_side)
+    if cfg.objective.dpo_beta is not None and "rejected" in known.data_fields and not cfg.data.rejected:
+        yield Problem(
+            "objective.dpo_beta", "needs data.rejected, the folder with the images that are not preferred; name it"
+        )
     sections: tuple[tuple[str, Section, tuple[str, ...]], ...] = (
         ("data", cfg.data, known.data_fields),
         ("sample", cfg.sample, known.sample_fields),

@@ -171,6 +171,7 @@ def rules(cfg: RunConfig) -> Iterator[Problem]:
     yield from _strategy_rules(cfg)
     yield from _group_rules(cfg)
     yield from _data_rules(cfg)
+    yield from _preference_rules(cfg)
     yield from _sample_rules(cfg)
     yield from _cluster_rules(cfg)
     yield from _stage_rules(cfg)
@@ -315,6 +316,48 @@ def _objective_rules(cfg: RunConfig) -> Iterator[Problem]:
             "objective.prediction: v_prediction, or set this to auto",
             depends_on=("objective.prediction",),
         )
+
+
+def _preference_rules(cfg: RunConfig) -> Iterator[Problem]:
+    """Check that pairs are compared with a model without the adapter, and that nothing in the data applies to one image
+    of a pair only."""
+    if cfg.objective.dpo_beta is None:
+        if cfg.data.rejected:
+            yield Problem(
+                "data.rejected",
+                "has no effect without objective.dpo_beta; set it, for example to 2000",
+                depends_on=("objective.dpo_beta",),
+            )
+        return
+    if cfg.adapter.type == "none":
+        yield Problem(
+            "objective.dpo_beta",
+            "compares the model with itself without its adapter, but adapter.type is none; set a type, or leave this "
+            "out",
+            depends_on=("adapter.type",),
+        )
+    for component, mode in cfg.model.train.items():
+        if mode == "full":
+            yield Problem(
+                f"model.train.{component}",
+                "full would change the model that objective.dpo_beta compares with; use adapter or frozen",
+                depends_on=("objective.dpo_beta",),
+            )
+    cuts = (("packing", cfg.data.packing, "split", "whole"), ("too_long", cfg.data.too_long, "cut", "drop"))
+    for name, value, cut, kept in cuts:
+        if value == cut:
+            yield Problem(
+                f"data.{name}",
+                f"{cut} cannot be combined with objective.dpo_beta, which compares whole answers; use {kept}",
+                depends_on=("objective.dpo_beta",),
+            )
+    for name, folder in (("masks", cfg.data.masks), ("regularization", cfg.data.regularization)):
+        if folder:
+            yield Problem(
+                f"data.{name}",
+                "cannot be combined with objective.dpo_beta, which compares whole images of pairs; leave it out",
+                depends_on=("objective.dpo_beta",),
+            )
 
 
 def _optim_rules(cfg: RunConfig) -> Iterator[Problem]:

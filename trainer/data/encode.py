@@ -77,12 +77,16 @@ class _DataEncoder:
         images = (*dataset.train, *dataset.validation)
         samples = [read_header(Path(file)) for file in self.context.cfg.sample.references]
         texts = self._encode_texts(images)
-        latents = self._encode_images([*images, *(r for image in images for r in image.references), *samples])
+        alike = [*images, *(r for image in images for r in image.references), *samples]
+        pairs = [(image.rejected, self._bucket(image)) for image in images if image.rejected]
+        keys = self._encode_images([*((image, self._bucket(image)) for image in alike), *pairs])
+        latents = _usable(alike, keys[: len(alike)])
+        rejected = _usable([image for image, _ in pairs], keys[len(alike) :])
         masks = self._encode_masks([image for image in images if image.path in latents], latents)
         return EncodedData(
             self.cache,
-            _encoded_images(dataset.train, latents, texts, masks),
-            _encoded_images(dataset.validation, latents, texts, masks),
+            _encoded_images(dataset.train, latents, texts, masks, rejected),
+            _encoded_images(dataset.validation, latents, texts, masks, rejected),
             self._encoded_prompts(texts, samples, latents),
             texts[self.context.cfg.sample.negative],
             texts[""],
@@ -134,10 +138,12 @@ class _DataEncoder:
         data, family = self.context.cfg.data, self.family
         return bucket_sizes(data.resolution, family.size_multiple, data.max_aspect, family.longest_side)
 
-    def _encode_images(self, images: Sequence[ImageFile]) -> dict[Path, str]:
-        """Encode images, each in the bucket of its own shape. Returns {file: key} of the usable ones."""
-        sized = [(image, choose_bucket(image.width, image.height, self._sizes)) for image in images]
-        digests = content_keys([image.path for image in images], self._crew)
+    def _bucket(self, image: ImageFile) -> tuple[int, int]:
+        return choose_bucket(image.width, image.height, self._sizes)
+
+    def _encode_images(self, sized: Sequence[tuple[ImageFile, tuple[int, int]]]) -> list[str | None]:
+        """Encode images in (width, height). Returns the key of each, None where it cannot be used."""
+        digests = content_keys([image.path for image, _ in sized], self._crew)
         keys = [
             key_of(self._origin, "image", digest, size, *_conversion(image))
             for digest, (image, size) in zip(digests, sized, strict=True)
@@ -154,7 +160,7 @@ class _DataEncoder:
             self._release()
             _report_failures(failures, self.context.cfg, self.context.emit)
             self._warn_of_invisible(invisible)
-        return {image.path: key for image, key in zip(images, keys, strict=True) if key not in failures}
+        return [None if key in failures else key for key in keys]
 
     def _load_and_encode(self, encoder: Any, invisible: list[Path], item: tuple[ImageFile, tuple[int, int]]) -> Example:
         """Encode an image of (image file, bucket size). Images without a visible pixel are added to `invisible`."""
@@ -215,13 +221,18 @@ class _DataEncoder:
             torch.cuda.empty_cache()
 
 
+def _usable(images: Sequence[ImageFile], keys: Sequence[str | None]) -> dict[Path, str]:
+    return {image.path: key for image, key in zip(images, keys, strict=True) if key is not None}
+
+
 def _encoded_images(
     images: Iterable[CaptionedImage],
     latents: Mapping[Path, str],
     texts: Mapping[str, str],
     masks: Mapping[CaptionedImage, str],
+    rejected: Mapping[Path, str],
 ) -> tuple[EncodedImage, ...]:
-    """The images of which file, mask and references can all be used."""
+    """The images of which file, mask, references and rejected image can all be used."""
     return tuple(
         EncodedImage(
             image,
@@ -229,9 +240,11 @@ def _encoded_images(
             texts[image.caption],
             masks.get(image),
             tuple(latents[reference.path] for reference in image.references),
+            rejected[image.rejected.path] if image.rejected else None,
         )
         for image in images
         if all(file.path in latents for file in (image, *image.references))
+        if image.rejected is None or image.rejected.path in rejected
         if image.mask is None or image in masks
     )
 

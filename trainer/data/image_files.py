@@ -16,7 +16,7 @@ from trainer.config.sections import TRIGGER_PLACE, DataConfig, half_character
 from trainer.config.terminal import shortened
 from trainer.data import image_warnings
 from trainer.data.image_io import IMAGE_SUFFIXES, ImageFile, files_below, read_header
-from trainer.data.masks_references import Findings, Masks, References
+from trainer.data.masks_references import Findings, Masks, References, Rejected
 from trainer.data.text_files import rows
 
 OTHER_IMAGE_SUFFIXES = frozenset({".gif", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".tga", ".psd", ".exr", ".dng"})
@@ -26,12 +26,12 @@ MOST_WRONG_ROWS = 1000
 MAX_CAPTION = 64 * 2**10
 """Limit for a caption, bytes: some 16,000 tokens, more than any encoder reads."""
 
-C = TypeVar("C", Masks, References)
+C = TypeVar("C", Masks, References, Rejected)
 
 
 @dataclass(frozen=True)
 class CaptionedImage(ImageFile):
-    """One image with its caption, mask and references.
+    """One image with its caption and what belongs to it.
 
     Attributes:
         caption: The caption, with the trigger filled in.
@@ -39,6 +39,7 @@ class CaptionedImage(ImageFile):
         loss_weight: Weight of its loss; 1 unless it is a regularization image.
         mask: The mask of the loss; None where the whole image is learned.
         references: The reference images of edit training.
+        rejected: In preference training the image that this one is preferred to.
         is_own: Whether it shows the subject that is learned; False for a regularization image.
     """
 
@@ -47,6 +48,7 @@ class CaptionedImage(ImageFile):
     loss_weight: float = 1.0
     mask: ImageFile | None = None
     references: tuple[ImageFile, ...] = ()
+    rejected: ImageFile | None = None
     is_own: bool = True
 
 
@@ -182,6 +184,7 @@ class _Scanner:
         self._captioned: dict[Path, list[Path]] = {}
         self._masks = self._companions(Masks, "data.masks", cfg.masks)
         self._references = self._companions(References, "data.references", cfg.references)
+        self._rejected = self._companions(Rejected, "data.rejected", cfg.rejected)
 
     def images(self, source: _Source) -> list[CaptionedImage]:
         """The usable images of one folder, by relative path."""
@@ -197,7 +200,7 @@ class _Scanner:
 
     def finish(self) -> None:
         """To be called after the last folder. Raises InputError if any problem stops the run."""
-        for companions in (self._masks, self._references):
+        for companions in (self._masks, self._references, self._rejected):
             if companions:
                 companions.finish()
         self._warn_of_shared_captions()
@@ -258,6 +261,7 @@ class _Scanner:
             file = read_header(path)
             mask = self._masks.of(name, file) if self._masks and source.is_own else None
             references = self._references.of(name, file) if self._references and source.is_own else ()
+            rejected = self._rejected.of(name, file) if self._rejected else None
         except InputError as error:
             self._watcher.bad(path)
             self._bad_image(str(error))
@@ -271,6 +275,7 @@ class _Scanner:
             weight=source.weight,
             mask=mask,
             references=references,
+            rejected=rejected,
         )
 
     def _caption(self, path: Path, captions: Mapping[Path, str]) -> str | None:

@@ -27,13 +27,21 @@ from trainer.run.manifest import Progress
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """An image and the cache keys of its latents, its caption's embeddings, its mask and its references' latents."""
+    """An image and the cache keys of its latents, its caption's embeddings, its mask, and the latents of its references
+    and of its rejected image."""
 
     image: CaptionedImage
     latents: str
     text: str
     mask: str | None
     references: tuple[str, ...]
+    rejected: str | None = None
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        """Its part of `EncodedData.digest`, which only pairs have more of since there are pairs."""
+        pair = () if self.rejected is None else (self.rejected,)
+        return (self.latents, self.text, self.mask, self.references, self.image.weight, *pair)
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,8 @@ class EncodedData:
     """Everything a run feeds to the model, by cache key.
 
     In addition to what the family encodes, an example holds "mask" (h, w), weights of the loss per latent pixel, where
-    the data have masks, and "reference_0", "reference_1" and so on (..., h, w), the latents of its reference images.
+    the data have masks, "reference_0", "reference_1" and so on (..., h, w), the latents of its reference images, and
+    "rejected" in the shape of the latents, those of the image that this one is preferred to.
 
     Attributes:
         negative: Key of the negative prompt.
@@ -91,8 +100,7 @@ class EncodedData:
     @property
     def digest(self) -> str:
         """Digest of the training examples and their order; it changes with the images, captions and weights."""
-        parts = [(one.latents, one.text, one.mask, one.references, one.image.weight) for one in self.train]
-        return key_of(*parts)
+        return key_of(*(one.content for one in self.train))
 
     def loss_weight(self, item: ImageItem) -> float:
         """The weight of an item's loss."""
@@ -103,6 +111,8 @@ class EncodedData:
         example = read(encoded.latents) | text
         if encoded.mask is not None:
             example |= read(encoded.mask)
+        if encoded.rejected is not None:
+            example["rejected"] = read(encoded.rejected)["latents"]
         if self.with_size:
             example["original_size"] = torch.tensor([encoded.image.height, encoded.image.width])
         return example | _reference_latents(encoded.references, read)

@@ -1,4 +1,5 @@
-"""Images that go with those of the data by their names: masks of the loss, and references of edit training."""
+"""Images that go with those of the data by their names: masks of the loss, references of edit training, and the images
+that are rejected in preference training."""
 
 from __future__ import annotations
 
@@ -118,6 +119,35 @@ class References(_Companions):
             self.findings.problems.append(
                 f"{self.field}: {len(self.alone)} of {self.num_images} images have no reference, first {image}; "
                 f"add {self.folder / name}.png, or {name}_0.png, {name}_1.png and so on"
+            )
+
+
+class Rejected(_Companions):
+    """The images that are not preferred, by name. Each image of the data needs one."""
+
+    def __init__(self, field: str, folder: Path, files: Iterable[Path], findings: Findings) -> None:
+        super().__init__(field, folder, files, findings)
+        self._cropped: list[Path] = []
+
+    def of(self, name: str, image: ImageFile) -> ImageFile | None:
+        """The image called `name`, None where it is missing, which is collected as a problem. Raises as `Masks.of`."""
+        found = self.claim([name] if name in self.files else [], name, image.path)
+        self._cropped += [one.path for one in found if not _same_shape(one, image)]
+        return found[0] if found else None
+
+    def finish(self) -> None:
+        """Collect messages about images that do not match. To be called after the last image."""
+        self.warn_of_unused()
+        if self.alone:
+            name, image = self.alone[0]
+            self.findings.problems.append(
+                f"{self.field}: {len(self.alone)} of {self.num_images} images have no rejected image, first {image}; "
+                f"add {self.folder / name}.png"
+            )
+        if self._cropped:
+            self.findings.warnings.append(
+                f"{self.field}: {len(self._cropped)} of {self.num_images} images are cropped to another aspect ratio, "
+                f"that of the preferred image, first {self._cropped[0]}"
             )
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from trainer.config.errors import InputError
 from trainer.config.files import MIB, opened
 from trainer.config.sections import half_character
-from trainer.data.text_files import CHAT, PAIR, columns_of, kind_of, open_parquet, reading
+from trainer.data.text_files import CHAT, PAIR, PREFERENCE, columns_of, kind_of, open_parquet, reading
 
 SHARD_CHUNK = 2**16
 LINE_CHUNK = 2**20
@@ -52,6 +52,8 @@ class Document:
             stored in.
         learned: (N,) which of them are predicted; the first never is, since no token precedes it.
         is_text: Whether it is plain text, which may be cut anywhere.
+        second: Index of the first token of the rejected answer, in a pair of a preference; 0 for other documents. The
+            two answers do not see each other.
         where: Returns the file, with the line or row, for messages.
     """
 
@@ -59,6 +61,7 @@ class Document:
     learned: NDArray[np.bool_]
     is_text: bool
     where: Callable[[], str]
+    second: int = 0
 
 
 Reader = Callable[[], Document]
@@ -96,6 +99,8 @@ class Encoder:
     def row(self, values: Mapping[str, Any], where: Callable[[], str]) -> Document:
         """Tokenize a row of a file. Raises InputError with the reason but without file and line."""
         kind = kind_of(values)
+        if kind == PREFERENCE:
+            return self._preference(values, where)
         if kind == CHAT and self.chat is not None:
             ids, learned = self.chat(values["messages"], values.get("tools"))
             return Document(np.array(ids, dtype=np.int64), np.array(learned, dtype=np.bool_), False, where)
@@ -106,10 +111,49 @@ class Encoder:
         prompt, completion = _string(values, "prompt"), _string(values, "completion")
         if not completion:
             return self._document([], [], False, where)
-        if self.pair is not None:
-            return self._document(*self.pair(prompt, completion), False, where)
+        return self._document(*(self.pair or self._apart)(prompt, completion), False, where)
+
+    def _preference(self, values: Mapping[str, Any], where: Callable[[], str]) -> Document:
+        """Tokenize a prompt with its two answers, the chosen one first.
+
+        What both begin with adds equally to both log-probabilities, and is not learned: of a conversation also the
+        turns of the assistant before its answer.
+        """
+        if values["chosen"] == values["rejected"]:
+            raise InputError('"chosen" and "rejected" are equal, so that neither is preferred; remove the row')
+        chosen, rejected = (self._answer(values, key) for key in ("chosen", "rejected"))
+        shared = _common(chosen.tokens, rejected.tokens)
+        if shared == len(chosen.tokens) == len(rejected.tokens):
+            raise InputError('"chosen" and "rejected" have equal tokens, so that neither is preferred; remove the row')
+        for answer in (chosen, rejected):
+            answer.learned[: max(shared, 1)] = False  # no token precedes the first
+        tokens = np.concatenate([chosen.tokens, rejected.tokens])
+        learned = np.concatenate([chosen.learned, rejected.learned])
+        return Document(tokens, learned, False, where, second=len(chosen.tokens))
+
+    def _answer(self, values: Mapping[str, Any], key: str) -> Document:
+        """Tokenize one answer with its prompt."""
+        answer, prompt = values[key], values.get("prompt", "")
+        if isinstance(answer, str):
+            before, after = _string(values, "prompt") if "prompt" in values else "", _string(values, key)
+            ids, learned = (self.pair or self._apart)(before, after)
+            return self._document(ids, learned, False, str)
+        if not isinstance(answer, list):
+            raise InputError(f'"{key}" is neither a string nor a list of messages')
+        if self.chat is None:
+            raise InputError(NO_KEYS)
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}] if prompt else []
+        if not isinstance(prompt, list):
+            raise InputError('"prompt" is neither a string nor a list of messages')
+        ids, learned = self.chat([*prompt, *answer], values.get("tools"))
+        if not ids:
+            raise InputError(f'"{key}" has no message of the assistant')
+        return Document(np.array(ids, dtype=np.int64), np.array(learned, dtype=np.bool_), False, str)
+
+    def _apart(self, prompt: str, completion: str) -> Encoded:
         before, after = self.tokenize(prompt), self.tokenize(completion)
-        return self._document(before + after, [False] * len(before) + [True] * len(after), False, where)
+        return before + after, [False] * len(before) + [True] * len(after)
 
     def _document(self, ids: list[int], learned: list[bool], is_text: bool, where: Callable[[], str]) -> Document:
         """Put beginning and end around ids; the end is always learned."""
@@ -185,6 +229,13 @@ def _line_values(line: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InputError(f"not a JSON object; {ROW_KEYS}")
     return values
+
+
+def _common(one: NDArray[np.integer[Any]], other: NDArray[np.integer[Any]]) -> int:
+    """Number of tokens that both begin with."""
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return int(differ[0]) if len(differ) else length
 
 
 def _string(values: Mapping[str, object], key: str) -> str:

@@ -18,11 +18,12 @@ from trainer.config.terminal import shortened
 
 SUFFIXES = frozenset({".txt", ".jsonl", ".parquet", ".npy"})
 GIVE = "a .txt, .jsonl, .parquet or .npy file"
-Kind = Literal["text", "pair", "chat"]
+Kind = Literal["text", "pair", "chat", "preference"]
 TEXT: Kind = "text"
 PAIR: Kind = "pair"
 CHAT: Kind = "chat"
-COLUMNS = ("text", "prompt", "completion", "messages", "tools")
+PREFERENCE: Kind = "preference"
+COLUMNS = ("text", "prompt", "completion", "messages", "tools", "chosen", "rejected")
 """The keys of rows that are read."""
 MOST_DEEP = 100
 """Limit for nested folders: each level lengthens every path, so the search takes time in the square of the depth."""
@@ -74,8 +75,32 @@ def kinds(files: Sequence[Path]) -> frozenset[Kind]:
     return frozenset(found)
 
 
+def check_preferences(files: Sequence[Path], compares: bool) -> None:
+    """Raise InputError for files of preferences that a run does not compare, and for others that it cannot.
+
+    Args:
+        files: The files of a run.
+        compares: Whether `objective.dpo_beta` is set.
+    """
+    for file in files:
+        with reading(file):
+            is_preference = _kind_in(file) == PREFERENCE
+        if compares and not is_preference:
+            raise InputError(
+                f"{file}: holds no pairs, which objective.dpo_beta compares; give .jsonl or .parquet files whose rows "
+                'have "prompt", "chosen" and "rejected", or leave objective.dpo_beta out'
+            )
+        if is_preference and not compares:
+            raise InputError(
+                f'{file}: its rows have "chosen" and "rejected", which only preference training reads; set '
+                "objective.dpo_beta, for example to 0.1"
+            )
+
+
 def kind_of(keys: Mapping[str, Any] | Sequence[str]) -> Kind:
     """What a row with these keys holds."""
+    if "chosen" in keys and "rejected" in keys:
+        return PREFERENCE
     if "messages" in keys:
         return CHAT
     return PAIR if "prompt" in keys and "completion" in keys and "text" not in keys else TEXT

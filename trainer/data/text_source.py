@@ -17,7 +17,18 @@ from trainer.config.sections import DataConfig
 from trainer.data.loader import BatchSizes
 from trainer.data.source import DataSource, Draw, SampleDrawer
 from trainer.data.text_documents import Encoder
-from trainer.data.text_files import CHAT, TEXT, TextFolder, digest, folders_of, kinds, of_config, sizes
+from trainer.data.text_files import (
+    CHAT,
+    TEXT,
+    TextFolder,
+    check_preferences,
+    digest,
+    first_row,
+    folders_of,
+    kinds,
+    of_config,
+    sizes,
+)
 from trainer.data.text_rows import key_of, num_rows
 from trainer.data.text_stream import START, PackedRow, Packing, StreamPosition, TextStream
 from trainer.distributed.context import RankContext
@@ -56,6 +67,7 @@ class TextSource(DataSource):
         files, self._held_out_files = of_config(cfg.data)
         self.digest = world.gather(_digest(files, self._folders))[0]
         _check_same(files, world)
+        check_preferences((*files, *self._held_out_files), cfg.objective.dpo_beta is not None)
         self._batch_sampler: TextBatchSampler | None = None
         self._rows_of_an_epoch = math.nan
         self.follow_recipe(RECIPE)
@@ -76,7 +88,7 @@ class TextSource(DataSource):
     def num_samples(self, epochs: float, context: RankContext) -> int:
         """Every epoch counts as many rows as the first, whose order decides how its documents fill rows."""
         key = key_of(self._cfg, self._family, self.digest, self._recipe)
-        stream = self._stream(self._folders, 1, lambda epoch, where, why: None)
+        stream = self._stream(self._folders, 1, LeftOut(lambda event: None))
         self._rows_of_an_epoch = num_rows(stream.rows(), key, context)
         return max(1, math.ceil(epochs * self._rows_of_an_epoch))
 
@@ -235,7 +247,8 @@ def answers(cfg: RunConfig) -> bool:
     if cfg.sample.chat != "auto":
         return cfg.sample.chat == "on"
     try:
-        return CHAT in kinds(of_config(cfg.data)[0])
+        files = of_config(cfg.data)[0]
+        return CHAT in kinds(files) or any(isinstance((first_row(f) or {}).get("chosen"), list) for f in files)
     except InputError:  # a sample can also be drawn after the data of its run were moved
         return False
 

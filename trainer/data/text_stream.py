@@ -33,10 +33,12 @@ class Piece:
     Attributes:
         tokens: (N,) ids.
         learned: (N,) which of them are predicted; never the first.
+        second: As in `Document`.
     """
 
     tokens: NDArray[np.int64]
     learned: NDArray[np.bool_]
+    second: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +48,8 @@ class PackedRow:
     Attributes:
         tokens: (length,) ids; padding is end-of-text.
         learned: (length,) which of them are predicted; no first token of a piece, no prompt, no padding.
-        documents: (length,) index of the piece in the row, from 0; PADDING for padding.
+        documents: (length,) index of the piece in the row, from 0; PADDING for padding. The two answers of a preference
+            count as two, so that pair n has 2n and 2n + 1.
     """
 
     tokens: NDArray[np.int64]
@@ -221,7 +224,7 @@ class TextStream:
             return
         why = f"longer than data.length {self._length}"
         piece, _ = _cut(document, START, self._length)
-        if self._too_long == "cut" and piece.learned.any():
+        if self._too_long == "cut" and piece.learned.any() and not document.second:
             yield piece
         else:
             self._leave_out(epoch, document, why if self._too_long == "drop" else f"{why} before anything is learned")
@@ -244,13 +247,16 @@ class TextStream:
         tokens = np.full(self._length, self._end_of_text, dtype=np.int64)
         learned = np.zeros(self._length, dtype=np.bool_)
         documents = np.full(self._length, PADDING, dtype=np.int64)
-        start = 0
-        for number, piece in enumerate(pieces):
+        start = number = 0
+        for piece in pieces:
             stop = start + len(piece.tokens)
             tokens[start:stop] = piece.tokens
             learned[start:stop] = piece.learned
             documents[start:stop] = number
-            start = stop
+            if piece.second:
+                number += 1
+                documents[start + piece.second : stop] = number
+            start, number = stop, number + 1
         return PackedRow(tokens, learned, documents)
 
     def _documents(self, position: StreamPosition) -> Iterator[tuple[Document, StreamPosition]]:
@@ -325,7 +331,7 @@ def _cut(document: Document, at: StreamPosition, room: int) -> tuple[Piece, Stre
     stop = min(at.token + room, len(document.tokens))
     learned = document.learned[at.token : stop].copy()
     learned[0] = False
-    piece = Piece(document.tokens[at.token : stop].astype(np.int64), learned)
+    piece = Piece(document.tokens[at.token : stop].astype(np.int64), learned, document.second)
     if stop == len(document.tokens):
         return piece, replace(at, document=at.document + 1, token=0)
     return piece, replace(at, token=stop - 1)

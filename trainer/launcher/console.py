@@ -27,9 +27,11 @@ from trainer.run.events import (
     WarningEvent,
     default_decay,
     format_losses,
+    format_metrics,
     format_speed,
     is_start,
     losses_by_name,
+    metrics_by_name,
     smoothed,
 )
 from trainer.run.length import RunLength
@@ -90,9 +92,10 @@ class StepSummary:
         seconds = num_left * self._pace.seconds() if num_left >= 0 else math.nan
         left = str(timedelta(seconds=round(seconds))) if math.isfinite(seconds) else "unknown"
         means = {name: smoothed(losses, decay)[-1] for name, losses in losses_by_name(self._recent).items()}
+        metrics = {name: smoothed(values, decay)[-1] for name, values in metrics_by_name(self._recent).items()}
         epoch = self.length.epoch_in_words(self.step)
-        parts = [epoch] if epoch else []
-        parts += [f"loss {loss:.4f}{format_losses(means)}", format_speed(*self._recent[-1].speed), f"ETA {left}"]
+        measured = f"loss {loss:.4f}{format_losses(means)}{format_metrics(metrics)}"
+        parts = [*([epoch] if epoch else []), measured, format_speed(*self._recent[-1].speed), f"ETA {left}"]
         if self.peaks:
             parts.append("peak " + " ".join(f"{peak / 2**20:.0f}" for _, peak in sorted(self.peaks.items())) + " MiB")
         return "  ".join(parts)
@@ -242,7 +245,8 @@ def sentence(event: MessageEvent) -> str:
             return f"length: {event.steps:,} steps{counted}"
         case ValidationEvent():
             perplexity = f", perplexity {event.perplexity:.3f}" if math.isfinite(event.perplexity) else ""
-            return f"step {event.step}: validation loss {event.loss:.4f}{perplexity}{format_losses(event.losses)}"
+            measured = f"{perplexity}{format_losses(event.losses)}{format_metrics(event.metrics)}"
+            return f"step {event.step}: validation loss {event.loss:.4f}{measured}"
         case SampleEvent():
             text = f": {' '.join(event.text.split())}" if event.is_text else ""
             return f"step {event.step}: sample {event.path}{text}"

@@ -165,7 +165,8 @@ def _check_data(cfg: RunConfig) -> None:
         image_files.scan(cfg.data)
         question_files.of_config(cfg.data)
     else:
-        text_files.of_config(cfg.data)
+        files, held_out = text_files.of_config(cfg.data)
+        text_files.check_preferences((*files, *held_out), cfg.objective.dpo_beta is not None)
 
 
 def _check_model(loaded: ConfigFile) -> None:

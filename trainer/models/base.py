@@ -35,6 +35,8 @@ LoadModule = Callable[[nn.Module, WeightFiles, Sequence[str]], nn.Module]
 on this rank's device. With block names the module is sharded and in the run's compute type, and every rank must call it
 equally often; without, it is whole and in its own type. Buffers that no file holds are undefined afterwards."""
 
+PREFERENCE_FIELDS = frozenset({"dpo_beta"})
+"""Fields of `objective` that models which are trained on preferences read."""
 FLOW_FIELDS = frozenset({"density", "logit_mean", "logit_std", "mode_scale", "shift", "shift_factor"})
 """Fields of `objective` that flow matching reads; models with a guidance embedding also read "guidance"."""
 DIFFUSION_FIELDS = frozenset({"prediction", "zero_terminal_snr", "min_snr_gamma"})
@@ -49,6 +51,8 @@ CHAT_SAMPLE = frozenset({"chat"})
 """Fields of `sample` that only language models read."""
 QUESTION_DATA = frozenset({"questions", "question_share"})
 """Fields of `data` that only models that answer questions about images read."""
+REJECTED_DATA = frozenset({"rejected"})
+"""Fields of `data` that only models which are trained on preferences between images read."""
 QUESTION_SAMPLE = frozenset({"questions", "images"})
 """Fields of `sample` that only models that answer questions about images read."""
 Mode = Literal["frozen", "adapter", "full"]
@@ -120,7 +124,7 @@ class ModelFamily(ABC):
     halves_swapped: ClassVar[tuple[str, ...]] = ()
     """Layers (regular expressions) whose output halves have the other order in original files. A low-rank update
     survives that; adapters that depend on whole rows (dora, diag-oft, boft) do not, and skip these layers."""
-    objective_fields: ClassVar[frozenset[str]] = FLOW_FIELDS
+    objective_fields: ClassVar[frozenset[str]] = FLOW_FIELDS | PREFERENCE_FIELDS
     """Fields of the section `objective` that the family reads; the others must keep their defaults."""
     options_read: ClassVar[frozenset[str]] = frozenset({"architecture"})
     """Fields of the section `model.options` that the family reads; the others must keep their defaults."""
@@ -453,7 +457,7 @@ class MultimodalFamily(ImageFamily):
     An example is the joint result of `encode_image` and `encode_text`, or the result of `encode_question`.
     """
 
-    data_fields = frozenset(DataConfig.model_fields) - TEXT_DATA
+    data_fields = frozenset(DataConfig.model_fields) - TEXT_DATA - REJECTED_DATA
     sample_fields = frozenset(SampleConfig.model_fields) - DIFFUSION_SAMPLE - CHAT_SAMPLE
     losses = ("images", "text")
     diffusers_adapters = frozenset()
@@ -510,6 +514,20 @@ class TextFamily(ModelFamily):
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
         """The ids of a text, with no special token added."""
+
+    @abstractmethod
+    def document_scores(self, model: nn.ModuleDict, batch: Batch) -> Tensor:
+        """Log-probability of the learned tokens of each document, given the tokens before them in their document.
+
+        Each component is called exactly once.
+
+        Args:
+            model: The live components by name.
+            batch: A batch of rows.
+
+        Returns:
+            (B, `data.length`), fp32; number n of a row is its document n, and 0 where it has fewer.
+        """
 
     @abstractmethod
     def encode_chat(self, messages: object, tools: object = None) -> tuple[list[int], list[bool]]:

@@ -36,11 +36,18 @@ class Loss:
         weight: Number of items without padding, a scalar.
         parts: (number of losses, 2) for a family with several losses: sum of each loss and number of its items, both
             without the weight of the loss. None for other families.
+        errors: (B,) error of each item before its weight, with gradient, for models of images.
+        metrics: (number of metrics, 2) for an objective that measures more than its loss: sum of each metric and number
+            of its items.
+        tokens: Number of learned tokens, where `weight` counts something else.
     """
 
     total: Tensor
     weight: Tensor
     parts: Tensor | None = None
+    errors: Tensor | None = None
+    metrics: Tensor | None = None
+    tokens: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -211,7 +218,7 @@ def total_loss(errors: Tensor, weight: Tensor) -> Loss:
         errors: (B,).
         weight: (B,), 0 for padding.
     """
-    return Loss(total=(errors * weight).sum(), weight=weight.count_nonzero())
+    return Loss(total=(errors * weight).sum(), weight=weight.count_nonzero(), errors=errors)
 
 
 def draw_timestep(num_timesteps: int, rng: SampleRng) -> Tensor:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
@@ -126,6 +126,7 @@ class StepEvent(Event):
         images_per_second: Throughput of all ranks together; NaN for a model that is trained on text.
         tokens_per_second: Learned tokens per second of all ranks together; NaN for a model that is trained on images.
         losses: {name: loss} of this step, for a model with several losses.
+        metrics: {name: value} of what the objective measures in addition to its loss.
     """
 
     loss: Number
@@ -140,6 +141,7 @@ class StepEvent(Event):
     images_per_second: Number = math.nan
     tokens_per_second: Number = math.nan
     losses: dict[str, Number] = field(default_factory=dict)
+    metrics: dict[str, Number] = field(default_factory=dict)
     type: Literal["step"] = "step"
 
     @property
@@ -194,13 +196,15 @@ class ValidationEvent(Event):
 
     Attributes:
         loss: Mean loss.
-        perplexity: Perplexity of text; NaN for images.
+        perplexity: Perplexity of text; NaN for images and where the loss is not a cross-entropy.
         losses: {name: loss}, for a model with several losses.
+        metrics: {name: value} of what the objective measures in addition to its loss.
     """
 
     loss: Number
     perplexity: Number = math.nan
     losses: dict[str, Number] = field(default_factory=dict)
+    metrics: dict[str, Number] = field(default_factory=dict)
     type: Literal["validation"] = "validation"
 
 
@@ -468,14 +472,28 @@ def by_prompt(samples: Iterable[SampleEvent]) -> dict[tuple[int, str], dict[int,
 
 def losses_by_name(steps: Iterable[StepEvent]) -> dict[str, list[float]]:
     """Return {name: losses of all steps} for a model with several losses, else {}. A missing loss is NaN."""
-    steps = list(steps)
-    names = dict.fromkeys(name for step in steps for name in step.losses)
-    return {name: [step.losses.get(name, math.nan) for step in steps] for name in names}
+    return _by_name([step.losses for step in steps])
+
+
+def metrics_by_name(events: Iterable[StepEvent | ValidationEvent]) -> dict[str, list[float]]:
+    """Return {name: values of all events} for an objective that measures more than its loss, else {}. A missing value
+    is NaN."""
+    return _by_name([event.metrics for event in events])
+
+
+def _by_name(columns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    names = dict.fromkeys(name for values in columns for name in values)
+    return {name: [values.get(name, math.nan) for values in columns] for name in names}
 
 
 def format_losses(losses: Mapping[str, float]) -> str:
     """Return for example ` (images 0.5000, text 1.2000)`, and nothing for a model with one loss."""
     return f" ({', '.join(f'{name} {loss:.4f}' for name, loss in losses.items())})" if losses else ""
+
+
+def format_metrics(metrics: Mapping[str, float]) -> str:
+    """Return for example `, margins 0.5000, accuracies 0.7500`, and nothing where the loss is all that is measured."""
+    return "".join(f", {name} {value:.4f}" for name, value in metrics.items())
 
 
 def last_state(events: Iterable[AnyEvent]) -> State:

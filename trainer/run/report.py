@@ -42,6 +42,7 @@ from trainer.run.events import (
     last_state,
     latest_steps,
     losses_by_name,
+    metrics_by_name,
     seconds_waited,
     smoothed,
     step_parts,
@@ -152,6 +153,8 @@ def _facts(run: RunDir, cfg: RunConfig, events: Sequence[AnyEvent]) -> Markup:
         decay = default_decay(length.typical)
         facts.append(("Loss, smoothed", _short(smoothed((step.loss for step in steps), decay)[-1])))
         facts += [(f"of {name}", _short(smoothed(losses, decay)[-1])) for name, losses in losses_by_name(steps).items()]
+        metrics = metrics_by_name(steps).items()
+        facts += [(f"{name.capitalize()}, smoothed", _short(smoothed(values, decay)[-1])) for name, values in metrics]
     if validation:
         step, lowest = min(validation, key=lambda point: (not math.isfinite(point[1]), point[1]))
         facts.append(("Lowest validation loss", f"{_short(lowest)} at step {step:,.0f}"))
@@ -264,6 +267,9 @@ def _messages(events: Iterable[AnyEvent]) -> Markup:
 def _charts(run: RunDir, cfg: RunConfig, events: Sequence[AnyEvent]) -> Iterator[Markup]:
     steps, decay = latest_steps(events), default_decay(RunLength.of(cfg, events).typical)
     yield chart("Loss", [*loss_lines(steps, decay), Line("validation", _validation(events), "dots")])
+    held_out = [event for event in events if isinstance(event, ValidationEvent)]
+    for name in metrics_by_name(steps):
+        yield chart(name.capitalize(), metric_lines(name, steps, held_out, decay))
     yield chart("Learning rate", [_line("learning rate", steps, lambda step: step.lr)])
     yield chart("Gradient norm", [_line("before clipping", steps, lambda step: step.grad_norm, "noisy", decay)])
     yield chart("Seconds per step", seconds_lines(steps, decay), "seconds")
@@ -285,6 +291,26 @@ def loss_lines(steps: Sequence[StepEvent], decay: float) -> list[Line]:
         _line("each step", steps, lambda step: step.loss, "noisy", decay),
         *(_column(name, steps, losses, decay) for name, losses in named.items()),
     ]
+
+
+def metric_lines(
+    name: str, steps: Sequence[StepEvent], held_out: Sequence[ValidationEvent], decay: float
+) -> list[Line]:
+    """Return the lines of a metric, in training and on held-out examples; none where it was not measured.
+
+    Args:
+        name: Key of `StepEvent.metrics`.
+        steps: The steps.
+        held_out: The validations.
+        decay: Decay of the smoothed line.
+    """
+    lines = []
+    if any(name in step.metrics for step in steps):
+        lines.append(_line("each step", steps, lambda step: step.metrics.get(name, math.nan), "noisy", decay))
+    if any(name in event.metrics for event in held_out):
+        points = [(event.step, event.metrics.get(name, math.nan)) for event in held_out]
+        lines.append(Line("validation", points, "dots"))
+    return lines
 
 
 def seconds_lines(steps: Sequence[StepEvent], decay: float) -> list[Line]:

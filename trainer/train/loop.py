@@ -33,7 +33,7 @@ from trainer.export import check_export
 from trainer.metrics.memory import local_bytes
 from trainer.metrics.out_of_memory import OomContext, explain_out_of_memory
 from trainer.metrics.step_time import BACKWARD, DATA, FORWARD, OPTIMIZER, StepTimer
-from trainer.models import families
+from trainer.models import families, preferences
 from trainer.models.build import (
     build_model,
     continue_adapter,
@@ -85,15 +85,17 @@ class Agreed:
     Attributes:
         loss: Mean over the examples; NaN where it was not finite on some rank.
         weight: Examples of all ranks, without padding.
+        tokens: Learned tokens of all ranks, for a language model.
         non_finite: Ranks whose loss was not finite.
         stop, save, sample: Whether the user requested this.
         preempted: Whether some rank received a signal to leave soon.
         saved: Whether every rank has written the checkpoint that was begun.
-        losses: By name, as in `StepEvent`.
+        losses, metrics: By name, as in `StepEvent`.
     """
 
     loss: float
     weight: float
+    tokens: float
     non_finite: int
     stop: bool
     preempted: bool
@@ -101,6 +103,40 @@ class Agreed:
     sample: bool
     saved: bool
     losses: dict[str, float]
+    metrics: dict[str, float]
+
+
+@dataclass
+class _Sums:
+    """The losses of several passes of one rank, added up.
+
+    Attributes:
+        total, weight, tokens: As in `Loss`; a loss whose `tokens` are None has as many as its weight.
+        parts: `Loss.parts`, then `Loss.metrics`.
+    """
+
+    total: Tensor
+    weight: Tensor
+    tokens: Tensor
+    parts: Tensor
+
+    @classmethod
+    def zero(cls, num_parts: int, like: Tensor) -> _Sums:
+        """No pass yet. like: a tensor on the device and of the type of the sums."""
+        total, weight, tokens = like.new_zeros(3)
+        return cls(total, weight, tokens, like.new_zeros(num_parts, 2))
+
+    def add(self, loss: Loss) -> None:
+        self.total += loss.total.detach().to(self.total)
+        self.weight += loss.weight.to(self.total)
+        self.tokens += (loss.weight if loss.tokens is None else loss.tokens).to(self.total)
+        measured = [part for part in (loss.parts, loss.metrics) if part is not None]
+        if measured:
+            self.parts += torch.cat(measured).to(self.total)
+
+    def numbers(self) -> list[float]:
+        """Total, weight, tokens and the flattened parts."""
+        return [float(self.total), float(self.weight), float(self.tokens), *self.parts.flatten().tolist()]
 
 
 class Trainer:
@@ -148,9 +184,11 @@ class Trainer:
         self.step = self.samples_seen = self.skipped = self._skipped_in_a_row = 0
         self.log = RunLog(run, world, emit, before)
         self.family = families.make(cfg, cache)
+        self.objective = preferences.make(cfg, self.family)
         for warning in self.family.warnings(cfg):
             self.log.warn(warning)
         built = build_model(cfg, self.family)
+        self.objective.check(built)
         export_notes = check_export(cfg, self.family, built.trainables)
         load = encoder_loader(cfg, world, cache, self.log.listener("encoding"))
         events = EventReader(run.events_file).read() if world.rank == 0 else []
@@ -244,9 +282,7 @@ class Trainer:
         began = time.perf_counter()
         micro_batches = self.loader.micro_batches(self.step)
         self.clock.mark(DATA)
-        total = torch.zeros((), device=world.device)
-        weight = torch.zeros((), device=world.device)
-        parts = torch.zeros(len(self.family.losses), 2, device=world.device)
+        sums = _Sums.zero(self._num_parts, torch.empty(0, device=world.device))
         for i, micro_batch in enumerate(micro_batches):
             if len(micro_batches) > 1:  # it visits every module, and a single pass always reduces
                 sync_gradients(self.model, i == len(micro_batches) - 1, self._shards_gradients)
@@ -258,10 +294,8 @@ class Trainer:
             # FSDP averages over ranks; the loss of the step is a sum over them.
             (loss.total * (world.size / batch_size)).backward()  # type: ignore[no-untyped-call]
             self.clock.mark(BACKWARD)
-            total += loss.total.detach()
-            weight += loss.weight
-            parts += 0 if loss.parts is None else loss.parts
-        agreed = self._agree(float(total), float(weight), parts.flatten().tolist())
+            sums.add(loss)
+        agreed = self._agree(*sums.numbers())
         self.oom_context.enter(OPTIMIZER)
         grad_norm, lr = self._update(agreed)
         self.clock.mark(OPTIMIZER)
@@ -273,23 +307,25 @@ class Trainer:
 
     def _loss(self, examples: Sequence[Example], weights: Sequence[float], rng: SampleRng) -> Loss:
         """The loss of examples that share a batch key; the weight of padding is 0."""
+        examples, weights, rng = self.objective.items(examples, weights, rng)
         batch = {**self.family.collate(examples), "weight": torch.tensor(weights)}
         if self._dropouts:
             rows = self.family.sample_rows(batch)
             adapters.set_samples(self._dropouts, rng.seed, rng.indices, rows, self.world.device)
         on_device = {key: tensor.to(self.world.device, non_blocking=True) for key, tensor in batch.items()}
-        return self.family.loss(self.model, on_device, rng)
+        return self.objective.loss(self.family, self.model, on_device, rng)
 
-    def _agree(self, total: float, weight: float, parts: Sequence[float]) -> Agreed:
+    def _agree(self, total: float, weight: float, tokens: float, *parts: float) -> Agreed:
         """Reduce once per step: loss, weight, and the flags that all ranks must act on together.
 
         Args:
-            parts: `Loss.parts` of this rank, flattened.
+            total, weight, tokens, parts: `_Sums.numbers` of this rank.
         """
         world, is_rank0, is_finite = self.world, self.world.rank == 0, math.isfinite(total)
         mine = [
             total if is_finite else 0.0,
             weight,
+            tokens,
             float(not is_finite),
             float(self._is_stopping()),
             float(bool(self.preemption)),
@@ -299,8 +335,8 @@ class Trainer:
             *parts,
         ]
         with self.clock.communication():
-            total, weight, non_finite, stop, preempted, save, sample, saved, *others = world.sum(mine)
-        own_s, parts = others[: world.size], others[world.size :]
+            total, weight, tokens, non_finite, stop, preempted, save, sample, saved, *others = world.sum(mine)
+        own_s, (losses, metrics) = others[: world.size], self._means(others[world.size :])
         if is_rank0:
             # Cleared only where this step answers it: a request that came since waits for the next step.
             answered: dict[Request, float] = {"stop": stop, "save": save, "sample": sample}
@@ -312,13 +348,15 @@ class Trainer:
         return Agreed(
             loss=math.nan if non_finite else total / weight,
             weight=weight,
+            tokens=tokens,
             non_finite=int(non_finite),
             stop=bool(stop),
             preempted=bool(preempted),
             save=bool(save),
             sample=bool(sample),
             saved=saved == world.size,
-            losses=self._means(parts),
+            losses=losses,
+            metrics=metrics,
         )
 
     def _update(self, agreed: Agreed) -> tuple[float, float]:
@@ -383,15 +421,25 @@ class Trainer:
                 seconds_optimizer=split[OPTIMIZER],
                 seconds_communication=split["communication"],
                 images_per_second=self.cfg.train.batch_size / seconds if self.data.unit == "images" else math.nan,
-                tokens_per_second=agreed.weight / seconds if self.data.unit == "tokens" else math.nan,
+                tokens_per_second=agreed.tokens / seconds if self.data.unit == "tokens" else math.nan,
                 losses=agreed.losses,
+                metrics=agreed.metrics,
             )
         )
 
-    def _means(self, parts: Sequence[float]) -> dict[str, float]:
-        """The mean of each named loss that had items. parts: `Loss.parts`, flattened and summed over the ranks."""
-        named = zip(self.family.losses, parts[::2], parts[1::2], strict=True)
-        return {name: total / count for name, total, count in named if count and math.isfinite(total)}
+    @property
+    def _num_parts(self) -> int:
+        return len(self.family.losses) + len(self.objective.metrics)
+
+    def _means(self, parts: Sequence[float]) -> tuple[dict[str, float], dict[str, float]]:
+        """The mean of each named loss that had items, and of each metric. parts: `_Sums.parts`, flattened and summed
+        over the ranks."""
+        sums, losses = list(zip(parts[::2], parts[1::2], strict=True)), self.family.losses
+        named = (zip(losses, sums, strict=False), zip(self.objective.metrics, sums[len(losses) :], strict=True))
+        of_losses, of_metrics = (
+            {name: total / count for name, (total, count) in one if count and math.isfinite(total)} for one in named
+        )
+        return of_losses, of_metrics
 
     def _is_stopping(self) -> bool:
         """Whether a request, a signal or the death of torchrun stops the run. Only rank 0 sees requests."""
@@ -401,23 +449,21 @@ class Trainer:
     def validate(self) -> float:
         """Mean loss on the held-out examples, with noise and timesteps that are the same every time."""
         count, size = self.data.num_held_out, self.world.size
-        total = weight = 0.0
-        parts = torch.zeros(len(self.family.losses), 2)
+        sums = _Sums.zero(self._num_parts, torch.empty(0, dtype=torch.float64))
         with self._evaluating():
             for first in range(0, count, size):
                 index = first + self.world.rank
                 example = self.data.held_out(index % count)
                 mine = 1.0 if index < count else 0.0
                 rng = SampleRng(derived_seed(self.cfg.train.seed, "validation"), (index % count,), self.world.device)
-                loss = self._loss((example,), (mine,), rng)
-                total += float(loss.total)
-                weight += float(loss.weight)
-                parts += 0 if loss.parts is None else loss.parts.cpu()
-        total, weight, *sums = self.world.sum([total, weight, *parts.flatten().tolist()])
-        mean = total / weight
+                sums.add(self._loss((example,), (mine,), rng))
+        total, weight, _, *parts = self.world.sum(sums.numbers())
+        mean, (losses, metrics) = total / weight, self._means(parts)
         self._validated = (self.step, mean)
-        perplexity = perplexity_of(mean) if self.data.unit == "tokens" else math.nan
-        self.log.emit(ValidationEvent(step=self.step, loss=mean, perplexity=perplexity, losses=self._means(sums)))
+        is_entropy = self.data.unit == "tokens" and not self.objective.metrics
+        perplexity = perplexity_of(mean) if is_entropy else math.nan
+        event = ValidationEvent(step=self.step, loss=mean, perplexity=perplexity, losses=losses, metrics=metrics)
+        self.log.emit(event)
         return mean
 
     def draw_samples(self) -> list[Path]:

@@ -6,7 +6,7 @@ studio.runTabs = studio.runTabs || {};
   const TABS = [['', 'Overview'], ['samples', 'Samples'], ['files', 'Files']], MOST_SHOWN = 12, MOST_MARKS = 40, SAVED_AFTER_MS = 1000, LOG_LENGTH = 200_000;
   const WORDS = { created: 'not started', encoding: 'encoding', stuck: 'no sign of life' };
   const MOODS = { training: 'ok', finished: 'ok', failed: 'bad', stopped: 'warn', stuck: 'warn', created: '' };
-  const parts = {}, charts = {};
+  const parts = {}, charts = {}, chartCards = {};
   const unsaved = new Map(); // notes that could not be saved before another run was opened: {run: {text, version}}
   let name = '', tab = '', data = {}, known = {}, isGone = false, log = null, strip = null, saving = null, turn = Promise.resolve();
 
@@ -363,6 +363,7 @@ studio.runTabs = studio.runTabs || {};
   // --- charts, memory, time -------------------------------------------------------------------------------------------
 
   function drawCurves(curves) {
+    for (const title of Object.keys(charts)) chartCards[title].hidden = !(title in curves);
     for (const [title, text] of Object.entries(curves)) charts[title].set(text);
   }
 
@@ -548,7 +549,7 @@ studio.runTabs = studio.runTabs || {};
     const cards = studio.facts.run.charts.map(({ title }) => h(`section.card#chart-${title.toLowerCase().replaceAll(' ', '-')}`, { 'aria-label': title }));
     parts.charts = h('div.run-charts', { hidden: true }, cards[0], h('div.minis', {}, cards.slice(1)));
     parts.noCharts = h('section.card.dim');
-    studio.facts.run.charts.forEach(({ title, ylabel }, at) => { charts[title] = studio.chart(cards[at], { title, ylabel, small: at > 0 }); });
+    studio.facts.run.charts.forEach(({ title, ylabel }, at) => { chartCards[title] = cards[at]; charts[title] = studio.chart(cards[at], { title, ylabel, small: at > 0 }); });
     return [parts.charts, parts.noCharts];
   }
 

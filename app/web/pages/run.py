@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 from app import notes, run_screen
-from app.monitor import CHARTS, Follower, RunView
+from app.monitor import CHARTS, METRIC_CHARTS, Follower, RunView
 from app.run_screen import LogWish, Part
 from app.studio import Studio
 from app.web import charts
@@ -81,11 +81,16 @@ def calls(studio: Studio) -> Calls:
 
 
 def _curves(follower: Follower, view: RunView) -> Part:
-    """Return {chart: its content}. A run that was resumed repeats steps, so that `view.curves` changes, too."""
+    """Return {chart: its content}, without charts of what the run does not measure.
+
+    A run that was resumed repeats steps, so that `view.curves` changes, too.
+    """
     source = follower.run.path.name
 
     def make() -> dict[str, str]:
         sizes = {name: charts.MOST_SMALL_POINTS if at else charts.MOST_POINTS for at, name in enumerate(CHARTS)}
-        return {name: charts.chart_json(name, follower.lines(name), source, size) for name, size in sizes.items()}
+        lines = {name: follower.lines(name) for name in CHARTS}
+        shown = {name: lines[name] for name in CHARTS if lines[name] or name not in METRIC_CHARTS}
+        return {name: charts.chart_json(name, found, source, sizes[name]) for name, found in shown.items()}
 
     return Part(repr(view.curves), make)

@@ -30,7 +30,8 @@ from trainer.run.events import (
 )
 from trainer.run.folder import RunDir
 
-FIGURES = tuple(each.name for each in fields(StepEvent) if each.name not in ("step", "time", "type", "losses"))
+NOT_FIGURES = ("step", "time", "type", "losses", "metrics")
+FIGURES = tuple(each.name for each in fields(StepEvent) if each.name not in NOT_FIGURES)
 SAMPLES = ("PNG",)
 """The format of samples. A run folder from elsewhere may hold anything under their names."""
 _OTHER_UNIT = {"images": ("tokens_per_second",), "tokens": ("images_per_second",)}
@@ -182,11 +183,12 @@ class Feed:
         position, step, when = self._position, event.step, event.time
         if isinstance(event, StepEvent) and position.is_new("step", step):
             names = (name for name in FIGURES if name not in _OTHER_UNIT[event.speed[1]])
-            return Figures(step, when, {name: vars(event)[name] for name in names} | _named("loss", event.losses))
+            values = {name: vars(event)[name] for name in names} | _named("loss", event.losses) | event.metrics
+            return Figures(step, when, values)
         if isinstance(event, ValidationEvent) and position.is_new("validation", step):
             perplexity = {} if math.isnan(event.perplexity) else {"validation_perplexity": event.perplexity}
-            losses = _named("validation_loss", event.losses)
-            return Figures(step, when, {"validation_loss": event.loss, **perplexity, **losses})
+            others = _named("validation_loss", event.losses) | _named("validation", event.metrics)
+            return Figures(step, when, {"validation_loss": event.loss, **perplexity, **others})
         if isinstance(event, SampleEvent) and position.is_new(f"sample {event.index}", step):
             if event.is_text:
                 return Note(step, when, "sample", event.text)
@@ -232,5 +234,5 @@ class Feed:
         self._position.save()
 
 
-def _named(what: str, losses: Mapping[str, float]) -> dict[str, float]:
-    return {f"{what}_{name}": loss for name, loss in losses.items()}
+def _named(what: str, values: Mapping[str, float]) -> dict[str, float]:
+    return {f"{what}_{name}": value for name, value in values.items()}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainer.config.errors import InputError, not_one_of
 from trainer.config.sections import MODEL_WORDS, DataConfig, ModelConfig, ObjectiveConfig, SampleConfig
-from trainer.models.base import TextFamily
+from trainer.models.base import PREFERENCE_FIELDS, TextFamily
 from trainer.models.objectives import Batch, Loss
 from trainer.models.parts.chat import Chat, Encoded, encode_spans
 from trainer.models.parts.folder import (
@@ -34,6 +34,7 @@ from trainer.models.parts.next_token import (
     build_language_model,
     computed_buffers,
     continue_text,
+    document_scores,
     next_token_loss,
     restarting_positions,
 )
@@ -171,7 +172,7 @@ class CausalLM(TextFamily):
 
     components = (COMPONENT,)
     any_network = True
-    objective_fields = frozenset()
+    objective_fields = PREFERENCE_FIELDS
     options_read = frozenset({"architecture", "blocks"})
     architectures = tuple(PUBLISHED)
     default_architecture = "qwen3-1.7b"
@@ -301,6 +302,11 @@ class CausalLM(TextFamily):
         positions = restarting_positions(batch["documents"])
         logits = model[COMPONENT](input_ids=batch["tokens"], position_ids=positions, use_cache=False).logits
         return next_token_loss(logits, batch["tokens"], batch["learned"], batch["weight"])
+
+    def document_scores(self, model: nn.ModuleDict, batch: Batch) -> Tensor:
+        positions = restarting_positions(batch["documents"])
+        logits = model[COMPONENT](input_ids=batch["tokens"], position_ids=positions, use_cache=False).logits
+        return document_scores(logits, batch["tokens"], batch["learned"], batch["documents"])
 
     def generate(self, model: nn.ModuleDict, prompt: str, cfg: SampleConfig, rng: SampleRng) -> str:
         ids = [*self.begin_of_text, *self.tokenize(prompt)] or [self.end_of_text]

@@ -21,7 +21,15 @@ from torch import Tensor, nn
 
 from trainer.config.families import Distilled
 from trainer.config.sections import CompleteSample, ModelConfig, ObjectiveConfig
-from trainer.models.base import FLOW_FIELDS, ImageFamily, LoadModule, TextLength, check_unread, references_of
+from trainer.models.base import (
+    FLOW_FIELDS,
+    PREFERENCE_FIELDS,
+    ImageFamily,
+    LoadModule,
+    TextLength,
+    check_unread,
+    references_of,
+)
 from trainer.models.objectives import Batch, Example, Loss, empirical_mu
 from trainer.models.parts.flow_matching import (
     denoise,
@@ -193,7 +201,7 @@ class Flux2(ImageFamily):
         for size in ("4B", "9B")
     )
     size_multiple = 16
-    objective_fields = FLOW_FIELDS | {"guidance"}
+    objective_fields = FLOW_FIELDS | PREFERENCE_FIELDS | {"guidance"}
     options_read = frozenset({"architecture", "distilled", "text_layers", "max_tokens"})
     longest_text = MAX_TOKENS
     reads_references = True
@@ -210,7 +218,7 @@ class Flux2(ImageFamily):
         self._architecture: Any = self.build("transformer").config
         check_architecture(model, self._folder, ARCHITECTURES, self._own_architecture())
         if not self._own_architecture().guidance_embeds:
-            check_unread("objective", objective, FLOW_FIELDS)
+            check_unread("objective", objective, FLOW_FIELDS | PREFERENCE_FIELDS)
         self._text = self._text_recipe()
 
     @property

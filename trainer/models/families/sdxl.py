@@ -25,7 +25,14 @@ from trainer.config.errors import InputError
 from trainer.config.families import Distilled
 from trainer.config.schema import RunConfig
 from trainer.config.sections import MOST_TEXT_WINDOWS, CompleteSample, ModelConfig, ObjectiveConfig, SampleConfig
-from trainer.models.base import DIFFUSION_FIELDS, DIFFUSION_SAMPLE, ImageFamily, LoadModule, TextLength
+from trainer.models.base import (
+    DIFFUSION_FIELDS,
+    DIFFUSION_SAMPLE,
+    PREFERENCE_FIELDS,
+    ImageFamily,
+    LoadModule,
+    TextLength,
+)
 from trainer.models.objectives import (
     Batch,
     Example,
@@ -140,7 +147,7 @@ class Sdxl(ImageFamily):
     )
     size_multiple = 32  # 8 pixels per latent pixel, and the U-Net halves these twice
     options_read = frozenset({"architecture", "distilled", "text_windows"})
-    objective_fields = DIFFUSION_FIELDS
+    objective_fields = DIFFUSION_FIELDS | PREFERENCE_FIELDS
     sample_fields = ImageFamily.sample_fields | DIFFUSION_SAMPLE
     reads_original_size = True
     single_file = (*components, "vae")

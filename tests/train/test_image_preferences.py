@@ -1,0 +1,252 @@
+"""Preferences between images: the loss of Diffusion-DPO for flow matching and discrete diffusion, on any ranks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image, ImageOps
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from tests.bench import Bench
+from tests.distributed import run_ranks
+from tests.models.common import batch_of, model_of
+from tests.runs import Outcome, alone, difference, make_pictures, run_config, steps_of, train
+from trainer.config.errors import InputError
+from trainer.config.families import refused
+from trainer.config.schema import RunConfig
+from trainer.data.image_files import scan
+from trainer.data.loader import ImageItem
+from trainer.distributed.world import World
+from trainer.models.objectives import Example
+from trainer.rng import SampleRng
+from trainer.run.events import AnyEvent, ValidationEvent
+from trainer.run.folder import RunDir
+from trainer.train.loop import Agreed, Trainer
+
+TOLERANCE = 1e-6
+BETA = 4.0
+"""Small: rounding of the errors, about 1e-7, is multiplied by it in the loss."""
+PAIRS: dict[str, Any] = {"objective__dpo_beta": BETA, "optim__lr": 1e-4}
+KINDS: dict[str, dict[str, Any]] = {"lora": PAIRS, "qlora": PAIRS | {"quantize__format": "nf4"}}
+
+
+def make_rejected(pictures: Path, folder: Path) -> Path:
+    """The negative of each picture, turned: of another size, and of another shape unless it is a square."""
+    folder.mkdir()
+    for file in pictures.glob("*.png"):
+        with Image.open(file) as image:
+            ImageOps.invert(image.convert("RGB")).rotate(90, expand=True).save(folder / file.name)
+    return folder
+
+
+def pairs_config(pictures: Path, **changes: Any) -> RunConfig:
+    return run_config(pictures, **{"data__rejected": str(pictures.parent / "rejected")} | changes)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    root = tmp_path_factory.mktemp("image-preferences")
+    pictures = make_pictures(root / "pictures")
+    make_rejected(pictures, root / "rejected")
+    return Bench(root, pictures, pairs_config, KINDS)
+
+
+def errors_of(trainer: Trainer, model: nn.ModuleDict, example: Example, index: int) -> tuple[Tensor, Tensor]:
+    """Squared error of the preferred and of the rejected image of an example, each alone."""
+    found = []
+    for latents in (example["latents"], example["rejected"]):
+        item = {key: tensor for key, tensor in example.items() if key != "rejected"} | {"latents": latents}
+        loss = trainer.family.loss(model, batch_of(trainer.family, [item]), SampleRng(trainer.cfg.train.seed, (index,)))
+        found.append(loss.total)
+    return found[0], found[1]
+
+
+def loss_of_the_paper(now: tuple[Tensor, Tensor], before: tuple[Tensor, Tensor], beta: float) -> Tensor:
+    """Diffusion-DPO, eq. 14: of errors of the preferred and rejected image by the model, and by its reference."""
+    inside = (now[0] - before[0]) - (now[1] - before[1])
+    return torch.log1p(torch.exp(beta / 2 * inside))
+
+
+def step_with_gradients(trainer: Trainer) -> tuple[Agreed, list[Tensor]]:
+    """Do a step, and return the gradients that the optimizer was given."""
+    seen: list[Tensor] = []
+
+    def note(*_: object) -> None:
+        seen.extend(parameter.grad.clone() for parameter in trainer.parameters if parameter.grad is not None)
+
+    hook = trainer.optimizer.register_step_pre_hook(note)
+    agreed = trainer.train_step()
+    hook.remove()
+    return agreed, seen
+
+
+@pytest.mark.parametrize("family", ["flux2", "sdxl"])
+def test_three_steps_have_the_losses_and_gradients_of_a_loop_over_single_images(bench: Bench, family: str) -> None:
+    cfg, run = bench.run(
+        f"steps-{family}",
+        model__family=family,
+        train__batch_size=3,
+        train__micro_batch=2,
+        optim__clip_norm=None,
+        **PAIRS,
+    )
+    trainer = Trainer(cfg, run, alone(), bench.root / "cache", lambda event: None)
+    base = model_of(trainer.family).requires_grad_(False)
+    try:
+        for _ in range(3):
+            losses = []
+            for part in trainer.loader.micro_batches(trainer.step):
+                for example, index, weight in zip(part.examples, part.indices, part.weights, strict=True):
+                    before = errors_of(trainer, base, example, index)
+                    losses.append(
+                        weight * loss_of_the_paper(errors_of(trainer, trainer.model, example, index), before, BETA)
+                    )
+            expected = torch.stack(losses).sum() / cfg.train.batch_size
+            gradients = torch.autograd.grad(expected, trainer.parameters)
+            agreed, seen = step_with_gradients(trainer)
+            assert agreed.loss == pytest.approx(float(expected.detach()), abs=TOLERANCE)
+            for found, gradient in zip(seen, gradients, strict=True):
+                torch.testing.assert_close(found, gradient, atol=TOLERANCE, rtol=0)
+    finally:
+        trainer.close()
+
+
+def test_the_first_step_costs_log_2_and_the_preferred_images_win_after_some(bench: Bench) -> None:
+    found = bench.trained_here("wins", train__steps=12, **PAIRS | {"optim__lr": 3e-3})
+    first, *_, last = steps_of(found.events)
+    assert first.loss == pytest.approx(math.log(2), abs=1e-7)
+    assert first.metrics == {"margins": 0.0, "accuracies": 0.0}
+    assert last.metrics["accuracies"] == 1.0
+    assert last.loss < math.log(2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_any_number_of_ranks_trains_what_one_process_trains(bench: Bench, ranks: int, kind: str) -> None:
+    changes = {"parallel__strategy": "full", "train__checkpointing": "full" if ranks == 2 else "none"}
+    found, expected = bench.trained(f"{kind}-{ranks}", ranks, **KINDS[kind] | changes), bench.reference(kind)
+    assert found.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0)
+    assert difference(found.weights, expected.weights) <= TOLERANCE
+    for one, other in zip(steps_of(found.events), steps_of(expected.events), strict=True):
+        assert one.metrics == pytest.approx(other.metrics, abs=1e-5)
+
+
+def in_two_parts(world: World, cfg: RunConfig, run: RunDir) -> tuple[list[float], Outcome]:
+    """Train two steps and save, then go on in another trainer. Returns the first losses, and the second part."""
+    events: list[AnyEvent] = []
+    trainer = Trainer(cfg, run, world, run.path.parent / "cache", events.append)
+    for _ in range(2):
+        trainer.train_step()
+    trainer._save_last()
+    trainer.close()
+    return [event.loss for event in steps_of(events)], train(world, cfg, run)
+
+
+@pytest.mark.slow
+def test_two_ranks_that_stop_and_go_on_end_bit_for_bit_where_they_would_have(bench: Bench) -> None:
+    changes = PAIRS | {"parallel__devices": 2, "parallel__strategy": "full", "train__steps": 4}
+    straight = bench.trained("straight", 2, **changes)
+    begin, rest = run_ranks(2, in_two_parts, *bench.run("parts", **changes))[0]
+    assert begin + rest.losses == straight.losses
+    assert all(torch.equal(rest.weights[name], straight.weights[name]) for name in straight.weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train__micro_batch": 4},
+        {"parallel__devices": 2, "parallel__strategy": "grad_op"},
+        {"parallel__devices": 2, "parallel__strategy": "ddp"},
+        {"parallel__devices": 2, "parallel__strategy": "full", "parallel__cpu_offload": True},
+        {"train__compile": True, "train__compile_backend": "aot_eager"},
+    ],
+)
+def test_no_way_of_running_changes_what_is_trained(bench: Bench, changes: dict[str, Any]) -> None:
+    name = "-".join(f"{field}-{value}" for field, value in changes.items())
+    found = bench.trained(name, changes.get("parallel__devices", 1), **PAIRS | changes)
+    expected = bench.reference("lora")
+    assert found.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0)
+    assert difference(found.weights, expected.weights) <= TOLERANCE
+
+
+def test_a_rejected_image_is_encoded_at_the_size_of_the_preferred_one(bench: Bench) -> None:
+    cfg, run = bench.run("sizes", **PAIRS)
+    trainer = Trainer(cfg, run, alone(), bench.root / "cache", lambda event: None)
+    trainer.close()
+    for number in range(8):
+        example = trainer.data.example(ImageItem(number, False))
+        assert example["rejected"].shape == example["latents"].shape
+        assert not torch.equal(example["rejected"], example["latents"])
+
+
+def test_margins_and_accuracies_of_held_out_pairs_are_logged_and_no_perplexity(bench: Bench) -> None:
+    found = bench.trained_here("held", data__validation=3, data__validation_every=2, train__steps=2, **PAIRS)
+    (event,) = (event for event in found.events if isinstance(event, ValidationEvent))
+    assert event.metrics.keys() == {"margins", "accuracies"}
+    assert event.metrics["accuracies"] * 3 == pytest.approx(round(event.metrics["accuracies"] * 3))
+    assert math.isnan(event.perplexity)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"adapter__type": "none"},
+            "objective.dpo_beta: compares the model with itself without its adapter, but adapter.type is none; set a "
+            "type, or leave this out",
+        ),
+        (
+            {"model__train": {"transformer": "adapter", "text_encoder": "full"}},
+            "model.train.text_encoder: full would change the model that objective.dpo_beta compares with; use adapter "
+            "or frozen",
+        ),
+        (
+            {"data__masks": "masks"},
+            "data.masks: cannot be combined with objective.dpo_beta, which compares whole images of pairs; leave it "
+            "out",
+        ),
+        (
+            {"data__regularization": "others"},
+            "data.regularization: cannot be combined with objective.dpo_beta, which compares whole images of pairs; "
+            "leave it out",
+        ),
+        (
+            {"objective__dpo_beta": None},
+            "data.rejected: has no effect without objective.dpo_beta; set it, for example to 2000",
+        ),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(bench: Bench, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        bench.config(**PAIRS | changes)
+    assert message in str(caught.value)
+
+
+def test_a_beta_without_rejected_images_is_refused(bench: Bench) -> None:
+    cfg = bench.config(**PAIRS | {"data__rejected": None})
+    assert [f"{problem.field}: {problem.message}" for problem in refused(cfg)] == [
+        "objective.dpo_beta: needs data.rejected, the folder with the images that are not preferred; name it"
+    ]
+
+
+def test_each_image_needs_a_rejected_one_and_other_shapes_are_named(bench: Bench, tmp_path: Path) -> None:
+    pictures = make_pictures(tmp_path / "pictures", 4)
+    rejected = make_rejected(pictures, tmp_path / "rejected")
+    data = pairs_config(pictures, **PAIRS).data
+    assert scan(data).warnings == (
+        f"data.rejected: 2 of 4 images are cropped to another aspect ratio, that of the preferred image, "
+        f"first {rejected / '01.png'}",
+    )
+    (rejected / "02.png").rename(rejected / "spare.png")
+    with pytest.raises(InputError) as caught:
+        scan(data)
+    assert str(caught.value) == (
+        f"data.rejected: 1 of 4 images have no rejected image, first {pictures / '02.png'}; add {rejected / '02'}.png"
+    )

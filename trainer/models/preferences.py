@@ -1,0 +1,135 @@
+"""What a step minimizes: the family's own loss, or the loss of preference training (DPO) on pairs.
+
+DPO raises the probability of the chosen one of a pair above that of the rejected one, both measured against a
+reference: the model itself with its adapter switched off, in the same step and on the same inputs. Source: Direct
+Preference Optimization (arXiv 2305.18290), eq. 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer import adapters
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
+from trainer.models.base import ModelFamily, TextFamily
+from trainer.models.build import BuiltModel
+from trainer.models.objectives import Batch, Example, Loss
+from trainer.rng import SampleRng
+
+Items = tuple[Sequence[Example], Sequence[float], SampleRng]
+"""Examples that share a batch key, the weight of each and their random numbers."""
+
+
+class Objective:
+    """The family's own loss."""
+
+    metrics: ClassVar[tuple[str, ...]] = ()
+    """Names of what is measured in addition to the loss, in the order of `Loss.metrics`."""
+
+    def check(self, built: BuiltModel) -> None:
+        """Raise InputError for a model that cannot be trained so."""
+
+    def items(self, examples: Sequence[Example], weights: Sequence[float], rng: SampleRng) -> Items:
+        """The items of one forward pass over these examples."""
+        return examples, weights, rng
+
+    def loss(self, family: ModelFamily, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
+        """The loss of a batch of `items`; arguments as those of `ModelFamily.loss`."""
+        return family.loss(model, batch, rng)
+
+
+class _Preferences(Objective):
+    """The loss of pairs.
+
+    Attributes:
+        metrics: `margins`, the mean of what the loss is the negative log-sigmoid of, and `accuracies`, the share of
+            pairs of which it is positive.
+        beta: `objective.dpo_beta`.
+    """
+
+    metrics = ("margins", "accuracies")
+
+    def __init__(self, beta: float) -> None:
+        self.beta = beta
+
+    def check(self, built: BuiltModel) -> None:
+        own = [name for name in built.trainables if name not in built.adapter.parameters]
+        if own:
+            raise InputError(
+                f"objective.dpo_beta: {own[0]} is trained itself, so that the model without its adapter is not the one "
+                "that training began with; train only an adapter, or leave objective.dpo_beta out"
+            )
+
+
+class TextPreferences(_Preferences):
+    """Pairs of answers: documents 2n and 2n + 1 of a row are the chosen and the rejected answer of one pair."""
+
+    def loss(self, family: ModelFamily, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
+        assert isinstance(family, TextFamily)
+        with adapters.switched_off(model), torch.no_grad():
+            reference = family.document_scores(model, batch)
+        gains = F.pad(family.document_scores(model, batch) - reference, (0, 1))
+        margins = self.beta * (gains[:, :-1:2] - gains[:, 1::2])
+        is_pair = torch.arange(margins.shape[1], device=margins.device) < _num_pairs(batch["documents"])
+        loss = pair_loss(margins, is_pair * batch["weight"][:, None])
+        tokens = (batch["learned"] * batch["weight"][:, None]).sum()
+        return Loss(loss.total, loss.weight, metrics=loss.metrics, tokens=tokens)
+
+
+class ImagePreferences(_Preferences):
+    """Pairs of images, from examples whose "rejected" are the latents of the image that is not preferred.
+
+    Of both images of a pair the error of the predicted velocity (or noise) is compared with the reference's, at the
+    same timestep and noise. Source: Diffusion-DPO (arXiv 2311.12908), eq. 14, whose factor T is part of beta; for
+    flow matching arXiv 2501.13918, with a constant beta. The squared norm is the mean over the latent's numbers, as
+    in the published code, so that beta does not depend on the image's size.
+    """
+
+    def items(self, examples: Sequence[Example], weights: Sequence[float], rng: SampleRng) -> Items:
+        """Chosen images, then rejected ones; those of a pair draw equal random numbers, as they share an index."""
+        chosen = [{key: tensor for key, tensor in example.items() if key != "rejected"} for example in examples]
+        rejected = [own | {"latents": example["rejected"]} for own, example in zip(chosen, examples, strict=True)]
+        return [*chosen, *rejected], [*weights, *weights], SampleRng(rng.seed, (*rng.indices, *rng.indices), rng.device)
+
+    def loss(self, family: ModelFamily, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
+        with adapters.switched_off(model), torch.no_grad():
+            reference = _errors(family.loss(model, batch, rng))
+        chosen, rejected = (_errors(family.loss(model, batch, rng)) - reference).chunk(2)
+        return pair_loss(-self.beta / 2 * (chosen - rejected), batch["weight"].chunk(2)[0])
+
+
+def make(cfg: RunConfig, family: ModelFamily) -> Objective:
+    """The objective of a run."""
+    beta = cfg.objective.dpo_beta
+    if beta is None:
+        return Objective()
+    return TextPreferences(beta) if isinstance(family, TextFamily) else ImagePreferences(beta)
+
+
+def pair_loss(margins: Tensor, weight: Tensor) -> Loss:
+    """Sum of -log sigmoid(margin) over the pairs, with `_Preferences.metrics`.
+
+    Args:
+        margins: Any shape, one number per pair.
+        weight: The same shape, 0 where there is no pair.
+    """
+    count = weight.sum()
+    found = margins.detach()
+    metrics = torch.stack([(found * weight).sum(), count, ((found > 0) * weight).sum(), count]).view(2, 2)
+    return Loss(-(F.logsigmoid(margins) * weight).sum(), count, metrics=metrics)
+
+
+def _num_pairs(documents: Tensor) -> Tensor:
+    """The number of pairs of each row, (B, 1). documents: (B, L) as in a batch, the last one of a pair is odd."""
+    return (documents.amax(dim=1, keepdim=True) + 1) // 2
+
+
+def _errors(loss: Loss) -> Tensor:
+    assert loss.errors is not None, "the family's loss has no errors of its items"
+    return loss.errors
