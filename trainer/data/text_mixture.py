@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from trainer.data.loader import GOLDEN_RATIO
+from trainer.data.epochs import GOLDEN_RATIO
 from trainer.data.text_documents import Encoder, Reader, read_documents
 from trainer.data.text_files import TextFolder, sizes
 from trainer.rng import generator

@@ -61,7 +61,8 @@ def export(
 def hand_over(stage: Stage, run: RunDir, cache: Path, reference: Mapping[str, Tensor]) -> None:
     """Write the result of a stage in fp32 to where the next stage starts from it.
 
-    The next stage continues the adapter if it has the same one; otherwise it starts from a whole model.
+    The next stage continues the adapter if it has the same one; otherwise, and for preference training, it starts from
+    a whole model.
     """
     cfg = stage.config
     following = stage_config(run.config(), stage.number)
@@ -87,7 +88,12 @@ def hand_over(stage: Stage, run: RunDir, cache: Path, reference: Mapping[str, Te
 
 
 def _continues_adapter(cfg: RunConfig, following: RunConfig) -> bool:
-    """Whether a stage trains an adapter and nothing else, and the next stage has the same adapter."""
+    """Whether a stage trains an adapter and nothing else, and the next stage has the same adapter.
+
+    Preference training compares the model with itself without its adapter: that must be the result of this stage.
+    """
+    if following.objective.dpo_beta is not None:
+        return False
     ours, theirs = (one.adapter.model_dump(exclude={"start", "dropout"}) for one in (cfg, following))
     is_alone = not isinstance(cfg.adapter, NoAdapter) and "full" not in cfg.model.train.values()
     return is_alone and ours == theirs and cfg.model.train == following.model.train
