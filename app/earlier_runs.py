@@ -13,13 +13,14 @@ import statistics
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 from app.monitor import find_runs
 from trainer.config import families
 from trainer.config.errors import InputError
+from trainer.config.load import stage_configs
 from trainer.config.schema import RunConfig
 from trainer.run.events import AnyEvent, EventReader, StatusEvent, StepEvent, is_start
 from trainer.run.folder import RunDir
@@ -101,12 +102,25 @@ class EarlierRuns:
         self._looked_at = -math.inf
         self._is_first = True
 
-    def estimate(self, cfg: RunConfig) -> Estimate | None:
-        """Return the time of a run of this config; None where no run of its kind is known (see `is_looking`)."""
+    def estimate(self, cfg: RunConfig, steps: Sequence[int | None]) -> Estimate | None:
+        """Return the time of a run of this config, which is the sum over its stages.
+
+        Args:
+            cfg: Its config.
+            steps: Steps of each stage; None where they are not known.
+
+        Returns:
+            None where a stage has an unknown length, or no run of its kind is known (see `is_looking`).
+        """
         self._look()
-        kind = kind_of(cfg)
-        found = [(name, entry) for name, entry in self._entries.copy().items() if entry.kind == kind and entry.timing]
-        return _estimated(cfg, *max(found, key=_rank)) if found else None
+        parts = []
+        for part, number in zip(stage_configs(cfg), steps, strict=True):
+            kind, entries = kind_of(part), self._entries.copy()
+            found = [(name, entry) for name, entry in entries.items() if entry.kind == kind and entry.timing]
+            if number is None or not found:
+                return None
+            parts.append(_estimated(part, number, *max(found, key=_rank)))
+        return _sum(parts, [number for number in steps if number is not None])
 
     @property
     def is_looking(self) -> bool:
@@ -247,24 +261,35 @@ def _samplings(events: Sequence[AnyEvent]) -> list[tuple[float, float]]:
     return [(one.time, after.time - one.time) for one, after in pairwise(states) if one.state == "sampling"]
 
 
-def _estimated(cfg: RunConfig, name: str, entry: _Entry) -> Estimate:
+def _sum(parts: Sequence[Estimate], steps: Sequence[int]) -> Estimate:
+    """The estimate of a run with stages: its step is the mean one, its earlier run that of the first stage."""
+    trained = sum(part.step_s * number for part, number in zip(parts, steps, strict=True))
+    return replace(
+        parts[0],
+        seconds=sum(part.seconds for part in parts),
+        step_s=trained / sum(steps),
+        has_samples=all(part.has_samples for part in parts),
+    )
+
+
+def _estimated(cfg: RunConfig, steps: int, name: str, entry: _Entry) -> Estimate:
     """Scale a run's times: steps, passes of a step and samples of the same size take their time each."""
     timing, config = entry.timing, entry.config
     assert timing is not None and config is not None
     step_s = timing.passes * cfg.micro_steps / config.micro_steps + timing.update
-    sets = _sample_sets(cfg)
+    sets = _sample_sets(cfg, steps)
     share = _sample_share(cfg, config) if timing.sampling is not None else None
     sampling = sets * timing.sampling * share if share is not None and timing.sampling is not None else 0.0
-    seconds = timing.start + cfg.train.steps * step_s + sampling + timing.end
+    seconds = timing.start + steps * step_s + sampling + timing.end
     return Estimate(seconds, step_s, name, config.name, timing.began, timing.host, not sets or share is not None)
 
 
-def _sample_sets(cfg: RunConfig) -> int:
+def _sample_sets(cfg: RunConfig, steps: int) -> int:
     """Sets of samples: before the first step, every so many steps, and at the end."""
     sample = cfg.sample
     if not sample.every or not (sample.prompts or sample.questions):
         return 0
-    return 1 + math.ceil(cfg.train.steps / sample.every)
+    return 1 + math.ceil(steps / sample.every)
 
 
 def _sample_share(cfg: RunConfig, earlier: RunConfig) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -166,21 +166,32 @@ def by_line(message: str) -> list[dict[str, Any]]:
     return found
 
 
-def plan(preview: PlanPreview, cfg: RunConfig, gpus: list[Gpu]) -> dict[str, Any]:
-    """Return the memory of each GPU by kind, whether it fits, and what would make it fit."""
+def plan(
+    preview: PlanPreview, cfg: RunConfig, gpus: list[Gpu], steps: Sequence[int | None], whole: Sequence[float] | None
+) -> dict[str, Any]:
+    """Return the memory of each GPU by kind, whether it fits, and what would make it fit.
+
+    Args:
+        preview: The plan.
+        cfg: Its config.
+        gpus: The GPUs of this machine.
+        steps: Steps of each stage; None where they are not known.
+        whole: Least and most seconds of the whole run; None where they are not known.
+    """
     answer: dict[str, Any] = {
         "note": preview.note,
         "can_record": preview.can_record,
         "can_verify": preview.can_verify,
         "checked": preview.checked,
         "is_waiting": preview.is_waiting,
+        "steps": 0 if None in steps else sum(number or 0 for number in steps),
+        "length": str(RunLength(cfg)),
         "fixes": [{"text": str(fix), "changes": dict(fix.changes)} for fix in preview.fixes],
     }
     found = preview.plan
     if found is None:
         return answer
     on_cpu = found.card is None and cfg.parallel.device == "cpu"
-    length = RunLength(cfg)
     sizes = [[kind, size] for kind, size in kinds(found) if not on_cpu or kind != "reserve"]  # it is CUDA's
     return answer | {
         "on_cpu": on_cpu,
@@ -197,8 +208,7 @@ def plan(preview: PlanPreview, cfg: RunConfig, gpus: list[Gpu]) -> dict[str, Any
         "host": [_item(item) for item in found.host],
         "disk": [_item(item) for item in found.disk],
         "seconds": [found.time.low, found.time.high] if found.time else None,
-        "steps": length.num_steps,
-        "length": str(length),
+        "whole": list(whole) if whole else None,
     }
 
 
@@ -221,9 +231,9 @@ def disk(preview: PlanPreview, cfg: RunConfig, runs: Path) -> dict[str, Any]:
     return {"free": int(float(f"{free:.2g}")), "need": need}  # two digits: every change makes the windows draw anew
 
 
-def earlier(studio: Studio, cfg: RunConfig) -> dict[str, Any]:
+def earlier(studio: Studio, cfg: RunConfig, steps: Sequence[int | None]) -> dict[str, Any]:
     """Return the time of the run as an earlier one of its kind took it; only `is_looking` where none is known."""
-    found = studio.earlier.estimate(cfg)
+    found = studio.earlier.estimate(cfg, steps)
     return asdict(found) if found else {"is_looking": studio.earlier.is_looking}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -58,6 +59,7 @@ class ScanResult:
         problems: Errors that prevent a run, a sentence per file.
         buckets: {(width, height): number of training images}.
         num_questions: Training questions about images.
+        epoch_images: Images of one pass over the data, each as often as its weight; 0 where they are not known.
         sizes: (width, height) of all buckets; empty where `data.resolution` is wrong.
         cropped: {bucket: mean share of the pixels that the crop to it removes}.
         held_out: Images that are not trained on. As long as there are problems: those that will be held out.
@@ -75,6 +77,7 @@ class ScanResult:
     warnings: tuple[str, ...] = ()
     buckets: Mapping[tuple[int, int], int] = field(default_factory=dict)
     num_questions: int = 0
+    epoch_images: float = 0.0
     sizes: tuple[tuple[int, int], ...] = ()
     cropped: Mapping[tuple[int, int], float] = field(default_factory=dict)
     held_out: frozenset[Path] = frozenset()
@@ -206,6 +209,7 @@ class _Scan(Watcher):
                 *questions.warnings,
             ),
             num_questions=len(questions.train),
+            epoch_images=math.fsum(image.weight for image in dataset.train),
         )
 
     def _measured(self, sizes: tuple[tuple[int, int], ...], held_out: frozenset[Path]) -> ScanResult:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from app.web.served_files import Downloads, Thumbnails
 from trainer.config import files
 from trainer.config.errors import InputError
 from trainer.config.installation import PRESETS
-from trainer.config.load import dump_config, load_config
+from trainer.config.load import dump_config, load_config, stage_configs
 from trainer.config.presets import FIRST_PRESET, find_presets
 from trainer.config.sections import NAME_HELP, NAME_PATTERN
 from trainer.launcher import commands, preflight, torchrun
@@ -251,6 +251,22 @@ class Studio:
     def plan(self, checked: Checked, target: str) -> PlanPreview:
         """Return the memory plan of a config for one of `plan_preview.TARGETS`."""
         return self.plan_previews.of(checked.config, target, self.gpus())
+
+    def planned_seconds(self, checked: Checked, target: str, steps: Sequence[int | None]) -> tuple[float, float] | None:
+        """Return the least and most seconds of all steps; None where a length or the time of a step is not known.
+
+        Args:
+            checked: The config.
+            target: One of `plan_preview.TARGETS`.
+            steps: Steps of each stage; None where they are not known.
+        """
+        low = high = 0.0
+        for part, number in zip(stage_configs(checked.config), steps, strict=True):
+            found = None if number is None else self.plan_previews.of(part, target, self.gpus()).plan
+            if number is None or found is None or found.time is None:
+                return None
+            low, high = low + number * found.time.low, high + number * found.time.high
+        return low, high
 
     def verify_plan(self, checked: Checked, target: str) -> None:
         """Start comparing the plan with a trace of the whole model."""

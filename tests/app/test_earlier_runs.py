@@ -72,12 +72,12 @@ def estimated(runs: Path, earlier: EarlierRuns | None = None, **changes: Any) ->
     """The estimate of a folder whose runs were all read."""
     earlier = earlier or EarlierRuns(runs)
     cfg = config(runs, **changes)
-    earlier.estimate(cfg)
+    earlier.estimate(cfg, cfg.stage_steps)
     deadline = time.monotonic() + 60
     while earlier.is_looking:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    return earlier.estimate(cfg)
+    return earlier.estimate(cfg, cfg.stage_steps)
 
 
 def test_the_same_run_again_takes_as_long_as_it_took(runs: Path):
@@ -87,6 +87,17 @@ def test_the_same_run_again_takes_as_long_as_it_took(runs: Path):
     assert found.seconds == pytest.approx(STARTING + STEPS * STEP + 3 * SAMPLING + ENDING)
     assert (found.run, found.name, found.began, found.host) == ("first", "first", BEGAN, "")
     assert found.step_s == pytest.approx(STEP) and found.has_samples
+
+
+def test_a_run_in_stages_takes_the_sum_of_its_stages_where_every_length_is_known(runs: Path):
+    ended(runs, "first")
+    stages = [{"name": "one", "set": {}}, {"name": "two", "set": {"train.steps": 100, "sample.every": 50}}]
+    found = estimated(runs, stages=stages)
+    assert found is not None
+    assert found.seconds == pytest.approx(2 * (STARTING + 3 * SAMPLING + ENDING) + (STEPS + 100) * STEP)
+    assert (found.run, found.step_s) == ("first", pytest.approx(STEP))
+    assert estimated(runs, stages=[*stages, {"name": "three", "set": {"train.epochs": 2}}]) is None
+    assert estimated(runs, stages=[*stages, {"name": "three", "set": {"adapter.type": "lokr"}}]) is None
 
 
 def test_steps_passes_and_prompts_take_their_time_each(runs: Path):
@@ -144,7 +155,7 @@ def test_a_run_that_ends_meanwhile_is_noticed_and_one_that_is_deleted_forgotten(
     ended(runs, "first")
 
     def is_known() -> bool:
-        return earlier.estimate(config(runs)) is not None
+        return earlier.estimate(config(runs), (STEPS,)) is not None
 
     for there in (True, False):
         deadline = time.monotonic() + 30
@@ -170,10 +181,10 @@ def test_an_answer_waits_for_no_run_to_be_read(runs: Path):
         shutil.copytree(first.path, runs / f"copy-{number}")
     earlier, cfg = EarlierRuns(runs), config(runs)
     began = time.thread_time()
-    earlier.estimate(cfg)
+    earlier.estimate(cfg, cfg.stage_steps)
     assert time.thread_time() - began < 0.02
     assert estimated(runs, earlier) is not None
     began = time.thread_time()
     for _ in range(10):
-        earlier.estimate(cfg)
+        earlier.estimate(cfg, cfg.stage_steps)
     assert (time.thread_time() - began) / 10 < 0.02

@@ -92,7 +92,7 @@ def test_the_steps_of_a_stage_replace_the_epochs_of_its_run_and_the_other_way_ro
 
 def test_a_warm_up_is_compared_with_steps_only_where_they_decide() -> None:
     falling = "optim: {schedule: cosine, warmup: 50}\n"
-    with pytest.raises(ConfigError, match="optim.warmup: must be less than train.steps 20, not 50"):
+    with pytest.raises(ConfigError, match=r"optim\.warmup: must be less than train\.steps 20, not 50"):
         load(f"{falling}train: {{steps: 20}}\n")
     assert load(f"{falling}train: {{steps: 20, epochs: 9}}\n")[0].optim.warmup == 50
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from app import form
 from app.studio import Studio
 from tests.commands import Started, launch_py
-from tests.runs import alone, difference, make_pictures, make_run, make_text, run_config, text_config, train
+from tests.runs import alone, difference, make_pictures, make_run, make_text, run_config, steps_of, text_config, train
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigError, dump_config, load_config, stage_config
 from trainer.config.schema import RunConfig
@@ -235,6 +236,24 @@ def test_another_adapter_begins_on_the_base_with_the_former_in_it(tmp_path: Path
         families.make(cfg, tmp_path / "cache").is_target(f"{component}.{n}".removesuffix(".weight")) for n in changed
     )
     train(alone(), second.config, make_run(tmp_path, second.config, "second"))
+
+
+def test_preference_training_compares_with_the_adapter_of_the_stage_before(tmp_path: Path) -> None:
+    preference = {"objective.dpo_beta": 0.1, "data.path": str(tmp_path / "pairs.jsonl")}
+    rows = [{"prompt": f"{n}? ", "chosen": f"{n}.", "rejected": "No."} for n in range(8)]
+    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    cfg = text_config(
+        make_text(tmp_path / "text"), train__steps=3, optim__lr=1e-2, sample__every=0, stages=two({}, preference)
+    )
+    weights, second = handed_over(tmp_path, cfg)
+    assert any(weight.any() for name, weight in weights.items() if ".lora_B." in name)
+    assert (second.config.adapter.type, second.config.adapter.model_dump()["start"]) == ("lora", None)
+    outcome = train(alone(), second.config, make_run(tmp_path, second.config, "second"))
+    first = steps_of(outcome.events)[0]
+    assert first.loss == pytest.approx(math.log(2), abs=1e-6)
+    former, now = (BaseWeights(families.make(one, tmp_path / "cache")) for one in (cfg, second.config))
+    name = next(name for name in former.shapes("language_model") if name.endswith("q_proj.weight"))
+    assert not torch.equal(former.tensor("language_model", name), now.tensor("language_model", name))
 
 
 def test_a_model_that_was_trained_whole_is_the_base_of_the_next_stage(tmp_path: Path) -> None:

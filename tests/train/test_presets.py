@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import shutil
@@ -26,6 +27,8 @@ from trainer.launcher import preflight
 from trainer.models import families
 from trainer.models.build import build_model
 from trainer.models.parts.published import published_folder
+from trainer.run.events import EventReader, LengthEvent, WarningEvent, latest_steps
+from trainer.run.folder import RunDir
 
 ROOT = Path(__file__).parents[2]
 PRESETS = ROOT / "presets"
@@ -33,7 +36,9 @@ QUICKSTART = PRESETS / "quickstart.yaml"
 ALL = sorted(preset.stem for preset in PRESETS.glob("*.yaml"))
 STAGED = ("large_scale_8x8", "multi_node_4x8", "single_node_8gpu")
 """Language models, in stages."""
-TEXT = (*STAGED, "qwen3-8b-qlora-1x24gb")
+TO_CHAT = "qwen3-1.7b-base-to-chat-2x24gb"
+"""A language model, in stages on text, conversations and pairs of answers."""
+TEXT = (*STAGED, TO_CHAT, "qwen3-8b-qlora-1x24gb")
 """Language models."""
 NAMES = [name for name in ALL if name not in TEXT]
 GPUS = re.compile(r"-(?:(\d+)x)?(\d+)gpu$")
@@ -252,7 +257,7 @@ def test_what_a_preset_for_text_says_of_its_needs_is_what_the_plan_says(name: st
     assert said[0] == said_by_preset(name, said["where"]), "write it again: python -m tests.plan.needs"
 
 
-@pytest.mark.parametrize("name", TEXT)
+@pytest.mark.parametrize("name", [name for name in TEXT if name != TO_CHAT])
 def test_a_preset_for_text_trains_a_tiny_model(name: str, text_root: Path) -> None:
     cfg = load_config(small_stages(name, text_root), [*SMALL_TEXT, "parallel.devices=1"]).config
     for number, part in enumerate([stage_config(cfg, index) for index in range(len(cfg.stages))] or [cfg]):
@@ -267,3 +272,68 @@ def test_a_preset_in_stages_trains_and_exports_on_two_ranks(text_root: Path) -> 
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
     assert_exported(done.stdout)
+
+
+SMALL_CHAT = (
+    *("model.path=tiny", "parallel.device=cpu", "data.length=256", "data.chat_template=chatml"),
+    *("train.batch_size=4", "train.precision=fp32", "optim.warmup=0", "sample.prompts=[The]", "sample.tokens=2"),
+    *("sample.every=1000", "export.dtype=fp32"),
+)
+
+
+@pytest.fixture(scope="module")
+def chat_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The preset in `presets`, and next to it a folder for each of its stages: .txt, messages and pairs."""
+    root = tmp_path_factory.mktemp("chat")
+    for folder in ("presets", "my-text", "my-conversations", "my-preferences"):
+        (root / folder).mkdir()
+    shutil.copy(PRESETS / f"{TO_CHAT}.yaml", root / "presets")
+    for number in range(3):
+        (root / "my-text" / f"{number}.txt").write_text(f"Page {number} of a book. " * 20, encoding="utf-8")
+    talks = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n} it is."}]}
+        for n in range(20)
+    ]
+    pairs = [{"prompt": f"{n}? ", "chosen": f"{n}, gladly.", "rejected": "No."} for n in range(12)]
+    for name, rows_of_json in (("conversations", talks), ("preferences", pairs)):
+        lines = "".join(f"{json.dumps(row)}\n" for row in rows_of_json)
+        (root / f"my-{name}" / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    return root
+
+
+def test_the_preset_from_text_to_chat_names_data_for_each_stage_and_compares_with_the_model_of_the_second(
+    chat_root: Path,
+) -> None:
+    cfg = load_config(chat_root / "presets" / f"{TO_CHAT}.yaml").config
+    parts = [stage_config(cfg, index) for index in range(3)]
+    folders = ["my-text", "my-conversations", "my-preferences"]
+    assert [part.data.path for part in parts] == [str(chat_root / folder) for folder in folders]
+    assert [part.adapter.type for part in parts] == ["none", "none", "lora"]
+    assert [part.objective.dpo_beta for part in parts] == [None, None, 0.1]
+    assert cfg.stage_epochs == (1, 2, 1)
+    assert (parts[0].export_what, parts[2].export_what) == ("full", "merged")
+    assert (cfg.parallel.nodes, cfg.parallel.devices) == (1, 2)
+
+
+@pytest.mark.slow
+def test_the_preset_from_text_to_chat_trains_its_three_stages_on_two_ranks(chat_root: Path) -> None:
+    argv = [sys.executable, ROOT / "launch.py", "--headless", f"presets/{TO_CHAT}.yaml", *SMALL_CHAT]
+    done = subprocess.run(
+        [*argv, "--run-dir", "run"], cwd=chat_root, capture_output=True, text=True, check=False, timeout=400
+    )
+    assert done.returncode == 0, done.stderr
+    run = RunDir.open(chat_root / "run")
+    events = EventReader(run.events_file).read()
+    lengths = [event for event in events if isinstance(event, LengthEvent)]
+    assert [round(event.steps / event.epoch_steps, 0) for event in lengths] == [1, 2, 1]
+    steps = latest_steps(events)
+    assert [event.step for event in steps] == list(range(1, sum(event.steps for event in lengths) + 1))
+    ends = [event for event in steps if event.metrics]
+    assert len(ends) == lengths[2].steps
+    # The adapter begins at zero, so that the model begins as its own reference: the margin of every pair is 0.
+    assert ends[0].loss == pytest.approx(math.log(2), abs=1e-6)
+    assert ends[0].metrics["margins"] == pytest.approx(0, abs=1e-6)
+    assert ends[-1].loss < ends[0].loss
+    assert not [event.message for event in events if isinstance(event, WarningEvent)]
+    assert_exported(done.stdout)
+    assert sorted(path.name for path in run.export.iterdir()) == ["my-chat"]

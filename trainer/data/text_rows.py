@@ -16,6 +16,7 @@ from trainer.config.schema import RunConfig
 from trainer.data.encode import StopRequested
 from trainer.distributed.context import RankContext
 from trainer.models.base import TextFamily
+from trainer.models.parts.chat import read_template
 from trainer.run.events import StatusEvent
 
 VERSION = 1
@@ -66,13 +67,14 @@ def key_of(cfg: RunConfig, family: TextFamily, data: str, recipe: int) -> str:
     """
     names = sorted(name for name in family.companion_files if (family.folder / name).is_file())
     tokenizer = [(name, _digest(family.folder / name)) for name in names]
+    template = read_template(cfg.data.chat_template) if cfg.data.chat_template else ""
     sections = {
         "data": cfg.data.model_dump(mode="json", exclude={"cache", "validation", "validation_every"}),
         "model": cfg.model.model_dump(mode="json", exclude={"path", "base"}),
         "adapter": cfg.adapter.model_dump(mode="json", exclude={"start"}),
         "objective": cfg.objective.model_dump(mode="json"),
     }
-    parts = [VERSION, recipe, cfg.train.seed, data, tokenizer, sections]
+    parts = [VERSION, recipe, cfg.train.seed, data, tokenizer, template, sections]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

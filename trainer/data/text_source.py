@@ -89,9 +89,8 @@ class TextSource(DataSource):
     def num_samples(self, epochs: float, context: RankContext) -> int:
         """Every epoch counts as many rows as the first, whose order decides how its documents fill rows."""
         key = key_of(self._cfg, self._family, self.digest, self._recipe)
-        self._rows_of_an_epoch = num_rows(
-            self._stream(self._folders, 1, LeftOut(lambda event: None)).rows(), key, context
-        )
+        stream = self._stream(self._folders, 1, LeftOut(lambda event: None))
+        self._rows_of_an_epoch = num_rows(stream.rows(), key, context)
         return max(1, math.ceil(epochs * self._rows_of_an_epoch))
 
     @property

@@ -63,7 +63,8 @@ def attach(path: Path, rendezvous: Rendezvous) -> RankRun:
     cfg = load_config_text(rendezvous.store.get("config").decode(), (), run.config_file).config
     cache = shared_cache(cfg, run.path.parent)
     number, count, name, before = json.loads(rendezvous.store.get("stage"))
-    if run.identity_file.is_file() and files.read(run.identity_file) == rendezvous.store.get("folder"):
+    identity = rendezvous.store.get("folder")  # before looking for the file, which rank 0 writes first
+    if run.identity_file.is_file() and files.read(run.identity_file) == identity:
         folder = run.stage_folder(number, name) if name else run.path
         return RankRun(run, Stage(number, count, name, cfg, before, folder), cache, False)
     if count > 1:

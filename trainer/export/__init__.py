@@ -64,7 +64,8 @@ def export(
 def hand_over(stage: Stage, run: RunDir, cache: Path, reference: Mapping[str, Tensor]) -> None:
     """Write the result of a stage in fp32 to where the next stage starts from it.
 
-    The next stage continues the adapter if it has the same one; otherwise it starts from a whole model.
+    The next stage continues the adapter if it has the same one; otherwise, and for preference training, it starts from
+    a whole model.
     """
     cfg = stage.config
     following = stage_config(run.config(), stage.number)
@@ -92,8 +93,11 @@ def hand_over(stage: Stage, run: RunDir, cache: Path, reference: Mapping[str, Te
 def _continues_adapter(cfg: RunConfig, following: RunConfig, family: ModelFamily) -> bool:
     """Whether a stage trains an adapter and nothing else, and the next stage has the same adapter.
 
-    Modules that are trained whole are handed over with it where `export.format: auto` holds them.
+    Modules that are trained whole are handed over with it where `export.format: auto` holds them. Preference training
+    compares the model with itself without its adapter: that must be the result of this stage.
     """
+    if following.objective.dpo_beta is not None:
+        return False
     if starts_from_singular_values(cfg):  # the exported adapter has another base and rank
         return False
     if not isinstance(cfg.adapter, NoAdapter) and cfg.adapter.modules_to_save and family.peft_fields is None:

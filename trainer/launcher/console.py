@@ -92,11 +92,10 @@ class StepSummary:
         seconds = num_left * self._pace.seconds() if num_left >= 0 else math.nan
         left = str(timedelta(seconds=round(seconds))) if math.isfinite(seconds) else "unknown"
         means = {name: smoothed(losses, decay)[-1] for name, losses in losses_by_name(self._recent).items()}
-        epoch = self.length.epoch_in_words(self.step)
-        parts = [epoch] if epoch else []
         metrics = {name: smoothed(values, decay)[-1] for name, values in metrics_by_name(self._recent).items()}
+        epoch = self.length.epoch_in_words(self.step)
         measured = f"loss {loss:.4f}{format_losses(means)}{format_metrics(metrics)}"
-        parts += [measured, format_speed(*self._recent[-1].speed), f"ETA {left}"]
+        parts = [*([epoch] if epoch else []), measured, format_speed(*self._recent[-1].speed), f"ETA {left}"]
         if self.peaks:
             parts.append("peak " + " ".join(f"{peak / 2**20:.0f}" for _, peak in sorted(self.peaks.items())) + " MiB")
         return "  ".join(parts)

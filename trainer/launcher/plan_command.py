@@ -17,10 +17,12 @@ from trainer.models import distilled
 from trainer.plan import plan
 from trainer.plan.fixes import Fix, fixes, largest
 from trainer.plan.hardware import Card, detected, named
-from trainer.plan.memory import MemoryPlan, describe, describe_trace, verdict
+from trainer.plan.memory import MemoryPlan, Time, describe, describe_trace, verdict
 from trainer.plan.phases import moment
 from trainer.plan.store import traced_peak
+from trainer.run.events import format_duration
 from trainer.run.folder import shared_cache
+from trainer.run.length import RunLength
 
 SMALLEST_SHOWN = GIB / 100
 """Smaller items of a plan are not printed. In bytes."""
@@ -67,6 +69,8 @@ def show(preset: Path, overrides: Sequence[str], runs: Path, gpus: str | None, a
         titles = [f"stage {number} of {len(parts)}, {one.name}:\n" for number, one in enumerate(cfg.stages, 1)]
         texts = ["\n".join(_all_lines(part, result)) for part, result in zip(parts, results, strict=True)]
         say("\n\n".join(f"{title}{text}" for title, text in zip(titles or [""], texts, strict=True)))
+        if whole := _all_stages(cfg, results):
+            say(f"\n{whole}")
     return 1 if any(result.plan.verdict == "does not fit" for result in results) else 0
 
 
@@ -85,6 +89,16 @@ class _PartPlan:
     fixes: list[Fix]
     largest: dict[str, int]
     traced: int | None
+
+
+def _all_stages(cfg: RunConfig, results: Sequence[_PartPlan]) -> str:
+    """Return the time of all stages as a sentence; "" for a run without stages, or where the time is not known."""
+    total, low, high = 0, 0.0, 0.0
+    for steps, result in zip(cfg.stage_steps, results, strict=True):
+        if steps is None or result.plan.time is None:
+            return ""
+        total, low, high = total + steps, low + steps * result.plan.time.low, high + steps * result.plan.time.high
+    return f"all stages: {total:,} steps in {format_duration(low)} to {format_duration(high)}" if cfg.stages else ""
 
 
 def _plan_part(cfg: RunConfig, card: Card | None, cache: Path, exactly: bool) -> _PartPlan:
@@ -124,8 +138,18 @@ def lines(cfg: RunConfig, found: MemoryPlan) -> list[str]:
         text.append(
             f"time             {found.time.low:.1f} to {found.time.high:.1f} s per step; {found.time.bound_by} decides"
         )
+        text.append(f"length           {_length(cfg, found.time)}")
     text += ["", verdict(found)]
     return text
+
+
+def _length(cfg: RunConfig, time: Time) -> str:
+    """Return the steps of a part and their time in words; "3 epochs" where the steps are not known yet."""
+    length = RunLength(cfg)
+    if not length.num_steps:
+        return f"{length}; the steps are known once the data are read"
+    low, high = (format_duration(length.num_steps * seconds) for seconds in (time.low, time.high))
+    return f"{length} steps in {low} to {high}"
 
 
 def to_json(found: MemoryPlan, ways: Sequence[Fix], most: Mapping[str, int]) -> dict[str, object]:

@@ -541,15 +541,15 @@
 
   function drawTime() {
     const plan = state.plan, disk = state.disk, earlier = state.earlier, minute = Math.floor(Date.now() / 60e3);
-    fill($('time'), [plan.seconds, plan.steps, earlier, disk, state.rows['train.steps']?.value, minute], () => {
-      const rows = [], ends = seconds => studio.when(Date.now() / 1e3 + seconds), typed = state.rows['train.steps'].value, steps = plan.steps || Number(typed) ? studio.count(plan.steps || typed) : typed;
+    fill($('time'), [plan.seconds, plan.whole, plan.steps, plan.length, earlier, disk, minute], () => {
+      const rows = [], ends = seconds => studio.when(Date.now() / 1e3 + seconds), steps = plan.steps ? studio.count(plan.steps) : plan.length;
       if (earlier?.seconds !== undefined) {
         const source = h('a', { href: link('runs', earlier.run), title: earlier.run }, earlier.name);
         rows.push(['Whole run', [`about ${roughly(earlier.seconds)}, as in `, source, ` of ${day(earlier.began)}${earlier.host ? ` on ${earlier.host}` : ''}${earlier.has_samples ? '' : ', without samples'}`]],
           ['Steps', `${steps} × ${earlier.step_s < 10 ? earlier.step_s.toFixed(earlier.step_s < 1 ? 2 : 1) : Math.round(earlier.step_s)} s`], ['Ends, if started now', `about ${ends(earlier.seconds)}`]);
-      } else if (plan.seconds) {
-        const [low, high] = plan.seconds.map(seconds => seconds * plan.steps);
-        rows.push(['Whole run', `${studio.duration(low)} to ${studio.duration(high)}`], ['Steps', `${studio.count(plan.steps)} × ${plan.seconds.map(s => s.toFixed(1)).join(' to ')} s`], ['Ends, if started now', `${ends(low)} to ${ends(high)}`]);
+      } else if (plan.whole) {
+        const [low, high] = plan.whole, each = plan.whole.map(seconds => seconds / plan.steps);
+        rows.push(['Whole run', `${studio.duration(low)} to ${studio.duration(high)}`], ['Steps', `${steps} × ${each.map(s => s.toFixed(1)).join(' to ')} s`], ['Ends, if started now', `${ends(low)} to ${ends(high)}`]);
       } else rows.push(['Steps', steps], ['Whole run', earlier?.is_looking ? 'looking at earlier runs …' : 'not known yet; a first run measures it']);
       rows.push(['Disk', disk.need ? [h(disk.need > disk.free ? 'b.bad-text' : 'span', {}, studio.size(disk.need)), disk.need > disk.free ? `, ${studio.size(disk.free)} free` : ` of ${studio.size(disk.free)} free`] : `${studio.size(disk.free)} free`]);
       return rows.map(([name, value]) => h('div.facts', {}, h('span.dim', {}, name), h('span', {}, value)));

@@ -16,6 +16,7 @@ from typing import Any
 from app import form, form_answers, model_answers
 from app.form import Checked, Draft
 from app.plan_preview import TARGETS, THIS_MACHINE
+from app.planned_steps import planned_steps
 from app.studio import Studio
 from app.web.answers import Calls
 from app.web.served_files import FULL, address
@@ -255,6 +256,9 @@ def _state(studio: Studio, target: str, is_fresh: bool = False, is_typing: bool 
     is_typing = is_typing or studio.unsettled.holds(draft.values)
     checked = studio.check(draft, is_fresh, is_typing)
     preview = studio.plan(checked, target)
+    config = checked.config
+    steps = list(config.stage_steps) if is_typing else planned_steps(studio.scans, config)
+    whole = studio.planned_seconds(checked, target, steps)
     answer = {
         "preset": studio.name_of(draft.preset),
         "problem": studio.draft_problem,
@@ -265,8 +269,8 @@ def _state(studio: Studio, target: str, is_fresh: bool = False, is_typing: bool 
         "waiting": checked.waiting,
         "warnings": _warnings(checked),
         "changes": form_answers.changes(checked),
-        "plan": form_answers.plan(preview, checked.config, studio.gpus()),
-        "earlier": form_answers.earlier(studio, checked.config) if target == THIS_MACHINE else None,
+        "plan": form_answers.plan(preview, checked.config, studio.gpus(), steps, whole),
+        "earlier": form_answers.earlier(studio, checked.config, steps) if target == THIS_MACHINE else None,
         "data": None if is_typing else form_answers.data(studio, checked),
         "downloads": {model: vars(found) for model, found in studio.model_downloads.all().items()},
         "disk": form_answers.disk(preview, checked.config, studio.runs),
