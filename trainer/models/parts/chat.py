@@ -18,8 +18,8 @@ from trainer.config.errors import InputError, not_one_of
 TEMPLATES = Path(__file__).parents[1] / "chat_templates"
 """Templates of our own, which `data.chat_template` names."""
 SUFFIX = ".jinja"
-MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-END_MARKER = re.compile(r"\{%-?\s*endgeneration\s*-?%\}")
+MARKER = re.compile(r"\{%(-?)\s*generation\s*(-?)%\}")
+END_MARKER = re.compile(r"\{%(-?)\s*endgeneration\s*(-?)%\}")
 """The marks in a template around what the assistant writes."""
 OPEN, CLOSE = "\ue0f0", "\ue0f1"
 """Private characters around the numbers of sentinels; no published text holds them."""
@@ -54,6 +54,12 @@ def read_template(named: str) -> str:
         raise InputError(f"data.chat_template: {file} cannot be read ({error}); name another {SUFFIX} file") from error
 
 
+def without_marks(template: str) -> str:
+    """The same template without the marks of the assistant's turns, for programs that do not know them."""
+    # Comments remove the same blanks around them.
+    return END_MARKER.sub(r"{#\1 \2#}", MARKER.sub(r"{#\1 \2#}", template))
+
+
 def check_template(named: str) -> None:
     """Check that a chat template can be read and is jinja. named: as for `read_template`.
 
@@ -67,7 +73,7 @@ def _check_jinja(named: str, template: str) -> None:
     from jinja2 import TemplateSyntaxError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    # The marks of the assistant's turns are a tag that transformers adds; here a block of jinja's own stands for it.
+    # The marks are a tag that transformers adds; here a block of jinja's own stands for it.
     source = END_MARKER.sub("{% endif %}", MARKER.sub("{% if 1 %}", template))
     try:
         ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
@@ -146,9 +152,19 @@ class Chat:
                 "model.path: its tokenizer cannot tell which letters a token holds, which conversations need; "
                 "use a model with a tokenizer.json"
             )
-        text: str = read_template(self._named) if self._named else self._tokenizer.get_chat_template()
+        text: str = read_template(self._named) if self._named else self._own_template()
         _check_jinja(self._named or "the model's own", text)
         return text
+
+    def _own_template(self) -> str:
+        """The tokenizer's template; of several with names, the one named default."""
+        try:
+            return str(self._tokenizer.get_chat_template())
+        except ValueError as error:
+            raise InputError(
+                f"data.chat_template: the model's tokenizer has several chat templates ({error}); name one of "
+                f"{', '.join(template_names())}, or a {SUFFIX} file"
+            ) from error
 
     @cached_property
     def turns(self) -> Turns:
@@ -198,10 +214,6 @@ class Chat:
     def answer(self, text: str) -> str:
         """The part of a generated text before the end of the assistant's turn."""
         return text.partition(self.turns.stop)[0] if self.turns.stop else text
-
-    def rendered(self, messages: object, tools: object = None) -> str:
-        """The text of a conversation that the template makes."""
-        return self._render(self._with_system(checked_messages(messages)), checked_tools(tools))
 
     def _encoded(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Encoded:
         whole = self._render(messages, tools)
