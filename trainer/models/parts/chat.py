@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import InputError, not_one_of
+from trainer.config.sections import TEMPLATE_SUFFIX
 
 TEMPLATES = Path(__file__).parents[1] / "chat_templates"
 """Templates of our own, which `data.chat_template` names."""
-SUFFIX = ".jinja"
 MARKER = re.compile(r"\{%(-?)\s*generation\s*(-?)%\}")
 END_MARKER = re.compile(r"\{%(-?)\s*endgeneration\s*(-?)%\}")
 """The marks in a template around what the assistant writes."""
@@ -36,7 +36,7 @@ Encoded = tuple[list[int], list[bool]]
 
 def template_names() -> tuple[str, ...]:
     """The names of our own templates, as `chatml`."""
-    return tuple(sorted(file.stem for file in TEMPLATES.glob(f"*{SUFFIX}")))
+    return tuple(sorted(file.stem for file in TEMPLATES.glob(f"*{TEMPLATE_SUFFIX}")))
 
 
 def read_template(named: str) -> str:
@@ -45,13 +45,15 @@ def read_template(named: str) -> str:
     Raises:
         InputError: There is no such template or file.
     """
-    file = Path(named).expanduser() if named.endswith(SUFFIX) else TEMPLATES / f"{named}{SUFFIX}"
-    if not named.endswith(SUFFIX) and named not in template_names():
-        raise InputError(f"data.chat_template: {not_one_of(named, (*template_names(), f'a {SUFFIX} file'))}")
+    file = Path(named).expanduser() if named.endswith(TEMPLATE_SUFFIX) else TEMPLATES / f"{named}{TEMPLATE_SUFFIX}"
+    if not named.endswith(TEMPLATE_SUFFIX) and named not in template_names():
+        raise InputError(f"data.chat_template: {not_one_of(named, (*template_names(), f'a {TEMPLATE_SUFFIX} file'))}")
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"data.chat_template: {file} cannot be read ({error}); name another {SUFFIX} file") from error
+        raise InputError(
+            f"data.chat_template: {file} cannot be read ({error}); name another {TEMPLATE_SUFFIX} file"
+        ) from error
 
 
 def without_marks(template: str) -> str:
@@ -145,7 +147,7 @@ class Chat:
         if self._named is None and not self._tokenizer.chat_template:
             raise InputError(
                 "data.chat_template: the model's tokenizer has no chat template, which conversations need; "
-                f"name one of {', '.join(template_names())}, or a {SUFFIX} file"
+                f"name one of {', '.join(template_names())}, or a {TEMPLATE_SUFFIX} file"
             )
         if not self._tokenizer.is_fast:
             raise InputError(
@@ -163,7 +165,7 @@ class Chat:
         except ValueError as error:
             raise InputError(
                 f"data.chat_template: the model's tokenizer has several chat templates ({error}); name one of "
-                f"{', '.join(template_names())}, or a {SUFFIX} file"
+                f"{', '.join(template_names())}, or a {TEMPLATE_SUFFIX} file"
             ) from error
 
     @cached_property
