@@ -83,7 +83,8 @@ sample: 3
             "preset.yaml:6: adapter.rnk: unknown field; did you mean 'rank'?",
             "preset.yaml:7: adapter.rank: is 0, must be >= 1 and <= 1024",
             "preset.yaml:8: adapter.rank_pattern.attn.to_q: needs a whole number, not 'many'",
-            "preset.yaml:11: data.folders[0].path: is needed: Folder of images with captions.",
+            "preset.yaml:11: data.folders[0].path: is needed: Folder of images with captions; for a language model, "
+            "a folder or file of text.",
             "preset.yaml:11: data.folders[0].weight: is 0, must be > 0 and <= 1000",
             "preset.yaml:12: data.folders[1].wieght: unknown field; did you mean 'weight'?",
             "preset.yaml:14: train.steps: needs a whole number, not 'abc'",
@@ -181,7 +182,11 @@ sample: 3
             ("train={stps: 1}", "train.stps: unknown field; did you mean 'steps'?"),
             ("cluster.program=opt", "cluster.program: 'opt' is not a path from the root; begin with /"),
             ("a\nb=1", "'a\\nb': unknown field"),
-            ("data.folders=[{weight: 2}]", "data.folders[0].path: is needed: Folder of images with captions."),
+            (
+                "data.folders=[{weight: 2}]",
+                "data.folders[0].path: is needed: Folder of images with captions; for a language model, "
+                "a folder or file of text.",
+            ),
             ("train=fast", "train: needs a section of fields, not 'fast'"),
         ],
     )
@@ -356,6 +361,12 @@ class TestPaths:
         assert read(f"{DATA}model: {{path: tiny}}\n").config.model.path == "tiny"
         assert read(f"{DATA}model: {{path: ./tiny}}\n").config.model.path == str(folder / "tiny")
         assert read(DATA, "model.path=org/name").config.model.path == "org/name"
+
+    def test_the_name_of_a_chat_template_is_not_taken_for_a_path(self, folder: Path) -> None:
+        (folder / "chatml").touch()
+        assert read("data: {path: text, chat_template: chatml}\n").config.data.chat_template == "chatml"
+        own = read("data: {path: text, chat_template: own.jinja}\n").config.data.chat_template
+        assert own == str(folder / "own.jinja")
 
 
 FOREIGN = [

@@ -21,7 +21,7 @@ from trainer.config.sections import MODEL_WORDS, DataConfig, ModelConfig, NoAdap
 from trainer.models.base import PREFERENCE_FIELDS, TextFamily
 from trainer.models.objectives import Batch, Loss
 from trainer.models.parts.attention_probe import position_ids, sight
-from trainer.models.parts.chat import Chat, Encoded, encode_spans
+from trainer.models.parts.chat import Chat, Encoded, encode_spans, read_template, without_marks
 from trainer.models.parts.chunked_loss import sum_losses_in_chunks
 from trainer.models.parts.folder import (
     TRANSFORMERS_STEM,
@@ -306,6 +306,8 @@ class CausalLM(TextFamily):
             self.tokenizer.save_pretrained(folder)
         else:
             super().write_tokenizer(folder)
+        if self._template is not None:  # other programs ask the model as it was trained
+            (folder / "chat_template.jinja").write_text(without_marks(read_template(self._template)), "utf-8")
 
     @property
     def must_train(self) -> Mapping[str, str]:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import InputError, not_one_of
+from trainer.config.sections import TEMPLATE_SUFFIX
 
 TEMPLATES = Path(__file__).parents[1] / "chat_templates"
 """Templates of our own, which `data.chat_template` names."""
-SUFFIX = ".jinja"
-MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-END_MARKER = re.compile(r"\{%-?\s*endgeneration\s*-?%\}")
+MARKER = re.compile(r"\{%(-?)\s*generation\s*(-?)%\}")
+END_MARKER = re.compile(r"\{%(-?)\s*endgeneration\s*(-?)%\}")
 """The marks in a template around what the assistant writes."""
 OPEN, CLOSE = "\ue0f0", "\ue0f1"
 """Private characters around the numbers of sentinels; no published text holds them."""
@@ -36,7 +36,7 @@ Encoded = tuple[list[int], list[bool]]
 
 def template_names() -> tuple[str, ...]:
     """The names of our own templates, as `chatml`."""
-    return tuple(sorted(file.stem for file in TEMPLATES.glob(f"*{SUFFIX}")))
+    return tuple(sorted(file.stem for file in TEMPLATES.glob(f"*{TEMPLATE_SUFFIX}")))
 
 
 def read_template(named: str) -> str:
@@ -45,13 +45,21 @@ def read_template(named: str) -> str:
     Raises:
         InputError: There is no such template or file.
     """
-    file = Path(named).expanduser() if named.endswith(SUFFIX) else TEMPLATES / f"{named}{SUFFIX}"
-    if not named.endswith(SUFFIX) and named not in template_names():
-        raise InputError(f"data.chat_template: {not_one_of(named, (*template_names(), f'a {SUFFIX} file'))}")
+    file = Path(named).expanduser() if named.endswith(TEMPLATE_SUFFIX) else TEMPLATES / f"{named}{TEMPLATE_SUFFIX}"
+    if not named.endswith(TEMPLATE_SUFFIX) and named not in template_names():
+        raise InputError(f"data.chat_template: {not_one_of(named, (*template_names(), f'a {TEMPLATE_SUFFIX} file'))}")
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"data.chat_template: {file} cannot be read ({error}); name another {SUFFIX} file") from error
+        raise InputError(
+            f"data.chat_template: {file} cannot be read ({error}); name another {TEMPLATE_SUFFIX} file"
+        ) from error
+
+
+def without_marks(template: str) -> str:
+    """The same template without the marks of the assistant's turns, for programs that do not know them."""
+    # Comments remove the same blanks around them.
+    return END_MARKER.sub(r"{#\1 \2#}", MARKER.sub(r"{#\1 \2#}", template))
 
 
 def check_template(named: str) -> None:
@@ -67,7 +75,7 @@ def _check_jinja(named: str, template: str) -> None:
     from jinja2 import TemplateSyntaxError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    # The marks of the assistant's turns are a tag that transformers adds; here a block of jinja's own stands for it.
+    # The marks are a tag that transformers adds; here a block of jinja's own stands for it.
     source = END_MARKER.sub("{% endif %}", MARKER.sub("{% if 1 %}", template))
     try:
         ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
@@ -139,16 +147,26 @@ class Chat:
         if self._named is None and not self._tokenizer.chat_template:
             raise InputError(
                 "data.chat_template: the model's tokenizer has no chat template, which conversations need; "
-                f"name one of {', '.join(template_names())}, or a {SUFFIX} file"
+                f"name one of {', '.join(template_names())}, or a {TEMPLATE_SUFFIX} file"
             )
         if not self._tokenizer.is_fast:
             raise InputError(
                 "model.path: its tokenizer cannot tell which letters a token holds, which conversations need; "
                 "use a model with a tokenizer.json"
             )
-        text: str = read_template(self._named) if self._named else self._tokenizer.get_chat_template()
+        text: str = read_template(self._named) if self._named else self._own_template()
         _check_jinja(self._named or "the model's own", text)
         return text
+
+    def _own_template(self) -> str:
+        """The tokenizer's template; of several with names, the one named default."""
+        try:
+            return str(self._tokenizer.get_chat_template())
+        except ValueError as error:
+            raise InputError(
+                f"data.chat_template: the model's tokenizer has several chat templates ({error}); name one of "
+                f"{', '.join(template_names())}, or a {TEMPLATE_SUFFIX} file"
+            ) from error
 
     @cached_property
     def turns(self) -> Turns:
@@ -199,10 +217,6 @@ class Chat:
         """The part of a generated text before the end of the assistant's turn."""
         return text.partition(self.turns.stop)[0] if self.turns.stop else text
 
-    def rendered(self, messages: object, tools: object = None) -> str:
-        """The text of a conversation that the template makes."""
-        return self._render(self._with_system(checked_messages(messages)), checked_tools(tools))
-
     def _encoded(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Encoded:
         whole = self._render(messages, tools)
         if MARKER.search(self.template) and (encoded := self._by_marks(messages, tools, whole)):
@@ -217,12 +231,16 @@ class Chat:
 
     def _by_marks(self, messages: Sequence[Message], tools: Sequence[Any] | None, whole: str) -> Encoded | None:
         """By the template's own marks; None where they do not hold what the assistant says."""
-        found = self._apply(messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        found = self._apply(
+            messages,
+            tools,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False},
+        )
         learned = [bool(one) for one in found["assistant_masks"]]
-        own = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        if list(found["input_ids"]) != list(own["input_ids"]):
-            return None
-        spans = _runs(own["offset_mapping"], learned)
+        spans = _runs(found["offset_mapping"], learned)
         return self._with_end((list(found["input_ids"]), learned)) if _hold(messages, whole, spans) else None
 
     def _by_prefixes(self, messages: Sequence[Message], tools: Sequence[Any] | None, whole: str) -> list[Span]:
@@ -333,7 +351,7 @@ class Chat:
         text: str = self._apply(messages, tools, tokenize=False, add_generation_prompt=is_open)
         return text
 
-    def _apply(self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: bool) -> Any:
+    def _apply(self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: Any) -> Any:
         try:
             return self._tokenizer.apply_chat_template(
                 list(messages), tools=tools or None, chat_template=self.template, **options
