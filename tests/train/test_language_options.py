@@ -69,7 +69,11 @@ def trained_logits(cfg: RunConfig, run: RunDir) -> Tensor:
     ("targets", "suffixes"),
     [
         ([], ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]),
-        ([r".*layers\.[02]\.mlp\.up_proj", "q_proj"], ["0.mlp.up_proj", "2.mlp.up_proj", "q_proj"]),
+        pytest.param(
+            [r".*layers\.[02]\.mlp\.up_proj", "q_proj"],
+            ["0.mlp.up_proj", "2.mlp.up_proj", "q_proj"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_folder_of_peft_names_its_layers_by_their_ends_and_holds_the_tokenizer(
@@ -88,6 +92,7 @@ def test_a_folder_of_peft_names_its_layers_by_their_ends_and_holds_the_tokenizer
     torch.testing.assert_close(logits(AutoPeftModelForCausalLM.from_pretrained(folder)), expected, atol=2e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_rank_stabilized_adapter_is_the_trained_one_in_peft(bench: Bench) -> None:
     from peft import AutoPeftModelForCausalLM
 
@@ -101,8 +106,17 @@ def test_a_rank_stabilized_adapter_is_the_trained_one_in_peft(bench: Bench) -> N
 # Modules that are trained whole
 
 
-@pytest.mark.parametrize("architecture", ["qwen3-1.7b", "qwen3-8b"])
-@pytest.mark.parametrize("modules", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head", r"model\.norm"]])
+@pytest.mark.parametrize(
+    ("architecture", "modules"),
+    [
+        ("qwen3-1.7b", ["lm_head"]),
+        ("qwen3-8b", ["embed_tokens", "lm_head", r"model\.norm"]),
+        pytest.param("qwen3-1.7b", ["embed_tokens"], marks=pytest.mark.slow),
+        pytest.param("qwen3-1.7b", ["embed_tokens", "lm_head", r"model\.norm"], marks=pytest.mark.slow),
+        pytest.param("qwen3-8b", ["embed_tokens"], marks=pytest.mark.slow),
+        pytest.param("qwen3-8b", ["lm_head"], marks=pytest.mark.slow),
+    ],
+)
 def test_modules_trained_whole_are_exported_as_peft_does_and_merged(
     bench: Bench, architecture: str, modules: list[str]
 ) -> None:
@@ -151,6 +165,7 @@ def test_two_ranks_that_stop_and_go_on_end_with_whole_modules_bit_for_bit(bench:
     assert all(torch.equal(rest.weights[name], straight.weights[name]) for name in straight.weights)
 
 
+@pytest.mark.slow
 def test_a_folder_of_peft_with_whole_modules_is_gone_on_from(bench: Bench, tmp_path: Path) -> None:
     cfg, run = bench.run("begun", **KINDS["untied"], export__dtype="fp32", optim__lr=1e-2)
     weights = train(alone(), cfg, run).weights
@@ -186,7 +201,7 @@ def test_modules_that_do_not_exist_are_refused(bench: Bench, adapter: dict[str, 
     assert str(caught.value).startswith(message)
 
 
-@pytest.mark.parametrize("format", ["auto", "comfyui", "kohya", "diffusers"])
+@pytest.mark.parametrize("format", ["auto", *(pytest.param(f, marks=pytest.mark.slow) for f in ("comfyui", "kohya"))])
 def test_formats_without_a_place_for_whole_modules_are_refused_before_training(tmp_path: Path, format: str) -> None:
     adapter = {"type": "lora", "rank": 4, "modules_to_save": ["norm_out"]}
     cfg = run_config(make_pictures(tmp_path / "pictures", 2), adapter=adapter, export__format=format)
@@ -255,8 +270,14 @@ def test_rows_that_a_model_holds_in_reserve_are_used_for_new_tokens(bench: Bench
     assert torch.equal(rows[BYTES + 3 :], spare[3:])
 
 
-@pytest.mark.parametrize("architecture", ["qwen3-1.7b", "qwen3-8b"])
-@pytest.mark.parametrize("what", ["adapter", "merged", "full"])
+@pytest.mark.parametrize(
+    ("architecture", "what"),
+    [
+        ("qwen3-8b", "adapter"),
+        pytest.param("qwen3-1.7b", "adapter", marks=pytest.mark.slow),
+        *(pytest.param(f"qwen3-{s}b", w, marks=pytest.mark.slow) for s in ("1.7", "8") for w in ("merged", "full")),
+    ],
+)
 def test_an_export_with_new_tokens_is_the_trained_model(bench: Bench, architecture: str, what: str) -> None:
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -274,6 +295,7 @@ def test_an_export_with_new_tokens_is_the_trained_model(bench: Bench, architectu
     assert tokenizer.decode([BYTES + 2]) == "<think>"
 
 
+@pytest.mark.slow
 def test_documents_are_read_with_the_new_tokens_and_their_rows_are_trained(bench: Bench, tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("<tool>one</tool> and <tool>two</tool>. " * 40, encoding="utf-8")

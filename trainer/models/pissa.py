@@ -51,8 +51,8 @@ def read_factors(cfg: RunConfig, file: Path) -> Factors | None:
         return None
     if not file.is_file():
         raise InputError(
-            f"{file}: missing; it holds what adapter.init: pissa subtracted from the base. Copy it back, or start a new "
-            "run"
+            f"{file}: missing; it holds what adapter.init: pissa subtracted from the base. Copy it back, or start a "
+            "new run"
         )
     return factors_of(load_file(file))
 
