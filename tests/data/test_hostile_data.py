@@ -26,6 +26,7 @@ from trainer.config.sections import DataConfig
 from trainer.data import question_files, text_files
 from trainer.data.image_files import scan
 from trainer.data.image_io import load_rgb, read_header
+from trainer.data.text_documents import Encoder
 from trainer.data.text_stream import TextStream
 
 AT_MOST_S = 5.0
@@ -246,10 +247,11 @@ def test_text_that_is_a_pipe_or_a_device_is_refused_before_a_run_starts(tmp_path
 
 
 def rows(file: Path) -> object:
-    return next(TextStream((file,), lambda text: [1] * len(text), 0, 10, seed=0, length=8).rows())
+    encoder = Encoder(lambda text: [1] * len(text), 0, 10)
+    return next(TextStream([text_files.TextFolder((file,))], encoder, seed=0, length=8).rows())
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.npy"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.npy", "a.parquet"])
 def test_text_that_became_a_pipe_after_it_was_found_keeps_no_rank_waiting(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     assert refused(lambda: rows(tmp_path / name)) == [f"{tmp_path}/{name}: {NOT_REGULAR}"]

@@ -27,7 +27,7 @@ class Cursor:
         turn: Number of the pass over the files.
         file: Index of the file in the order of the pass.
         offset: As `read_documents` counts.
-        number: Documents of the file before it.
+        number: Documents of the file before it, in a pass that takes a share of them; else 0.
     """
 
     turn: int = 0
@@ -108,10 +108,10 @@ class _Folder:
 
     def of_file(self, epoch: int, begin: Cursor) -> Iterator[tuple[Reader, Cursor, float]]:
         """Each document of a file that occurs in a pass, where its file continues, and the share that was read."""
-        index, number = self._order(epoch, begin.turn)[begin.file], begin.number
+        index, number, part = self._order(epoch, begin.turn)[begin.file], begin.number, self.turns[begin.turn]
         for reader, offset, share in read_documents(self._files[index], begin.offset, self._encoder):
-            number += 1
-            if self._is_taken(epoch, begin.turn, index + number):
+            number += part < 1
+            if part == 1 or _is_taken(part, epoch, index + number):
                 yield reader, Cursor(begin.turn, begin.file, offset, number), share
 
     def _order(self, epoch: int, turn: int) -> list[int]:
@@ -120,14 +120,12 @@ class _Folder:
             self._orders = {(epoch, turn): random_order(self.num_files, self._seed, "text files", epoch, *other)}
         return self._orders[epoch, turn]
 
-    def _is_taken(self, epoch: int, turn: int, number: int) -> bool:
-        """Whether a document occurs in a pass: over the epochs as often as its share, rounded up or down."""
-        part = self.turns[turn]
-        if part == 1:
-            return True
-        # Multiples of the golden ratio are evenly spread, so each epoch gets its share of any run of documents.
-        phase = number * GOLDEN_RATIO % 1
-        return math.floor((epoch + 1) * part + phase) > math.floor(epoch * part + phase)
+
+def _is_taken(part: float, epoch: int, number: int) -> bool:
+    """Whether a document occurs in an epoch's pass over a share: over the epochs as often, rounded up or down."""
+    # Multiples of the golden ratio are evenly spread, so each epoch gets its share of any run of documents.
+    phase = number * GOLDEN_RATIO % 1
+    return math.floor((epoch + 1) * part + phase) > math.floor(epoch * part + phase)
 
 
 def random_order(number: int, *purpose: int | str) -> list[int]:

@@ -196,10 +196,10 @@ class CausalLM(TextFamily):
                 "name their class"
             )
         self.adapter_targets = {COMPONENT: _linear_layers(self._empty, self.shard.blocks)}
-        self._data = DataConfig()
+        self.follow_data(DataConfig())
 
     def follow_data(self, data: DataConfig) -> None:
-        self._data = data
+        self._template, self._system = data.chat_template, data.system
 
     @property
     def model_spec(self) -> str:
@@ -286,7 +286,7 @@ class CausalLM(TextFamily):
 
     @cached_property
     def _chat(self) -> Chat:
-        return Chat(self.tokenizer, self._data.chat_template, self._data.system)
+        return Chat(self.tokenizer, self._template, self._system)
 
     def encode_chat(self, messages: object, tools: object = None) -> Encoded:
         return self._chat.encode(messages, tools)
