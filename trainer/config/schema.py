@@ -140,7 +140,8 @@ class RunConfig(Section):
             strategy: `parallel.strategy` with `auto` resolved.
         """
         trained = "full" in self.model.train.values() if self.model.train else isinstance(self.adapter, NoAdapter)
-        return trained and strategy in ("full", "grad_op", "hybrid")
+        has_whole_modules = isinstance(self.adapter, AdapterSection) and bool(self.adapter.modules_to_save)
+        return (trained or has_whole_modules) and strategy in ("full", "grad_op", "hybrid")
 
     @property
     def micro_steps(self) -> int:
@@ -256,6 +257,12 @@ def _adapter_rules(cfg: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "adapter.factor", "0 is not a size; use 1 to 1024, or -1 for factors as close to square as possible"
         )
+    if isinstance(cfg.adapter, LoraAdapter) and cfg.adapter.init == "pissa" and cfg.adapter.start:
+        yield Problem(
+            "adapter.init",
+            "pissa starts from the base's singular values, not from adapter.start; leave one of them out",
+            depends_on=("adapter.start",),
+        )
     yield from _pattern_rules(cfg)
 
 
@@ -264,6 +271,7 @@ def _pattern_rules(cfg: RunConfig) -> Iterator[Problem]:
     patterns += [("quantize.formats", pattern) for pattern in cfg.quantize.formats]
     if isinstance(cfg.adapter, AdapterSection):
         patterns += [("adapter.targets", pattern) for pattern in cfg.adapter.targets]
+        patterns += [("adapter.modules_to_save", pattern) for pattern in cfg.adapter.modules_to_save]
     if isinstance(cfg.adapter, RankAdapter):
         patterns += [("adapter.rank_pattern", pattern) for pattern in cfg.adapter.rank_pattern]
     for field, pattern in patterns:
@@ -331,6 +339,7 @@ def _preference_rules(cfg: RunConfig) -> Iterator[Problem]:
                 "full would change the model that objective.dpo_beta compares with; use adapter or frozen",
                 depends_on=("objective.dpo_beta",),
             )
+    yield from _reference_rules(cfg)
     cuts = (("packing", cfg.data.packing, "split", "whole"), ("too_long", cfg.data.too_long, "cut", "drop"))
     for name, value, cut, kept in cuts:
         if value == cut:
@@ -346,6 +355,29 @@ def _preference_rules(cfg: RunConfig) -> Iterator[Problem]:
                 "cannot be combined with objective.dpo_beta, which compares whole images of pairs; leave it out",
                 depends_on=("objective.dpo_beta",),
             )
+
+
+def _reference_rules(cfg: RunConfig) -> Iterator[Problem]:
+    """Check that the model without its adapter is the one that training began with."""
+    adapter = cfg.adapter
+    if isinstance(adapter, AdapterSection) and adapter.modules_to_save:
+        yield Problem(
+            "adapter.modules_to_save",
+            "would change the model that objective.dpo_beta compares with; leave it out",
+            depends_on=("objective.dpo_beta",),
+        )
+    if isinstance(adapter, LoraAdapter) and adapter.init == "pissa":
+        yield Problem(
+            "adapter.init",
+            "pissa takes a part of the model that objective.dpo_beta compares with into the adapter; use default",
+            depends_on=("objective.dpo_beta",),
+        )
+    if cfg.train.neftune_alpha:
+        yield Problem(
+            "train.neftune_alpha",
+            "would also disturb the model that objective.dpo_beta compares with; set 0",
+            depends_on=("objective.dpo_beta",),
+        )
 
 
 def _optim_rules(cfg: RunConfig) -> Iterator[Problem]:
