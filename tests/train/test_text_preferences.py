@@ -381,6 +381,9 @@ def test_other_text_is_refused_with_a_beta_and_pairs_without_one(bench: Bench, t
         ({"data__packing": "split"}, "data.packing: split cannot be combined with objective.dpo_beta, which compares"),
         ({"data__too_long": "cut"}, "data.too_long: cut cannot be combined with objective.dpo_beta, which compares"),
         ({"adapter__type": "none"}, "objective.dpo_beta: compares the model with itself without its adapter, but"),
+        ({"adapter__modules_to_save": ["lm_head"]}, "adapter.modules_to_save: would change the model that"),
+        ({"adapter__init": "pissa"}, "adapter.init: pissa takes a part of the model that objective.dpo_beta compares"),
+        ({"train__neftune_alpha": 5}, "train.neftune_alpha: would also disturb the model that objective.dpo_beta"),
     ],
 )
 def test_settings_that_cannot_be_combined_are_refused(bench: Bench, changes: dict[str, Any], message: str) -> None:
