@@ -83,7 +83,8 @@ sample: 3
             "preset.yaml:6: adapter.rnk: unknown field; did you mean 'rank'?",
             "preset.yaml:7: adapter.rank: is 0, must be >= 1 and <= 1024",
             "preset.yaml:8: adapter.rank_pattern.attn.to_q: needs a whole number, not 'many'",
-            "preset.yaml:11: data.folders[0].path: is needed: Folder of images with captions.",
+            "preset.yaml:11: data.folders[0].path: is needed: Folder of images with captions; for a language model, "
+            "a folder or file of text.",
             "preset.yaml:11: data.folders[0].weight: is 0, must be > 0 and <= 1000",
             "preset.yaml:12: data.folders[1].wieght: unknown field; did you mean 'weight'?",
             "preset.yaml:14: train.steps: needs a whole number, not 'abc'",
@@ -181,7 +182,11 @@ sample: 3
             ("train={stps: 1}", "train.stps: unknown field; did you mean 'steps'?"),
             ("cluster.program=opt", "cluster.program: 'opt' is not a path from the root; begin with /"),
             ("a\nb=1", "'a\\nb': unknown field"),
-            ("data.folders=[{weight: 2}]", "data.folders[0].path: is needed: Folder of images with captions."),
+            (
+                "data.folders=[{weight: 2}]",
+                "data.folders[0].path: is needed: Folder of images with captions; for a language model, "
+                "a folder or file of text.",
+            ),
             ("train=fast", "train: needs a section of fields, not 'fast'"),
         ],
     )

@@ -343,3 +343,12 @@ def test_a_conversation_that_cannot_be_used_is_named_with_its_line(tmp_path: Pat
     texts = TextStream([TextFolder(find_files(tmp_path))], encoder, 0, 8, epochs=1)
     assert refusal(texts) == f"{tmp_path}/a.jsonl:2: the reason"
     assert START.as_place() == {"epoch": 0, "window": 0, "document": 0, "token": 0, "file": 0, "offset": 0}
+
+
+def test_an_epoch_may_be_empty_where_less_than_one_document_occurs_in_it(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "ab"}])
+    for packing in ("whole", "split"):
+        texts = stream([TextFolder(find_files(tmp_path), 0.25)], length=4, packing=packing, epochs=12)
+        assert documents_of(rows_of(texts)) == ["ab|"] * 3
+    (tmp_path / "a.jsonl").write_text("")
+    assert "no document holds any text" in refusal(stream([TextFolder(find_files(tmp_path), 0.25)], epochs=None))

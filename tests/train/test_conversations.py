@@ -16,6 +16,7 @@ from tests.distributed import run_ranks
 from tests.runs import alone, difference, make_run, text_config, train
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
+from trainer.data.loader import BatchSizes
 from trainer.data.text_source import TextSource
 from trainer.distributed.world import World
 from trainer.models import families
@@ -219,3 +220,16 @@ def test_a_config_whose_conversations_cannot_be_read_is_refused(bench: Bench, tm
         with pytest.raises(InputError) as caught:
             train(alone(), cfg, make_run(tmp_path, cfg, next(iter(changes))))
         assert message in str(caught.value)
+
+
+def test_held_out_prompts_that_are_all_too_long_stop_a_run_of_today_but_not_one_of_an_earlier_recipe(
+    bench: Bench, tmp_path: Path
+) -> None:
+    (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "a" * 300, "completion": "b"}), encoding="utf-8")
+    cfg = bench.config(data__validation=str(tmp_path / "held.jsonl"))
+    source = TextSource(cfg, families.make(cfg, bench.root / "cache"), alone())  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"held\.jsonl: every document is left out \(1 longer than data\.length 256"):
+        source.batch_sampler(BatchSizes(1), None)
+    source.follow_recipe(2)
+    source.batch_sampler(BatchSizes(1), None)
+    assert source.num_held_out == 2

@@ -28,7 +28,7 @@ from trainer.data.text_files import (
     of_config,
     sizes,
 )
-from trainer.data.text_stream import START, PackedRow, Packing, StreamPosition, TextStream
+from trainer.data.text_stream import START, LeftOutError, PackedRow, Packing, StreamPosition, TextStream
 from trainer.distributed.world import World
 from trainer.models.base import TextFamily
 from trainer.models.objectives import Example
@@ -66,20 +66,33 @@ class TextSource(DataSource):
         _check_same(files, world)
         check_preferences((*files, *self._held_out_files), cfg.objective.dpo_beta is not None)
         self._batch_sampler: TextBatchSampler | None = None
-        self.follow_recipe(RECIPE)
+        self._recipe = RECIPE
+        self._refused: InputError | None = None
+        self._read_held_out()
 
     def follow_recipe(self, recipe: int) -> None:
         self._recipe = recipe
-        files = self._held_out_files
-        rows = self._stream((TextFolder(files),), 1, LeftOut(self._emit)).rows() if files else ()
-        self._held_out = tuple(row for row, _ in rows)
-        self.num_held_out = len(self._held_out)
+        self._read_held_out()
 
     def batch_sampler(self, sizes: BatchSizes, saved: Progress | None) -> TextBatchSampler:
+        if self._refused:
+            raise self._refused
         step, position = (saved.step, self._position_in(saved)) if saved else (0, START)
         stream = self._stream(self._folders, None, LeftOut(self._emit))
         self._batch_sampler = TextBatchSampler(stream, sizes, step, position)
         return self._batch_sampler
+
+    def _read_held_out(self) -> None:
+        """Read the held-out rows. What only this recipe refuses is an error when the run follows it."""
+        files, self._refused = self._held_out_files, None
+        self._held_out: tuple[PackedRow, ...] = ()
+        if files:
+            try:
+                stream = self._stream((TextFolder(files),), 1, LeftOut(self._emit))
+                self._held_out = tuple(row for row, _ in stream.rows())
+            except LeftOutError as error:
+                self._refused = error
+        self.num_held_out = len(self._held_out)
 
     def example(self, item: PackedRow) -> Example:
         return example_of(item)

@@ -106,6 +106,10 @@ LeftOut = Callable[[int, str, str], None]
 """Takes a document that is left out: its epoch, where it is, and why. Held-out text has an epoch, too."""
 
 
+class LeftOutError(InputError):
+    """Every document is left out."""
+
+
 class TextStream:
     """The documents of some folders, epoch after epoch, each in another order.
 
@@ -198,6 +202,7 @@ class TextStream:
         A plain text that is longer than a row fills rows, and its rest is packed; of a prompt or conversation that is
         longer, `too_long` decides.
         """
+        num_empty = 0
         for epoch, start in self._epochs_from(position):
             is_empty = start == replace(START, epoch=epoch)
             for window, begin in self._windows(start):
@@ -209,7 +214,8 @@ class TextStream:
                     is_empty = False
                     row = self._packed([pieces[index] for index in rows[order[number]]])
                     yield row, replace(begin, row=number + 1, document=0, token=0)
-            if is_empty:
+            num_empty = num_empty + 1 if is_empty else 0
+            if num_empty > self._mixture.empty_epochs:
                 raise self._nothing()
 
     def _fitting(self, document: Document, epoch: int) -> Iterator[Piece]:
@@ -261,12 +267,14 @@ class TextStream:
 
     def _documents(self, position: StreamPosition) -> Iterator[tuple[Document, StreamPosition]]:
         """Documents with at least two unused tokens from `position` on, each with the position of its first one."""
+        num_empty = 0
         for epoch, start in self._epochs_from(position):
             is_empty = start == replace(START, epoch=epoch)
             for document, at in self._epoch(start):
                 is_empty = False
                 yield document, at
-            if is_empty:
+            num_empty = num_empty + 1 if is_empty else 0
+            if num_empty > self._mixture.empty_epochs:
                 raise self._nothing()
 
     def _epochs_from(self, position: StreamPosition) -> Iterator[tuple[int, StreamPosition]]:
@@ -281,7 +289,7 @@ class TextStream:
         if not self._reasons:
             return InputError(f"{files[0]}{others}: no document holds any text; write some, or give others")
         left_out = "; ".join(f"{number} {why}, the first {first}" for why, (first, number) in self._reasons.items())
-        return InputError(
+        return LeftOutError(
             f"{files[0]}{others}: every document is left out ({left_out}); raise data.length, set data.too_long: cut, "
             "or correct the files"
         )

@@ -217,12 +217,16 @@ class Chat:
 
     def _by_marks(self, messages: Sequence[Message], tools: Sequence[Any] | None, whole: str) -> Encoded | None:
         """By the template's own marks; None where they do not hold what the assistant says."""
-        found = self._apply(messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        found = self._apply(
+            messages,
+            tools,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False},
+        )
         learned = [bool(one) for one in found["assistant_masks"]]
-        own = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        if list(found["input_ids"]) != list(own["input_ids"]):
-            return None
-        spans = _runs(own["offset_mapping"], learned)
+        spans = _runs(found["offset_mapping"], learned)
         return self._with_end((list(found["input_ids"]), learned)) if _hold(messages, whole, spans) else None
 
     def _by_prefixes(self, messages: Sequence[Message], tools: Sequence[Any] | None, whole: str) -> list[Span]:
@@ -333,7 +337,7 @@ class Chat:
         text: str = self._apply(messages, tools, tokenize=False, add_generation_prompt=is_open)
         return text
 
-    def _apply(self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: bool) -> Any:
+    def _apply(self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: Any) -> Any:
         try:
             return self._tokenizer.apply_chat_template(
                 list(messages), tools=tools or None, chat_template=self.template, **options
