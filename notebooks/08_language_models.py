@@ -17,8 +17,8 @@ from app import notebook
 RUNS = notebook.RUNS
 STEPS = 160  # of the base
 TUNE_STEPS = 40  # of the LoRA
-PAIR_STEPS = 12  # on preferences
 TALK_STEPS = 60  # of the conversations
+PAIR_STEPS = 12  # on preferences
 DEVICE = notebook.device(2)  # cuda where this machine has two GPUs
 
 # %% [markdown]

@@ -324,6 +324,18 @@ class TestValues:
         )
         assert read(DATA + whole, "adapter.rank=1").notes == ()
 
+    def test_a_beta_of_the_other_kind_of_data_is_advised_against(self) -> None:
+        text = "model: {family: causal_lm}\ndata: {path: pairs.jsonl}\n"
+        assert read(f"{text}objective: {{dpo_beta: 0.1}}\n").notes == ()
+        assert read(f"{text}objective: {{dpo_beta: 2000}}\n").notes == (
+            "preset.yaml:3: objective.dpo_beta: 2000 is large for text; 0.01 to 0.5 is usual, 0.1 most often",
+        )
+        images = f"{DATA}objective: {{dpo_beta: 0.1}}\n"
+        assert read(images, "data.rejected=worse").notes == (
+            "preset.yaml:2: objective.dpo_beta: 0.1 is of the size that is usual for text; for images, whose errors "
+            "are means over all latents, 2000 to 5000 is usual",
+        )
+
     def test_one_key_of_a_field_that_the_new_type_lacks_is_refused_where_it_was_given(self) -> None:
         assert refusal(DATA, "adapter.rank_pattern.attn.to_q=4", "adapter={type: boft}") == [
             "command line: adapter.rank_pattern: is not a field of adapter.type boft; remove it or change the type"

@@ -24,6 +24,7 @@ from trainer.config.schema import RunConfig
 from trainer.data.text_source import encoder_of
 from trainer.distributed.world import World
 from trainer.models import families
+from trainer.models.preferences import Answers
 from trainer.run.events import AnyEvent, ValidationEvent, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.train.loop import Agreed, Trainer
@@ -246,18 +247,30 @@ def test_margins_and_accuracies_of_held_out_pairs_are_logged_and_no_perplexity(b
 # Data
 
 
+def scores_of(trainer: Trainer, row: dict[str, Tensor]) -> Tensor:
+    """The log-probability of each answer of a row."""
+    batch = {**trainer.family.collate([row]), "weight": torch.ones(1)}
+    found: list[Tensor] = []
+
+    def note(losses: Tensor) -> Tensor:
+        found.append(Answers(batch).scores(losses)[0])
+        return losses
+
+    trainer.family.weighted_loss(trainer.model, batch, note)
+    return found[0]
+
+
 def test_a_row_holds_whole_pairs_whose_answers_see_neither_each_other_nor_other_pairs(bench: Bench) -> None:
     cfg, run = bench.run("rows")
     trainer = Trainer(cfg, run, alone(), bench.root / "cache", lambda event: None)
     row = trainer.loader.micro_batches(0)[0].examples[0]
     trainer.close()
     assert len(pairs_in(row)) > 2
-    scores = trainer.family.document_scores(trainer.model, {key: tensor[None] for key, tensor in row.items()})[0]
+    scores = scores_of(trainer, row)
     for number in range(2 * len(pairs_in(row))):
-        alone_there = {key: tensor[row["documents"] == number][None] for key, tensor in row.items()}
+        alone_there = {key: tensor[row["documents"] == number] for key, tensor in row.items()}
         alone_there["documents"] = torch.zeros_like(alone_there["documents"])
-        expected = trainer.family.document_scores(trainer.model, alone_there)[0, 0]
-        torch.testing.assert_close(scores[number], expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(scores[number], scores_of(trainer, alone_there)[0], atol=1e-5, rtol=0)
     assert scores[2 * len(pairs_in(row)) :].eq(0).all()
 
 
@@ -368,6 +381,9 @@ def test_other_text_is_refused_with_a_beta_and_pairs_without_one(bench: Bench, t
         ({"data__packing": "split"}, "data.packing: split cannot be combined with objective.dpo_beta, which compares"),
         ({"data__too_long": "cut"}, "data.too_long: cut cannot be combined with objective.dpo_beta, which compares"),
         ({"adapter__type": "none"}, "objective.dpo_beta: compares the model with itself without its adapter, but"),
+        ({"adapter__modules_to_save": ["lm_head"]}, "adapter.modules_to_save: would change the model that"),
+        ({"adapter__init": "pissa"}, "adapter.init: pissa takes a part of the model that objective.dpo_beta compares"),
+        ({"train__neftune_alpha": 5}, "train.neftune_alpha: would also disturb the model that objective.dpo_beta"),
     ],
 )
 def test_settings_that_cannot_be_combined_are_refused(bench: Bench, changes: dict[str, Any], message: str) -> None:

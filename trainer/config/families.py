@@ -94,13 +94,13 @@ def refused(cfg: RunConfig) -> Iterator[Problem]:
     if known is None:
         return
     yield from _too_large(cfg, known.longest_side)
-    if cfg.train.neftune_alpha and not known.reads("train.neftune_alpha"):
-        yield Problem(
-            "train.neftune_alpha", f"has no effect for {cfg.model.family}, which is not trained on text; set 0"
-        )
     if cfg.objective.dpo_beta is not None and "rejected" in known.data_fields and not cfg.data.rejected:
         yield Problem(
             "objective.dpo_beta", "needs data.rejected, the folder with the images that are not preferred; name it"
+        )
+    if cfg.train.neftune_alpha and not known.reads("train.neftune_alpha"):
+        yield Problem(
+            "train.neftune_alpha", f"has no effect for {cfg.model.family}, which is not trained on text; set 0"
         )
     sections: tuple[tuple[str, Section, tuple[str, ...]], ...] = (
         ("data", cfg.data, known.data_fields),

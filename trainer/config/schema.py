@@ -351,6 +351,7 @@ def _preference_rules(cfg: RunConfig) -> Iterator[Problem]:
                 "full would change the model that objective.dpo_beta compares with; use adapter or frozen",
                 depends_on=("objective.dpo_beta",),
             )
+    yield from _reference_rules(cfg)
     cuts = (("packing", cfg.data.packing, "split", "whole"), ("too_long", cfg.data.too_long, "cut", "drop"))
     for name, value, cut, kept in cuts:
         if value == cut:
@@ -366,6 +367,29 @@ def _preference_rules(cfg: RunConfig) -> Iterator[Problem]:
                 "cannot be combined with objective.dpo_beta, which compares whole images of pairs; leave it out",
                 depends_on=("objective.dpo_beta",),
             )
+
+
+def _reference_rules(cfg: RunConfig) -> Iterator[Problem]:
+    """Check that the model without its adapter is the one that training began with."""
+    adapter = cfg.adapter
+    if isinstance(adapter, AdapterSection) and adapter.modules_to_save:
+        yield Problem(
+            "adapter.modules_to_save",
+            "would change the model that objective.dpo_beta compares with; leave it out",
+            depends_on=("objective.dpo_beta",),
+        )
+    if isinstance(adapter, LoraAdapter) and adapter.init == "pissa":
+        yield Problem(
+            "adapter.init",
+            "pissa takes a part of the model that objective.dpo_beta compares with into the adapter; use default",
+            depends_on=("objective.dpo_beta",),
+        )
+    if cfg.train.neftune_alpha:
+        yield Problem(
+            "train.neftune_alpha",
+            "would also disturb the model that objective.dpo_beta compares with; set 0",
+            depends_on=("objective.dpo_beta",),
+        )
 
 
 def _optim_rules(cfg: RunConfig) -> Iterator[Problem]:

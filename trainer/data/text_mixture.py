@@ -6,6 +6,7 @@ in which only a share of the documents is taken. Where each folder continues is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -56,6 +56,8 @@ REJECTED_DATA = frozenset({"rejected"})
 """Fields of `data` that only models which are trained on preferences between images read."""
 QUESTION_SAMPLE = frozenset({"questions", "images"})
 """Fields of `sample` that only models that answer questions about images read."""
+Weigh = Callable[[Tensor], Tensor]
+"""(losses of tokens (n,), fp32, without gradient) -> the weight of each, (n,)."""
 Mode = Literal["frozen", "adapter", "full"]
 """How a component, module or parameter is trained."""
 
@@ -558,17 +560,13 @@ class TextFamily(ModelFamily):
         """The ids of a text, with no special token added."""
 
     @abstractmethod
-    def document_scores(self, model: nn.ModuleDict, batch: Batch) -> Tensor:
-        """Log-probability of the learned tokens of each document, given the tokens before them in their document.
-
-        Each component is called exactly once.
+    def weighted_loss(self, model: nn.ModuleDict, batch: Batch, weights: Tensor | Weigh) -> Tensor:
+        """The weighted sum of the losses of the predicted tokens, a scalar. Each component is called exactly once.
 
         Args:
             model: The live components by name.
             batch: A batch of rows.
-
-        Returns:
-            (B, `data.length`), fp32; number n of a row is its document n, and 0 where it has fewer.
+            weights: (n,), of the n tokens that follow those of "predicted"; or a function that returns them.
         """
 
     @abstractmethod

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trainer.config.errors import InputError, not_one_of
 from trainer.config.schema import RunConfig
 from trainer.config.sections import MODEL_WORDS, DataConfig, ModelConfig, NoAdapter, ObjectiveConfig, SampleConfig
-from trainer.models.base import PREFERENCE_FIELDS, TextFamily
+from trainer.models.base import PREFERENCE_FIELDS, TextFamily, Weigh
 from trainer.models.objectives import Batch, Loss
 from trainer.models.parts.attention_probe import position_ids, sight
 from trainer.models.parts.chat import Chat, Encoded, encode_spans, read_template, without_marks
@@ -45,7 +45,6 @@ from trainer.models.parts.next_token import (
     build_language_model,
     computed_buffers,
     continue_text,
-    document_scores,
 )
 from trainer.models.parts.routers import balance_loss, configured_weight, experts_per_token
 from trainer.models.parts.stored_names import TEXT_PART, StoredNames, read_names
@@ -449,19 +448,29 @@ class CausalLM(TextFamily):
         return before + after, [False] * len(before) + [True] * len(after)
 
     def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
-        network = model[COMPONENT]
-        # A row of one document has the positions that the class gives it, which need not begin at 0.
-        is_packed = self._recipe < 3 or self.packs_documents
-        inputs = {"input_ids": batch["tokens"], "use_cache": False}
-        inputs |= position_ids(network, batch["documents"]) if is_packed else {}
-        inputs |= {"output_router_logits": True} if self._router_weight else {}
-        predicted = batch["predicted"]
-        targets = batch["tokens"].flatten()[predicted + 1]
-        weights = (batch["learned"] * batch["weight"][:, None]).flatten()[predicted + 1]
-        total, routers = network(**inputs, predicted=predicted, targets=targets, token_weights=weights)
+        weights = (batch["learned"] * batch["weight"][:, None]).flatten()[batch["predicted"] + 1]
+        total, routers = self._weighted(model, batch, weights)
         loss = Loss(total, weights.sum())
         # Some sizes of a class have no layer with experts.
-        return self._balanced(loss, routers, batch) if self._router_weight and routers else loss
+        return self._balanced(loss, routers, batch) if routers else loss
+
+    def weighted_loss(self, model: nn.ModuleDict, batch: Batch, weights: Tensor | Weigh) -> Tensor:
+        total, _ = self._weighted(model, batch, weights)
+        return total
+
+    def _weighted(self, model: nn.ModuleDict, batch: Batch, weights: Tensor | Weigh) -> tuple[Tensor, Sequence[Tensor]]:
+        """The weighted sum of the losses, and the logits of the routers where they are trained."""
+        network = model[COMPONENT]
+        inputs = {"input_ids": batch["tokens"], "use_cache": False}
+        # A row of one document has the positions that the class gives it, which need not begin at 0.
+        if self._recipe < 3 or self.packs_documents:
+            inputs |= position_ids(network, batch["documents"])
+        if self._router_weight:
+            inputs["output_router_logits"] = True
+        predicted = batch["predicted"]
+        targets = batch["tokens"].flatten()[predicted + 1]
+        total, routers = network(**inputs, predicted=predicted, targets=targets, token_weights=weights)
+        return total, routers if self._router_weight else ()
 
     def _balanced(self, loss: Loss, logits: Sequence[Tensor], batch: Batch) -> Loss:
         """Add the loss of the routers: that of a row counts as often as the row has learned tokens."""
@@ -483,12 +492,6 @@ class CausalLM(TextFamily):
                 "field, or name a causal language model"
             )
         return found is not None and not found.others
-
-    def document_scores(self, model: nn.ModuleDict, batch: Batch) -> Tensor:
-        network = model[COMPONENT]
-        positions = position_ids(network, batch["documents"])
-        logits = network(input_ids=batch["tokens"], use_cache=False, **positions).logits
-        return document_scores(logits, batch["tokens"], batch["learned"], batch["documents"])
 
     def generate(self, model: nn.ModuleDict, prompt: str, cfg: SampleConfig, rng: SampleRng) -> str:
         ids = [*self.begin_of_text, *self.tokenize(prompt)] or [self.end_of_text]

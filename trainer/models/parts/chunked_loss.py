@@ -24,6 +24,8 @@ CHUNK = 512
 """Tokens at a time: enough for a fast product with the head. Their logits take 0.3 GB in fp32 at a vocabulary of
 152,000. The plan's tables have a size at which the second chunk begins (`TEXT_SIDES` in trainer/plan/tables.py)."""
 
+Weigh = Callable[[Tensor], Tensor]
+"""Losses of tokens, (n,) -> the weight of each, (n,)."""
 Head = Callable[[Tensor], Tensor]
 """Hidden states, (n, width) -> logits, (n, vocabulary)."""
 
@@ -32,8 +34,9 @@ def sum_losses_in_chunks(model: nn.Module, tokens: int = CHUNK) -> None:
     """Let a causal model of transformers also return the sum of its tokens' losses, in chunks where it can.
 
     `forward` then takes three more arguments: `predicted` (n,), which of the B * L tokens are followed by one that is
-    predicted; `targets` (n,), the tokens that follow; `token_weights` (n,), the weight of the loss of each. With them
-    it returns the weighted sum of the losses, a scalar, and the logits of the routers of experts, if they are requested.
+    predicted; `targets` (n,), the tokens that follow; `token_weights` (n,), the weight of the loss of each, or a
+    function that returns them for these losses, (n,) without gradient. With them it returns the weighted sum of the
+    losses, a scalar, and the logits of the routers of experts, if they are requested.
 
     Args:
         model: The model, changed in place.
@@ -65,7 +68,7 @@ class _WithLoss:
         *args: Any,
         predicted: Tensor | None = None,
         targets: Tensor | None = None,
-        token_weights: Tensor | None = None,
+        token_weights: Tensor | Weigh | None = None,
         **kwargs: Any,
     ) -> Any:
         if predicted is None or targets is None or token_weights is None:
@@ -73,8 +76,9 @@ class _WithLoss:
         if not self._splits or _drops_by_sample(self._model):
             output = self._forward(*args, **kwargs)
             logits = output.logits.flatten(0, 1).index_select(0, predicted)
-            total = (F.cross_entropy(logits.float(), targets, reduction="none") * token_weights).sum()
-            return total, output.get("router_logits") or ()
+            losses = F.cross_entropy(logits.float(), targets, reduction="none")
+            weights = token_weights if isinstance(token_weights, Tensor) else token_weights(losses.detach())
+            return (losses * weights).sum(), output.get("router_logits") or ()
         with _decoder(self._model) as decoder:
             output = self._forward(*args, **kwargs, logits_to_keep=1)
             routers = output.get("router_logits") or ()
@@ -87,9 +91,16 @@ class _WithLoss:
                 return logits
 
             states = hidden.flatten(0, 1).index_select(0, predicted)
+            if not isinstance(token_weights, Tensor):
+                with torch.no_grad():
+                    found = torch.cat([losses for _, losses in _losses(head, states, targets, self._tokens)])
+                token_weights = token_weights(found)
+                if not torch.is_grad_enabled():
+                    return (found * token_weights).sum(), routers
             if not torch.is_grad_enabled():
-                parts = _losses(head, states, targets, token_weights, self._tokens)
-                return torch.stack([loss for _, loss in parts]).sum(), routers
+                parts = _losses(head, states, targets, self._tokens)
+                total = torch.stack([(losses * token_weights[piece.part]).sum() for piece, losses in parts]).sum()
+                return total, routers
             trained = _head_parameters(self._model)
             total = _Sum.apply(head, states, targets, token_weights, self._tokens, *trained)
             return total, routers
@@ -106,11 +117,12 @@ class _Sum(torch.autograd.Function):
         by_state = torch.empty_like(states)
         by_parameter: list[Tensor | None] = [None] * len(parameters)
         with torch.enable_grad():
-            for piece, loss in _losses(head, states.detach(), targets, weights, rows):
+            for piece, losses in _losses(head, states.detach(), targets, rows):
+                loss = (losses * weights[piece.part]).sum()
                 found = torch.autograd.grad(loss, [piece.states, *parameters], allow_unused=True)
                 total += loss.detach()
-                by_state[piece.begin : piece.begin + len(piece.states)] = found[0]
-                del loss
+                by_state[piece.part] = found[0]
+                del loss, losses
                 by_parameter = [_added(sum_, new) for sum_, new in zip(by_parameter, found[1:], strict=True)]
         ctx.save_for_backward(by_state, *by_parameter)
         return total
@@ -123,20 +135,19 @@ class _Sum(torch.autograd.Function):
         return None, scaled[0], None, None, None, *scaled[1:]
 
 
-def _losses(head: Head, states: Tensor, targets: Tensor, weights: Tensor, rows: int) -> Iterator[tuple[_Piece, Tensor]]:
-    """Yield each piece of the states, with its weighted loss."""
+def _losses(head: Head, states: Tensor, targets: Tensor, rows: int) -> Iterator[tuple[_Piece, Tensor]]:
+    """Yield each piece of the states, with its losses."""
     for begin in range(0, len(states), rows):
         part = slice(begin, begin + rows)
         piece = states[part].detach().requires_grad_(torch.is_grad_enabled())
-        losses = F.cross_entropy(head(piece).float(), targets[part], reduction="none")
-        yield _Piece(begin, piece), (losses * weights[part]).sum()
+        yield _Piece(part, piece), F.cross_entropy(head(piece).float(), targets[part], reduction="none")
 
 
 class _Piece:
-    """Some of the hidden states. begin: number of the first."""
+    """Some of the hidden states. part: which."""
 
-    def __init__(self, begin: int, states: Tensor) -> None:
-        self.begin, self.states = begin, states
+    def __init__(self, part: slice, states: Tensor) -> None:
+        self.part, self.states = part, states
 
 
 def _added(total: Tensor | None, new: Tensor | None) -> Tensor | None:
