@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,7 @@ def current(run: RunDir, cfg: RunConfig) -> Stage:
     if not cfg.stages:
         return Stage(1, 1, "", cfg, 0, run.path)
     folders, at = run.stage_folders, run.current_stage
-    given = [f"{field}={json.dumps(value)}" for field, value in _handed_over(folders[at - 1]).items()] if at else []
+    given = [f"{field}={json.dumps(value)}" for field, value in _taken_over(folders[:at]).items()]
     config = stage_config(cfg, at, given)
     before = sum(_steps_of(cfg, number, folders[number]) for number in range(at))
     return Stage(at + 1, len(cfg.stages), cfg.stages[at].name, config, before, folders[at])
@@ -96,6 +97,18 @@ def changed(cfg: RunConfig, at: int, change: str) -> RunConfig:
 def write_handover(folder: Path, fields: dict[str, str | None]) -> None:
     """Write the config fields that the next stage takes over. Paths within `folder` are relative to it."""
     files.replace(folder / HANDOVER, json.dumps(fields, indent=1))
+
+
+def _taken_over(ended: Sequence[Path]) -> dict[str, str | None]:
+    """Return the fields that a stage takes from those before it: a stage that went on with an adapter hands over only
+    that, and its model is the one that it was given itself."""
+    fields: dict[str, str | None] = {}
+    for folder in ended:
+        handed = _handed_over(folder)
+        if "model.path" in handed:  # a whole model, with every adapter before in it
+            fields.pop("adapter.start", None)
+        fields |= handed
+    return fields
 
 
 def _handed_over(stage: Path) -> dict[str, str | None]:
