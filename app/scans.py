@@ -15,6 +15,7 @@ from pathlib import Path
 from trainer.config import families
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
+from trainer.config.terminal import shortened
 from trainer.data import image_warnings, question_files, text_files
 from trainer.data.buckets import bucket_sizes, choose_bucket
 from trainer.data.image_files import Watcher, scan
@@ -25,6 +26,9 @@ PATIENCE_S = 0.5
 
 FORGOTTEN_S = 5.0
 """A scan that was not requested for this long ends early: its folder may be half of a path that was being typed."""
+
+MOST_MESSAGES, MOST_LETTERS = 6, 500
+"""Messages of a conversation, and letters of each, that are shown."""
 
 MOST_KEPT = 8
 MOST_AT_ONCE = 4
@@ -50,6 +54,8 @@ class ScanResult:
         num_files: Files seen so far.
         images: Images with captions, including unreadable ones, folder by folder.
         texts: {file of a language model's data: bytes}.
+        num_documents: Documents in them; None if they were not counted.
+        conversation: (role, content) of the first conversation in them.
         problems: Errors that prevent a run, a sentence per file.
         buckets: {(width, height): number of training images}.
         num_questions: Training questions about images.
@@ -65,6 +71,8 @@ class ScanResult:
     is_complete: bool = True
     images: tuple[Path, ...] = ()
     texts: Mapping[Path, int] = field(default_factory=dict)
+    num_documents: int | None = None
+    conversation: tuple[tuple[str, str], ...] = ()
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     buckets: Mapping[tuple[int, int], int] = field(default_factory=dict)
@@ -239,10 +247,36 @@ class _Scan(Watcher):
 
     def _read_text(self) -> ScanResult:
         try:
-            texts = text_files.sizes(text_files.of_config(self._config.data)[0])
+            files = text_files.of_config(self._config.data)[0]
+            text_files.check_preferences(files, self._config.objective.dpo_beta is not None)
+            texts, counts = text_files.sizes(files), []
+            for file in files:
+                self.found(file)
+                counts.append(text_files.count_documents(file))
+            conversation = next(filter(None, map(_conversation, files)), ())
         except InputError as error:
             return ScanResult(0, problems=(str(error),))
-        return ScanResult(len(texts), texts=texts)
+        num_documents = None if None in counts else sum(filter(None, counts))
+        return ScanResult(len(texts), texts=texts, num_documents=num_documents, conversation=conversation)
+
+
+def _conversation(file: Path) -> tuple[tuple[str, str], ...]:
+    """(role, content) of the first messages of a file's first row, shortened; nothing if it is no conversation."""
+    with text_files.reading(file):
+        messages = (text_files.first_row(file) or {}).get("messages")
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        return ()
+    shown = messages[:MOST_MESSAGES]
+    return tuple(
+        (shortened(str(message.get("role")), 40), shortened(_said(message), MOST_LETTERS)) for message in shown
+    )
+
+
+def _said(message: Mapping[str, object]) -> str:
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, list):
+        content = " ".join(str(part.get("text", part)) if isinstance(part, dict) else str(part) for part in content)
+    return str(content) if content else f"calls {calls}" if calls else ""
 
 
 def _sizes(config: RunConfig) -> tuple[tuple[int, int], ...]:

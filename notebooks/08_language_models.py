@@ -9,6 +9,7 @@
 
 # %% tags=["parameters"]
 import json
+import math
 from pathlib import Path
 
 from app import notebook
@@ -16,6 +17,7 @@ from app import notebook
 RUNS = notebook.RUNS
 STEPS = 160  # of the base
 TUNE_STEPS = 40  # of the LoRA
+PAIR_STEPS = 12  # on preferences
 DEVICE = notebook.device(2)  # cuda where this machine has two GPUs
 
 # %% [markdown]
@@ -228,6 +230,56 @@ with torch.no_grad():
     ours, theirs = (one.eval()(tokens).logits for one in (AutoModelForCausalLM.from_pretrained(merged), with_peft))
 print(f"logits differ by at most {(ours - theirs).abs().max():.1e}, the largest is {ours.abs().max():.1f}")
 assert torch.allclose(ours, theirs, rtol=0, atol=1e-4)
+
+# %% [markdown]
+# ## Preferences
+#
+# Of two answers, one is often better, even where neither is the only right one. *DPO* trains on such pairs: the loss is
+# `-log sigmoid(beta * gain)`, where the gain is how much more likely the chosen answer became, relative to the rejected
+# one, than it is to the *reference*. The reference is the same model with its adapter switched off.
+#
+# The merged model says two inks; here pairs tell it that three are preferred.
+
+# %%
+pairs = [
+    {"prompt": f"Draw a {thing}. ", "chosen": "In three inks, on white.", "rejected": "In two inks, on yellow paper."}
+    for thing in things
+]
+(RUNS / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs), encoding="utf-8")
+preferring = RUNS / "preferences.yaml"
+preferring.write_text(f"""
+name: preferences
+model: {{family: causal_lm, path: {merged}}}
+adapter: {{type: lora, rank: 8}}
+objective: {{dpo_beta: 0.1}}
+data: {{path: {RUNS / "pairs.jsonl"}, length: 256}}
+optim: {{lr: 5.0e-3}}
+train: {{steps: {PAIR_STEPS}, batch_size: 4, micro_batch: 2, precision: fp32}}
+parallel: {{devices: 2, device: {DEVICE}, strategy: full}}
+export: {{what: none}}
+""")
+preferred = notebook.start(notebook.config(preferring), RUNS)
+
+# %% [markdown]
+# The first step has a gain of 0, as the adapter still does nothing. `accuracies` is the share of pairs whose chosen
+# answer gained more:
+
+# %%
+print("The run has", await notebook.ended(preferred))
+compared = latest_steps(EventReader(preferred.events_file).read())
+for step in (compared[0], compared[-1]):
+    print(f"step {step.step}: loss {step.loss:.3f}, " + ", ".join(f"{n} {v:.2f}" for n, v in step.metrics.items()))
+assert abs(compared[0].loss - math.log(2)) < 1e-6, "the adapter did something before it was trained"
+assert compared[-1].metrics["accuracies"] == 1, "the chosen answers do not win"
+
+# %% [markdown]
+# ### Exercise 3
+#
+# What is the loss of a pair whose chosen answer became 10 nats likelier, and whose rejected one 10 nats less likely?
+
+# %%
+answer_3 = ...
+notebook.exercise(answer_3, right=-math.log(1 / (1 + math.exp(-0.1 * 20))), hint="The gain is 20, and beta 0.1.")
 
 # %% [markdown]
 # ## The real thing

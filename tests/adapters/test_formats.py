@@ -14,7 +14,7 @@ from tests.adapters.consumers import CONSUMERS, diffusers, ourselves
 from tests.adapters.examples import KINDS, Example, cached_example, layer_adapter, saved
 from tests.models.common import IMAGES
 from trainer.adapters.files import read_adapter
-from trainer.adapters.formats import AdapterFile, adapter_files
+from trainer.adapters.formats import AdapterFile, adapter_files, suffixes
 from trainer.adapters.kinds import ROTATIONS
 from trainer.adapters.layer import LayerAdapter
 from trainer.config.errors import InputError
@@ -274,6 +274,24 @@ def test_a_folder_of_peft_is_written_with_its_config_and_each_file_with_its_meta
     file.write(file.path(tmp_path, "run"), {"title": "x"})
     with safe_open(tmp_path / "run.safetensors", "pt") as stored:
         assert stored.metadata() == {"format": "pt", "title": "x", "dora_scale_convention": "comfyui"}
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["a.q", "b.q"], ["q"]),
+        (["a.q"], ["a.q"]),
+        (["x.0.q", "x.1.q", "y.0.k"], ["0.q", "1.q", "k"]),
+        (["q"], None),
+        (["missing"], None),
+    ],
+)
+def test_layers_are_named_by_their_shortest_ends_unless_these_select_others(
+    names: list[str], found: list[str] | None
+) -> None:
+    modules = {"", "q", "a", "a.q", "b", "b.q"} if "x.0.q" not in names else {"x.0.q", "x.1.q", "x.2.q", "y.0.k"}
+    modules -= {"q"} if names != ["q"] else set()
+    assert suffixes(names, modules) == found
 
 
 LORA_ONLY = "of this kind of model, only lora and locon; use auto, comfyui, lycoris"

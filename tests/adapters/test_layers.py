@@ -38,6 +38,7 @@ from trainer.config.sections import (
     BoftAdapter,
     DiagOftAdapter,
     DoraAdapter,
+    LoconAdapter,
     LohaAdapter,
     LokrAdapter,
     LoraAdapter,
@@ -181,6 +182,21 @@ def test_a_lokr_of_two_whole_matrices_is_scaled_as_in_lycoris_by_1(rank: int, fu
         assert relative(c, b) <= 1e-5
 
 
+@pytest.mark.parametrize("case", ["locon, stabilized", "dora, stabilized"])
+def test_a_stabilized_adapter_computes_what_its_merged_weights_compute(case: str) -> None:
+    adapted = net(STABILIZED[case])
+    scales = [layer.scale for layer in adapted.trained().values()]
+    assert scales == [2 / 4**0.5, 2 / 3**0.5][: len(scales)]
+    with torch.no_grad():
+        found, expected = adapted.model["net"](*net_inputs()), merged_net(adapted)(*net_inputs())
+    assert all(relative(a, b) <= 1e-5 for a, b in zip(found, expected, strict=True))
+
+
+def test_without_an_alpha_a_stabilized_scale_is_the_root_of_the_rank() -> None:
+    assert LoraAdapter(rank=16, rank_stabilized=True).scale_at(16) == 4.0
+    assert LoraAdapter(rank=16).scale_at(16) == 1.0
+
+
 def merged_net(adapted: Adapted) -> nn.Module:
     """`Net` with the weights of the adapter in it."""
     plain = plain_net()
@@ -217,12 +233,22 @@ PEFT: dict[str, Callable[[], Any]] = {
     "loha": lambda: peft.LoHaConfig(r=2, alpha=1, target_modules=["linear", "conv"]),
     "loha, dense": lambda: peft.LoHaConfig(r=12, alpha=12, target_modules=["linear", "conv"]),
     "lokr": lambda: peft.LoKrConfig(r=2, alpha=1, decompose_factor=4, target_modules=["linear", "conv"]),
+    "locon, stabilized": lambda: peft.LoraConfig(
+        r=4, lora_alpha=2, use_rslora=True, target_modules=["linear", "conv"], rank_pattern={"conv": 3}
+    ),
+    "dora, stabilized": lambda: peft.LoraConfig(
+        r=4, lora_alpha=2, use_rslora=True, use_dora=True, target_modules=["linear"]
+    ),
+}
+STABILIZED: dict[str, AdapterSection] = {
+    "locon, stabilized": LoconAdapter(rank=4, conv_rank=3, alpha=2, rank_stabilized=True),
+    "dora, stabilized": DoraAdapter(rank=4, alpha=2, rank_stabilized=True),
 }
 
 
 @pytest.mark.parametrize("case", PEFT)
 def test_outputs_and_gradients_are_those_of_pefts_own_layers(case: str) -> None:
-    ours, theirs = net(CONFIGS[case]), plain_net()
+    ours, theirs = net((CONFIGS | STABILIZED)[case]), plain_net()
     peft.inject_adapter_in_model(PEFT[case](), theirs)
     with torch.no_grad():
         for name in ours.injected.parameters:

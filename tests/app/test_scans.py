@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from app import scans
 from app.scans import ScanResult, Scans
-from tests.runs import make_pictures, run_config
+from tests.runs import make_pictures, run_config, text_config
 from trainer.config.schema import RunConfig
 
 
@@ -124,3 +126,37 @@ def test_questions_are_read_beside_the_images_and_named_with_their_line(pictures
     asked.write_text("none", encoding="utf-8")
     again = Scans()
     assert complete(lambda: again.of(cfg)).problems[0].startswith(f"{asked}:1: not a JSON object")
+
+
+def text_scan(root: Path) -> ScanResult:
+    seen, config = Scans(), text_config(root)
+    return complete(lambda: seen.of(config))
+
+
+def test_text_is_counted_in_documents_and_its_first_conversation_is_shown(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "Hello."}]
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": parts}]
+    lines = [json.dumps({"text": "a"}), "", json.dumps({"messages": talk}), json.dumps({"text": "b" * 900})]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    (tmp_path / "b.txt").write_text("one document", encoding="utf-8")
+    found = text_scan(tmp_path)
+    assert (len(found.texts), found.num_documents, found.conversation) == (2, 4, ())
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "sky"}}]}
+    rows = [{"messages": [*talk, {"role": "user", "content": "c" * 900}, called]}]
+    (tmp_path / "c.jsonl").write_text(json.dumps(rows[0]), encoding="utf-8")
+    found = text_scan(tmp_path)
+    assert found.num_documents == 5
+    assert found.conversation == (
+        ("user", "Hi"),
+        ("assistant", "Hello."),
+        ("user", "c" * 250 + "…" + "c" * 249),
+        ("assistant", "calls [{'function': {'name': 'sky'}}]"),
+    )
+
+
+def test_token_ids_are_not_counted_and_a_damaged_table_is_a_problem(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros(4, np.uint16))
+    assert text_scan(tmp_path).num_documents is None
+    (tmp_path / "b.parquet").write_bytes(b"none")
+    (problem,) = text_scan(tmp_path).problems
+    assert problem.startswith(f"{tmp_path}/b.parquet: not a parquet file, or damaged (")

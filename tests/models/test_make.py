@@ -23,13 +23,14 @@ from trainer.models import families
         (
             {"objective__min_snr_gamma": 5, "model__options": {"architecture": "dev"}},
             "objective.min_snr_gamma: is not used by this kind of model; leave it out. It reads objective.density, "
-            "objective.guidance, objective.logit_mean, objective.logit_std, objective.mode_scale, objective.shift, "
-            "objective.shift_factor",
+            "objective.dpo_beta, objective.guidance, objective.logit_mean, objective.logit_std, objective.mode_scale, "
+            "objective.shift, objective.shift_factor",
         ),
         (
             {"objective__guidance": 3.5},
             "objective.guidance: is not used by this kind of model; leave it out. It reads objective.density, "
-            "objective.logit_mean, objective.logit_std, objective.mode_scale, objective.shift, objective.shift_factor",
+            "objective.dpo_beta, objective.logit_mean, objective.logit_std, objective.mode_scale, objective.shift, "
+            "objective.shift_factor",
         ),
         ({"sample__size": (100, 70)}, "sample.size: 100 x 70 is not in multiples of 16 pixels; use 96 x 64"),
     ],

@@ -607,7 +607,7 @@ def test_a_prediction_that_is_not_trained_is_refused(cache, copied):
 def test_an_objective_of_flow_matching_is_refused(cache):
     assert refusal("sdxl", cache, objective=ObjectiveConfig(density="uniform")) == (
         "objective.density: is not used by this kind of model; leave it out. "
-        "It reads objective.min_snr_gamma, objective.prediction, objective.zero_terminal_snr"
+        "It reads objective.dpo_beta, objective.min_snr_gamma, objective.prediction, objective.zero_terminal_snr"
     )
 
 

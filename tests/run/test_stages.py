@@ -22,6 +22,7 @@ from trainer.config.load import ConfigError, dump_config, load_config, stage_con
 from trainer.config.schema import RunConfig
 from trainer.export import hand_over
 from trainer.launcher import preflight
+from trainer.launcher.model_card import model_card
 from trainer.models import families
 from trainer.models.state_dict import BaseWeights
 from trainer.run import process, stages
@@ -97,6 +98,26 @@ def test_each_stage_keeps_its_own_checkpoints_and_the_last_one_exports(straight:
     assert all((folder / "checkpoints").is_dir() for folder in folders)
     assert straight.checkpoints == folders[1] / "checkpoints"
     assert [path.name for path in straight.export.iterdir()] == ["two"]
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
+def test_the_base_of_an_adapter_is_found_from_its_readme_after_the_run_was_moved(
+    straight: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = shutil.copytree(straight.path, tmp_path / "moved") / "export" / "two"
+    code = (moved / "README.md").read_text(encoding="utf-8").split("```python\n")[1].partition("```")[0]
+    monkeypatch.chdir(moved)
+    found: dict[str, Any] = {}
+    exec(code, found)
+    assert Path(found["model"].get_base_model().name_or_path).is_relative_to(tmp_path / "moved")
+    names = load_file(moved / "adapter_model.safetensors").keys()
+    assert {name.replace(".default.", ".") for name in found["model"].state_dict() if ".lora_" in name} == set(names)
+
+
+def test_the_card_of_an_adapter_on_a_stages_result_names_that_as_its_base(straight: RunDir) -> None:
+    card = model_card(straight)
+    assert "Replace `BASE` with the folder of the base model, the result of stage pretrain of this run." in card
+    assert "base_model" not in card
 
 
 @pytest.mark.slow

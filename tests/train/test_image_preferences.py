@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from tests.bench import Bench
 from tests.distributed import run_ranks
 from tests.models.common import batch_of, model_of
-from tests.runs import Outcome, alone, difference, make_pictures, run_config, steps_of, train
+from tests.runs import Outcome, alone, difference, make_pictures, make_run, run_config, steps_of, train
 from trainer.config.errors import InputError
 from trainer.config.families import refused
 from trainer.config.schema import RunConfig
@@ -250,3 +251,47 @@ def test_each_image_needs_a_rejected_one_and_other_shapes_are_named(bench: Bench
     assert str(caught.value) == (
         f"data.rejected: 1 of 4 images have no rejected image, first {pictures / '02.png'}; add {rejected / '02'}.png"
     )
+
+
+def tinted(folder: Path, pictures: Path, tint: tuple[float, float, float]) -> Path:
+    """The pictures in shades of one colour, with their captions."""
+    folder.mkdir()
+    for file in sorted(pictures.glob("*.png"))[:12]:
+        with Image.open(file) as image:
+            grey = np.asarray(image.convert("L"), dtype=float)[..., None]
+        Image.fromarray((grey * np.array(tint)).round().astype(np.uint8)).save(folder / file.name)
+        (folder / f"{file.stem}.txt").write_text(file.with_suffix(".txt").read_text(encoding="utf-8"), encoding="utf-8")
+    return folder
+
+
+def warmth(picture: Path) -> float:
+    """Mean red minus mean blue, of 255."""
+    with Image.open(picture) as image:
+        red, _, blue = np.asarray(image.convert("RGB"), dtype=float).mean((0, 1))
+    return float(red - blue)
+
+
+@pytest.mark.slow
+def test_samples_of_the_demo_model_move_from_the_rejected_to_the_preferred_colour(tmp_path: Path) -> None:
+    """It draws in warm colours; the same pictures in blue are preferred to them in orange."""
+    pictures = Path(__file__).parents[2] / "presets" / "quickstart"
+    preferred = tinted(tmp_path / "preferred", pictures, (0.4, 0.85, 1.0))
+    rejected = tinted(tmp_path / "rejected", pictures, (1.0, 0.85, 0.4))
+    cfg = run_config(
+        preferred,
+        model={"family": "flux2", "path": "demo"},
+        adapter={"type": "lora", "rank": 8},
+        data__rejected=str(rejected),
+        objective__dpo_beta=10,
+        optim__lr=4e-3,
+        train__steps=24,
+        train__micro_batch=4,
+        sample={"every": 24, "prompts": ["fox face", "sun"], "size": (64, 64), "steps": 12, "guidance": 1.5},
+    )
+    run = make_run(tmp_path, cfg, "run")
+    found = train(alone(), cfg, run)
+    assert steps_of(found.events)[-1].metrics["accuracies"] == 1.0
+    for index in range(2):
+        before, after = (warmth(run.samples / f"step-{step:06d}-{index}.png") for step in (0, 24))
+        assert before > 60
+        assert after < before - 30

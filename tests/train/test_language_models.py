@@ -113,7 +113,7 @@ def test_the_place_in_the_text_is_in_the_checkpoint_and_is_where_the_rows_go_on(
     cfg, run = bench.run("place", train__steps=3)
     train(alone(), cfg, run)
     manifest = json.loads((run.checkpoints / "step-000003" / "manifest.json").read_text())
-    assert manifest["place"].keys() == {"epoch", "window", "file", "offset", "document", "token"}
+    assert manifest["place"].keys() == {"epoch", "window", "file", "offset", "document", "token", "row"}
     longer = bench.config(train__steps=5)
     trainer = Trainer(longer, run, alone(), bench.root / "cache", lambda event: None)
     fresh = Trainer(longer, make_run(bench.root, longer, "fresh"), alone(), bench.root / "cache", lambda event: None)

@@ -5,31 +5,32 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from tests.bench import Bench
+from tests.benchmarks.preference_time import learn
 from tests.distributed import run_ranks
 from tests.runs import Outcome, alone, difference, make_run, make_text, run_config, steps_of, train
 from trainer.adapters import initial_value
+from trainer.checkpoint.config_changes import changes, refused
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
+from trainer.data.text_source import encoder_of
 from trainer.distributed.world import World
 from trainer.models import families
+from trainer.models.preferences import Answers
 from trainer.run.events import AnyEvent, ValidationEvent, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.train.loop import Agreed, Trainer
 
 TOLERANCE = 1e-6
 BETA = 0.5
-LENGTH = 96
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {},
     "qlora": {"quantize__format": "nf4"},
@@ -50,6 +51,11 @@ def pairs(count: int) -> list[dict[str, Any]]:
         else:
             rows.append({"prompt": f"{question} ", "chosen": right, "rejected": wrong})
     return rows
+
+
+def said(*turns: str) -> list[dict[str, str]]:
+    """Messages of roles and contents in turn."""
+    return [{"role": role, "content": content} for role, content in zip(turns[::2], turns[1::2], strict=True)]
 
 
 def write_rows(file: Path, rows: Sequence[dict[str, Any]]) -> Path:
@@ -132,7 +138,8 @@ def step_with_gradients(trainer: Trainer) -> tuple[Agreed, dict[str, Tensor]]:
 def test_three_steps_are_those_of_a_loop_over_single_answers_in_transformers_and_peft(tmp_path: Path) -> None:
     """The own loop gets each step's pairs from the rows of ours, but tokens, scores, loss and optimizer are its own."""
     rows = [row for row in pairs(60) if isinstance(row["prompt"], str)]
-    cfg = pairs_config(write_rows(tmp_path / "pairs.jsonl", rows), optim__clip_norm=None, optim__lr=1e-3)
+    changes = {"train__batch_size": 2, "data__length": 160, "optim__clip_norm": None, "optim__lr": 1e-3}
+    cfg = pairs_config(write_rows(tmp_path / "pairs.jsonl", rows), **changes)
     trainer = Trainer(cfg, make_run(tmp_path, cfg, "run"), alone(), tmp_path / "cache", lambda event: None)
     model = reference_model(trainer)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -144,7 +151,7 @@ def test_three_steps_are_those_of_a_loop_over_single_answers_in_transformers_and
             found = [pair for part in parts for row in part.examples for pair in pairs_in(row)]
             losses = [loss_of_the_paper(model, by_chosen[pair[0]], BETA) for pair in found]
             assert all(list(other) == by_chosen[own]["rejected"] for own, other in found)
-            assert len(found) > 4 * len(parts[0].examples)
+            assert len(found) > cfg.train.batch_size
             expected = torch.stack(losses).mean()
             optimizer.zero_grad()
             expected.backward()  # type: ignore[no-untyped-call]
@@ -166,3 +173,231 @@ def pairs_in(row: dict[str, Tensor]) -> list[tuple[tuple[int, ...], tuple[int, .
     count = int(documents.max()) + 1
     tokens = [tuple(row["tokens"][documents == number].tolist()) for number in range(count)]
     return list(zip(tokens[::2], tokens[1::2], strict=True))
+
+
+def test_the_first_step_costs_log_2_and_the_chosen_answers_win_after_some(bench: Bench) -> None:
+    found = bench.trained_here("wins", train__steps=6, train__batch_size=2, optim__lr=1e-2)
+    first, *_, last = steps_of(found.events)
+    assert first.loss == pytest.approx(math.log(2), abs=1e-7)
+    assert first.metrics == {"margins": 0.0, "accuracies": 0.0}
+    assert last.metrics["accuracies"] == 1.0
+    assert last.loss < 0.5 * math.log(2)
+    assert last.losses == {}
+    assert last.speed[1] == "tokens"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_any_number_of_ranks_trains_what_one_process_trains(bench: Bench, ranks: int, kind: str) -> None:
+    changes = {"parallel__strategy": "full", "train__checkpointing": "full" if ranks == 2 else "none"}
+    found, expected = bench.trained(f"{kind}-{ranks}", ranks, **KINDS[kind] | changes), bench.reference(kind)
+    assert found.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0)
+    assert difference(found.weights, expected.weights) <= TOLERANCE
+    for one, other in zip(steps_of(found.events), steps_of(expected.events), strict=True):
+        assert one.metrics == pytest.approx(other.metrics, abs=1e-5)  # sums over tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train__micro_batch": 4},
+        {"parallel__devices": 2, "parallel__strategy": "grad_op"},
+        {"parallel__devices": 2, "parallel__strategy": "ddp"},
+        {"train__compile": True, "train__compile_backend": "aot_eager"},
+    ],
+)
+def test_no_way_of_running_changes_what_is_trained(bench: Bench, changes: dict[str, Any]) -> None:
+    name = "-".join(f"{field}-{value}" for field, value in changes.items())
+    found, expected = bench.trained(name, changes.get("parallel__devices", 1), **changes), bench.reference("lora")
+    assert found.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0)
+    assert difference(found.weights, expected.weights) <= TOLERANCE
+
+
+def in_two_parts(world: World, cfg: RunConfig, run: RunDir) -> tuple[list[float], Outcome]:
+    """Train two steps and save, then go on in another trainer. Returns the first losses, and the second part."""
+    events: list[AnyEvent] = []
+    trainer = Trainer(cfg, run, world, run.path.parent / "cache", events.append)
+    for _ in range(2):
+        trainer.train_step()
+    trainer._save_last()
+    trainer.close()
+    return [event.loss for event in steps_of(events)], train(world, cfg, run)
+
+
+@pytest.mark.slow
+def test_two_ranks_that_stop_and_go_on_end_bit_for_bit_where_they_would_have(bench: Bench) -> None:
+    changes = {"parallel__devices": 2, "parallel__strategy": "full"}
+    straight = bench.trained("straight", 2, **changes)
+    begin, rest = run_ranks(2, in_two_parts, *bench.run("parts", **changes))[0]
+    assert begin + rest.losses == straight.losses
+    assert all(torch.equal(rest.weights[name], straight.weights[name]) for name in straight.weights)
+
+
+def test_margins_and_accuracies_of_held_out_pairs_are_logged_and_no_perplexity(bench: Bench, tmp_path: Path) -> None:
+    held = write_rows(tmp_path / "held.jsonl", pairs(7))
+    found = bench.trained_here("held", data__validation=str(held), data__validation_every=1, train__steps=1)
+    (event,) = (event for event in found.events if isinstance(event, ValidationEvent))
+    assert event.metrics.keys() == {"margins", "accuracies"}
+    assert event.metrics["accuracies"] * 7 == pytest.approx(round(event.metrics["accuracies"] * 7))
+    assert math.isnan(event.perplexity)
+
+
+# Data
+
+
+def scores_of(trainer: Trainer, row: dict[str, Tensor]) -> Tensor:
+    """The log-probability of each answer of a row."""
+    batch = {**trainer.family.collate([row]), "weight": torch.ones(1)}
+    found: list[Tensor] = []
+
+    def note(losses: Tensor) -> Tensor:
+        found.append(Answers(batch).scores(losses)[0])
+        return losses
+
+    trainer.family.weighted_loss(trainer.model, batch, note)
+    return found[0]
+
+
+def test_a_row_holds_whole_pairs_whose_answers_see_neither_each_other_nor_other_pairs(bench: Bench) -> None:
+    cfg, run = bench.run("rows")
+    trainer = Trainer(cfg, run, alone(), bench.root / "cache", lambda event: None)
+    row = trainer.loader.micro_batches(0)[0].examples[0]
+    trainer.close()
+    assert len(pairs_in(row)) > 2
+    scores = scores_of(trainer, row)
+    for number in range(2 * len(pairs_in(row))):
+        alone_there = {key: tensor[row["documents"] == number] for key, tensor in row.items()}
+        alone_there["documents"] = torch.zeros_like(alone_there["documents"])
+        torch.testing.assert_close(scores[number], scores_of(trainer, alone_there)[0], atol=1e-5, rtol=0)
+    assert scores[2 * len(pairs_in(row)) :].eq(0).all()
+
+
+def encoded(family: Any, row: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """The texts that are learned of the chosen and of the rejected answer."""
+    document = encoder_of(family).row(row, lambda: "row")
+    halves = slice(0, document.second), slice(document.second, None)
+    return tuple(  # type: ignore[return-value]
+        [family.tokenizer.decode(document.tokens[half][document.learned[half]])] for half in halves
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "learned"),
+    [
+        ({"prompt": "1 + 1 = ", "chosen": "2", "rejected": "three"}, ("2<|endoftext|>", "three<|endoftext|>")),
+        ({"prompt": "1 + 1 = ", "chosen": "two", "rejected": "three"}, ("wo<|endoftext|>", "hree<|endoftext|>")),
+        ({"prompt": "1", "chosen": "23", "rejected": "2"}, ("3<|endoftext|>", "<|endoftext|>")),
+        ({"chosen": "yes", "rejected": "no"}, ("es<|endoftext|>", "o<|endoftext|>")),
+        (
+            {
+                "prompt": "Hi",
+                "chosen": said("user", "Q", "assistant", "A"),
+                "rejected": said("user", "Q", "assistant", "B"),
+            },
+            None,
+        ),
+    ],
+)
+def test_an_answer_is_learned_from_where_the_two_differ(
+    bench: Bench, row: dict[str, Any], learned: tuple[str, str] | None
+) -> None:
+    family = families.make(bench.config(), bench.root / "cache")
+    chosen, rejected = encoded(family, row)
+    if learned is None:
+        assert chosen[0][0] == "A"
+        assert rejected[0][0] == "B"
+        assert chosen[0][1:] == rejected[0][1:] != ""
+    else:
+        assert (chosen[0], rejected[0]) == learned
+
+
+def test_a_prompt_as_text_is_the_message_of_a_user(bench: Bench) -> None:
+    family = families.make(bench.config(), bench.root / "cache")
+    answers = {"chosen": said("assistant", "A"), "rejected": said("assistant", "B")}
+    as_text, as_messages, inside = (
+        encoder_of(family).row(row, lambda: "row").tokens.tolist()
+        for row in (
+            {"prompt": "Q"} | answers,
+            {"prompt": said("user", "Q")} | answers,
+            {key: said("user", "Q") + answer for key, answer in answers.items()},
+        )
+    )
+    assert as_text == as_messages == inside
+
+
+def test_pairs_that_are_longer_than_a_row_are_left_out_and_counted(bench: Bench, tmp_path: Path) -> None:
+    long = [{"prompt": "?", "chosen": "a" * 200, "rejected": f"b{i}"} for i in range(12)]
+    fitting = [row for row in pairs(6) if isinstance(row["prompt"], str)]
+    file = write_rows(tmp_path / "pairs.jsonl", [*fitting, *long])
+    found = bench.trained_here("long", data__path=str(file), train__steps=3, train__batch_size=1, data__length=160)
+    messages = [event.message for event in found.events if isinstance(event, WarningEvent)]
+    assert messages[0].endswith("this document is left out: longer than data.length 160")
+    assert "12 documents are left out of each epoch: longer than data.length 160" in messages
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "b"},
+            '"chosen" and "rejected" are equal, so that neither is preferred; remove the row',
+        ),
+        ({"prompt": "a", "chosen": "b", "rejected": 3}, '"rejected" is neither a string nor a list of messages'),
+        ({"prompt": 1, "chosen": "b", "rejected": "c"}, '"prompt" is not a string; write it in quotes'),
+        (
+            {"prompt": "a", "chosen": said("user", "b"), "rejected": said("assistant", "c")},
+            '"chosen" has no message of the assistant',
+        ),
+    ],
+)
+def test_a_row_that_is_no_pair_is_named(bench: Bench, tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    file = write_rows(tmp_path / "pairs.jsonl", [*pairs(1), row])
+    with pytest.raises(InputError) as caught:
+        bench.trained_here(f"wrong-{tmp_path.name}", data__path=str(file))
+    assert str(caught.value) == f"{file}:2: {message}"
+
+
+def test_other_text_is_refused_with_a_beta_and_pairs_without_one(bench: Bench, tmp_path: Path) -> None:
+    text = make_text(tmp_path / "text")
+    with pytest.raises(InputError) as caught:
+        bench.trained_here("no-pairs", data__path=str(text))
+    assert str(caught.value) == (
+        f"{text / 'a.txt'}: holds no pairs, which objective.dpo_beta compares; give .jsonl or .parquet files whose "
+        'rows have "prompt", "chosen" and "rejected", or leave objective.dpo_beta out'
+    )
+    with pytest.raises(InputError) as caught:
+        bench.trained_here("no-beta", objective__dpo_beta=None)
+    assert str(caught.value) == (
+        f'{bench.data}: its rows have "chosen" and "rejected", which only preference training reads; set '
+        "objective.dpo_beta, for example to 0.1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data__packing": "split"}, "data.packing: split cannot be combined with objective.dpo_beta, which compares"),
+        ({"data__too_long": "cut"}, "data.too_long: cut cannot be combined with objective.dpo_beta, which compares"),
+        ({"adapter__type": "none"}, "objective.dpo_beta: compares the model with itself without its adapter, but"),
+    ],
+)
+def test_settings_that_cannot_be_combined_are_refused(bench: Bench, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        bench.config(**changes)
+    assert message in str(caught.value)
+
+
+def test_a_run_keeps_its_objective_when_it_goes_on(bench: Bench) -> None:
+    plain, pairs_of = (cfg.model_dump(mode="json") for cfg in (bench.config(objective__dpo_beta=None), bench.config()))
+    other = bench.config(objective__dpo_beta=0.1).model_dump(mode="json")
+    assert [problem.field for problem in refused(changes(plain, pairs_of), 5)] == ["objective.dpo_beta"]
+    assert list(refused(changes(pairs_of, other), 5)) == []
+
+
+@pytest.mark.slow
+def test_after_a_minute_a_tiny_model_prefers_english_in_nine_of_ten_held_out_pairs(tmp_path: Path) -> None:
+    found = learn(tmp_path)
+    assert found.pairs > 50
+    assert found.accuracy >= 0.9

@@ -177,7 +177,8 @@ def _maker(cfg: AdapterSection, layers: Mapping[str, Layer]) -> tuple[Make, tupl
 
 def _rank_maker(cfg: RankAdapter, ranks: Mapping[str, int]) -> Make:
     def make(name: str, layer: Layer) -> BaseTunerLayer:
-        rank, scale = ranks[name], cfg.scale
+        rank = ranks[name]
+        scale = cfg.scale_at(rank)
         dropout = SampleDropout(cfg.dropout, name) if cfg.dropout else nn.Identity()
         match cfg:
             case LohaAdapter():

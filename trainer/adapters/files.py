@@ -8,8 +8,9 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,32 @@ def read_adapter(
     return layers
 
 
+def read_modules(file: Path, naming: Naming, components: Sequence[str]) -> dict[str, Tensor]:
+    """Read the modules that a folder of peft holds whole, in addition to its adapter.
+
+    Args:
+        file: The folder, or another adapter file, which has none.
+        naming: The family's names in files.
+        components: Components of the model, likelier ones first: the folder does not name them.
+
+    Returns:
+        {name of the tensor in the model, component first: tensor}.
+    """
+    stored = _Stored.open(file / PEFT_FILE if file.is_dir() else file)
+    published = {
+        fused.name.removeprefix(ORIGINAL_PREFIX): f"{component}.{fused.parts[0]}"
+        for component, layout in naming.layouts.items()
+        for fused in layout
+        if len(fused.parts) == 1
+    }
+    found: dict[str, Tensor] = {}
+    for key in stored.whole:
+        path = key.removeprefix(PEFT_PREFIX)
+        owners = (component for component in components if path.rpartition(".")[0] in naming.modules(component))
+        found[published.get(path) or f"{next(owners, components[0])}.{path}"] = stored.tensors[key]
+    return found
+
+
 @dataclass(frozen=True)
 class _Stored:
     """The content of a file. settings: {prefix of layers' names: peft's config for these layers}."""
@@ -109,10 +136,19 @@ class _Stored:
             raise InputError(f"{file}: holds no tensors; name an adapter file")
         return cls(file, tensors, metadata, _settings(file, metadata))
 
+    @cached_property
+    def whole(self) -> frozenset[str]:
+        """Keys of modules that peft's `modules_to_save` names, which are no part of an adapter."""
+        named = self.settings.get(PEFT_PREFIX, {}).get("modules_to_save")
+        keys = (key for key in self.tensors if key.startswith(PEFT_PREFIX) and not KEY.fullmatch(key)) if named else ()
+        return frozenset(key for key in keys if key.isprintable() and len(key) <= LONGEST_NAME)
+
     def groups(self) -> dict[str, dict[str, Tensor]]:
         """Return {layer's name in the file: {end of a key: tensor}}."""
         groups: dict[str, dict[str, Tensor]] = {}
         for key, tensor in self.tensors.items():
+            if key in self.whole:
+                continue
             found = KEY.fullmatch(key) if key.isprintable() and len(key) <= LONGEST_NAME else None
             if found is None:
                 raise InputError(

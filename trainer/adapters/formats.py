@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -56,6 +56,7 @@ class Naming:
 
     Attributes:
         layouts: {component: its original layout, empty where it has none}.
+        modules: Returns the names of all modules of a component, as the model has them that peft loads.
     """
 
     kohya_prefixes: Mapping[str, str]
@@ -63,6 +64,7 @@ class Naming:
     layouts: Mapping[str, tuple[Fused, ...]]
     diffusers_adapters: frozenset[str]
     peft_fields: Mapping[str, str] | None = None
+    modules: Callable[[str], Collection[str]] = lambda component: ()
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,26 @@ class AdapterFile:
         save_file(dict(self.tensors), file, {"format": "pt", **metadata, **self.metadata})
 
 
+@dataclass(frozen=True)
+class SavedModule:
+    """A module that was trained whole in addition to the adapter.
+
+    Attributes:
+        tensors: {name in the module: tensor}.
+        is_tied: Whether the module has its tensors in common with one before it.
+    """
+
+    tensors: Mapping[str, Tensor]
+    is_tied: bool = False
+
+
 def adapter_files(
-    layers: Mapping[str, LayerAdapter], format: str, naming: Naming, base: Base, dtype: torch.dtype
+    layers: Mapping[str, LayerAdapter],
+    format: str,
+    naming: Naming,
+    base: Base,
+    dtype: torch.dtype,
+    saved: Mapping[str, SavedModule] | None = None,
 ) -> list[AdapterFile]:
     """Convert the adapter to a format of `export.format`.
 
@@ -110,6 +130,7 @@ def adapter_files(
         naming: The family's names in files.
         base: Returns the weight of a layer; called only where tensors depend on the weight.
         dtype: Number type of the file.
+        saved: {name, component first: module that was trained whole}.
 
     Returns:
         The files, the main one first.
@@ -117,7 +138,7 @@ def adapter_files(
     Raises:
         InputError: The format cannot carry the adapter; the message names formats that can.
     """
-    writer = _Writer(layers, naming, base, dtype)
+    writer = _Writer(layers, naming, base, dtype, saved or {})
     write: Mapping[str, Callable[[], list[AdapterFile]]] = {
         "auto": writer.auto,
         "diffusers": writer.diffusers,
@@ -130,14 +151,27 @@ def adapter_files(
         raise InputError(
             f"export.format: {format} is for programs that do not support this model; use auto or peft, which does"
         )
+    if saved and format != "peft" and naming.peft_fields is None:
+        raise InputError(
+            f"export.format: {format} has no place for whole modules, which adapter.modules_to_save trains; "
+            "use peft, or export.what: merged"
+        )
     return write[format]()
 
 
 class _Writer:
     """One method per format."""
 
-    def __init__(self, layers: Mapping[str, LayerAdapter], naming: Naming, base: Base, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        layers: Mapping[str, LayerAdapter],
+        naming: Naming,
+        base: Base,
+        dtype: torch.dtype,
+        saved: Mapping[str, SavedModule],
+    ) -> None:
         self._layers = layers
+        self._saved = saved
         self._naming = naming
         self._base = base
         self._dtype = dtype
@@ -213,10 +247,36 @@ class _Writer:
             layers = {name: layer for name, layer in self._layers.items() if _component(name) == component}
             tensors = self._each(layers, self._peft_tensors, lambda name: f"base_model.model.{self._peft_path(name)}")
             config = _peft_config(layers, self._base, self._peft_path)
+            names = [self._peft_path(name) for name in layers]
+            config.target_modules = suffixes(names, self._naming.modules(component)) or config.target_modules
+            tensors |= self._save_modules(component, config)
             for field, value in (fields or {}).items():
                 setattr(config, field, value)
             files.append(AdapterFile(f"-{component}" if files else "", tensors, {}, ("peft",), config, component))
         return files
+
+    def _save_modules(self, component: str, config: PeftConfig) -> dict[str, Tensor]:
+        """Return the tensors of whole modules under peft's names, and name the modules in its config."""
+        saved = {name: module for name, module in self._saved.items() if _component(name) == component}
+        if not saved:
+            return {}
+        unknown = [name for name in saved if self._published and name not in self._published]
+        if unknown:
+            raise InputError(
+                f"adapter.modules_to_save: the published model has no module for '{unknown[0]}'; leave it out, or set "
+                "export.what: merged"
+            )
+        # peft's lora ties the copies of an embedding and its head, and then wants to read only the first by name.
+        ties = isinstance(config, LoraConfig) and any(module.is_tied for module in saved.values())
+        named = [self._peft_path(name) for name, module in saved.items() if not (ties and module.is_tied)]
+        config.modules_to_save = suffixes(named, self._naming.modules(component), dotted=False) or named
+        if ties:
+            config.ensure_weight_tying = True
+        return {
+            f"base_model.model.{self._peft_path(name)}.{inside}": self._cast(inside, tensor)
+            for name, module in saved.items()
+            for inside, tensor in module.tensors.items()
+        }
 
     def _peft_path(self, name: str) -> str:
         """Return a layer's path in the model that peft loads: the published one, where only peft reads adapters."""
@@ -555,7 +615,6 @@ def _peft_config(layers: Mapping[str, LayerAdapter], base: Base, path: NameOf) -
     others = {f"^{re.escape(path)}$": other for path, other in ranks.items() if other != rank}
     shared: dict[str, Any] = {
         "r": rank,
-        # A list of names would also match longer names that end in one of them.
         "target_modules": f"({'|'.join(map(re.escape, ranks))})",
         "rank_pattern": others,
         "alpha_pattern": others,
@@ -568,6 +627,40 @@ def _peft_config(layers: Mapping[str, LayerAdapter], base: Base, path: NameOf) -
             both = any("w1_a" in layer.tensors for layer in layers.values())
             return LoKrConfig(alpha=rank, decompose_both=both, decompose_factor=_peft_factor(layers, base), **shared)
     return LoraConfig(lora_alpha=rank, use_dora=kind == "dora", **shared)
+
+
+def suffixes(names: Collection[str], modules: Collection[str], dotted: bool = True) -> list[str] | None:
+    """Return the shortest ends of names by which peft selects these modules and no others, sorted.
+
+    peft reads a list as ends of names and a text as a regular expression. Other programs, such as some versions of
+    SGLang, read only lists.
+
+    Args:
+        names: The modules to select.
+        modules: All modules of the model.
+        dotted: Whether an end begins with a whole part of the name; peft's modules_to_save may also end in part of one.
+
+    Returns:
+        None where no list selects exactly these modules, or `modules` does not hold them.
+    """
+    wanted = set(names)
+    if not wanted <= set(modules):
+        return None
+    others = {name for name in modules if name not in wanted}
+    taken = {end for name in others for end in _ends(name)}
+
+    def is_free(end: str) -> bool:
+        return end not in taken and (dotted or not any(name.endswith(end) for name in others))
+
+    shortest = {next(filter(is_free, _ends(name)), None) for name in wanted}
+    return sorted(end for end in shortest if end) if None not in shortest else None
+
+
+def _ends(name: str) -> Iterator[str]:
+    """Yield the ends of a dotted name, the shortest first."""
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        yield ".".join(parts[-count:])
 
 
 def _most_common(numbers: Iterable[int]) -> int:

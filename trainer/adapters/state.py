@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from trainer.adapters.kinds import KINDS, Kind
@@ -14,6 +15,8 @@ from trainer.config.errors import InputError
 from trainer.config.sections import AdapterSection, RankAdapter
 from trainer.run.manifest import RECIPE
 
+Factors = Mapping[str, tuple[Tensor, Tensor]]
+"""{layer: (down, up)} of a lora."""
 BaseWeight = Callable[[str], Tensor]
 """A layer's name -> its weight without the adapter, (out, in). Called for dora only."""
 Shape = Sequence[int]
@@ -27,12 +30,20 @@ class TrainedAdapter(Mapping[str, LayerAdapter]):
         cfg: The adapter's section of the config.
         base: Returns a layer's weight.
         recipe: Recipe of the run that trained them (`manifest.RECIPE`).
+        initial: What a lora started from and its base lacks (`adapter.init: pissa`): each layer is then the lora of
+            twice the rank which adds the difference to the whole base.
     """
 
     def __init__(
-        self, weights: Mapping[str, Tensor], cfg: AdapterSection, base: BaseWeight, recipe: int = RECIPE
+        self,
+        weights: Mapping[str, Tensor],
+        cfg: AdapterSection,
+        base: BaseWeight,
+        recipe: int = RECIPE,
+        initial: Factors | None = None,
     ) -> None:
         self._weights, self._cfg, self._base, self._recipe = weights, cfg, base, recipe
+        self._initial = initial or {}
         self._names: dict[str, dict[str, str]] = defaultdict(dict)
         for parameter in weights:
             for tensor, ending in KINDS[kind_of(cfg)].parameters.items():
@@ -46,7 +57,11 @@ class TrainedAdapter(Mapping[str, LayerAdapter]):
         kind = kind_of(self._cfg)
         if kind == "dora":
             tensors["magnitude"] = row_lengths(self._base(layer)) + tensors["magnitude"]
-        return LayerAdapter(kind, tensors, scale_of(self._cfg, tensors, self._recipe))
+        scale = scale_of(self._cfg, tensors, self._recipe)
+        if layer in self._initial:
+            down, up = self._initial[layer]
+            tensors = {"down": torch.cat([tensors["down"], down]), "up": torch.cat([tensors["up"], -up], dim=1)}
+        return LayerAdapter(kind, tensors, scale)
 
     def __contains__(self, layer: object) -> bool:
         return layer in self._names
@@ -108,17 +123,19 @@ def kind_of(cfg: AdapterSection) -> Kind:
     return "lora" if cfg.type == "locon" else cfg.type  # type: ignore[return-value]
 
 
-def scale_of(cfg: AdapterSection, tensors: Container[str], recipe: int = RECIPE) -> float:
-    """Return the factor of a layer's update: alpha / rank; 1 for rotations and, as in LyCORIS, for a lokr of two
-    whole matrices.
+def scale_of(cfg: AdapterSection, tensors: Mapping[str, Tensor], recipe: int = RECIPE) -> float:
+    """Return the factor of a layer's update: alpha / rank, or alpha / sqrt(rank); 1 for rotations and, as in LyCORIS,
+    for a lokr of two whole matrices.
 
     Args:
         cfg: The adapter's section of the config.
-        tensors: Names of the layer's tensors.
+        tensors: The layer's tensors.
         recipe: Recipe of the run (`manifest.RECIPE`).
     """
     is_whole = "w1" in tensors and "w2" in tensors and recipe > 1
-    return cfg.scale if isinstance(cfg, RankAdapter) and not is_whole else 1.0
+    if not isinstance(cfg, RankAdapter) or is_whole:
+        return 1.0
+    return cfg.scale_at(tensors["down"].shape[0] if "down" in tensors else cfg.rank)
 
 
 def row_lengths(weight: Tensor) -> Tensor:

@@ -166,7 +166,7 @@ def _reason_against(name: str, layer: Layer, cfg: AdapterSection, targets: Targe
     if any(re.fullmatch(pattern, f"{inside}.weight") for pattern in targets.never_trained):
         return "nothing in this kind of training reads its result"
     if _is_other(name, targets):
-        return "model.train does not give it the adapter"
+        return "model.train or adapter.modules_to_save trains it in another way, or not at all"
     if isinstance(cfg, WHOLE_ROWS) and any(re.fullmatch(pattern, inside) for pattern in targets.halves_swapped):
         return f"original files swap the halves of its rows, which {cfg.type} does not survive"
     if isinstance(layer, nn.Linear):

@@ -63,6 +63,8 @@ class FamilyFacts:
         section, _, name = field.rpartition(".")
         if section == "objective":
             return name in self.objective_fields
+        if field == "train.neftune_alpha":
+            return self.trains_on == "text"
         if field == "model.options.without":
             return bool(self.optional_encoders)
         if section == "model.options":
@@ -95,6 +97,10 @@ def refused(cfg: RunConfig) -> Iterator[Problem]:
     if cfg.objective.dpo_beta is not None and "rejected" in known.data_fields and not cfg.data.rejected:
         yield Problem(
             "objective.dpo_beta", "needs data.rejected, the folder with the images that are not preferred; name it"
+        )
+    if cfg.train.neftune_alpha and not known.reads("train.neftune_alpha"):
+        yield Problem(
+            "train.neftune_alpha", f"has no effect for {cfg.model.family}, which is not trained on text; set 0"
         )
     sections: tuple[tuple[str, Section, tuple[str, ...]], ...] = (
         ("data", cfg.data, known.data_fields),

@@ -152,7 +152,8 @@ class RunConfig(Section):
             strategy: `parallel.strategy` with `auto` resolved.
         """
         trained = "full" in self.model.train.values() if self.model.train else isinstance(self.adapter, NoAdapter)
-        return trained and strategy in ("full", "grad_op", "hybrid")
+        has_whole_modules = isinstance(self.adapter, AdapterSection) and bool(self.adapter.modules_to_save)
+        return (trained or has_whole_modules) and strategy in ("full", "grad_op", "hybrid")
 
     @property
     def micro_steps(self) -> int:
@@ -268,6 +269,12 @@ def _adapter_rules(cfg: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "adapter.factor", "0 is not a size; use 1 to 1024, or -1 for factors as close to square as possible"
         )
+    if isinstance(cfg.adapter, LoraAdapter) and cfg.adapter.init == "pissa" and cfg.adapter.start:
+        yield Problem(
+            "adapter.init",
+            "pissa starts from the base's singular values, not from adapter.start; leave one of them out",
+            depends_on=("adapter.start",),
+        )
     yield from _pattern_rules(cfg)
 
 
@@ -276,6 +283,7 @@ def _pattern_rules(cfg: RunConfig) -> Iterator[Problem]:
     patterns += [("quantize.formats", pattern) for pattern in cfg.quantize.formats]
     if isinstance(cfg.adapter, AdapterSection):
         patterns += [("adapter.targets", pattern) for pattern in cfg.adapter.targets]
+        patterns += [("adapter.modules_to_save", pattern) for pattern in cfg.adapter.modules_to_save]
     if isinstance(cfg.adapter, RankAdapter):
         patterns += [("adapter.rank_pattern", pattern) for pattern in cfg.adapter.rank_pattern]
     for field, pattern in patterns:
@@ -343,6 +351,7 @@ def _preference_rules(cfg: RunConfig) -> Iterator[Problem]:
                 "full would change the model that objective.dpo_beta compares with; use adapter or frozen",
                 depends_on=("objective.dpo_beta",),
             )
+    yield from _reference_rules(cfg)
     cuts = (("packing", cfg.data.packing, "split", "whole"), ("too_long", cfg.data.too_long, "cut", "drop"))
     for name, value, cut, kept in cuts:
         if value == cut:
@@ -358,6 +367,29 @@ def _preference_rules(cfg: RunConfig) -> Iterator[Problem]:
                 "cannot be combined with objective.dpo_beta, which compares whole images of pairs; leave it out",
                 depends_on=("objective.dpo_beta",),
             )
+
+
+def _reference_rules(cfg: RunConfig) -> Iterator[Problem]:
+    """Check that the model without its adapter is the one that training began with."""
+    adapter = cfg.adapter
+    if isinstance(adapter, AdapterSection) and adapter.modules_to_save:
+        yield Problem(
+            "adapter.modules_to_save",
+            "would change the model that objective.dpo_beta compares with; leave it out",
+            depends_on=("objective.dpo_beta",),
+        )
+    if isinstance(adapter, LoraAdapter) and adapter.init == "pissa":
+        yield Problem(
+            "adapter.init",
+            "pissa takes a part of the model that objective.dpo_beta compares with into the adapter; use default",
+            depends_on=("objective.dpo_beta",),
+        )
+    if cfg.train.neftune_alpha:
+        yield Problem(
+            "train.neftune_alpha",
+            "would also disturb the model that objective.dpo_beta compares with; set 0",
+            depends_on=("objective.dpo_beta",),
+        )
 
 
 def _optim_rules(cfg: RunConfig) -> Iterator[Problem]:
@@ -505,6 +537,10 @@ LOHA_RATE = 3e-4
 """Learning rates below this are usual for lora; with them, loha needs about ten times as many steps (DECISIONS.md)."""
 
 
+LEAST_IMAGE_BETA, MOST_TEXT_BETA = 100, 5
+"""Betas beyond which a run probably has that of the other kind of data."""
+
+
 def advice(cfg: RunConfig) -> Iterator[Problem]:
     """Yield settings that are allowed but rarely intended, each with a better one. They are shown at the start of a run
     and not logged."""
@@ -515,6 +551,15 @@ def advice(cfg: RunConfig) -> Iterator[Problem]:
             f"{cfg.optim.lr:g} is a usual learning rate for lora, but loha learns about ten times more slowly with it; "
             "try 10 times as much",
         )
+    beta = cfg.objective.dpo_beta
+    if beta is not None and cfg.data.rejected and beta < LEAST_IMAGE_BETA:
+        yield Problem(
+            "objective.dpo_beta",
+            f"{beta:g} is of the size that is usual for text; for images, whose errors are means over all latents, "
+            "2000 to 5000 is usual",
+        )
+    if beta is not None and not cfg.data.rejected and beta > MOST_TEXT_BETA:
+        yield Problem("objective.dpo_beta", f"{beta:g} is large for text; 0.01 to 0.5 is usual, 0.1 most often")
     if isinstance(adapter, LokrAdapter) and adapter.full_matrix and adapter.scale != 1:
         yield Problem("adapter.alpha", "has no effect with adapter.full_matrix: the update is not scaled")
     if cfg.train.epochs is not None and cfg.train.steps != TrainConfig.model_fields["steps"].default:

@@ -6,6 +6,7 @@ classes. Nothing here imports torch.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -121,6 +122,9 @@ class ModelOptions(Section):
     blocks: str | None = None
     """Class names of the blocks that are sharded one by one, comma-separated. Empty: the blocks the model itself
     declares."""
+    new_tokens: tuple[str, ...] = option((), title="New tokens", keywords="vocabulary tokenizer special tokens resize")
+    """Tokens to add to a language model's tokenizer, for example `<tool_call>`. Their embeddings start at the mean of
+    the others and must be trained: fully, or by `adapter.modules_to_save`."""
     distilled: bool | None = None
     """Whether the model was distilled to generate in few steps without guidance. Empty: detected from its folder."""
 
@@ -157,6 +161,11 @@ class AdapterSection(Section):
     targets: tuple[str, ...] = option((), title="Layers to adapt", keywords="target modules attention")
     """Layers to adapt, by name or regular expression, for example `attn.to_q`. Empty: all linear layers in the model's
     blocks."""
+    modules_to_save: tuple[str, ...] = option(
+        (), title="Modules trained whole", keywords="embeddings lm_head full new tokens"
+    )
+    """Modules that are trained whole in addition to the adapter, by name or regular expression, for example
+    `embed_tokens` and `lm_head`. Folders of peft and merged exports hold them."""
     start: str | None = option(None, title="Adapter to continue from", path="file", keywords="resume pretrained lora")
     """Existing adapter file to continue from, in the format of ShardStudio, diffusers, peft, kohya or LyCORIS."""
 
@@ -167,7 +176,7 @@ class RankAdapter(AdapterSection):
     rank: Whole = option(16, ge=1, le=1024, keywords="network dim dimension size")
     """Rank of the update. A higher rank can learn more and makes a larger adapter."""
     alpha: Number | None = option(None, gt=0, keywords="network alpha strength scale")
-    """The update is scaled by alpha / rank. Empty: alpha = rank, a scale of 1."""
+    """The update is scaled by alpha / rank. Empty: alpha = rank."""
     dropout: Number = option(0.0, ge=0, lt=1)
     """Probability with which each input of the adapter is dropped during training."""
     rank_pattern: dict[str, Rank] = option({}, title="Rank per layer")
@@ -178,6 +187,22 @@ class RankAdapter(AdapterSection):
         """alpha / rank, the factor of the update. It is the same for all layers, including those of another rank."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
+    def scale_at(self, rank: int) -> float:
+        """Factor of the update of a layer of this rank."""
+        return self.scale
+
+
+class LowRankAdapter(RankAdapter):
+    """Adapters that add one product of two matrices."""
+
+    rank_stabilized: bool = option(False, title="Rank-stabilized scale", keywords="rslora scaling alpha sqrt")
+    """Scale the update by alpha / sqrt(rank) instead of alpha / rank (rsLoRA, arXiv 2312.03732), so that high ranks
+    learn as fast as low ones. Each layer's own rank counts, as in peft."""
+
+    def scale_at(self, rank: int) -> float:
+        alpha = self.rank if self.alpha is None else self.alpha
+        return alpha / math.sqrt(rank) if self.rank_stabilized else self.scale
+
 
 class ConvAdapter(RankAdapter):
     """Adapters that also change convolutions."""
@@ -186,13 +211,16 @@ class ConvAdapter(RankAdapter):
     """Rank for the convolutions in the model's blocks, if it has any. Empty: convolutions are not adapted."""
 
 
-class LoraAdapter(RankAdapter):
+class LoraAdapter(LowRankAdapter):
     """Low-rank update of each target layer (arXiv 2106.09685)."""
 
     type: Literal["lora"] = "lora"
+    init: Literal["default", "pissa"] = option("default", title="Start of the adapter", keywords="pissa svd qpissa")
+    """What the adapter starts from: nothing (default), or the largest singular values of each layer, which are taken
+    out of the frozen base (pissa, arXiv 2404.02948). The export is then an ordinary LoRA of twice the rank."""
 
 
-class LoconAdapter(ConvAdapter):
+class LoconAdapter(ConvAdapter, LowRankAdapter):
     """Low-rank update of linear layers and convolutions (LyCORIS, arXiv 2309.14859)."""
 
     type: Literal["locon"] = "locon"
@@ -200,7 +228,7 @@ class LoconAdapter(ConvAdapter):
     """Rank for the convolutions in the model's blocks, if it has any. Empty: `adapter.rank`."""
 
 
-class DoraAdapter(RankAdapter):
+class DoraAdapter(LowRankAdapter):
     """Low-rank update of the direction of each weight row, with a separately trained magnitude (arXiv 2402.09353)."""
 
     type: Literal["dora"] = "dora"
@@ -466,6 +494,9 @@ class TrainConfig(Section):
     )
     """Gradient checkpointing (activations are recomputed in backward, which saves memory and costs time): in no block
     (none), in every block (full), or in every n-th block."""
+    neftune_alpha: Number = option(0.0, title="Noise on embeddings (NEFTune)", ge=0, le=1000, keywords="neftune noise")
+    """Size of the uniform noise on a language model's embeddings in training (arXiv 2310.05914): each number is within
+    alpha / sqrt(tokens of the document x width). The paper uses 5, 10 and 15. 0 = none."""
     compile: bool = option(False, title="Compile the blocks", keywords="speed faster inductor")
     """Compile each block with torch.compile."""
     compile_backend: str = option("inductor", title="Compiler")

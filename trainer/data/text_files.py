@@ -29,6 +29,8 @@ MOST_DEEP = 100
 """Limit for nested folders: each level lengthens every path, so the search takes time in the square of the depth."""
 MOST_FIRST = 2**24
 """Limit for the row of a file that tells what it holds, bytes."""
+MOST_COUNTED = 2**30
+"""Limit for a .jsonl whose lines are counted, bytes: a second or two."""
 MOST_ROW = 2**20
 """Limit for a row about one image, bytes: room for a caption of 64 KiB with any escaping."""
 
@@ -64,6 +66,24 @@ def folders_of(cfg: DataConfig) -> tuple[TextFolder, ...]:
         for number, folder in enumerate(cfg.folders)
     )
     return (*((TextFolder(own),) if own else ()), *others)
+
+
+def count_documents(file: Path) -> int | None:
+    """Number of documents in a file; None where counting takes long, and for token ids, whose end is not known here.
+
+    Raises:
+        InputError: It cannot be read.
+    """
+    suffix = file.suffix.lower()
+    if suffix == ".parquet":
+        with open_parquet(file) as table:
+            return int(table.metadata.num_rows)
+    if suffix != ".jsonl":
+        return 1 if suffix == ".txt" else None
+    with reading(file), opened(file) as stream:
+        if file.stat().st_size > MOST_COUNTED:
+            return None
+        return sum(1 for line in stream if line.strip())
 
 
 def kinds(files: Sequence[Path]) -> frozenset[Kind]:

@@ -21,6 +21,8 @@ from trainer.export.check import check_export
 from trainer.export.drafts import Exported, draft
 from trainer.export.model import export_model
 from trainer.models import families
+from trainer.models.base import ModelFamily
+from trainer.models.pissa import initial_file, read_factors, starts_from_singular_values
 from trainer.run import manifest
 from trainer.run.folder import RunDir, weights_of
 from trainer.run.stages import Stage, write_handover
@@ -53,9 +55,10 @@ def export(
     family = families.make(cfg, cache)
     weights, progress = StoredWeights(checkpoint), manifest.progress_of(checkpoint)
     into = folder or run.export
+    initial = read_factors(cfg, initial_file(run))
     if cfg.export_what == "adapter":
-        return export_adapter(cfg, into, family, weights, reference or weights, progress)
-    return [export_model(cfg, into, family, weights, reference or weights, progress.recipe)]
+        return export_adapter(cfg, into, family, weights, reference or weights, progress, initial)
+    return [export_model(cfg, into, family, weights, reference or weights, progress.recipe, initial)]
 
 
 def hand_over(stage: Stage, run: RunDir, cache: Path, reference: Mapping[str, Tensor]) -> None:
@@ -68,7 +71,7 @@ def hand_over(stage: Stage, run: RunDir, cache: Path, reference: Mapping[str, Te
     following = stage_config(run.config(), stage.number)
     family = families.make(cfg, cache)
     has_file = bool(family.layout(family.components[0]))
-    if _continues_adapter(cfg, following):
+    if _continues_adapter(cfg, following, family):
         cfg = cfg.exporting("adapter", "auto", "fp32")
     else:
         what = "full" if isinstance(cfg.adapter, NoAdapter) else "merged"
@@ -87,12 +90,16 @@ def hand_over(stage: Stage, run: RunDir, cache: Path, reference: Mapping[str, Te
         write_handover(folder, fields)
 
 
-def _continues_adapter(cfg: RunConfig, following: RunConfig) -> bool:
+def _continues_adapter(cfg: RunConfig, following: RunConfig, family: ModelFamily) -> bool:
     """Whether a stage trains an adapter and nothing else, and the next stage has the same adapter.
 
-    Preference training compares the model with itself without its adapter: that must be the result of this stage.
+    Modules that are trained whole are handed over with it where `export.format: auto` holds them.
     """
-    if following.objective.dpo_beta is not None:
+    if following.objective.dpo_beta is not None:  # it compares with the model without its adapter: this stage's result
+        return False
+    if starts_from_singular_values(cfg):  # the exported adapter has another base and rank
+        return False
+    if not isinstance(cfg.adapter, NoAdapter) and cfg.adapter.modules_to_save and family.peft_fields is None:
         return False
     ours, theirs = (one.adapter.model_dump(exclude={"start", "dropout"}) for one in (cfg, following))
     is_alone = not isinstance(cfg.adapter, NoAdapter) and "full" not in cfg.model.train.values()

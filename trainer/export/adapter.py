@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Set
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,16 +11,19 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
-from trainer.adapters import adapted_layers
+from trainer.adapters import ADAPTER, adapted_layers
 from trainer.adapters.files import read_adapter
-from trainer.adapters.formats import DTYPES, adapter_files
+from trainer.adapters.formats import DTYPES, SavedModule, adapter_files
 from trainer.adapters.layer import LayerAdapter
+from trainer.adapters.state import Factors
 from trainer.config.schema import RunConfig
 from trainer.export.drafts import Exported, draft
 from trainer.export.metadata import adapter_metadata
 from trainer.models.base import ImageFamily, ModelFamily
+from trainer.models.saved_modules import saved_modules, saved_tensors
 from trainer.models.state_dict import BaseWeights, TrainedModel, component_of, naming
 from trainer.run.manifest import Progress
 
@@ -39,6 +43,7 @@ def export_adapter(
     weights: Mapping[str, Tensor],
     reference: Mapping[str, Tensor],
     progress: Progress,
+    initial: Factors | None = None,
 ) -> list[Exported]:
     """Write the adapter in `export.format`, one file or several, and read each back with another program's code.
 
@@ -49,15 +54,20 @@ def export_adapter(
         weights: {parameter: trained value} to write.
         reference: {parameter: trained value} to compare with.
         progress: The training progress at which the weights were saved.
+        initial: As for `TrainedAdapter`.
 
     Returns:
         The files, the main one first.
     """
     base = BaseWeights(family)
     # Whole in memory: an adapter is small, and the writer reads a layer more than once.
-    trained, expected = (dict(TrainedModel(cfg, base, of, progress.recipe).layers) for of in (weights, reference))
+    trained, expected = (
+        dict(TrainedModel(cfg, base, of, progress.recipe, initial).layers) for of in (weights, reference)
+    )
+    whole = saved_modules(cfg, family)
+    saved, wanted = (saved_tensors(whole, of, base) for of in (weights, reference))
     dtype = cfg.export.dtype
-    files = adapter_files(trained, cfg.export.format, naming(family), base.layer, DTYPES[dtype])
+    files = adapter_files(trained, cfg.export.format, naming(family), base.layer, DTYPES[dtype], saved)
     stem = cfg.name if cfg.export.format == "auto" else f"{cfg.name}-{cfg.export.format}"
     paths = [file.path(folder, stem) for file in files]
     differences = []
@@ -65,9 +75,44 @@ def export_adapter(
         for file, path in zip(files, paths, strict=True):
             written = drafts.enter_context(draft(path))
             file.write(written, adapter_metadata(cfg, family, progress.step))
+            if file.peft_config:
+                family.write_tokenizer(written)
+                _name_base(written, Path(cfg.model.path), folder.parent)
             held = {n: layer for n, layer in expected.items() if file.component in ("", component_of(n))}
-            differences.append(verify_adapter(written, file.readers, family, held, dtype))
+            difference = verify_adapter(written, file.readers, family, held, dtype)
+            inside = {n: module for n, module in wanted.items() if file.component == component_of(n)}
+            differences.append(max(difference, verify_modules(written, family, inside, dtype)))
     return [Exported(path, difference) for path, difference in zip(paths, differences, strict=True)]
+
+
+def _name_base(written: Path, base: Path, home: Path) -> None:
+    """Say in a README how to load the adapter after its run folder was moved, if the base is a stage's result in it.
+
+    peft resolves no path relative to the adapter: `base_model_name_or_path` is the base's path now.
+    """
+    if base.is_absolute() and base.is_relative_to(home):
+        relative = os.path.relpath(base, written)
+        (written / "README.md").write_text(MOVED.format(relative=relative), encoding="utf-8")
+
+
+MOVED = """\
+# Where the base model is
+
+The base of this adapter is the result of an earlier stage of the same run, in `{relative}` relative to this folder.
+`base_model_name_or_path` in adapter_config.json is its path at the time of the export. Once the run folder has been
+moved or copied, export the run again, or load both:
+
+```python
+from pathlib import Path
+
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+adapter = Path(".")  # this folder
+model = AutoModelForCausalLM.from_pretrained((adapter / "{relative}").resolve())
+model = PeftModel.from_pretrained(model, adapter)
+```
+"""
 
 
 def verify_adapter(
@@ -109,6 +154,40 @@ def verify_adapter(
     return error / size if size else error
 
 
+def verify_modules(folder: Path, family: ModelFamily, expected: Mapping[str, SavedModule], dtype: str) -> float:
+    """Compare the modules that a folder of peft holds whole with the trained ones, as peft finds them.
+
+    Returns:
+        The largest distance of a tensor relative to its norm.
+
+    Raises:
+        RuntimeError: A module is missing or differs.
+    """
+    if not expected:
+        return 0.0
+    (component,) = {component_of(name) for name in expected}
+    model, ours = _loaded_by_peft(folder, family, component)
+    found = {
+        f"{component}.{ours.get(name, name)}": module.modules_to_save[ADAPTER]
+        for name, module in model.named_modules()
+        if isinstance(module, ModulesToSaveWrapper)
+    }
+    if found.keys() != expected.keys():
+        raise RuntimeError(f"{folder}: holds the whole modules {sorted(found)}, {sorted(expected)} were trained")
+    largest = 0.0
+    for name, module in expected.items():
+        written = found[name].state_dict()
+        for inside, tensor in module.tensors.items():
+            size, error = (float(of.norm()) for of in (tensor.float(), written[inside].float() - tensor.float()))
+            if not error <= TOLERANCE[dtype] * size + 1e-12:
+                raise RuntimeError(
+                    f"{folder}: the reloaded '{name}.{inside}' differs from the trained one by {error:.3g}, whose norm "
+                    f"is {size:.3g}"
+                )
+            largest = max(largest, error / size if size else error)
+    return largest
+
+
 Merge = Callable[[Tensor], Tensor]
 """A layer's weight -> the weight merged with a file's adapter."""
 
@@ -147,11 +226,18 @@ def _merge_of(layer: Any) -> Merge:
 
 
 def _read_by_peft(folder: Path, family: ModelFamily, component: str) -> dict[str, Merge]:
+    model, ours = _loaded_by_peft(folder, family, component)
+    return {f"{component}.{ours.get(name, name)}": _merge_of(layer) for name, layer in adapted_layers(model).items()}
+
+
+def _loaded_by_peft(folder: Path, family: ModelFamily, component: str) -> tuple[nn.Module, dict[str, str]]:
+    """Return a base without weights with the folder's adapter in it, and `published_paths`."""
     model = _without_weights(family.build(component))
     ours = published_paths(family, component)
     model = under_paths(model, ours) if ours else model
-    PeftModel.from_pretrained(model, folder)
-    return {f"{component}.{ours.get(name, name)}": _merge_of(layer) for name, layer in adapted_layers(model).items()}
+    # Assigned, not copied: a module that is saved whole has copies of weights that take no memory.
+    PeftModel.from_pretrained(model, folder, low_cpu_mem_usage=True)
+    return model, ours
 
 
 def published_paths(family: ModelFamily, component: str) -> dict[str, str]:

@@ -13,6 +13,8 @@ from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
 from trainer.config.sections import SINGLE_FILES, NoAdapter
 from trainer.models.base import ModelFamily
+from trainer.models.pissa import factors_of, starts_from_singular_values
+from trainer.models.saved_modules import saved_modules, saved_tensors
 from trainer.models.state_dict import BaseWeights, naming
 
 
@@ -42,8 +44,10 @@ def check_export(cfg: RunConfig, family: ModelFamily, trainables: Mapping[str, n
         def weight(name: str) -> Tensor:
             return torch.empty(base.layer_shape(name))
 
-        layers = TrainedAdapter(weights, cfg.adapter, weight)
-        files = adapter_files(layers, cfg.export.format, naming(family), weight, torch.float32)
+        initial = factors_of(weights) if starts_from_singular_values(cfg) else None
+        layers = TrainedAdapter(weights, cfg.adapter, weight, initial=initial)
+        saved = saved_tensors(saved_modules(cfg, family), weights, base)
+        files = adapter_files(layers, cfg.export.format, naming(family), weight, torch.float32, saved)
     readers = {reader for file in files for reader in file.readers}
     if cfg.export.format != "auto" or "diffusers" in readers or family.peft_fields is not None:
         return ()

@@ -8,6 +8,7 @@ import json
 from trainer.config.schema import RunConfig
 from trainer.config.sections import BoftAdapter, DiagOftAdapter, NoAdapter
 from trainer.models.base import ModelFamily
+from trainer.models.pissa import starts_from_singular_values
 
 NETWORK_MODULES = {"lora": "networks.lora", "locon": "lycoris.kohya", "dora": "networks.lora"}
 
@@ -35,6 +36,8 @@ def adapter_metadata(cfg: RunConfig, family: ModelFamily, step: int) -> dict[str
     assert not isinstance(cfg.adapter, NoAdapter)
     adapter = cfg.adapter
     size = adapter.block_size if isinstance(adapter, DiagOftAdapter | BoftAdapter) else adapter.rank
+    if starts_from_singular_values(cfg):
+        size *= 2
     return model_metadata(cfg, family) | {
         "modelspec.architecture": f"{family.model_spec}/{adapter.type}",
         "ss_base_model_version": family.model_spec,

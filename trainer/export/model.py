@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from trainer.adapters import formats
+from trainer.adapters.state import Factors
 from trainer.config.schema import RunConfig
 from trainer.config.sections import SINGLE_FILES
 from trainer.export.drafts import Exported, draft
 from trainer.export.metadata import model_metadata
 from trainer.export.stream import FileSpec, TensorSpec, num_bytes, write_stream
 from trainer.models.base import ModelFamily
+from trainer.models.parts.folder import copy_files
 from trainer.models.state_dict import BaseWeights, TrainedModel
 from trainer.weights.files import Fused, WeightFiles, read_tensor, stored_tensors
 from trainer.weights.tensors import TensorEntry
@@ -41,6 +43,7 @@ def export_model(
     weights: Mapping[str, Tensor],
     reference: Mapping[str, Tensor],
     recipe: int,
+    initial: Factors | None = None,
 ) -> Exported:
     """Write base + adapter, or all weights of a full fine-tune, and compare the files with `reference`.
 
@@ -53,12 +56,13 @@ def export_model(
         weights: {parameter: trained value} to write.
         reference: {parameter: trained value} to compare with.
         recipe: The run's recipe (`manifest.RECIPE`).
+        initial: As for `TrainedAdapter`.
 
     Returns:
         A folder that diffusers loads (with one folder per component where several are trained), or a single file.
     """
     base = BaseWeights(family)
-    model, expected = (TrainedModel(cfg, base, of, recipe) for of in (weights, reference))
+    model, expected = (TrainedModel(cfg, base, of, recipe, initial) for of in (weights, reference))
     name = f"{cfg.name}-{cfg.export_what}"
     if cfg.export.format in SINGLE_FILES:
         tensors = _original_tensors(family)
@@ -88,10 +92,9 @@ def _write_folder(
         folder = path if len(trained) == 1 else path / component
         folder.mkdir(parents=True)
         source = family.component_folder(component)
-        _write_config(source / "config.json", folder / "config.json", DTYPES[cfg.export.dtype])
-        for file in (source / name for name in family.companion_files):
-            if file.is_file():
-                shutil.copyfile(file, folder / file.name)
+        _write_config(family, component, folder / "config.json", DTYPES[cfg.export.dtype])
+        copy_files(source, family.companion_files, folder)
+        family.write_tokenizer(folder)
         stem = family.weights_stem if component == family.components[0] else ENCODER_STEM
         if family.keeps_layout:
             file, tensors = folder / f"{stem}.safetensors", _original_tensors(family)
@@ -107,10 +110,12 @@ def _write_folder(
     return max(differences)
 
 
-def _write_config(source: Path, file: Path, dtype: torch.dtype) -> None:
+def _write_config(family: ModelFamily, component: str, file: Path, dtype: torch.dtype) -> None:
     """Write the component's config with the number type of the export in place of that of the base's files."""
+    source = family.component_folder(component) / "config.json"
     config = json.loads(source.read_text("utf-8"))
-    written = {key: value for key, value in config.items() if key != "quantization_config"}
+    exported = family.exported_config(component, config)
+    written = {key: value for key, value in exported.items() if key != "quantization_config"}
     written |= {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if written.get(key)}
     if written == config:
         shutil.copyfile(source, file)

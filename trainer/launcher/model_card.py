@@ -19,7 +19,7 @@ from trainer.config.errors import InputError
 from trainer.config.families import FamilyFacts, of, trains_on
 from trainer.config.models import published_models
 from trainer.config.schema import RunConfig
-from trainer.config.sections import HUB_ID, MODEL_WORDS, NoAdapter, RankAdapter
+from trainer.config.sections import HUB_ID, MODEL_WORDS, LoraAdapter, LowRankAdapter, NoAdapter, RankAdapter
 from trainer.config.titles import METHODS
 from trainer.data import image_files, text_files
 from trainer.run import stages
@@ -106,14 +106,20 @@ def model_card(run: RunDir, repo: str = "OWNER/NAME", licence: str | None = None
         InputError: As `published`.
     """
     what, cfg = published(run), stages.current(run, run.config()).config
-    card = _Card(run, cfg, what, base_of(run.config()), repo)
+    card = _Card(run, cfg, what, base_of(run, what), repo)
     front = yaml12.dump(card.front(licence))
     parts = [f"---\n{front}---", f"# {_plain(cfg.name)}", *card.sections()]
     return "\n\n".join(parts) + "\n"
 
 
-def base_of(cfg: RunConfig) -> str | None:
-    """Return the hub id of the base model; None for one that is not on the hub."""
+def base_of(run: RunDir, what: Published) -> str | None:
+    """Return the hub id of the base model; None for one that is not on the hub.
+
+    A merged or full model comes from the base of the first stage. An adapter may belong to the result of a stage.
+    """
+    cfg = run.config()
+    if what.what == "adapter":
+        cfg = stages.current(run, cfg).config
     for path in (cfg.model.path, cfg.model.base):
         if path and path not in MODEL_WORDS and HUB_ID.fullmatch(path):
             return path
@@ -201,7 +207,9 @@ class _Card:
 
     def _use(self) -> str:
         name, base = self.main.name, self.base or "BASE"
-        needs_base = "" if self.base else "\n\nReplace `BASE` with the folder of the base model."
+        stage = stages.base_stage(self.run, self.cfg) if self.what.what == "adapter" else None
+        result = f", the result of stage {stage} of this run" if stage else ""
+        needs_base = "" if self.base else f"\n\nReplace `BASE` with the folder of the base model{result}."
         if self.is_text:
             return f"```python\n{self._text_code(base)}\n```{needs_base}"
         if self.what.what == "adapter" and self._is_read_by_diffusers:
@@ -248,11 +256,15 @@ class _Card:
     def _text_code(self, base: str) -> str:
         name = json.dumps(self.main.name)
         if self.what.what == "adapter":
+            has_tokenizer = (self.main / "tokenizer_config.json").is_file()
+            source = f'"{self.repo}", subfolder={name}' if has_tokenizer else f'"{base}"'
+            grows = "model.resize_token_embeddings(max(len(tokenizer), model.get_input_embeddings().num_embeddings))\n"
             return (
                 "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+                f"tokenizer = AutoTokenizer.from_pretrained({source})\n"
                 f'model = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto")\n'
-                f'model = PeftModel.from_pretrained(model, "{self.repo}", subfolder={name})\n'
-                f'tokenizer = AutoTokenizer.from_pretrained("{base}")'
+                f"{grows if self.cfg.model.options.new_tokens else ''}"
+                f'model = PeftModel.from_pretrained(model, "{self.repo}", subfolder={name})'
             )
         return (
             "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
@@ -275,6 +287,10 @@ class _Card:
                 "Rank": cfg.adapter.rank,
                 "Alpha": cfg.adapter.rank if cfg.adapter.alpha is None else cfg.adapter.alpha,
             }
+        if isinstance(cfg.adapter, LowRankAdapter) and cfg.adapter.rank_stabilized:
+            rows["Scale"] = "alpha / sqrt(rank)"
+        if isinstance(cfg.adapter, LoraAdapter) and cfg.adapter.init == "pissa":
+            rows["Start"] = "largest singular values (PiSSA); the exported rank is twice as large"
         rows |= {
             "Steps": steps[-1].step if steps else 0,
             "Batch size": cfg.train.batch_size,

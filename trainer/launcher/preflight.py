@@ -17,6 +17,7 @@ from trainer.data import image_files, question_files, text_files
 from trainer.launcher import capacity, network
 from trainer.metrics import trackers
 from trainer.models import distilled, recognition
+from trainer.models.parts import chat
 from trainer.run import manifest, process, stages
 from trainer.run.folder import RunDir, shared_cache
 from trainer.run.manifest import Progress
@@ -167,6 +168,8 @@ def _check_data(cfg: RunConfig) -> None:
     else:
         files, held_out = text_files.of_config(cfg.data)
         text_files.check_preferences((*files, *held_out), cfg.objective.dpo_beta is not None)
+        if cfg.data.chat_template:
+            chat.check_template(cfg.data.chat_template)
 
 
 def _check_model(loaded: ConfigFile) -> None:

@@ -137,7 +137,7 @@ def without_local_path(file: Path, run: RunDir) -> Path | bytes:
     local = [key for key in BASE_KEYS if isinstance(content, dict) and str(content.get(key, "")).startswith("/")]
     if not local:
         return file
-    base = base_of(run.config()) or ""
+    base = base_of(run, published(run)) or ""
     return json.dumps(content | dict.fromkeys(local, base), indent=2, ensure_ascii=False).encode()
 
 

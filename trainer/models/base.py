@@ -25,7 +25,7 @@ from trainer.config.sections import CompleteSample, DataConfig, ModelConfig, Obj
 from trainer.models import distilled
 from trainer.models.objectives import Batch, Example, Loss, Shift
 from trainer.models.parts.dropout import configured_dropout, dropout_warning
-from trainer.models.parts.folder import DIFFUSERS_STEM, ModelFolder
+from trainer.models.parts.folder import DIFFUSERS_STEM, ModelFolder, copy_files
 from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
 from trainer.weights.files import Fused, WeightFiles
@@ -55,6 +55,8 @@ REJECTED_DATA = frozenset({"rejected"})
 """Fields of `data` that only models which are trained on preferences between images read."""
 QUESTION_SAMPLE = frozenset({"questions", "images"})
 """Fields of `sample` that only models that answer questions about images read."""
+Weigh = Callable[[Tensor], Tensor]
+"""(losses of tokens (n,), fp32, without gradient) -> the weight of each, (n,)."""
 Mode = Literal["frozen", "adapter", "full"]
 """How a component, module or parameter is trained."""
 
@@ -147,6 +149,8 @@ class ModelFamily(ABC):
     empty key for a file that names nothing."""
     companion_files: ClassVar[tuple[str, ...]] = ()
     """Files of the model's folder that an export of the whole model copies."""
+    tokenizer_files: ClassVar[tuple[str, ...]] = ()
+    """Files of the model's folder with the tokenizer and its chat template, for folders of whole models and of peft."""
     keeps_layout: ClassVar[bool] = False
     """Whether an export of the whole model is one file in the original layout, as in the published folder."""
 
@@ -234,6 +238,19 @@ class ModelFamily(ABC):
     def adapter_metadata(self) -> Mapping[str, str]:
         """Strings in the header of exported adapters, in addition to those of every family."""
         return {}
+
+    @property
+    def must_train(self) -> Mapping[str, str]:
+        """{parameter that must be trained: why}. Names with the component."""
+        return {}
+
+    def exported_config(self, component: str, config: dict[str, Any]) -> dict[str, Any]:
+        """The config.json of an exported component. config: that of the model's folder."""
+        return config
+
+    def write_tokenizer(self, folder: Path) -> None:
+        """Write `tokenizer_files` to the folder of an exported language model or adapter."""
+        copy_files(self.folder, self.tokenizer_files, folder)
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
         """Sentences about this model and config to show before training; the run starts anyway.
@@ -482,6 +499,7 @@ class TextFamily(ModelFamily):
     """A language model, trained on rows of tokens.
 
     An example holds "tokens", "learned" and "documents", each (`data.length`,), as `text_stream.PackedRow` has them.
+    A batch also holds "predicted" (n,), see `collate`.
     """
 
     trains_on = "text"
@@ -490,6 +508,10 @@ class TextFamily(ModelFamily):
     built; of our own networks, in the tests."""
     data_fields = frozenset({"path", "folders", "validation", "validation_every", "cache"}) | TEXT_DATA
     sample_fields = frozenset({"every", "prompts", "seed"}) | TEXT_SAMPLE | CHAT_SAMPLE
+
+    @abstractmethod
+    def embedding(self, model: nn.ModuleDict) -> nn.Module:
+        """The module that embeds tokens. model: the live components."""
 
     @property
     @abstractmethod
@@ -516,17 +538,13 @@ class TextFamily(ModelFamily):
         """The ids of a text, with no special token added."""
 
     @abstractmethod
-    def document_scores(self, model: nn.ModuleDict, batch: Batch) -> Tensor:
-        """Log-probability of the learned tokens of each document, given the tokens before them in their document.
-
-        Each component is called exactly once.
+    def weighted_loss(self, model: nn.ModuleDict, batch: Batch, weights: Tensor | Weigh) -> Tensor:
+        """The weighted sum of the losses of the predicted tokens, a scalar. Each component is called exactly once.
 
         Args:
             model: The live components by name.
             batch: A batch of rows.
-
-        Returns:
-            (B, `data.length`), fp32; number n of a row is its document n, and 0 where it has fewer.
+            weights: (n,), of the n tokens that follow those of "predicted"; or a function that returns them.
         """
 
     @abstractmethod
@@ -564,6 +582,17 @@ class TextFamily(ModelFamily):
     def batch_key(self, example: Example) -> Hashable:
         """Return one key: all rows have one length."""
         return None
+
+    def collate(self, examples: Sequence[Example]) -> Batch:
+        """Stack examples, and number the tokens that are followed by a learned one, row after row, in "predicted".
+
+        There is at least one, so that every rank computes a loss.
+        """
+        batch = super().collate(examples)
+        follows = torch.zeros_like(batch["learned"])
+        follows[:, :-1] = batch["learned"][:, 1:]
+        predicted = follows.flatten().nonzero().flatten()
+        return {**batch, "predicted": predicted if len(predicted) else torch.zeros(1, dtype=torch.int64)}
 
     def sample_rows(self, batch: Batch) -> Mapping[str, Tensor]:
         """The item of each token, for models that flatten all tokens into one matrix before a layer, as for experts."""

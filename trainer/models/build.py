@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from trainer import adapters
 from trainer.adapters import Injected
-from trainer.adapters.files import read_adapter
-from trainer.adapters.state import parameters_of
+from trainer.adapters.files import read_adapter, read_modules
+from trainer.adapters.state import Factors, parameters_of
 from trainer.adapters.targets import counted
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
@@ -24,6 +24,16 @@ from trainer.config.sections import NoAdapter
 from trainer.distributed.world import World
 from trainer.metrics.memory import full_bytes
 from trainer.models.base import LoadModule, ModelFamily, TextFamily
+from trainer.models.parts.neftune import add_noise
+from trainer.models.pissa import (
+    DOWN,
+    first_half,
+    parameters_of_factors,
+    residual_files,
+    start_factors,
+    starts_from_singular_values,
+)
+from trainer.models.saved_modules import is_inside, saved_modules, saved_names
 from trainer.models.sharding import check_sharding
 from trainer.models.state_dict import BaseWeights, naming
 from trainer.parallel.load import Coded, Loading, check_same_weights, fill_rows, load_weights
@@ -98,7 +108,16 @@ def build_model(cfg: RunConfig, family: ModelFamily) -> BuiltModel:
     if cfg.quantize.format != "none":
         quantize_layers(model, _stored_formats(model, cfg, family))
     model.eval()
-    return BuiltModel(model, _inject_adapter(model, cfg, family))
+    built = BuiltModel(model, _inject_adapter(model, cfg, family))
+    for name, why in family.must_train.items():
+        if name not in built.trainables:
+            raise InputError(
+                f"adapter.modules_to_save: {name.removesuffix('.weight')} must be trained, as {why}; name it here"
+            )
+    if cfg.train.neftune_alpha:
+        assert isinstance(family, TextFamily)
+        add_noise(family.embedding(model), cfg.train.neftune_alpha)
+    return built
 
 
 def load_model(
@@ -108,6 +127,7 @@ def load_model(
     world: World,
     cache: Path | None = None,
     listener: Listener | None = None,
+    initial: Path | None = None,
 ) -> LoadedModel:
     """Checkpointing -> compile -> shard -> load -> initialise adapters. Collective.
 
@@ -120,6 +140,7 @@ def load_model(
         world: The ranks.
         cache: Folder shared by runs.
         listener: Takes progress and messages.
+        initial: The file with what `adapter.init: pissa` starts from, which is written if it is missing.
     """
     model, injected = built.module, built.adapter
     strategy = resolve_strategy(cfg.parallel, world, _state_bytes(model), min(world.gather(world.memory)))
@@ -127,19 +148,27 @@ def load_model(
     shard_model(model, cfg, family, strategy, mesh)
     materialize(model, cfg, world.device)
     listener = listener or Listener()
-    loader = _Loader(cfg, world, cache, listener)
-    bytes_read = sum(
-        loader.load(model[name], family.weights(name), _inside(injected.parameters, name)) for name in model
-    )
+    factors: Factors = {}
+    if starts_from_singular_values(cfg):
+        ranks = {name: injected.parameters[f"{name}.{DOWN}"][0] for name in injected.layers}
+        factors = start_factors(cfg, BaseWeights(family), ranks, world, initial, listener.note)
+    # The cache would be of the whole base.
+    loader = _Loader(cfg, world, None if factors else cache, listener)
+    bytes_read = 0
+    for name in model:
+        stored = family.weights(name)
+        stored = residual_files(stored, name, factors, cfg) if factors else stored
+        bytes_read += loader.load(model[name], stored, _inside(injected.parameters, name))
     for name, module in model.items():
         _set_buffers(module, family.computed_buffers(name), world.device)
     kernel = choose_kernel(model, world.device)
     if kernel:
         listener.note(kernel)
-    parameters = dict(model.named_parameters())
+    parameters, values = dict(model.named_parameters()), parameters_of_factors(factors)
     with torch.no_grad():
         for name in injected.parameters:
-            fill_rows(parameters[name], adapters.initial_value(name, parameters[name].shape, cfg.train.seed))
+            drawn = adapters.initial_value(name, parameters[name].shape, cfg.train.seed)
+            fill_rows(parameters[name], values.get(name, drawn))
     return LoadedModel(model, strategy, mesh, built.trainables, bytes_read, injected)
 
 
@@ -169,12 +198,41 @@ def continue_adapter(loaded: LoadedModel, cfg: RunConfig, family: ModelFamily) -
     idle = [name for name in layers if _is_idle(name, loaded.module, family)]
     used = {name: layer for name, layer in layers.items() if name not in idle}
     _check_changed(used, loaded.adapter, file)
+    modules = _started_modules(Path(file), cfg, family)
+    with torch.no_grad():
+        for name, value in modules.items():
+            fill_rows(loaded.trainables[name], value)
     for name, layer in used.items():
+        layer = first_half(layer) if starts_from_singular_values(cfg) else layer
         values = parameters_of(name, layer, cfg.adapter, loaded.adapter.parameters, base.layer)
         with torch.no_grad():
             for parameter, value in values.items():
                 fill_rows(loaded.trainables[parameter], value)
     return _start_notes(file, used, idle, loaded.adapter)
+
+
+def _started_modules(file: Path, cfg: RunConfig, family: ModelFamily) -> dict[str, Tensor]:
+    """Return {parameter: value} of the modules that the file `adapter.start` holds whole."""
+    components = tuple(dict.fromkeys((*family.live, *family.components)))
+    found = read_modules(file, naming(family), components)
+    trained = saved_modules(cfg, family)
+    owners = {f"{name}.{inside}": owner for name, module in trained.items() for inside, owner in module.tensors.items()}
+    unknown = sorted(found.keys() - owners.keys())
+    if unknown:
+        raise InputError(
+            f"adapter.start {file}: holds '{unknown[0]}', which this run does not train; name its module in "
+            "adapter.modules_to_save"
+        )
+    shapes = BaseWeights(family)
+    for name, tensor in found.items():
+        component, _, inside = owners[name].partition(".")
+        wanted = shapes.shapes(component).get(inside, tuple(tensor.shape))
+        if tuple(tensor.shape) != wanted:
+            raise InputError(
+                f"adapter.start {file}: '{name}' has shape {list(tensor.shape)}, the model needs {list(wanted)}; "
+                "the file was made for another model"
+            )
+    return {owners[name]: tensor for name, tensor in found.items()}
 
 
 def encoder_loader(
@@ -263,13 +321,20 @@ def sync_gradients(model: nn.ModuleDict, last: bool, shards_gradients: bool) -> 
 def _freeze_base(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -> None:
     """Unfreeze or freeze each component; frozen parameters get the run's compute type."""
     dtype = COMPUTE_DTYPE[cfg.train.precision]
+    saved = saved_names(model, cfg, family)
+    whole = {name for name, _ in model.named_modules() if family.mode(cfg, name) == "full" or is_inside(name, saved)}
+    # A tied weight is trained if one of its modules is.
+    trained = {id(p) for name in whole for p in model.get_submodule(name).parameters(recurse=False)}
+
+    def stored(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and id(tensor) not in trained else tensor
+
     for name, module in model.named_modules():
-        is_trained = family.mode(cfg, name) == "full"
         for parameter in module.parameters(recurse=False):
-            parameter.requires_grad_(is_trained)
-        if not is_trained:
+            parameter.requires_grad_(id(parameter) in trained)
+        if name not in whole:
             # Not `to`: the method of diffusers warns of an empty list of modules to keep in fp32.
-            module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, recurse=False)
+            module._apply(stored, recurse=False)
     _freeze(model, family.never_trained)
 
 
@@ -280,7 +345,12 @@ def _stored_formats(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -
     modulation, and the layers that `quantize.formats` names.
     """
     quantize = cfg.quantize
-    linear = [name for name in _block_layers(model, family.shard.blocks) if family.mode(cfg, name) != "full"]
+    saved = saved_names(model, cfg, family)
+    linear = [
+        name
+        for name in _block_layers(model, family.shard.blocks)
+        if family.mode(cfg, name) != "full" and not is_inside(name, saved)
+    ]
     formats = dict.fromkeys(filter(family.is_target, linear), quantize.format)
     for pattern, format in quantize.formats.items():
         named = adapters.match_names(linear, (pattern,), "quantize.formats", cfg.model.family)
@@ -306,12 +376,13 @@ def _inject_adapter(model: nn.ModuleDict, cfg: RunConfig, family: ModelFamily) -
         return Injected((), {}, ())
     changed = nn.ModuleDict({name: module for name, module in model.items() if "adapter" in family.modes(cfg, name)})
     others = [pattern for part, patterns in family.parts.items() if cfg.mode(part) != "adapter" for pattern in patterns]
+    others += [re.escape(name.partition(".")[2]) for name in saved_names(changed, cfg, family)]
     targets = adapters.Targets(
         family.adapter_targets, family.conv_targets, family.halves_swapped, family.never_trained, others
     )
     trained = [parameter for parameter in changed.parameters() if parameter.requires_grad]
     injected = adapters.inject(changed, cfg.adapter, targets, cfg.model.family)
-    for parameter in trained:  # of parts that are trained whole
+    for parameter in trained:  # of parts and modules that are trained whole
         parameter.requires_grad_(True)
     return injected
 

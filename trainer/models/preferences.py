@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trainer import adapters
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
+from trainer.config.sections import NoAdapter
 from trainer.models.base import ModelFamily, TextFamily
 from trainer.models.build import BuiltModel
 from trainer.models.objectives import Batch, Example, Loss
@@ -31,6 +32,10 @@ class Objective:
 
     metrics: ClassVar[tuple[str, ...]] = ()
     """Names of what is measured in addition to the loss, in the order of `Loss.metrics`."""
+
+    def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
+        """Sentences about this config to show before training; the run starts anyway."""
+        return ()
 
     def check(self, built: BuiltModel) -> None:
         """Raise InputError for a model that cannot be trained so."""
@@ -58,6 +63,14 @@ class _Preferences(Objective):
     def __init__(self, beta: float) -> None:
         self.beta = beta
 
+    def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
+        if isinstance(cfg.adapter, NoAdapter) or cfg.adapter.start is None:
+            return ()
+        return (
+            f"objective.dpo_beta: the adapter goes on from {cfg.adapter.start}, but is compared with the model without "
+            "any adapter; to compare with what that adapter learned, merge it first and train the merged model",
+        )
+
     def check(self, built: BuiltModel) -> None:
         own = [name for name in built.trainables if name not in built.adapter.parameters]
         if own:
@@ -72,14 +85,28 @@ class TextPreferences(_Preferences):
 
     def loss(self, family: ModelFamily, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
         assert isinstance(family, TextFamily)
+        answers = Answers(batch)
+        references: list[Tensor] = []
+        found: list[Loss] = []
+
+        def note(losses: Tensor) -> Tensor:
+            references.append(answers.scores(losses))
+            return torch.zeros_like(losses)
+
+        def compare(losses: Tensor) -> Tensor:
+            """Compute the loss of the pairs, and return its derivative by the loss of each token."""
+            with torch.enable_grad():
+                scores = answers.scores(losses).requires_grad_()
+                found.append(pair_loss(self.beta * answers.differences(scores - references[0]), answers.weight))
+                (gradient,) = torch.autograd.grad(found[0].total, scores)
+            return answers.of_tokens(-gradient)
+
         with adapters.switched_off(model), torch.no_grad():
-            reference = family.document_scores(model, batch)
-        gains = F.pad(family.document_scores(model, batch) - reference, (0, 1))
-        margins = self.beta * (gains[:, :-1:2] - gains[:, 1::2])
-        is_pair = torch.arange(margins.shape[1], device=margins.device) < _num_pairs(batch["documents"])
-        loss = pair_loss(margins, is_pair * batch["weight"][:, None])
-        tokens = (batch["learned"] * batch["weight"][:, None]).sum()
-        return Loss(loss.total, loss.weight, metrics=loss.metrics, tokens=tokens)
+            family.weighted_loss(model, batch, note)
+        slope = family.weighted_loss(model, batch, compare)
+        # Weighted by its own derivative, the sum of the tokens' losses has the gradient of the loss, but not its value.
+        total = found[0].total.detach() + slope - slope.detach()
+        return Loss(total, found[0].weight, metrics=found[0].metrics, tokens=answers.num_tokens)
 
 
 class ImagePreferences(_Preferences):
@@ -125,9 +152,38 @@ def pair_loss(margins: Tensor, weight: Tensor) -> Loss:
     return Loss(-(F.logsigmoid(margins) * weight).sum(), count, metrics=metrics)
 
 
-def _num_pairs(documents: Tensor) -> Tensor:
-    """The number of pairs of each row, (B, 1). documents: (B, L) as in a batch, the last one of a pair is odd."""
-    return (documents.amax(dim=1, keepdim=True) + 1) // 2
+class Answers:
+    """Which answer each predicted token of a batch belongs to.
+
+    Attributes:
+        weight: (B, ceil(L / 2)) weight of the pairs of each row, 0 where it has no more.
+        num_tokens: Number of learned tokens.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        documents, following = batch["documents"], batch["predicted"] + 1
+        self._shape = documents.shape
+        length = documents.shape[1]
+        self._places = following // length * length + documents.flatten()[following].clamp(min=0)
+        self._is_learned = batch["learned"].flatten()[following]
+        num_pairs = (documents.amax(dim=1, keepdim=True) + 1) // 2
+        is_pair = torch.arange((length + 1) // 2, device=documents.device) < num_pairs
+        self.weight = is_pair * batch["weight"][:, None]
+        self.num_tokens = (batch["learned"] * batch["weight"][:, None]).sum()
+
+    def scores(self, losses: Tensor) -> Tensor:
+        """The log-probability of each answer, (B, L), 0 where a row has no more. losses: (n,) of the tokens."""
+        empty = losses.new_zeros(self._shape.numel())
+        return empty.index_add(0, self._places, -losses * self._is_learned).view(self._shape)
+
+    def of_tokens(self, values: Tensor) -> Tensor:
+        """The value of each token's answer, 0 where it is not learned, (n,). values: (B, L)."""
+        return values.flatten()[self._places] * self._is_learned
+
+    def differences(self, values: Tensor) -> Tensor:
+        """Chosen minus rejected of each pair, (B, ceil(L / 2)). values: (B, L) of the answers."""
+        padded = F.pad(values, (0, 1))
+        return padded[:, :-1:2] - padded[:, 1::2]
 
 
 def _errors(loss: Loss) -> Tensor:

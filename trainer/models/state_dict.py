@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from torch import Tensor
 
 from trainer.adapters.formats import Naming
 from trainer.adapters.layer import LayerAdapter
-from trainer.adapters.state import TrainedAdapter
+from trainer.adapters.state import Factors, TrainedAdapter
 from trainer.config.schema import RunConfig
 from trainer.config.sections import NoAdapter
 from trainer.models.base import ModelFamily
@@ -19,7 +19,16 @@ from trainer.weights.files import WeightFiles, read_tensor
 def naming(family: ModelFamily) -> Naming:
     """The names that a family's adapter files use."""
     layouts = {component: family.layout(component) for component in family.components}
-    return Naming(family.kohya_prefixes, family.kohya_by_path, layouts, family.diffusers_adapters, family.peft_fields)
+
+    def modules(component: str) -> Collection[str]:
+        if family.peft_fields is None or not layouts[component]:
+            return [name for name, _ in family.build(component).named_modules()]
+        paths = [tensor.name.split(".")[:-1] for tensor in layouts[component]]
+        return {".".join(path[:count]) for path in paths for count in range(1, len(path) + 1)}
+
+    return Naming(
+        family.kohya_prefixes, family.kohya_by_path, layouts, family.diffusers_adapters, family.peft_fields, modules
+    )
 
 
 def component_of(layer: str) -> str:
@@ -75,13 +84,23 @@ class TrainedModel:
         base: The tensors of the base.
         weights: The trained tensors.
         recipe: Recipe of the run that trained them.
+        initial: As for `TrainedAdapter`.
     """
 
-    def __init__(self, cfg: RunConfig, base: BaseWeights, weights: Mapping[str, Tensor], recipe: int = RECIPE) -> None:
+    def __init__(
+        self,
+        cfg: RunConfig,
+        base: BaseWeights,
+        weights: Mapping[str, Tensor],
+        recipe: int = RECIPE,
+        initial: Factors | None = None,
+    ) -> None:
         self._base = base
         self._weights = weights
         self.layers: Mapping[str, LayerAdapter] = (
-            {} if isinstance(cfg.adapter, NoAdapter) else TrainedAdapter(weights, cfg.adapter, base.layer, recipe)
+            {}
+            if isinstance(cfg.adapter, NoAdapter)
+            else TrainedAdapter(weights, cfg.adapter, base.layer, recipe, initial)
         )
 
     def tensor(self, component: str, name: str) -> Tensor:

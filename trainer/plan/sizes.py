@@ -19,11 +19,13 @@ BITS = {"nf4": 4.25, "int8": 8.25, "fp8": 8.0}
 
 
 def size_of(cfg: RunConfig) -> Size:
-    """Return the input of a pass; reference images add pixels. Tokens of text count as pixels."""
+    """Return the input of a pass; reference images add pixels, and both images of a pair are in one pass. Tokens of
+    text count as pixels."""
     if trains_on(cfg) == "text":
         return Size(cfg.data.length, cfg.train.micro_batch)
     references = 1 if cfg.data.references else 0
-    return Size((1 + references) * cfg.data.resolution**2, cfg.train.micro_batch)
+    pair = 1 if cfg.objective.dpo_beta is None else 2
+    return Size((1 + references) * cfg.data.resolution**2, pair * cfg.train.micro_batch)
 
 
 def sample_size_of(cfg: RunConfig) -> Size:

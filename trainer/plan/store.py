@@ -26,7 +26,7 @@ from trainer.weights.hub import find_folder
 
 SHIPPED = Path(__file__).parent / "recorded"
 TRACE_TIMEOUT_S = 600
-TABLE_VERSION = 3
+TABLE_VERSION = 4
 """Part of the names of cached files: raise it when the content of tables changes."""
 
 
@@ -97,7 +97,9 @@ def key_of(cfg: RunConfig) -> str:
     """Return the key of a run's table, from all settings that change allocations other than sizes, ranks and
     sharding: `lora nf4 bf16`."""
     parts = [cfg.adapter.type, cfg.quantize.format, cfg.train.precision]
-    adapter = cfg.adapter.model_dump(exclude_defaults=True, exclude={"type", "alpha", "start"})
+    adapter = cfg.adapter.model_dump(
+        exclude_defaults=True, exclude={"type", "alpha", "start", "rank_stabilized", "init"}
+    )
     if has_rank(cfg):
         adapter.pop("rank", None)
     if isinstance(cfg.adapter, RankAdapter) and adapter.pop("dropout", 0):
@@ -120,7 +122,7 @@ def encoders_key_of(cfg: RunConfig) -> str:
 
 def _traced_options(cfg: RunConfig) -> dict[str, Any]:
     """Return the model's options that change what is allocated; the architecture is part of the model's name."""
-    return cfg.model.options.model_dump(exclude_defaults=True, exclude={"architecture", "distilled"})
+    return cfg.model.options.model_dump(exclude_defaults=True, exclude={"architecture", "distilled", "new_tokens"})
 
 
 def table_file(name: str, cache: Path, key: str) -> Path:

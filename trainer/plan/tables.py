@@ -23,8 +23,9 @@ Sides = tuple[int, int, int]
 SIDES: Sides = (256, 512, 1024)
 SMALL_SIDES: Sides = (32, 64, 128)
 """Sides for the demo and tiny models."""
-TEXT_SIDES: Sides = (16, 32, 64)
-"""Sides for language models, whose tokens count as pixels: 256, 1024 and 4096 tokens."""
+TEXT_SIDES: Sides = (16, 23, 64)
+"""Sides for language models, whose tokens count as pixels: 256, 529 and 4096 tokens. Up to 512 tokens the logits of all
+are held, beyond that those of 512 (`CHUNK` in trainer/models/parts/chunked_loss.py)."""
 SMALL_TEXT_SIDES: Sides = (4, 8, 16)
 CACHED_PASSES = 256
 """Passes that are cached: a search needs the same ones many times."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -180,7 +181,12 @@ def on_this_machine(cfg: RunConfig, cache: Path) -> RunConfig:
     else:
         return cfg
     # The model's own objective is unknown without its files; it does not change what is allocated.
-    changes = {"model": model.model_copy(update={"path": folder, "base": None}), "objective": ObjectiveConfig()}
+    # The folder has no tokenizer to which tokens could be added; their few rows do not matter.
+    options = model.options.model_copy(update={"new_tokens": ()})
+    changes = {
+        "model": model.model_copy(update={"path": folder, "base": None, "options": options}),
+        "objective": ObjectiveConfig(),
+    }
     return cfg.model_copy(update=changes)
 
 
@@ -352,12 +358,13 @@ class Sharded:
 def batch_of(family: ModelFamily, size: Size, dtype: torch.dtype, device: torch.device) -> Batch:
     """Make a batch of blank examples on the device. dtype: type of the text embeddings."""
     if isinstance(family, TextFamily):
-        example = family.blank_row(round(size.pixels))
+        with unset_fake_temporarily():  # how many tokens are learned depends on values
+            batch = family.collate([family.blank_row(round(size.pixels))] * size.batch)
     else:
         assert isinstance(family, ImageFamily)
         side = round(math.sqrt(size.pixels) / family.size_multiple) * family.size_multiple
         example = family.blank_example(side, side, size.text_tokens, dtype)
-    batch = family.collate([example] * size.batch)
+        batch = family.collate([example] * size.batch)
     batch["weight"] = torch.ones(size.batch)
     return {key: tensor.to(device) for key, tensor in batch.items()}
 

@@ -73,6 +73,18 @@ def _steps_of(cfg: RunConfig, at: int, folder: Path) -> int:
     return newest_step(folder / "checkpoints")
 
 
+def base_stage(run: RunDir, config: RunConfig) -> str | None:
+    """Return the name of the stage whose result is the base model; None for a model from outside of the run.
+
+    Args:
+        run: A run.
+        config: Config of its current stage.
+    """
+    stages = run.stage_folders
+    weights = {weights_of(folder): folder.name.partition("-")[2] for folder in stages}
+    return next((name for path, name in weights.items() if Path(config.model.path).is_relative_to(path)), None)
+
+
 def changed(cfg: RunConfig, at: int, change: str) -> RunConfig:
     """Return the config of a run with one field changed.
 

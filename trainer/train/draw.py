@@ -32,6 +32,7 @@ from trainer.distributed.world import World, connect
 from trainer.models import families
 from trainer.models.base import ImageFamily, ModelFamily, TextFamily
 from trainer.models.build import LoadedModel, build_model, continue_adapter, encoder_loader, load_model
+from trainer.models.pissa import initial_file, read_factors
 from trainer.parallel.load import fill_rows
 from trainer.rng import SampleRng
 from trainer.run import manifest, process
@@ -104,7 +105,8 @@ def draw(run: RunDir, cfg: RunConfig, world: World) -> Path:
     recipe = manifest.RECIPE if source.parent != run.checkpoints else manifest.progress_of(source).recipe
     drawer = _drawer(cfg, family, world, cache)
     drawer.follow_recipe(recipe)
-    loaded = load_model(built, cfg, family, world, cache)
+    read_factors(cfg, initial_file(run))
+    loaded = load_model(built, cfg, family, world, cache, initial=initial_file(run))
     for dropout in adapters.dropouts(loaded.module):
         dropout.eval()
     adapters.follow_recipe(loaded.module, cfg.adapter, recipe)

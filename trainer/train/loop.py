@@ -43,6 +43,8 @@ from trainer.models.build import (
     sync_gradients,
 )
 from trainer.models.objectives import Example, Loss, perplexity_of
+from trainer.models.parts.neftune import noises
+from trainer.models.pissa import initial_file
 from trainer.optim import (
     Ema,
     HasEvaluationWeights,
@@ -185,7 +187,7 @@ class Trainer:
         self.log = RunLog(run, world, emit, before)
         self.family = families.make(cfg, cache)
         self.objective = preferences.make(cfg, self.family)
-        for warning in self.family.warnings(cfg):
+        for warning in (*self.family.warnings(cfg), *self.objective.warnings(cfg)):
             self.log.warn(warning)
         built = build_model(cfg, self.family)
         self.objective.check(built)
@@ -197,7 +199,7 @@ class Trainer:
         self.sampler = Sampler(self.drawer, cfg.sample.seed, run, world, self.log, before, events)
         emit(StatusEvent(state="loading"))
         started = time.perf_counter()
-        self.loaded = load_model(built, cfg, self.family, world, cache, self.log.listener("loading"))
+        self.loaded = load_model(built, cfg, self.family, world, cache, self.log.listener("loading"), initial_file(run))
         self.model, self.trainables = self.loaded.module, self.loaded.trainables
         self._shards_gradients = cfg.shards_gradients(self.loaded.strategy)
         newest = self._newest_checkpoint()
@@ -205,6 +207,7 @@ class Trainer:
         for note in (*self.loaded.adapter.notes, *start_notes, *export_notes):
             self.log.note("loading", note)
         self._dropouts = adapters.dropouts(self.model)
+        self._noises = noises(self.model)
         self.parameters = list(self.trainables.values())
         self.optimizer = make_optimizer(self.parameters, cfg.optim)
         optimized = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -312,6 +315,8 @@ class Trainer:
         if self._dropouts:
             rows = self.family.sample_rows(batch)
             adapters.set_samples(self._dropouts, rng.seed, rng.indices, rows, self.world.device)
+        for noise in self._noises:
+            noise.set_samples(rng.seed, rng.indices, batch["documents"], self.world.device)
         on_device = {key: tensor.to(self.world.device, non_blocking=True) for key, tensor in batch.items()}
         return self.objective.loss(self.family, self.model, on_device, rng)
 
@@ -556,17 +561,17 @@ class Trainer:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Inside: no dropout, no gradients, the weights to evaluate with, and nothing gathered from before."""
+        """Inside: no dropout or noise, no gradients, the weights to evaluate with, and nothing gathered from before."""
         reshard(self.model)
         self.oom_context.enter("evaluation")
         self.checkpointer.wait_for_copy()
-        for dropout in self._dropouts:
-            dropout.eval()
+        for module in (*self._dropouts, *self._noises):
+            module.eval()
         with torch.no_grad(), evaluation_weights(self.optimizer, self.parameters, self.ema):
             yield
             reshard(self.model)
-        for dropout in self._dropouts:
-            dropout.train()
+        for module in (*self._dropouts, *self._noises):
+            module.train()
 
     def _newest_checkpoint(self) -> Path | None:
         newest, problems = newest_intact(self.run.checkpoints, self.world)

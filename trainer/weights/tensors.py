@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,75 @@ class FourBitEntry(TensorEntry):
             return stored
         outer = self.scale_scales.whole(files)[torch.arange(begin, end) // self.scale_block]
         return self.scale_levels.whole(files)[stored.int()] * outer + self.offset
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewRowsEntry(TensorEntry):
+    """A tensor with a row per token, some of them for tokens that its file does not know.
+
+    Each new row is the mean of the rows before it: where transformers resizes embeddings, it draws around that mean
+    with a covariance of 1e-9 times theirs.
+
+    Attributes:
+        stored: The tensor in the file.
+        known: Rows before the new ones.
+        new: Number of new rows; rows after them are the stored ones.
+    """
+
+    stored: TensorEntry
+    known: int
+    new: int
+
+    def rows(self, files: OpenFiles, begin: int, end: int) -> Tensor:
+        last = self.known + self.new
+        parts = []
+        if begin < self.known:
+            parts.append(self.stored.rows(files, begin, min(end, self.known)))
+        if begin < last and end > self.known:
+            parts.append(self.mean.expand(min(end, last) - max(begin, self.known), *self.shape[1:]))
+        if end > last:
+            parts.append(self.stored.rows(files, max(begin, last), end))
+        return torch.cat(parts)
+
+    def stored_bytes(self, rows: int) -> float:
+        return self.stored.stored_bytes(rows)
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """The mean of the known rows, fp32, read piece by piece: only a rank with new rows needs it."""
+        files, step = OpenFiles(), max(1, PIECE // max(1, math.prod(self.shape[1:])))
+        total = torch.zeros(self.shape[1:], dtype=torch.float64)
+        for begin in range(0, self.known, step):
+            total += self.stored.rows(files, begin, min(begin + step, self.known)).double().sum(dim=0)
+        return (total / self.known).float()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReducedEntry(TensorEntry):
+    """A matrix from which a product of two small ones is subtracted, in fp32.
+
+    Attributes:
+        stored: The matrix in the file.
+        down: (r, in), fp32.
+        up: (out, r), fp32.
+    """
+
+    stored: TensorEntry
+    down: Tensor
+    up: Tensor
+
+    def rows(self, files: OpenFiles, begin: int, end: int) -> Tensor:
+        rows = self.stored.rows(files, begin, end).to(torch.float32, copy=True)
+        # Not a matrix product: that may round a row otherwise when it is computed with others, as on another rank.
+        for one, other in zip(self.up[begin:end].T, self.down, strict=True):
+            rows -= one[:, None] * other
+        return rows
+
+    def scale(self, files: OpenFiles) -> float | None:
+        return None
+
+    def stored_bytes(self, rows: int) -> float:
+        return self.stored.stored_bytes(rows)
 
 
 _ITEM_BYTES = {"U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "BF16": 2, "F16": 2, "F32": 4}

@@ -268,9 +268,9 @@
 
   function drawFigures() {
     fill($('folder'), data.folders, () => data.folders.length ? data.folders.map(folder => h('code', {}, folder)) : 'No folder is chosen.');
-    const captions = data.counts ? data.counts.captions : null, key = [data.num_images, captions, data.shapes.length, data.num_held_out, data.num_questions, data.trigger, data.resolution, data.num_texts, data.text_bytes, data.is_complete];
+    const captions = data.counts ? data.counts.captions : null, key = [data.num_images, captions, data.shapes.length, data.num_held_out, data.num_questions, data.trigger, data.resolution, data.num_texts, data.text_bytes, data.num_documents, data.is_complete];
     fill($('figures'), key, () => !data.is_complete ? [] : data.is_text
-      ? [figure('text files', studio.count(data.num_texts)), figure('size', studio.size(data.text_bytes))]
+      ? [figure('text files', studio.count(data.num_texts)), data.num_documents === null ? null : figure('documents', studio.count(data.num_documents)), figure('size', studio.size(data.text_bytes))]
       : [figure('images', studio.count(data.num_images)), captions === null ? null : figure('captions', studio.count(captions)), figure('shapes', studio.count(data.shapes.length)), figure('held out', studio.count(data.num_held_out)),
         data.num_questions ? figure('questions to train on', studio.count(data.num_questions)) : null, data.trigger ? figure('[trigger] becomes', data.trigger) : null, figure('scaled to about', `${studio.count(data.resolution)} px`)]);
     const words = data.is_text ? counted(data.num_texts, 'text file') : [counted(data.num_images, 'image'), captions === null ? null : counted(captions, 'caption'), counted(data.shapes.length, 'shape'), `${data.num_held_out} held out`].filter(Boolean).join(', ');
@@ -333,7 +333,8 @@
 
   function drawTexts() {
     const more = data.num_texts - data.texts.length;
-    fill($('texts'), [data.texts, more], () => [h('table.wide', {}, h('tbody', {}, data.texts.map(([name, size]) => h('tr', {}, h('th', { scope: 'row' }, name), h('td', {}, studio.size(size)))))), more > 0 ? h('p.dim', {}, `and ${studio.count(more)} more`) : null]);
+    fill($('texts'), [data.texts, more, data.conversation], () => [h('table.wide', {}, h('tbody', {}, data.texts.map(([name, size]) => h('tr', {}, h('th', { scope: 'row' }, name), h('td', {}, studio.size(size)))))), more > 0 ? h('p.dim', {}, `and ${studio.count(more)} more`) : null,
+      data.conversation.length ? [h('p.dim', {}, 'The first conversation, of which the assistant’s words are learned:'), ...data.conversation.map(([role, content]) => h('p', {}, h('b', {}, `${role}: `), content))] : null]);
   }
 
   function draw(isChosen) {

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from trainer.config.errors import InputError, not_one_of
 from trainer.config.sections import MODEL_WORDS, DataConfig, ModelConfig, ObjectiveConfig, SampleConfig
-from trainer.models.base import PREFERENCE_FIELDS, TextFamily
+from trainer.models.base import PREFERENCE_FIELDS, TextFamily, Weigh
 from trainer.models.objectives import Batch, Loss
 from trainer.models.parts.chat import Chat, Encoded, encode_spans
+from trainer.models.parts.chunked_loss import sum_losses_in_chunks
 from trainer.models.parts.folder import (
     TRANSFORMERS_STEM,
     ModelFolder,
@@ -34,8 +35,6 @@ from trainer.models.parts.next_token import (
     build_language_model,
     computed_buffers,
     continue_text,
-    document_scores,
-    next_token_loss,
     restarting_positions,
 )
 from trainer.models.parts.text_encoder import TINY_CHAT_TEMPLATE, from_folder, train_tokenizer
@@ -43,6 +42,7 @@ from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
 from trainer.weights.files import Fused, WeightFiles, safetensors_in, stored_tensors
 from trainer.weights.hub import find_folder
+from trainer.weights.tensors import NewRowsEntry
 
 COMPONENT = "language_model"
 FOLDER = "a folder of transformers"
@@ -149,8 +149,7 @@ TINY: Mapping[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 4096,
 }
-COMPANION_FILES = (
-    "generation_config.json",
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -160,6 +159,7 @@ COMPANION_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
+COMPANION_FILES = ("generation_config.json", *TOKENIZER_FILES)
 COMPUTED = re.compile(r".*\.(inv_freq|masked_bias)")
 """Names of buffers that older files hold and models compute themselves."""
 
@@ -173,33 +173,41 @@ class CausalLM(TextFamily):
     components = (COMPONENT,)
     any_network = True
     objective_fields = PREFERENCE_FIELDS
-    options_read = frozenset({"architecture", "blocks"})
+    options_read = frozenset({"architecture", "blocks", "new_tokens"})
     architectures = tuple(PUBLISHED)
     default_architecture = "qwen3-1.7b"
     model_files: ClassVar = {"config.json": ("model_type", "")}
     weights_stem = TRANSFORMERS_STEM
     diffusers_adapters = frozenset()
     kohya_prefixes: ClassVar = {}
-    companion_files = COMPANION_FILES
+    companion_files = ("generation_config.json",)
+    tokenizer_files = TOKENIZER_FILES
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig, cache: Path) -> None:
         super().__init__(model, objective, cache)
         self._folder = self._open()
         self._config = _read_config(self._folder)
+        sizes = _sizes(self._config.to_dict())
+        self._new_ids = self._add_tokens()
         self._empty = _built(self._folder, self._config)
         published = {name: _sizes(config) for name, config in PUBLISHED.items()}
-        check_architecture(model, self._folder, published, _sizes(self._config.to_dict()))
-        self.shard = ShardSpec(block_names(self._empty, model.options.blocks))
+        check_architecture(model, self._folder, published, sizes)
+        self.shard = ShardSpec(block_names(self._empty, model.options.blocks), fp32_inputs=frozenset({"token_weights"}))
         if not self.shard.blocks:
             raise InputError(
                 f"model.options.blocks: {type(self._empty).__name__} does not say which of its modules are blocks; "
                 "name their class"
             )
         self.adapter_targets = {COMPONENT: _linear_layers(self._empty, self.shard.blocks)}
-        self._data = DataConfig()
+        self.follow_data(DataConfig())
 
     def follow_data(self, data: DataConfig) -> None:
-        self._data = data
+        self._template, self._system = data.chat_template, data.system
+
+    def embedding(self, model: nn.ModuleDict) -> nn.Module:
+        network: Any = model[COMPONENT]
+        module: nn.Module = network.get_input_embeddings()
+        return module
 
     @property
     def model_spec(self) -> str:
@@ -224,8 +232,57 @@ class CausalLM(TextFamily):
         config: dict[str, Any] = self._config.to_dict()
         return config
 
+    def exported_config(self, component: str, config: dict[str, Any]) -> dict[str, Any]:
+        if not self._new_ids:
+            return config
+        size = {"vocab_size": self.vocabulary}
+        inner = {"text_config": config["text_config"] | size} if "text_config" in config else {}
+        return config | inner | (size if "vocab_size" in config or not inner else {})
+
+    def write_tokenizer(self, folder: Path) -> None:
+        if self._new_ids:
+            self.tokenizer.save_pretrained(folder)
+        else:
+            super().write_tokenizer(folder)
+
+    @property
+    def must_train(self) -> Mapping[str, str]:
+        why = "it has the rows of model.options.new_tokens"
+        return {f"{COMPONENT}.{name}": why for name in self._token_tensors} if self._new_ids else {}
+
+    def _add_tokens(self) -> range:
+        """Make room for `model.options.new_tokens` in the config. Returns the ids that the tokenizer did not have."""
+        if not self.config.options.new_tokens:
+            return range(0)
+        tokenizer, new = self._tokenizer_and_new
+        text = self._config.get_text_config()
+        text.vocab_size = max(text.vocab_size, len(tokenizer))
+        return range(len(tokenizer) - new, len(tokenizer))
+
+    @cached_property
+    def _token_tensors(self) -> tuple[str, ...]:
+        """Names of the tensors of the model's files that have a row per token."""
+        modules = (self._empty.get_input_embeddings(), self._empty.get_output_embeddings())
+        by_token = {id(p) for module in modules if module is not None for p in module.parameters(recurse=False)}
+        return tuple(name for name, p in self._empty.named_parameters() if id(p) in by_token)
+
+    def _with_new_rows(self, stored: WeightFiles) -> WeightFiles:
+        """Give the files the rows of `model.options.new_tokens`."""
+        if not self._new_ids:
+            return stored
+        rows, known, new = self.vocabulary, self._new_ids.start, len(self._new_ids)
+        grown = {
+            name: NewRowsEntry(
+                entry.file, entry.key, (rows, *entry.shape[1:]), entry.dtype, stored=entry, known=known, new=new
+            )
+            for name, entry in stored.entries.items()
+            if name in self._token_tensors
+        }
+        return WeightFiles({**stored.entries, **grown})
+
     def build(self, component: str) -> nn.Module:
         model: nn.Module = _built(self._folder, self._config)
+        sum_losses_in_chunks(model)
         return model
 
     def weights(self, component: str) -> WeightFiles:
@@ -240,7 +297,7 @@ class CausalLM(TextFamily):
                 f"{files[0]}: {len(unknown)} tensors that the model does not have, first '{unknown[0]}'; "
                 "the weights and config.json belong to different models"
             )
-        return stored
+        return self._with_new_rows(stored)
 
     def computed_buffers(self, component: str) -> Mapping[str, Tensor]:
         return computed_buffers(self._empty)
@@ -249,17 +306,24 @@ class CausalLM(TextFamily):
         """Return nothing: the file has the names of transformers."""
         return ()
 
-    @cached_property
+    @property
     def tokenizer(self) -> Any:
-        """The tokenizer, a class of transformers."""
-        from transformers import AutoTokenizer
+        """The tokenizer, a class of transformers, with `model.options.new_tokens`."""
+        return self._tokenizer_and_new[0]
+
+    @cached_property
+    def _tokenizer_and_new(self) -> tuple[Any, int]:
+        """The tokenizer, and how many of `model.options.new_tokens` it did not know."""
+        from transformers import AddedToken, AutoTokenizer
 
         try:
-            return from_folder(AutoTokenizer, self.folder)
+            tokenizer = from_folder(AutoTokenizer, self.folder)
         except InputError:
             raise
         except (OSError, ValueError) as error:
             raise InputError(f"{self._folder.field} {self.folder}: no tokenizer that can be read ({error})") from error
+        tokens = [AddedToken(token, normalized=False) for token in self.config.options.new_tokens]
+        return tokenizer, int(tokenizer.add_tokens(tokens)) if tokens else 0
 
     @property
     def vocabulary(self) -> int:
@@ -286,7 +350,7 @@ class CausalLM(TextFamily):
 
     @cached_property
     def _chat(self) -> Chat:
-        return Chat(self.tokenizer, self._data.chat_template, self._data.system)
+        return Chat(self.tokenizer, self._template, self._system)
 
     def encode_chat(self, messages: object, tools: object = None) -> Encoded:
         return self._chat.encode(messages, tools)
@@ -299,14 +363,17 @@ class CausalLM(TextFamily):
         return before + after, [False] * len(before) + [True] * len(after)
 
     def loss(self, model: nn.ModuleDict, batch: Batch, rng: SampleRng) -> Loss:
-        positions = restarting_positions(batch["documents"])
-        logits = model[COMPONENT](input_ids=batch["tokens"], position_ids=positions, use_cache=False).logits
-        return next_token_loss(logits, batch["tokens"], batch["learned"], batch["weight"])
+        weights = (batch["learned"] * batch["weight"][:, None]).flatten()[batch["predicted"] + 1]
+        return Loss(self.weighted_loss(model, batch, weights), weights.sum())
 
-    def document_scores(self, model: nn.ModuleDict, batch: Batch) -> Tensor:
-        positions = restarting_positions(batch["documents"])
-        logits = model[COMPONENT](input_ids=batch["tokens"], position_ids=positions, use_cache=False).logits
-        return document_scores(logits, batch["tokens"], batch["learned"], batch["documents"])
+    def weighted_loss(self, model: nn.ModuleDict, batch: Batch, weights: Tensor | Weigh) -> Tensor:
+        inputs = {"input_ids": batch["tokens"], "position_ids": restarting_positions(batch["documents"])}
+        predicted = batch["predicted"]
+        targets = batch["tokens"].flatten()[predicted + 1]
+        total: Tensor = model[COMPONENT](
+            **inputs, use_cache=False, predicted=predicted, targets=targets, token_weights=weights
+        )
+        return total
 
     def generate(self, model: nn.ModuleDict, prompt: str, cfg: SampleConfig, rng: SampleRng) -> str:
         ids = [*self.begin_of_text, *self.tokenize(prompt)] or [self.end_of_text]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -226,6 +227,13 @@ def read_json(field: str, folder: Path, name: str, expects: str = "a diffusers f
     if not isinstance(content, dict):
         raise InputError(f"{file}: not a JSON object; download it again")
     return content
+
+
+def copy_files(source: Path, names: Iterable[str], folder: Path) -> None:
+    """Copy the files that exist of those named in a folder."""
+    for file in (source / name for name in names):
+        if file.is_file():
+            shutil.copyfile(file, folder / file.name)
 
 
 def write_once(folder: Path, write: Callable[[Path], None]) -> Path:

@@ -91,23 +91,6 @@ def next_token_loss(logits: Tensor, tokens: Tensor, learned: Tensor, weight: Ten
     return Loss((losses * weights.flatten()).sum(), weights.sum())
 
 
-def document_scores(logits: Tensor, tokens: Tensor, learned: Tensor, documents: Tensor) -> Tensor:
-    """Sum of the log-probabilities of the learned tokens of each document.
-
-    Args:
-        logits: (B, L, vocabulary).
-        tokens: (B, L).
-        learned: (B, L) whether a token is predicted; never the first of a document, nor padding.
-        documents: (B, L) index of the document of each token, from 0 in each row.
-
-    Returns:
-        (B, L), fp32: of each document, at its index.
-    """
-    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
-    scores = -losses.view(len(tokens), -1) * learned[:, 1:]
-    return scores.new_zeros(tokens.shape).scatter_add(1, documents[:, 1:].clamp(min=0), scores)
-
-
 @torch.no_grad()
 def continue_text(
     model: Any, tokens: Tensor, count: int, temperature: float, ends: Collection[int], rng: SampleRng

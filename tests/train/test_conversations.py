@@ -1,0 +1,221 @@
+"""Runs on conversations: what is learned, on any number of ranks, continued, and sampled through the template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from tests.bench import Bench
+from tests.distributed import run_ranks
+from tests.runs import alone, difference, make_run, text_config, train
+from trainer.config.errors import InputError
+from trainer.config.schema import RunConfig
+from trainer.data.text_source import TextSource
+from trainer.distributed.world import World
+from trainer.models import families
+from trainer.run.events import AnyEvent, SampleEvent, ValidationEvent, WarningEvent
+from trainer.run.folder import RunDir
+from trainer.run.manifest import MANIFEST
+from trainer.train.loop import Trainer
+
+TOLERANCE = 1e-6
+TALK = {"chat": {}}
+
+
+def talk(number: int) -> list[dict[str, str]]:
+    """A conversation of one turn or two."""
+    turns = [
+        {"role": "user", "content": f"{number} + 1"},
+        {"role": "assistant", "content": f"It is {number + 1}."},
+        {"role": "user", "content": "Sure?"},
+        {"role": "assistant", "content": "Yes."},
+    ]
+    return turns[: 2 + 2 * (number % 2)]
+
+
+def make_talks(folder: Path, count: int = 24) -> Path:
+    """Conversations in a .jsonl and a .parquet, and plain text in a folder of its own."""
+    (folder / "talks").mkdir(parents=True)
+    lines = "".join(f"{json.dumps({'messages': talk(number)})}\n" for number in range(count // 2))
+    (folder / "talks" / "a.jsonl").write_text(lines, encoding="utf-8")
+    rows = [{"messages": talk(number)} for number in range(count // 2, count)]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "talks" / "b.parquet", row_group_size=5)
+    (folder / "texts").mkdir()
+    texts = "".join(f"{json.dumps({'text': f'Number {number} is a number.'})}\n" for number in range(count))
+    (folder / "texts" / "c.jsonl").write_text(texts, encoding="utf-8")
+    return folder
+
+
+def talk_config(root: Path, **changes: Any) -> RunConfig:
+    mixture = [{"path": str(root / "texts"), "weight": 0.5}]
+    base = {
+        "data__path": str(root / "talks"),
+        "data__folders": mixture,
+        "data__length": 256,
+        "data__shuffle_window": 16,
+    }
+    return text_config(root, **base | {"train__micro_batch": 2} | changes)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    root = tmp_path_factory.mktemp("talks")
+    return Bench(root, make_talks(root / "data"), talk_config, TALK)
+
+
+def rows_at(trainer: Trainer, step: int) -> list[torch.Tensor]:
+    return [one["tokens"] for part in trainer.loader.micro_batches(step) for one in part.examples]
+
+
+def rows_of_a_part(world: World, cfg: RunConfig, run: RunDir, steps: int) -> list[tuple[int, bytes]]:
+    """Train to a step and save. Returns the rows of each step from where the run began, of this rank."""
+    trainer = Trainer(cfg, run, world, run.path.parent / "cache", lambda event: None)
+    found = []
+    while trainer.step < steps:
+        rows = rows_at(trainer, trainer.step)
+        found += [(trainer.step, row.numpy().tobytes()) for row in rows]
+        trainer.train_step()
+    trainer._save_last()
+    trainer.close()
+    return found
+
+
+@pytest.mark.slow
+def test_a_mixture_of_conversations_and_texts_goes_on_bit_for_bit_at_any_step_on_any_number_of_ranks(
+    bench: Bench,
+) -> None:
+    cfg, run = bench.run("straight", train__steps=9)
+    straight = rows_of_a_part(alone(), cfg, run, 9)
+    parts = make_run(bench.root, cfg, "parts")
+    found: list[tuple[int, bytes]] = []
+    for ranks, until in ((1, 2), (2, 5), (1, 9)):
+        own = bench.config(train__steps=9, parallel__devices=ranks, parallel__strategy="full")
+        of_ranks = run_ranks(ranks, rows_of_a_part, own, parts, until)
+        found += sorted((row for rows in of_ranks for row in rows), key=lambda row: row[0])
+    assert found == straight
+
+
+@pytest.mark.slow
+def test_two_ranks_train_on_conversations_what_one_process_trains(bench: Bench) -> None:
+    found = bench.trained("two", 2, parallel__strategy="full")
+    expected = bench.reference("chat")
+    assert found.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0)
+    assert difference(found.weights, expected.weights) <= TOLERANCE
+
+
+def test_only_what_the_assistant_says_is_learned(bench: Bench) -> None:
+    cfg, run = bench.run("learned", data__folders=[], data__chat_template="chatml", data__system="Add.")
+    trainer = Trainer(cfg, run, alone(), bench.root / "cache", lambda event: None)
+    example = trainer.loader.micro_batches(0)[0].examples[0]
+    trainer.close()
+    tokenizer = trainer.family.tokenizer  # type: ignore[attr-defined]
+    first = example["documents"] == 0
+    text = tokenizer.decode(example["tokens"][first].tolist())
+    learned = tokenizer.decode(example["tokens"][first & example["learned"]].tolist())
+    assert text.startswith("<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n")
+    said = [part.partition("<|im_end|>")[0] for part in text.split("<|im_start|>assistant\n")[1:]]
+    assert learned == "".join(f"{part}<|im_end|>" for part in said)
+    assert "It is" in learned
+
+
+def test_a_run_of_an_earlier_recipe_goes_on_as_it_began(bench: Bench, tmp_path: Path) -> None:
+    # With `split`, a run of today reads rows as one of recipe 2 did; without, it packs prompts whole.
+    lines = [json.dumps({"prompt": f"Double {n}: ", "completion": f"{2 * n}." * (n % 4 + 1)}) for n in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    (tmp_path / "held.jsonl").write_text("\n".join(lines[:9]), encoding="utf-8")
+    changes = {"data__validation": str(tmp_path / "held.jsonl"), "data__length": 48, "train__steps": 8}
+    split, today = (text_config(tmp_path / "a.jsonl", data__packing=one, **changes) for one in ("split", "auto"))
+    run = make_run(tmp_path, split, "run")
+    rows_of_a_part(alone(), split, run, 3)
+    file = run.checkpoints / "step-000003" / MANIFEST
+    facts = json.loads(file.read_text(encoding="utf-8"))
+    assert facts["recipe"] == 3
+    file.write_text(json.dumps(facts | {"recipe": 2}), encoding="utf-8")
+    old = Trainer(today, run, alone(), tmp_path / "cache", lambda event: None)
+    as_split = Trainer(split, make_run(tmp_path, split, "split"), alone(), tmp_path / "cache", lambda event: None)
+    as_whole = Trainer(today, make_run(tmp_path, today, "whole"), alone(), tmp_path / "cache", lambda event: None)
+    try:
+        rows = [rows_at(one, 3) for one in (old, as_split, as_whole)]
+        assert all(torch.equal(one, other) for one, other in zip(rows[0], rows[1], strict=True))
+        assert not all(torch.equal(one, other) for one, other in zip(rows[0], rows[2], strict=True))
+        held = [one.data.held_out(0)["tokens"] for one in (old, as_split, as_whole)]
+        assert torch.equal(held[0], held[1])
+        assert not torch.equal(held[0], held[2])
+        assert old._progress().recipe == 2
+    finally:
+        for trainer in (old, as_split, as_whole):
+            trainer.close()
+
+
+# Samples
+
+
+@pytest.mark.parametrize(("chat", "is_answer"), [("auto", True), ("on", True), ("off", False)])
+def test_samples_of_a_run_on_conversations_are_answers(bench: Bench, chat: str, is_answer: bool) -> None:
+    samples = {"sample__every": 1, "sample__prompts": ["1 + 1"], "sample__tokens": 8, "sample__chat": chat}
+    cfg, run = bench.run(f"samples-{chat}", train__steps=1, **samples)
+    trainer = Trainer(cfg, run, alone(), bench.root / "cache", (events := []).append)
+    asked: list[str] = []
+    continued = trainer.family._continued  # type: ignore[attr-defined]
+
+    def listening(model: Any, ids: list[int], *others: Any) -> str:
+        asked.append(trainer.family.tokenizer.decode(ids))  # type: ignore[attr-defined]
+        return str(continued(model, ids, *others))
+
+    trainer.family._continued = listening  # type: ignore[attr-defined]
+    trainer.draw_samples()
+    trainer.close()
+    (drawn,) = [event for event in events if isinstance(event, SampleEvent)]
+    assert asked == ["<|im_start|>user\n1 + 1<|im_end|>\n<|im_start|>assistant\n" if is_answer else "1 + 1"]
+    assert (run.path / drawn.path).read_text(encoding="utf-8") == drawn.text
+    assert drawn.text.startswith("1 + 1\n\n" if is_answer else "1 + 1")
+
+
+# What is left out
+
+
+def warnings_of(events: list[AnyEvent]) -> list[str]:
+    return [event.message for event in events if isinstance(event, WarningEvent)]
+
+
+def test_conversations_that_are_left_out_are_warnings_of_the_run(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"messages": talk(n) * (9 if n < 12 else 1)}) + "\n" for n in range(24)), encoding="utf-8"
+    )
+    cfg = text_config(tmp_path / "a.jsonl", data__length=200, data__shuffle_window=64, train__steps=6)
+    run = make_run(tmp_path, cfg, "run")
+    found = warnings_of(train(alone(), cfg, run).events)
+    assert [message.partition("a.jsonl:")[2][2:].lstrip(":0123456789 ") or message for message in found] == [
+        "this document is left out: longer than data.length 200",
+        "10 documents are left out so far: longer than data.length 200",
+        "12 documents are left out of each epoch: longer than data.length 200",
+    ]
+
+
+def test_held_out_conversations_are_packed_like_those_that_are_trained(bench: Bench, tmp_path: Path) -> None:
+    changes = {"data__validation": str(bench.data / "talks"), "data__validation_every": 1, "train__steps": 1}
+    cfg, run = bench.run("held-out", **changes)
+    found = train(alone(), cfg, run)
+    assert len([event for event in found.events if isinstance(event, ValidationEvent)]) == 1
+    source = TextSource(cfg, families.make(cfg, bench.root / "cache"), alone())  # type: ignore[arg-type]
+    learned = sum(int(source.held_out(index)["learned"].sum()) for index in range(source.num_held_out))
+    said = [m["content"] for number in range(24) for m in talk(number) if m["role"] == "assistant"]
+    assert learned == sum(len(text) + len("<|im_end|>") for text in said)
+
+
+def test_a_config_whose_conversations_cannot_be_read_is_refused(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk(1)}) + "\n", encoding="utf-8")
+    for changes, message in (
+        ({"data__length": 16}, "every document is left out (1 longer than data.length 16"),
+        ({"data__chat_template": "alpaca"}, f"{tmp_path}/a.jsonl:1: data.chat_template: 'alpaca' is not one of "),
+    ):
+        cfg = text_config(tmp_path / "a.jsonl", **changes)
+        with pytest.raises(InputError) as caught:
+            train(alone(), cfg, make_run(tmp_path, cfg, next(iter(changes))))
+        assert message in str(caught.value)

@@ -1,0 +1,198 @@
+"""The loss of a language model without the logits of all its tokens at once.
+
+A vocabulary of 152,000 makes the logits of 2,048 tokens and their gradients larger than all else that a LoRA keeps for
+backward. Here the network runs once up to its last hidden states; its own head then computes the logits of a few
+predicted tokens at a time, and their gradients are taken at once, in forward. A recompute in backward, as
+`torch.utils.checkpoint` does it, would see other weights: those of bf16 compute exist in forward only (see
+`trainer.parallel.parallelize`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trainer.adapters.dropout import SampleDropout
+
+CHUNK = 512
+"""Tokens at a time: enough for a fast product with the head. Their logits take 0.3 GB in fp32 at a vocabulary of
+152,000. The plan's tables have a size at which the second chunk begins (`TEXT_SIDES` in trainer/plan/tables.py)."""
+
+Weigh = Callable[[Tensor], Tensor]
+"""Losses of tokens, (n,) -> the weight of each, (n,)."""
+Head = Callable[[Tensor], Tensor]
+"""Hidden states, (n, width) -> logits, (n, vocabulary)."""
+
+
+def sum_losses_in_chunks(model: nn.Module, tokens: int = CHUNK) -> None:
+    """Let a causal model of transformers also return the sum of its tokens' losses, in chunks where it can.
+
+    `forward` then takes three more arguments: `predicted` (n,), which of the B * L tokens are followed by one that is
+    predicted; `targets` (n,), the tokens that follow; `token_weights` (n,), the weight of the loss of each, or a
+    function that returns them for these losses, (n,) without gradient. With them it returns the weighted sum of the
+    losses, a scalar, in place of the logits.
+
+    Args:
+        model: The model, changed in place.
+        tokens: Number of tokens at a time.
+    """
+    model.forward = _WithLoss(model, tokens)
+
+
+def can_split(model: Any) -> bool:
+    """Whether the model's `forward` calls its decoder, then its head, which may get any number of tokens."""
+    forward = type(model).forward
+    try:
+        source = inspect.getsource(inspect.unwrap(forward))
+    except OSError:
+        return False
+    calls_decoder = f"self.{model.base_model_prefix}(" in source and model.base_model is not model
+    return calls_decoder and "logits_to_keep" in inspect.signature(forward).parameters
+
+
+class _WithLoss:
+    """`forward` of a model."""
+
+    def __init__(self, model: Any, tokens: int) -> None:
+        self._model, self._tokens = model, tokens
+        self._forward, self._splits = model.forward, can_split(model)
+
+    def __call__(
+        self,
+        *args: Any,
+        predicted: Tensor | None = None,
+        targets: Tensor | None = None,
+        token_weights: Tensor | Weigh | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if predicted is None or targets is None or token_weights is None:
+            return self._forward(*args, **kwargs)
+        if not self._splits or _drops_by_sample(self._model):
+            logits = self._forward(*args, **kwargs).logits.flatten(0, 1).index_select(0, predicted)
+            losses = F.cross_entropy(logits.float(), targets, reduction="none")
+            weights = token_weights if isinstance(token_weights, Tensor) else token_weights(losses.detach())
+            return (losses * weights).sum()
+        with _decoder(self._model) as decoder:
+            self._forward(*args, **kwargs, logits_to_keep=1)
+            hidden: Tensor = decoder.output.last_hidden_state
+
+            def head(states: Tensor) -> Tensor:
+                decoder.states = states[None]
+                logits: Tensor = self._forward(*args, **kwargs).logits[0]
+                return logits
+
+            states = hidden.flatten(0, 1).index_select(0, predicted)
+            if not isinstance(token_weights, Tensor):
+                with torch.no_grad():
+                    found = torch.cat([losses for _, losses in _losses(head, states, targets, self._tokens)])
+                token_weights = token_weights(found)
+                if not torch.is_grad_enabled():
+                    return (found * token_weights).sum()
+            if not torch.is_grad_enabled():
+                parts = _losses(head, states, targets, self._tokens)
+                return torch.stack([(losses * token_weights[piece.part]).sum() for piece, losses in parts]).sum()
+            trained = _head_parameters(self._model)
+            return _Sum.apply(head, states, targets, token_weights, self._tokens, *trained)  # type: ignore[no-untyped-call]
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of weighted losses, whose gradients are taken in forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, head: Head, states: Tensor, targets: Tensor, weights: Tensor, rows: int, *parameters: Tensor
+    ) -> Tensor:
+        total = torch.zeros((), device=states.device)
+        by_state = torch.empty_like(states)
+        by_parameter: list[Tensor | None] = [None] * len(parameters)
+        with torch.enable_grad():
+            for piece, losses in _losses(head, states.detach(), targets, rows):
+                loss = (losses * weights[piece.part]).sum()
+                found = torch.autograd.grad(loss, [piece.states, *parameters], allow_unused=True)
+                total += loss.detach()
+                by_state[piece.part] = found[0]
+                del loss, losses
+                by_parameter = [_added(sum_, new) for sum_, new in zip(by_parameter, found[1:], strict=True)]
+        ctx.save_for_backward(by_state, *by_parameter)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        by_state, *by_parameter = ctx.saved_tensors
+        # In place: the gradient of a head may take gigabytes.
+        scaled = [None if found is None else found.mul_(gradient) for found in (by_state, *by_parameter)]
+        return None, scaled[0], None, None, None, *scaled[1:]
+
+
+def _losses(head: Head, states: Tensor, targets: Tensor, rows: int) -> Iterator[tuple[_Piece, Tensor]]:
+    """Yield each piece of the states, with its losses."""
+    for begin in range(0, len(states), rows):
+        part = slice(begin, begin + rows)
+        piece = states[part].detach().requires_grad_(torch.is_grad_enabled())
+        yield _Piece(part, piece), F.cross_entropy(head(piece).float(), targets[part], reduction="none")
+
+
+class _Piece:
+    """Some of the hidden states. part: which."""
+
+    def __init__(self, part: slice, states: Tensor) -> None:
+        self.part, self.states = part, states
+
+
+def _added(total: Tensor | None, new: Tensor | None) -> Tensor | None:
+    if total is None or new is None:
+        return new if total is None else total
+    return total.add_(new)
+
+
+class _Decoder:
+    """What a model's decoder returned, and the states that it pretends to return from then on."""
+
+    def __init__(self) -> None:
+        self.output: Any = None
+        self.states: Tensor | None = None
+
+
+@contextmanager
+def _decoder(model: Any) -> Iterator[_Decoder]:
+    """Inside: the model's decoder runs the first time it is called, and then returns the states that are set."""
+    module = model.base_model
+    seen, forward = _Decoder(), module.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if seen.output is None:
+            seen.output = forward(*args, **kwargs)
+            return seen.output
+        return type(seen.output)(**{**seen.output, "last_hidden_state": seen.states})
+
+    own = vars(module).get("forward")
+    module.forward = run
+    try:
+        yield seen
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+def _head_modules(model: Any) -> list[nn.Module]:
+    inside = {id(module) for module in model.base_model.modules()}
+    return [module for module in model.modules() if id(module) not in inside]
+
+
+def _head_parameters(model: Any) -> Sequence[Tensor]:
+    """Return the trained parameters outside of the decoder, those that the two share included."""
+    held = (parameter for module in _head_modules(model) for parameter in module._parameters.values())
+    return list({id(p): p for p in held if p is not None and p.requires_grad}.values())
+
+
+def _drops_by_sample(model: Any) -> bool:
+    """Whether an adapter of the head has dropout, whose masks are for whole items."""
+    return any(isinstance(module, SampleDropout) and module.p > 0 for module in _head_modules(model))
