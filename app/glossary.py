@@ -19,7 +19,7 @@ GLOSSARY: Mapping[str, str] = {
     "base": "The published model that the adapter is trained on top of.",
     "trigger": "A word that means nothing yet and will stand for what is learned.",
     "bucket": "A shape, such as 832 x 1216, that images of similar proportions are scaled and cropped to.",
-    "epoch": "One pass over all images.",
+    "epoch": "One pass over the data: each image as often as its folder says, or each row of text.",
     "gradient norm": "How large the change of a step would be before it is limited; spikes point to unstable training.",
     "quantized": "Stored in fewer bits, 4 or 8 instead of 16, so that it takes less memory.",
 }

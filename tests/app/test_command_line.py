@@ -15,7 +15,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.sections import DataConfig, ModelConfig
 from trainer.launcher import console, torchrun
 from trainer.launcher.doctor import graphics, notebooks, package, requirements, shared_memory
-from trainer.run.events import CheckpointEvent, SampleEvent, StatusEvent, StepEvent, WarningEvent
+from trainer.run.events import CheckpointEvent, LengthEvent, SampleEvent, StatusEvent, StepEvent, WarningEvent
 from trainer.run.folder import RunDir
 from trainer.run.length import RunLength
 
@@ -276,6 +276,22 @@ def test_a_log_file_gets_a_line_per_change_and_the_last_step_before_each_result(
         "step 3/10  loss 0.5000  4.00 images/s  ETA 0:00:14  peak 200 300 MiB",
         "step 3: checkpoint checkpoints/step-000003",
         "step 3: sample samples/step-000003-0.png",
+    ]
+
+
+def test_a_run_in_epochs_says_its_steps_once_they_are_known(capsys):
+    length = LengthEvent(step=1, steps=40, epoch_steps=10, epoch=0.1)
+    with console.LineDisplay(length_of(1000, epochs=4)) as face:
+        for event in (step_event(1), StatusEvent(state="saving"), length, step_event(2), StatusEvent(state="sampling")):
+            face.show(event)
+    with console.LineDisplay(length_of(40)) as face:
+        face.show(length)
+    assert capsys.readouterr().out.splitlines() == [
+        "step 1/4 epochs  loss 0.5000  4.00 images/s  ETA unknown",
+        "saving",
+        "length: 40 steps, 10 per epoch",
+        "step 2/40  epoch 0.2 of 4  loss 0.5000  4.00 images/s  ETA 0:01:16",
+        "sampling",
     ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app import monitor
+from app import html, monitor
 from app.monitor import DRAWN_STEPS, Follower
 from tests.runs import run_config
 from trainer.run.events import (
@@ -17,6 +17,7 @@ from trainer.run.events import (
     ErrorEvent,
     EventWriter,
     ExportEvent,
+    LengthEvent,
     PromptsEvent,
     RankLine,
     SampleEvent,
@@ -54,6 +55,20 @@ def living(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_that_was_never_started_says_so(run: RunDir):
     view = Follower(run).view()
     assert (view.state, view.sentence, view.is_running) == ("created", "Not started yet", False)
+
+
+def test_a_run_in_epochs_shows_them_until_its_steps_are_known_and_then_both(tmp_path: Path, living: None):
+    run = RunDir.create(tmp_path / "runs", run_config(tmp_path, train__epochs=4), tmp_path / "runs" / "epochs")
+    write(run, StatusEvent(state="starting"), StatusEvent(state="training"), step(1), step(2))
+    view = Follower(run).view()
+    assert (view.num_steps, view.length, view.epoch, view.eta_s) == (0, "4 epochs", "", None)
+    assert view.sentence == "Training: step 2 of 4 epochs, 8.00 images/s"
+    write(run, LengthEvent(step=2, steps=1200, epoch_steps=300, epoch=2 / 300), step(340))
+    view = Follower(run).view()
+    assert (view.num_steps, view.length, view.epoch) == (1200, "1,200", "epoch 1.1 of 4")
+    assert view.sentence.startswith("Training: step 340 of 1,200, epoch 1.1 of 4, 8.00 images/s, about ")
+    shown = str(html.status(view))
+    assert "340 / 1,200" in shown and "1.1 of 4" in shown and 'aria-valuemax="1200"' in shown
 
 
 def test_samples_keep_the_prompt_that_they_were_drawn_from(run: RunDir):

@@ -16,7 +16,18 @@ from safetensors.torch import load_file
 from app import form
 from app.studio import Studio
 from tests.commands import Started, launch_py
-from tests.runs import alone, difference, make_pictures, make_run, make_text, run_config, steps_of, text_config, train
+from tests.runs import (
+    alone,
+    as_of_an_earlier_version,
+    difference,
+    make_pictures,
+    make_run,
+    make_text,
+    run_config,
+    steps_of,
+    text_config,
+    train,
+)
 from trainer.config.errors import InputError
 from trainer.config.load import ConfigError, dump_config, load_config, stage_config
 from trainer.config.schema import RunConfig
@@ -28,6 +39,7 @@ from trainer.models.state_dict import BaseWeights
 from trainer.run import process, stages
 from trainer.run.events import CheckpointEvent, EventReader, StageEvent, StepEvent, latest_steps
 from trainer.run.folder import RunDir, weights_of
+from trainer.run.manifest import MANIFEST
 
 PRESET = """\
 name: two
@@ -266,6 +278,46 @@ def test_a_model_that_was_trained_whole_is_the_base_of_the_next_stage(tmp_path: 
         name.removeprefix("language_model.") for name in weights
     }
     assert all(torch.equal(base.tensor(*name.split(".", 1)), tensor) for name, tensor in weights.items())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
+def test_an_adapter_goes_on_on_the_model_that_its_own_stage_was_given(tmp_path: Path) -> None:
+    lora = {"adapter": {"type": "lora", "rank": 2}, "optim.lr": 1e-2}
+    cfg = text_config(
+        make_text(tmp_path / "text"),
+        adapter__type="none",
+        model__options={"architecture": "llama-3.1-8b"},
+        train__steps=2,
+        sample__every=0,
+        stages=[{"name": name, "set": fields} for name, fields in (("a", {}), ("b", lora), ("c", lora), ("d", {}))],
+    )
+    run = make_run(tmp_path, cfg, "run")
+    ends = []
+    for number in range(3):
+        stage = stages.current(run, cfg)
+        assert (stage.number, stage.before) == (number + 1, 2 * number)
+        ends.append(train(alone(), stage.config, run).weights)
+        if number == 2:  # as an earlier version had begun it
+            (checkpoint,) = run.checkpoints.iterdir()
+            manifest = (checkpoint / MANIFEST).read_bytes()
+            as_of_an_earlier_version(checkpoint)
+            assert stages.current(run, cfg).config.model.path == "tiny"
+            (checkpoint / MANIFEST).write_bytes(manifest)
+        hand_over(stage, run, tmp_path / "cache", ends[-1])
+    folders = run.stage_folders
+    third = stage.config
+    assert Path(third.model.path).parent == weights_of(folders[0])
+    assert Path(str(third.adapter.model_dump()["start"])).parent == weights_of(folders[1])
+    assert third.model.options.architecture is None
+    begun = train(
+        alone(),
+        third.model_copy(update={"optim": third.optim.model_copy(update={"lr": 1e-30})}),
+        make_run(tmp_path, third, "third"),
+    )
+    assert difference(begun.weights, ends[1]) <= 1e-6
+    last = stages.current(run, cfg)
+    assert (last.config.adapter.type, Path(last.config.model.path).parent) == ("none", weights_of(folders[2]))
 
 
 def test_what_is_handed_over_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from trainer.config import files, yaml12
 from trainer.config.load import dump_config, load_config_text, stage_config
 from trainer.config.schema import RunConfig
 from trainer.run.folder import RunDir, weights_of
-from trainer.run.manifest import newest_step
+from trainer.run.manifest import complete, newest_step, progress_of
 
 HANDOVER = "handover.json"
 _FIELDS: TypeAdapter[dict[str, str | None]] = TypeAdapter(dict[str, str | None])
@@ -57,7 +58,7 @@ def current(run: RunDir, cfg: RunConfig) -> Stage:
     if not cfg.stages:
         return Stage(1, 1, "", cfg, 0, run.path)
     folders, at = run.stage_folders, run.current_stage
-    given = [f"{field}={json.dumps(value)}" for field, value in _handed_over(folders[at - 1]).items()] if at else []
+    given = [f"{field}={json.dumps(value)}" for field, value in _taken_over(folders, at).items()]
     config = stage_config(cfg, at, given)
     before = sum(_steps_of(cfg, number, folders[number]) for number in range(at))
     return Stage(at + 1, len(cfg.stages), cfg.stages[at].name, config, before, folders[at])
@@ -108,6 +109,20 @@ def changed(cfg: RunConfig, at: int, change: str) -> RunConfig:
 def write_handover(folder: Path, fields: dict[str, str | None]) -> None:
     """Write the config fields that the next stage takes over. Paths within `folder` are relative to it."""
     files.replace(folder / HANDOVER, json.dumps(fields, indent=1))
+
+
+def _taken_over(folders: Sequence[Path], at: int) -> dict[str, str | None]:
+    """Return the fields that a stage takes from those before it: a stage that went on with an adapter hands over only
+    that, and its model is the one that it was given itself."""
+    fields: dict[str, str | None] = {}
+    begun = complete(folders[at] / "checkpoints")
+    is_former = bool(begun) and progress_of(begun[-1]).recipe < 3
+    for folder in folders[max(0, at - 1) : at] if is_former else folders[:at]:
+        handed = _handed_over(folder)
+        if "model.path" in handed:  # a whole model, with every adapter before in it
+            fields.pop("adapter.start", None)
+        fields |= handed
+    return fields
 
 
 def _handed_over(stage: Path) -> dict[str, str | None]:
