@@ -497,6 +497,11 @@ class TextFamily(ModelFamily):
     data_fields = frozenset({"path", "validation", "validation_every", "cache"}) | TEXT_DATA
     sample_fields = frozenset({"every", "prompts", "seed"}) | TEXT_SAMPLE
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the log about what is special in training this model."""
+        return ()
+
     def shard_by(self, blocks: tuple[str, ...]) -> None:
         """Shard the model by these blocks."""
         self.shard = replace(self.shard, blocks=blocks)

@@ -198,6 +198,7 @@ class CausalLM(TextFamily):
         self._config = text_config(self._folder_config)
         self._turned: tuple[str, ...] = ()
         self._recipe = RECIPE
+        self._is_adapted = False
         self._empty = _built(self._folder, self._config, model.options.attention)
         published = {name: _sizes(config) for name, config in PUBLISHED.items()}
         check_architecture(model, self._folder, published, _sizes(self._config.to_dict()))
@@ -221,6 +222,7 @@ class CausalLM(TextFamily):
     def follow(self, cfg: RunConfig) -> None:
         """Turn layers whose weights are (inputs, outputs) into linear ones where an adapter or codes are to change
         them. A full fine-tune keeps them, as checkpoints of older versions have them."""
+        self._is_adapted = not isinstance(cfg.adapter, NoAdapter)
         if isinstance(cfg.adapter, NoAdapter) or not turned_layers(self._empty):
             return
         if cfg.export_what == "adapter" and cfg.adapter.type in ("loha", "lokr"):
@@ -242,11 +244,32 @@ class CausalLM(TextFamily):
         return longest
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
-        alone = (
-            f"model.path {self.folder}: in a {type(self._empty).__name__} documents of one row would see each other, so "
-            "each has a row of its own, which padding fills; a data.length near that of the documents wastes least",
+        return (*super().warnings(cfg), *self._text_only())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        kind, found = type(self._empty).__name__, []
+        if self._empty.config._attn_implementation != "sdpa" and self.config.options.attention == "auto":
+            found.append(
+                f"a {kind} has no sdpa attention in transformers; eager is used, which needs memory for all pairs of "
+                "tokens of a row"
+            )
+        if not self.packs_documents:
+            found.append(
+                f"in a {kind} documents of one row would see each other, so each has a row of its own, filled by "
+                "padding; a data.length near that of the documents wastes least"
+            )
+        return (*found, *self._frozen_experts)
+
+    @property
+    def _frozen_experts(self) -> tuple[str, ...]:
+        experts = _fused_experts(self._empty) if self._is_adapted else []
+        if not experts:
+            return ()
+        return (
+            f"{len(experts)} weights of fused experts stay as they are, as '{experts[0]}': adapters change linear "
+            "layers; adapter.type: none trains them",
         )
-        return (*super().warnings(cfg), *self._text_only(), *(() if self.packs_documents else alone))
 
     def _text_only(self) -> tuple[str, ...]:
         if self._whole is None:
@@ -507,15 +530,32 @@ def _built(folder: ModelFolder, config: Any, attention: str) -> Any:
 
 
 def _linear_layers(model: nn.Module, blocks: Sequence[str]) -> tuple[str, ...]:
-    """Patterns of the linear layers inside the blocks, one pattern for all blocks of a class."""
+    """Patterns of the linear layers inside the blocks, one pattern for all blocks of a class; not of routers."""
+    has_experts = bool(_fused_experts(model))
     patterns: dict[str, None] = {}
     for block, module in model.named_modules():
         if type(module).__name__ in blocks:
-            inside = (name for name, layer in module.named_modules() if isinstance(layer, nn.Linear))
+            inside = (
+                name
+                for name, layer in module.named_modules()
+                if isinstance(layer, nn.Linear) and not _is_router(name, layer, has_experts)
+            )
             patterns |= dict.fromkeys(
                 re.sub(r"(?<=\.)\d+(?=\\\.)", r"\\d+", re.escape(f"{block}.{name}")) for name in inside
             )
     return tuple(patterns)
+
+
+def _is_router(name: str, layer: nn.Linear, has_experts: bool) -> bool:
+    """Whether a layer only decides which experts read a token, or how much one counts: an adapter has no rank there,
+    and what it learns is lost when experts are merged or moved."""
+    parts = name.split(".")
+    return layer.out_features == 1 or any("router" in part for part in parts) or (has_experts and "gate" in parts)
+
+
+def _fused_experts(model: nn.Module) -> list[str]:
+    """Names of the weights that hold a layer's experts in one tensor."""
+    return [name for name, parameter in model.named_parameters() if "expert" in name and parameter.dim() == 3]
 
 
 def _write_tokenizer(folder: Path, config: Any) -> None:
