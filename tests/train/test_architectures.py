@@ -57,7 +57,9 @@ def trained(root: Path, name: str, kind: str, ranks: int = 1, **changes: Any) ->
 
 
 def first_rows(cfg: RunConfig, root: Path) -> list[dict[str, Tensor]]:
-    trainer = Trainer(cfg, make_run(root, cfg, f"rows-{len(list(root.iterdir()))}"), alone(), root / "cache", lambda e: None)
+    trainer = Trainer(
+        cfg, make_run(root, cfg, f"rows-{len(list(root.iterdir()))}"), alone(), root / "cache", lambda e: None
+    )
     try:
         return [example for part in trainer.loader.micro_batches(0) for example in part.examples]
     finally:
@@ -165,7 +167,10 @@ def test_a_whole_model_is_written_under_the_names_of_its_folder(root: Path, kind
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     torch.testing.assert_close(logits(model), expected, atol=2e-5, rtol=0)
-    names, had = load_file(folder / "model.safetensors").keys(), load_file(folder_of(root, kind) / "model.safetensors").keys()
+    names, had = (
+        load_file(folder / "model.safetensors").keys(),
+        load_file(folder_of(root, kind) / "model.safetensors").keys(),
+    )
     if kind == "gemma3":
         assert type(model).__name__ == "Gemma3ForCausalLM"
         assert not any("vision" in name or "language_model" in name for name in names)
@@ -241,7 +246,9 @@ def test_dropout_of_a_published_config_is_off_and_said_to_be(root: Path) -> None
     found = trained(root, "dropout", "gpt2", train__steps=1)
     assert build_language_model(families.make(config_of(root, "gpt2"), root / "cache")._config).config.attn_pdrop == 0.1
     warnings = [event.message for event in found.events if isinstance(event, WarningEvent)]
-    assert any("asks for dropout in training (attn_pdrop 0.1, embd_pdrop 0.1, resid_pdrop 0.1)" in text for text in warnings)
+    assert any(
+        "asks for dropout in training (attn_pdrop 0.1, embd_pdrop 0.1, resid_pdrop 0.1)" in text for text in warnings
+    )
 
 
 # Mixtures of experts
@@ -287,7 +294,12 @@ def test_experts_that_a_rank_never_uses_and_that_no_rank_divides_train_as_in_one
     text = root / f"letters-{experts}"
     text.mkdir()
     (text / "a.jsonl").write_text("".join(f'{{"text": "{letter * 46}"}}\n' for letter in "abcdefgh"), "utf-8")
-    changes = {"model__path": str(folder), "data__path": str(text), "train__batch_size": 2, "objective__router_weight": 0.1}
+    changes = {
+        "model__path": str(folder),
+        "data__path": str(text),
+        "train__batch_size": 2,
+        "objective__router_weight": 0.1,
+    }
     one = trained(root, f"mixture-{experts}-1", "mixtral", 1, **changes)
     first, second = first_rows(config_of(root, "mixtral", **changes), root)
     if experts == 8:
@@ -358,6 +370,8 @@ def test_a_folder_without_a_prefix_trains_as_the_one_with_it(root: Path, tmp_pat
 
     folder = Path(shutil.copytree(folder_of(root, "gpt2"), tmp_path / "hub"))
     stored = load_file(folder / "model.safetensors")
-    save_file({name.removeprefix("transformer."): tensor for name, tensor in stored.items()}, folder / "model.safetensors")
+    save_file(
+        {name.removeprefix("transformer."): tensor for name, tensor in stored.items()}, folder / "model.safetensors"
+    )
     rows = first_rows(config_of(root, "gpt2"), root)
     assert loss_of(root, "gpt2", rows)[0] == loss_of(root, "gpt2", rows, model__path=str(folder))[0]

@@ -28,7 +28,6 @@ from trainer.models.parts.dropout import configured_dropout, dropout_warning
 from trainer.models.parts.folder import DIFFUSERS_STEM, ModelFolder
 from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
-from trainer.weights.composed import LazyTensor
 from trainer.weights.files import Fused, WeightFiles
 
 LoadModule = Callable[[nn.Module, WeightFiles, Sequence[str]], nn.Module]
@@ -263,7 +262,7 @@ class ModelFamily(ABC):
         """The files with the weights of `build(component)`, by diffusers names."""
         return self._folder.denoiser_weights(component, self.build(component), self.layout(component))
 
-    def written(self, component: str) -> Mapping[str, LazyTensor]:
+    def written(self, component: str) -> Mapping[str, Tensor]:
         """{name in the files of a whole model: how it is made of the module's tensors}, where the folder has other
         names than the module; empty where the names are the module's."""
         return {}
@@ -277,7 +276,8 @@ class ModelFamily(ABC):
         return WeightFiles.read(files)
 
     def follow(self, cfg: RunConfig) -> None:
-        """Take what depends on other sections of the config. Called once, by `families.make`."""
+        """Take what depends on other sections of the config; nothing by default. Called once, by `families.make`."""
+        return
 
     def computed_buffers(self, component: str) -> Mapping[str, Tensor]:
         """Buffers that `build(component)` computes on construction and no file holds, by name, on the CPU."""

@@ -51,7 +51,6 @@ from trainer.models.parts.text_encoder import TINY_CHAT_TEMPLATE, from_folder, t
 from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
 from trainer.run.manifest import RECIPE
-from trainer.weights.composed import LazyTensor
 from trainer.weights.files import Fused, WeightFiles, safetensors_in, stored_tensors
 from trainer.weights.hub import find_folder
 
@@ -303,7 +302,7 @@ class CausalLM(TextFamily):
     def weights(self, component: str) -> WeightFiles:
         return WeightFiles(self._stored.entries)
 
-    def written(self, component: str) -> Mapping[str, LazyTensor]:
+    def written(self, component: str) -> Mapping[str, Tensor]:
         return self._stored.written
 
     def exported_config(self, component: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -409,8 +408,8 @@ class CausalLM(TextFamily):
         if found is not None and found.later:
             raise InputError(
                 f"{self.folder / 'config.json'}: in a {type(self._empty).__name__} of this config a token sees those "
-                "after it, so nothing is left to predict; set is_decoder or causal to true there, if the model has such a "
-                "field, or name a causal language model"
+                "after it, so nothing is left to predict; set is_decoder or causal to true there, if the model has "
+                "such a field, or name a causal language model"
             )
         return found is not None and not found.others
 

@@ -59,7 +59,7 @@ def turned_layers(model: nn.Module) -> tuple[str, ...]:
 def turn_layers(model: nn.Module) -> nn.Module:
     """Replace these layers by linear ones, whose weights are (outputs, inputs), on the meta device."""
     for name in turned_layers(model):
-        inputs, outputs = model.get_submodule(name).weight.shape
+        inputs, outputs = model.get_parameter(f"{name}.weight").shape
         with torch.device("meta"):
             model.set_submodule(name, nn.Linear(inputs, outputs))
     return model
