@@ -46,7 +46,8 @@ def folder_of(root: Path, kind: str) -> Path:
 
 
 def config_of(root: Path, kind: str, **changes: Any) -> RunConfig:
-    base = {"model__path": str(folder_of(root, kind)), "adapter__type": "none", "train__steps": 3}
+    # Where a gradient is nearly 0, AdamW with its usual eps makes a step of the sign that rounding gives it.
+    base = {"model__path": str(folder_of(root, kind)), "adapter__type": "none", "train__steps": 3, "optim__eps": 1e-4}
     return text_config(root / "text", **base | changes)
 
 
@@ -224,8 +225,18 @@ def test_a_full_fine_tune_keeps_turned_layers_as_its_checkpoints_had_them(root: 
     assert weight.shape == (64, 192)
 
 
-@pytest.mark.parametrize(("kind", "router"), [("qwen2_moe", "shared_expert_gate"), ("jetmoe", "router.layer")])
-def test_routers_and_gates_of_one_output_are_no_default_targets(root: Path, kind: str, router: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "router"),
+    [
+        ("qwen2_moe", "shared_expert_gate"),
+        ("jetmoe", "router.layer"),
+        ("mamba", "dt_proj"),
+        ("bart", "encoder_attn.q_proj"),
+    ],
+)
+def test_routers_and_layers_that_the_class_never_calls_are_no_default_targets(
+    root: Path, kind: str, router: str
+) -> None:
     built = adapted(config_of(root, kind, adapter__type="lora"), root)
     assert built.adapter.layers
     assert not any(name.endswith(router) for name in built.adapter.layers)
@@ -246,9 +257,7 @@ def test_dropout_of_a_published_config_is_off_and_said_to_be(root: Path) -> None
     found = trained(root, "dropout", "gpt2", train__steps=1)
     assert build_language_model(families.make(config_of(root, "gpt2"), root / "cache")._config).config.attn_pdrop == 0.1
     warnings = [event.message for event in found.events if isinstance(event, WarningEvent)]
-    assert any(
-        "asks for dropout in training (attn_pdrop 0.1, embd_pdrop 0.1, resid_pdrop 0.1)" in text for text in warnings
-    )
+    assert any("asks for dropout in training (" in text and "attn_pdrop 0.1" in text for text in warnings)
 
 
 # Mixtures of experts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.sections import MODEL_WORDS, ModelConfig, NoAdapter, ObjectiveConfig, SampleConfig
 from trainer.models.base import TextFamily
 from trainer.models.objectives import Batch, Loss
-from trainer.models.parts.attention_probe import position_ids, sight
+from trainer.models.parts.attention_probe import Sight, layer_pattern, position_ids, sight
 from trainer.models.parts.folder import (
     TRANSFORMERS_STEM,
     ModelFolder,
@@ -58,6 +58,8 @@ COMPONENT = "language_model"
 FOLDER = "a folder of transformers"
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
+SMALLEST = 8
+"""Inputs and outputs of a layer from which on it has features, rather than a coefficient per head or stream."""
 SHARD_NUMBERS = 1 << 30
 TINY_VERSION = 1
 
@@ -211,12 +213,12 @@ class CausalLM(TextFamily):
         own = configured_weight(self._config) if self._experts_per_token else 0.0
         self._router_weight = own if given is None else given
         self.shard = ShardSpec(block_names(self._empty, model.options.blocks))
+        self._declared_blocks = self.shard.blocks
         if not self.shard.blocks:
             raise InputError(
                 f"model.options.blocks: {type(self._empty).__name__} does not say which of its modules are blocks; "
                 "name their class"
             )
-        self.adapter_targets = {COMPONENT: _linear_layers(self._empty, self.shard.blocks)}
 
     def follow(self, cfg: RunConfig) -> None:
         """Turn layers whose weights are (inputs, outputs) into linear ones where an adapter or codes are to change
@@ -231,7 +233,15 @@ class CausalLM(TextFamily):
             )
         self._turned = turned_layers(self._empty)
         self._empty = turn_layers(self._empty)
-        self.adapter_targets = {COMPONENT: _linear_layers(self._empty, self.shard.blocks)}
+
+    @cached_property
+    def adapter_targets(self) -> Mapping[str, tuple[str, ...]]:  # type: ignore[override]
+        uncalled = self._sight.uncalled if self._sight else ()
+        return {COMPONENT: _linear_layers(self._empty, self._declared_blocks, uncalled)}
+
+    @cached_property
+    def _sight(self) -> Sight | None:
+        return sight(self._config, self.config.options.attention)
 
     @property
     def model_spec(self) -> str:
@@ -404,7 +414,7 @@ class CausalLM(TextFamily):
 
     @cached_property
     def packs_documents(self) -> bool:
-        found = sight(self._config, self.config.options.attention)
+        found = self._sight
         if found is not None and found.later:
             raise InputError(
                 f"{self.folder / 'config.json'}: in a {type(self._empty).__name__} of this config a token sees those "
@@ -528,28 +538,31 @@ def _built(folder: ModelFolder, config: Any, attention: str) -> Any:
         ) from error
 
 
-def _linear_layers(model: nn.Module, blocks: Sequence[str]) -> tuple[str, ...]:
-    """Patterns of the linear layers inside the blocks, one pattern for all blocks of a class; not of routers."""
+def _linear_layers(model: nn.Module, blocks: Sequence[str], uncalled: Collection[str]) -> tuple[str, ...]:
+    """Patterns of the linear layers inside the blocks that an adapter can change, one for all blocks of a class.
+
+    uncalled: Layers, by `layer_pattern`, whose class multiplies by their weights itself, if at all.
+    """
     has_experts = bool(_fused_experts(model))
     patterns: dict[str, None] = {}
     for block, module in model.named_modules():
         if type(module).__name__ in blocks:
-            inside = (
-                name
-                for name, layer in module.named_modules()
-                if isinstance(layer, nn.Linear) and not _is_router(name, layer, has_experts)
-            )
+            layers = ((f"{block}.{name}", layer) for name, layer in module.named_modules())
             patterns |= dict.fromkeys(
-                re.sub(r"(?<=\.)\d+(?=\\\.)", r"\\d+", re.escape(f"{block}.{name}")) for name in inside
+                re.sub(r"(?<=\.)\d+(?=\\\.)", r"\\d+", re.escape(name))
+                for name, layer in layers
+                if isinstance(layer, nn.Linear)
+                and layer_pattern(name) not in uncalled
+                and not _is_small(name, layer, has_experts)
             )
     return tuple(patterns)
 
 
-def _is_router(name: str, layer: nn.Linear, has_experts: bool) -> bool:
-    """Whether a layer only decides which experts read a token, or how much one counts: an adapter has no rank there,
-    and what it learns is lost when experts are merged or moved."""
+def _is_small(name: str, layer: nn.Linear, has_experts: bool) -> bool:
+    """Whether a layer has few numbers, or only decides which experts read a token: adapters leave it as it is."""
     parts = name.split(".")
-    return layer.out_features == 1 or any("router" in part for part in parts) or (has_experts and "gate" in parts)
+    is_router = any("router" in part for part in parts) or (has_experts and "gate" in parts)
+    return is_router or min(layer.in_features, layer.out_features) < SMALLEST
 
 
 def _fused_experts(model: nn.Module) -> list[str]:
