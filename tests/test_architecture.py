@@ -349,6 +349,7 @@ WITHOUT_UNIT = [
     "objective.min_snr_gamma",
     "objective.guidance",
     "objective.text_weight",
+    "objective.router_weight",
     "optim.lr",
     "optim.beta1",
     "optim.beta2",

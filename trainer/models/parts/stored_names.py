@@ -8,9 +8,10 @@ shapes only, and every tensor is read by rows (see trainer.weights.composed).
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,16 @@ class StoredNames:
 
     Attributes:
         entries: {name in the model: its entry}.
-        written: {name in an export: how it is made of the model's tensors}.
+        reverse: Makes `written`.
     """
 
     entries: Mapping[str, TensorEntry]
-    written: Mapping[str, Tensor]
+    reverse: Callable[[], Mapping[str, Tensor]]
+
+    @cached_property
+    def written(self) -> Mapping[str, Tensor]:
+        """{name in an export: how it is made of the model's tensors}. Takes seconds for thousands of experts."""
+        return self.reverse()
 
 
 def read_names(model: Any, files: Sequence[Path], whole: Any = None, transposed: Collection[str] = ()) -> StoredNames:
@@ -72,10 +78,14 @@ def read_names(model: Any, files: Sequence[Path], whole: Any = None, transposed:
         elif whole is None:
             unknown.append(name)
     _check_known(naming, files, unknown, stored)
-    written = read.written(own, stored) if whole is None else _Conversion.default(model).reverted(own)
+
+    def written() -> dict[str, Tensor]:
+        made = read.written(own, stored) if whole is None else _Conversion.default(model).reverted(own)
+        return _turned(made, own, transposed)
+
     return StoredNames(
         {name: entry_of(tensor.t() if name in transposed else tensor) for name, tensor in entries.items()},
-        _turned(written, own, transposed),
+        written,
     )
 
 
