@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from tests.benchmarks.architectures import plain_loss, write_model
 from tests.distributed import run_ranks
+from tests.models.common import batch_of, edit_json, model_of
+from tests.models.test_unknown_networks import folder_of as plain_folder
 from tests.runs import Outcome, alone, difference, make_run, text_config, train
 from trainer.config.errors import InputError
 from trainer.config.schema import RunConfig
@@ -19,7 +25,8 @@ from trainer.data.text_source import TextSource
 from trainer.export import export
 from trainer.models import families
 from trainer.models.build import build_model
-from trainer.models.parts.next_token import build_language_model
+from trainer.models.parts.next_token import build_language_model, restarting_positions
+from trainer.rng import SampleRng
 from trainer.run.events import WarningEvent
 from trainer.train.loop import Trainer
 from trainer.weights.quantization import quantized_layers
@@ -101,8 +108,6 @@ def test_a_run_that_began_before_keeps_its_packed_rows(root: Path) -> None:
 
 
 def test_a_model_that_reads_both_ways_is_refused(root: Path, tmp_path: Path) -> None:
-    from tests.models.test_unknown_networks import folder_of as plain_folder
-
     cfg = text_config(root / "text", model__path=str(plain_folder(tmp_path / "model", "bert")))
     with pytest.raises(InputError) as caught:
         build_model(cfg, families.make(cfg, root / "cache"))
@@ -161,8 +166,6 @@ def exported(root: Path, kind: str, **changes: Any) -> tuple[Path, Tensor]:
 @pytest.mark.parametrize("changes", [{}, {"adapter__type": "lora", "export__what": "merged"}])
 @pytest.mark.parametrize("kind", ["mixtral", "gpt2", "gpt_neox", "qwen2_moe", "gemma3"])
 def test_a_whole_model_is_written_under_the_names_of_its_folder(root: Path, kind: str, changes: dict[str, Any]) -> None:
-    from transformers import AutoModelForCausalLM
-
     folder, expected = exported(root, kind, **changes)
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"]
@@ -265,10 +268,6 @@ def test_dropout_of_a_published_config_is_off_and_said_to_be(root: Path) -> None
 
 def write_mixture(folder: Path, experts: int, **changes: Any) -> None:
     """A Mixtral of one expert per token."""
-    import json
-
-    from transformers import AutoModelForCausalLM
-
     write_model("mixtral", folder)
     config = AutoModelForCausalLM.from_pretrained(folder).config
     config.num_local_experts, config.num_experts_per_tok = experts, 1
@@ -285,8 +284,6 @@ def write_mixture(folder: Path, experts: int, **changes: Any) -> None:
 
 
 def used_experts(folder: Path, row: dict[str, Tensor]) -> set[int]:
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         found = model(row["tokens"][None], output_router_logits=True, use_cache=False).router_logits
@@ -321,9 +318,6 @@ def test_experts_that_a_rank_never_uses_and_that_no_rank_divides_train_as_in_one
 
 
 def loss_of(root: Path, kind: str, rows: list[dict[str, Tensor]], **changes: Any) -> tuple[float, Any]:
-    from tests.models.common import batch_of, model_of
-    from trainer.rng import SampleRng
-
     cfg = config_of(root, kind, **changes)
     family = families.make(cfg, root / "cache")
     with torch.no_grad():
@@ -332,8 +326,6 @@ def loss_of(root: Path, kind: str, rows: list[dict[str, Tensor]], **changes: Any
 
 
 def test_the_loss_of_the_routers_of_a_row_is_that_of_transformers_and_is_weighed_by_learned_tokens(root: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     rows = first_rows(config_of(root, "mixtral"), root)
     plain, _ = loss_of(root, "mixtral", rows)
     found, _ = loss_of(root, "mixtral", rows, objective__router_weight=0.5)
@@ -341,8 +333,6 @@ def test_the_loss_of_the_routers_of_a_row_is_that_of_transformers_and_is_weighed
     total = weight = 0.0
     for row in rows:
         inside = (row["documents"] >= 0)[None]
-        from trainer.models.parts.next_token import restarting_positions
-
         with torch.no_grad():
             expected = model(
                 row["tokens"][None],
@@ -350,8 +340,6 @@ def test_the_loss_of_the_routers_of_a_row_is_that_of_transformers_and_is_weighed
                 output_router_logits=True,
                 use_cache=False,
             )
-        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
         balance = load_balancing_loss_func(expected.router_logits, 4, 2, inside)
         learned = float(row["learned"].sum())
         total, weight = total + float(balance) * learned, weight + learned
@@ -374,9 +362,22 @@ def test_a_model_without_routers_has_no_weight_for_them(root: Path) -> None:
     )
 
 
-def test_a_folder_without_a_prefix_trains_as_the_one_with_it(root: Path, tmp_path: Path) -> None:
-    import shutil
+def test_weights_in_a_coding_that_is_not_read_are_named(root: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folder_of(root, "llama"), tmp_path / "coded"))
+    edit_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+    stored = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj"
+    stored[f"{name}.qweight"] = stored.pop(f"{name}.weight").int()
+    save_file(stored, folder / "model.safetensors")
+    with pytest.raises(InputError) as caught:
+        families.make(config_of(root, "llama", model__path=str(folder)), root / "cache").weights("language_model")
+    assert str(caught.value) == (
+        f"{folder}: the weights are stored in gptq, which is not read here; name the original model, or one in "
+        "bitsandbytes' 4 bits"
+    )
 
+
+def test_a_folder_without_a_prefix_trains_as_the_one_with_it(root: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(folder_of(root, "gpt2"), tmp_path / "hub"))
     stored = load_file(folder / "model.safetensors")
     save_file(
