@@ -350,6 +350,7 @@ WITHOUT_UNIT = [
     "objective.guidance",
     "objective.text_weight",
     "objective.dpo_beta",
+    "objective.router_weight",
     "optim.lr",
     "optim.beta1",
     "optim.beta2",

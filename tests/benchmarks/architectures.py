@@ -26,7 +26,7 @@ from tests.benchmarks.architectures_config import CHANGES
 from tests.distributed import run_ranks
 from tests.runs import make_run, steps_of, text_config
 from trainer.distributed.world import World
-from trainer.models.families.causal_lm import CausalLM, _write_tokenizer
+from trainer.models.families.causal_lm import _write_tokenizer
 from trainer.models.parts.language_configs import causal_class
 from trainer.models.parts.tiny_configs import tiny_config
 from trainer.train.loop import Trainer
@@ -121,8 +121,14 @@ def trained(world: World, folder: str, text: str, changes: Mapping[str, Any], ro
     """Two steps of this program on this rank: {losses, rows} or {error}."""
     _quiet()
     try:
-        cfg = text_config(Path(text), model__path=folder, train__steps=2, parallel__devices=world.size,
-                          parallel__strategy="full", **changes)
+        cfg = text_config(
+            Path(text),
+            model__path=folder,
+            train__steps=2,
+            parallel__devices=world.size,
+            parallel__strategy="full",
+            **changes,
+        )
         at = Path(root) / f"run-{len(str(changes))}"
         run = make_run(Path(root), cfg, at.name) if world.rank == 0 else None
         world.gather(0)
@@ -131,13 +137,18 @@ def trained(world: World, folder: str, text: str, changes: Mapping[str, Any], ro
         trainer = Trainer(cfg, run, world, Path(root) / "cache", events.append)
         try:
             parts = trainer.loader.micro_batches(0)
-            rows = [example for part in parts for example, weight in zip(part.examples, part.weights, strict=True) if weight]
+            rows = [
+                example for part in parts for example, weight in zip(part.examples, part.weights, strict=True) if weight
+            ]
             trainer.train()
         finally:
             trainer.close()
         return {"losses": [event.loss for event in steps_of(events)], "rows": rows}
     except Exception as error:  # noqa: BLE001 - it is the result
-        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}", "known": type(error).__name__ == "InputError"}
+        return {
+            "error": f"{type(error).__name__}: {' '.join(str(error).split())}",
+            "known": type(error).__name__ == "InputError",
+        }
 
 
 def _opened(folder: Path) -> Any:
@@ -183,7 +194,7 @@ def _of_kind(root: Path, text: Path, kind: str) -> dict[str, Any]:
         return {"error": " ".join(str(error).split())[-MOST_REASON:]}
     failed = next((rank for rank in ranks if "error" in rank), None)
     if failed:
-        return {"error": failed["error"].replace(str(root), "")[:MOST_REASON * 2], "refused": failed["known"]}
+        return {"error": failed["error"].replace(str(root), "")[: MOST_REASON * 2], "refused": failed["known"]}
     losses = ranks[0]["losses"]
     rows = [row for rank in ranks for row in rank["rows"]]
     try:

@@ -27,7 +27,8 @@ ALONE = ("opt", "bloom", "mamba", "bert")
 @pytest.mark.parametrize("kind", FULL_SIZES)
 def test_a_copy_of_a_full_config_tells_whether_documents_of_a_row_see_each_other(kind: str) -> None:
     config = AutoConfig.for_model(kind, **FULL_SIZES[kind])
-    assert sight(config, "auto") == Sight(later=False, others=kind in ALONE)
+    uncalled = frozenset({"backbone.layers.#.mixer.dt_proj"} if kind == "mamba" else ())
+    assert sight(config, "auto") == Sight(later=False, others=kind in ALONE, uncalled=uncalled)
 
 
 def test_a_model_that_reads_both_ways_is_known() -> None:

@@ -40,6 +40,7 @@ OBJECTIVE: dict[str, Any] = {
     "min_snr_gamma": 5.0,
     "guidance": 3.5,
     "text_weight": 2.0,
+    "router_weight": 0.01,
 }
 OPTIONS: dict[str, Any] = {
     "architecture": "huge",
@@ -48,6 +49,7 @@ OPTIONS: dict[str, Any] = {
     "text_windows": 2,
     "without": ("text_encoder",),
     "blocks": "Block",
+    "attention": "eager",
     "distilled": True,
 }
 """Every field, with a value that is not its default."""

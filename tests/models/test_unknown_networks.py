@@ -227,7 +227,8 @@ def test_with_the_blocks_that_the_refusal_names_two_ranks_train_what_one_process
 def test_a_run_of_such_a_model_ends_with_the_sentence_and_code_2(shared: Path, tmp_path: Path) -> None:
     text = make_text(tmp_path / "text")
     (tmp_path / "preset.yaml").write_text(
-        f"model: {{family: causal_lm, path: {shared}, options: {{blocks: Zamba2HybridLayer}}}}\ndata: {{path: {text}, length: 48}}\nadapter: {{type: none}}\n"
+        f"model: {{family: causal_lm, path: {shared}, options: {{blocks: Zamba2HybridLayer}}}}\n"
+        f"data: {{path: {text}, length: 48}}\nadapter: {{type: none}}\n"
         "train: {steps: 1, batch_size: 2, precision: fp32}\nparallel: {device: cpu, devices: 2, strategy: full}\n",
         encoding="utf-8",
     )

@@ -23,7 +23,7 @@ from trainer.export.stream import FileSpec, TensorSpec, num_bytes, write_stream
 from trainer.models.base import ModelFamily
 from trainer.models.parts.folder import copy_files
 from trainer.models.state_dict import BaseWeights, TrainedModel
-from trainer.weights.composed import LazyTensor, value_of
+from trainer.weights.composed import value_of
 from trainer.weights.files import Fused, WeightFiles, read_tensor, stored_tensors
 from trainer.weights.tensors import TensorEntry
 
@@ -130,7 +130,7 @@ def _write_config(family: ModelFamily, component: str, file: Path, dtype: torch.
         file.write_text(json.dumps(written, indent=2) + "\n", "utf-8")
 
 
-def _converted(written: Mapping[str, LazyTensor], tensor: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+def _converted(written: Mapping[str, Tensor], tensor: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
     """Return the function that makes each tensor of the files of the model's, which it reads by `tensor`."""
     latest = lru_cache(maxsize=1)(tensor)  # the experts of a layer are parts of one tensor
 

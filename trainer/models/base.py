@@ -28,7 +28,6 @@ from trainer.models.parts.dropout import configured_dropout, dropout_warning
 from trainer.models.parts.folder import DIFFUSERS_STEM, ModelFolder, copy_files
 from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
-from trainer.weights.composed import LazyTensor
 from trainer.weights.files import Fused, WeightFiles
 
 LoadModule = Callable[[nn.Module, WeightFiles, Sequence[str]], nn.Module]
@@ -286,7 +285,7 @@ class ModelFamily(ABC):
         """The files with the weights of `build(component)`, by diffusers names."""
         return self._folder.denoiser_weights(component, self.build(component), self.layout(component))
 
-    def written(self, component: str) -> Mapping[str, LazyTensor]:
+    def written(self, component: str) -> Mapping[str, Tensor]:
         """{name in the files of a whole model: how it is made of the module's tensors}, where the folder has other
         names than the module; empty where the names are the module's."""
         return {}
@@ -522,6 +521,11 @@ class TextFamily(ModelFamily):
     @abstractmethod
     def embedding(self, model: nn.ModuleDict) -> nn.Module:
         """The module that embeds tokens. model: the live components."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the log about what is special in training this model."""
+        return ()
 
     def shard_by(self, blocks: tuple[str, ...]) -> None:
         """Shard the model by these blocks."""

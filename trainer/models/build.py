@@ -108,7 +108,7 @@ def build_model(cfg: RunConfig, family: ModelFamily) -> BuiltModel:
     Raises InputError for an adapter that does not fit the model, patterns that match no layer, and a network that FSDP2
     cannot shard.
     """
-    notes = check_sharding(cfg, family) if isinstance(family, TextFamily) else ()
+    notes = (*family.notes, *check_sharding(cfg, family)) if isinstance(family, TextFamily) else ()
     model = nn.ModuleDict({name: family.build(name) for name in family.live})
     _freeze_base(model, cfg, family)
     if cfg.quantize.format != "none":

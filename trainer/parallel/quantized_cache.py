@@ -109,4 +109,3 @@ def _is_its_turn(tensor: Tensor, number: int) -> bool:
         return True
     copies = mesh[REPLICATE]
     return number % copies.size() == copies.get_local_rank()
-

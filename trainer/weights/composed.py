@@ -165,18 +165,20 @@ class LazyTensor(Tensor):
 
     @staticmethod
     def __new__(cls, node: Node, dtype: torch.dtype) -> LazyTensor:
-        made: LazyTensor = Tensor._make_wrapper_subclass(cls, node.shape, dtype=dtype, device="cpu")
+        made: LazyTensor = Tensor._make_wrapper_subclass(cls, node.shape, dtype=dtype, device=torch.device("cpu"))
         made.node = node
         return made
 
     def __init__(self, node: Node, dtype: torch.dtype) -> None:
         pass
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyTensor({list(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         meta_args, meta_kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
         shaped = func(*meta_args, **{k: v for k, v in meta_kwargs.items() if k != "device"})
@@ -196,8 +198,9 @@ def lazy_entry(entry: TensorEntry) -> LazyTensor:
     return lazy(entry, entry.shape, DTYPES.get(entry.dtype, torch.float32))
 
 
-def entry_of(tensor: LazyTensor) -> TensorEntry:
+def entry_of(tensor: Tensor) -> TensorEntry:
     """Make the entry that reads a composed tensor."""
+    assert isinstance(tensor, LazyTensor)
     entries = list(dict.fromkeys(id(entry) for entry in tensor.node.leaves()))
     first: TensorEntry = next(iter(tensor.node.leaves()))
     if isinstance(tensor.node, Leaf):
@@ -206,12 +209,13 @@ def entry_of(tensor: LazyTensor) -> TensorEntry:
     return ComposedEntry(first.file, key, tuple(tensor.shape), first.dtype, node=tensor.node)
 
 
-def value_of(tensor: LazyTensor, get: Callable[[Any], Tensor]) -> Tensor:
+def value_of(tensor: Tensor, get: Callable[[Any], Tensor]) -> Tensor:
     """Compute the whole tensor. get: returns the whole tensor of a leaf."""
 
     def read(of: Any, box: Box) -> Tensor:
         return get(of)[tuple(slice(a, b) for a, b in box)]
 
+    assert isinstance(tensor, LazyTensor)
     return tensor.node.read(read, _whole(tensor.node.shape)).contiguous()
 
 
@@ -301,8 +305,10 @@ def _one(tensor: LazyTensor, dim: int, at: int, shape: tuple[int, ...]) -> Node:
 
 
 def _slice(args: Any, kwargs: Any, shape: tuple[int, ...], index: int | None) -> Node | None:
-    tensor = args[0]
-    dim, start, _, step = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
+    tensor: LazyTensor = args[0]
+    given: list[Any] = list(args[1:])
+    defaults: list[Any] = [0, None, None, 1]
+    dim, start, _, step = given + defaults[len(given) :]
     if step != 1:
         return None
     start = start or 0

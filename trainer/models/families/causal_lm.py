@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.sections import MODEL_WORDS, DataConfig, ModelConfig, NoAdapter, ObjectiveConfig, SampleConfig
 from trainer.models.base import PREFERENCE_FIELDS, TextFamily, Weigh
 from trainer.models.objectives import Batch, Loss
-from trainer.models.parts.attention_probe import position_ids, sight
+from trainer.models.parts.attention_probe import Sight, layer_pattern, position_ids, sight
 from trainer.models.parts.chat import Chat, Encoded, encode_spans, read_template, without_marks
 from trainer.models.parts.chunked_loss import sum_losses_in_chunks
 from trainer.models.parts.folder import (
@@ -52,7 +52,6 @@ from trainer.models.parts.text_encoder import TINY_CHAT_TEMPLATE, from_folder, t
 from trainer.parallel.parallelize import ShardSpec
 from trainer.rng import SampleRng
 from trainer.run.manifest import RECIPE
-from trainer.weights.composed import LazyTensor
 from trainer.weights.files import Fused, WeightFiles, safetensors_in, stored_tensors
 from trainer.weights.hub import find_folder
 from trainer.weights.tensors import NewRowsEntry
@@ -61,6 +60,8 @@ COMPONENT = "language_model"
 FOLDER = "a folder of transformers"
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
+SMALLEST = 8
+"""Inputs and outputs of a layer from which on it has features, rather than a coefficient per head or stream."""
 SHARD_NUMBERS = 1 << 30
 TINY_VERSION = 1
 
@@ -203,6 +204,7 @@ class CausalLM(TextFamily):
         self._new_ids = self._add_tokens()
         self._turned: tuple[str, ...] = ()
         self._recipe = RECIPE
+        self._is_adapted = False
         self._empty = _built(self._folder, self._config, model.options.attention)
         published = {name: _sizes(config) for name, config in PUBLISHED.items()}
         check_architecture(model, self._folder, published, sizes)
@@ -216,12 +218,12 @@ class CausalLM(TextFamily):
         own = configured_weight(self._config) if self._experts_per_token else 0.0
         self._router_weight = own if given is None else given
         self.shard = ShardSpec(block_names(self._empty, model.options.blocks), fp32_inputs=frozenset({"token_weights"}))
+        self._declared_blocks = self.shard.blocks
         if not self.shard.blocks:
             raise InputError(
                 f"model.options.blocks: {type(self._empty).__name__} does not say which of its modules are blocks; "
                 "name their class"
             )
-        self.adapter_targets = {COMPONENT: _linear_layers(self._empty, self.shard.blocks)}
         self._template, self._system = DataConfig().chat_template, DataConfig().system
 
     def embedding(self, model: nn.ModuleDict) -> nn.Module:
@@ -238,6 +240,7 @@ class CausalLM(TextFamily):
                 f"objective.dpo_beta: the two answers of a pair share a row, but in a {type(self._empty).__name__} the "
                 "documents of a row see each other; leave it empty, or train another model"
             )
+        self._is_adapted = not isinstance(cfg.adapter, NoAdapter)
         if isinstance(cfg.adapter, NoAdapter) or not turned_layers(self._empty):
             return
         if cfg.export_what == "adapter" and cfg.adapter.type in ("loha", "lokr"):
@@ -247,7 +250,15 @@ class CausalLM(TextFamily):
             )
         self._turned = turned_layers(self._empty)
         self._empty = turn_layers(self._empty)
-        self.adapter_targets = {COMPONENT: _linear_layers(self._empty, self.shard.blocks)}
+
+    @cached_property
+    def adapter_targets(self) -> Mapping[str, tuple[str, ...]]:  # type: ignore[override]
+        uncalled = self._sight.uncalled if self._sight else ()
+        return {COMPONENT: _linear_layers(self._empty, self._declared_blocks, uncalled)}
+
+    @cached_property
+    def _sight(self) -> Sight | None:
+        return sight(self._config, self.config.options.attention)
 
     @property
     def model_spec(self) -> str:
@@ -259,11 +270,32 @@ class CausalLM(TextFamily):
         return longest
 
     def warnings(self, cfg: RunConfig) -> tuple[str, ...]:
-        alone = (
-            f"model.path {self.folder}: in a {type(self._empty).__name__} documents of one row would see each other, so "
-            "each has a row of its own, which padding fills; a data.length near that of the documents wastes least",
+        return (*super().warnings(cfg), *self._text_only())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        kind, found = type(self._empty).__name__, []
+        if self._empty.config._attn_implementation != "sdpa" and self.config.options.attention == "auto":
+            found.append(
+                f"a {kind} has no sdpa attention in transformers; eager is used, which needs memory for all pairs of "
+                "tokens of a row"
+            )
+        if not self.packs_documents:
+            found.append(
+                f"in a {kind} documents of one row would see each other, so each has a row of its own, filled by "
+                "padding; a data.length near that of the documents wastes least"
+            )
+        return (*found, *self._frozen_experts)
+
+    @property
+    def _frozen_experts(self) -> tuple[str, ...]:
+        experts = _fused_experts(self._empty) if self._is_adapted else []
+        if not experts:
+            return ()
+        return (
+            f"{len(experts)} weights of fused experts stay as they are, as '{experts[0]}': adapters change linear "
+            "layers; adapter.type: none trains them",
         )
-        return (*super().warnings(cfg), *self._text_only(), *(() if self.packs_documents else alone))
 
     def _text_only(self) -> tuple[str, ...]:
         if self._whole is None:
@@ -353,7 +385,7 @@ class CausalLM(TextFamily):
     def weights(self, component: str) -> WeightFiles:
         return self._with_new_rows(WeightFiles(self._stored.entries))
 
-    def written(self, component: str) -> Mapping[str, LazyTensor]:
+    def written(self, component: str) -> Mapping[str, Tensor]:
         return self._stored.written
 
     def read_export(self, component: str, files: Sequence[Path]) -> WeightFiles:
@@ -362,7 +394,17 @@ class CausalLM(TextFamily):
     @cached_property
     def _stored(self) -> StoredNames:
         files = safetensors_in(self.folder, TRANSFORMERS_STEM)
-        return read_names(self._empty, files, self._whole, self._transposed)
+        try:
+            return read_names(self._empty, files, self._whole, self._transposed)
+        except InputError as error:
+            stored = self._folder.read("config.json").get("quantization_config") or {}
+            coding = str(stored.get("quant_method", "bitsandbytes"))
+            if coding == "bitsandbytes":
+                raise
+            raise InputError(
+                f"{self.folder}: the weights are stored in {coding}, which is not read here; name the original model, "
+                "or one in bitsandbytes' 4 bits"
+            ) from error
 
     @cached_property
     def _whole(self) -> Any:
@@ -484,12 +526,12 @@ class CausalLM(TextFamily):
 
     @cached_property
     def packs_documents(self) -> bool:
-        found = sight(self._config, self.config.options.attention)
+        found = self._sight
         if found is not None and found.later:
             raise InputError(
                 f"{self.folder / 'config.json'}: in a {type(self._empty).__name__} of this config a token sees those "
-                "after it, so nothing is left to predict; set is_decoder or causal to true there, if the model has such a "
-                "field, or name a causal language model"
+                "after it, so nothing is left to predict; set is_decoder or causal to true there, if the model has "
+                "such a field, or name a causal language model"
             )
         return found is not None and not found.others
 
@@ -621,16 +663,36 @@ def _built(folder: ModelFolder, config: Any, attention: str) -> Any:
         ) from error
 
 
-def _linear_layers(model: nn.Module, blocks: Sequence[str]) -> tuple[str, ...]:
-    """Patterns of the linear layers inside the blocks, one pattern for all blocks of a class."""
+def _linear_layers(model: nn.Module, blocks: Sequence[str], uncalled: Collection[str]) -> tuple[str, ...]:
+    """Patterns of the linear layers inside the blocks that an adapter can change, one for all blocks of a class.
+
+    uncalled: Layers, by `layer_pattern`, whose class multiplies by their weights itself, if at all.
+    """
+    has_experts = bool(_fused_experts(model))
     patterns: dict[str, None] = {}
     for block, module in model.named_modules():
         if type(module).__name__ in blocks:
-            inside = (name for name, layer in module.named_modules() if isinstance(layer, nn.Linear))
+            layers = ((f"{block}.{name}", layer) for name, layer in module.named_modules())
             patterns |= dict.fromkeys(
-                re.sub(r"(?<=\.)\d+(?=\\\.)", r"\\d+", re.escape(f"{block}.{name}")) for name in inside
+                re.sub(r"(?<=\.)\d+(?=\\\.)", r"\\d+", re.escape(name))
+                for name, layer in layers
+                if isinstance(layer, nn.Linear)
+                and layer_pattern(name) not in uncalled
+                and not _is_small(name, layer, has_experts)
             )
     return tuple(patterns)
+
+
+def _is_small(name: str, layer: nn.Linear, has_experts: bool) -> bool:
+    """Whether a layer has few numbers, or only decides which experts read a token: adapters leave it as it is."""
+    parts = name.split(".")
+    is_router = any("router" in part for part in parts) or (has_experts and "gate" in parts)
+    return is_router or min(layer.in_features, layer.out_features) < SMALLEST
+
+
+def _fused_experts(model: nn.Module) -> list[str]:
+    """Names of the weights that hold a layer's experts in one tensor."""
+    return [name for name, parameter in model.named_parameters() if "expert" in name and parameter.dim() == 3]
 
 
 def _write_tokenizer(folder: Path, config: Any) -> None:

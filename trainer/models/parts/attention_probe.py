@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,10 +36,13 @@ class Sight:
     Attributes:
         later: Whether a token sees those after it.
         others: Whether a document sees those before it in its row, where positions restart with each.
+        uncalled: Linear layers, by `layer_pattern`, that the class never calls: it does not use them, or multiplies by
+            their weights itself, past any adapter and any coding.
     """
 
     later: bool
     others: bool
+    uncalled: frozenset[str] = frozenset()
 
 
 def sight(config: Any, attention: str) -> Sight | None:
@@ -61,6 +66,11 @@ def sight(config: Any, attention: str) -> Sight | None:
         return None
 
 
+def layer_pattern(name: str) -> str:
+    """The name of a layer with the numbers of lists left out."""
+    return re.sub(r"\.\d+(?=\.|$)", ".#", name)
+
+
 def _copy(config: Any, attention: str) -> Any:
     tiny = tiny_config(config)
     size = sum(parameter.numel() for parameter in build_language_model(tiny, attention).parameters())
@@ -76,7 +86,10 @@ def _copy(config: Any, attention: str) -> Any:
 def _try(model: Any) -> Sight | None:
     documents = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))[None]
     tokens = torch.randint(FIRST_TOKEN, MOST_TOKENS, documents.shape)
-    first = LENGTHS[0]
+    first, called = LENGTHS[0], set[str]()
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    for name, layer in layers.items():
+        layer.register_forward_hook(partial(_note, called, layer_pattern(name)))
     changed = tokens.clone()
     changed[0, -1] += 1
     logits = [
@@ -86,7 +99,12 @@ def _try(model: Any) -> Sight | None:
     if not all(found.isfinite().all() for found in logits):
         return None
     packed, other_end, alone = logits
-    return Sight(_differ(packed[:-1], other_end[:-1]), _differ(packed[first:], alone))
+    uncalled = frozenset(map(layer_pattern, layers)) - called
+    return Sight(_differ(packed[:-1], other_end[:-1]), _differ(packed[first:], alone), uncalled)
+
+
+def _note(called: set[str], name: str, *_: Any) -> None:
+    called.add(name)
 
 
 def position_ids(model: nn.Module, documents: Tensor) -> Mapping[str, Tensor]:

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-UNREAD = 400
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+"""Ends of the names of classes of causal language models."""
+MOST_SHOWN = 400
 """Characters of an error of transformers that are shown."""
 
 
@@ -17,13 +19,12 @@ def causal_class(config: Any) -> Any:
     The one that the config names counts too: the text part of some models is in no table of the automatic classes.
     """
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     table = transformers.AutoModelForCausalLM._model_mapping
     if type(config) in table:
         return table[type(config)]
     for name in config.architectures or ():
-        if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and hasattr(transformers, name):
+        if name.endswith(CAUSAL) and hasattr(transformers, name):
             named = getattr(transformers, name)
             return named if named.config_class is type(config) else None
     return None
@@ -59,7 +60,7 @@ def turned_layers(model: nn.Module) -> tuple[str, ...]:
 def turn_layers(model: nn.Module) -> nn.Module:
     """Replace these layers by linear ones, whose weights are (outputs, inputs), on the meta device."""
     for name in turned_layers(model):
-        inputs, outputs = model.get_submodule(name).weight.shape
+        inputs, outputs = model.get_parameter(f"{name}.weight").shape
         with torch.device("meta"):
             model.set_submodule(name, nn.Linear(inputs, outputs))
     return model
@@ -68,4 +69,4 @@ def turn_layers(model: nn.Module) -> nn.Module:
 def first_line(error: BaseException) -> str:
     """The beginning of the message of an error of a library, in one line."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= UNREAD else f"{text[:UNREAD]} ..."
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} ..."

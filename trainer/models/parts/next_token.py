@@ -71,10 +71,10 @@ def _parameters_on_meta() -> Iterator[None]:
     """Inside, modules lose their parameters' memory as they get them, and keep their buffers."""
     register = nn.Module.register_parameter
 
-    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        register(module, name, parameter)
-        if parameter is not None and not parameter.is_meta:
-            module._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+    def without_memory(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None and not param.is_meta:
+            self._parameters[name] = nn.Parameter(param.to("meta"), param.requires_grad)
 
     nn.Module.register_parameter = without_memory  # type: ignore[method-assign]
     try:

@@ -8,9 +8,10 @@ shapes only, and every tensor is read by rows (see trainer.weights.composed).
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,16 @@ class StoredNames:
 
     Attributes:
         entries: {name in the model: its entry}.
-        written: {name in an export: how it is made of the model's tensors}.
+        reverse: Makes `written`.
     """
 
     entries: Mapping[str, TensorEntry]
-    written: Mapping[str, LazyTensor]
+    reverse: Callable[[], Mapping[str, Tensor]]
+
+    @cached_property
+    def written(self) -> Mapping[str, Tensor]:
+        """{name in an export: how it is made of the model's tensors}. Takes seconds for thousands of experts."""
+        return self.reverse()
 
 
 def read_names(model: Any, files: Sequence[Path], whole: Any = None, transposed: Collection[str] = ()) -> StoredNames:
@@ -63,7 +69,7 @@ def read_names(model: Any, files: Sequence[Path], whole: Any = None, transposed:
         found = {name.replace(TEXT_PART, "", 1): tensor for name, tensor in found.items()}
         unknown = [key for key in unknown if TEXT_PART in key]
     first_names = _first_names(model)
-    entries: dict[str, LazyTensor] = {}
+    entries: dict[str, Tensor] = {}
     for name, tensor in found.items():
         if name in own:
             entries[name] = tensor
@@ -72,10 +78,14 @@ def read_names(model: Any, files: Sequence[Path], whole: Any = None, transposed:
         elif whole is None:
             unknown.append(name)
     _check_known(naming, files, unknown, stored)
-    written = read.written(own, stored) if whole is None else _Conversion.default(model).reverted(own)
+
+    def written() -> dict[str, Tensor]:
+        made = read.written(own, stored) if whole is None else _Conversion.default(model).reverted(own)
+        return _turned(made, own, transposed)
+
     return StoredNames(
         {name: entry_of(tensor.t() if name in transposed else tensor) for name, tensor in entries.items()},
-        _turned(written, own, transposed),
+        written,
     )
 
 
@@ -92,14 +102,20 @@ def _first_names(model: Any) -> dict[str, str]:
 
 
 def _turned(
-    written: Mapping[str, LazyTensor], own: Mapping[str, tuple[int, ...]], transposed: Collection[str]
-) -> dict[str, LazyTensor]:
+    written: Mapping[str, Tensor], own: Mapping[str, tuple[int, ...]], transposed: Collection[str]
+) -> dict[str, Tensor]:
     """Make written tensors of the model's, where the model's are turned."""
     if not transposed:
         return dict(written)
     turned = {name: lazy(name, own[name][::-1], torch.float32).t() for name in transposed}
     # Weights that are turned are only renamed.
-    return {key: turned.get(next(iter(t.node.leaves())), t) for key, t in written.items()}
+    return {key: turned.get(_source(tensor), tensor) for key, tensor in written.items()}
+
+
+def _source(tensor: Tensor) -> str:
+    """Name of the first of the model's tensors that it is made of."""
+    assert isinstance(tensor, LazyTensor)
+    return str(next(iter(tensor.node.leaves())))
 
 
 def _check_known(naming: Any, files: Sequence[Path], unknown: Sequence[str], stored: Mapping[str, Any]) -> None:
@@ -150,14 +166,14 @@ class _Conversion:
         kept = [transform for transform in transforms if not isinstance(transform, PrefixChange)]
         return cls(model, frozenset(model.state_dict()), kept, {}, [])
 
-    def tensors(self, stored: Mapping[str, TensorEntry]) -> tuple[dict[str, LazyTensor], list[str]]:
+    def tensors(self, stored: Mapping[str, TensorEntry]) -> tuple[dict[str, Tensor], list[str]]:
         """Return {name in the model: tensor}, and the names in the files of tensors that the model does not have."""
         from transformers.core_model_loading import dot_natural_key
 
         renamings, converters = _kinds(self.transforms)
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         groups: dict[str, tuple[Any, list[str]]] = {}
-        found: dict[str, LazyTensor] = {}
+        found: dict[str, Tensor] = {}
         unknown = []
         for key in sorted(stored, key=dot_natural_key):
             name, pattern = self._name(key, renamings, converters)
@@ -176,29 +192,31 @@ class _Conversion:
             found |= made
         return found, unknown
 
-    def written(self, own: Mapping[str, tuple[int, ...]], stored: Mapping[str, TensorEntry]) -> dict[str, LazyTensor]:
+    def written(self, own: Mapping[str, tuple[int, ...]], stored: Mapping[str, TensorEntry]) -> dict[str, Tensor]:
         """{name in the files: how it is made of the model's tensors}, in the model's order.
 
         A group of tensors whose rule cannot be reversed is written under the model's names, which transformers reads.
         """
-        in_files = {name: {key: lazy(name, own[name], torch.float32)} for name, key in self.renamed.items() if name in own}
+        in_files: dict[str, dict[str, Tensor]] = {
+            name: {key: lazy(name, own[name], torch.float32)} for name, key in self.renamed.items() if name in own
+        }
         for names, keys in self.composed:
             if not all(name in own for name in names):
                 continue
-            plain = {name: lazy(name, own[name], torch.float32) for name in names}
+            plain: dict[str, Tensor] = {name: lazy(name, own[name], torch.float32) for name in names}
             made = self.reverted({name: own[name] for name in names})
             fits = made.keys() == keys and all(tuple(made[key].shape) == stored[key].shape for key in keys)
             in_files[names[0]] = made if fits else plain
         return {key: tensor for name in own for key, tensor in in_files.get(name, {}).items()}
 
-    def reverted(self, own: Mapping[str, tuple[int, ...]]) -> dict[str, LazyTensor]:
+    def reverted(self, own: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
         """{name in the files: how it is made of these tensors of the model} by the reversed rules that were used."""
         from transformers.core_model_loading import apply_converters, apply_renamings, dot_natural_key
 
         used = [transform for transform in self.transforms if transform.was_used() or not self.renamed]
         renamings, converters = _kinds([transform.reverse_transform() for transform in reversed(used)])
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        made: dict[str, LazyTensor] = {}
+        made: dict[str, Tensor] = {}
         groups: dict[str, Any] = {}
         for name in sorted(own, key=dot_natural_key):
             tensor = lazy(name, own[name], torch.float32)
@@ -219,10 +237,10 @@ class _Conversion:
         prefix, known = self.model.base_model_prefix, dict.fromkeys(self.names, True)
         name, pattern = rename_source_key(key, renamings, converters, prefix, known)
         if name not in self.names and key in self.names:  # a file of today's names
-            return rename_source_key(key, [], [], prefix, known)
+            name, pattern = rename_source_key(key, [], [], prefix, known)
         return name, pattern
 
-    def _converted(self, name: str, converter: Any, first: TensorEntry | None) -> dict[str, LazyTensor]:
+    def _converted(self, name: str, converter: Any, first: TensorEntry | None) -> dict[str, Tensor]:
         try:
             made = converter.convert(name, model=self.model, config=self.model.config)
         except (ValueError, RuntimeError, TypeError, KeyError, IndexError, AttributeError) as error:
@@ -240,10 +258,3 @@ def _kinds(transforms: Iterable[Any]) -> tuple[list[Any], list[Any]]:
 
     listed = list(transforms)
     return [t for t in listed if isinstance(t, WeightRenaming)], [t for t in listed if isinstance(t, WeightConverter)]
-
-
-def written_tensor(made: LazyTensor, tensor: Any) -> Tensor:
-    """Compute a tensor of an export. tensor: returns one of the model's by its name."""
-    from trainer.weights.composed import value_of
-
-    return value_of(made, tensor)

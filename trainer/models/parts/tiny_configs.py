@@ -7,81 +7,65 @@ from collections.abc import Mapping
 from typing import Any
 
 HIDDEN, HEADS, HEAD_DIM, LAYERS, EXPERTS, VOCABULARY = 64, 4, 16, 2, 4, 320
+
+
+def _all(size: int, names: str) -> dict[str, int]:
+    return dict.fromkeys(names.split(), size)
+
+
 SIZES: Mapping[str, int] = {
-    **dict.fromkeys(
+    **_all(
+        HIDDEN,
         "hidden_size d_model n_embd dim emb_dim word_embed_proj_dim embedding_size lru_width attention_hidden_size "
-        "model_dim d_hidden attn_hidden_size hidden_dim hc_dim lm_hidden_size mamba_hidden_size".split(),
-        HIDDEN,
+        "model_dim d_hidden attn_hidden_size hidden_dim hc_dim lm_hidden_size mamba_hidden_size intermediate_size "
+        "ffn_dim d_ff n_inner ffn_hidden_size encoder_ffn_dim decoder_ffn_dim moe_intermediate_size "
+        "shared_expert_intermediate_size shared_intermediate_size intermediate_size_mlp block_ff_dim d_inner "
+        "dense_intermediate_size expert_ffn_hidden_size mlp_hidden_size feed_forward_size dense_ffn_dim "
+        "moe_shared_expert_intermediate_size prefix_dense_intermediate_size intermediate_dim feed_forward_proj_size",
     ),
-    **dict.fromkeys(
-        "intermediate_size ffn_dim d_ff n_inner ffn_hidden_size encoder_ffn_dim decoder_ffn_dim moe_intermediate_size "
-        "shared_expert_intermediate_size shared_intermediate_size intermediate_size_mlp block_ff_dim "
-        "dense_intermediate_size expert_ffn_hidden_size mlp_hidden_size feed_forward_size d_inner dense_ffn_dim "
-        "moe_shared_expert_intermediate_size prefix_dense_intermediate_size intermediate_dim feed_forward_proj_size".split(),
-        HIDDEN,
-    ),
-    **dict.fromkeys(
-        "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
-        "num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads".split(),
+    **_all(
         HEADS,
+        "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
+        "num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads index_n_heads "
+        "linear_num_key_heads linear_num_value_heads",
     ),
-    **dict.fromkeys(
-        "head_dim kv_channels attention_head_dim qk_nope_head_dim v_head_dim attention_key_size attention_value_size "
-        "qk_rope_head_dim dim_head global_head_dim swa_head_dim swa_v_head_dim d_head".split(),
+    **_all(
         HEAD_DIM,
+        "head_dim kv_channels attention_head_dim qk_nope_head_dim v_head_dim attention_key_size attention_value_size "
+        "qk_rope_head_dim dim_head global_head_dim swa_head_dim swa_v_head_dim d_head linear_key_head_dim "
+        "linear_value_head_dim mamba_d_head mamba_head_dim mamba_headdim hidden_size_per_layer_input",
     ),
-    **dict.fromkeys(
-        "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
-        "num_decoder_layers num_blocks".split(),
+    **_all(
         LAYERS,
+        "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
+        "num_decoder_layers num_blocks attn_layer_period expert_layer_period",
     ),
-    **dict.fromkeys(
-        "num_experts num_local_experts n_routed_experts moe_num_experts num_moe_experts".split(), EXPERTS
+    **_all(EXPERTS, "num_experts num_local_experts n_routed_experts moe_num_experts num_moe_experts"),
+    **_all(VOCABULARY, "vocab_size vocab_size_per_layer_input text_vocab_size unpadded_vocab_size"),
+    **_all(32, "q_lora_rank kv_lora_rank o_lora_rank index_head_dim qk_head_dim"),
+    **_all(
+        1,
+        "n_group topk_group num_expert_group n_shared_experts num_expert_groups first_k_dense_replace "
+        "num_memory_blocks num_mem_blocks attn_layer_offset expert_layer_offset",
     ),
-    **dict.fromkeys("q_lora_rank kv_lora_rank o_lora_rank".split(), 32),
-    **dict.fromkeys("n_group topk_group num_expert_group n_shared_experts num_expert_groups".split(), 1),
-    **dict.fromkeys(
-        "vocab_size vocab_size_per_layer_input text_vocab_size unpadded_vocab_size type_vocab_size_x".split(),
-        VOCABULARY,
-    ),
-    **dict.fromkeys("mamba_d_state state_size ssm_state_size mamba_state_dim".split(), 8),
-    **dict.fromkeys("chunk_size mamba_chunk_size".split(), 8),
-    **dict.fromkeys("linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim mamba_headdim".split(), 16),
-    **dict.fromkeys("mamba_n_heads mamba_num_heads n_mamba_heads".split(), 2 * HIDDEN // HEAD_DIM),
-    **dict.fromkeys("linear_num_key_heads linear_num_value_heads".split(), 4),
-    "hidden_size_per_layer_input": 16,
-    "index_head_dim": 32,
-    "index_n_heads": 4,
-    "index_topk": 1024,
-    "num_kv_shared_layers": 0,
+    **_all(8, "mamba_d_state state_size ssm_state_size mamba_state_dim chunk_size mamba_chunk_size"),
+    **_all(2 * HIDDEN // HEAD_DIM, "mamba_n_heads mamba_num_heads n_mamba_heads"),
     "mamba_d_ssm": 2 * HIDDEN,
-    "attn_layer_period": 2,
-    "attn_layer_offset": 1,
-    "expert_layer_period": 2,
-    "expert_layer_offset": 1,
-    "qk_head_dim": 2 * HEAD_DIM,
-    "first_k_dense_replace": 1,
-    "num_memory_blocks": 1,
-    "num_mem_blocks": 1,
+    "num_kv_shared_layers": 0,
+    "index_topk": 1024,
 }
 MOST: Mapping[str, int] = {
-    **dict.fromkeys("num_experts_per_tok moe_top_k moe_k top_k experts_per_token num_experts_per_token".split(), 2),
+    **_all(2, "num_experts_per_tok moe_top_k moe_k top_k experts_per_token num_experts_per_token altup_num_inputs"),
+    **_all(
+        256,
+        "max_position_embeddings n_positions n_ctx max_seq_len max_sequence_length max_target_positions "
+        "max_source_positions",
+    ),
+    **_all(1, "mamba_n_groups n_groups max_window_layers"),
     "rotary_dim": HEAD_DIM,
-    "max_window_layers": 1,
-    "altup_num_inputs": 2,
     "laurel_rank": 8,
-    "max_position_embeddings": 256,
-    "n_positions": 256,
-    "n_ctx": 256,
-    "max_seq_len": 256,
-    "max_sequence_length": 256,
-    "max_target_positions": 256,
-    "max_source_positions": 256,
-    "mamba_n_groups": 1,
-    "n_groups": 1,
 }
 """Fields that are lowered to this at most."""
-
 PER_LAYER = ("layer_types", "layers_block_type", "block_types", "mlp_layer_types", "attention_types")
 """Lists that name the kind of each layer."""
 
