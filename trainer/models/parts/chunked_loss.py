@@ -102,7 +102,7 @@ class _WithLoss:
                 total = torch.stack([(losses * token_weights[piece.part]).sum() for piece, losses in parts]).sum()
                 return total, routers
             trained = _head_parameters(self._model)
-            total = _Sum.apply(head, states, targets, token_weights, self._tokens, *trained)
+            total = _Sum.apply(head, states, targets, token_weights, self._tokens, *trained)  # type: ignore[no-untyped-call]
             return total, routers
 
 
