@@ -97,6 +97,7 @@ class TextSource(DataSource):
     @property
     def samples_of_an_epoch(self) -> float:
         return self._rows_of_an_epoch
+
     def _read_held_out(self) -> None:
         """Read the held-out rows. What only this recipe refuses is an error when the run follows it."""
         files, self._refused = self._held_out_files, None
