@@ -138,14 +138,14 @@ def test_plain_text_that_is_longer_than_a_row_fills_rows_and_its_rest_is_packed(
 
 
 @pytest.mark.parametrize(
-    ("too_long", "kept", "told"),
+    ("too_long", "kept", "reported"),
     [
         ("drop", ["xy|"], [("a.jsonl:1", "longer than data.length 8"), ("a.jsonl:1", "longer than data.length 8")]),
         ("cut", ["abcdefgh", "xy|"], [("a.jsonl:2", "longer than data.length 8 before anything is learned")]),
     ],
 )
 def test_a_prompt_or_conversation_that_is_longer_than_a_row_is_left_out_or_cut(
-    tmp_path: Path, too_long: str, kept: list[str], told: list[tuple[str, str]]
+    tmp_path: Path, too_long: str, kept: list[str], reported: list[tuple[str, str]]
 ) -> None:
     rows = [
         {"prompt": "abc", "completion": "defghij"},
@@ -160,7 +160,7 @@ def test_a_prompt_or_conversation_that_is_longer_than_a_row_is_left_out_or_cut(
 
     found = rows_of(stream(tmp_path, length=8, shuffle_window=1, too_long=too_long, left_out=left_out))
     assert sorted(documents_of(found)) == kept
-    assert left == told
+    assert left == reported
 
 
 def test_what_teaches_nothing_is_left_out_and_reported(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_a_parquet_file_is_read_as_the_lines_of_the_same_rows(tmp_path: Path) ->
 
 def test_only_the_row_groups_and_columns_that_are_needed_are_read(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
-    rows = [{"text": f"row {number}", "picture": b"p" * 1000} for number in range(40)]
+    rows = [{"text": f"row {number}", "image": b"p" * 1000} for number in range(40)]
     write_parquet(file, rows, row_group_size=10)
     content = bytearray(file.read_bytes())
     for group in (0, 1):  # what was read before is not read again
@@ -321,7 +321,7 @@ def test_a_file_that_is_no_parquet_file_is_refused(tmp_path: Path, content: byte
         kinds(find_files(tmp_path))
 
 
-def test_what_files_hold_is_told_by_their_first_rows(tmp_path: Path) -> None:
+def test_the_first_row_of_a_file_shows_what_it_holds(tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "a"}]
     write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
     assert kinds(find_files(tmp_path)) == {"text"}

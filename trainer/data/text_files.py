@@ -86,7 +86,7 @@ def count_documents(file: Path) -> int | None:
 
 
 def kinds(files: Sequence[Path]) -> frozenset[Kind]:
-    """What the files hold, by the first row of each. Rows that cannot be read count as text."""
+    """The kinds of documents in the files, by the first row of each. Rows that cannot be read count as text."""
     found = set()
     for file in files:
         with reading(file):
@@ -95,7 +95,7 @@ def kinds(files: Sequence[Path]) -> frozenset[Kind]:
 
 
 def kind_of(keys: Mapping[str, Any] | Sequence[str]) -> Kind:
-    """What a row with these keys holds."""
+    """The kind of document in a row with these keys."""
     if "messages" in keys:
         return CHAT
     return PAIR if "prompt" in keys and "completion" in keys and "text" not in keys else TEXT
