@@ -352,3 +352,21 @@ def test_an_epoch_may_be_empty_where_less_than_one_document_occurs_in_it(tmp_pat
         assert documents_of(rows_of(texts)) == ["ab|"] * 3
     (tmp_path / "a.jsonl").write_text("")
     assert "no document holds any text" in refusal(stream([TextFolder(find_files(tmp_path), 0.25)], epochs=None))
+
+
+def test_the_next_window_is_tokenized_little_by_little(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "abcdefg"}] * 60)
+    counts: list[int] = []
+
+    def counted(text: str) -> list[int]:
+        counts[-1] += 1
+        return tokenize(text)
+
+    folders = [TextFolder(find_files(tmp_path))]
+    texts = TextStream(folders, Encoder(counted, END, VOCABULARY), 0, 16, 20, epochs=2, packing="whole")
+    rows = texts.rows()
+    for _ in range(60):
+        counts.append(0)
+        next(rows)
+    # 20 documents fill 10 rows: the first window at once, each later one 2 documents per row, the last none.
+    assert counts == [20, *[2] * 9, *[2] * 40, 2, *[0] * 9]
