@@ -252,12 +252,12 @@ def test_what_is_no_conversation_of_texts_is_refused_with_the_message(
     [
         (
             FORGETS,
-            "message 1: the chat template leaves out or changes what the user says, so that it cannot be told which "
-            "tokens are the assistant's; set data.chat_template to a template that keeps every message",
+            "message 1: the chat template leaves out or changes what the user says, so that the assistant's tokens "
+            "cannot be identified; set data.chat_template to a template that keeps every message",
         ),
         (
             SHOUTS,
-            "the chat template changes what the assistant says, so that it cannot be told which tokens are its own; "
+            "the chat template changes what the assistant says, so that its tokens cannot be identified; "
             f"set data.chat_template to a template with {MARK}",
         ),
         ("{{ messages[0].content.__class__.__mro__ }}", "the chat template refuses this conversation (access to "),

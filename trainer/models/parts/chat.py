@@ -92,7 +92,7 @@ def encode_spans(tokenizer: Any, text: str, spans: Sequence[Span]) -> Encoded:
     Args:
         tokenizer: A fast tokenizer of transformers.
         text: The text.
-        spans: What of it is learned, in order.
+        spans: The learned parts of it, in order.
     """
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     learned, number = [], 0
@@ -107,11 +107,11 @@ def encode_spans(tokenizer: Any, text: str, spans: Sequence[Span]) -> Encoded:
 
 @dataclass(frozen=True)
 class Turns:
-    """What a template writes around the content of a question and of its answer.
+    """The text that a template writes around the content of a question and of its answer.
 
     Attributes:
-        header: What it writes before an answer that is yet to come.
-        end: What it writes after an answer, without blanks at its end.
+        header: The text before an answer that is yet to come.
+        end: The text after an answer, without blanks at its end.
     """
 
     header: str
@@ -185,7 +185,7 @@ class Chat:
     def encode(self, messages: object, tools: object = None) -> Encoded:
         """Tokenize a conversation. Learned are the assistant's turns, each with the token that ends it.
 
-        What follows the last turn of the assistant is left out: nothing is learned from it.
+        Messages after the last turn of the assistant are left out: nothing is learned from them.
 
         Args:
             messages: The conversation, as in transformers.
@@ -224,8 +224,8 @@ class Chat:
         spans = self._by_prefixes(messages, tools, whole) or self._by_sentinels(messages, tools, whole)
         if not _hold(messages, whole, spans):
             raise InputError(
-                "the chat template changes what the assistant says, so that it cannot be told which tokens are its "
-                "own; set data.chat_template to a template with {% generation %} marks"
+                "the chat template changes what the assistant says, so that its tokens cannot be identified; "
+                "set data.chat_template to a template with {% generation %} marks"
             )
         return self._with_end(encode_spans(self._tokenizer, whole, spans))
 
@@ -303,8 +303,8 @@ class Chat:
             if message["role"] != ASSISTANT and content.strip() and begins[-1] < 0 and ends[-1] < 0:
                 raise InputError(
                     f"message {number + 1}: the chat template leaves out or changes what the {message['role']} says, "
-                    "so that it cannot be told which tokens are the assistant's; set data.chat_template to a template "
-                    "that keeps every message"
+                    "so that the assistant's tokens cannot be identified; set data.chat_template to a template that "
+                    "keeps every message"
                 )
         return begins, ends
 
