@@ -23,6 +23,8 @@ from trainer.models import families
 from trainer.models.build import build_model
 from trainer.models.parts.neftune import EmbeddingNoise
 from trainer.models.state_dict import BaseWeights
+from trainer.plan.store import key_of
+from trainer.plan.trace import units_of
 from trainer.run.events import SampleEvent, ValidationEvent
 from trainer.run.folder import RunDir
 from trainer.train.loop import Trainer
@@ -227,6 +229,31 @@ def test_whole_modules_of_an_image_model_are_exported(tmp_path: Path, format: st
     (name,) = (name for name in weights if "norm_out.linear.weight" in name)
     prefix = "base_model.model." if format == "peft" else ""
     assert torch.equal(stored[f"{prefix}norm_out.linear.weight"], weights[name].bfloat16())
+
+
+@pytest.mark.slow
+def test_a_module_of_bagel_is_saved_whole_under_its_published_name(tmp_path: Path) -> None:
+    adapter = {"type": "lora", "rank": 4, "modules_to_save": ["text_embedding"]}
+    cfg = run_config(make_pictures(tmp_path / "pictures", 2), model__family="bagel", adapter=adapter, train__steps=1)
+    run = make_run(tmp_path, cfg, "run")
+    weights = train(alone(), cfg, run).weights
+    (file,) = export(cfg, run, tmp_path / "cache", weights)
+    stored = load_file(file.path / "adapter_model.safetensors")
+    (trained,) = (weights[name] for name in weights if name.endswith("text_embedding.weight"))
+    assert torch.equal(stored["base_model.model.language_model.model.embed_tokens.weight"], trained.bfloat16())
+    settings = json.loads((file.path / "adapter_config.json").read_text())
+    assert settings["modules_to_save"] == ["embed_tokens"]
+
+
+def test_the_plan_counts_modules_that_are_trained_whole(bench: Bench) -> None:
+    counts = []
+    for adapter in ({"type": "lora", "rank": 4}, WHOLE):
+        cfg = bench.config(adapter=adapter)
+        family = families.make(cfg, bench.root / "cache")
+        units = units_of(build_model(cfg, family).module, family.shard.blocks, torch.bfloat16)
+        counts.append(sum(p.numbers for unit in units for p in unit.parameters if p.is_trained))
+    assert counts[1] - counts[0] == BYTES * 64
+    assert key_of(bench.config(adapter={"type": "lora", "rank": 4})) != key_of(cfg)
 
 
 # New tokens
