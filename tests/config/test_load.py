@@ -374,6 +374,12 @@ class TestPaths:
         assert read(f"{DATA}model: {{path: ./tiny}}\n").config.model.path == str(folder / "tiny")
         assert read(DATA, "model.path=org/name").config.model.path == "org/name"
 
+    def test_the_name_of_a_chat_template_is_not_taken_for_a_path(self, folder: Path) -> None:
+        (folder / "chatml").touch()
+        assert read("data: {path: text, chat_template: chatml}\n").config.data.chat_template == "chatml"
+        own = read("data: {path: text, chat_template: own.jinja}\n").config.data.chat_template
+        assert own == str(folder / "own.jinja")
+
 
 FOREIGN = [
     ("parallel: {sharding_strategy: FULL_SHARD}", {"strategy": "full"}),

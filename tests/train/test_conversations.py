@@ -19,6 +19,7 @@ from trainer.config.schema import RunConfig
 from trainer.data.loader import BatchSizes
 from trainer.data.text_source import TextSource
 from trainer.distributed.world import World
+from trainer.export import export
 from trainer.models import families
 from trainer.run.events import AnyEvent, SampleEvent, ValidationEvent, WarningEvent
 from trainer.run.folder import RunDir
@@ -176,6 +177,21 @@ def test_samples_of_a_run_on_conversations_are_answers(bench: Bench, chat: str, 
     assert asked == ["<|im_start|>user\n1 + 1<|im_end|>\n<|im_start|>assistant\n" if is_answer else "1 + 1"]
     assert (run.path / drawn.path).read_text(encoding="utf-8") == drawn.text
     assert drawn.text.startswith("1 + 1\n\n" if is_answer else "1 + 1")
+
+
+def test_an_exported_model_brings_the_chat_template_it_was_trained_with(bench: Bench) -> None:
+    from transformers import AutoTokenizer
+
+    changes = {"adapter__type": "none", "data__chat_template": "llama-3", "data__length": 512, "train__steps": 1}
+    cfg, run = bench.run("exported", **changes)
+    train(alone(), cfg, run)
+    tokenizer = AutoTokenizer.from_pretrained(export(cfg, run, bench.root / "cache")[0].path)
+    text = tokenizer.apply_chat_template(talk(0), tokenize=False)
+    assert text == (
+        "<|start_header_id|>user<|end_header_id|>\n\n0 + 1<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\nIt is 1.<|eot_id|>"
+    )
+    assert "{% generation %}" not in tokenizer.chat_template
 
 
 # What is left out

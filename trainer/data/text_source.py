@@ -83,7 +83,7 @@ class TextSource(DataSource):
         return self._batch_sampler
 
     def _read_held_out(self) -> None:
-        """Read the held-out rows. What only this recipe refuses is an error when the run follows it."""
+        """Read the held-out rows. If this recipe leaves out all of them, that is an error once the run follows it."""
         files, self._refused = self._held_out_files, None
         self._held_out: tuple[PackedRow, ...] = ()
         if files:
